@@ -1,0 +1,69 @@
+"""Training batches: token documents, shuffled anew each epoch, cut into rows of equal length."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Position:
+    """How far training has come in its data: epoch, row within the epoch, row length in tokens."""
+
+    epoch: int = 0
+    row: int = 0
+    length: int = 0
+
+
+class Batches:
+    """An endless sequence of batches that can be left and taken up again at any `position`.
+
+    `documents` are token ids without separators; `separator` is put before each. The order of
+    documents, and of the rows cut from them, is a function of (seed, epoch) alone.
+    """
+
+    def __init__(self, documents: Sequence[Sequence[int]], separator: int, seed: int = 0) -> None:
+        self._documents = [np.array([separator, *ids], dtype=np.int64) for ids in documents]
+        self._seed = seed
+        self._rows: Tensor | None = None
+        self.position = Position()
+        self.tokens = sum(len(d) for d in self._documents)
+
+    def next(self, rows: int, length: int) -> Tensor:
+        """The next batch, int64 [rows, length + 1]: inputs and, one place on, their targets.
+
+        A new `length` starts a new epoch. Raises ValueError where the corpus is too short to fill
+        one batch.
+        """
+        at = self.position
+        if at.length != length:
+            # An epoch cut to another length has no row in common with this one.
+            started = at.length != 0
+            at.epoch, at.row, at.length, self._rows = at.epoch + started, 0, length, None
+        if self._rows is None:
+            self._rows = self._cut(at.epoch, length, rows)
+        if at.row + rows > len(self._rows):
+            at.epoch, at.row = at.epoch + 1, 0
+            self._rows = self._cut(at.epoch, length, rows)
+        batch = self._rows[at.row : at.row + rows]
+        at.row += rows
+        return batch
+
+    def seek(self, position: Position) -> None:
+        """Go on from a position read earlier from `position`."""
+        self.position, self._rows = position, None
+
+    def _cut(self, epoch: int, length: int, rows: int) -> Tensor:
+        order = np.random.default_rng((self._seed, epoch))
+        documents = [self._documents[i] for i in order.permutation(len(self._documents))]
+        stream = np.concatenate(documents)
+        count = (len(stream) - 1) // length
+        if count < rows:
+            raise ValueError(
+                f"a corpus of {len(stream)} tokens cannot fill {rows} rows of {length} tokens: "
+                "give more files or shorter rows"
+            )
+        starts = order.permutation(count) * length
+        return torch.from_numpy(stream[starts[:, None] + np.arange(length + 1)])

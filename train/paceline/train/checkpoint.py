@@ -1,0 +1,76 @@
+"""Working checkpoints of a run, and the final weights."""
+
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from paceline.train.batches import Batches, Position
+from paceline.train.optim import Optimizer
+
+_NAME = "run.pt"
+
+
+@dataclass
+class Progress:
+    """What a run counts: steps, tokens seen, seconds of stepping, and its log of losses."""
+
+    step: int = 0
+    tokens: int = 0
+    elapsed: float = 0.0
+    log: list[dict[str, float]] = field(default_factory=list)
+
+
+def save_run(
+    folder: Path, model: nn.Module, optimizer: Optimizer, batches: Batches, progress: Progress
+) -> None:
+    """Write everything needed to go on bit for bit: weights, optimizer, data position, RNG.
+
+    The file is replaced whole, so a run killed while writing keeps the checkpoint before.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "position": asdict(batches.position),
+        "progress": asdict(progress),
+        "rng": torch.get_rng_state(),
+    }
+    partial = folder / (_NAME + ".partial")
+    torch.save(state, partial)
+    os.replace(partial, folder / _NAME)
+
+
+def load_run(
+    folder: Path, model: nn.Module, optimizer: Optimizer, batches: Batches
+) -> Progress | None:
+    """Put a run back where `save_run` left it; None where `folder` holds no run.
+
+    Raises RuntimeError where the checkpoint is of a model of another shape.
+    """
+    path = folder / _NAME
+    if not path.is_file():
+        return None
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        model.load_state_dict(state["model"])
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{path} is of another model: give the preset it was started with, or another --work"
+        ) from error
+    optimizer.load_state_dict(state["optimizer"])
+    batches.seek(Position(**state["position"]))
+    torch.set_rng_state(state["rng"])
+    return Progress(**state["progress"])
+
+
+def save_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Write an HF model folder: bf16 safetensors, config, tokenizer. `model` becomes bf16."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model.to(torch.bfloat16)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,28 @@
+"""The Llama-type model of a preset."""
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from paceline.train.preset import Preset
+
+
+def build_model(preset: Preset, eos: int, seed: int = 0) -> LlamaForCausalLM:
+    """A freshly initialised fp32 model of the preset's shape; `eos` is its bos and eos token."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=preset.vocabulary,
+        hidden_size=preset.width,
+        intermediate_size=preset.ff,
+        num_hidden_layers=preset.layers,
+        num_attention_heads=preset.heads,
+        num_key_value_heads=preset.kv_heads,
+        head_dim=preset.head_width,
+        max_position_embeddings=preset.context,
+        rope_parameters={"rope_type": "default", "rope_theta": preset.rope_theta},
+        tie_word_embeddings=True,
+        bos_token_id=eos,
+        eos_token_id=eos,
+        attn_implementation="sdpa",
+        use_cache=True,
+    )
+    return LlamaForCausalLM(config)

@@ -1,0 +1,66 @@
+"""The sizes and schedules that `paceline train` knows by name."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One model shape with the schedule that trains it.
+
+    Lengths are in tokens, `minutes` in minutes of stepping (pauses do not count), learning rates
+    are per step. Training ends when either `minutes` or `steps` is used up, whichever is first.
+    """
+
+    # Shape of the Llama-type model; heads are 64 wide.
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ff: int
+    context: int
+    # Corpus: how many training files at most, and how many held out.
+    files: int
+    heldout_files: int
+    # Schedule.
+    minutes: float
+    steps: int
+    rows: int
+    length: int
+    long_rows: int
+    long_share: float  # the last share of the run trains `long_rows` rows of `context` tokens
+    decay_from: float = 0.5  # share of the run after which the learning rates fall linearly
+    final_rate: float = 0.03  # what is left of the learning rates at the very end
+    muon_rate: float = 0.02
+    adamw_rate: float = 3e-3
+    vocabulary: int = 4096
+    rope_theta: float = 100_000.0
+    head_width: int = 64
+
+    def __post_init__(self) -> None:
+        if self.length > self.context:
+            raise ValueError(
+                f"rows of {self.length} tokens do not fit a context of {self.context}: "
+                "lower `length` or raise `context`"
+            )
+
+
+PRESETS: dict[str, Preset] = {
+    # 14.2 M parameters: what two CPU cores can teach to write fluent text in 80 minutes.
+    "cpu": Preset(
+        width=384, layers=8, heads=6, kv_heads=2, ff=1024, context=4096,
+        files=120, heldout_files=12,
+        minutes=80, steps=5000, rows=4, length=512, long_rows=1, long_share=0.13,
+    ),
+    # 1.1 M parameters: the drafter, distilled from the target above.
+    "lm": Preset(
+        width=128, layers=3, heads=2, kv_heads=1, ff=384, context=4096,
+        files=180, heldout_files=12,
+        minutes=11, steps=3000, rows=4, length=512, long_rows=1, long_share=0.10,
+    ),
+    # 25.7 M parameters on one H200: all of the standard library, under ten minutes.
+    "gpu": Preset(
+        width=512, layers=9, heads=8, kv_heads=2, ff=1280, context=8192,
+        files=2000, heldout_files=12,
+        minutes=8, steps=6000, rows=16, length=2048, long_rows=4, long_share=0.14,
+    ),
+}  # fmt: skip

@@ -1,0 +1,53 @@
+"""How far a run is, and what that means for learning rate and row length."""
+
+from dataclasses import dataclass, field
+from statistics import median
+
+from paceline.train.preset import Preset
+
+_WARM_UP_STEPS = 20
+# A step this many times the usual one was paused (SIGSTOP, suspend), not slow.
+_PAUSE_FACTOR = 20.0
+
+
+@dataclass
+class Clock:
+    """Time spent stepping, in seconds; what a pause adds to one step is not counted."""
+
+    elapsed: float = 0.0
+    _recent: list[float] = field(default_factory=list)
+
+    def add(self, seconds: float) -> None:
+        """Count one step of `seconds`."""
+        if len(self._recent) >= 5:
+            usual = median(self._recent)
+            if seconds > _PAUSE_FACTOR * usual:
+                seconds = usual
+        self._recent = [*self._recent[-20:], seconds]
+        self.elapsed += seconds
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Learning rate and row length as functions of the share of the run that is done."""
+
+    preset: Preset
+    steps: int
+    minutes: float
+
+    def progress(self, step: int, elapsed: float) -> float:
+        """Share of the run done, 0 to 1, after `step` steps and `elapsed` seconds."""
+        return min(1.0, max(step / self.steps, elapsed / (60 * self.minutes)))
+
+    def rate(self, step: int, progress: float) -> float:
+        """Factor on the learning rates: a short warm-up, constant, then a linear fall."""
+        p = self.preset
+        fall = (progress - p.decay_from) / (1 - p.decay_from)
+        decay = 1 - (1 - p.final_rate) * max(0.0, fall)
+        return min(1.0, (step + 1) / _WARM_UP_STEPS) * decay
+
+    def shape(self, progress: float) -> tuple[int, int]:
+        """(rows, length in tokens) of the next batch: long rows at the end of the run."""
+        if progress >= 1 - self.preset.long_share:
+            return self.preset.long_rows, self.preset.context
+        return self.preset.rows, self.preset.length
