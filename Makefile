@@ -1,0 +1,45 @@
+# Two commands matter: `make demo` and `make test`. Both set up everything they need in .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PROTOS := $(wildcard protos/paceline/v1/*.proto)
+
+.PHONY: setup demo test lint types proto proto-check bench gpu-check gpu-train clean
+
+setup: .make/setup
+
+.make/setup: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt "torch==2.13.0"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	@mkdir -p .make && touch $@
+
+demo: setup
+	$(BIN)/paceline demo
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy kernels client services train bench
+
+proto: setup
+	$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=protos/gen --pyi_out=protos/gen \
+	    --grpc_python_out=protos/gen $(PROTOS)
+
+# Fails when the committed generated code is not what the .proto files give.
+proto-check: setup
+	@mkdir -p .make/gen && $(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=.make/gen \
+	    --pyi_out=.make/gen --grpc_python_out=.make/gen $(PROTOS)
+	diff -r --exclude=__init__.py --exclude=py.typed --exclude=__pycache__ \
+	    .make/gen/paceline/v1 protos/gen/paceline/v1
+
+bench: setup
+	$(BIN)/paceline bench
+
+clean:
+	rm -rf $(VENV) .make build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Generated protocol code: edit protos/paceline/v1/*.proto and run `make proto`."""

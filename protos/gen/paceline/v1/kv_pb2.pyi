@@ -1,0 +1,170 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class SelectionPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SELECTION_POLICY_UNSPECIFIED: _ClassVar[SelectionPolicy]
+    SELECTION_POLICY_STREAMING: _ClassVar[SelectionPolicy]
+    SELECTION_POLICY_CHUNK_TOPK: _ClassVar[SelectionPolicy]
+    SELECTION_POLICY_VERIFIED: _ClassVar[SelectionPolicy]
+    SELECTION_POLICY_QUEST: _ClassVar[SelectionPolicy]
+
+class KvDtype(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    KV_DTYPE_UNSPECIFIED: _ClassVar[KvDtype]
+    KV_DTYPE_FLOAT32: _ClassVar[KvDtype]
+    KV_DTYPE_FLOAT16: _ClassVar[KvDtype]
+    KV_DTYPE_BFLOAT16: _ClassVar[KvDtype]
+    KV_DTYPE_INT8: _ClassVar[KvDtype]
+    KV_DTYPE_FLOAT8_E4M3: _ClassVar[KvDtype]
+SELECTION_POLICY_UNSPECIFIED: SelectionPolicy
+SELECTION_POLICY_STREAMING: SelectionPolicy
+SELECTION_POLICY_CHUNK_TOPK: SelectionPolicy
+SELECTION_POLICY_VERIFIED: SelectionPolicy
+SELECTION_POLICY_QUEST: SelectionPolicy
+KV_DTYPE_UNSPECIFIED: KvDtype
+KV_DTYPE_FLOAT32: KvDtype
+KV_DTYPE_FLOAT16: KvDtype
+KV_DTYPE_BFLOAT16: KvDtype
+KV_DTYPE_INT8: KvDtype
+KV_DTYPE_FLOAT8_E4M3: KvDtype
+
+class MapCacheRequest(_message.Message):
+    __slots__ = ("read_grant", "layers")
+    READ_GRANT_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    read_grant: bytes
+    layers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, read_grant: _Optional[bytes] = ..., layers: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class MapCacheResponse(_message.Message):
+    __slots__ = ("segments", "dtype", "committed_length", "generation", "lease_ms")
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    segments: _containers.RepeatedCompositeFieldContainer[KvSegment]
+    dtype: KvDtype
+    committed_length: int
+    generation: int
+    lease_ms: int
+    def __init__(self, segments: _Optional[_Iterable[_Union[KvSegment, _Mapping]]] = ..., dtype: _Optional[_Union[KvDtype, str]] = ..., committed_length: _Optional[int] = ..., generation: _Optional[int] = ..., lease_ms: _Optional[int] = ...) -> None: ...
+
+class KvSegment(_message.Message):
+    __slots__ = ("layer", "is_value", "posix", "cuda_ipc", "offset", "head_stride", "position_stride", "heads", "head_dim", "capacity", "page_table", "page_size")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    IS_VALUE_FIELD_NUMBER: _ClassVar[int]
+    POSIX_FIELD_NUMBER: _ClassVar[int]
+    CUDA_IPC_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    HEAD_STRIDE_FIELD_NUMBER: _ClassVar[int]
+    POSITION_STRIDE_FIELD_NUMBER: _ClassVar[int]
+    HEADS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TABLE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    is_value: bool
+    posix: PosixSharedMemory
+    cuda_ipc: CudaIpcMemory
+    offset: int
+    head_stride: int
+    position_stride: int
+    heads: int
+    head_dim: int
+    capacity: int
+    page_table: _containers.RepeatedScalarFieldContainer[int]
+    page_size: int
+    def __init__(self, layer: _Optional[int] = ..., is_value: _Optional[bool] = ..., posix: _Optional[_Union[PosixSharedMemory, _Mapping]] = ..., cuda_ipc: _Optional[_Union[CudaIpcMemory, _Mapping]] = ..., offset: _Optional[int] = ..., head_stride: _Optional[int] = ..., position_stride: _Optional[int] = ..., heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., capacity: _Optional[int] = ..., page_table: _Optional[_Iterable[int]] = ..., page_size: _Optional[int] = ...) -> None: ...
+
+class PosixSharedMemory(_message.Message):
+    __slots__ = ("name", "byte_size")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BYTE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    byte_size: int
+    def __init__(self, name: _Optional[str] = ..., byte_size: _Optional[int] = ...) -> None: ...
+
+class CudaIpcMemory(_message.Message):
+    __slots__ = ("device_uuid", "handle", "byte_offset", "byte_size")
+    DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    BYTE_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    BYTE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    device_uuid: bytes
+    handle: bytes
+    byte_offset: int
+    byte_size: int
+    def __init__(self, device_uuid: _Optional[bytes] = ..., handle: _Optional[bytes] = ..., byte_offset: _Optional[int] = ..., byte_size: _Optional[int] = ...) -> None: ...
+
+class FollowCacheRequest(_message.Message):
+    __slots__ = ("subscribe", "ack")
+    SUBSCRIBE_FIELD_NUMBER: _ClassVar[int]
+    ACK_FIELD_NUMBER: _ClassVar[int]
+    subscribe: FollowSubscribe
+    ack: FollowAck
+    def __init__(self, subscribe: _Optional[_Union[FollowSubscribe, _Mapping]] = ..., ack: _Optional[_Union[FollowAck, _Mapping]] = ...) -> None: ...
+
+class FollowSubscribe(_message.Message):
+    __slots__ = ("read_grant", "layers", "budget", "policy", "wire_dtype")
+    READ_GRANT_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    WIRE_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    read_grant: bytes
+    layers: _containers.RepeatedScalarFieldContainer[int]
+    budget: int
+    policy: SelectionPolicy
+    wire_dtype: KvDtype
+    def __init__(self, read_grant: _Optional[bytes] = ..., layers: _Optional[_Iterable[int]] = ..., budget: _Optional[int] = ..., policy: _Optional[_Union[SelectionPolicy, str]] = ..., wire_dtype: _Optional[_Union[KvDtype, str]] = ...) -> None: ...
+
+class FollowAck(_message.Message):
+    __slots__ = ("update_id", "budget")
+    UPDATE_ID_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_FIELD_NUMBER: _ClassVar[int]
+    update_id: int
+    budget: int
+    def __init__(self, update_id: _Optional[int] = ..., budget: _Optional[int] = ...) -> None: ...
+
+class FollowCacheResponse(_message.Message):
+    __slots__ = ("update_id", "chunks", "dropped_chunk_ids", "committed_length", "generation", "last")
+    UPDATE_ID_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_CHUNK_IDS_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    update_id: int
+    chunks: _containers.RepeatedCompositeFieldContainer[KvChunk]
+    dropped_chunk_ids: _containers.RepeatedScalarFieldContainer[int]
+    committed_length: int
+    generation: int
+    last: bool
+    def __init__(self, update_id: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[KvChunk, _Mapping]]] = ..., dropped_chunk_ids: _Optional[_Iterable[int]] = ..., committed_length: _Optional[int] = ..., generation: _Optional[int] = ..., last: _Optional[bool] = ...) -> None: ...
+
+class KvChunk(_message.Message):
+    __slots__ = ("chunk_id", "layer", "positions", "keys", "values", "key_scales", "value_scales")
+    CHUNK_ID_FIELD_NUMBER: _ClassVar[int]
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    KEY_SCALES_FIELD_NUMBER: _ClassVar[int]
+    VALUE_SCALES_FIELD_NUMBER: _ClassVar[int]
+    chunk_id: int
+    layer: int
+    positions: _containers.RepeatedScalarFieldContainer[int]
+    keys: bytes
+    values: bytes
+    key_scales: _containers.RepeatedScalarFieldContainer[float]
+    value_scales: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, chunk_id: _Optional[int] = ..., layer: _Optional[int] = ..., positions: _Optional[_Iterable[int]] = ..., keys: _Optional[bytes] = ..., values: _Optional[bytes] = ..., key_scales: _Optional[_Iterable[float]] = ..., value_scales: _Optional[_Iterable[float]] = ...) -> None: ...

@@ -1,0 +1,221 @@
+from paceline.v1 import sampling_pb2 as _sampling_pb2
+from paceline.v1 import tree_pb2 as _tree_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class GetModelRequest(_message.Message):
+    __slots__ = ("known_tokenizer_digest", "omit_tokenizer")
+    KNOWN_TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    OMIT_TOKENIZER_FIELD_NUMBER: _ClassVar[int]
+    known_tokenizer_digest: str
+    omit_tokenizer: bool
+    def __init__(self, known_tokenizer_digest: _Optional[str] = ..., omit_tokenizer: _Optional[bool] = ...) -> None: ...
+
+class GetModelResponse(_message.Message):
+    __slots__ = ("name", "architecture", "vocab_size", "max_context", "eos_token_ids", "bos_token_id", "dtype", "target_fingerprint", "tokenizer_digest", "tokenizer_gzip", "chat_template", "max_tree_nodes", "layers", "kv_heads", "head_dim", "hidden_size", "instance_id", "batch_invariant", "lease_ms")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    BOS_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_GZIP_FIELD_NUMBER: _ClassVar[int]
+    CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
+    MAX_TREE_NODES_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    BATCH_INVARIANT_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    architecture: str
+    vocab_size: int
+    max_context: int
+    eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    bos_token_id: int
+    dtype: str
+    target_fingerprint: str
+    tokenizer_digest: str
+    tokenizer_gzip: bytes
+    chat_template: str
+    max_tree_nodes: int
+    layers: int
+    kv_heads: int
+    head_dim: int
+    hidden_size: int
+    instance_id: str
+    batch_invariant: bool
+    lease_ms: int
+    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., dtype: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., tokenizer_gzip: _Optional[bytes] = ..., chat_template: _Optional[str] = ..., max_tree_nodes: _Optional[int] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., hidden_size: _Optional[int] = ..., instance_id: _Optional[str] = ..., batch_invariant: _Optional[bool] = ..., lease_ms: _Optional[int] = ...) -> None: ...
+
+class CreateCacheRequest(_message.Message):
+    __slots__ = ("prompt_tokens", "output_tokens", "sampling", "max_new_tokens", "stop_token_ids", "ignore_eos", "logprobs", "top_logprobs", "parent_handle", "hidden_state_layers", "traceparent")
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PARENT_HANDLE_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_STATE_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    prompt_tokens: _containers.RepeatedScalarFieldContainer[int]
+    output_tokens: _containers.RepeatedScalarFieldContainer[int]
+    sampling: _sampling_pb2.SamplingParams
+    max_new_tokens: int
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    ignore_eos: bool
+    logprobs: bool
+    top_logprobs: int
+    parent_handle: bytes
+    hidden_state_layers: _containers.RepeatedScalarFieldContainer[int]
+    traceparent: str
+    def __init__(self, prompt_tokens: _Optional[_Iterable[int]] = ..., output_tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., parent_handle: _Optional[bytes] = ..., hidden_state_layers: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ...) -> None: ...
+
+class CreateCacheResponse(_message.Message):
+    __slots__ = ("progress", "created")
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    CREATED_FIELD_NUMBER: _ClassVar[int]
+    progress: PrefillProgress
+    created: CacheCreated
+    def __init__(self, progress: _Optional[_Union[PrefillProgress, _Mapping]] = ..., created: _Optional[_Union[CacheCreated, _Mapping]] = ...) -> None: ...
+
+class PrefillProgress(_message.Message):
+    __slots__ = ("prefilled_tokens", "total_tokens")
+    PREFILLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    prefilled_tokens: int
+    total_tokens: int
+    def __init__(self, prefilled_tokens: _Optional[int] = ..., total_tokens: _Optional[int] = ...) -> None: ...
+
+class CacheCreated(_message.Message):
+    __slots__ = ("handle", "read_grant", "first", "reused_tokens", "generation", "lease_ms", "queue_us", "prefill_us")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    READ_GRANT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    REUSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_US_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_US_FIELD_NUMBER: _ClassVar[int]
+    handle: bytes
+    read_grant: bytes
+    first: RoundResult
+    reused_tokens: int
+    generation: int
+    lease_ms: int
+    queue_us: int
+    prefill_us: int
+    def __init__(self, handle: _Optional[bytes] = ..., read_grant: _Optional[bytes] = ..., first: _Optional[_Union[RoundResult, _Mapping]] = ..., reused_tokens: _Optional[int] = ..., generation: _Optional[int] = ..., lease_ms: _Optional[int] = ..., queue_us: _Optional[int] = ..., prefill_us: _Optional[int] = ...) -> None: ...
+
+class VerifyRequest(_message.Message):
+    __slots__ = ("handle", "round_id", "tree", "free_run_steps", "deadline_ms", "traceparent")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    ROUND_ID_FIELD_NUMBER: _ClassVar[int]
+    TREE_FIELD_NUMBER: _ClassVar[int]
+    FREE_RUN_STEPS_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    handle: bytes
+    round_id: int
+    tree: _tree_pb2.TokenTree
+    free_run_steps: int
+    deadline_ms: int
+    traceparent: str
+    def __init__(self, handle: _Optional[bytes] = ..., round_id: _Optional[int] = ..., tree: _Optional[_Union[_tree_pb2.TokenTree, _Mapping]] = ..., free_run_steps: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
+
+class VerifyResponse(_message.Message):
+    __slots__ = ("round_id", "result", "last", "queue_us", "verify_us", "node_budget", "batch_tokens", "generation", "hidden_states")
+    ROUND_ID_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_US_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_US_FIELD_NUMBER: _ClassVar[int]
+    NODE_BUDGET_FIELD_NUMBER: _ClassVar[int]
+    BATCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]
+    round_id: int
+    result: RoundResult
+    last: bool
+    queue_us: int
+    verify_us: int
+    node_budget: int
+    batch_tokens: int
+    generation: int
+    hidden_states: _containers.RepeatedCompositeFieldContainer[HiddenStates]
+    def __init__(self, round_id: _Optional[int] = ..., result: _Optional[_Union[RoundResult, _Mapping]] = ..., last: _Optional[bool] = ..., queue_us: _Optional[int] = ..., verify_us: _Optional[int] = ..., node_budget: _Optional[int] = ..., batch_tokens: _Optional[int] = ..., generation: _Optional[int] = ..., hidden_states: _Optional[_Iterable[_Union[HiddenStates, _Mapping]]] = ...) -> None: ...
+
+class RoundResult(_message.Message):
+    __slots__ = ("tokens", "accepted_nodes", "logprobs", "top_logprobs", "finish_reason", "committed_length")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_NODES_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    accepted_nodes: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    top_logprobs: _containers.RepeatedCompositeFieldContainer[TopLogprobs]
+    finish_reason: _sampling_pb2.FinishReason
+    committed_length: int
+    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., accepted_nodes: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_logprobs: _Optional[_Iterable[_Union[TopLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_sampling_pb2.FinishReason, str]] = ..., committed_length: _Optional[int] = ...) -> None: ...
+
+class TopLogprobs(_message.Message):
+    __slots__ = ("tokens", "logprobs")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class HiddenStates(_message.Message):
+    __slots__ = ("layer", "start", "count", "data")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    start: int
+    count: int
+    data: bytes
+    def __init__(self, layer: _Optional[int] = ..., start: _Optional[int] = ..., count: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class RenewLeaseRequest(_message.Message):
+    __slots__ = ("handle",)
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    handle: bytes
+    def __init__(self, handle: _Optional[bytes] = ...) -> None: ...
+
+class RenewLeaseResponse(_message.Message):
+    __slots__ = ("lease_ms", "generation")
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    lease_ms: int
+    generation: int
+    def __init__(self, lease_ms: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
+
+class ReleaseCacheRequest(_message.Message):
+    __slots__ = ("handle",)
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    handle: bytes
+    def __init__(self, handle: _Optional[bytes] = ...) -> None: ...
+
+class ReleaseCacheResponse(_message.Message):
+    __slots__ = ("released",)
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
+    released: bool
+    def __init__(self, released: _Optional[bool] = ...) -> None: ...
