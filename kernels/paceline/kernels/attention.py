@@ -1,0 +1,156 @@
+"""The one attention function of the project, and the one place where its backend is chosen.
+
+Hybrid tree attention (LongSpec, section 3.3): unmasked attention over the committed prefix, masked
+attention over the block of new nodes, merged by log-sum-exp. Here the prefix is cut at fixed
+absolute multiples of ``CHUNK``, so that the arithmetic behind one row is a function of that row's
+own path alone: its result has the same bits whatever else is in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol, overload
+
+import torch
+from torch import Tensor
+
+from paceline.kernels.trees import TreePlan
+
+
+class AttentionBackend(Protocol):
+    """What a device must offer; see :func:`tree_attention` for the meaning of the arguments."""
+
+    name: str
+
+    def attend(
+        self,
+        q: Tensor,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        plan: TreePlan,
+        *,
+        scale: float,
+        window: int | None,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        """Write the attention of every packed row into ``out``, its log-sum-exp into ``lse``."""
+
+
+_FACTORIES: dict[str, Callable[[], AttentionBackend]] = {}
+_LOADED: dict[str, AttentionBackend] = {}
+
+
+def register_backend(device_type: str, factory: Callable[[], AttentionBackend]) -> None:
+    """Make ``factory`` serve every device of ``device_type`` ("cpu", "cuda", ...)."""
+    _FACTORIES[device_type] = factory
+    _LOADED.pop(device_type, None)
+
+
+def backend_for(device: torch.device | str) -> AttentionBackend:
+    """The attention backend of a device.
+
+    Raises:
+        RuntimeError: No backend is registered for the device.
+    """
+    kind = torch.device(device).type
+    backend = _LOADED.get(kind)
+    if backend is not None:
+        return backend
+    if kind not in _FACTORIES:
+        raise RuntimeError(
+            f"no attention backend for device type {kind!r}, expected one of "
+            f"{sorted(_FACTORIES)}; move the model or register a backend"
+        )
+    backend = _LOADED[kind] = _FACTORIES[kind]()
+    return backend
+
+
+@overload
+def tree_attention(
+    q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], plan: TreePlan, *,
+    scale: float, window: int | None = None, return_lse: Literal[False] = False,
+    out: Tensor | None = None,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def tree_attention(
+    q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], plan: TreePlan, *,
+    scale: float, window: int | None = None, return_lse: Literal[True],
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+def tree_attention(
+    q: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    plan: TreePlan,
+    *,
+    scale: float,
+    window: int | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of packed tree nodes over their own paths.
+
+    Row i of a segment attends to the segment's committed prefix and to its own ancestors and
+    itself; with a window, only to those at positions above ``position - window``.
+
+    Args:
+        q: Queries after RoPE, fp32 or bf16 ``[M, Hq, D]``.
+        keys: Per sequence, cached keys ``[Hkv, capacity, D]`` (any strides with a dense last
+            dimension), filled up to ``segment.stop``.
+        values: Per sequence, cached values, like ``keys``.
+        plan: The packed segments.
+        scale: Factor on the scores, usually ``D ** -0.5``.
+        window: Sliding window in tokens, or None.
+        return_lse: Also return the log-sum-exp of the scaled scores.
+        out: Where to write, ``[M, Hq, D]`` of any float dtype; made in ``q.dtype`` if None.
+
+    Returns:
+        The attention, ``[M, Hq, D]``; with ``return_lse`` also float32 ``[M, Hq]``. A row that sees
+        nothing would be 0 with log-sum-exp -inf.
+
+    Raises:
+        ValueError: Shapes that do not fit together.
+        RuntimeError: No backend for the device.
+    """
+    _check(q, keys, values, plan)
+    if out is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
+    backend_for(q.device).attend(
+        q, keys, values, plan, scale=scale, window=window, out=out, lse=lse
+    )
+    return out if lse is None else (out, lse)
+
+
+def _check(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], plan: TreePlan) -> None:
+    if q.dim() != 3 or q.shape[0] != plan.rows:
+        raise ValueError(
+            f"q has shape {tuple(q.shape)}, expected [{plan.rows}, heads, head_dim] for this plan"
+        )
+    if len(keys) != len(values):
+        raise ValueError(f"{len(keys)} key caches but {len(values)} value caches; give one each")
+    for segment in plan.segments:
+        if segment.sequence >= len(keys):
+            raise ValueError(
+                f"a segment names sequence {segment.sequence}, but {len(keys)} caches were given"
+            )
+        shape = keys[segment.sequence].shape
+        if shape[2] != q.shape[2] or q.shape[1] % shape[0] or shape[1] < segment.stop:
+            raise ValueError(
+                f"keys of sequence {segment.sequence} have shape {tuple(shape)}, expected "
+                f"[a divisor of {q.shape[1]}, at least {segment.stop}, {q.shape[2]}]"
+            )
+
+
+def _cpu() -> AttentionBackend:
+    from paceline.kernels._cpu import CpuBackend
+
+    return CpuBackend()
+
+
+register_backend("cpu", _cpu)

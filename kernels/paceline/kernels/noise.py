@@ -1,0 +1,143 @@
+"""Gumbel noise that is a pure function of (seed, position, token id).
+
+Exact layout, so that any other implementation gives the same bits:
+
+- Generator: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+- Key: ``(seed & 0xFFFFFFFF, seed >> 32)``, seed an unsigned 64-bit integer.
+- Counter: ``(t & 0xFFFFFFFF, t >> 32, v >> 1, 0)`` for absolute position t and token id v.
+- The four output words w0..w3 serve two ids: an even v takes the pair ``(w0, w1)``, an odd v
+  ``(w2, w3)``. With the pair ``(a, b)``: ``k = (a << 20) | (b >> 12)``, 52 bits.
+- ``u = (k + 0.5) * 2**-52``, exact in float64 and strictly between 0 and 1, so that neither
+  logarithm is ever infinite and the tail near 1 is kept (largest g: 36.7).
+- ``g = float32(-log(-log(u)))``, both logarithms in float64.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_ROUNDS = 10
+_MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_LOW = np.uint64(0xFFFFFFFF)
+_HIGH_SHIFT = np.uint64(32)
+_BLOCK = 4096  # counters per pass: the working arrays stay in the first two cache levels
+
+_U64 = NDArray[np.uint64]
+
+
+def philox(counter: NDArray[np.uint32], key: tuple[int, int]) -> NDArray[np.uint32]:
+    """Philox4x32-10 of many counters.
+
+    Args:
+        counter: uint32 ``[4, n]``, one counter a column.
+        key: Two 32-bit words.
+
+    Returns:
+        uint32 ``[4, n]``.
+    """
+    even = counter[[0, 2]].astype(np.uint64)
+    odd = counter[[1, 3]].astype(np.uint64)
+    even, odd = _rounds(even, odd, key)
+    return np.stack([even[0], odd[0], even[1], odd[1]]).astype(np.uint32)
+
+
+def gumbel_noise(seed: int, position: int, vocab: int) -> Tensor:
+    """Noise of every token id at one position.
+
+    Args:
+        seed: Unsigned 64-bit seed.
+        position: Absolute position of the token to be drawn, 0 or more.
+        vocab: Number of ids.
+
+    Returns:
+        float32 ``[vocab]`` on the CPU, standard Gumbel distributed.
+
+    Raises:
+        ValueError: Seed or position out of range.
+    """
+    _check(seed, position)
+    out = np.empty(vocab, dtype=np.float32)
+    for begin in range(0, (vocab + 1) // 2, _BLOCK):
+        end = min(begin + _BLOCK, (vocab + 1) // 2)
+        pairs = np.arange(begin, end, dtype=np.uint64)
+        draws = _gumbel(_mantissas(seed, position, pairs).T.reshape(-1))
+        out[2 * begin : 2 * end] = draws[: min(2 * end, vocab) - 2 * begin]
+    return torch.from_numpy(out)
+
+
+def gumbel_noise_at(seed: int, position: int, ids: Tensor) -> Tensor:
+    """Noise of some token ids at one position: ``gumbel_noise(seed, position, V)[ids]``.
+
+    Args:
+        seed: Unsigned 64-bit seed.
+        position: Absolute position, 0 or more.
+        ids: Token ids, int64 ``[n]``.
+
+    Returns:
+        float32 ``[n]`` on the CPU.
+
+    Raises:
+        ValueError: Seed or position out of range.
+    """
+    _check(seed, position)
+    tokens = ids.cpu().numpy()
+    both = _mantissas(seed, position, (tokens >> 1).astype(np.uint64))
+    return torch.from_numpy(_gumbel(both[tokens & 1, np.arange(tokens.size)]).astype(np.float32))
+
+
+def _check(seed: int, position: int) -> None:
+    if not 0 <= seed < 1 << 64:
+        raise ValueError(f"seed is {seed}, expected an unsigned 64-bit integer")
+    if not 0 <= position < 1 << 64:
+        raise ValueError(f"position is {position}, expected 0 to 2**64 - 1")
+
+
+def _mantissas(seed: int, position: int, pairs: _U64) -> _U64:
+    """The 52-bit integers k of ids ``2 * pairs`` (row 0) and ``2 * pairs + 1`` (row 1)."""
+    even = np.empty((2, pairs.size), dtype=np.uint64)
+    even[0] = position & 0xFFFFFFFF
+    even[1] = pairs
+    odd = np.zeros((2, pairs.size), dtype=np.uint64)
+    odd[0] = position >> 32
+    even, odd = _rounds(even, odd, (seed & 0xFFFFFFFF, seed >> 32))
+    even <<= np.uint64(20)
+    odd >>= np.uint64(12)
+    even |= odd
+    return even
+
+
+def _rounds(even: _U64, odd: _U64, key: tuple[int, int]) -> tuple[_U64, _U64]:
+    """Ten rounds on words (0, 2) in ``even`` and (1, 3) in ``odd``; eats both arrays.
+
+    Both multiplications of a round run as one array operation; the swap of the two halves that a
+    round ends with is made by handing the rows on in reverse.
+    """
+    product = np.empty_like(even)
+    for turn in range(_ROUNDS):
+        words = np.array(
+            [[(key[0] + turn * _WEYL[0]) & 0xFFFFFFFF], [(key[1] + turn * _WEYL[1]) & 0xFFFFFFFF]],
+            dtype=np.uint64,
+        )
+        np.multiply(even, _MULTIPLIERS, out=product)
+        odd ^= words
+        np.right_shift(product, _HIGH_SHIFT, out=even)
+        even = even[::-1]
+        even ^= odd
+        np.bitwise_and(product, _LOW, out=odd)
+        odd = odd[::-1]
+    return even, odd
+
+
+def _gumbel(mantissas: _U64) -> NDArray[np.float64]:
+    u = mantissas.astype(np.float64)
+    u += 0.5
+    u *= 2.0**-52
+    np.log(u, out=u)
+    np.negative(u, out=u)
+    np.log(u, out=u)
+    np.negative(u, out=u)
+    return u

@@ -1,0 +1,49 @@
+"""Slow and obvious float64 tree attention, to test the fast ones against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.kernels.trees import TreePlan
+
+
+def reference_attention(
+    q: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    plan: TreePlan,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What :func:`paceline.kernels.tree_attention` should return, row by row in float64.
+
+    Returns:
+        Attention float64 ``[M, Hq, D]`` and log-sum-exp float64 ``[M, Hq]``.
+    """
+    heads = q.shape[1]
+    out = torch.empty(q.shape, dtype=torch.float64)
+    lse = torch.empty(q.shape[:2], dtype=torch.float64)
+    for segment, first_row in zip(plan.segments, plan.offsets, strict=False):
+        key = keys[segment.sequence].double()
+        value = values[segment.sequence].double()
+        group = heads // key.shape[0]
+        for node in range(segment.length):
+            path = [node]
+            while True:
+                above = path[-1] - 1 if segment.parents is None else segment.parents[path[-1]]
+                if above < 0:
+                    break
+                path.append(above)
+            slots = list(range(segment.start)) + [segment.start + n for n in reversed(path)]
+            if window is not None:
+                slots = slots[-window:]  # a path has one slot per position
+            for head in range(heads):
+                k = key[head // group, slots]
+                scores = k @ q[first_row + node, head].double() * scale
+                lse[first_row + node, head] = scores.logsumexp(0)
+                out[first_row + node, head] = scores.softmax(0) @ value[head // group, slots]
+    return out, lse

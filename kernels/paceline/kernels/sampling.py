@@ -1,0 +1,223 @@
+"""From logits to the one token the sampling contract names.
+
+The token at absolute position t is ``argmax_v [filter(logits_t)_v + g(seed, t, v)]``: a function of
+the logits, the tokens before t, the parameters and the seed alone. Order of the filter, as widely
+used: repetition penalty (prompt and output), presence and frequency penalties (output), logit bias,
+temperature, then min_p, top_k, top_p, each on what the one before left. Every tie goes to the lower
+token id. All arithmetic is float32.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.kernels.history import History
+from paceline.kernels.noise import gumbel_noise, gumbel_noise_at
+
+_FIRST_TOP_P_GUESS = 256
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is sampled.
+
+    Attributes:
+        temperature: 0 takes the most likely token; otherwise logits are divided by it.
+        top_k: Keep the k most likely tokens; 0 keeps all.
+        top_p: Keep the smallest set of most likely tokens with this probability or more; 1 all.
+        min_p: Keep tokens at least this fraction as likely as the most likely one; 0 all.
+        repetition_penalty: Divides positive and multiplies negative logits of tokens seen in the
+            prompt or the output; 1 is off.
+        presence_penalty: Taken off the logit of every token in the output; 0 is off.
+        frequency_penalty: Taken off per occurrence in the output; 0 is off.
+        logit_bias: Pairs (token id, value added to its logit).
+        seed: Unsigned 64-bit seed of the noise.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _require(_finite(self.temperature) and self.temperature >= 0, "temperature",
+                 self.temperature, "a finite number, 0 or more")  # fmt: skip
+        _require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "0 to 1")
+        _require(_finite(self.repetition_penalty) and self.repetition_penalty > 0,
+                 "repetition_penalty", self.repetition_penalty, "a finite number above 0")  # fmt: skip
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require(_finite(getattr(self, name)), name, getattr(self, name), "a finite number")
+        for token, bias in self.logit_bias:
+            _require(token >= 0, "logit_bias", token, "token ids of 0 or more")
+            _require(not math.isnan(bias) and bias < math.inf, "logit_bias", bias,
+                     "finite values or -inf")  # fmt: skip
+        _require(0 <= self.seed < 1 << 64, "seed", self.seed, "an unsigned 64-bit integer")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken."""
+        return self.temperature == 0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the history or a bias changes the logits."""
+        return (
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or bool(self.logit_bias)
+        )
+
+
+def _finite(value: float) -> bool:
+    return math.isfinite(value)
+
+
+def _require(good: bool, name: str, value: object, expected: str) -> None:
+    if not good:
+        raise ValueError(f"{name} is {value!r}, expected {expected}")
+
+
+def filter_logits(logits: Tensor, params: SamplingParams, history: History) -> Tensor:
+    """Apply the whole filter.
+
+    Args:
+        logits: float32 or bf16 ``[V]`` on the CPU; left as it is.
+        params: Sampling parameters; at temperature 0 only penalties and bias are applied.
+        history: Tokens before the one to be drawn.
+
+    Returns:
+        float32 ``[V]``; tokens filtered out are -inf.
+
+    Raises:
+        ValueError: A biased or seen token id is outside the vocabulary.
+    """
+    changed = penalise(logits, params, history)
+    if params.greedy:
+        return changed
+    scaled = changed / params.temperature
+    ids = _survivors(scaled, params)
+    if ids is None:
+        return scaled
+    kept = torch.full_like(scaled, -math.inf)
+    kept[ids] = scaled[ids]
+    return kept
+
+
+def choose_token(
+    logits: Tensor, params: SamplingParams, position: int, history: History
+) -> int:
+    """The token the sampling contract names.
+
+    Args:
+        logits: float32 or bf16 ``[V]`` on the CPU, of the token before ``position``.
+        params: Sampling parameters.
+        position: Absolute position of the token to be chosen.
+        history: Tokens before ``position``; only looked at for penalties.
+
+    Returns:
+        The token id; the lowest one on ties.
+    """
+    changed = penalise(logits, params, history) if params.penalised else logits
+    if params.greedy:
+        return int(changed.argmax())
+    scaled = changed.float() / params.temperature
+    ids = _survivors(scaled, params)
+    if ids is None:
+        scaled += gumbel_noise(params.seed, position, scaled.numel())
+        return int(scaled.argmax())
+    noisy = scaled[ids] + gumbel_noise_at(params.seed, position, ids)
+    return int(ids[noisy.argmax()])
+
+
+def penalise(logits: Tensor, params: SamplingParams, history: History) -> Tensor:
+    """Penalties and bias on raw logits, as a new float32 ``[V]``."""
+    changed = logits.float() if logits.dtype != torch.float32 else logits.clone()
+    try:
+        if params.repetition_penalty != 1:
+            ids = torch.cat([history.prompt_ids(), history.output_counts()[0]]).unique()
+            seen = changed[ids]
+            penalty = params.repetition_penalty
+            changed[ids] = torch.where(seen > 0, seen / penalty, seen * penalty)
+        if params.presence_penalty or params.frequency_penalty:
+            ids, counts = history.output_counts()
+            changed[ids] -= params.frequency_penalty * counts + params.presence_penalty
+        for token, bias in params.logit_bias:
+            changed[token] += bias
+    except IndexError as error:
+        raise ValueError(
+            f"a token id of the history or of logit_bias is outside the vocabulary of "
+            f"{logits.numel()}: {error}"
+        ) from None
+    return changed
+
+
+def raw_logprobs(logits: Tensor, token: int, top_n: int) -> tuple[float, list[tuple[int, float]]]:
+    """Log-probabilities of the model itself, before any filter.
+
+    Args:
+        logits: float32 or bf16 ``[V]``.
+        token: The emitted token.
+        top_n: How many of the most likely tokens to list.
+
+    Returns:
+        The token's natural log-probability, and (id, log-probability) of the ``top_n`` most
+        likely tokens, best first, ties by lower id.
+    """
+    raw = logits.float()
+    total = raw.logsumexp(0)
+    best: list[tuple[int, float]] = []
+    if top_n > 0:
+        ids = _ranked(raw, min(top_n, raw.numel()))[:top_n]
+        best = list(zip(ids.tolist(), (raw[ids] - total).tolist(), strict=True))
+    return float(raw[token] - total), best
+
+
+def _survivors(scaled: Tensor, params: SamplingParams) -> Tensor | None:
+    """Ids that min_p, top_k and top_p leave, int64; None if they leave all."""
+    ids: Tensor | None = None
+    if params.min_p > 0:
+        ids = (scaled >= scaled.max() + math.log(params.min_p)).nonzero()[:, 0]
+    if params.top_k and params.top_k < (scaled.numel() if ids is None else ids.numel()):
+        among = scaled if ids is None else scaled[ids]
+        best = _ranked(among, params.top_k)[: params.top_k]
+        ids = best if ids is None else ids[best]
+        ids = ids.sort().values
+    if params.top_p < 1:
+        among = scaled if ids is None else scaled[ids]
+        best = _nucleus(among, params.top_p)
+        ids = best if ids is None else ids[best]
+        ids = ids.sort().values
+    return ids
+
+
+def _ranked(values: Tensor, count: int) -> Tensor:
+    """Ids of at least the ``count`` largest values, best first, ties by lower id."""
+    least = values.topk(count).values[-1]
+    ids = (values >= least).nonzero()[:, 0]
+    return ids[values[ids].sort(descending=True, stable=True).indices]
+
+
+def _nucleus(values: Tensor, mass: float) -> Tensor:
+    """Smallest prefix of the ranking whose probability reaches ``mass``; the best always stays."""
+    total = values.logsumexp(0).double()
+    count = min(_FIRST_TOP_P_GUESS, values.numel())
+    while True:
+        ids = _ranked(values, count)
+        reached = (values[ids].double() - total).exp().cumsum(0)
+        if count == values.numel() or reached[-1] >= mass:
+            break
+        count = min(count * 8, values.numel())
+    keep = int((reached < mass).sum()) + 1
+    return ids[:keep]

@@ -1,0 +1,152 @@
+"""Query blocks: what one attention call is asked about.
+
+A *segment* is the query block of one sequence: a chain or a tree of new tokens behind a committed
+prefix. Its keys and values are already in the sequence's cache, node i at slot ``start + i``, while
+its absolute position is ``start + depth(i)``. A *plan* gathers the segments of one forward pass and
+holds everything about them that does not depend on the layer, so that it is worked out once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MAX_TREE_NODES = 256
+"""Most nodes one segment may have."""
+
+CHUNK = 256
+"""Keys per attention chunk. Chunk borders lie at absolute multiples of this, whatever the batch."""
+
+
+@dataclass(frozen=True)
+class TreeSegment:
+    """One query block: ``length`` new tokens of one sequence.
+
+    Attributes:
+        sequence: Index into the lists of caches given with the plan.
+        start: Committed prefix length, in tokens.
+        parents: None for a chain; otherwise ``parents[i] < i`` is the parent of node i inside the
+            block, -1 for a child of the last committed token.
+        length: Number of nodes, 1 to ``MAX_TREE_NODES``.
+    """
+
+    sequence: int
+    start: int
+    parents: tuple[int, ...] | None
+    length: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.length <= MAX_TREE_NODES:
+            raise ValueError(
+                f"a segment has {self.length} nodes, expected 1 to {MAX_TREE_NODES}; "
+                "split a longer chain into several segments"
+            )
+        if self.start < 0 or self.sequence < 0:
+            raise ValueError(
+                f"segment start {self.start} and sequence {self.sequence} must not be negative"
+            )
+        if self.parents is None:
+            return
+        if len(self.parents) != self.length:
+            raise ValueError(
+                f"segment has {self.length} nodes but {len(self.parents)} parents; give one each"
+            )
+        for node, parent in enumerate(self.parents):
+            if not -1 <= parent < node:
+                raise ValueError(
+                    f"parents[{node}] is {parent}, expected -1 to {node - 1}: "
+                    "nodes must be in topological order"
+                )
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Depth of each node; 0 for a child of the last committed token."""
+        if self.parents is None:
+            return tuple(range(self.length))
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        return tuple(depths)
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether every node is the child of the one before it."""
+        return self.parents is None or all(p == i - 1 for i, p in enumerate(self.parents))
+
+    @property
+    def stop(self) -> int:
+        """One past the last cache slot the segment fills."""
+        return self.start + self.length
+
+    def ancestors(self) -> Tensor:
+        """Ancestor-or-self relation, bool ``[length, length]``: row i marks the path of node i."""
+        if self.is_chain:
+            return torch.ones(self.length, self.length, dtype=torch.bool).tril_()
+        seen = torch.zeros(self.length, self.length, dtype=torch.bool)
+        assert self.parents is not None
+        for node, parent in enumerate(self.parents):
+            if parent >= 0:
+                seen[node] = seen[parent]
+            seen[node, node] = True
+        return seen
+
+
+@dataclass
+class TreePlan:
+    """All query blocks of one forward pass, packed row after row.
+
+    Attributes:
+        segments: The blocks; rows ``offsets[j] .. offsets[j + 1]`` of the packed query are block j.
+        offsets: Row where each block starts, one longer than ``segments``.
+        positions: Absolute position of every row, int64 ``[M]``, on the plan's device.
+        device: Where the queries and caches live.
+        prepared: What a backend worked out for this plan, by key; private to the backend.
+    """
+
+    segments: tuple[TreeSegment, ...]
+    offsets: tuple[int, ...]
+    positions: Tensor
+    device: torch.device
+    prepared: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def rows(self) -> int:
+        """M, the number of packed query rows."""
+        return self.offsets[-1]
+
+
+def plan_trees(
+    segments: Sequence[TreeSegment], *, device: torch.device | str = "cpu"
+) -> TreePlan:
+    """Plan one packed forward pass.
+
+    Args:
+        segments: Query blocks, at least one. Several blocks may belong to one sequence (chunks of
+            a prefill); their keys and values must all be in the cache before attention runs.
+        device: Device of the queries and caches.
+
+    Returns:
+        The plan, to be used for every layer of this pass and then dropped.
+
+    Raises:
+        ValueError: There is no segment.
+    """
+    if not segments:
+        raise ValueError("a plan needs at least one segment, got none")
+    offsets = [0]
+    positions: list[int] = []
+    for segment in segments:
+        offsets.append(offsets[-1] + segment.length)
+        positions.extend([segment.start + depth for depth in segment.depths])
+    where = torch.device(device)
+    return TreePlan(
+        segments=tuple(segments),
+        offsets=tuple(offsets),
+        positions=torch.tensor(positions, dtype=torch.int64, device=where),
+        device=where,
+    )
