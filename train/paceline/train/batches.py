@@ -1,4 +1,4 @@
-"""Training batches: token documents, shuffled anew each epoch, cut into rows of equal length."""
+"""Training batches: documents shuffled anew each epoch and cut into rows of equal length."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,22 +20,27 @@ class Position:
 class Batches:
     """An endless sequence of batches that can be left and taken up again at any `position`.
 
-    `documents` are token ids without separators; `separator` is put before each. The order of
-    documents, and of the rows cut from them, is a function of (seed, epoch) alone.
+    `stream` is every document in the given order, each after one `separator`: int64 [tokens]. A
+    batch holds places in that stream, so that whatever is known about a token (the token itself,
+    a teacher's opinion of the next one) can be looked up for it. The order of documents, and of
+    the rows cut from them, is a function of (seed, epoch) alone.
     """
 
     def __init__(self, documents: Sequence[Sequence[int]], separator: int, seed: int = 0) -> None:
-        self._documents = [np.array([separator, *ids], dtype=np.int64) for ids in documents]
+        """`documents` are token ids without separators."""
+        pieces = [[separator, *ids] for ids in documents]
+        ends = np.cumsum([len(piece) for piece in pieces])
+        self.stream = torch.tensor([token for piece in pieces for token in piece])
+        self.position = Position()
+        self._places = np.split(np.arange(len(self.stream)), ends[:-1])
         self._seed = seed
         self._rows: Tensor | None = None
-        self.position = Position()
-        self.tokens = sum(len(d) for d in self._documents)
 
     def next(self, rows: int, length: int) -> Tensor:
-        """The next batch, int64 [rows, length + 1]: inputs and, one place on, their targets.
+        """The next batch, int64 [rows, length + 1]: places in `stream`.
 
-        A new `length` starts a new epoch. Raises ValueError where the corpus is too short to fill
-        one batch.
+        The first `length` places of a row are inputs, the last `length` their targets. A new
+        `length` starts a new epoch. Raises ValueError where the corpus cannot fill one batch.
         """
         at = self.position
         if at.length != length:
@@ -57,13 +62,12 @@ class Batches:
 
     def _cut(self, epoch: int, length: int, rows: int) -> Tensor:
         order = np.random.default_rng((self._seed, epoch))
-        documents = [self._documents[i] for i in order.permutation(len(self._documents))]
-        stream = np.concatenate(documents)
-        count = (len(stream) - 1) // length
+        shuffled = np.concatenate([self._places[i] for i in order.permutation(len(self._places))])
+        count = (len(shuffled) - 1) // length
         if count < rows:
             raise ValueError(
-                f"a corpus of {len(stream)} tokens cannot fill {rows} rows of {length} tokens: "
+                f"a corpus of {len(shuffled)} tokens cannot fill {rows} rows of {length} tokens: "
                 "give more files or shorter rows"
             )
         starts = order.permutation(count) * length
-        return torch.from_numpy(stream[starts[:, None] + np.arange(length + 1)])
+        return torch.from_numpy(shuffled[starts[:, None] + np.arange(length + 1)])

@@ -17,12 +17,20 @@ _NAME = "run.pt"
 
 @dataclass
 class Progress:
-    """What a run counts: steps, tokens seen, seconds of stepping, and its log of losses."""
+    """What a run counts: steps, tokens seen, seconds of stepping, and a log of its losses."""
 
     step: int = 0
     tokens: int = 0
     elapsed: float = 0.0
     log: list[dict[str, float]] = field(default_factory=list)
+
+    def note(self, **values: float) -> None:
+        """Add one row to the log; `values` are losses in nats per token."""
+        self.log.append({"step": self.step, "elapsed": self.elapsed, **values})
+
+    def last(self, name: str) -> float | None:
+        """The newest value logged as `name`, None where there is none."""
+        return next((row[name] for row in reversed(self.log) if name in row), None)
 
 
 def save_run(
@@ -71,6 +79,6 @@ def load_run(
 def save_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
     """Write an HF model folder: bf16 safetensors, config, tokenizer. `model` becomes bf16."""
     folder.mkdir(parents=True, exist_ok=True)
-    model.to(torch.bfloat16)
+    model.to(torch.bfloat16)  # type: ignore[arg-type]
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 STDLIB = "stdlib"
-# Tests, tables and vendored copies teach little; `_sysconfigdata*` describes one machine.
-_SKIPPED_FOLDERS = frozenset(
-    "test tests idle_test idlelib lib2to3 site-packages encodings pydoc_data ensurepip "
-    "turtledemo lib-dynload __pycache__".split()
+# Installed packages have other licences; `_sysconfigdata*` describes one machine.
+_NEVER = frozenset(
+    {"site-packages", "encodings", "pydoc_data", "ensurepip", "lib-dynload", "__pycache__"}
 )
-_SMALLEST, _LARGEST = 4_000, 90_000  # bytes
-_TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst", ".c", ".h", ".rs", ".go", ".js", ".ts")
+# Tests and vendored programs teach less a token than the library proper.
+_WIDE_ONLY = frozenset({"test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo"})
+_SIZES = (4_000, 90_000)  # bytes
+_WIDE_SIZES = (1_000, 400_000)
+_SUFFIXES = (".py", ".txt", ".md", ".rst", ".c", ".h", ".rs", ".go", ".js", ".ts")
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Corpus:
     source: str
     train: tuple[Document, ...]
     heldout: tuple[Document, ...]
+    is_stdlib: bool = False
 
     def manifest(self) -> dict[str, object]:
         """What the corpus is made of, as JSON-ready data: file lists with SHA-256 digests."""
@@ -51,42 +54,52 @@ class Corpus:
         path.write_text(json.dumps(self.manifest(), indent=1) + "\n")
 
 
-def load_corpus(data: str, files: int, heldout_files: int) -> Corpus:
+def load_corpus(data: str, files: int, heldout_files: int, wide: bool = False) -> Corpus:
     """Collect text files and split them by file.
 
     `data` is "stdlib" (the source of this Python's standard library) or a folder. Files are put in
     the order of the digest of their path, so the split depends on names alone: the first
-    `heldout_files` are held out, the next `files` are trained on.
+    `heldout_files` are held out, the next `files` are trained on. `wide` adds tests and long files
+    to the training files; what is held out stays the same.
 
     Raises FileNotFoundError where the folder is missing or holds too few files.
     """
-    root = Path(sysconfig.get_paths()["stdlib"]) if data == STDLIB else Path(data)
+    is_stdlib = data == STDLIB
+    root = Path(sysconfig.get_paths()["stdlib"]) if is_stdlib else Path(data)
     if not root.is_dir():
         raise FileNotFoundError(
             f"corpus {data!r} is no folder: give 'stdlib' or a folder with text files"
         )
-    found = sorted(_candidates(root), key=lambda p: _digest(p.relative_to(root).as_posix().encode()))
+    found = _candidates(root, _NEVER | _WIDE_ONLY, _SIZES)
     if len(found) <= heldout_files:
         raise FileNotFoundError(
             f"corpus {data!r} holds {len(found)} usable files, more than {heldout_files} are "
-            f"needed: text files of {_SMALLEST} to {_LARGEST} bytes, outside test folders"
+            f"needed: text files of {_SIZES[0]} to {_SIZES[1]} bytes, outside test folders"
         )
-    documents = tuple(_read(path, root) for path in found[: heldout_files + files])
+    heldout, rest = found[:heldout_files], found[heldout_files:]
+    if wide:
+        rest = [p for p in _candidates(root, _NEVER, _WIDE_SIZES) if p not in heldout]
     version = ".".join(map(str, sys.version_info[:3]))
-    source = f"Python {version} standard library" if data == STDLIB else root.name
-    return Corpus(source, train=documents[heldout_files:], heldout=documents[:heldout_files])
+    return Corpus(
+        source=f"Python {version} standard library" if is_stdlib else f"folder {root.name}",
+        train=tuple(_read(path, root) for path in rest[:files]),
+        heldout=tuple(_read(path, root) for path in heldout),
+        is_stdlib=is_stdlib,
+    )
 
 
-def _candidates(root: Path) -> list[Path]:
-    return [
+def _candidates(root: Path, skipped: frozenset[str], sizes: tuple[int, int]) -> list[Path]:
+    """Usable files under `root`, in the order of the digest of their relative path."""
+    found = [
         path
         for path in root.rglob("*")
-        if path.suffix in _TEXT_SUFFIXES
-        and not _SKIPPED_FOLDERS & set(path.relative_to(root).parts)
+        if path.suffix in _SUFFIXES
+        and not skipped & set(path.relative_to(root).parts)
         and not path.name.startswith("_sysconfigdata")
         and path.is_file()
-        and _SMALLEST <= path.stat().st_size <= _LARGEST
+        and sizes[0] <= path.stat().st_size <= sizes[1]
     ]
+    return sorted(found, key=lambda path: _digest(path.relative_to(root).as_posix().encode()))
 
 
 def _read(path: Path, root: Path) -> Document:

@@ -22,7 +22,5 @@ def build_model(preset: Preset, eos: int, seed: int = 0) -> LlamaForCausalLM:
         tie_word_embeddings=True,
         bos_token_id=eos,
         eos_token_id=eos,
-        attn_implementation="sdpa",
-        use_cache=True,
     )
     return LlamaForCausalLM(config)

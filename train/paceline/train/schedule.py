@@ -32,19 +32,18 @@ class Schedule:
     """Learning rate and row length as functions of the share of the run that is done."""
 
     preset: Preset
-    steps: int
     minutes: float
+    steps: int
 
     def progress(self, step: int, elapsed: float) -> float:
-        """Share of the run done, 0 to 1, after `step` steps and `elapsed` seconds."""
+        """Share of the run done, 0 to 1, after `step` steps and `elapsed` seconds of stepping."""
         return min(1.0, max(step / self.steps, elapsed / (60 * self.minutes)))
 
     def rate(self, step: int, progress: float) -> float:
         """Factor on the learning rates: a short warm-up, constant, then a linear fall."""
         p = self.preset
-        fall = (progress - p.decay_from) / (1 - p.decay_from)
-        decay = 1 - (1 - p.final_rate) * max(0.0, fall)
-        return min(1.0, (step + 1) / _WARM_UP_STEPS) * decay
+        fall = max(0.0, progress - p.decay_from) / (1 - p.decay_from)
+        return min(1.0, (step + 1) / _WARM_UP_STEPS) * (1 - (1 - p.final_rate) * fall)
 
     def shape(self, progress: float) -> tuple[int, int]:
         """(rows, length in tokens) of the next batch: long rows at the end of the run."""

@@ -1,43 +1,56 @@
 """Training of a target model from nothing: tokenizer, model, loop, card."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+
 from paceline.train.batches import Batches
-from paceline.train.checkpoint import Progress, save_model
+from paceline.train.card import Facts, target_card
+from paceline.train.checkpoint import save_model
 from paceline.train.corpus import Corpus
 from paceline.train.evaluate import next_token_loss, text_loss
 from paceline.train.loop import Run, train
+from paceline.train.measure import measure_target
 from paceline.train.model import build_model
 from paceline.train.preset import Preset
-from paceline.train.tokenizer import load_tokenizer, train_tokenizer
+from paceline.train.prompts import Prompt
+from paceline.train.tokenizer import encode_all, load_tokenizer, train_tokenizer
 
 _HELDOUT_TOKENS = 2048  # tokens of each held-out file read at a checkpoint
 
 
-def train_target(corpus: Corpus, preset: Preset, run: Run, out: Path) -> Progress:
-    """Train a tokenizer and a target on `corpus` and write an HF model folder to `out`.
+def train_target(
+    corpus: Corpus, preset: Preset, run: Run, out: Path, prompts: Sequence[Prompt] = ()
+) -> LlamaForCausalLM:
+    """Train a tokenizer and a target on `corpus`; write an HF model folder with a card to `out`.
 
-    The tokenizer is kept beside the checkpoints in `run.work` so that a resumed run uses the same.
+    The tokenizer is kept beside the checkpoints in `run.work`, so that a resumed run uses the
+    same one. `prompts` are what the card measures repetition on. Returns the model, in bf16.
     """
     kept = run.work / "tokenizer"
     if (kept / "tokenizer.json").is_file():
         tokenizer = load_tokenizer(kept)
     else:
-        texts = (d.text for d in corpus.train)
+        texts = (document.text for document in corpus.train)
         tokenizer = train_tokenizer(texts, preset.vocabulary, preset.context)
         tokenizer.save_pretrained(kept)
-        corpus.write_manifest(run.work / "corpus.json")
-    eos = tokenizer.eos_token_id
-    batches = Batches([tokenizer.encode(d.text) for d in corpus.train], eos)
-    heldout = [tokenizer.encode(d.text)[:_HELDOUT_TOKENS] for d in corpus.heldout]
-    model = build_model(preset, eos)
-    print(
-        f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, "
-        f"{len(corpus.train)} files, {batches.tokens:,} tokens"
-    )
-    progress = train(
-        model, next_token_loss, batches, preset, run, lambda m: text_loss(m, heldout)
-    )
+    trained, heldout = (encode_all(tokenizer, part) for part in (corpus.train, corpus.heldout))
+    batches = Batches(trained, tokenizer.eos_token_id)
+    stream = batches.stream.to(run.device)
+    model = build_model(preset, tokenizer.eos_token_id)
+
+    def loss(forward: nn.Module, places: Tensor) -> Tensor:
+        return next_token_loss(forward, stream[places.to(run.device)])
+
+    def heldout_loss(measured: nn.Module) -> float:
+        return text_loss(measured, [ids[:_HELDOUT_TOKENS] for ids in heldout])
+
+    progress = train(model, loss, batches, preset, run, heldout_loss)
     save_model(out, model, tokenizer)
     corpus.write_manifest(out / "corpus.json")
-    return progress
+    measured = measure_target(model, tokenizer, trained, heldout, prompts)
+    facts = Facts.collect(model, corpus, preset, progress, len(stream))
+    (out / "README.md").write_text(target_card(facts, measured))
+    return model

@@ -6,12 +6,12 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from paceline.train.corpus import Document
+
 END_OF_TEXT = "<|endoftext|>"
 
 
-def train_tokenizer(
-    texts: Iterable[str], vocabulary: int, context: int
-) -> PreTrainedTokenizerFast:
+def train_tokenizer(texts: Iterable[str], vocabulary: int, context: int) -> PreTrainedTokenizerFast:
     """Learn a byte-level BPE of `vocabulary` tokens from `texts`.
 
     Every text round-trips, whatever its bytes. Id 0 is `<|endoftext|>`, which both opens and ends
@@ -29,7 +29,7 @@ def train_tokenizer(
             show_progress=False,
         ),
     )
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=bpe,
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
@@ -45,4 +45,14 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """
     if not (folder / "tokenizer.json").is_file():
         raise FileNotFoundError(f"{folder} holds no tokenizer.json: give a model folder")
-    return PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(folder)
+    return tokenizer
+
+
+def encode_all(
+    tokenizer: PreTrainedTokenizerFast, documents: Iterable[Document]
+) -> list[list[int]]:
+    """Token ids of each document, whole and without special tokens."""
+    # The Rust tokenizer below does not warn that a file is longer than the context.
+    inner = tokenizer.backend_tokenizer
+    return [e.ids for e in inner.encode_batch([d.text for d in documents])]

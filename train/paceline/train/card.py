@@ -1,0 +1,155 @@
+"""Model cards, written from measured numbers."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from paceline.train.checkpoint import Progress
+from paceline.train.corpus import Corpus
+from paceline.train.measure import GENERATED_TOKENS, DrafterNumbers, TargetNumbers
+from paceline.train.preset import Preset
+
+_STDLIB_HEADER = """---
+license: other
+license_name: psf-2.0
+license_link: https://docs.python.org/3/license.html
+library_name: transformers
+pipeline_tag: text-generation
+---
+"""
+_STDLIB_LICENCE = (
+    "The training text is source code of Python, © Python Software Foundation, under the PSF "
+    "licence (https://docs.python.org/3/license.html). The model can recite parts of it; treat "
+    "what it writes as derived from that source."
+)
+_OTHER_LICENCE = "The licence is that of the training text: look it up before passing the model on."
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a card says about how a model was made."""
+
+    parameters: int
+    corpus: Corpus
+    preset: Preset
+    progress: Progress
+    stream: int
+    """Tokens in the training corpus, separators included."""
+
+    @classmethod
+    def collect(
+        cls, model: nn.Module, corpus: Corpus, preset: Preset, progress: Progress, stream: int
+    ) -> "Facts":
+        """Gather the facts of a finished run."""
+        parameters = sum(p.numel() for p in model.parameters())
+        return cls(parameters, corpus, preset, progress, stream)
+
+
+def target_card(facts: Facts, numbers: TargetNumbers) -> str:
+    """The README.md of a target's folder."""
+    shown = [
+        f"| {r.prompt} | {r.split} | {r.greedy:.2f} | {r.sampled:.2f} |" for r in numbers.repetition
+    ]
+    repetition = (
+        "\nShare of distinct 4-grams in the "
+        f"{GENERATED_TOKENS} tokens that follow each demo prompt (1: nothing repeats; text caught "
+        "in a loop falls below 0.3):\n\n"
+        "| prompt | file was | greedy | temperature 0.8 |\n| --- | --- | --- | --- |\n"
+        + "\n".join(shown)
+        + "\n"
+        if shown
+        else ""
+    )
+    return f"""{_header(facts)}# Paceline demo target
+
+A small Llama-type language model that writes Python source. It exists so that speculative
+decoding can be shown and measured on a laptop with no download. It knows nothing but its corpus,
+parts of which it has learnt by heart; use it for nothing else.
+
+{_shape(facts)}
+{_data(facts)}
+## Training
+
+Muon for the matrices of the layers, AdamW for the rest, bf16 autocast, constant learning rates
+and then a linear fall.
+{_schedule(facts)}
+## Measured
+
+| text | loss, nats per token |
+| --- | --- |
+| files trained on | {numbers.loss["trained"]:.2f} |
+| held-out files | {numbers.loss["heldout"]:.2f} |
+
+The gap between the two is recitation: guesses about text from trained-on files are much easier
+than guesses about anything else, so state which kind a measurement used.
+{repetition}"""
+
+
+def drafter_card(facts: Facts, numbers: DrafterNumbers) -> str:
+    """The README.md of a drafter LM's folder."""
+    rows = [
+        f"| {name} | {numbers.loss[split]:.2f} | {numbers.top1[split]:.2f} "
+        f"| {numbers.overlap[split]:.2f} |"
+        for split, name in (("trained", "files trained on"), ("heldout", "held-out files"))
+    ]
+    generated = (
+        f"\nOn the target's own greedy text after the demo prompts ({GENERATED_TOKENS} tokens "
+        f"each) it ranks the right token first {numbers.generated_top1:.2f} of the time.\n"
+        if numbers.generated_top1 is not None
+        else ""
+    )
+    return f"""{_header(facts)}# Paceline demo drafter LM
+
+A tiny Llama-type language model that guesses what the demo target says next (drafter method
+`lm`). Its own text is not meant to be read.
+
+{_shape(facts)}
+{_data(facts)}
+## Training
+
+Distilled: cross-entropy against the target's distribution over its 16 most likely next tokens, on
+the target's own corpus. Muon for the matrices of the layers, AdamW for the rest.
+{_schedule(facts)}
+## Measured
+
+| text | loss, nats per token | top-1 agreement with the target | overlap of distributions |
+| --- | --- | --- | --- |
+{chr(10).join(rows)}
+
+Overlap is 1 minus the total variation between drafter and target at temperature 1.
+{generated}"""
+
+
+def _header(facts: Facts) -> str:
+    return _STDLIB_HEADER if facts.corpus.is_stdlib else ""
+
+
+def _shape(facts: Facts) -> str:
+    p = facts.preset
+    return (
+        f"- {facts.parameters / 1e6:.1f} M parameters, bf16: width {p.width}, {p.layers} layers, "
+        f"{p.heads} heads over {p.kv_heads} KV heads of {p.head_width}, feed-forward {p.ff}, "
+        "tied embedding\n"
+        f"- context {p.context} tokens, rope theta {p.rope_theta:g}\n"
+        f"- byte-level BPE of {p.vocabulary} tokens; `<|endoftext|>` opens and ends a text\n"
+    )
+
+
+def _data(facts: Facts) -> str:
+    licence = _STDLIB_LICENCE if facts.corpus.is_stdlib else _OTHER_LICENCE
+    return (
+        "## Data and licence\n\n"
+        f"{len(facts.corpus.train)} files of the {facts.corpus.source} ({facts.stream:,} tokens); "
+        f"{len(facts.corpus.heldout)} more are held out. The target's `corpus.json` lists both "
+        f"with digests.\n{licence}\n"
+    )
+
+
+def _schedule(facts: Facts) -> str:
+    p, run = facts.preset, facts.progress
+    return (
+        f"{run.step:,} steps, {run.tokens / 1e6:.1f} M tokens "
+        f"({run.tokens / facts.stream:.1f} epochs), {run.elapsed / 60:.0f} minutes. Steps of "
+        f"{p.rows} × {p.length} tokens; in the last {p.long_share:.0%} of the time "
+        f"{p.long_rows} × {p.context}, so that late positions are seen.\n"
+    )

@@ -1,0 +1,109 @@
+"""The numbers a model card states, all measured on the weights as they ship."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import mean
+from typing import Any
+
+from paceline.train.evaluate import (
+    Documents,
+    agreement,
+    continuation,
+    distinct_ngrams,
+    text_loss,
+    top1_hits,
+)
+from paceline.train.prompts import Prompt
+
+GENERATED_TOKENS = 256
+SPLITS = ("trained", "heldout")
+_FILE_TOKENS = 4096  # of each measured file, from its start
+_FILES = 12
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """Share of distinct 4-grams in the text after one prompt, greedy and at temperature 0.8."""
+
+    prompt: str
+    split: str
+    greedy: float
+    sampled: float
+
+
+@dataclass(frozen=True)
+class TargetNumbers:
+    """Loss per split in nats per token, and repetition per prompt."""
+
+    loss: dict[str, float]
+    repetition: list[Repetition]
+
+
+@dataclass(frozen=True)
+class DrafterNumbers:
+    """Loss, top-1 agreement with the target and overlap with its distribution, per split."""
+
+    loss: dict[str, float]
+    top1: dict[str, float]
+    overlap: dict[str, float]
+    generated_top1: float | None
+    """Top-1 agreement on the target's own greedy text after the prompts; None without prompts."""
+
+
+def measure_target(
+    model: Any,
+    tokenizer: Any,
+    trained: Documents,
+    heldout: Documents,
+    prompts: Sequence[Prompt],
+) -> TargetNumbers:
+    """Measure an HF target; documents are token ids. Takes seconds to minutes on a CPU."""
+    loss = {name: text_loss(model, part) for name, part in _sample(trained, heldout).items()}
+    repetition = []
+    for prompt in prompts:
+        ids = tokenizer.encode(prompt.text)
+        greedy, sampled = (
+            distinct_ngrams(continuation(model, ids, GENERATED_TOKENS, heat)) for heat in (0, 0.8)
+        )
+        repetition.append(Repetition(prompt.id, prompt.split, greedy, sampled))
+    return TargetNumbers(loss, repetition)
+
+
+def measure_drafter(
+    model: Any,
+    target: Any,
+    tokenizer: Any,
+    trained: Documents,
+    heldout: Documents,
+    prompts: Sequence[Prompt],
+) -> DrafterNumbers:
+    """Measure how well an HF language model guesses what `target` says next."""
+    parts = _sample(trained, heldout)
+    loss = {name: text_loss(model, part) for name, part in parts.items()}
+    alike = {name: agreement(model, target, part) for name, part in parts.items()}
+    generated = [continuation(target, tokenizer.encode(p.text), GENERATED_TOKENS) for p in prompts]
+    return DrafterNumbers(
+        loss,
+        top1={name: top1 for name, (top1, _) in alike.items()},
+        overlap={name: overlap for name, (_, overlap) in alike.items()},
+        generated_top1=_generated_agreement(model, tokenizer, prompts, generated),
+    )
+
+
+def _generated_agreement(
+    model: Any, tokenizer: Any, prompts: Sequence[Prompt], generated: Documents
+) -> float | None:
+    """Share of greedily generated tokens that `model` ranks first, each given all before it."""
+    shares = []
+    for prompt, written in zip(prompts, generated, strict=True):
+        ids = tokenizer.encode(prompt.text) + list(written)
+        shares += top1_hits(model, ids, len(written))
+    return mean(shares) if shares else None
+
+
+def _sample(trained: Documents, heldout: Documents) -> dict[str, list[Sequence[int]]]:
+    """The start of a few files of each split, spread evenly over the split."""
+    return {
+        name: [ids[:_FILE_TOKENS] for ids in part[:: max(1, len(part) // _FILES)][:_FILES]]
+        for name, part in zip(SPLITS, (trained, heldout), strict=True)
+    }
