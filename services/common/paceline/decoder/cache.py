@@ -1,0 +1,103 @@
+"""Keys and values of one sequence: the interface, and a private growing one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.decoder.config import DecoderConfig
+
+_GROWTH = 256
+
+
+class KVCacheView(Protocol):
+    """One sequence's cache as the decoder sees it.
+
+    Slot s holds the key and value of position s for committed tokens; behind them the decoder
+    writes those of the query block in place.
+    """
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, each ``[Hkv, capacity, D]``, writable, last dim dense."""
+        ...
+
+
+class LocalCache:
+    """A cache of one process, growing as needed.
+
+    The life of a round: ``reserve`` room for the block, run the decoder with the segment starting
+    at ``length``, then ``commit`` the accepted path.
+    """
+
+    def __init__(self, config: DecoderConfig, device: torch.device | str = "cpu") -> None:
+        """Make an empty cache for a model."""
+        self._shape = (config.layers, 2, config.kv_heads)
+        self._dim = config.head_dim
+        self._dtype = config.dtype
+        self._device = device
+        self._store = self._allocate(_GROWTH)
+        self._length = 0
+
+    def __len__(self) -> int:
+        """Committed tokens."""
+        return self._length
+
+    @property
+    def capacity(self) -> int:
+        """Slots there are now."""
+        return self._store.shape[3]
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, each ``[Hkv, capacity, D]``; stale after ``reserve``."""
+        both = self._store[index]
+        return both[0], both[1]
+
+    def reserve(self, nodes: int) -> None:
+        """Make room for ``nodes`` more slots behind the committed ones."""
+        need = self._length + nodes
+        if need <= self.capacity:
+            return
+        grown = self._allocate(-(-max(need, self.capacity * 3 // 2) // _GROWTH) * _GROWTH)
+        grown[..., : self._length, :] = self._store[..., : self._length, :]
+        self._store = grown
+
+    def commit(self, path: Sequence[int]) -> None:
+        """Keep these nodes of the block behind the committed tokens, in order; drop the others.
+
+        Args:
+            path: Block indices from the root down, strictly rising.
+
+        Raises:
+            ValueError: The indices do not rise or lie outside the cache.
+        """
+        nodes = list(path)
+        if any(b <= a for a, b in zip([-1, *nodes], nodes, strict=False)):
+            raise ValueError(f"path {nodes} must be strictly rising block indices")
+        if nodes and self._length + nodes[-1] >= self.capacity:
+            raise ValueError(
+                f"path ends at node {nodes[-1]}, but only {self.capacity - self._length} slots "
+                "are reserved"
+            )
+        start, count = self._length, len(nodes)
+        if nodes != list(range(count)):
+            slots = torch.tensor(nodes, device=self._store.device) + start
+            self._store[..., start : start + count, :] = self._store[..., slots, :]
+        self._length = start + count
+
+    def truncate(self, length: int) -> None:
+        """Forget everything from position ``length`` on.
+
+        Raises:
+            ValueError: Longer than what is committed.
+        """
+        if not 0 <= length <= self._length:
+            raise ValueError(f"cannot truncate to {length}: {self._length} tokens are committed")
+        self._length = length
+
+    def _allocate(self, capacity: int) -> Tensor:
+        return torch.zeros(
+            *self._shape, capacity, self._dim, dtype=self._dtype, device=self._device
+        )

@@ -1,0 +1,209 @@
+"""What the decoder needs to know about a model, read from a Hugging Face folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.decoder.errors import UnsupportedModelError
+
+SUPPORTED_MODELS = ("llama", "mistral", "qwen2", "qwen3")
+SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
+SUPPORTED_DTYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Shape and constants of a decoder-only transformer.
+
+    Attributes:
+        model_type: Hugging Face model type.
+        layers: Number of transformer layers.
+        hidden: Width of the residual stream.
+        intermediate: Width of the feed-forward block.
+        q_heads: Query heads.
+        kv_heads: Key and value heads; divides ``q_heads``.
+        head_dim: Width of a head.
+        vocab_size: Rows of the embedding and of the LM head.
+        max_position: Longest context in tokens the model was made for.
+        norm_eps: Epsilon of every RMS norm.
+        rope_inv_freq: Inverse frequencies after scaling, one per pair of dimensions.
+        rope_scaling: Factor on cosine and sine (YaRN's attention factor), else 1.
+        windows: Per layer, sliding window in tokens or None.
+        qkv_bias: Whether the q, k and v projections have a bias.
+        o_bias: Whether the attention output projection has one.
+        mlp_bias: Whether the feed-forward projections have one.
+        qk_norm: Whether q and k heads are RMS-normalised before RoPE.
+        tied: Whether the LM head is the embedding.
+        eos_token_ids: Tokens that end a text, from the generation config if there is one.
+        bos_token_id: Token that starts a text, or None.
+        dtype: Data type of weights, activations and cache.
+    """
+
+    model_type: str
+    layers: int
+    hidden: int
+    intermediate: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position: int
+    norm_eps: float
+    rope_inv_freq: tuple[float, ...]
+    rope_scaling: float
+    windows: tuple[int | None, ...]
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    tied: bool
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    dtype: torch.dtype
+
+    @property
+    def group(self) -> int:
+        """Query heads per kv head."""
+        return self.q_heads // self.kv_heads
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of keys and values of one token over all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+
+def load_config(folder: str | Path, dtype: torch.dtype | str = "auto") -> DecoderConfig:
+    """Read the configuration of a model folder.
+
+    Args:
+        folder: Hugging Face model folder.
+        dtype: float32 or bfloat16, or "auto" for the type the folder names.
+
+    Raises:
+        UnsupportedModelError: Architecture, feature or data type that is not supported.
+        FileNotFoundError: The folder has no config.json.
+    """
+    from transformers import AutoConfig
+
+    if not (Path(folder) / "config.json").is_file():
+        raise FileNotFoundError(f"{folder} has no config.json; expected a Hugging Face folder")
+    try:
+        hf = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+    except (ValueError, KeyError) as error:
+        raise UnsupportedModelError(f"cannot read {folder}/config.json: {error}") from error
+    _refuse_unsupported(hf)
+    inv_freq, rope_scaling = _rope(hf)
+    head_dim = _head_dim(hf)
+    return DecoderConfig(
+        model_type=hf.model_type,
+        layers=hf.num_hidden_layers,
+        hidden=hf.hidden_size,
+        intermediate=hf.intermediate_size,
+        q_heads=hf.num_attention_heads,
+        kv_heads=hf.num_key_value_heads,
+        head_dim=head_dim,
+        vocab_size=hf.vocab_size,
+        max_position=hf.max_position_embeddings,
+        norm_eps=hf.rms_norm_eps,
+        rope_inv_freq=tuple(inv_freq.tolist()),
+        rope_scaling=rope_scaling,
+        windows=_windows(hf),
+        qkv_bias=hf.model_type == "qwen2" or bool(getattr(hf, "attention_bias", False)),
+        o_bias=hf.model_type != "qwen2" and bool(getattr(hf, "attention_bias", False)),
+        mlp_bias=bool(getattr(hf, "mlp_bias", False)),
+        qk_norm=hf.model_type == "qwen3",
+        tied=bool(hf.tie_word_embeddings),
+        eos_token_ids=_eos(folder, hf),
+        bos_token_id=hf.bos_token_id,
+        dtype=_dtype(hf, dtype),
+    )
+
+
+def _refuse_unsupported(hf: Any) -> None:
+    if hf.model_type not in SUPPORTED_MODELS:
+        raise UnsupportedModelError(
+            f"model type {hf.model_type!r} is not supported, expected one of {SUPPORTED_MODELS}"
+        )
+    if hf.hidden_act != "silu":
+        raise UnsupportedModelError(f"activation {hf.hidden_act!r} is not supported, only 'silu'")
+    rope_type = hf.rope_parameters.get("rope_type", "default")
+    if rope_type not in SUPPORTED_ROPE:
+        raise UnsupportedModelError(
+            f"rope type {rope_type!r} is not supported, expected one of {SUPPORTED_ROPE}"
+        )
+    if float(hf.rope_parameters.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise UnsupportedModelError("partial rotary embeddings are not supported")
+    if getattr(hf, "quantization_config", None):
+        raise UnsupportedModelError(
+            "quantised checkpoints are not supported; use a float32 or bfloat16 one"
+        )
+    if hf.num_attention_heads % hf.num_key_value_heads:
+        raise UnsupportedModelError(
+            f"{hf.num_attention_heads} query heads are not a multiple of "
+            f"{hf.num_key_value_heads} kv heads"
+        )
+
+
+def _head_dim(hf: Any) -> int:
+    return int(getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads)
+
+
+def _rope(hf: Any) -> tuple[Tensor, float]:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    kind = hf.rope_parameters.get("rope_type", "default")
+    if kind == "default":
+        dim = _head_dim(hf)
+        exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+        return 1.0 / hf.rope_parameters["rope_theta"] ** exponents, 1.0
+    inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](hf)
+    return inv_freq, float(scaling)
+
+
+def _windows(hf: Any) -> tuple[int | None, ...]:
+    window = getattr(hf, "sliding_window", None)
+    kinds = getattr(hf, "layer_types", None)
+    if hf.model_type == "mistral":
+        kinds = ["sliding_attention" if window else "full_attention"] * hf.num_hidden_layers
+    elif hf.model_type == "llama" or kinds is None:
+        kinds = ["full_attention"] * hf.num_hidden_layers
+    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+    if unknown or len(kinds) != hf.num_hidden_layers:
+        raise UnsupportedModelError(
+            f"layer types {sorted(set(kinds))} for {hf.num_hidden_layers} layers are not "
+            "supported, expected 'full_attention' or 'sliding_attention' for each"
+        )
+    if "sliding_attention" in kinds and not window:
+        raise UnsupportedModelError("sliding_attention layers, but the config names no window")
+    return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _eos(folder: str | Path, hf: Any) -> tuple[int, ...]:
+    from transformers import GenerationConfig
+
+    found = hf.eos_token_id
+    if (Path(folder) / "generation_config.json").is_file():
+        generation = GenerationConfig.from_pretrained(str(folder))
+        found = generation.eos_token_id if generation.eos_token_id is not None else found
+    if found is None:
+        return ()
+    return (found,) if isinstance(found, int) else tuple(found)
+
+
+def _dtype(hf: Any, asked: torch.dtype | str) -> torch.dtype:
+    found = asked
+    if asked == "auto":
+        found = getattr(hf, "dtype", None) or torch.float32
+    if isinstance(found, str):
+        found = getattr(torch, found, found)
+    if found == torch.float16 and asked == "auto":
+        found = torch.bfloat16
+    if found not in SUPPORTED_DTYPES:
+        raise UnsupportedModelError(f"dtype {found!r} is not supported, expected float32 or bfloat16")
+    assert isinstance(found, torch.dtype)
+    return found

@@ -1,0 +1,48 @@
+"""Linear layers whose rows do not depend on one another, to the last bit."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_PACK_ROWS = 64  # batch size the packed layout is chosen for; any other gives the same bits
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Whether oneDNN can prepack this weight: CPU, float32 or bfloat16."""
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype in (torch.float32, torch.bfloat16)
+        and torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and (weight.dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    )
+
+
+class Linear:
+    """``x @ weight.T + bias``, prepacked for oneDNN on the CPU.
+
+    Packed, it is faster at few rows and every row has the same bits whatever the number of rows.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Take over a weight ``[out, in]`` and a bias ``[out]`` of the same type."""
+        self.out_features, self.in_features = weight.shape
+        self.bias = bias
+        self.packed = can_pack(weight)
+        if self.packed:
+            weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS)
+        self._weight = weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``[rows, in]`` to ``[rows, out]``."""
+        if not self.packed:
+            return torch.nn.functional.linear(x, self._weight, self.bias)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(
+            x, self._weight, self.bias, "none", [], ""
+        )
+        return out
+
+    def add_to(self, x: Tensor, residual: Tensor) -> Tensor:
+        """``residual + self(x)``; may overwrite ``residual``."""
+        return residual.add_(self(x))

@@ -1,0 +1,86 @@
+"""Reading weights from safetensors folders, and telling models apart."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from paceline.decoder.errors import UnsupportedModelError
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_READ_BYTES = 1 << 22
+
+
+def weight_files(folder: str | Path) -> list[Path]:
+    """The safetensors files of a model folder, in name order.
+
+    Raises:
+        UnsupportedModelError: The folder has no safetensors weights, or a shard is missing.
+    """
+    base = Path(folder)
+    if (base / _INDEX).is_file():
+        names = sorted(set(json.loads((base / _INDEX).read_text())["weight_map"].values()))
+        for name in names:
+            if Path(name).name != name or not (base / name).is_file():
+                raise UnsupportedModelError(f"{base / _INDEX} names {name!r}, which is not there")
+        return [base / name for name in names]
+    if (base / _SINGLE).is_file():
+        return [base / _SINGLE]
+    raise UnsupportedModelError(
+        f"{base} has neither {_SINGLE} nor {_INDEX}; only safetensors weights are loaded"
+    )
+
+
+def load_weights(
+    folder: str | Path, dtype: torch.dtype, device: torch.device | str
+) -> dict[str, Tensor]:
+    """All tensors of a folder by name, floating ones converted to ``dtype``."""
+    return {name: tensor.to(device, dtype) for name, tensor in _tensors(folder)}
+
+
+def _tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
+    from safetensors import safe_open
+
+    for path in weight_files(folder):
+        with safe_open(str(path), framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                yield name, file.get_tensor(name)
+
+
+def take(weights: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
+    """One tensor, its presence and shape checked.
+
+    Raises:
+        UnsupportedModelError: Missing, or of another shape.
+    """
+    if name not in weights:
+        raise UnsupportedModelError(f"the checkpoint lacks tensor {name!r}")
+    found = weights[name]
+    if tuple(found.shape) != shape:
+        raise UnsupportedModelError(
+            f"tensor {name!r} has shape {tuple(found.shape)}, expected {shape} by config.json"
+        )
+    return found
+
+
+def weights_fingerprint(folder: str | Path) -> str:
+    """SHA-256 (hex) of a model: its config.json and the bytes of its weight files, in order.
+
+    The config is hashed as canonical JSON without the fields that tools rewrite on their own, so
+    copying or reformatting a folder does not change the fingerprint; any change of a weight does.
+    """
+    config = json.loads((Path(folder) / "config.json").read_text())
+    for volatile in ("transformers_version", "_name_or_path", "torch_dtype", "dtype"):
+        config.pop(volatile, None)
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for path in weight_files(folder):
+        with path.open("rb") as file:
+            while block := file.read(_READ_BYTES):
+                digest.update(block)
+    return digest.hexdigest()
