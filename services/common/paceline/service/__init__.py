@@ -1,0 +1,23 @@
+"""Runtime shared by the gRPC services: lifecycle, health, drain, identity, errors and logs.
+
+Imports no torch and knows neither verifier nor drafter.
+"""
+
+from paceline.service.errors import ServiceError
+from paceline.service.gate import Gate
+from paceline.service.identity import owner_of
+from paceline.service.logs import configure_logging
+from paceline.service.options import OptionsError, ServerOptions, add_server_arguments
+from paceline.service.runtime import Service, run_server
+
+__all__ = [
+    "Gate",
+    "OptionsError",
+    "ServerOptions",
+    "Service",
+    "ServiceError",
+    "add_server_arguments",
+    "configure_logging",
+    "owner_of",
+    "run_server",
+]

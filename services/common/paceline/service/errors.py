@@ -1,0 +1,130 @@
+"""The one exception that servicers raise, and its form on the wire."""
+
+from typing import Self
+
+import grpc
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
+
+DOMAIN = "paceline"
+# Trailing metadata holds the text twice and peers allow 8 KiB of it in all.
+MAX_MESSAGE_CHARS = 1500
+MAX_METADATA_CHARS = 200
+
+
+class ServiceError(Exception):
+    """A call's failure as its caller shall see it.
+
+    The runtime turns it into a `google.rpc.Status` with an `ErrorInfo` (domain "paceline") and,
+    where `retry_after` is set, a `RetryInfo`. Servicers raise it; they never call `abort`.
+
+    Args:
+        code: gRPC status code, not OK.
+        reason: stable UPPER_SNAKE_CASE name that programs may compare.
+        message: for people: what was wrong, what was expected, what to do. No secrets.
+        retry_after: seconds after which the same call may succeed; None: no advice.
+        metadata: further facts for programs, sent as strings.
+    """
+
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        reason: str,
+        message: str,
+        *,
+        retry_after: float | None = None,
+        **metadata: str,
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.reason = reason
+        self.message = message
+        self.retry_after = retry_after
+        self.metadata = metadata
+
+    @classmethod
+    def invalid_argument(cls, reason: str, message: str, **metadata: str) -> Self:
+        """The request is wrong whatever the state of the service."""
+        return cls(grpc.StatusCode.INVALID_ARGUMENT, reason, message, retry_after=None, **metadata)
+
+    @classmethod
+    def not_found(cls, reason: str, message: str, **metadata: str) -> Self:
+        """There is no such thing, or it belongs to someone else."""
+        return cls(grpc.StatusCode.NOT_FOUND, reason, message, retry_after=None, **metadata)
+
+    @classmethod
+    def failed_precondition(cls, reason: str, message: str, **metadata: str) -> Self:
+        """The state does not allow it; repeating the same call does not help."""
+        return cls(
+            grpc.StatusCode.FAILED_PRECONDITION, reason, message, retry_after=None, **metadata
+        )
+
+    @classmethod
+    def resource_exhausted(
+        cls, reason: str, message: str, retry_after: float | None = None, **metadata: str
+    ) -> Self:
+        """No room now; `retry_after` seconds later there may be."""
+        code = grpc.StatusCode.RESOURCE_EXHAUSTED
+        return cls(code, reason, message, retry_after=retry_after, **metadata)
+
+    @classmethod
+    def unavailable(
+        cls, reason: str, message: str, retry_after: float | None = None, **metadata: str
+    ) -> Self:
+        """This process does not take the call now; another one, or a later try, may."""
+        code = grpc.StatusCode.UNAVAILABLE
+        return cls(code, reason, message, retry_after=retry_after, **metadata)
+
+    @classmethod
+    def aborted(cls, reason: str, message: str, **metadata: str) -> Self:
+        """Someone else took over."""
+        return cls(grpc.StatusCode.ABORTED, reason, message, retry_after=None, **metadata)
+
+    @classmethod
+    def unauthenticated(cls, reason: str, message: str, **metadata: str) -> Self:
+        """The caller did not say who it is, or not truly."""
+        return cls(grpc.StatusCode.UNAUTHENTICATED, reason, message, retry_after=None, **metadata)
+
+    @classmethod
+    def permission_denied(cls, reason: str, message: str, **metadata: str) -> Self:
+        """The caller is known and may not do this."""
+        return cls(grpc.StatusCode.PERMISSION_DENIED, reason, message, retry_after=None, **metadata)
+
+    @classmethod
+    def unimplemented(cls, reason: str, message: str, **metadata: str) -> Self:
+        """Not built yet."""
+        return cls(grpc.StatusCode.UNIMPLEMENTED, reason, message, retry_after=None, **metadata)
+
+    @classmethod
+    def internal(cls, reason: str, message: str, **metadata: str) -> Self:
+        """A fault of ours."""
+        return cls(grpc.StatusCode.INTERNAL, reason, message, retry_after=None, **metadata)
+
+    def to_status(self) -> status_pb2.Status:
+        """The rich status to send. Over-long texts are cut, lone surrogates replaced."""
+        info = error_details_pb2.ErrorInfo(domain=DOMAIN, reason=self.reason)
+        for key, value in self.metadata.items():
+            info.metadata[key] = _clean(value, MAX_METADATA_CHARS)
+        details = [_pack(info)]
+        if self.retry_after is not None:
+            retry = error_details_pb2.RetryInfo()
+            retry.retry_delay.FromMilliseconds(round(max(0.0, self.retry_after) * 1000))
+            details.append(_pack(retry))
+        return status_pb2.Status(
+            code=self.code.value[0],
+            message=_clean(self.message, MAX_MESSAGE_CHARS),
+            details=details,
+        )
+
+
+def _pack(
+    message: error_details_pb2.ErrorInfo | error_details_pb2.RetryInfo,
+) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed
+
+
+def _clean(text: str, limit: int) -> str:
+    text = text if len(text) <= limit else text[: limit - 1] + "…"
+    return text.encode("utf-8", "replace").decode("utf-8")

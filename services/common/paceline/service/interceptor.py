@@ -1,0 +1,213 @@
+"""What every call passes on its way in: the token check; and on its way out: the error mapping."""
+
+# With and without stubs for grpc installed: its classes are generic only in the stubs.
+# mypy: disallow-subclassing-any=False, disallow-any-generics=False, warn-return-any=False
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+from grpc_status import rpc_status
+
+from paceline.service.errors import ServiceError
+from paceline.service.identity import bearer_token, token_matches
+from paceline.service.logs import request_id
+
+logger = logging.getLogger("paceline.service")
+
+Behaviour = Callable[[Any, Any], Any]
+Deserializer = Callable[[bytes], Any]
+
+_HEALTH = "/grpc.health.v1.Health/"
+_REQUEST_ID_KEY = "x-request-id"
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+class CallInterceptor(grpc.aio.ServerInterceptor):
+    """Checks the token, maps exceptions to rich statuses, counts and logs calls.
+
+    It wraps a call once, never each of its messages: a response stream is written from the
+    wrapper's own loop, in place of the one grpc would run. Health passes untouched.
+    """
+
+    def __init__(self, token: str | None) -> None:
+        self._token = token
+        self._running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def idle(self) -> None:
+        """Return when no handler runs (health watchers not counted)."""
+        await self._idle.wait()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        """Wrap the handler of a call that just came in."""
+        method: str = handler_call_details.method
+        handler: Any = await continuation(handler_call_details)
+        if method.startswith(_HEALTH):
+            return handler
+        if self._token is not None and not token_matches(
+            bearer_token(handler_call_details.invocation_metadata or ()), self._token
+        ):
+            return self._refusing(method, _unauthenticated())
+        if handler is None:
+            return self._refusing(method, _no_such_method(method))
+        return self._wrapped(method, handler)
+
+    def _wrapped(self, method: str, handler: Any) -> grpc.RpcMethodHandler:
+        decode: Deserializer = _decoder(handler.request_deserializer)
+        behaviour: Behaviour = (
+            handler.unary_unary
+            or handler.unary_stream
+            or handler.stream_unary
+            or handler.stream_stream
+        )
+
+        async def call(request: Any, context: Any) -> Any:
+            # A single request comes undecoded, so that a malformed one is refused in here.
+            message = request if handler.request_streaming else decode(request)
+            outcome = behaviour(message, context)
+            if handler.response_streaming:
+                await _send(outcome, context)
+                return None
+            return await outcome
+
+        guarded = self._guarded(method, call)
+        if handler.request_streaming and handler.response_streaming:
+            make = grpc.stream_stream_rpc_method_handler
+        elif handler.request_streaming:
+            make = grpc.stream_unary_rpc_method_handler
+        elif handler.response_streaming:
+            make = grpc.unary_stream_rpc_method_handler
+        else:
+            make = grpc.unary_unary_rpc_method_handler
+        return make(
+            guarded,
+            request_deserializer=decode if handler.request_streaming else None,
+            response_serializer=handler.response_serializer,
+        )
+
+    def _refusing(self, method: str, error: ServiceError) -> grpc.RpcMethodHandler:
+        async def refuse(_request: Any, _context: Any) -> None:
+            raise error
+
+        # This kind fits calls of every kind: it answers before any message has come.
+        return grpc.stream_stream_rpc_method_handler(self._guarded(method, refuse))
+
+    def _guarded(self, method: str, call: Behaviour) -> Behaviour:
+        async def guarded(request: Any, context: Any) -> Any:
+            token = request_id.set(_request_id_of(context))
+            started = time.monotonic()
+            self._enter()
+            error: ServiceError | None = None
+            outcome = "CANCELLED"
+            try:
+                response = await call(request, context)
+                outcome = "OK"
+                return response
+            except ServiceError as raised:
+                error = raised
+            except NotImplementedError:
+                error = _not_built(method)
+            except grpc.aio.AbortError:
+                outcome = "ABORTED_BY_HANDLER"
+                raise
+            except Exception as fault:
+                error = _unexpected(method, fault)
+            finally:
+                if error is not None:
+                    outcome = error.code.name
+                self._leave()
+                _log_call(method, outcome, time.monotonic() - started, error)
+                request_id.reset(token)
+            return await context.abort_with_status(rpc_status.to_status(error.to_status()))
+
+        return guarded
+
+    def _enter(self) -> None:
+        self._running += 1
+        self._idle.clear()
+
+    def _leave(self) -> None:
+        self._running -= 1
+        if not self._running:
+            self._idle.set()
+
+
+async def _send(outcome: Any, context: Any) -> None:
+    """Write what a streaming handler yields; one that writes by itself is only awaited."""
+    if not isinstance(outcome, AsyncGenerator):
+        await outcome
+        return
+    async with aclosing(outcome) as responses:
+        async for response in responses:
+            await context.write(response)
+
+
+def _decoder(deserializer: Deserializer | None) -> Deserializer:
+    if deserializer is None:
+        return lambda raw: raw
+
+    def decode(raw: bytes) -> Any:
+        try:
+            return deserializer(raw)
+        except DecodeError as error:
+            raise ServiceError.invalid_argument(
+                "MALFORMED_MESSAGE",
+                "the request is not a message of this method (wrong bytes, or text that is not "
+                "UTF-8); use the .proto files of this version",
+            ) from error
+
+    return decode
+
+
+def _request_id_of(context: Any) -> str:
+    for key, value in context.invocation_metadata() or ():
+        if key == _REQUEST_ID_KEY and isinstance(value, str) and _REQUEST_ID.fullmatch(value):
+            return value
+    return secrets.token_hex(8)
+
+
+def _unexpected(method: str, fault: Exception) -> ServiceError:
+    error_id = secrets.token_hex(8)
+    logger.error("unexpected error", exc_info=fault, extra={"rpc": method, "error_id": error_id})
+    return ServiceError.internal(
+        "INTERNAL_ERROR",
+        f"unexpected error in the service; its log has the cause under error_id {error_id}",
+        error_id=error_id,
+    )
+
+
+def _unauthenticated() -> ServiceError:
+    return ServiceError.unauthenticated(
+        "UNAUTHENTICATED",
+        "this server needs a bearer token: send the metadata 'authorization: Bearer TOKEN'",
+    )
+
+
+def _no_such_method(method: str) -> ServiceError:
+    return ServiceError.unimplemented("METHOD_UNKNOWN", f"this server has no method {method}")
+
+
+def _not_built(method: str) -> ServiceError:
+    return ServiceError.unimplemented("NOT_BUILT", f"{method} is not built in this version")
+
+
+def _log_call(method: str, outcome: str, seconds: float, error: ServiceError | None) -> None:
+    fields: dict[str, object] = {"rpc": method, "code": outcome, "ms": round(seconds * 1000, 3)}
+    if error is not None:
+        fields["reason"] = error.reason
+    logger.info("call ended", extra=fields)

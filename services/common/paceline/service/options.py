@@ -1,0 +1,183 @@
+"""Where and how a server listens, as a value and as command-line arguments."""
+
+import argparse
+import ipaddress
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+TOKEN_VARIABLE = "PACELINE_TOKEN"
+MEBIBYTE = 1 << 20
+
+
+class OptionsError(ValueError):
+    """Options that cannot be served; the message says what to change."""
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Checked options of one server.
+
+    Raises:
+        OptionsError: if they contradict each other, or would serve beyond this machine without
+            TLS and a token.
+    """
+
+    address: str
+    """`host:port` (port 0: any free one), `[v6]:port` or `unix:/path`."""
+    tls_cert: Path | None = None
+    """PEM certificate chain of the server."""
+    tls_key: Path | None = None
+    """PEM private key of the server."""
+    tls_client_ca: Path | None = None
+    """PEM authorities of client certificates; set: every client must show one (mTLS)."""
+    token: str | None = None
+    """Bearer token every call but health must carry. None: no token is asked for."""
+    max_message_bytes: int = 64 * MEBIBYTE
+    """Largest message taken or sent."""
+    max_concurrent_streams: int = 1024
+    """Calls in flight on one connection; more of them wait in the client."""
+    drain_seconds: float = 30.0
+    """How long in-flight generations may go on after SIGTERM."""
+
+    def __post_init__(self) -> None:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise OptionsError("TLS needs both a certificate and a key; only one was given")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise OptionsError("client authorities need TLS: give a certificate and a key too")
+        if self.token is not None and (not self.token.isascii() or not self.token.isprintable()):
+            raise OptionsError("the token holds characters that gRPC metadata cannot carry")
+        if self.token is not None and not self.token.strip():
+            raise OptionsError("the token is empty")
+        if self.max_message_bytes < 4096 or self.max_message_bytes > 2**31 - 1:
+            raise OptionsError("the message limit must lie between 4096 bytes and 2 GiB")
+        if self.max_concurrent_streams < 1:
+            raise OptionsError("at least one concurrent stream must be allowed")
+        if not 0 <= self.drain_seconds < float("inf"):
+            raise OptionsError("the drain time must be a finite number of seconds, 0 or more")
+        secured = self.tls_cert is not None and self.token is not None
+        if not secured and not _stays_on_this_machine(self.address):
+            raise OptionsError(
+                f"refusing to listen on {self.address} without TLS and a token: give --tls-cert, "
+                f"--tls-key and --token-file (or {TOKEN_VARIABLE}), or listen on 127.0.0.1 or "
+                "unix:/path"
+            )
+
+    @property
+    def socket_path(self) -> Path | None:
+        """File of a unix socket; None for TCP."""
+        return _socket_path(self.address)
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> Self:
+        """Options from arguments that `add_server_arguments` parsed.
+
+        Raises:
+            OptionsError: as above, or if the token file cannot be read.
+        """
+        return cls(
+            address=args.address,
+            tls_cert=args.tls_cert,
+            tls_key=args.tls_key,
+            tls_client_ca=args.tls_client_ca,
+            token=read_token(args.token_file),
+            max_message_bytes=args.max_message_mib * MEBIBYTE,
+            max_concurrent_streams=args.max_concurrent_streams,
+            drain_seconds=args.drain_seconds,
+        )
+
+
+def add_server_arguments(parser: argparse.ArgumentParser, address: str) -> None:
+    """Add `--address` (default `address`) and all that `ServerOptions.from_args` reads."""
+    group = parser.add_argument_group("server")
+    group.add_argument(
+        "--address", default=address, help="host:port or unix:/path (default: %(default)s)"
+    )
+    add_security_arguments(parser)
+    group.add_argument(
+        "--max-message-mib",
+        type=int,
+        default=64,
+        metavar="N",
+        help="largest message, in MiB (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-concurrent-streams",
+        type=int,
+        default=1024,
+        metavar="N",
+        help="calls in flight on one connection (default: %(default)s)",
+    )
+    group.add_argument(
+        "--drain-seconds",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="how long generations may go on after SIGTERM (default: %(default)s)",
+    )
+
+
+def add_security_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the TLS and token arguments alone."""
+    group = parser.add_argument_group("security")
+    group.add_argument("--tls-cert", type=Path, metavar="PEM", help="certificate of the server")
+    group.add_argument("--tls-key", type=Path, metavar="PEM", help="private key of the server")
+    group.add_argument(
+        "--tls-client-ca", type=Path, metavar="PEM", help="ask clients for certificates by these"
+    )
+    group.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help=f"file with the bearer token clients must send (or set {TOKEN_VARIABLE})",
+    )
+
+
+def read_token(file: Path | None) -> str | None:
+    """The token from `file`, else from the environment, else None.
+
+    Raises:
+        OptionsError: if the file cannot be read or holds no token.
+    """
+    if file is None:
+        return os.environ.get(TOKEN_VARIABLE, "").strip() or None
+    try:
+        token = file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionsError(f"cannot read the token file {file}: {error}") from error
+    if not token:
+        raise OptionsError(f"the token file {file} is empty")
+    return token
+
+
+def _stays_on_this_machine(address: str) -> bool:
+    if _socket_path(address) is not None:
+        return True
+    host, port = _split(address)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise OptionsError(f"cannot resolve the host of address {address}: {error}") from error
+    return all(ipaddress.ip_address(str(entry[4][0])).is_loopback for entry in found)
+
+
+def _socket_path(address: str) -> Path | None:
+    if not address.startswith("unix:"):
+        return None
+    path = address.removeprefix("unix:")
+    path = path.removeprefix("//") if path.startswith("///") else path
+    if not path or path.startswith("//"):
+        raise OptionsError(f"address {address} has no socket path: write unix:/path")
+    return Path(path)
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, colon, port = address.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if not colon or not host or (":" in host and not bracketed):
+        raise OptionsError(f"address {address!r} is neither host:port, [v6]:port nor unix:/path")
+    if not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise OptionsError(f"address {address!r} needs a port between 0 and 65535")
+    return host[1:-1] if bracketed else host, int(port)

@@ -1,0 +1,168 @@
+"""Serves a `Service` until it is told to stop, and lets generations in flight finish."""
+
+# The stubs of grpc_health know no aio.
+# mypy: disable-error-code="attr-defined"
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from paceline.service.credentials import server_credentials
+from paceline.service.interceptor import CallInterceptor
+from paceline.service.options import OptionsError, ServerOptions
+from paceline.service.stopping import Stop
+
+logger = logging.getLogger("paceline.service")
+
+# After the drain only idle streams and health watchers are left: their peers need no more time.
+CLOSE_GRACE_SECONDS = 1.0
+# Cancelled handlers get this long for their clean-up before the service frees everything.
+CANCEL_GRACE_SECONDS = 5.0
+KEEPALIVE_SECONDS = 30.0
+KEEPALIVE_TIMEOUT_SECONDS = 10.0
+MIN_PING_SECONDS = 5.0
+"""Clients may ping this often, with and without a call in flight."""
+
+
+class Service(Protocol):
+    """One gRPC service, or several that share their state, with a lifecycle.
+
+    The runtime calls `start`, `register`, `drain` and `stop` on its event loop, in this order.
+    `stop` may free everything: the server has stopped by then and no handler runs, unless one
+    ignored its cancellation for CANCEL_GRACE_SECONDS.
+    """
+
+    service_names: tuple[str, ...]
+    """Full names for health and reflection, such as "paceline.v1.VerifierService"."""
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Add the servicers to `server`."""
+
+    async def start(self) -> None:
+        """Get ready; the server does not listen yet. Cancelled by a signal."""
+
+    async def drain(self) -> None:
+        """Refuse new generations with UNAVAILABLE (reason DRAINING) from now on, and return when
+        those in flight have finished. Cancelled after `drain_seconds` or by a second signal."""
+
+    async def stop(self) -> None:
+        """Free everything. Called exactly once, also when `start` failed or was cancelled."""
+
+
+async def run_server(
+    service: Service,
+    options: ServerOptions,
+    *,
+    on_ready: Callable[[str], None] | None = None,
+    stop_event: asyncio.Event | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT, or until `stop_event` is set.
+
+    The first signal drains: health says NOT_SERVING, generations in flight go on for at most
+    `options.drain_seconds`, then the server stops. A second signal cancels them at once, and a
+    third one kills the process. With a `stop_event`, or outside the main thread, the caller owns
+    the signals.
+
+    Args:
+        on_ready: called with the bound address ("127.0.0.1:41234") once calls are answered.
+
+    Raises:
+        OptionsError: if the address cannot be bound or a TLS file is bad.
+        SystemExit: with 128 + signal number, after the clean-up that a second signal asked for.
+    """
+    stop = Stop(stop_event)
+    with stop.on_signals():
+        try:
+            credentials = server_credentials(options)
+            if await stop.unless(stop.soft, service.start()):
+                await _serve(service, options, credentials, on_ready, stop)
+        finally:
+            await service.stop()
+            logger.info("stopped")
+    if stop.hard.is_set():
+        raise SystemExit(128 + stop.signal)
+
+
+async def _serve(
+    service: Service,
+    options: ServerOptions,
+    credentials: grpc.ServerCredentials | None,
+    on_ready: Callable[[str], None] | None,
+    stop: Stop,
+) -> None:
+    interceptor = CallInterceptor(options.token)
+    server = grpc.aio.server(interceptors=[interceptor], options=_channel_arguments(options))
+    service.register(server)
+    status = health.aio.HealthServicer()
+    for name in service.service_names:
+        await status.set(name, health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(status, server)
+    names = (*service.service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+    address = _bind(server, options, credentials)
+    try:
+        await server.start()
+        logger.info("serving", extra={"address": address, "services": service.service_names})
+        if on_ready is not None:
+            on_ready(address)
+        await stop.soft.wait()
+        logger.info("draining", extra={"drain_seconds": options.drain_seconds})
+        await status.enter_graceful_shutdown()
+        await stop.unless(stop.hard, _drain(service, options.drain_seconds))
+    finally:
+        await server.stop(0 if stop.hard.is_set() else CLOSE_GRACE_SECONDS)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(interceptor.idle(), CANCEL_GRACE_SECONDS)
+
+
+async def _drain(service: Service, seconds: float) -> None:
+    """`service.drain()` that always ends: a fault in it must not keep the server from stopping."""
+    try:
+        await asyncio.wait_for(service.drain(), seconds)
+    except TimeoutError:
+        logger.warning("generations were still in flight after the drain time; cancelling them")
+    except Exception:
+        logger.exception("drain failed")
+
+
+def _bind(
+    server: grpc.aio.Server, options: ServerOptions, credentials: grpc.ServerCredentials | None
+) -> str:
+    try:
+        if credentials is None:
+            port = server.add_insecure_port(options.address)
+        else:
+            port = server.add_secure_port(options.address, credentials)
+    except RuntimeError as error:
+        raise OptionsError(
+            f"cannot listen on {options.address}: it is in use, not an address of this machine, "
+            "or the TLS certificate and key are not a pair"
+        ) from error
+    if options.socket_path is not None:
+        # Who may open the file may call: nobody but the user of this process.
+        options.socket_path.chmod(0o600)
+        return options.address
+    return f"{options.address.rpartition(':')[0]}:{port}"
+
+
+def _channel_arguments(options: ServerOptions) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", options.max_message_bytes),
+        ("grpc.max_send_message_length", options.max_message_bytes),
+        ("grpc.max_concurrent_streams", options.max_concurrent_streams),
+        # A second server on the same port must fail, not take half of the calls.
+        ("grpc.so_reuseport", 0),
+        ("grpc.keepalive_time_ms", round(KEEPALIVE_SECONDS * 1000)),
+        ("grpc.keepalive_timeout_ms", round(KEEPALIVE_TIMEOUT_SECONDS * 1000)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", round(MIN_PING_SECONDS * 1000)),
+    ]
