@@ -1,0 +1,60 @@
+"""Tables of a run for the terminal."""
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def show(results: dict[str, Any], console: Console) -> None:
+    """Print what `paceline bench` wrote as JSON."""
+    for name, modes in results.get("comparison", {}).items():
+        console.print(_comparison(name, modes))
+    if "comparison" in results:
+        console.print(_rounds(results))
+    if "replay" in results:
+        console.print(_replay(results["replay"]))
+
+
+def _comparison(name: str, modes: dict[str, Any]) -> Table:
+    table = Table(title=f"prompts: {name}")
+    for heading in ("mode", "tokens/s", "x transformers", "x plain", "accepted", "identical"):
+        table.add_column(heading, justify="left" if heading == "mode" else "right")
+    for mode, figures in modes.items():
+        length = figures.get("accepted_length")
+        served = mode.startswith("paceline")
+        table.add_row(
+            mode,
+            f"{figures['tokens_per_second']:.1f}",
+            f"{figures['against_transformers_greedy']:.2f}",
+            f"{figures['against_paceline_none']:.2f}",
+            f"{length:.2f}" if length else "",
+            ("yes" if figures["identical_to_paceline_none"] else "NO") if served else "",
+        )
+    return table
+
+
+def _rounds(results: dict[str, Any]) -> Table:
+    echo = results["echo_us"]["median"] / 1e3
+    table = Table(title=f"one drafted round, median ms (a bare echo: {echo:.3f} ms)")
+    columns = ("draft_ms", "verify_ms", "queue_ms", "transport_ms", "round_ms", "overhead_ms")
+    table.add_column("prompts")
+    table.add_column("drafter")
+    for column in (*columns, "overhead / 2 echoes"):
+        table.add_column(column.removesuffix("_ms"), justify="right")
+    for name, modes in results["comparison"].items():
+        for mode, figures in modes.items():
+            if "round" in figures:
+                split = figures["round"]
+                cells = [f"{split[column]:.3f}" for column in columns]
+                table.add_row(name, mode, *cells, f"{split['overhead_ms'] / (2 * echo):.2f}")
+    return table
+
+
+def _replay(figures: dict[str, Any]) -> Table:
+    table = Table(title="the system apart from any drafter: 0.5B shape, bf16, replayed text")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for key, value in figures.items():
+        table.add_row(key.replace("_", " "), f"{value:.3f}" if isinstance(value, float) else str(value))
+    return table
