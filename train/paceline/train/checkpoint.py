@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from paceline.train.batches import Batches, Position
 from paceline.train.optim import Optimizer
@@ -76,9 +76,18 @@ def load_run(
     return Progress(**state["progress"])
 
 
-def save_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Write an HF model folder: bf16 safetensors, config, tokenizer. `model` becomes bf16."""
+def save_model(
+    folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
+) -> LlamaForCausalLM:
+    """Write an HF model folder (bf16 safetensors, config, tokenizer); `model` becomes bf16.
+
+    Returns the model read back from `folder`: that is what a card must measure, as buffers such
+    as the rotary frequencies come back in fp32.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     model.to(torch.bfloat16)  # type: ignore[arg-type]
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    shipped: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder)
+    shipped.to(model.device)  # type: ignore[arg-type]
+    return shipped

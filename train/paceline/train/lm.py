@@ -57,7 +57,7 @@ def train_lm(
         return opinions.loss(logits, places[:, :-1])
 
     progress = train(model, loss, batches, preset, run)
-    save_model(out, model, tokenizer)
+    model = save_model(out, model, tokenizer)
     measured = measure_drafter(model, target, tokenizer, trained, heldout, prompts)
     facts = Facts.collect(model, corpus, preset, progress, len(batches.stream))
     (out / "README.md").write_text(drafter_card(facts, measured))

@@ -48,7 +48,7 @@ def train_target(
         return text_loss(measured, [ids[:_HELDOUT_TOKENS] for ids in heldout])
 
     progress = train(model, loss, batches, preset, run, heldout_loss)
-    save_model(out, model, tokenizer)
+    model = save_model(out, model, tokenizer)
     corpus.write_manifest(out / "corpus.json")
     measured = measure_target(model, tokenizer, trained, heldout, prompts)
     facts = Facts.collect(model, corpus, preset, progress, len(stream))

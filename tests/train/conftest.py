@@ -1,0 +1,59 @@
+"""A corpus, a preset and a run small enough for a test."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from paceline.train.corpus import Corpus, load_corpus
+from paceline.train.loop import Run
+from paceline.train.preset import PRESETS, Preset
+
+
+@pytest.fixture
+def preset() -> Preset:
+    return replace(
+        PRESETS["cpu"],
+        width=64,
+        layers=2,
+        heads=2,
+        kv_heads=1,
+        head_width=32,
+        ff=96,
+        context=128,
+        files=6,
+        heldout_files=2,
+        rows=4,
+        length=32,
+        vocabulary=320,
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Nine text files: eight usable, one in a test folder."""
+    root = tmp_path / "corpus"
+    for number in range(8):
+        path = root / f"part{number % 2}" / f"file{number}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = (f"def add_{i}(a, b):\n    return a + b + {i * number}\n" for i in range(130))
+        path.write_text("".join(lines))
+    (root / "tests").mkdir()
+    (root / "tests" / "extra.py").write_text("assert True\n" * 400)
+    return root
+
+
+@pytest.fixture
+def corpus(folder: Path, preset: Preset) -> Corpus:
+    return load_corpus(str(folder), preset.files, preset.heldout_files)
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Callable[..., Run]:
+    """Make a run of so many steps with a folder of its own."""
+
+    def make(name: str, steps: int, **options: object) -> Run:
+        return Run(work=tmp_path / name, minutes=60, steps=steps, log_steps=5, **options)
+
+    return make

@@ -1,0 +1,95 @@
+import json
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from paceline.train.batches import Batches
+from paceline.train.corpus import Corpus
+from paceline.train.evaluate import next_token_loss
+from paceline.train.loop import Run, train
+from paceline.train.model import build_model
+from paceline.train.preset import Preset
+from paceline.train.prompts import Prompt
+from paceline.train.target import train_target
+
+MakeRun = Callable[..., Run]
+DOCUMENTS = [[(3 * n + i * i) % 300 for i in range(400)] for n in range(4)]
+
+
+def fit(
+    preset: Preset, run: Run, at_step: Callable[[int], None] = lambda step: None
+) -> tuple[nn.Module, list[float]]:
+    """Train on DOCUMENTS, calling `at_step` in every step; the model and its logged losses."""
+    model = build_model(preset, eos=0)
+    batches = Batches(DOCUMENTS, separator=0)
+    steps = count()
+
+    def loss(forward: nn.Module, places: Tensor) -> Tensor:
+        at_step(next(steps))
+        return next_token_loss(forward, batches.stream[places])
+
+    progress = train(model, loss, batches, preset, run)
+    return model, [row["loss"] for row in progress.log if "loss" in row]
+
+
+def test_the_loss_falls(preset: Preset, make_run: MakeRun) -> None:
+    _, losses = fit(preset, make_run("run", steps=60))
+    assert losses[-1] < losses[0] - 1
+
+
+def test_an_interrupted_run_goes_on_bit_for_bit(preset: Preset, make_run: MakeRun) -> None:
+    straight, _ = fit(preset, make_run("straight", steps=30))
+    run = make_run("interrupted", steps=30)
+
+    def stop(step: int) -> None:
+        if step == 12:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(KeyboardInterrupt, match="stopped at step 13, checkpoint written"):
+        fit(preset, run, stop)
+    resumed, _ = fit(preset, run)
+    found = resumed.state_dict()
+    for name, tensor in straight.state_dict().items():
+        assert torch.equal(tensor, found[name]), name
+
+
+def test_a_finished_run_is_not_trained_again(preset: Preset, make_run: MakeRun) -> None:
+    run = make_run("run", steps=10)
+    first, losses = fit(preset, run)
+    again, same = fit(preset, run)
+    assert same == losses
+    assert torch.equal(first.model.norm.weight, again.model.norm.weight)  # type: ignore[union-attr]
+
+
+def test_a_checkpoint_of_another_shape_is_refused(preset: Preset, make_run: MakeRun) -> None:
+    run = make_run("run", steps=2)
+    fit(preset, run)
+    with pytest.raises(RuntimeError, match="another model"):
+        fit(replace(preset, ff=64), run)
+
+
+def test_the_model_folder_is_what_transformers_reads(
+    corpus: Corpus, preset: Preset, make_run: MakeRun, tmp_path: Path
+) -> None:
+    out = tmp_path / "target"
+    prompt = Prompt("sum", "heldout", "def add_1(a, b):\n")
+    trained = train_target(corpus, preset, make_run("run", steps=4), out, [prompt])
+    assert {t.dtype for t in load_file(out / "model.safetensors").values()} == {torch.bfloat16}
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    model = AutoModelForCausalLM.from_pretrained(out)
+    ids = torch.tensor([tokenizer.encode(prompt.text)])
+    assert torch.equal(model(ids).logits, trained(ids).logits)
+    assert model.config.max_position_embeddings == preset.context
+    card = (out / "README.md").read_text()
+    assert "| sum | heldout |" in card
+    assert str(tmp_path) not in card
+    assert len(json.loads((out / "corpus.json").read_text())["heldout"]) == 2
