@@ -122,8 +122,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 error = raised
             except NotImplementedError:
                 error = _not_built(method)
-            except grpc.aio.AbortError:
-                outcome = "ABORTED_BY_HANDLER"
+            except (grpc.aio.AbortError, grpc.aio.InternalError):
+                # The handler aborted by itself, or the peer went in the middle of a write.
+                outcome = "ENDED_BY_GRPC"
                 raise
             except Exception as fault:
                 error = _unexpected(method, fault)

@@ -1,8 +1,5 @@
 """Serves a `Service` until it is told to stop, and lets generations in flight finish."""
 
-# The stubs of grpc_health know no aio.
-# mypy: disable-error-code="attr-defined"
-
 from __future__ import annotations
 
 import asyncio
@@ -12,8 +9,6 @@ from contextlib import suppress
 from typing import Protocol
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from paceline.service.credentials import server_credentials
 from paceline.service.interceptor import CallInterceptor
@@ -98,15 +93,13 @@ async def _serve(
     on_ready: Callable[[str], None] | None,
     stop: Stop,
 ) -> None:
+    # Here, because a client-only install reads this package's options and has no grpc_health.
+    from paceline.service.health import HealthStatus
+
     interceptor = CallInterceptor(options.token)
     server = grpc.aio.server(interceptors=[interceptor], options=_channel_arguments(options))
     service.register(server)
-    status = health.aio.HealthServicer()
-    for name in service.service_names:
-        await status.set(name, health_pb2.HealthCheckResponse.SERVING)
-    health_pb2_grpc.add_HealthServicer_to_server(status, server)
-    names = (*service.service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
-    reflection.enable_server_reflection(names, server)
+    status = await HealthStatus.serving(service.service_names, server)
     address = _bind(server, options, credentials)
     try:
         await server.start()
@@ -115,7 +108,7 @@ async def _serve(
             on_ready(address)
         await stop.soft.wait()
         logger.info("draining", extra={"drain_seconds": options.drain_seconds})
-        await status.enter_graceful_shutdown()
+        await status.shutting_down()
         await stop.unless(stop.hard, _drain(service, options.drain_seconds))
     finally:
         await server.stop(0 if stop.hard.is_set() else CLOSE_GRACE_SECONDS)

@@ -1,0 +1,149 @@
+"""What `paceline verifier` and `paceline drafter` share: the life of a service process."""
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from paceline.service import (
+    OptionsError,
+    ServerOptions,
+    Service,
+    ServiceError,
+    add_server_arguments,
+    configure_logging,
+    run_server,
+)
+
+logger = logging.getLogger("paceline.cli")
+
+VERIFIER_ADDRESS = "127.0.0.1:7431"
+DRAFTER_ADDRESS = "127.0.0.1:7432"
+
+
+def add_process_arguments(parser: argparse.ArgumentParser, address: str) -> None:
+    """Add all arguments that have nothing to do with models."""
+    add_server_arguments(parser, address)
+    group = parser.add_argument_group("process")
+    add_shared_arguments(group)
+    group.add_argument(
+        "--ready-file",
+        type=Path,
+        metavar="FILE",
+        help="write the bound address into this file once calls are answered",
+    )
+    group.add_argument(
+        "--stop-with-stdin",
+        action="store_true",
+        help="stop when standard input closes: for parents that hold its other end",
+    )
+
+
+def add_shared_arguments(group: "argparse._ArgumentGroup") -> None:
+    """Add those that `paceline serve` hands down to both services."""
+    group.add_argument(
+        "--threads", type=int, metavar="N", help="compute threads (default: all cores)"
+    )
+    group.add_argument(
+        "--log-format",
+        choices=["auto", "json", "text"],
+        default="auto",
+        help="auto: text on a terminal, else JSON lines (default: %(default)s)",
+    )
+    group.add_argument(
+        "--log-level",
+        choices=["debug", "info", "warning", "error"],
+        default="info",
+        help="least severe message to show (default: %(default)s)",
+    )
+
+
+def run_service(args: argparse.Namespace, build: Callable[[], Service]) -> int:
+    """Build and serve until a signal; 0 after a drain, 2 for options that cannot be served.
+
+    Args:
+        args: parsed from `add_process_arguments`.
+        build: makes the service. Called after the thread settings are in the environment, so it
+            may import torch; nothing may have imported it before.
+    """
+    configure_logging(args.log_format, args.log_level)
+    try:
+        options = ServerOptions.from_args(args)
+        set_thread_environment(args.threads)
+        if args.stop_with_stdin:
+            _stop_with_stdin()
+        service = build()
+    except (OptionsError, ServiceError, ValueError, OSError) as error:
+        return _refuse(error)
+    try:
+        _run(run_server(service, options, on_ready=lambda address: _ready(args, address)))
+    except (OptionsError, ServiceError) as error:
+        return _refuse(error)
+    return 0
+
+
+def set_thread_environment(threads: int | None) -> None:
+    """Fix thread count and waiting for the OpenMP runtime that torch loads later.
+
+    Threads wait passively: verifier and drafter of one generation take turns on the same cores,
+    and a spinning thread of the one that waits slows the one that works. Variables that are set
+    already win, but for the count when `threads` is given.
+
+    Raises:
+        OptionsError: if `threads` is below 1.
+    """
+    if threads is not None:
+        if threads < 1:
+            raise OptionsError("--threads must be at least 1")
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ.setdefault("OMP_NUM_THREADS", str(_cores()))
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("KMP_BLOCKTIME", "0")
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+
+def write_atomically(file: Path, text: str) -> None:
+    """Write `file` so that no reader ever sees half of it."""
+    draft = file.with_name(f".{file.name}.{os.getpid()}")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(file)
+
+
+def _ready(args: argparse.Namespace, address: str) -> None:
+    if args.ready_file is not None:
+        write_atomically(args.ready_file, address)
+
+
+def _refuse(error: Exception) -> int:
+    logger.error("cannot serve: %s", error, exc_info=logger.isEnabledFor(logging.DEBUG))
+    return 2
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _stop_with_stdin() -> None:
+    def wait() -> None:
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, name="stop-with-stdin", daemon=True).start()
+
+
+def _run(main: Coroutine[Any, Any, None]) -> None:
+    if sys.platform == "win32":
+        asyncio.run(main)
+    else:
+        import uvloop
+
+        uvloop.run(main)

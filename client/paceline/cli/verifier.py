@@ -1,0 +1,50 @@
+"""`paceline verifier`: serves a target model."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from paceline.cli.service_process import VERIFIER_ADDRESS, add_process_arguments, run_service
+from paceline.cli.units import byte_count
+from paceline.service import Service
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add target, cache and server arguments."""
+    add_target_arguments(parser)
+    add_process_arguments(parser, VERIFIER_ADDRESS)
+
+
+def add_target_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add those that `paceline serve` hands down. One left out has the service's own default."""
+    group = parser.add_argument_group("verifier")
+    group.add_argument("--target", type=Path, required=True, metavar="DIR", help="HF model folder")
+    group.add_argument(
+        "--dtype", choices=["auto", "float32", "bfloat16"], help="of weights and KV cache"
+    )
+    group.add_argument(
+        "--kv-bytes", type=byte_count, metavar="N", help="memory for KV caches, such as 4GiB"
+    )
+    group.add_argument("--max-context", type=int, metavar="N", help="longest text, in tokens")
+    group.add_argument(
+        "--max-sequences", type=int, metavar="N", help="most generations held at a time"
+    )
+    group.add_argument(
+        "--lease-seconds", type=float, metavar="S", help="life of a cache nobody renews"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal; the exit code."""
+    return run_service(args, lambda: _build(args))
+
+
+def _build(args: argparse.Namespace) -> Service:
+    from paceline.verifier import build_service
+
+    names = ("dtype", "kv_bytes", "max_context", "max_sequences", "lease_seconds")
+    given: dict[str, Any] = {
+        name: value for name in names if (value := getattr(args, name)) is not None
+    }
+    service: Service = build_service(args.target, **given)
+    return service
