@@ -10,11 +10,12 @@ from torch import Tensor
 
 @dataclass
 class Position:
-    """How far training has come in its data: epoch, row within the epoch, row length in tokens."""
+    """How far training is in its data: epoch, row within it, row length in tokens, documents."""
 
     epoch: int = 0
     row: int = 0
     length: int = 0
+    documents: int | None = None
 
 
 class Batches:
@@ -36,22 +37,23 @@ class Batches:
         self._seed = seed
         self._rows: Tensor | None = None
 
-    def next(self, rows: int, length: int) -> Tensor:
+    def next(self, rows: int, length: int, documents: int | None = None) -> Tensor:
         """The next batch, int64 [rows, length + 1]: places in `stream`.
 
-        The first `length` places of a row are inputs, the last `length` their targets. A new
-        `length` starts a new epoch. Raises ValueError where the corpus cannot fill one batch.
+        The first `length` places of a row are inputs, the last `length` their targets. Rows are
+        drawn from the first `documents` documents, None: all. A change of `length` or `documents`
+        starts a new epoch. Raises ValueError where the corpus cannot fill one batch.
         """
         at = self.position
-        if at.length != length:
-            # An epoch cut to another length has no row in common with this one.
-            started = at.length != 0
-            at.epoch, at.row, at.length, self._rows = at.epoch + started, 0, length, None
+        if (at.length, at.documents) != (length, documents):
+            # An epoch cut otherwise has no row in common with this one.
+            at.epoch, at.row = at.epoch + (at.length != 0), 0
+            at.length, at.documents, self._rows = length, documents, None
         if self._rows is None:
-            self._rows = self._cut(at.epoch, length, rows)
+            self._rows = self._cut(rows)
         if at.row + rows > len(self._rows):
             at.epoch, at.row = at.epoch + 1, 0
-            self._rows = self._cut(at.epoch, length, rows)
+            self._rows = self._cut(rows)
         batch = self._rows[at.row : at.row + rows]
         at.row += rows
         return batch
@@ -60,9 +62,11 @@ class Batches:
         """Go on from a position read earlier from `position`."""
         self.position, self._rows = position, None
 
-    def _cut(self, epoch: int, length: int, rows: int) -> Tensor:
-        order = np.random.default_rng((self._seed, epoch))
-        shuffled = np.concatenate([self._places[i] for i in order.permutation(len(self._places))])
+    def _cut(self, rows: int) -> Tensor:
+        length = self.position.length
+        order = np.random.default_rng((self._seed, self.position.epoch))
+        used = self._places[: self.position.documents]
+        shuffled = np.concatenate([used[i] for i in order.permutation(len(used))])
         count = (len(shuffled) - 1) // length
         if count < rows:
             raise ValueError(

@@ -72,7 +72,7 @@ def train(
     with Interrupts() as interrupts, Bar("training", run.minutes) as bar:
         while (done := schedule.progress(progress.step, progress.elapsed)) < 1:
             started = time.monotonic()
-            places = batches.next(*schedule.shape(done))
+            places = batches.next(*schedule.shape(done), schedule.documents(done))
             model.train()
             with torch.autocast(kind, torch.bfloat16, enabled=run.bf16):
                 value = loss(forward, places)

@@ -45,6 +45,10 @@ class Schedule:
         fall = max(0.0, progress - p.decay_from) / (1 - p.decay_from)
         return min(1.0, (step + 1) / _WARM_UP_STEPS) * (1 - (1 - p.final_rate) * fall)
 
+    def documents(self, progress: float) -> int | None:
+        """How many documents the next batch is drawn from; None: all."""
+        return self.preset.focus_files if progress >= self.preset.focus_from else None
+
     def shape(self, progress: float) -> tuple[int, int]:
         """(rows, length in tokens) of the next batch: long rows at the end of the run."""
         if progress >= 1 - self.preset.long_share:
