@@ -59,6 +59,7 @@ class ServiceProcess:
         self._ready_seconds = ready_seconds
         self._folder: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._ready_deadline = 0.0
 
     @property
     def address(self) -> str:
@@ -88,7 +89,7 @@ class ServiceProcess:
         return self
 
     def spawn(self) -> None:
-        """Start the process and return at once; `wait_ready` must follow."""
+        """Start the process, where it listened before if it did, and return at once."""
         if self._process is not None and self._process.poll() is None:
             raise RuntimeError(f"the {self.kind} runs already")
         if self._folder is None:
@@ -110,6 +111,7 @@ class ServiceProcess:
                 # decides, and not the child a second time.
                 start_new_session=True,
             )
+        self._ready_deadline = time.monotonic() + self._ready_seconds
 
     def wait_ready(self) -> None:
         """Wait until the spawned process answers calls; stops it if it does not.
@@ -117,15 +119,24 @@ class ServiceProcess:
         Raises:
             ProcessFailed: as `start`.
         """
-        deadline = time.monotonic() + self._ready_seconds
-        while not self._ready_file.exists():
-            if self.returncode is not None:
-                raise self._failed(f"ended with code {self.returncode} before it was ready")
-            if time.monotonic() > deadline:
-                self.kill()
-                raise self._failed(f"was not ready within {self._ready_seconds:g} s")
+        while not self.poll_ready():
             time.sleep(_POLL_SECONDS)
-        self._bound_address = self._ready_file.read_text(encoding="utf-8")
+
+    def poll_ready(self) -> bool:
+        """Whether the spawned process answers calls by now.
+
+        Raises:
+            ProcessFailed: as `start`.
+        """
+        if self._ready_file.exists():
+            self._bound_address = self._ready_file.read_text(encoding="utf-8")
+            return True
+        if self.returncode is not None:
+            raise self._failed(f"ended with code {self.returncode} before it was ready")
+        if time.monotonic() > self._ready_deadline:
+            self.kill()
+            raise self._failed(f"was not ready within {self._ready_seconds:g} s")
+        return False
 
     def restart_same_address(self) -> None:
         """Start again, after it died or was killed, where its clients look for it.
@@ -133,7 +144,8 @@ class ServiceProcess:
         Raises:
             ProcessFailed: as `start`.
         """
-        self._bound_address = self.address
+        if self._bound_address is None:
+            raise RuntimeError(f"the {self.kind} has no address yet: start it first")
         self.start()
 
     def send_signal(self, number: signal.Signals) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.service import (
+    SERVER_ARGUMENTS,
     OptionsError,
     ServerOptions,
     Service,
@@ -27,26 +28,33 @@ VERIFIER_ADDRESS = "127.0.0.1:7431"
 DRAFTER_ADDRESS = "127.0.0.1:7432"
 
 
+# Arguments of both kinds of service that `paceline serve` hands down to them.
+SHARED_ARGUMENTS = (*SERVER_ARGUMENTS, "threads", "log_format", "log_level")
+
+
 def add_process_arguments(parser: argparse.ArgumentParser, address: str) -> None:
     """Add all arguments that have nothing to do with models."""
-    add_server_arguments(parser, address)
-    group = parser.add_argument_group("process")
-    add_shared_arguments(group)
-    group.add_argument(
+    parser.add_argument(
+        "--address", default=address, help="host:port or unix:/path (default: %(default)s)"
+    )
+    parser.add_argument(
         "--ready-file",
         type=Path,
         metavar="FILE",
         help="write the bound address into this file once calls are answered",
     )
-    group.add_argument(
+    parser.add_argument(
         "--stop-with-stdin",
         action="store_true",
         help="stop when standard input closes: for parents that hold its other end",
     )
+    add_shared_arguments(parser)
 
 
-def add_shared_arguments(group: "argparse._ArgumentGroup") -> None:
-    """Add those that `paceline serve` hands down to both services."""
+def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the SHARED_ARGUMENTS."""
+    add_server_arguments(parser)
+    group = parser.add_argument_group("process")
     group.add_argument(
         "--threads", type=int, metavar="N", help="compute threads (default: all cores)"
     )

@@ -8,6 +8,12 @@ from paceline.cli.service_process import VERIFIER_ADDRESS, add_process_arguments
 from paceline.cli.units import byte_count
 from paceline.service import Service
 
+# Options of the service, and the arguments that `paceline serve` hands down with the target.
+OPTIONS = (
+    *("dtype", "kv_bytes", "max_context", "max_sequences", "lease_seconds"),
+    *("node_budget", "step_token_limit", "prefill_token_limit"),
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add target, cache and server arguments."""
@@ -32,6 +38,18 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--lease-seconds", type=float, metavar="S", help="life of a cache nobody renews"
     )
+    group.add_argument(
+        "--node-budget", type=int, metavar="N", help="most drafted nodes checked in a round"
+    )
+    group.add_argument(
+        "--step-token-limit", type=int, metavar="N", help="most round tokens in one forward pass"
+    )
+    group.add_argument(
+        "--prefill-token-limit",
+        type=int,
+        metavar="N",
+        help="most prompt tokens in one forward pass",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,9 +60,7 @@ def run(args: argparse.Namespace) -> int:
 def _build(args: argparse.Namespace) -> Service:
     from paceline.verifier import build_service
 
-    names = ("dtype", "kv_bytes", "max_context", "max_sequences", "lease_seconds")
     given: dict[str, Any] = {
-        name: value for name in names if (value := getattr(args, name)) is not None
+        name: value for name in OPTIONS if (value := getattr(args, name)) is not None
     }
-    service: Service = build_service(args.target, **given)
-    return service
+    return build_service(args.target, **given)

@@ -7,10 +7,16 @@ from paceline.service.errors import ServiceError
 from paceline.service.gate import Gate
 from paceline.service.identity import owner_of
 from paceline.service.logs import configure_logging
-from paceline.service.options import OptionsError, ServerOptions, add_server_arguments
+from paceline.service.options import (
+    SERVER_ARGUMENTS,
+    OptionsError,
+    ServerOptions,
+    add_server_arguments,
+)
 from paceline.service.runtime import Service, run_server
 
 __all__ = [
+    "SERVER_ARGUMENTS",
     "Gate",
     "OptionsError",
     "ServerOptions",

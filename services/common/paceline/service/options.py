@@ -11,6 +11,11 @@ from typing import Self
 TOKEN_VARIABLE = "PACELINE_TOKEN"
 MEBIBYTE = 1 << 20
 
+SERVER_ARGUMENTS = (
+    *("tls_cert", "tls_key", "tls_client_ca", "token_file"),
+    *("max_message_mib", "max_concurrent_streams", "drain_seconds"),
+)
+
 
 class OptionsError(ValueError):
     """Options that cannot be served; the message says what to change."""
@@ -72,7 +77,7 @@ class ServerOptions:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Self:
-        """Options from arguments that `add_server_arguments` parsed.
+        """Options from `args.address` and what `add_server_arguments` parsed.
 
         Raises:
             OptionsError: as above, or if the token file cannot be read.
@@ -89,49 +94,41 @@ class ServerOptions:
         )
 
 
-def add_server_arguments(parser: argparse.ArgumentParser, address: str) -> None:
-    """Add `--address` (default `address`) and all that `ServerOptions.from_args` reads."""
-    group = parser.add_argument_group("server")
-    group.add_argument(
-        "--address", default=address, help="host:port or unix:/path (default: %(default)s)"
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what `ServerOptions.from_args` reads (SERVER_ARGUMENTS), but for `--address`."""
+    security = parser.add_argument_group("security")
+    security.add_argument("--tls-cert", type=Path, metavar="PEM", help="certificate of the server")
+    security.add_argument("--tls-key", type=Path, metavar="PEM", help="private key of the server")
+    security.add_argument(
+        "--tls-client-ca", type=Path, metavar="PEM", help="ask clients for certificates by these"
     )
-    add_security_arguments(parser)
-    group.add_argument(
+    security.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help=f"file with the bearer token clients must send (or set {TOKEN_VARIABLE})",
+    )
+    server = parser.add_argument_group("server")
+    server.add_argument(
         "--max-message-mib",
         type=int,
         default=64,
         metavar="N",
         help="largest message, in MiB (default: %(default)s)",
     )
-    group.add_argument(
+    server.add_argument(
         "--max-concurrent-streams",
         type=int,
         default=1024,
         metavar="N",
         help="calls in flight on one connection (default: %(default)s)",
     )
-    group.add_argument(
+    server.add_argument(
         "--drain-seconds",
         type=float,
         default=30.0,
         metavar="S",
         help="how long generations may go on after SIGTERM (default: %(default)s)",
-    )
-
-
-def add_security_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the TLS and token arguments alone."""
-    group = parser.add_argument_group("security")
-    group.add_argument("--tls-cert", type=Path, metavar="PEM", help="certificate of the server")
-    group.add_argument("--tls-key", type=Path, metavar="PEM", help="private key of the server")
-    group.add_argument(
-        "--tls-client-ca", type=Path, metavar="PEM", help="ask clients for certificates by these"
-    )
-    group.add_argument(
-        "--token-file",
-        type=Path,
-        metavar="FILE",
-        help=f"file with the bearer token clients must send (or set {TOKEN_VARIABLE})",
     )
 
 

@@ -35,8 +35,9 @@ class Service(Protocol):
     ignored its cancellation for CANCEL_GRACE_SECONDS.
     """
 
-    service_names: tuple[str, ...]
-    """Full names for health and reflection, such as "paceline.v1.VerifierService"."""
+    @property
+    def service_names(self) -> tuple[str, ...]:
+        """Full names for health and reflection, such as "paceline.v1.VerifierService"."""
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the servicers to `server`."""

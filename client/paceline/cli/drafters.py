@@ -1,0 +1,161 @@
+"""`paceline drafters`: the drafters that a running drafter service offers."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+from rich.console import Console
+from rich.table import Table
+
+from paceline.cli.connection import add_connection_arguments, metadata_of, open_channel
+from paceline.client._errors import PacelineError, from_rpc_error
+from paceline.service.options import OptionsError
+from paceline.v1 import drafter_pb2, drafter_pb2_grpc
+
+Call = Callable[[str, Any], Any]
+"""Calls the registry's RPC of this name with a request; its response."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the four sub-commands."""
+    commands = parser.add_subparsers(metavar="ACTION", required=True)
+
+    listing = _add(commands, "list", "show all loaded versions", _list)
+    listing.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+    load = _add(commands, "load", "load a version beside those that run", _load)
+    load.add_argument("name", help="name that clients ask for")
+    load.add_argument("method", help="ngram, lm, ...")
+    load.add_argument("folder", nargs="?", default="", help="model folder on the service's machine")
+    load.add_argument("--version", default="", help="default: the service numbers it")
+    load.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        type=_option,
+        metavar="KEY=VALUE",
+        help="setting of the method; may be repeated",
+    )
+    load.add_argument("--activate", action="store_true", help="send all new generations to it")
+    load.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+    activate = _add(commands, "activate", "send new generations to a version", _activate)
+    activate.add_argument("name")
+    activate.add_argument("version")
+    activate.add_argument(
+        "--share", type=float, default=1.0, metavar="S", help="of new generations, in (0, 1]"
+    )
+    activate.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+    unload = _add(commands, "unload", "remove a version once its generations have ended", _unload)
+    unload.add_argument("name")
+    unload.add_argument("version", nargs="?", default="", help="default: all of them")
+    unload.add_argument("--force", action="store_true", help="do not wait for its generations")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Call the registry; 0 when it agreed, 1 when it did not, 2 for bad arguments."""
+    try:
+        metadata = metadata_of(args)
+        with open_channel(args.address, args) as channel:
+            registry: Any = drafter_pb2_grpc.DrafterRegistryServiceStub(channel)
+
+            def call(rpc: str, request: Any) -> Any:
+                return getattr(registry, rpc)(request, timeout=args.timeout, metadata=metadata)
+
+            args.action(args, call)
+    except (OptionsError, PacelineError) as error:
+        return _fail(str(error), code=2)
+    except grpc.RpcError as error:
+        failure = from_rpc_error(error)
+        reason = f" [{failure.reason}]" if failure.reason else ""
+        return _fail(f"{args.address}: {failure.message}{reason}", code=1)
+    return 0
+
+
+def _add(
+    commands: Any, name: str, help: str, action: Callable[..., None]
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=help)
+    parser.add_argument(
+        "--address", default="127.0.0.1:7432", help="of the drafter (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="how long the service may take (default: %(default)s)",
+    )
+    add_connection_arguments(parser)
+    parser.set_defaults(action=action)
+    return parser
+
+
+def _list(args: argparse.Namespace, call: Call) -> None:
+    response = call("ListDrafters", drafter_pb2.ListDraftersRequest())
+    _show(response.drafters, response.default_drafter, args.json)
+
+
+def _load(args: argparse.Namespace, call: Call) -> None:
+    request = drafter_pb2.LoadDrafterRequest(
+        name=args.name,
+        version=args.version,
+        method=args.method,
+        folder=args.folder,
+        options=dict(args.option),
+        activate=args.activate,
+    )
+    _show([call("LoadDrafter", request).drafter], "", args.json)
+
+
+def _activate(args: argparse.Namespace, call: Call) -> None:
+    request = drafter_pb2.ActivateDrafterRequest(
+        name=args.name, version=args.version, traffic_share=args.share
+    )
+    _show([call("ActivateDrafter", request).drafter], "", args.json)
+
+
+def _unload(args: argparse.Namespace, call: Call) -> None:
+    request = drafter_pb2.UnloadDrafterRequest(
+        name=args.name, version=args.version, force=args.force
+    )
+    gone = call("UnloadDrafter", request).unloaded
+    print("unloaded" if gone else "draining: it goes when its last generation has ended")
+
+
+def _option(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
+    return key, value
+
+
+def _show(drafters: Sequence[drafter_pb2.DrafterInfo], default: str, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps([_as_dict(info) for info in drafters], indent=2))
+        return
+    table = Table("name", "version", "method", "share", "streams", "weights", "state", box=None)
+    for info in drafters:
+        table.add_row(
+            info.name + (" (default)" if info.name == default else ""),
+            info.version,
+            info.method,
+            f"{info.traffic_share:.0%}",
+            str(info.active_streams),
+            f"{info.weight_bytes / 2**20:.1f} MiB" if info.weight_bytes else "-",
+            "draining" if info.draining else "active" if info.traffic_share else "idle",
+        )
+    Console(highlight=False).print(table)
+
+
+def _as_dict(info: drafter_pb2.DrafterInfo) -> dict[str, object]:
+    return {field.name: getattr(info, field.name) for field in info.DESCRIPTOR.fields}
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"paceline drafters: {message}", file=sys.stderr)
+    return code

@@ -1,0 +1,78 @@
+"""`paceline serve`: a verifier and a drafter as child processes of one command."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from paceline.cli.processes import ServiceProcess
+from paceline.cli.service_process import (
+    DRAFTER_ADDRESS,
+    SHARED_ARGUMENTS,
+    VERIFIER_ADDRESS,
+    add_shared_arguments,
+    write_atomically,
+)
+from paceline.cli.supervisor import Supervisor
+from paceline.cli.verifier import OPTIONS, add_target_arguments
+from paceline.service import configure_logging
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add arguments of both services."""
+    parser.add_argument(
+        "--drafter",
+        action="append",
+        metavar="METHOD[:DIR][,KEY=VALUE...]",
+        help="drafter to load, with NAME= before it where the name is not to be the method's; "
+        "may be repeated, the first is the default one (default: ngram)",
+    )
+    parser.add_argument(
+        "--verifier-address", default=VERIFIER_ADDRESS, metavar="A", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--drafter-address", default=DRAFTER_ADDRESS, metavar="A", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--ready-file",
+        type=Path,
+        metavar="FILE",
+        help="write both addresses, verifier first, a line each, once calls are answered",
+    )
+    add_target_arguments(parser)
+    add_shared_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run both until a signal; 0 after a drain, 1 when the verifier died, 2 if one cannot start.
+
+    SIGTERM and SIGINT go on to both services: the first one drains, a second one ends at once.
+    """
+    configure_logging(args.log_format, args.log_level)
+    shared = _flags(args, SHARED_ARGUMENTS)
+    verifier = ServiceProcess(
+        "verifier",
+        [*_flags(args, ("target", *OPTIONS)), *shared],
+        address=args.verifier_address,
+        show_log=True,
+        ready_seconds=float("inf"),
+    )
+    drafter = ServiceProcess(
+        "drafter",
+        [*(f"--load={spec}" for spec in args.drafter or ["ngram"]), *shared],
+        address=args.drafter_address,
+        show_log=True,
+        ready_seconds=float("inf"),
+    )
+    return Supervisor(verifier, drafter, lambda: _tell(verifier, drafter, args.ready_file)).run()
+
+
+def _tell(verifier: ServiceProcess, drafter: ServiceProcess, ready_file: Path | None) -> None:
+    print(f"verifier  {verifier.address}\ndrafter   {drafter.address}", flush=True)
+    if ready_file is not None:
+        write_atomically(ready_file, f"{verifier.address}\n{drafter.address}\n")
+
+
+def _flags(args: argparse.Namespace, names: Sequence[str]) -> list[str]:
+    """The arguments as the children's command line; secrets are in files or the environment."""
+    given = ((name, getattr(args, name)) for name in names)
+    return [f"--{name.replace('_', '-')}={value}" for name, value in given if value is not None]
