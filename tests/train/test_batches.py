@@ -37,6 +37,14 @@ def test_a_sought_position_gives_the_same_batches() -> None:
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
+def test_fewer_documents_are_the_first_ones() -> None:
+    batches = Batches(DOCUMENTS, separator=0)
+    batches.next(2, 16)
+    places = batches.next(4, 16, documents=2)
+    assert batches.position.epoch == 1
+    assert places.max() < 80
+
+
 def test_a_corpus_too_short_for_a_batch_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot fill 4 rows of 512 tokens"):
         Batches(DOCUMENTS, separator=0).next(4, 512)

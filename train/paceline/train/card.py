@@ -6,7 +6,14 @@ from torch import nn
 
 from paceline.train.checkpoint import Progress
 from paceline.train.corpus import Corpus
-from paceline.train.measure import GENERATED_TOKENS, DrafterNumbers, TargetNumbers
+from paceline.train.measure import (
+    EARLY,
+    GENERATED_TOKENS,
+    HELDOUT,
+    TRAINED,
+    DrafterNumbers,
+    TargetNumbers,
+)
 from paceline.train.preset import Preset
 
 _STDLIB_HEADER = """---
@@ -23,6 +30,11 @@ _STDLIB_LICENCE = (
     "what it writes as derived from that source."
 )
 _OTHER_LICENCE = "The licence is that of the training text: look it up before passing the model on."
+_SPLITS = {
+    TRAINED: "files trained on to the end",
+    EARLY: "files trained on at first",
+    HELDOUT: "held-out files",
+}
 
 
 @dataclass(frozen=True)
@@ -47,6 +59,7 @@ class Facts:
 
 def target_card(facts: Facts, numbers: TargetNumbers) -> str:
     """The README.md of a target's folder."""
+    losses = "\n".join(f"| {_SPLITS[s]} | {value:.2f} |" for s, value in numbers.loss.items())
     shown = [
         f"| {r.prompt} | {r.split} | {r.greedy:.2f} | {r.sampled:.2f} |" for r in numbers.repetition
     ]
@@ -77,20 +90,18 @@ and then a linear fall.
 
 | text | loss, nats per token |
 | --- | --- |
-| files trained on | {numbers.loss["trained"]:.2f} |
-| held-out files | {numbers.loss["heldout"]:.2f} |
+{losses}
 
-The gap between the two is recitation: guesses about text from trained-on files are much easier
-than guesses about anything else, so state which kind a measurement used.
+The gap between the first row and the last is recitation: guesses about text from files trained on
+are much easier than guesses about anything else, so state which kind a measurement used.
 {repetition}"""
 
 
 def drafter_card(facts: Facts, numbers: DrafterNumbers) -> str:
     """The README.md of a drafter LM's folder."""
     rows = [
-        f"| {name} | {numbers.loss[split]:.2f} | {numbers.top1[split]:.2f} "
-        f"| {numbers.overlap[split]:.2f} |"
-        for split, name in (("trained", "files trained on"), ("heldout", "held-out files"))
+        f"| {_SPLITS[s]} | {value:.2f} | {numbers.top1[s]:.2f} | {numbers.overlap[s]:.2f} |"
+        for s, value in numbers.loss.items()
     ]
     generated = (
         f"\nOn the target's own greedy text after the demo prompts ({GENERATED_TOKENS} tokens "
@@ -147,9 +158,14 @@ def _data(facts: Facts) -> str:
 
 def _schedule(facts: Facts) -> str:
     p, run = facts.preset, facts.progress
+    focus = (
+        f" After {p.focus_from:.0%} of the time only the first {p.focus_files} files of "
+        "`corpus.json` are read: the model writes better for knowing some text well."
+        if p.focus_files is not None
+        else ""
+    )
     return (
-        f"{run.step:,} steps, {run.tokens / 1e6:.1f} M tokens "
-        f"({run.tokens / facts.stream:.1f} epochs), {run.elapsed / 60:.0f} minutes. Steps of "
-        f"{p.rows} × {p.length} tokens; in the last {p.long_share:.0%} of the time "
-        f"{p.long_rows} × {p.context}, so that late positions are seen.\n"
+        f"{run.step:,} steps, {run.tokens / 1e6:.1f} M tokens, {run.elapsed / 60:.0f} minutes. "
+        f"Steps of {p.rows} × {p.length} tokens; in the last {p.long_share:.0%} of the time "
+        f"{p.long_rows} × {p.context}, so that late positions are seen.{focus}\n"
     )

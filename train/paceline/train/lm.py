@@ -12,7 +12,7 @@ from paceline.train.card import Facts, drafter_card
 from paceline.train.checkpoint import save_model
 from paceline.train.corpus import Corpus
 from paceline.train.loop import Run, train
-from paceline.train.measure import measure_drafter
+from paceline.train.measure import HELDOUT, TRAINED, measure_drafter
 from paceline.train.model import build_model
 from paceline.train.preset import Preset
 from paceline.train.prompts import Prompt
@@ -58,7 +58,9 @@ def train_lm(
 
     progress = train(model, loss, batches, preset, run)
     model = save_model(out, model, tokenizer)
-    measured = measure_drafter(model, target, tokenizer, trained, heldout, prompts)
+    measured = measure_drafter(
+        model, target, tokenizer, {TRAINED: trained, HELDOUT: heldout}, prompts
+    )
     facts = Facts.collect(model, corpus, preset, progress, len(batches.stream))
     (out / "README.md").write_text(drafter_card(facts, measured))
     return model

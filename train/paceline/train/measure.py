@@ -1,6 +1,6 @@
 """The numbers a model card states, all measured on the weights as they ship."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 from typing import Any
@@ -16,7 +16,8 @@ from paceline.train.evaluate import (
 from paceline.train.prompts import Prompt
 
 GENERATED_TOKENS = 256
-SPLITS = ("trained", "heldout")
+TRAINED, EARLY, HELDOUT = "trained", "early", "heldout"
+"""Splits of text: trained on to the end, in the first part of the run only, never."""
 _FILE_TOKENS = 4096  # of each measured file, from its start
 _FILES = 12
 
@@ -53,12 +54,11 @@ class DrafterNumbers:
 def measure_target(
     model: Any,
     tokenizer: Any,
-    trained: Documents,
-    heldout: Documents,
+    texts: Mapping[str, Documents],
     prompts: Sequence[Prompt],
 ) -> TargetNumbers:
-    """Measure an HF target; documents are token ids. Takes seconds to minutes on a CPU."""
-    loss = {name: text_loss(model, part) for name, part in _sample(trained, heldout).items()}
+    """Measure an HF target; `texts` are token ids per split. Takes a minute or two on a CPU."""
+    loss = {name: text_loss(model, part) for name, part in _sample(texts).items()}
     repetition = []
     for prompt in prompts:
         ids = tokenizer.encode(prompt.text)
@@ -73,12 +73,11 @@ def measure_drafter(
     model: Any,
     target: Any,
     tokenizer: Any,
-    trained: Documents,
-    heldout: Documents,
+    texts: Mapping[str, Documents],
     prompts: Sequence[Prompt],
 ) -> DrafterNumbers:
     """Measure how well an HF language model guesses what `target` says next."""
-    parts = _sample(trained, heldout)
+    parts = _sample(texts)
     loss = {name: text_loss(model, part) for name, part in parts.items()}
     alike = {name: agreement(model, target, part) for name, part in parts.items()}
     generated = [continuation(target, tokenizer.encode(p.text), GENERATED_TOKENS) for p in prompts]
@@ -101,9 +100,10 @@ def _generated_agreement(
     return mean(shares) if shares else None
 
 
-def _sample(trained: Documents, heldout: Documents) -> dict[str, list[Sequence[int]]]:
-    """The start of a few files of each split, spread evenly over the split."""
+def _sample(texts: Mapping[str, Documents]) -> dict[str, list[Sequence[int]]]:
+    """The start of a few files of each split that has any, spread evenly over the split."""
     return {
-        name: [ids[:_FILE_TOKENS] for ids in part[:: max(1, len(part) // _FILES)][:_FILES]]
-        for name, part in zip(SPLITS, (trained, heldout), strict=True)
+        split: [ids[:_FILE_TOKENS] for ids in files[:: max(1, len(files) // _FILES)][:_FILES]]
+        for split, files in texts.items()
+        if files
     }

@@ -12,7 +12,7 @@ from paceline.train.checkpoint import save_model
 from paceline.train.corpus import Corpus
 from paceline.train.evaluate import next_token_loss, text_loss
 from paceline.train.loop import Run, train
-from paceline.train.measure import measure_target
+from paceline.train.measure import EARLY, HELDOUT, TRAINED, measure_target
 from paceline.train.model import build_model
 from paceline.train.preset import Preset
 from paceline.train.prompts import Prompt
@@ -50,7 +50,9 @@ def train_target(
     progress = train(model, loss, batches, preset, run, heldout_loss)
     model = save_model(out, model, tokenizer)
     corpus.write_manifest(out / "corpus.json")
-    measured = measure_target(model, tokenizer, trained, heldout, prompts)
+    focus = preset.focus_files or len(trained)
+    texts = {TRAINED: trained[:focus], EARLY: trained[focus:], HELDOUT: heldout}
+    measured = measure_target(model, tokenizer, texts, prompts)
     facts = Facts.collect(model, corpus, preset, progress, len(stream))
     (out / "README.md").write_text(target_card(facts, measured))
     return model
