@@ -33,8 +33,8 @@ def train_target(
     if (kept / "tokenizer.json").is_file():
         tokenizer = load_tokenizer(kept)
     else:
-        texts = (document.text for document in corpus.train)
-        tokenizer = train_tokenizer(texts, preset.vocabulary, preset.context)
+        read = (document.text for document in corpus.train)
+        tokenizer = train_tokenizer(read, preset.vocabulary, preset.context)
         tokenizer.save_pretrained(kept)
     trained, heldout = (encode_all(tokenizer, part) for part in (corpus.train, corpus.heldout))
     batches = Batches(trained, tokenizer.eos_token_id)
