@@ -1,1 +1,1 @@
-"""Measurements side by side in one run: transformers, Paceline without and with drafters, replay."""
+"""Measurements side by side in one run: transformers, Paceline with and without drafters."""

@@ -4,6 +4,7 @@ import argparse
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -13,7 +14,7 @@ METHOD = "/paceline.bench.Echo/Echo"
 PAYLOAD = bytes(160)  # about the size of a round's messages
 
 
-async def _serve(ready: Path) -> None:
+async def _serve(announce: Callable[[str], object]) -> None:
     async def echo(stream: object, context: grpc.aio.ServicerContext) -> None:
         while (message := await context.read()) is not grpc.aio.EOF:
             await context.write(message)
@@ -25,7 +26,7 @@ async def _serve(ready: Path) -> None:
     )
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    ready.write_text(f"127.0.0.1:{port}")
+    announce(f"127.0.0.1:{port}")
     await server.wait_for_termination()
 
 
@@ -64,4 +65,4 @@ def echo_times(folder: Path, rounds: int = 1000) -> list[float]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--ready", type=Path, required=True)
-    uvloop.run(_serve(parser.parse_args().ready))
+    uvloop.run(_serve(parser.parse_args().ready.write_text))

@@ -32,10 +32,8 @@ def _processor() -> tuple[str, set[str]]:
     info = Path("/proc/cpuinfo")
     if not info.exists():
         return platform.processor() or platform.machine(), set()
-    fields = dict(
-        (key.strip(), value.strip())
-        for key, _, value in (line.partition(":") for line in info.read_text().splitlines())
-    )
+    lines = (line.partition(":") for line in info.read_text().splitlines())
+    fields = {key.strip(): value.strip() for key, _, value in lines}
     return fields.get("model name", platform.machine()), set(fields.get("flags", "").split())
 
 

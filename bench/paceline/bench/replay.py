@@ -5,15 +5,15 @@ import statistics
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
-
 from paceline.bench.served import Services, generate, overhead_ms
 from paceline.decoder import Decoder, LocalCache
 from paceline.kernels import TreeSegment, plan_trees
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
-HALF_BILLION = {
+HALF_BILLION: dict[str, Any] = {
     "hidden_size": 896,
     "num_hidden_layers": 24,
     "num_attention_heads": 14,
@@ -65,13 +65,12 @@ async def measure(
         HALF_BILLION["vocab_size"], (prompt,), generator=torch.Generator().manual_seed(1)
     ).tolist()
     recording = work / "recording.jsonl"
-    recording.write_text("")
-    spec = f"replay=replay,recording={recording},acceptance={acceptance},nodes={nodes},seed=1"
-    with Services(target, [], "bfloat16") as services:
+    with Services(target, ["ngram=ngram"], "bfloat16") as services:
         async with services.client() as client:
             await generate(client, text, 8, "none")
             plain = await generate(client, text, tokens, "none")
     recording.write_text(json.dumps({"prompt": text, "tokens": plain.tokens}) + "\n")
+    spec = f"replay=replay:{recording},p={acceptance},max_nodes={nodes},seed=1"
     with Services(target, [spec], "bfloat16") as services:
         async with services.client() as client:
             await generate(client, text, 8, "none")
@@ -119,7 +118,10 @@ def _write_target(folder: Path) -> None:
 def _bare_forward_ms(target: Path, context: int, counts: tuple[int, ...]) -> list[float]:
     """Median time of a forward pass of n chained nodes behind `context` tokens, for each n."""
     decoder = Decoder.load(target, dtype=torch.bfloat16)
-    cache = LocalCache(decoder.config, context + max(counts))
+    cache = LocalCache(decoder.config)
+    cache.reserve(context)
+    cache.commit(range(context))
+    cache.reserve(max(counts))
     medians = []
     for count in counts:
         tokens = torch.arange(count)
@@ -127,7 +129,7 @@ def _bare_forward_ms(target: Path, context: int, counts: tuple[int, ...]) -> lis
         for _ in range(15):
             plan = plan_trees([TreeSegment(0, context, None, count)])
             start = time.perf_counter()
-            decoder.forward(tokens, plan, [cache])
+            decoder.forward(tokens, plan, [cache], logit_rows=None)
             times.append((time.perf_counter() - start) * 1e3)
         medians.append(statistics.median(times[3:]))
     return medians

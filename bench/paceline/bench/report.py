@@ -56,5 +56,7 @@ def _replay(figures: dict[str, Any]) -> Table:
     table.add_column("figure")
     table.add_column("value", justify="right")
     for key, value in figures.items():
-        table.add_row(key.replace("_", " "), f"{value:.3f}" if isinstance(value, float) else str(value))
+        table.add_row(
+            key.replace("_", " "), f"{value:.3f}" if isinstance(value, float) else str(value)
+        )
     return table

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
-from rich.console import Console
-
 from paceline.bench import comparison, echo, machine, prompts, replay, report
+from rich.console import Console
 
 PARTS = ("echo", "comparison", "replay")
 

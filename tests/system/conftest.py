@@ -1,0 +1,42 @@
+"""Random tiny targets of every family, and real service processes over them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from paceline.cli.processes import ServiceProcess
+from system_support import DRAFTERS, FAMILIES, shared_memory_segments, write_model, write_tokenizer
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Family name to an HF folder; `small` is a drafter LM with the same tokenizer."""
+    root = tmp_path_factory.mktemp("models")
+    folders = {}
+    for name in (*FAMILIES, "small"):
+        folders[name] = root / name
+        write_model(name, folders[name])
+        write_tokenizer(folders[name])
+    return folders
+
+
+@pytest.fixture(scope="session")
+def drafter(models: dict[str, Path]) -> Iterator[ServiceProcess]:
+    """One drafter service for all families, good and hostile methods alike."""
+    arguments = ["--load", f"lm=lm:{models['small']}"]
+    for spec in DRAFTERS:
+        arguments += ["--load", spec]
+    arguments += [
+        "--test-methods",
+        str(Path(__file__).parent.parent / "drafter" / "adversaries.py"),
+    ]
+    with ServiceProcess("drafter", arguments, environment={"OMP_NUM_THREADS": "1"}) as process:
+        yield process
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_segment_is_left() -> Iterator[None]:
+    """Shared memory is as empty after the tests as before."""
+    before = shared_memory_segments()
+    yield
+    assert shared_memory_segments() <= before
