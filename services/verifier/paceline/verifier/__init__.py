@@ -1,0 +1,13 @@
+"""The verifier: target model, KV caches, and the decision which drafted tokens stand."""
+
+from paceline.verifier.options import VerifierOptions
+from paceline.verifier.service import VerifierService, build_service
+from paceline.verifier.servicer import KvExchangeServicer, VerifierServicer
+
+__all__ = [
+    "KvExchangeServicer",
+    "VerifierOptions",
+    "VerifierService",
+    "VerifierServicer",
+    "build_service",
+]

@@ -1,0 +1,1 @@
+"""The thread that owns the device, and the work it is given."""

@@ -1,0 +1,103 @@
+"""One packed forward pass: the blocks of many sequences, and whose they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from paceline.decoder import Decoder
+from paceline.kernels import TreeSegment, plan_trees
+from paceline.verifier.engine.job import Job, Prefill, Round
+from paceline.verifier.engine.sequence import Sequence
+from paceline.verifier.engine.tree import NO_TREE, DraftTree
+from paceline.verifier.kv.segment import Segment
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one job has in a batch.
+
+    Attributes:
+        job: The job.
+        tree: The block's tree, cut to the depth that can still be emitted.
+        stop: End of its blocks. Unit: tokens.
+        logits: Rows of the batch's logits that belong to it: one per node, or the one behind the
+            text at the end of a prefill; none in the middle of a prefill.
+    """
+
+    job: Job
+    tree: DraftTree
+    stop: int
+    logits: slice
+
+
+class Batch:
+    """Gathers blocks, then runs them in one forward pass.
+
+    Attributes:
+        shares: One per job, in order.
+        tokens: Packed tokens so far.
+    """
+
+    def __init__(self) -> None:
+        self.shares: list[Share] = []
+        self.tokens: list[int] = []
+        self._blocks: list[TreeSegment] = []
+        self._caches: list[Segment] = []
+        self._logit_rows: list[int] = []
+
+    def __len__(self) -> int:
+        """Packed tokens."""
+        return len(self.tokens)
+
+    def add_round(self, round_: Round, tree: DraftTree) -> None:
+        """Add the block of a round: the anchor and the tree under it."""
+        sequence = round_.sequence
+        first = len(self._logit_rows)
+        self._logit_rows.extend(range(len(self.tokens), len(self.tokens) + len(tree)))
+        self._add_block(
+            self._cache(sequence),
+            sequence.committed,
+            [sequence.tokens[-1], *tree.tokens],
+            None if tree.is_chain else tuple(tree.parents),
+        )
+        stop = sequence.committed + len(tree)
+        self.shares.append(Share(round_, tree, stop, slice(first, len(self._logit_rows))))
+
+    def add_prefill(self, prefill: Prefill, borders: Items[int]) -> None:
+        """Add pieces of a prefill: the text between each border and the next."""
+        text = prefill.sequence.tokens
+        first = len(self._logit_rows)
+        cache = self._cache(prefill.sequence)
+        for start, stop in pairwise(borders):
+            self._add_block(cache, start, text[start:stop], None)
+        if borders[-1] == len(text):
+            self._logit_rows.append(len(self.tokens) - 1)
+        logits = slice(first, len(self._logit_rows))
+        self.shares.append(Share(prefill, NO_TREE, borders[-1], logits))
+
+    def forward(self, decoder: Decoder) -> Tensor:
+        """Run it: writes the KV of all blocks, and returns logits ``[rows, V]`` on the CPU."""
+        every = len(self._logit_rows) == len(self.tokens)
+        rows = torch.tensor(self._logit_rows, dtype=torch.int64, device=decoder.device)
+        result = decoder.forward(
+            torch.tensor(self.tokens, device=decoder.device),
+            plan_trees(self._blocks, device=decoder.device),
+            self._caches,
+            logit_rows=None if every else rows,
+        )
+        return result.logits.cpu()
+
+    def _cache(self, sequence: Sequence) -> int:
+        self._caches.append(sequence.segment)
+        return len(self._caches) - 1
+
+    def _add_block(
+        self, cache: int, start: int, tokens: list[int], parents: tuple[int, ...] | None
+    ) -> None:
+        self._blocks.append(TreeSegment(cache, start, parents, len(tokens)))
+        self.tokens += tokens

@@ -1,0 +1,45 @@
+"""The model's own token behind each node of one block."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from paceline.kernels import choose_token, raw_logprobs
+from paceline.verifier.engine.sequence import Sequence
+
+
+class Chooser:
+    """Chooses tokens for one walk, and notes their log-probabilities where asked for.
+
+    Every token it chooses is emitted, so it goes into the sequence's history at once.
+
+    Attributes:
+        logprobs: Raw log-probability of each chosen token; empty unless asked for.
+        top_logprobs: Likeliest (token, log-probability) pairs at each position; likewise.
+    """
+
+    def __init__(self, sequence: Sequence, logits: Tensor) -> None:
+        """Choose for a sequence by the logits ``[nodes, V]`` of its block, on the CPU."""
+        self._sequence = sequence
+        self._logits = logits
+        sampling = sequence.generation.sampling
+        self._plain = sampling.greedy and not sampling.penalised
+        self.logprobs: list[float] = []
+        self.top_logprobs: list[list[tuple[int, float]]] = []
+
+    def __call__(self, node: int) -> int:
+        """The token at the position behind ``node``."""
+        generation, history = self._sequence.generation, self._sequence.history
+        row = self._logits[node]
+        if self._plain:
+            # numpy's argmax takes the lowest of equal values too, and a twentieth of torch's time.
+            token = int(row.float().numpy().argmax())
+        else:
+            token = choose_token(row, generation.sampling, len(history), history)
+        history.push(token)
+        if generation.top_logprobs is not None:
+            logprob, top = raw_logprobs(row, token, generation.top_logprobs)
+            self.logprobs.append(logprob)
+            if generation.top_logprobs:
+                self.top_logprobs.append(top)
+        return token

@@ -1,0 +1,258 @@
+"""The thread that owns the device and every write to the KV caches."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from time import perf_counter
+from typing import Any, TypeVar
+
+import torch
+
+from paceline.decoder import Decoder
+from paceline.kernels import CHUNK
+from paceline.verifier.engine.batch import Batch
+from paceline.verifier.engine.errors import SequenceClosed, StepFailed
+from paceline.verifier.engine.job import Job, Prefill, Round
+from paceline.verifier.engine.sequence import Sequence
+from paceline.verifier.engine.settle import Outcome, settle
+from paceline.verifier.kv.segment import OutOfMemory
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+class Engine:
+    """Runs steps as long as there is work: gather a batch, forward, settle each share, answer.
+
+    All methods but ``_``-private ones belong to the event loop. What they ask for is queued and
+    taken up by the thread between two steps, in order: a release asked for after a fork of the
+    same sequence cannot overtake it, and no memory goes away under a running step.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        step_tokens: int = 2048,
+        prefill_tokens: int = 512,
+        threads: int | None = None,
+    ) -> None:
+        """Make an engine; ``start()`` starts its thread.
+
+        Args:
+            decoder: The model.
+            step_tokens: Most tokens of rounds in one step; further rounds wait for the next one.
+            prefill_tokens: Most tokens of prompts in one step, so that rounds go on beside a long
+                prompt.
+            threads: Threads that one operation may use; None leaves torch's own choice.
+        """
+        self._decoder = decoder
+        self._step_tokens = step_tokens
+        self._prefill_tokens = prefill_tokens
+        self._threads = threads
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._rounds: deque[Round] = deque()
+        self._prefills: deque[Prefill] = deque()
+        self._news: list[Job] = []
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the thread. Its answers go to the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, name="paceline-engine", daemon=True)
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Stop after the running step; waiting jobs end with an error. Then the caller may free."""
+        if self._thread is None:
+            return
+        self._commands.put(self._end)
+        await asyncio.to_thread(self._thread.join)
+        self._thread = None
+        self._take_commands()
+
+    def prefill(self, job: Prefill, parent: Sequence | None = None) -> None:
+        """Queue a prefill; KV of the longest common prefix with ``parent`` is copied."""
+        self._commands.put(partial(self._begin_prefill, job, parent))
+
+    def verify(self, job: Round) -> None:
+        """Queue a round."""
+        self._commands.put(partial(self._rounds.append, job))
+
+    async def release(self, sequence: Sequence) -> None:
+        """End the jobs of a sequence and free its memory. Safe to call twice."""
+        await self.between_steps(partial(self._close, sequence))
+
+    async def between_steps(self, action: Callable[[], _T]) -> _T:
+        """Run ``action`` on the engine thread between two steps."""
+        if self._thread is None:
+            return action()
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[_T] = loop.create_future()
+
+        def run() -> None:
+            try:
+                value = action()
+            except Exception as error:
+                self._tell(partial(_set, answer, answer.set_exception, error))
+            else:
+                self._tell(partial(_set, answer, answer.set_result, value))
+
+        self._commands.put(run)
+        return await answer
+
+    def _run(self) -> None:
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+        with torch.inference_mode():
+            while not self._stopping:
+                self._take_commands(wait=not (self._rounds or self._prefills))
+                try:
+                    self._step()
+                except Exception:  # a bug of ours: this step's jobs were failed, the others go on
+                    _log.exception("engine step failed")
+                self._flush_news()
+
+    def _take_commands(self, *, wait: bool = False) -> None:
+        while wait or not self._commands.empty():
+            wait = False
+            try:
+                self._commands.get()()
+            except Exception:
+                _log.exception("engine command failed")
+
+    def _step(self) -> None:
+        began = perf_counter()
+        batch = Batch()
+        self._gather_rounds(batch)
+        self._gather_prefills(batch)
+        if not batch.shares:
+            return
+        try:
+            logits = batch.forward(self._decoder)
+            outcomes = [settle(share, logits[share.logits]) for share in batch.shares]
+        except Exception as error:
+            _log.exception("forward pass failed", extra={"batch_tokens": len(batch)})
+            for share in batch.shares:
+                self._fail(share.job, StepFailed(f"the model could not be run: {error}"))
+            return
+        ended = perf_counter()
+        for outcome in outcomes:
+            self._answer(outcome, began, ended, len(batch))
+
+    def _gather_rounds(self, batch: Batch) -> None:
+        for _ in range(len(self._rounds)):
+            job = self._rounds.popleft()
+            if not self._wanted(job):
+                continue
+            sequence = job.sequence
+            tree = job.tree.up_to_depth(sequence.room - 1)
+            if batch.shares and len(batch) + len(tree) > self._step_tokens:
+                self._rounds.appendleft(job)
+                return
+            if self._reserve(job, sequence.committed + len(tree)):
+                batch.add_round(job, tree)
+
+    def _gather_prefills(self, batch: Batch) -> None:
+        left = self._prefill_tokens
+        for _ in range(len(self._prefills)):
+            if left <= 0:
+                return
+            job = self._prefills.popleft()
+            if not self._wanted(job):
+                continue
+            start, end = job.sequence.committed, len(job.sequence.tokens)
+            share = max(CHUNK, left // (len(self._prefills) + 1))
+            stop = min(end, start + min(share, left))
+            if self._reserve(job, stop):
+                # No piece may cross a chunk of the attention, or its bits would depend on the cut.
+                chunks = range((start // CHUNK + 1) * CHUNK, stop, CHUNK)
+                batch.add_prefill(job, [start, *chunks, stop])
+                left -= stop - start
+
+    def _wanted(self, job: Job) -> bool:
+        if job.sequence.segment.closed:
+            self._fail(job, SequenceClosed("the cache was released"))
+        elif job.stop:
+            job.done = True
+            self._news.append(job)
+        return not job.done
+
+    def _reserve(self, job: Job, tokens: int) -> bool:
+        try:
+            job.sequence.segment.reserve(tokens)
+        except OutOfMemory as error:
+            self._fail(job, error)
+        return not job.done
+
+    def _answer(self, outcome: Outcome, began: float, ended: float, batch_tokens: int) -> None:
+        job = outcome.job
+        if outcome.error is not None:
+            self._fail(job, StepFailed(f"the round could not be settled: {outcome.error}"))
+            return
+        job.take(outcome.emission(began, ended, batch_tokens), began, ended)
+        self._news.append(job)
+        if isinstance(job, Prefill) and not job.done:
+            self._prefills.append(job)
+        elif isinstance(job, Round) and not job.done:
+            self._rounds.append(job)
+
+    def _begin_prefill(self, job: Prefill, parent: Sequence | None) -> None:
+        try:
+            if parent is not None and not parent.segment.closed:
+                job.reuse(parent)
+        except OutOfMemory as error:
+            self._fail(job, error)
+            self._flush_news()
+            return
+        self._prefills.append(job)
+
+    def _close(self, sequence: Sequence) -> None:
+        sequence.segment.close()
+        for job in [*self._rounds, *self._prefills]:
+            if job.sequence is sequence:
+                self._fail(job, SequenceClosed("the cache was released"))
+        self._drop_done()
+
+    def _end(self) -> None:
+        self._stopping = True
+        for job in [*self._rounds, *self._prefills]:
+            self._fail(job, StepFailed("the verifier is stopping"))
+        self._drop_done()
+
+    def _drop_done(self) -> None:
+        self._rounds = deque(job for job in self._rounds if not job.done)
+        self._prefills = deque(job for job in self._prefills if not job.done)
+        self._flush_news()
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        job.fail(error)
+        self._news.append(job)
+
+    def _flush_news(self) -> None:
+        if self._news:
+            jobs, self._news = self._news, []
+            self._tell(partial(_wake, jobs))
+
+    def _tell(self, what: Callable[[], None]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(what)
+        except RuntimeError:  # the loop is closed: nobody listens any more
+            _log.debug("event loop closed before an answer")
+
+
+def _wake(jobs: list[Job]) -> None:
+    for job in jobs:
+        job.wake()
+
+
+def _set(answer: asyncio.Future[Any], setter: Callable[[Any], None], value: object) -> None:
+    if not answer.done():  # otherwise its waiter was cancelled
+        setter(value)

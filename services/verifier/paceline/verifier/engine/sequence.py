@@ -1,0 +1,86 @@
+"""One generation, as the engine knows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from paceline.kernels import History, SamplingParams
+from paceline.verifier.engine.acceptance import Finish, Walk
+from paceline.verifier.kv.segment import Segment
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Everything that decides the tokens of one generation.
+
+    Attributes:
+        prompt: Token ids of the prompt, at least one.
+        output: Tokens emitted already, by a cache that is gone.
+        sampling: Sampling parameters.
+        length_limit: Longest text, prompt included. Unit: tokens.
+        stop_ids: Tokens that end it.
+        top_logprobs: Likeliest tokens to report with each emitted one; None: no log-probabilities.
+    """
+
+    prompt: tuple[int, ...]
+    output: tuple[int, ...] = ()
+    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.0))
+    length_limit: int = 1
+    stop_ids: frozenset[int] = frozenset()
+    top_logprobs: int | None = None
+
+
+class Sequence:
+    """The state of one generation: its text, its KV, and how far that is final.
+
+    Once prefilled, ``committed == len(tokens) - 1``: the newest token is the anchor, and its KV is
+    computed by the next step.
+
+    Safety contract: after it was handed to the engine only the engine thread changes it or its
+    segment. The event loop may read ``committed`` and ``finish`` (each a single assignment), and
+    everything while no job of this sequence is with the engine.
+
+    Attributes:
+        generation: What was asked for.
+        segment: Its KV; closed by the engine when the sequence is released.
+        tokens: Prompt and output.
+        committed: Positions whose KV is final. Unit: tokens.
+        finish: Why the generation ended, if it did.
+    """
+
+    def __init__(self, generation: Generation, segment: Segment) -> None:
+        self.generation = generation
+        self.segment = segment
+        self.tokens: list[int] = [*generation.prompt, *generation.output]
+        self.history = History(generation.prompt, generation.output)
+        self.committed = 0
+        self.finish: Finish | None = None
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still be emitted."""
+        return self.generation.length_limit - len(self.tokens)
+
+    def common_prefix(self, other: Sequence) -> int:
+        """Positions whose KV can be taken from another sequence. Unit: tokens.
+
+        The last token is left out: its logits are needed.
+        """
+        most = min(other.committed, len(self.tokens) - 1)
+        for position in range(most):
+            if self.tokens[position] != other.tokens[position]:
+                return position
+        return most
+
+    def commit(self, walked: Walk) -> None:
+        """Take in the tokens of a step.
+
+        KV of the accepted path moves up behind the anchor's, over that of rejected nodes.
+        """
+        anchor = len(self.tokens) - 1
+        stay = walked.path[: len(walked.tokens) - 1]
+        if stay and stay[-1] != len(stay):
+            self.segment.keep([anchor + node for node in stay], anchor + 1)
+        self.tokens += walked.tokens
+        self.finish = walked.finish
+        self.committed = len(self.tokens) - 1

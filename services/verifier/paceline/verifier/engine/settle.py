@@ -1,0 +1,82 @@
+"""After the forward pass: what one job's share of the logits comes to."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from paceline.verifier.engine.acceptance import Walk, walk
+from paceline.verifier.engine.batch import Share
+from paceline.verifier.engine.choice import Chooser
+from paceline.verifier.engine.job import Emission, Job, Prefill, microseconds
+from paceline.verifier.engine.sequence import Sequence
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a step came to for one job.
+
+    Attributes:
+        share: The job's share of the batch.
+        walk: Emitted tokens; None in the middle of a prefill.
+        chooser: Who chose them.
+        error: Why this job alone could not be settled; its sequence is as before the step.
+    """
+
+    share: Share
+    walk: Walk | None = None
+    chooser: Chooser | None = None
+    error: Exception | None = None
+
+    @property
+    def job(self) -> Job:
+        """Whose it is."""
+        return self.share.job
+
+    def emission(self, began: float, ended: float, batch_tokens: int) -> Emission | None:
+        """The answer for the job, with the times of the step (time.perf_counter)."""
+        if self.walk is None or self.chooser is None:
+            return None
+        return Emission(
+            tokens=self.walk.tokens,
+            accepted=self.share.tree.drafted_path(self.walk.path),
+            logprobs=self.chooser.logprobs,
+            top_logprobs=self.chooser.top_logprobs,
+            finish=self.walk.finish,
+            committed=self.job.sequence.committed,
+            queue_us=microseconds(began - self.job.ready_at),
+            step_us=microseconds(ended - began),
+            batch_tokens=batch_tokens,
+        )
+
+
+def settle(share: Share, logits: Tensor) -> Outcome:
+    """Walk a share's tree and take the result into its sequence.
+
+    Args:
+        share: One job's part of the batch.
+        logits: Its rows, ``[rows, V]``.
+    """
+    sequence = share.job.sequence
+    try:
+        if isinstance(share.job, Prefill):
+            sequence.committed = share.stop
+            if share.stop < len(sequence.tokens):
+                return Outcome(share)
+        chooser = Chooser(sequence, logits)
+        walked = walk(share.tree, chooser, sequence.generation.stop_ids, sequence.room)
+        sequence.commit(walked)
+    except Exception as error:
+        _log.exception("a share could not be settled")
+        _undo(sequence)
+        return Outcome(share, error=error)
+    return Outcome(share, walked, chooser)
+
+
+def _undo(sequence: Sequence) -> None:
+    while len(sequence.history) > len(sequence.tokens):
+        sequence.history.pop()

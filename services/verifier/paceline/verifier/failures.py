@@ -1,0 +1,39 @@
+"""The one place where the verifier's own exceptions get their status."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from paceline.service import ServiceError
+from paceline.verifier.engine.errors import SequenceClosed, StepFailed
+from paceline.verifier.kv.segment import OutOfMemory
+from paceline.verifier.store import CacheNotFound, StoreFull
+
+RETRY_SECONDS = 0.5
+"""After this long there may be room: generations take seconds."""
+
+
+@contextmanager
+def as_service_errors() -> Iterator[None]:
+    """Turn what store and engine raise into what the caller of an RPC shall see."""
+    try:
+        yield
+    except (CacheNotFound, SequenceClosed) as error:
+        raise cache_not_found() from error
+    except StoreFull as error:
+        retry = None if error.forever else RETRY_SECONDS
+        raise ServiceError.resource_exhausted("KV_FULL", str(error), retry) from error
+    except OutOfMemory as error:
+        raise ServiceError.resource_exhausted("KV_FULL", str(error), RETRY_SECONDS) from error
+    except StepFailed as error:
+        raise ServiceError.internal("STEP_FAILED", str(error)) from error
+
+
+def cache_not_found() -> ServiceError:
+    """Unknown, expired, released and someone else's: all look the same."""
+    return ServiceError.not_found(
+        "CACHE_NOT_FOUND",
+        "no cache of yours has this handle: it was released, its lease ran out, or the verifier "
+        "was restarted; create one with the prompt and the tokens emitted so far",
+    )

@@ -1,0 +1,61 @@
+"""How the KV of one sequence lies in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+BLOCK_TOKENS = 256
+"""Memory is reserved, and capacities are rounded up, in steps of this many tokens."""
+
+TREE_TOKENS = 256
+"""Room behind the longest text for the nodes of one tree, anchor included."""
+
+
+def round_up(tokens: int) -> int:
+    """The next multiple of ``BLOCK_TOKENS``."""
+    return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
+
+
+@dataclass(frozen=True)
+class KvLayout:
+    """Shape of the KV of one model: planes of ``[capacity, head_dim]`` by layer, kind and head.
+
+    The planes come in the order ``[layers, 2 (keys, values), kv_heads]``, so that each of them is
+    contiguous in tokens and one gather-assign moves a path of all layers.
+
+    Attributes:
+        layers: Decoder layers.
+        kv_heads: Key/value heads per layer.
+        head_dim: Elements per head.
+        dtype: Type of the elements.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def planes(self) -> int:
+        """Number of planes."""
+        return self.layers * 2 * self.kv_heads
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token in one plane."""
+        return self.head_dim * self.dtype.itemsize
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in all planes."""
+        return self.planes * self.row_bytes
+
+    def capacity(self, text_tokens: int) -> int:
+        """Slots for a text of up to ``text_tokens`` and one tree behind it."""
+        return round_up(text_tokens) + TREE_TOKENS
+
+    def byte_size(self, capacity: int) -> int:
+        """Bytes of a cache of ``capacity`` slots."""
+        return capacity * self.token_bytes

@@ -1,0 +1,189 @@
+"""One sequence's KV in one POSIX shared-memory object."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import secrets
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from paceline.verifier.kv.layout import KvLayout, round_up
+
+SHM = Path("/dev/shm")
+_PREFIX = "paceline-"
+_log = logging.getLogger(__name__)
+
+
+class OutOfMemory(Exception):
+    """The machine has no shared memory left for a reservation."""
+
+
+class Segment:
+    """KV memory of one sequence: a sparse shared-memory file, mapped once, reserved step by step.
+
+    Safety contract:
+
+    - Only the engine thread writes, and only below ``reserved``: nothing may touch a slot before
+      ``reserve()`` has given it memory. Writing beyond would end the process by SIGBUS.
+    - Only the engine thread frees (``close()``), between two steps, so that no forward pass ever
+      runs over memory that goes away.
+    - Other processes may map the file read-only and read positions below the committed length,
+      which only grows; positions at or above it change at any time. A mapping taken before
+      ``close()`` stays valid memory afterwards: readers compare the cache's generation to know.
+    - The file is locked (flock) as long as its owner lives: who gets the lock may remove it.
+
+    Attributes:
+        name: Name below /dev/shm: ``paceline-<pid>-<process start in ticks>-<random>``.
+        kv: ``[layers, 2, kv_heads, capacity, head_dim]`` over the mapping; 0 is keys, 1 values.
+        capacity: Slots. Unit: tokens.
+        reserved: Slots that have memory. Unit: tokens.
+    """
+
+    def __init__(self, layout: KvLayout, capacity: int) -> None:
+        """Make a segment; it has an address range but no memory yet.
+
+        Args:
+            layout: Shape of the model's KV.
+            capacity: Slots, a multiple of 256.
+
+        Raises:
+            OutOfMemory: /dev/shm takes no more files or cannot map one.
+        """
+        self.layout = layout
+        self.capacity = capacity
+        self.reserved = 0
+        self.byte_size = layout.byte_size(capacity)
+        self.name = f"{own_prefix()}{secrets.token_hex(8)}"
+        try:
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        except OSError as error:
+            raise OutOfMemory(f"cannot make {self.path}: {error.strerror}") from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            os.ftruncate(self._file, self.byte_size)
+            self._map = mmap.mmap(self._file, self.byte_size)
+        except (OSError, ValueError) as error:
+            os.unlink(self.path)
+            os.close(self._file)
+            raise OutOfMemory(
+                f"cannot map {self.byte_size} bytes of {self.path}: {error}"
+            ) from error
+        shape = (layout.layers, 2, layout.kv_heads, capacity, layout.head_dim)
+        self.kv: Tensor = torch.frombuffer(self._map, dtype=layout.dtype).view(shape)
+        self._layers = [(layer[0], layer[1]) for layer in self.kv]
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return SHM / self.name
+
+    @property
+    def closed(self) -> bool:
+        """Whether the memory was given back."""
+        return self._file < 0
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, each ``[kv_heads, capacity, head_dim]``."""
+        return self._layers[index]
+
+    def reserve(self, tokens: int) -> None:
+        """Give memory to the first ``tokens`` slots, rounded up to steps of 256.
+
+        Raises:
+            OutOfMemory: /dev/shm is full. What was reserved before stays.
+        """
+        if tokens <= self.reserved:
+            return
+        target = min(round_up(tokens), self.capacity)
+        row = self.layout.row_bytes
+        try:
+            for plane in range(self.layout.planes):
+                start = (plane * self.capacity + self.reserved) * row
+                os.posix_fallocate(self._file, start, (target - self.reserved) * row)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+                raise
+            raise OutOfMemory(
+                f"/dev/shm has no room for {target - self.reserved} more tokens of KV; "
+                "wait for other sequences to end, or give the machine more shared memory"
+            ) from error
+        self.reserved = target
+
+    def copy_prefix(self, source: Segment, tokens: int) -> None:
+        """Copy the first ``tokens`` positions of another cache of the same layout.
+
+        Raises:
+            OutOfMemory: /dev/shm is full.
+        """
+        self.reserve(tokens)
+        self.kv[..., :tokens, :].copy_(source.kv[..., :tokens, :])
+
+    def keep(self, slots: list[int], start: int) -> None:
+        """Move the KV at ``slots`` (each at or after its goal) to ``start``, ``start + 1``, ..."""
+        moved = self.kv.index_select(3, torch.tensor(slots))
+        self.kv[..., start : start + len(slots), :] = moved
+
+    def close(self) -> None:
+        """Unlink the file and give its memory back. Closing twice is safe."""
+        if self.closed:
+            return
+        with suppress(FileNotFoundError):
+            os.unlink(self.path)
+        os.close(self._file)
+        self._file = -1
+        self.reserved = 0
+        self._layers = []
+        self.kv = torch.empty(0)
+        # A view somewhere else keeps the mapping until it is dropped; then it goes by itself.
+        with suppress(BufferError):
+            self._map.close()
+
+
+@lru_cache(maxsize=1)
+def own_prefix() -> str:
+    """What the names of all segments of this process begin with."""
+    # The 22nd field of stat, counted after the parenthesised name, which may hold spaces.
+    ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    return f"{_PREFIX}{os.getpid()}-{ticks}-"
+
+
+def own_segments() -> set[str]:
+    """Names of all segments of this process below /dev/shm."""
+    return {path.name for path in SHM.glob(f"{own_prefix()}*")}
+
+
+def sweep_orphans() -> int:
+    """Remove segments whose owner is gone: nobody holds their lock.
+
+    Process ids mean nothing between containers that share /dev/shm, the lock does.
+
+    Returns:
+        The number of segments removed.
+    """
+    removed = 0
+    for path in SHM.glob(f"{_PREFIX}*"):
+        if path.name.startswith(own_prefix()):
+            continue
+        try:
+            file = os.open(path, os.O_RDWR)
+        except OSError:  # removed meanwhile, or of another user
+            continue
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+            removed += 1
+        except OSError:
+            continue
+        finally:
+            os.close(file)
+    if removed:
+        _log.info("removed orphaned KV segments", extra={"segments": removed})
+    return removed

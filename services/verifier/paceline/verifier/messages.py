@@ -1,0 +1,215 @@
+"""Between messages on the wire and the engine's own types; every check of what a client sends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+from paceline.kernels import SamplingParams
+from paceline.service import ServiceError
+from paceline.v1 import sampling_pb2, tree_pb2, verifier_pb2
+from paceline.verifier.engine.acceptance import Finish
+from paceline.verifier.engine.job import Emission
+from paceline.verifier.engine.sequence import Generation
+from paceline.verifier.engine.tree import NO_TREE, DraftTree
+
+MAX_TREE_NODES = 255
+"""Most drafted nodes of a round: with the anchor they fill one block of the attention."""
+
+MAX_TOP_LOGPROBS = 20
+
+_FINISH = {
+    None: sampling_pb2.FINISH_REASON_UNSPECIFIED,
+    Finish.STOP: sampling_pb2.FINISH_REASON_STOP,
+    Finish.LENGTH: sampling_pb2.FINISH_REASON_LENGTH,
+}
+_invalid = ServiceError.invalid_argument
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What requests are checked against.
+
+    Attributes:
+        vocab_size: Number of token ids.
+        max_context: Longest text, prompt and output together. Unit: tokens.
+        eos_token_ids: Tokens that end a generation unless it ignores them.
+    """
+
+    vocab_size: int
+    max_context: int
+    eos_token_ids: tuple[int, ...]
+
+
+def read_generation(request: verifier_pb2.CreateCacheRequest, limits: Limits) -> Generation:
+    """What a CreateCacheRequest asks for.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT, or UNIMPLEMENTED for what is not built yet.
+    """
+    prompt, output = request.prompt_tokens, request.output_tokens
+    if not prompt:
+        raise _invalid("PROMPT_EMPTY", "the prompt has no token; send at least one")
+    length = len(prompt) + len(output)
+    if length >= limits.max_context:
+        raise _invalid(
+            "PROMPT_TOO_LONG",
+            f"prompt and output so far have {length} tokens, expected fewer than the context of "
+            f"{limits.max_context}; shorten the prompt",
+        )
+    limit = limits.max_context
+    if request.max_new_tokens:
+        limit = min(limit, len(prompt) + request.max_new_tokens)
+    if length >= limit:
+        raise _invalid(
+            "NOTHING_LEFT",
+            f"max_new_tokens is {request.max_new_tokens}, but {len(output)} tokens were emitted "
+            "already; raise it or stop here",
+        )
+    _check_tokens("prompt_tokens", prompt, limits)
+    _check_tokens("output_tokens", output, limits)
+    _check_tokens("stop_token_ids", request.stop_token_ids, limits)
+    if request.top_logprobs > MAX_TOP_LOGPROBS:
+        raise _invalid(
+            "BAD_TOP_LOGPROBS",
+            f"top_logprobs is {request.top_logprobs}, expected at most {MAX_TOP_LOGPROBS}",
+        )
+    if request.hidden_state_layers:
+        raise ServiceError.unimplemented(
+            "HIDDEN_STATES_NOT_BUILT",
+            "hidden states are not served yet; leave hidden_state_layers empty",
+        )
+    stop_ids = set(request.stop_token_ids)
+    if not request.ignore_eos:
+        stop_ids.update(limits.eos_token_ids)
+    wants_logprobs = request.logprobs or request.top_logprobs > 0
+    return Generation(
+        prompt=tuple(prompt),
+        output=tuple(output),
+        sampling=read_sampling(request.sampling, limits),
+        length_limit=limit,
+        stop_ids=frozenset(stop_ids),
+        top_logprobs=request.top_logprobs if wants_logprobs else None,
+    )
+
+
+def read_sampling(message: sampling_pb2.SamplingParams, limits: Limits) -> SamplingParams:
+    """Checked sampling parameters, the wire's "0 means off" spelled out.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT, or UNIMPLEMENTED for the REJECTION mode.
+    """
+    if message.mode == sampling_pb2.ACCEPTANCE_MODE_REJECTION:
+        raise ServiceError.unimplemented(
+            "REJECTION_NOT_BUILT", "the mode REJECTION is not served yet; use INVARIANT"
+        )
+    if message.mode not in (
+        sampling_pb2.ACCEPTANCE_MODE_UNSPECIFIED,
+        sampling_pb2.ACCEPTANCE_MODE_INVARIANT,
+    ):
+        raise _invalid("BAD_SAMPLING", f"mode {message.mode} is unknown, expected INVARIANT")
+    _check_tokens("logit_bias", list(message.logit_bias), limits)
+    for token, bias in message.logit_bias.items():
+        if not math.isfinite(bias):
+            raise _invalid("BAD_SAMPLING", f"logit_bias of token {token} is {bias}, not finite")
+    try:
+        return SamplingParams(
+            temperature=message.temperature,
+            top_k=message.top_k,
+            top_p=message.top_p or 1.0,
+            min_p=message.min_p,
+            repetition_penalty=message.repetition_penalty or 1.0,
+            presence_penalty=message.presence_penalty,
+            frequency_penalty=message.frequency_penalty,
+            logit_bias=tuple(sorted(message.logit_bias.items())),
+            seed=message.seed,
+        )
+    except ValueError as error:
+        raise _invalid("BAD_SAMPLING", str(error)) from error
+
+
+def read_tree(message: tree_pb2.TokenTree, limits: Limits) -> DraftTree:
+    """A checked tree.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT.
+    """
+    nodes = len(message.tokens)
+    if nodes > MAX_TREE_NODES:
+        raise _invalid(
+            "TREE_TOO_LARGE",
+            f"the tree has {nodes} nodes, expected at most {MAX_TREE_NODES}; draft fewer",
+        )
+    if len(message.parents) != nodes:
+        raise _invalid(
+            "BAD_TREE",
+            f"the tree has {nodes} tokens but {len(message.parents)} parents; send one a node",
+        )
+    if len(message.confidences) not in (0, nodes):
+        raise _invalid(
+            "BAD_TREE",
+            f"the tree has {nodes} tokens but {len(message.confidences)} confidences; "
+            "send none, or one a node",
+        )
+    if len(message.distributions):
+        raise _invalid(
+            "BAD_TREE", "distributions belong to the mode REJECTION; send none with INVARIANT"
+        )
+    if not nodes:
+        return NO_TREE
+    tokens, parents = list(message.tokens), list(message.parents)
+    if max(tokens) >= limits.vocab_size:
+        raise _token_out_of_range("tree.tokens", max(tokens), limits)
+    for node, parent in enumerate(parents):
+        if not -1 <= parent < node:
+            raise _invalid(
+                "BAD_TREE",
+                f"parent of node {node} is {parent}, expected -1 to {node - 1}: nodes go from "
+                "the anchor down",
+            )
+    for node, confidence in enumerate(message.confidences):
+        if not 0 <= confidence <= 1:  # also false for NaN
+            raise _invalid(
+                "BAD_TREE", f"confidence of node {node} is {confidence}, expected 0 to 1"
+            )
+    return DraftTree(tokens, parents)
+
+
+def write_result(emissions: Items[Emission]) -> verifier_pb2.RoundResult:
+    """Consecutive emissions of one round as one result."""
+    last = emissions[-1]
+    if len(emissions) == 1:
+        result = verifier_pb2.RoundResult(
+            tokens=last.tokens,
+            accepted_nodes=last.accepted,
+            logprobs=last.logprobs,
+            finish_reason=_FINISH[last.finish],
+            committed_length=last.committed,
+        )
+    else:  # a free run: no tree, nothing accepted
+        result = verifier_pb2.RoundResult(
+            tokens=[token for emission in emissions for token in emission.tokens],
+            logprobs=[value for emission in emissions for value in emission.logprobs],
+            finish_reason=_FINISH[last.finish],
+            committed_length=last.committed,
+        )
+    for emission in emissions:
+        for top in emission.top_logprobs:
+            result.top_logprobs.add(
+                tokens=[token for token, _ in top], logprobs=[value for _, value in top]
+            )
+    return result
+
+
+def _check_tokens(name: str, tokens: Items[int], limits: Limits) -> None:
+    if len(tokens) and max(tokens) >= limits.vocab_size:
+        raise _token_out_of_range(name, max(tokens), limits)
+
+
+def _token_out_of_range(name: str, token: int, limits: Limits) -> ServiceError:
+    return _invalid(
+        "TOKEN_OUT_OF_VOCABULARY",
+        f"{name} holds token {token}, but the model has {limits.vocab_size} token ids, counted "
+        "from 0; is the text from another tokenizer?",
+    )

@@ -1,0 +1,109 @@
+"""Facts about the served model: what GetModel answers."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.decoder import Decoder, is_batch_invariant, weights_fingerprint
+from paceline.v1 import verifier_pb2
+from paceline.verifier.messages import MAX_TREE_NODES, Limits
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Facts that stay for the life of a process.
+
+    Attributes:
+        limits: What requests are checked against.
+        message: The GetModel answer with the tokenizer left out.
+        tokenizer_gzip: tokenizer.json, compressed; empty if the folder has none.
+    """
+
+    limits: Limits
+    message: verifier_pb2.GetModelResponse
+    tokenizer_gzip: bytes
+
+    def answer(self, request: verifier_pb2.GetModelRequest) -> verifier_pb2.GetModelResponse:
+        """The answer to one request, the tokenizer put in where it is wanted."""
+        answer = verifier_pb2.GetModelResponse()
+        answer.CopyFrom(self.message)
+        known = request.known_tokenizer_digest == self.message.tokenizer_digest
+        if not (known or request.omit_tokenizer):
+            answer.tokenizer_gzip = self.tokenizer_gzip
+        return answer
+
+
+def read_facts(
+    folder: Path, decoder: Decoder, *, max_context: int | None, lease_seconds: float
+) -> ModelFacts:
+    """Gather the facts of a loaded model; reads all weight files once for the fingerprint.
+
+    Args:
+        folder: The model folder.
+        decoder: The model.
+        max_context: Longest text to serve; None: as long as the model was made for.
+        lease_seconds: How long a cache lives without use.
+
+    Raises:
+        ValueError: ``max_context`` is more than the model was made for, or less than 2.
+    """
+    config = decoder.config
+    context = config.max_position if max_context is None else max_context
+    if not 2 <= context <= config.max_position:
+        raise ValueError(
+            f"max_context is {context}, expected 2 to {config.max_position}, "
+            "what the model was made for"
+        )
+    tokenizer = _read_bytes(folder / "tokenizer.json")
+    message = verifier_pb2.GetModelResponse(
+        name=folder.resolve().name,
+        architecture=_architecture(folder),
+        vocab_size=config.vocab_size,
+        max_context=context,
+        eos_token_ids=config.eos_token_ids,
+        bos_token_id=config.bos_token_id,
+        dtype=str(config.dtype).removeprefix("torch."),
+        target_fingerprint=weights_fingerprint(folder),
+        tokenizer_digest=hashlib.sha256(tokenizer).hexdigest() if tokenizer else "",
+        chat_template=_chat_template(folder),
+        max_tree_nodes=MAX_TREE_NODES,
+        layers=config.layers,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        hidden_size=config.hidden,
+        instance_id=secrets.token_hex(16),
+        batch_invariant=is_batch_invariant(decoder),
+        lease_ms=round(lease_seconds * 1000),
+    )
+    return ModelFacts(
+        limits=Limits(config.vocab_size, context, tuple(config.eos_token_ids)),
+        message=message,
+        tokenizer_gzip=gzip.compress(tokenizer, mtime=0) if tokenizer else b"",
+    )
+
+
+def _read_bytes(path: Path) -> bytes:
+    return path.read_bytes() if path.is_file() else b""
+
+
+def _architecture(folder: Path) -> str:
+    names = json.loads((folder / "config.json").read_text()).get("architectures") or [""]
+    return str(names[0])
+
+
+def _chat_template(folder: Path) -> str:
+    """The template in its own file, or the one inside tokenizer_config.json, or none."""
+    own = _read_bytes(folder / "chat_template.jinja")
+    if own:
+        return own.decode()
+    config = json.loads(_read_bytes(folder / "tokenizer_config.json") or b"{}")
+    template = config.get("chat_template") or ""
+    if isinstance(template, list):  # several, by name
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default", "")
+    return str(template)

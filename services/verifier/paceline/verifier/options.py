@@ -1,0 +1,48 @@
+"""What a verifier can be told at start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.verifier.messages import MAX_TREE_NODES
+
+
+@dataclass(frozen=True)
+class VerifierOptions:
+    """Checked options of one verifier.
+
+    Raises:
+        ValueError: An option is out of range.
+    """
+
+    dtype: str = "auto"
+    """float32, bfloat16, or auto for what the model folder names."""
+    kv_bytes: int | None = None
+    """Memory for all KV caches, each counted at its largest; None: half of what is free."""
+    max_context: int | None = None
+    """Longest text, prompt and output; None: as the model was made for. Unit: tokens."""
+    lease_seconds: float = 30.0
+    """How long a cache lives without a round or a renewal."""
+    max_sequences: int = 256
+    """Most caches at once."""
+    step_token_limit: int = 2048
+    """Most tokens of rounds in one forward pass; further rounds wait for the next one."""
+    prefill_token_limit: int = 512
+    """Most tokens of prompts in one forward pass, so that rounds go on beside a long prompt."""
+    node_budget: int = MAX_TREE_NODES
+    """Drafted nodes that clients are told to send in a round at most."""
+    threads: int | None = None
+    """Threads of one operation; None: torch's choice."""
+    device: str = "cpu"
+    """Where the model runs. Only cpu so far: KV caches live in shared memory."""
+
+    def __post_init__(self) -> None:
+        positive = ("lease_seconds", "max_sequences", "step_token_limit", "prefill_token_limit")
+        for name in (*positive, "kv_bytes", "threads"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"{name} is {value}, expected a finite number above 0")
+        if not 0 <= self.node_budget <= MAX_TREE_NODES:
+            raise ValueError(f"node_budget is {self.node_budget}, expected 0 to {MAX_TREE_NODES}")
+        if self.device != "cpu":
+            raise ValueError(f"device is {self.device!r}, expected 'cpu', the only one so far")

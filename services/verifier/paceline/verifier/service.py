@@ -1,0 +1,134 @@
+"""The verifier as a service with a lifecycle."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import torch
+
+from paceline.decoder import Decoder
+from paceline.service import Gate
+from paceline.v1 import kv_pb2_grpc, verifier_pb2_grpc
+from paceline.verifier.engine.engine import Engine
+from paceline.verifier.kv.layout import KvLayout
+from paceline.verifier.kv.segment import sweep_orphans
+from paceline.verifier.model import read_facts
+from paceline.verifier.options import VerifierOptions
+from paceline.verifier.servicer import KvExchangeServicer, VerifierServicer
+from paceline.verifier.store import CacheStore, default_kv_bytes
+
+_DRAIN_POLL_SECONDS = 0.02
+
+
+class VerifierService:
+    """Target model, KV caches and engine behind the verifier's RPCs (paceline.service.Service).
+
+    Attributes:
+        store: The caches.
+        engine: The thread that serves them.
+    """
+
+    service_names = ("paceline.v1.VerifierService", "paceline.v1.KvExchangeService")
+
+    def __init__(self, target: Path, options: VerifierOptions) -> None:
+        """Load the model; see :func:`build_service`."""
+        if options.threads is not None:
+            torch.set_num_threads(options.threads)
+        decoder = Decoder.load(target, options.dtype, options.device)
+        config = decoder.config
+        self.engine = Engine(
+            decoder,
+            step_tokens=options.step_token_limit,
+            prefill_tokens=options.prefill_token_limit,
+            threads=options.threads,
+        )
+        self.store = CacheStore(
+            KvLayout(config.layers, config.kv_heads, config.head_dim, config.dtype),
+            self.engine.release,
+            kv_bytes=default_kv_bytes() if options.kv_bytes is None else options.kv_bytes,
+            max_sequences=options.max_sequences,
+            lease_seconds=options.lease_seconds,
+        )
+        self._gate = Gate()
+        self._servicer = VerifierServicer(
+            read_facts(
+                target,
+                decoder,
+                max_context=options.max_context,
+                lease_seconds=options.lease_seconds,
+            ),
+            self.store,
+            self.engine,
+            self._gate,
+            options.node_budget,
+        )
+        self._sweeper: asyncio.Task[None] | None = None
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Add the servicers to a server."""
+        # The generated functions have no annotations.
+        add_verifier: Any = verifier_pb2_grpc.add_VerifierServiceServicer_to_server
+        add_kv_exchange: Any = kv_pb2_grpc.add_KvExchangeServiceServicer_to_server
+        add_verifier(self._servicer, server)
+        add_kv_exchange(KvExchangeServicer(), server)
+
+    async def start(self) -> None:
+        """Remove what dead verifiers left in /dev/shm, then start the engine and the sweep."""
+        sweep_orphans()
+        gc.collect()
+        gc.freeze()  # the model's objects live for ever: a full collection need not walk them
+        self.engine.start()
+        self._sweeper = asyncio.create_task(self._sweep_leases())
+
+    async def drain(self) -> None:
+        """Refuse new caches (UNAVAILABLE, DRAINING); return when every generation has ended.
+
+        A generation that nobody asks for any more ends with its lease.
+        """
+        self._gate.close()
+        await self._gate.drained()
+        while self.store.unfinished:  # noqa: ASYNC110 - it is the engine thread that ends them
+            await asyncio.sleep(_DRAIN_POLL_SECONDS)
+
+    async def stop(self) -> None:
+        """Stop the engine and free every cache."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._sweeper
+        await self.engine.stop()
+        for cache in self.store:
+            await self.store.release(cache)
+
+    async def check_integrity(self) -> None:
+        """Prove that no memory, handle or segment leaked. Only when nothing runs.
+
+        Raises:
+            AssertionError: Something leaked; the message names all of it.
+        """
+        await self.engine.between_steps(self.store.check_integrity)
+
+    async def _sweep_leases(self) -> None:
+        while True:
+            await asyncio.sleep(self.store.lease_seconds / 6)
+            await self.store.sweep()
+
+
+def build_service(target: Path, **options: Any) -> VerifierService:
+    """Load a model and make a verifier of it, ready for ``paceline.service.run_server``.
+
+    Args:
+        target: Hugging Face folder of the target model.
+        options: Fields of :class:`VerifierOptions`.
+
+    Raises:
+        ValueError: An option is out of range, or the model is not supported.
+        FileNotFoundError: ``target`` has no config.json.
+        TypeError: An option is unknown.
+    """
+    return VerifierService(target, VerifierOptions(**options))

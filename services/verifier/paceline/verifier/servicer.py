@@ -1,0 +1,146 @@
+"""The verifier's RPCs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.service import Gate, ServiceError, owner_of
+from paceline.v1 import kv_pb2_grpc, verifier_pb2, verifier_pb2_grpc
+from paceline.verifier.cache import CAPABILITY_BYTES, Cache
+from paceline.verifier.engine.engine import Engine
+from paceline.verifier.engine.job import Prefill
+from paceline.verifier.failures import as_service_errors, cache_not_found
+from paceline.verifier.messages import read_generation, write_result
+from paceline.verifier.model import ModelFacts
+from paceline.verifier.store import CacheNotFound, CacheStore
+from paceline.verifier.stream import VerifyStream
+
+
+class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
+    """VerifierService: checks, then store and engine, then messages."""
+
+    def __init__(
+        self, facts: ModelFacts, store: CacheStore, engine: Engine, gate: Gate, node_budget: int
+    ) -> None:
+        self._facts = facts
+        self._store = store
+        self._engine = engine
+        self._gate = gate
+        self._node_budget = node_budget
+
+    async def GetModel(
+        self, request: verifier_pb2.GetModelRequest, context: Any
+    ) -> verifier_pb2.GetModelResponse:
+        """What model is served."""
+        return self._facts.answer(request)
+
+    async def CreateCache(self, request: verifier_pb2.CreateCacheRequest, context: Any) -> None:
+        """Prefill: progress after each engine step, then the capabilities and the first token."""
+        with self._gate.enter(), as_service_errors():
+            generation = read_generation(request, self._facts.limits)
+            owner = owner_of(context)
+            parent = None
+            if request.parent_handle:
+                parent = self._find(request.parent_handle, owner).sequence
+            cache = self._store.admit(generation, owner)
+            try:
+                prefill = Prefill(cache.sequence)
+                cache.job = prefill
+                self._engine.prefill(prefill, parent)
+                await self._send_progress(prefill, context)
+                await context.write(self._created(cache, prefill))
+            except BaseException:  # cancelled too: nobody else knows the handle
+                await self._store.release(cache)
+                raise
+            self._store.renew(cache)
+
+    async def Verify(self, request_iterator: Any, context: Any) -> None:
+        """Rounds of one cache."""
+        first = await anext(request_iterator, None)
+        if first is None:
+            return
+        cache = self._find(first.handle, owner_of(context))
+        stream = VerifyStream(
+            cache, self._store, self._engine, self._facts.limits, self._node_budget
+        )
+        await stream.serve(first, request_iterator, context)
+
+    async def RenewLease(
+        self, request: verifier_pb2.RenewLeaseRequest, context: Any
+    ) -> verifier_pb2.RenewLeaseResponse:
+        """Keep a cache alive."""
+        cache = self._find(request.handle, owner_of(context))
+        return verifier_pb2.RenewLeaseResponse(
+            lease_ms=self._facts.message.lease_ms, generation=cache.generation
+        )
+
+    async def ReleaseCache(
+        self, request: verifier_pb2.ReleaseCacheRequest, context: Any
+    ) -> verifier_pb2.ReleaseCacheResponse:
+        """Free a cache; answered when its memory is free."""
+        try:
+            cache = self._store.find(_checked(request.handle), owner_of(context))
+        except CacheNotFound:
+            return verifier_pb2.ReleaseCacheResponse(released=False)
+        await self._store.release(cache)
+        return verifier_pb2.ReleaseCacheResponse(released=True)
+
+    def _find(self, handle: bytes, owner: str) -> Cache:
+        try:
+            return self._store.find(_checked(handle), owner)
+        except CacheNotFound as error:
+            raise cache_not_found() from error
+
+    async def _send_progress(self, prefill: Prefill, context: Any) -> None:
+        while not prefill.done:
+            await prefill.news()
+            if not prefill.done:
+                progress = verifier_pb2.PrefillProgress(
+                    prefilled_tokens=prefill.sequence.committed, total_tokens=prefill.total
+                )
+                await context.write(verifier_pb2.CreateCacheResponse(progress=progress))
+        if prefill.error is not None:
+            raise prefill.error
+
+    def _created(self, cache: Cache, prefill: Prefill) -> verifier_pb2.CreateCacheResponse:
+        assert prefill.first is not None, "a prefill that ended well has a first token"
+        created = verifier_pb2.CacheCreated(
+            handle=cache.handle,
+            read_grant=cache.read_grant,
+            first=write_result([prefill.first]),
+            reused_tokens=prefill.reused,
+            generation=cache.generation,
+            lease_ms=self._facts.message.lease_ms,
+            queue_us=prefill.queue_us,
+            prefill_us=prefill.step_us,
+        )
+        return verifier_pb2.CreateCacheResponse(created=created)
+
+
+class KvExchangeServicer(kv_pb2_grpc.KvExchangeServiceServicer):
+    """KvExchangeService, registered so that a drafter that asks for KV is told clearly."""
+
+    async def MapCache(self, request: Any, context: Any) -> Any:
+        """Not built yet."""
+        raise _no_kv_exchange()
+
+    async def FollowCache(self, request_iterator: Any, context: Any) -> None:
+        """Not built yet."""
+        raise _no_kv_exchange()
+
+
+def _no_kv_exchange() -> ServiceError:
+    return ServiceError.unimplemented(
+        "KV_EXCHANGE_NOT_BUILT",
+        "this verifier does not share its KV yet; use a drafter that needs tokens only",
+    )
+
+
+def _checked(handle: bytes) -> bytes:
+    if len(handle) != CAPABILITY_BYTES:
+        raise ServiceError.invalid_argument(
+            "BAD_HANDLE",
+            f"the handle has {len(handle)} bytes, expected {CAPABILITY_BYTES}; send the one that "
+            "CreateCache answered",
+        )
+    return handle

@@ -1,0 +1,220 @@
+"""All caches of one verifier: admission, capabilities, leases."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from itertools import count
+
+from paceline.verifier.cache import Cache, digest
+from paceline.verifier.engine.sequence import Generation, Sequence
+from paceline.verifier.kv.layout import KvLayout
+from paceline.verifier.kv.segment import SHM, Segment, own_segments
+
+_log = logging.getLogger(__name__)
+
+Free = Callable[[Sequence], Awaitable[None]]
+"""Frees the memory of a sequence at a moment when nothing uses it."""
+
+
+class StoreFull(Exception):
+    """No cache of that size can be admitted.
+
+    Attributes:
+        forever: It would not fit even if all others were gone.
+    """
+
+    def __init__(self, message: str, *, forever: bool = False) -> None:
+        super().__init__(message)
+        self.forever = forever
+
+
+class CacheNotFound(Exception):
+    """The capability is unknown, expired, or someone else's."""
+
+
+class CacheStore:
+    """Admits, finds, keeps alive and frees caches. Belongs to the event loop.
+
+    A lease is a promise of a shortest life: it is renewed by every use of the handle and while the
+    engine works for the cache; ``sweep()`` frees what nobody used for a whole lease.
+    """
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        free: Free,
+        *,
+        kv_bytes: int,
+        max_sequences: int,
+        lease_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Make an empty store.
+
+        Args:
+            layout: Shape of the model's KV.
+            free: How a sequence's memory is freed; the engine's ``release``.
+            kv_bytes: Most memory of all caches together, each at its largest. Unit: bytes.
+            max_sequences: Most caches.
+            lease_seconds: How long a cache lives without use. Unit: seconds.
+            clock: Monotonic seconds.
+        """
+        self.layout = layout
+        self.lease_seconds = lease_seconds
+        self.kv_bytes = kv_bytes
+        self.max_sequences = max_sequences
+        self.used_bytes = 0
+        self._free = free
+        self._clock = clock
+        self._caches: dict[bytes, Cache] = {}
+        self._grants: dict[bytes, Cache] = {}
+        self._leaving: set[Cache] = set()
+        self._generations = count(1)
+
+    def __len__(self) -> int:
+        """Number of caches that hold memory."""
+        return len(self._caches) + len(self._leaving)
+
+    def __iter__(self) -> Iterator[Cache]:
+        """Caches whose handles are good."""
+        return iter(list(self._caches.values()))
+
+    def admit(self, generation: Generation, owner: str) -> Cache:
+        """Make a cache that has room for a whole generation and its trees.
+
+        Raises:
+            StoreFull: There is no room for it.
+            OutOfMemory: The machine cannot map it.
+        """
+        capacity = self.layout.capacity(generation.length_limit)
+        needed = self.layout.byte_size(capacity)
+        if needed > self.kv_bytes:
+            raise StoreFull(
+                f"prompt and output need {needed} bytes of KV, but the verifier holds "
+                f"{self.kv_bytes} in all; shorten the prompt or lower max_new_tokens",
+                forever=True,
+            )
+        if self.used_bytes + needed > self.kv_bytes or len(self) >= self.max_sequences:
+            raise StoreFull(
+                f"{len(self)} of {self.max_sequences} sequences hold {self.used_bytes} of "
+                f"{self.kv_bytes} bytes of KV, and this one needs {needed}; try again later"
+            )
+        sequence = Sequence(generation, Segment(self.layout, capacity))
+        cache = Cache(sequence, owner, next(self._generations))
+        self.used_bytes += cache.byte_size
+        self._caches[digest(cache.handle)] = cache
+        self._grants[digest(cache.read_grant)] = cache
+        self.renew(cache)
+        return cache
+
+    def find(self, handle: bytes, owner: str) -> Cache:
+        """The cache of a handle; its lease is renewed.
+
+        Raises:
+            CacheNotFound: The handle is unknown, or not ``owner``'s: the two look the same.
+        """
+        cache = self._caches.get(digest(handle))
+        if cache is None or cache.owner != owner:
+            raise CacheNotFound("no cache has this handle: it was released, or its lease ran out")
+        self.renew(cache)
+        return cache
+
+    def renew(self, cache: Cache) -> None:
+        """Start a cache's lease anew."""
+        cache.expires = self._clock() + self.lease_seconds
+
+    async def release(self, cache: Cache) -> None:
+        """Make the capabilities unknown at once, and free the memory when no step uses it.
+
+        Safe to call twice; only the first call frees, later ones return at once.
+        """
+        if cache.released:
+            return
+        cache.released = True
+        del self._caches[digest(cache.handle)]
+        del self._grants[digest(cache.read_grant)]
+        self._leaving.add(cache)
+        if cache.job is not None:
+            cache.job.stop = True
+        await self._free(cache.sequence)
+        self._leaving.discard(cache)
+        self.used_bytes -= cache.byte_size
+
+    async def sweep(self) -> int:
+        """Free every cache whose lease ran out; leases of caches at work are renewed.
+
+        Returns:
+            The number of caches freed.
+        """
+        now = self._clock()
+        expired: list[Cache] = []
+        for cache in self:
+            if cache.busy:
+                self.renew(cache)
+            elif now >= cache.expires:
+                expired.append(cache)
+        for cache in expired:
+            _log.info("lease ran out", extra={"generation": cache.generation})
+            await self.release(cache)
+        return len(expired)
+
+    @property
+    def unfinished(self) -> int:
+        """Caches whose generation may still go on."""
+        return sum(cache.sequence.finish is None for cache in self)
+
+    def check_integrity(self) -> None:
+        """Prove that nothing leaked. Only when nothing runs: no job, no release under way.
+
+        Raises:
+            AssertionError: Some rule is broken; the message names all of them.
+        """
+        caches = list(self)
+        segments = [cache.sequence.segment for cache in caches]
+        names = [segment.name for segment in segments]
+        held = sum(segment.byte_size for segment in segments)
+        grants = {id(cache) for cache in self._grants.values()}
+        broken = [
+            f"cache {cache.generation}: {rule}"
+            for cache in caches
+            for rule, holds in _rules(cache).items()
+            if not holds
+        ]
+        if self._leaving:
+            broken.append(f"{len(self._leaving)} caches are still being released")
+        if len(set(names)) != len(names):
+            broken.append("two caches share a segment")
+        if set(names) != own_segments():
+            broken.append(f"segments and caches differ: {sorted(set(names) ^ own_segments())}")
+        if held != self.used_bytes or held > self.kv_bytes:
+            broken.append(f"{self.used_bytes} bytes accounted, {held} held, limit {self.kv_bytes}")
+        if grants != {id(cache) for cache in caches}:
+            broken.append("handles and read grants name different caches")
+        if broken:
+            raise AssertionError("; ".join(broken))
+
+
+def _rules(cache: Cache) -> dict[str, bool]:
+    sequence, segment = cache.sequence, cache.sequence.segment
+    return {
+        "its segment is closed": not segment.closed,
+        "it was released": not cache.released,
+        "committed beyond what is reserved": sequence.committed <= segment.reserved,
+        "reserved beyond its capacity": segment.reserved <= segment.capacity,
+        "text and history differ": len(sequence.history) == len(sequence.tokens),
+        "anchor is not the newest token": cache.busy
+        or sequence.committed in (0, len(sequence.tokens) - 1),
+        "longer than its limit": len(sequence.tokens) <= sequence.generation.length_limit,
+    }
+
+
+def default_kv_bytes() -> int:
+    """Half of the memory that is free now: the lesser of RAM and /dev/shm. Unit: bytes."""
+    shm = os.statvfs(SHM)
+    with open("/proc/meminfo") as lines:
+        fields = dict(line.split(":", 1) for line in lines)
+    ram = int(fields["MemAvailable"].split()[0]) * 1024
+    return min(ram, shm.f_bavail * shm.f_frsize) // 2

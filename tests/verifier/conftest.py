@@ -1,0 +1,37 @@
+"""Models, and verifiers that serve them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from verifier_support import Client, make_model, serving
+
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A tiny random model of every family in float32, and a Llama in bfloat16."""
+    root = tmp_path_factory.mktemp("models")
+    made = {family: make_model(root / family, family) for family in FAMILIES}
+    made["bf16"] = make_model(root / "bf16", "Llama", dtype="bfloat16", seed=5)
+    return made
+
+
+@pytest.fixture(scope="session")
+def model(models: dict[str, Path]) -> Path:
+    """The model most tests use."""
+    return models["Llama"]
+
+
+@pytest.fixture
+async def client(model: Path, tmp_path: Path) -> AsyncIterator[Client]:
+    """A client of a verifier with default options."""
+    async with serving(model, tmp_path / "v.sock", kv_bytes=1 << 28) as client:
+        yield client

@@ -1,0 +1,213 @@
+"""Tiny models, a verifier served in the test's own loop, and a client that draws any trees."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import torch
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from paceline.service import ServerOptions, run_server
+from paceline.v1 import tree_pb2, verifier_pb2, verifier_pb2_grpc
+from paceline.verifier import VerifierService, build_service
+
+VOCAB = 61
+CONTEXT = 2048
+Tree = tuple[list[int], list[int]]
+Drafter = Callable[[list[int], random.Random], Tree | int]
+"""Gives a tree for a text, or a number of free-run steps."""
+
+
+def make_model(folder: Path, family: str, *, dtype: str = "float32", seed: int = 0) -> Path:
+    """A random model with spread-out logits, so that its argmax is no matter of rounding."""
+    import transformers
+
+    torch.manual_seed(seed)
+    shape = {
+        "vocab_size": VOCAB,
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": CONTEXT,
+        "initializer_range": 0.3,
+        "tie_word_embeddings": family == "Qwen3",
+        "eos_token_id": 0,
+        "bos_token_id": 1,
+        "pad_token_id": None,
+    }
+    config = getattr(transformers, f"{family}Config")(**shape)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    return folder
+
+
+@dataclass
+class Client:
+    """A thin client of one verifier."""
+
+    service: VerifierService
+    stub: Any
+    channel: Any
+    address: str
+    finished: list[bytes] = field(default_factory=list)
+
+    async def create(self, prompt: list[int], **fields: Any) -> verifier_pb2.CacheCreated:
+        """Create a cache and read its stream to the end."""
+        created, _ = await self.create_watched(prompt, **fields)
+        return created
+
+    async def create_watched(self, prompt: list[int], **fields: Any) -> tuple[Any, list[Any]]:
+        """The same, with the progress messages."""
+        request = verifier_pb2.CreateCacheRequest(prompt_tokens=prompt, **fields)
+        progress, created = [], None
+        async for message in self.stub.CreateCache(request):
+            assert created is None, "created comes last"
+            if message.WhichOneof("event") == "progress":
+                progress.append(message.progress)
+            else:
+                created = message.created
+        assert created is not None
+        return created, progress
+
+    async def generate(
+        self,
+        prompt: list[int],
+        drafter: Drafter,
+        *,
+        seed: int = 0,
+        release: bool = True,
+        **fields: Any,
+    ) -> list[int]:
+        """Emitted tokens of a whole generation, drafted for by ``drafter``."""
+        rng = random.Random(seed)
+        created = await self.create(prompt, **fields)
+        result = created.first
+        tokens = list(result.tokens)
+        stream = self.stub.Verify()
+        number = 0
+        while not result.finish_reason:
+            number += 1
+            draft = drafter([*prompt, *tokens], rng)
+            request = verifier_pb2.VerifyRequest(handle=created.handle, round_id=number)
+            if isinstance(draft, int):
+                request.free_run_steps = draft
+            else:
+                request.tree.CopyFrom(tree_pb2.TokenTree(tokens=draft[0], parents=draft[1]))
+            await stream.write(request)
+            while True:
+                answer = await stream.read()
+                assert answer is not grpc.aio.EOF, await stream.details()
+                result = answer.result
+                check_accepted(draft, result)
+                tokens += result.tokens
+                assert answer.round_id == number
+                assert result.committed_length == len(prompt) + len(tokens) - 1
+                if answer.last:
+                    break
+        await stream.done_writing()
+        if release:
+            await self.release(created.handle)
+        return tokens
+
+    async def release(self, handle: bytes) -> bool:
+        """Release a cache."""
+        answer = await self.stub.ReleaseCache(verifier_pb2.ReleaseCacheRequest(handle=handle))
+        return bool(answer.released)
+
+
+def check_accepted(draft: Tree | int, result: Any) -> None:
+    """Accepted nodes are a path from the anchor down, and hold the tokens that were emitted."""
+    if isinstance(draft, int):
+        assert not result.accepted_nodes
+        return
+    tokens, parents = draft
+    parent = -1
+    for node, token in zip(result.accepted_nodes, result.tokens, strict=False):
+        assert tokens[node] == token
+        assert parents[node] == parent
+        parent = node
+    extra = len(result.tokens) - len(result.accepted_nodes)
+    assert extra == 1 or (extra == 0 and result.finish_reason)
+
+
+class Round:
+    """Builds VerifyRequests."""
+
+    @staticmethod
+    def of(handle: bytes, number: int, tree: Tree = ([], []), **fields: Any) -> Any:
+        """A round with a tree."""
+        return verifier_pb2.VerifyRequest(
+            handle=handle,
+            round_id=number,
+            tree=tree_pb2.TokenTree(tokens=tree[0], parents=tree[1]),
+            **fields,
+        )
+
+
+@contextlib.asynccontextmanager
+async def serving(target: Path, socket: Path, **options: Any) -> AsyncIterator[Client]:
+    """A verifier on a unix socket in this loop; checked for leaks at the end."""
+    service = build_service(target, **options)
+    stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
+    server = asyncio.create_task(
+        run_server(
+            service,
+            ServerOptions(address=f"unix:{socket}", drain_seconds=0.2),
+            on_ready=ready.set_result,
+            stop_event=stop,
+        )
+    )
+    try:
+        await asyncio.wait([server, ready], return_when=asyncio.FIRST_COMPLETED)
+        if server.done():
+            server.result()
+        address = ready.result()
+        async with grpc.aio.insecure_channel(
+            address, options=[("grpc.max_send_message_length", -1)]
+        ) as channel:
+            yield Client(service, verifier_pb2_grpc.VerifierServiceStub(channel), channel, address)
+    finally:
+        stop.set()
+        await server
+        service.store.check_integrity()
+        assert len(service.store) == 0
+
+
+def reason_of(error: grpc.aio.AioRpcError) -> str:
+    """The ErrorInfo reason of a failed call."""
+    return str(details_of(error, error_details_pb2.ErrorInfo).reason)
+
+
+def details_of(error: grpc.aio.AioRpcError, kind: Any) -> Any:
+    """The first detail of a kind."""
+    status = rpc_status.from_call(error)
+    assert status is not None, error
+    for packed in status.details:
+        detail = kind()
+        if packed.Unpack(detail):
+            return detail
+    raise AssertionError(f"no {kind.__name__} in {status}")
+
+
+async def failure(call: Any) -> grpc.aio.AioRpcError:
+    """The error that a unary call or a stream ends with."""
+    try:
+        if hasattr(call, "__aiter__"):
+            async for _ in call:
+                pass
+        else:
+            await call
+    except grpc.aio.AioRpcError as error:
+        return error
+    raise AssertionError("the call succeeded, expected an error")
