@@ -1,0 +1,60 @@
+"""The Paceline client: generates text through a verifier and a drafter. Needs no torch."""
+
+from ._client import Client
+from ._errors import (
+    AuthError,
+    CapacityError,
+    ClientClosedError,
+    DeadlineError,
+    InvalidRequestError,
+    NotFoundError,
+    PacelineError,
+    PreconditionError,
+    ServerError,
+    TargetChangedError,
+    UnavailableError,
+    UnimplementedError,
+)
+from ._generation import Generation, GenerationResult
+from ._mock import MockTransport
+from ._model import Model
+from ._options import DraftOptions, RetryOptions, TlsOptions
+from ._output import Chunk, TokenLogprob
+from ._stats import RoundStats, Stats, Usage
+from ._sync import SyncClient
+from ._text import Detokenizer, TextCodec
+from ._transport import GrpcTransport, Stream, Transport
+
+__all__ = [
+    "AuthError",
+    "CapacityError",
+    "Chunk",
+    "Client",
+    "ClientClosedError",
+    "DeadlineError",
+    "Detokenizer",
+    "DraftOptions",
+    "Generation",
+    "GenerationResult",
+    "GrpcTransport",
+    "InvalidRequestError",
+    "MockTransport",
+    "Model",
+    "NotFoundError",
+    "PacelineError",
+    "PreconditionError",
+    "RetryOptions",
+    "RoundStats",
+    "ServerError",
+    "Stats",
+    "Stream",
+    "SyncClient",
+    "TargetChangedError",
+    "TextCodec",
+    "TlsOptions",
+    "TokenLogprob",
+    "Transport",
+    "UnavailableError",
+    "UnimplementedError",
+    "Usage",
+]

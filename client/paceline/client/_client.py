@@ -1,0 +1,190 @@
+"""The client: one connection to a verifier and a drafter, many generations at once."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from ._errors import InvalidRequestError
+from ._generation import Generation
+from ._model import Model
+from ._options import (
+    DraftOptions,
+    GenerationOptions,
+    RetryOptions,
+    TlsOptions,
+    stop_strings,
+    user_cache_dir,
+)
+from ._shared import Shared
+from ._tokenizer import TokenizerCache
+from ._transport import GrpcTransport, Transport
+
+
+class Client:
+    """Generates text through a verifier, faster with a drafter. Connects with the first call.
+
+        async with Client("127.0.0.1:7431", drafter="127.0.0.1:7432") as client:
+            result = await client.generate("def main(", max_new_tokens=64)
+            async for chunk in client.generate("import ", temperature=0.7, seed=1):
+                print(chunk.text, end="")
+
+    Use it in one event loop. Any number of generations may run at once.
+
+    Args:
+        verifier_address: "host:port" or "unix:/path".
+        drafter: address of the drafter service; None: generate without speculation.
+        token: bearer token for both services. Needs `tls` beyond loopback.
+        tls: how to speak TLS; None: do not.
+        retry: how long to try again when the verifier is unreachable or full.
+        drafting: how long to wait for a drafter.
+        cache_dir: where tokenizers are kept; None: keep them in memory only. Default: the user's
+            cache folder.
+        unread_chunks: how many chunks may wait for a slow reader before the generation rests.
+        max_message_bytes: longest message taken or sent.
+        transport: answers the calls instead of a network: see `MockTransport`.
+    """
+
+    def __init__(
+        self,
+        verifier_address: str | None = None,
+        drafter: str | None = None,
+        *,
+        token: str | None = None,
+        tls: TlsOptions | None = None,
+        retry: RetryOptions | None = None,
+        drafting: DraftOptions | None = None,
+        cache_dir: Path | str | None = "",
+        unread_chunks: int = 256,
+        max_message_bytes: int = 64 << 20,
+        transport: Transport | None = None,
+    ) -> None:
+        if (verifier_address is None) == (transport is None):
+            raise InvalidRequestError("give either the verifier's address or a transport")
+        if unread_chunks < 1:
+            raise InvalidRequestError(f"unread_chunks must be >= 1, not {unread_chunks}")
+
+        def connect() -> Transport:
+            return transport or GrpcTransport(
+                verifier_address or "",
+                drafter,
+                token=token,
+                tls=tls,
+                max_message_bytes=max_message_bytes,
+            )
+
+        folder = user_cache_dir() / "tokenizers" if cache_dir == "" else cache_dir
+        self._shared = Shared(
+            connect,
+            TokenizerCache(Path(folder) if folder is not None else None),
+            retry or RetryOptions(),
+            drafting or DraftOptions(),
+            unread_chunks,
+        )
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] | None = None,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        logprobs: bool | int = False,
+        drafter: str | None = None,
+        deadline: float | None = None,
+        max_nodes: int | None = None,
+        parent: Generation | bytes | None = None,
+        keep_cache: bool = False,
+        on_prefill: Callable[[int, int], None] | None = None,
+    ) -> Generation:
+        """Continues a prompt. Await the answer for all of it, or iterate over it to stream.
+
+        The tokens are a function of model, prompt, sampling parameters and seed alone: drafters,
+        crashes and restarts do not change them.
+
+        Args:
+            prompt: text, or token ids.
+            max_new_tokens: most tokens to emit.
+            temperature: 0 takes the likeliest token; otherwise logits are divided by it.
+            top_k: keep the k likeliest tokens; 0 keeps all.
+            top_p: keep the smallest set of likeliest tokens of this probability, in (0, 1].
+            min_p: keep tokens at least this share as likely as the likeliest, in [0, 1].
+            repetition_penalty: scales down logits of tokens seen in prompt or output; 1 is off.
+            presence_penalty: subtracted once for a token seen in the output; 0 is off.
+            frequency_penalty: subtracted for each time a token was seen in the output; 0 is off.
+            logit_bias: added to the logits of single tokens, by token id.
+            seed: key of the sampling noise, 64 bits. None: a random one, reported in the result.
+            stop: strings that end the text; it ends before the first that completes.
+            stop_token_ids: tokens that end the generation, besides end-of-sequence.
+            ignore_eos: go on past end-of-sequence tokens.
+            logprobs: True reports each token's log-probability; n > 0 also the n likeliest tokens.
+            drafter: name of the drafter to use; "none" turns speculation off. None: the service's
+                default drafter.
+            deadline: most time for the whole generation. Unit: seconds.
+            max_nodes: most drafted tokens a round. None: what the services allow.
+            parent: a generation (or its handle) whose cache still lives: what its text and this
+                prompt have in common is not computed again.
+            keep_cache: keep the cache after the end, to be a `parent`, until `aclose`.
+            on_prefill: called with (tokens prefilled, tokens in all) as the prompt is taken in.
+
+        Raises:
+            InvalidRequestError: a parameter is out of its range. All other errors come from
+                awaiting or iterating.
+            ClientClosedError: the client is closed.
+        """
+        self._shared.check_open()
+        options = GenerationOptions(
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=dict(logit_bias or {}),
+            seed=secrets.randbits(64) if seed is None else seed,
+            stop=stop_strings(stop),
+            stop_token_ids=tuple(stop_token_ids),
+            ignore_eos=ignore_eos,
+            logprobs=logprobs is not False,
+            top_logprobs=0 if isinstance(logprobs, bool) else logprobs,
+            drafter=drafter,
+            deadline=deadline,
+            max_nodes=max_nodes,
+            parent_handle=parent.handle if isinstance(parent, Generation) else parent or b"",
+            on_prefill=on_prefill,
+        )
+        text = prompt if isinstance(prompt, str) else list(prompt)
+        return Generation(self._shared, text, options, keep_cache)
+
+    async def model(self) -> Model:
+        """What the verifier serves, and the tokenizer for it."""
+        return await self._shared.models.get()
+
+    async def aclose(self) -> None:
+        """Stops all generations, frees their caches and disconnects. Safe to call again."""
+        await self._shared.close()

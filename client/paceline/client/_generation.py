@@ -1,0 +1,267 @@
+"""One generation as its user sees it: awaitable, iterable, cancellable."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Generator
+from dataclasses import dataclass
+from time import monotonic, perf_counter
+from typing import Any
+
+from ._drafter import DrafterSession
+from ._errors import ClientClosedError, DeadlineError, InvalidRequestError
+from ._model import Model
+from ._options import GenerationOptions
+from ._outlet import Outlet
+from ._output import Chunk, Output, TokenLogprob
+from ._pace import Pace
+from ._rounds import Rounds
+from ._shared import Shared
+from ._stats import Stats, Usage
+from ._verifier import VerifierSession
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """A finished generation."""
+
+    text: str
+    """Text of the emitted tokens, up to a stop string; empty without a tokenizer."""
+    token_ids: list[int]
+    """Emitted tokens, the one that ended the generation included."""
+    logprobs: list[TokenLogprob] | None
+    """One a token, if asked for."""
+    finish_reason: str
+    """"stop": end of sequence, stop token or stop string. "length": max_new_tokens, or the
+    context is full. "cancelled": `Generation.cancel` was called."""
+    stop_string: str | None
+    """The stop string that ended the text, if one did."""
+    usage: Usage
+    stats: Stats
+    seed: int
+    """Seed of the sampling noise: with it the same call gives the same tokens."""
+
+
+class Generation:
+    """A text in the making. Await it for the whole result, or iterate over its chunks.
+
+    It starts with the first await or iteration. Leaving an `async for` early, cancelling the task
+    that waits, `cancel` and `aclose` all stop it and free its cache at once.
+    """
+
+    def __init__(
+        self, shared: Shared, prompt: str | list[int], options: GenerationOptions, keep_cache: bool
+    ) -> None:
+        self._shared = shared
+        self._prompt = prompt
+        self._options = options
+        self._keep_cache = keep_cache
+        self._outlet = Outlet(shared.unread_chunks)
+        self._task: asyncio.Task[GenerationResult] | None = None
+        self._at_work = False
+        self._iterated = False
+        self._stopped_by: Exception | None = None
+        self._prompt_tokens: list[int] = []
+        self._output = Output(None, ())
+        self._reused = 0
+        self._verifier: VerifierSession | None = None
+        self._drafter: DrafterSession | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self.stats = Stats()
+        """Grows while the generation runs."""
+
+    @property
+    def handle(self) -> bytes:
+        """The cache's handle while it lives, for another generation's `parent`; else empty."""
+        return self._verifier.handle if self._verifier is not None else b""
+
+    def __await__(self) -> Generator[Any, None, GenerationResult]:
+        return self._result().__await__()
+
+    def __aiter__(self) -> AsyncGenerator[Chunk, None]:
+        if self._task is not None or self._iterated:
+            raise RuntimeError("the generation has started: iterate first, and only once")
+        self._iterated = True
+        return self._stream()
+
+    def cancel(self) -> None:
+        """Stops the generation soon. Awaiting it then gives what there is, as "cancelled"."""
+        self._stop(_Cancelled())
+
+    def fail(self, message: str) -> None:
+        """Stops the generation soon. Awaiting it then raises ClientClosedError."""
+        self._stop(ClientClosedError(message))
+
+    async def aclose(self) -> None:
+        """Stops the generation and waits until its cache, even a kept one, is freed."""
+        self.cancel()
+        if self._task is not None:
+            await asyncio.wait([self._task])
+            if not self._task.cancelled():
+                self._task.exception()  # Whoever closes has no use for it.
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.wait([self._keeper])
+
+    def _stop(self, reason: Exception) -> None:
+        self._stopped_by = self._stopped_by or reason
+        if self._at_work and self._task is not None:
+            self._at_work = False
+            self._task.cancel()
+
+    def _start(self, *, reading: bool) -> asyncio.Task[GenerationResult]:
+        if self._task is None:
+            self._outlet.reading = reading
+            self._task = asyncio.create_task(self._work())
+        return self._task
+
+    async def _result(self) -> GenerationResult:
+        task = self._start(reading=False)
+        self._outlet.lift()
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+
+    async def _stream(self) -> AsyncGenerator[Chunk, None]:
+        task = self._start(reading=True)
+        try:
+            while (chunk := await self._outlet.get()) is not None:
+                yield chunk
+            await asyncio.shield(task)
+        finally:
+            if not task.done():
+                await self.aclose()
+
+    async def _work(self) -> GenerationResult:
+        """The generation's task: generates, cleans up, reports."""
+        began = perf_counter()
+        self._shared.running.add(self)
+        try:
+            await self._generate()
+        finally:
+            self._at_work = False
+            self._outlet.close()
+            # A task of its own: no further cancellation can keep the cache from being freed.
+            await asyncio.shield(self._shared.in_background(self._clean_up()))
+            self.stats.total_ms = (perf_counter() - began) * 1000
+            self._shared.running.discard(self)
+        output = self._output
+        return GenerationResult(
+            text=output.text,
+            token_ids=output.token_ids,
+            logprobs=output.logprobs if self._options.logprobs else None,
+            finish_reason=output.finish_reason,
+            stop_string=output.stop_string,
+            usage=Usage(len(self._prompt_tokens), len(output.token_ids), self._reused),
+            stats=self.stats,
+            seed=self._options.seed,
+        )
+
+    async def _generate(self) -> None:
+        """Runs to the end of the text, the deadline, or `cancel`, whichever comes first."""
+        deadline = self._options.deadline
+        self._at_work = True
+        timeout = asyncio.timeout(deadline)
+        try:
+            async with timeout:
+                if self._stopped_by is not None:
+                    raise asyncio.CancelledError
+                model = await self._shared.models.get()
+                await self._prepare(model)
+                self._reused = await self._rounds(model).run()
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+            raise DeadlineError(
+                f"the deadline of {deadline} s passed after {len(self._output.token_ids)} tokens: "
+                "allow more time or ask for fewer tokens"
+            ) from None
+        except asyncio.CancelledError:
+            if self._stopped_by is None:
+                raise
+            task = asyncio.current_task()
+            assert task is not None
+            task.uncancel()
+            if not isinstance(self._stopped_by, _Cancelled):
+                raise self._stopped_by from None
+            self._output.finish_reason = "cancelled"
+
+    async def _prepare(self, model: Model) -> None:
+        if isinstance(self._prompt, str):
+            self._prompt_tokens = await model.encode(self._prompt)
+        else:
+            self._prompt_tokens = self._prompt
+        if not self._prompt_tokens:
+            raise InvalidRequestError("the prompt is empty: give at least one token")
+        if self._options.stop and model.codec is None:
+            raise InvalidRequestError(
+                f"stop strings need a tokenizer, and {model.facts.name} is served without one: "
+                "use stop_token_ids"
+            )
+        self._output = Output(model.codec, self._options.stop)
+
+    def _rounds(self, model: Model) -> Rounds:
+        shared, options = self._shared, self._options
+        prompt, output = self._prompt_tokens, self._output
+        deadline = monotonic() + options.deadline if options.deadline is not None else None
+        self._verifier = VerifierSession(
+            shared.transport,
+            model.facts,
+            options,
+            prompt,
+            output.token_ids,
+            shared.retry,
+            self.stats,
+            deadline,
+        )
+        name = options.drafter or ""
+        if shared.transport.has_drafter and name != "none":
+            self._drafter = DrafterSession(
+                shared.transport,
+                name,
+                model.facts,
+                options.sampling(),
+                prompt,
+                output.token_ids,
+                shared.drafting,
+                shared.health(name),
+                self.stats,
+            )
+        return Rounds(
+            self._verifier,
+            self._drafter,
+            Pace(shared.speeds(name)),
+            output,
+            self._outlet,
+            options,
+            model.facts,
+            self.stats,
+        )
+
+    async def _clean_up(self) -> None:
+        if self._drafter is not None:
+            await self._drafter.close()
+        if self._verifier is None:
+            return
+        if self._keep_cache and self._output.finish_reason in ("stop", "length"):
+            self._verifier.end_stream()
+            self._keeper = self._shared.in_background(self._hold(self._verifier))
+            self._shared.keepers.add(self)
+        else:
+            await self._verifier.close()
+
+    async def _hold(self, verifier: VerifierSession) -> None:
+        """Keeps a finished generation's cache alive until `aclose`."""
+        try:
+            while True:
+                await asyncio.sleep(verifier.lease_seconds / 6)
+                await verifier.renew()
+        finally:
+            self._shared.keepers.discard(self)
+            await verifier.close()
+
+
+class _Cancelled(Exception):
+    """Marks a generation that its user stopped."""

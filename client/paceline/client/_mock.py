@@ -1,0 +1,183 @@
+"""A transport that answers from memory, for tests of programs that use the client."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
+
+from paceline.v1 import sampling_pb2, verifier_pb2
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from ._errors import NotFoundError, UnavailableError, UnimplementedError
+from ._transport import DraftStream, VerifyStream
+
+Reply = str | Sequence[int] | Callable[[str], str]
+
+
+class MockTransport:
+    """Stands in for a verifier; there is no drafter, so generations free-run.
+
+        client = Client(transport=MockTransport("Hello there."))
+        assert (await client.generate("Hi")).text == "Hello there."
+
+    Args:
+        reply: the continuation of every prompt: text, token ids, or a function from the prompt's
+            text to the continuation's.
+
+    A token is a byte (0 to 255); `END` ends each continuation. Requests are kept in `requests`,
+    and `open_caches` counts the caches that were not released.
+    """
+
+    END = 256
+
+    def __init__(self, reply: Reply) -> None:
+        self._reply = reply
+        self._tokenizer = _byte_tokenizer()
+        self._json = self._tokenizer.to_str().encode()
+        self._caches: dict[bytes, _Cache] = {}
+        self._made = 0
+        self.requests: list[verifier_pb2.CreateCacheRequest] = []
+
+    verifier_address = ""
+    has_drafter = False
+
+    @property
+    def open_caches(self) -> int:
+        """Caches that were created and not released."""
+        return len(self._caches)
+
+    async def get_model(
+        self, request: verifier_pb2.GetModelRequest
+    ) -> verifier_pb2.GetModelResponse:
+        digest = hashlib.sha256(self._json).hexdigest()
+        wanted = not request.omit_tokenizer and request.known_tokenizer_digest != digest
+        return verifier_pb2.GetModelResponse(
+            name="mock",
+            vocab_size=self.END + 1,
+            max_context=1 << 20,
+            eos_token_ids=[self.END],
+            target_fingerprint="mock",
+            tokenizer_digest=digest,
+            tokenizer_gzip=gzip.compress(self._json) if wanted else b"",
+            max_tree_nodes=64,
+            instance_id="mock",
+            batch_invariant=True,
+            lease_ms=30_000,
+        )
+
+    async def create_cache(
+        self, request: verifier_pb2.CreateCacheRequest
+    ) -> AsyncGenerator[verifier_pb2.CreateCacheResponse, None]:
+        self.requests.append(request)
+        self._made += 1
+        handle = self._made.to_bytes(16, "big")
+        cache = self._caches[handle] = _Cache(self._continuation(request), request)
+        total = len(request.prompt_tokens) + len(request.output_tokens)
+        yield verifier_pb2.CreateCacheResponse(
+            progress=verifier_pb2.PrefillProgress(prefilled_tokens=total, total_tokens=total)
+        )
+        created = verifier_pb2.CacheCreated(handle=handle, read_grant=handle, first=cache.emit(1))
+        created.lease_ms = 30_000
+        yield verifier_pb2.CreateCacheResponse(created=created)
+
+    def verify(self) -> VerifyStream:
+        return _MockVerifyStream(self._caches)
+
+    async def renew_lease(
+        self, request: verifier_pb2.RenewLeaseRequest
+    ) -> verifier_pb2.RenewLeaseResponse:
+        return verifier_pb2.RenewLeaseResponse(lease_ms=30_000)
+
+    async def release_cache(
+        self, request: verifier_pb2.ReleaseCacheRequest
+    ) -> verifier_pb2.ReleaseCacheResponse:
+        released = self._caches.pop(request.handle, None) is not None
+        return verifier_pb2.ReleaseCacheResponse(released=released)
+
+    def draft(self) -> DraftStream:
+        raise UnimplementedError("the mock has no drafter")
+
+    async def close(self) -> None:
+        self._caches.clear()
+
+    def _continuation(self, request: verifier_pb2.CreateCacheRequest) -> list[int]:
+        reply = self._reply
+        if callable(reply):
+            reply = reply(self._tokenizer.decode(list(request.prompt_tokens)))
+        tokens = self._tokenizer.encode(reply).ids if isinstance(reply, str) else list(reply)
+        return [*tokens, self.END][len(request.output_tokens) :]
+
+
+@dataclass
+class _Cache:
+    """What is still to be emitted for one prompt."""
+
+    left: list[int]
+    request: verifier_pb2.CreateCacheRequest
+    emitted: int = 0
+    answers: deque[verifier_pb2.VerifyResponse] = field(default_factory=deque)
+
+    def emit(self, steps: int) -> verifier_pb2.RoundResult:
+        """The next tokens, at most `steps`; each is certain (log-probability 0)."""
+        result = verifier_pb2.RoundResult()
+        stops = {MockTransport.END, *self.request.stop_token_ids}
+        most = self.request.max_new_tokens or 1 << 62
+        while len(result.tokens) < steps and not result.finish_reason:
+            token = self.left.pop(0) if self.left else MockTransport.END
+            result.tokens.append(token)
+            self.emitted += 1
+            if token in stops:
+                result.finish_reason = sampling_pb2.FINISH_REASON_STOP
+            elif self.emitted + len(self.request.output_tokens) >= most:
+                result.finish_reason = sampling_pb2.FINISH_REASON_LENGTH
+        if self.request.logprobs or self.request.top_logprobs:
+            result.logprobs.extend([0.0] * len(result.tokens))
+        return result
+
+
+class _MockVerifyStream:
+    """Answers each round with the scripted tokens."""
+
+    def __init__(self, caches: dict[bytes, _Cache]) -> None:
+        self._caches = caches
+        self._handle = b""
+        self._answers: deque[verifier_pb2.VerifyResponse] = deque()
+
+    async def write(self, request: verifier_pb2.VerifyRequest) -> None:
+        self._handle = request.handle or self._handle
+        if self._handle not in self._caches:
+            return
+        cache = self._caches[self._handle]
+        self._answers.append(
+            verifier_pb2.VerifyResponse(
+                round_id=request.round_id,
+                result=cache.emit(max(request.free_run_steps, 1)),
+                last=True,
+            )
+        )
+
+    async def read(self) -> verifier_pb2.VerifyResponse:
+        if self._answers:
+            return self._answers.popleft()
+        if self._handle not in self._caches:
+            raise NotFoundError("the mock does not know this cache")
+        raise UnavailableError("nothing was asked of the mock")
+
+    def cancel(self) -> None:
+        self._answers.clear()
+
+
+def _byte_tokenizer() -> Tokenizer:
+    """A tokenizer whose token i is byte i, with one special token after them."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    vocabulary = {chr(byte): byte for byte in printable}
+    vocabulary |= {chr(256 + i): byte for i, byte in enumerate(others)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    return tokenizer

@@ -1,0 +1,168 @@
+"""Settings: one dataclass per concern. All are checked where they are made."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paceline.v1 import sampling_pb2
+
+from ._errors import InvalidRequestError
+
+
+def _require(fine: bool, what: str, expected: str, value: object) -> None:
+    if not fine:
+        raise InvalidRequestError(f"{what} must be {expected}, not {value!r}")
+
+
+@dataclass(frozen=True)
+class TlsOptions:
+    """How to speak TLS with the services."""
+
+    ca: Path | None = None
+    """PEM file of the authority that signed the services' certificates; None: the system's."""
+    cert: Path | None = None
+    """PEM file of the client's own certificate, for mutual TLS."""
+    key: Path | None = None
+    """PEM file of the key of `cert`."""
+    server_name: str | None = None
+    """Name to expect in the certificate when it is not the address's host."""
+
+    def __post_init__(self) -> None:
+        if (self.cert is None) != (self.key is None):
+            raise InvalidRequestError("mutual TLS needs both cert and key: give both, or neither")
+
+
+@dataclass(frozen=True)
+class RetryOptions:
+    """How long and how often to try again when the verifier cannot be reached or is full."""
+
+    budget: float = 30.0
+    """Most time lost in a row before the error is raised. Unit: seconds."""
+    first_delay: float = 0.05
+    """Delay before the second attempt; doubles with each attempt. Unit: seconds."""
+    longest_delay: float = 2.0
+    """Most delay between two attempts. Unit: seconds."""
+
+    def __post_init__(self) -> None:
+        _require(self.budget >= 0, "retry budget", ">= 0 seconds", self.budget)
+        _require(0 < self.first_delay <= self.longest_delay, "first_delay", "> 0", self.first_delay)
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """How far to trust a drafter's speed."""
+
+    timeout: float | None = None
+    """Longest wait for a tree. None: a multiple of what drafts and steps took so far, at least
+    0.05 s and at most 2 s. Unit: seconds."""
+    first_delay: float = 0.1
+    """Delay before a lost drafter is attached again; doubles with each failure, with jitter.
+    Unit: seconds."""
+    longest_delay: float = 10.0
+    """Most delay before a lost drafter is attached again. Unit: seconds."""
+
+    def __post_init__(self) -> None:
+        if self.timeout is not None:
+            _require(self.timeout > 0, "draft timeout", "> 0 seconds", self.timeout)
+        _require(0 < self.first_delay <= self.longest_delay, "first_delay", "> 0", self.first_delay)
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """Everything `Client.generate` takes besides the prompt; see there for the meanings."""
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: bool = False
+    top_logprobs: int = 0
+    drafter: str | None = None
+    deadline: float | None = None
+    max_nodes: int | None = None
+    parent_handle: bytes = b""
+    on_prefill: Callable[[int, int], None] | None = None
+
+    def __post_init__(self) -> None:
+        def finite(value: float) -> bool:
+            return math.isfinite(value)
+
+        def token_id(value: int) -> bool:
+            return 0 <= value < 2**32
+
+        _require(0 < self.max_new_tokens < 2**32, "max_new_tokens", ">= 1", self.max_new_tokens)
+        _require(
+            finite(self.temperature) and self.temperature >= 0,
+            "temperature",
+            "finite and >= 0",
+            self.temperature,
+        )
+        _require(0 <= self.top_k < 2**32, "top_k", ">= 0 (0 keeps all tokens)", self.top_k)
+        _require(0 < self.top_p <= 1, "top_p", "in (0, 1]", self.top_p)
+        _require(0 <= self.min_p <= 1, "min_p", "in [0, 1]", self.min_p)
+        _require(
+            finite(self.repetition_penalty) and self.repetition_penalty > 0,
+            "repetition_penalty",
+            "finite and > 0",
+            self.repetition_penalty,
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require(finite(getattr(self, name)), name, "finite", getattr(self, name))
+        for token, bias in self.logit_bias.items():
+            _require(token_id(token), "a logit_bias key", "a token id", token)
+            _require(not math.isnan(bias), "a logit_bias value", "a number", bias)
+        _require(0 <= self.seed < 2**64, "seed", "in [0, 2**64)", self.seed)
+        for text in self.stop:
+            _require(text != "", "a stop string", "non-empty", text)
+        for token in self.stop_token_ids:
+            _require(token_id(token), "a stop token id", "a token id", token)
+        _require(0 <= self.top_logprobs <= 20, "logprobs", "at most 20", self.top_logprobs)
+        if self.deadline is not None:
+            _require(self.deadline > 0, "deadline", "> 0 seconds", self.deadline)
+        if self.max_nodes is not None:
+            _require(self.max_nodes > 0, "max_nodes", ">= 1", self.max_nodes)
+
+    def sampling(self) -> sampling_pb2.SamplingParams:
+        """The sampling contract's inputs as they go over the wire."""
+        return sampling_pb2.SamplingParams(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=dict(self.logit_bias),
+            seed=self.seed,
+            mode=sampling_pb2.ACCEPTANCE_MODE_INVARIANT,
+        )
+
+
+def stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
+    """`stop` as a tuple: one string stands for itself, not for its characters."""
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def user_cache_dir() -> Path:
+    """Where this user's programs keep what they can fetch again."""
+    if sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "paceline"

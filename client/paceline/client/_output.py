@@ -1,0 +1,137 @@
+"""The emitted text: tokens, their log-probabilities and what they read as."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from paceline.v1 import sampling_pb2, verifier_pb2
+
+from ._stop import StopMatcher
+from ._text import Detokenizer, TextCodec
+
+Proposer = Literal["drafter", "verifier"]
+
+_REASONS = {
+    sampling_pb2.FINISH_REASON_STOP: "stop",
+    sampling_pb2.FINISH_REASON_LENGTH: "length",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """An emitted token in the model's raw distribution."""
+
+    token_id: int
+    logprob: float
+    """Natural logarithm of its probability."""
+    top: tuple[tuple[int, float], ...] = ()
+    """The likeliest (token id, log-probability) pairs, likeliest first; empty unless asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens that came out together: of one round, or of one message of a free run."""
+
+    text: str
+    """Text that became certain. It may lag behind the tokens: an unfinished character, or what
+    could be the beginning of a stop string, comes with a later chunk."""
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    """One a token; empty unless asked for."""
+    proposed_by: tuple[Proposer, ...]
+    """Who came up with each token first."""
+    round: int
+    """Index of the round; 0 is the prefill."""
+    pieces: tuple[str, ...]
+    """Text that became certain with each token; joined they are `text`."""
+
+
+class Output:
+    """Collects what a generation emits.
+
+    `take` is quick and keeps `token_ids` current for whoever needs them next; `publish` then does
+    the slower work on the same tokens. A stop string ends the text before it, and the tokens with
+    the one in which it completes.
+    """
+
+    def __init__(self, codec: TextCodec | None, stops: Sequence[str]) -> None:
+        self._detokenizer = Detokenizer(codec) if codec else None
+        self._stops = StopMatcher(stops)
+        self._text: list[str] = []
+        self._published = 0
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.finish_reason = ""
+
+    @property
+    def text(self) -> str:
+        """All text released so far."""
+        return "".join(self._text)
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text, if one did."""
+        return self._stops.matched
+
+    def take(self, result: verifier_pb2.RoundResult) -> None:
+        """Appends the tokens."""
+        self.token_ids.extend(result.tokens)
+        if result.finish_reason:
+            self.finish_reason = _REASONS.get(result.finish_reason, "unknown")
+
+    def publish(self, result: verifier_pb2.RoundResult, round_index: int) -> Chunk:
+        """Detokenises tokens that were taken before, and looks for stop strings."""
+        pieces = [] if self._detokenizer is None else self._read(result.tokens)
+        tokens = tuple(result.tokens[: len(pieces)] if self._detokenizer else result.tokens)
+        logprobs = _logprobs(result)[: len(tokens)]
+        self.logprobs.extend(logprobs)
+        self._published += len(tokens)
+        if self._stops.matched is not None:
+            self.finish_reason = "stop"
+            del self.token_ids[self._published :]
+        if self.finish_reason and self._stops.matched is None:
+            self._finish(pieces)
+        text = "".join(pieces)
+        if text:
+            self._text.append(text)
+        accepted = len(result.accepted_nodes)
+        proposers: tuple[Proposer, ...] = tuple(
+            "drafter" if i < accepted else "verifier" for i in range(len(tokens))
+        )
+        return Chunk(text, tokens, tuple(logprobs), proposers, round_index, tuple(pieces))
+
+    def _read(self, tokens: Iterable[int]) -> list[str]:
+        """Text released by each token, up to the one that completes a stop string."""
+        assert self._detokenizer is not None
+        pieces: list[str] = []
+        for token in tokens:
+            pieces.append(self._stops.push(self._detokenizer.push(token)))
+            if self._stops.matched is not None:
+                break
+        return pieces
+
+    def _finish(self, pieces: list[str]) -> None:
+        """Releases what was held back, into the last piece."""
+        if self._detokenizer is None:
+            return
+        rest = self._stops.push(self._detokenizer.flush())
+        if self._stops.matched is not None:
+            self.finish_reason = "stop"
+        rest += self._stops.flush()
+        if pieces:
+            pieces[-1] += rest
+        elif rest:
+            pieces.append(rest)
+
+
+def _logprobs(result: verifier_pb2.RoundResult) -> list[TokenLogprob]:
+    if not result.logprobs:
+        return []
+    tops = [tuple(zip(top.tokens, top.logprobs, strict=True)) for top in result.top_logprobs]
+    tops += [()] * (len(result.tokens) - len(tops))
+    return [
+        TokenLogprob(token, logprob, top)
+        for token, logprob, top in zip(result.tokens, result.logprobs, tops, strict=True)
+    ]

@@ -1,0 +1,124 @@
+"""When to speculate: a rule that learns from what rounds cost.
+
+A drafted round is worth its time if it emits tokens at least as fast as plain steps do. Where it
+does not, the client free-runs and probes again now and then, seldom enough that failed probes
+cannot cost more than a few percent.
+"""
+
+from __future__ import annotations
+
+_FIRST_RUN = 4
+_LONGEST_RUN = 64
+# Share of a free run's time that the failed probe before it may have wasted.
+_WASTE = 0.01
+# Drafted rounds in a row after which the plain speed is measured again.
+_STALE_AFTER = 256
+
+
+class Speed:
+    """A running mean of tokens per second that forgets: each sample takes a share of the weight."""
+
+    def __init__(self, per_second: float | None = None, *, newest: float = 0.25) -> None:
+        self._seconds_per_token = 1 / per_second if per_second else None
+        self._newest = newest
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """None until something was measured."""
+        return self._seconds_per_token
+
+    @property
+    def per_second(self) -> float | None:
+        """None until something was measured."""
+        return 1 / self._seconds_per_token if self._seconds_per_token else None
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """Takes in a sample of at least one token."""
+        sample = max(seconds, 1e-9) / tokens
+        if self._seconds_per_token is None:
+            self._seconds_per_token = sample
+        else:
+            self._seconds_per_token += self._newest * (sample - self._seconds_per_token)
+
+    def restart(self, tokens: int, seconds: float) -> None:
+        """Forgets all but this sample."""
+        self._seconds_per_token = None
+        self.add(tokens, seconds)
+
+
+class SharedSpeeds:
+    """What a client's generations learnt so far with one drafter; seeds the next generation."""
+
+    def __init__(self) -> None:
+        self.drafted = Speed(newest=0.05)
+        self.plain = Speed(newest=0.1)
+
+
+class Pace:
+    """Decides round by round for one generation. Knows no clock: its user measures the seconds."""
+
+    def __init__(self, shared: SharedSpeeds) -> None:
+        self._shared = shared
+        self._drafted = Speed(shared.drafted.per_second)
+        self._plain = Speed(shared.plain.per_second, newest=0.5)
+        self._next_run = _FIRST_RUN
+        self._run = 0 if self._plain.per_second else _FIRST_RUN
+        self._probing = not self._beats_plain(self._drafted.seconds_per_token)
+        self._streak_tokens, self._streak_seconds, self._streak_rounds = 0, 0.0, 0
+
+    def steps(self) -> int:
+        """What to do next. 0: draft a tree. n > 0: free-run n steps."""
+        return self._run
+
+    def drafted(self, tokens: int, seconds: float) -> None:
+        """A drafted round emitted `tokens` in `seconds`, the draft's time included."""
+        self._shared.drafted.add(tokens, seconds)
+        if self._probing:
+            self._drafted.restart(tokens, seconds)
+        else:
+            self._drafted.add(tokens, seconds)
+        self._streak_tokens += tokens
+        self._streak_seconds += seconds
+        self._streak_rounds += 1
+        if self._beats_plain(self._drafted.seconds_per_token):
+            self._probing = False
+            if self._streak_rounds >= _STALE_AFTER:
+                self._free_run(_FIRST_RUN)
+        else:
+            self._stop()
+
+    def missed(self, seconds: float) -> None:
+        """Asking for a tree took `seconds` and brought none."""
+        self._streak_seconds += seconds
+        self._stop()
+
+    def free_ran(self, tokens: int, seconds: float) -> None:
+        """A free run emitted `tokens` in `seconds`: time to probe."""
+        self._plain.add(tokens, seconds)
+        self._shared.plain.add(tokens, seconds)
+        self._run = 0
+
+    def _stop(self) -> None:
+        """Ends a streak of drafted rounds with a free run: a longer one if it did not pay."""
+        streak = self._streak_seconds / max(self._streak_tokens, 1)
+        if self._streak_tokens and self._beats_plain(streak):
+            self._next_run = _FIRST_RUN
+        self._free_run(min(self._next_run, self._affordable_run()))
+        self._next_run = min(2 * self._next_run, _LONGEST_RUN)
+        self._probing = True
+
+    def _free_run(self, steps: int) -> None:
+        self._run = steps
+        self._streak_tokens, self._streak_seconds, self._streak_rounds = 0, 0.0, 0
+
+    def _affordable_run(self) -> int:
+        """Steps after which the streak's wasted time is a negligible share."""
+        step = self._plain.seconds_per_token
+        if step is None:
+            return _LONGEST_RUN
+        wasted = max(0.0, self._streak_seconds - self._streak_tokens * step)
+        return max(_FIRST_RUN, min(_LONGEST_RUN, int(wasted / (_WASTE * step))))
+
+    def _beats_plain(self, seconds_per_token: float | None) -> bool:
+        plain = self._plain.seconds_per_token
+        return plain is None or (seconds_per_token is not None and seconds_per_token <= plain)

@@ -1,0 +1,189 @@
+"""The rounds of one generation: draft, verify, publish, until the text ends."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+from paceline.v1 import drafter_pb2, verifier_pb2
+
+from ._drafter import DrafterSession
+from ._options import GenerationOptions
+from ._outlet import Outlet
+from ._output import Output
+from ._pace import Pace
+from ._stats import RoundStats, Stats
+from ._verifier import VerifierSession
+
+# Steps of a free run where no drafter is wanted, and where one is wanted but not at hand.
+_PLAIN_RUN, _WAITING_RUN = 64, 16
+
+
+class Rounds:
+    """Drives a verifier session and perhaps a drafter session.
+
+    As soon as a round's tokens are known the next tree is asked for; reading the tokens as text and
+    handing them out happens while the drafter works. Nothing decided here changes a token.
+    """
+
+    def __init__(
+        self,
+        verifier: VerifierSession,
+        drafter: DrafterSession | None,
+        pace: Pace,
+        output: Output,
+        outlet: Outlet,
+        options: GenerationOptions,
+        facts: verifier_pb2.GetModelResponse,
+        stats: Stats,
+    ) -> None:
+        self._verifier = verifier
+        self._drafter = drafter
+        self._pace = pace
+        self._output = output
+        self._outlet = outlet
+        self._options = options
+        self._facts = facts
+        self._stats = stats
+        self._most_nodes = min(options.max_nodes or facts.max_tree_nodes, facts.max_tree_nodes)
+        self._node_budget = self._most_nodes
+        self._committed = 0
+        self._steps = 0
+        self._asked = False
+        self._round_began = perf_counter()
+        self._grant = b""
+
+    async def run(self) -> int:
+        """Generates until the output's finish_reason is set.
+
+        Returns the number of prompt tokens whose KV came from a parent cache.
+        """
+        began = perf_counter()
+        created = await self._verifier.open()
+        self._stats.first_token_ms = (perf_counter() - began) * 1000
+        await self._accept(created.first)
+        self._publish(created.first)
+        while not self._output.finish_reason:
+            if self._outlet.full:
+                await self._wait_for_reader()
+            tree = await self._drafted_tree()
+            if tree is None:
+                await self._free_run()
+            else:
+                await self._verify(tree)
+        return created.reused_tokens
+
+    async def _verify(self, tree: drafter_pb2.DraftTree) -> None:
+        """One round with a tree."""
+        await self._verifier.start(tree.tree, 0)
+        response = await self._verifier.receive()
+        seconds = perf_counter() - self._round_began
+        result = response.result
+        assert self._drafter is not None
+        if self._verifier.rejection is not None:
+            self._drafter.distrust("invalid_tree", self._verifier.rejection.message)
+        elif not self._verifier.disturbed:
+            self._drafter.credit(tree)
+            self._pace.drafted(len(result.tokens), seconds)
+        self._stats.add(
+            RoundStats(
+                drafted=0 if self._verifier.rejection else len(tree.tree.tokens),
+                accepted=len(result.accepted_nodes),
+                emitted=len(result.tokens),
+                round_ms=seconds * 1000,
+                draft_ms=tree.draft_us / 1000,
+                verify_ms=response.verify_us / 1000,
+                queue_ms=(tree.queue_us + response.queue_us) / 1000,
+            )
+        )
+        self._node_budget = response.node_budget
+        await self._accept(result)
+        self._publish(result)
+
+    async def _free_run(self) -> None:
+        """One round without a tree: plain steps, published as they are made."""
+        began = perf_counter()
+        emitted, verify_us, queue_us = 0, 0, 0
+        left = self._options.max_new_tokens - len(self._output.token_ids)
+        await self._verifier.start(None, min(self._steps, left))
+        last = False
+        while not last and not self._output.finish_reason:
+            response = await self._verifier.receive()
+            result, last = response.result, response.last
+            emitted += len(result.tokens)
+            verify_us += response.verify_us
+            queue_us += response.queue_us
+            if last:
+                seconds = perf_counter() - began
+                if emitted and not self._verifier.disturbed:
+                    self._pace.free_ran(emitted, seconds)
+                self._stats.add(
+                    RoundStats(
+                        drafted=0,
+                        accepted=0,
+                        emitted=emitted,
+                        round_ms=seconds * 1000,
+                        draft_ms=0.0,
+                        verify_ms=verify_us / 1000,
+                        queue_ms=queue_us / 1000,
+                    )
+                )
+                self._node_budget = response.node_budget
+            await self._accept(result, plan=last)
+            self._publish(result, index=len(self._stats.rounds) + (not last))
+
+    async def _accept(self, result: verifier_pb2.RoundResult, *, plan: bool = True) -> None:
+        """Takes in tokens and, where more are to come, sets the next round going."""
+        self._output.take(result)
+        self._committed = result.committed_length
+        if len(self._output.token_ids) >= self._options.max_new_tokens:
+            self._output.finish_reason = self._output.finish_reason or "length"
+        if plan and not self._output.finish_reason:
+            await self._plan()
+
+    async def _plan(self) -> None:
+        """Decides on a tree or a free run. A tree is asked for at once."""
+        self._round_began = perf_counter()
+        self._asked = False
+        self._steps = _PLAIN_RUN
+        if self._drafter is None:
+            return
+        self._follow_grant(self._drafter)
+        left = self._options.max_new_tokens - len(self._output.token_ids)
+        nodes = min(self._node_budget, self._most_nodes)
+        self._steps = self._pace.steps()
+        if self._steps == 0:
+            # The last token of a round is the verifier's own: no path need reach the very end.
+            if nodes and left > 1:
+                self._asked = await self._drafter.ask(nodes, left - 1, self._committed)
+            if not self._asked:
+                self._steps = _WAITING_RUN
+
+    def _follow_grant(self, drafter: DrafterSession) -> None:
+        grant = self._verifier.read_grant
+        if self._grant and grant != self._grant:
+            drafter.reattach(grant)
+        else:
+            drafter.attach(grant)
+        self._grant = grant
+
+    async def _drafted_tree(self) -> drafter_pb2.DraftTree | None:
+        """The tree asked for, if it comes and holds something."""
+        if not self._asked or self._drafter is None:
+            return None
+        tree = await self._drafter.answer()
+        if tree is not None and tree.tree.tokens:
+            return tree
+        self._pace.missed(perf_counter() - self._round_began)
+        self._steps = self._pace.steps()
+        return None
+
+    def _publish(self, result: verifier_pb2.RoundResult, index: int | None = None) -> None:
+        chunk = self._output.publish(result, len(self._stats.rounds) if index is None else index)
+        if chunk.token_ids or chunk.text:
+            self._outlet.put(chunk)
+
+    async def _wait_for_reader(self) -> None:
+        """Rests while nobody reads, and keeps the cache alive meanwhile."""
+        while not await self._outlet.room(self._verifier.lease_seconds / 6):
+            await self._verifier.renew()
+        self._round_began = perf_counter()

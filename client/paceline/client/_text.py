@@ -1,0 +1,123 @@
+"""From tokens to text, a token at a time, without ever splitting a character."""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+
+from tokenizers import Tokenizer
+
+_REPLACEMENT = "\ufffd"
+# Tokens after which an undecided window is cut, and tokens that stay: an unfinished character is at
+# most 3 bytes, so at most 3 tokens, long.
+_LONG_WINDOW, _SHORT_WINDOW = 32, 8
+
+
+class TextCodec:
+    """A tokenizer with what incremental detokenisation must know about it. Immutable; shared."""
+
+    def __init__(self, tokenizer_json: bytes) -> None:
+        self._tokenizer = Tokenizer.from_str(tokenizer_json.decode())
+        # A prompt is sent whole, whatever cutting or filling the tokenizer was saved with.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._special = frozenset(
+            token
+            for token, added in self._tokenizer.get_added_tokens_decoder().items()
+            if added.special
+        )
+        self._has_byte_fallback = _uses_byte_fallback(json.loads(tokenizer_json).get("decoder"))
+
+    def encode(self, text: str, bos_token_id: int | None = None) -> list[int]:
+        """Token ids of a prompt, special tokens put in by the tokenizer's own rule."""
+        tokens: list[int] = self._tokenizer.encode(text).ids
+        if bos_token_id is not None and tokens[:1] != [bos_token_id]:
+            tokens.insert(0, bos_token_id)
+        return tokens
+
+    def decode(self, tokens: list[int]) -> str:
+        """Text of tokens, special ones left out."""
+        text: str = self._tokenizer.decode(tokens)
+        return text
+
+    def is_silent(self, token: int) -> bool:
+        """Whether decoding skips the token: it is special, or beyond the vocabulary."""
+        return token in self._special or self._tokenizer.id_to_token(token) is None
+
+    def is_raw_byte(self, token: int) -> bool:
+        """Whether the token stands for one byte, decoded together with its neighbours."""
+        return token in self._raw_bytes
+
+    @cached_property
+    def _raw_bytes(self) -> frozenset[int]:
+        if not self._has_byte_fallback:
+            return frozenset()
+        ids = (self._tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+        return frozenset(token for token in ids if token is not None)
+
+
+class Detokenizer:
+    """Turns tokens into text as they come: the pieces joined equal `codec.decode(all tokens)`.
+
+    Each step decodes a window of the newest tokens only. The window starts at a place where the
+    text was complete, one piece of text before the undecided part, so that decoders which look at
+    the first token of a text (stripping its space) see the same neighbour as in the whole text.
+
+    Held back is the end of the text that a later token may change: one U+FFFD at the end, which is
+    all that an unfinished UTF-8 sequence decodes to, and a run of byte-fallback tokens, since one
+    bad byte spoils a whole run.
+    """
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+        self._context: list[int] = []
+        self._context_text = ""
+        self._fresh: list[int] = []
+        self._released = 0
+
+    def push(self, token: int) -> str:
+        """Takes the next token; returns the text that has become certain, often empty."""
+        if self._codec.is_silent(token):
+            return ""
+        self._fresh.append(token)
+        if self._codec.is_raw_byte(token):
+            return ""
+        text = self._fresh_text()
+        complete = not text.endswith(_REPLACEMENT)
+        end = len(text) if complete else len(text) - 1
+        piece = text[self._released : end]
+        self._released = max(end, self._released)
+        if complete and text:
+            self._context, self._fresh = self._fresh, []
+            self._context_text = self._codec.decode(self._context)
+            self._released = 0
+        elif not complete and len(self._fresh) >= _LONG_WINDOW:
+            self._shorten(len(text) - self._released)
+        return piece
+
+    def flush(self) -> str:
+        """The held text: no token will follow."""
+        piece = self._fresh_text()[self._released :]
+        self._released += len(piece)
+        return piece
+
+    def _shorten(self, held: int) -> None:
+        """Forgets all but the newest tokens of a long run of bad bytes; `held` characters are due.
+
+        Cutting may maim the character at the cut, but that one is released already.
+        """
+        self._context, self._context_text = [], ""
+        self._fresh = self._fresh[-_SHORT_WINDOW:]
+        self._released = len(self._fresh_text()) - held
+
+    def _fresh_text(self) -> str:
+        text = self._codec.decode(self._context + self._fresh)
+        return text[len(self._context_text) :]
+
+
+def _uses_byte_fallback(decoder: object) -> bool:
+    if not isinstance(decoder, dict):
+        return False
+    if decoder.get("type") == "ByteFallback":
+        return True
+    return any(map(_uses_byte_fallback, decoder.get("decoders") or ()))
