@@ -53,5 +53,6 @@ class Transformers:
         if key not in self._models:
             model = AutoModelForCausalLM.from_pretrained(key, dtype=getattr(torch, self.dtype))
             model.generation_config.eos_token_id = None  # never stop early: every mode runs alike
-            self._models[key] = model.eval()
+            model.eval()
+            self._models[key] = model
         return self._models[key]

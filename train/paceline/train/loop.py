@@ -76,7 +76,7 @@ def train(
             model.train()
             with torch.autocast(kind, torch.bfloat16, enabled=run.bf16):
                 value = loss(forward, places)
-            value.backward()  # type: ignore[no-untyped-call]
+            value.backward()
             optimizer.step(schedule.rate(progress.step, done))
             losses.append(value.item())  # waits for the device: the time below is true
             clock.add(time.monotonic() - started)

@@ -29,7 +29,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int, context: int) -> PreT
             show_progress=False,
         ),
     )
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
