@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import grpc
 from rich.console import Console
@@ -61,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         metadata = metadata_of(args)
         with open_channel(args.address, args) as channel:
-            registry: Any = drafter_pb2_grpc.DrafterRegistryServiceStub(channel)
+            stub: Any = drafter_pb2_grpc.DrafterRegistryServiceStub
+            registry = stub(channel)
 
             def call(rpc: str, request: Any) -> Any:
                 return getattr(registry, rpc)(request, timeout=args.timeout, metadata=metadata)
@@ -70,7 +71,8 @@ def run(args: argparse.Namespace) -> int:
     except (OptionsError, PacelineError) as error:
         return _fail(str(error), code=2)
     except grpc.RpcError as error:
-        failure = from_rpc_error(error)
+        # The error of a blocking call has the same methods as that of an async one.
+        failure = from_rpc_error(cast(Any, error))
         reason = f" [{failure.reason}]" if failure.reason else ""
         return _fail(f"{args.address}: {failure.message}{reason}", code=1)
     return 0

@@ -1,0 +1,125 @@
+import asyncio
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from paceline.service import ServerOptions, run_server
+
+from . import toy
+from .toy import Toy
+
+Serve = Callable[..., Awaitable["Served"]]
+
+
+@dataclass
+class Served:
+    """A toy served in this process."""
+
+    toy: Toy
+    address: str
+    stop: asyncio.Event
+    running: asyncio.Task[None]
+
+    def channel(self, **options: Any) -> grpc.aio.Channel:
+        return grpc.aio.insecure_channel(self.address, options=list(options.items()))
+
+
+@asynccontextmanager
+async def served(options: ServerOptions) -> AsyncIterator[Served]:
+    """Serve a toy for the body, over a real socket."""
+    service, stop = Toy(), asyncio.Event()
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    running = asyncio.create_task(
+        run_server(service, options, on_ready=ready.set_result, stop_event=stop)
+    )
+    await asyncio.wait({running, ready}, return_when=asyncio.FIRST_COMPLETED)
+    if running.done():
+        await running
+    try:
+        yield Served(service, await ready, stop, running)
+    finally:
+        stop.set()
+        await running
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Serve]:
+    """Starts toys with given ServerOptions; all are stopped after the test."""
+    async with AsyncExitStack() as stack:
+
+        async def start(address: str = "127.0.0.1:0", **options: Any) -> Served:
+            return await stack.enter_async_context(served(ServerOptions(address, **options)))
+
+        yield start
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder whose path is short enough for unix sockets."""
+    with tempfile.TemporaryDirectory(prefix="pl") as folder:
+        yield Path(folder)
+
+
+class ToyProcess:
+    """A toy in a process of its own."""
+
+    def __init__(self, folder: Path, drain: float, start: float) -> None:
+        self.diary = folder / "diary"
+        self.diary.touch()
+        self._ready = folder / "ready"
+        self._log = (folder / "log").open("wb")
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, toy.__file__, "127.0.0.1:0", str(self._ready)),
+                *(str(self.diary), str(drain), str(start)),
+            ],
+            stdout=self._log,
+            stderr=self._log,
+        )
+
+    async def address(self) -> str:
+        while not self._ready.exists() or not self._ready.read_text():
+            assert self.process.poll() is None, "the toy died"
+            await asyncio.sleep(0.01)
+        return self._ready.read_text()
+
+    async def noted(self, event: str) -> None:
+        """Wait until the toy wrote this event into its diary."""
+        while event not in self.events():  # noqa: ASYNC110 - another process writes it
+            await asyncio.sleep(0.01)
+
+    async def ended(self) -> int:
+        return await asyncio.to_thread(self.process.wait, 30)
+
+    def events(self) -> list[str]:
+        return self.diary.read_text().splitlines()
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self._log.close()
+
+
+@pytest.fixture
+def toy_process(tmp_path: Path) -> Iterator[Callable[..., ToyProcess]]:
+    """Starts toy processes; those left are killed after the test."""
+    started: list[ToyProcess] = []
+
+    def start(drain: float = 30.0, start: float = 0.0) -> ToyProcess:
+        folder = tmp_path / str(len(started))
+        folder.mkdir()
+        started.append(ToyProcess(folder, drain, start))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.close()

@@ -1,0 +1,182 @@
+"""What callers see of errors, in all four kinds of call."""
+
+import asyncio
+
+import grpc
+import pytest
+from google.protobuf.wrappers_pb2 import StringValue
+from google.rpc import error_details_pb2, status_pb2
+
+from paceline.service import ServiceError
+from paceline.v1 import kv_pb2, kv_pb2_grpc
+
+from .conftest import Serve
+from .toy import KINDS, SECRET, ask, call
+
+
+def info_of(error: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo:
+    info = error_details_pb2.ErrorInfo()
+    assert status_of(error).details[0].Unpack(info)
+    return info
+
+
+def status_of(error: grpc.aio.AioRpcError) -> status_pb2.Status:
+    trailing = dict(error.trailing_metadata())
+    return status_pb2.Status.FromString(trailing["grpc-status-details-bin"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_service_error_arrives_with_reason_metadata_and_retry(
+    serve: Serve, kind: str
+) -> None:
+    served = await serve()
+    async with served.channel() as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await ask(channel, kind, "fail")
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert caught.value.details() == "no room"
+    info = info_of(caught.value)
+    assert (info.domain, info.reason, dict(info.metadata)) == ("paceline", "FULL", {"limit": "3"})
+    retry = error_details_pb2.RetryInfo()
+    assert status_of(caught.value).details[1].Unpack(retry)
+    assert retry.retry_delay.ToMilliseconds() == 1500
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_an_unexpected_error_tells_an_id_and_no_cause(
+    serve: Serve, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = await serve()
+    async with served.channel() as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await ask(channel, kind, "bug")
+        assert await ask(channel, kind, "still there") == "still there"
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    info = info_of(caught.value)
+    assert info.reason == "INTERNAL_ERROR"
+    assert SECRET not in repr(caught.value)
+    logged = [r for r in caplog.records if vars(r).get("error_id") == info.metadata["error_id"]]
+    assert len(logged) == 1
+    assert SECRET in str(logged[0].exc_info)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_what_is_not_built_says_so(serve: Serve, kind: str) -> None:
+    served = await serve()
+    async with served.channel() as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await ask(channel, kind, "unbuilt")
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert info_of(caught.value).reason == "NOT_BUILT"
+
+
+async def test_a_generated_base_class_says_that_it_is_not_built(serve: Serve) -> None:
+    served = await serve()
+    async with served.channel() as channel:
+        stub = kv_pb2_grpc.KvExchangeServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as unary:
+            await stub.MapCache(kv_pb2.MapCacheRequest())
+        with pytest.raises(grpc.aio.AioRpcError) as stream:
+            await stub.FollowCache(iter([kv_pb2.FollowCacheRequest()])).read()
+    for caught in (unary, stream):
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert info_of(caught.value).reason == "NOT_BUILT"
+
+
+async def test_an_unknown_method_is_named(serve: Serve) -> None:
+    served = await serve()
+    async with served.channel() as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_unary("/toy.Toy/Nonsense")(b"")
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert info_of(caught.value).reason == "METHOD_UNKNOWN"
+    assert "/toy.Toy/Nonsense" in (caught.value.details() or "")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("raw", [b"\xff\xff\xff", b"\x0a\x02\xc3\x28"], ids=["bytes", "utf8"])
+async def test_a_malformed_message_is_the_callers_fault_alone(
+    serve: Serve, kind: str, raw: bytes
+) -> None:
+    served = await serve()
+    async with served.channel() as channel:
+        other = call(channel, "StreamStream")()
+        await other.write(StringValue(value="one"))
+        assert (await other.read()).value == "one"
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await ask(channel, kind, raw)
+        await other.write(StringValue(value="two"))
+        assert (await other.read()).value == "two"
+        await other.done_writing()
+        assert await other.read() is grpc.aio.EOF
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert info_of(caught.value).reason == "MALFORMED_MESSAGE"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_message_over_the_limit_harms_nobody_else(serve: Serve, kind: str) -> None:
+    served = await serve(max_message_bytes=4096)
+    async with served.channel() as channel:
+        other = call(channel, "StreamStream")()
+        await other.write(StringValue(value="one"))
+        assert (await other.read()).value == "one"
+        for order in ("x" * 8192, "big 8192"):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await ask(channel, kind, order)
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await other.write(StringValue(value="two"))
+        assert (await other.read()).value == "two"
+        other.cancel()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_handler_may_abort_by_itself(serve: Serve, kind: str) -> None:
+    served = await serve()
+    async with served.channel() as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await ask(channel, kind, "abort")
+    assert caught.value.code() is grpc.StatusCode.DATA_LOSS
+    assert caught.value.details() == "by itself"
+
+
+async def test_cancellation_reaches_the_handler_at_once(serve: Serve) -> None:
+    served = await serve()
+    async with served.channel() as channel:
+        stream = call(channel, "StreamStream")()
+        await stream.write(StringValue(value="one"))
+        assert (await stream.read()).value == "one"
+        stream.cancel()
+        async with asyncio.timeout(10):
+            await served.toy.gate.drained()
+    assert served.toy.events[-1] == "stream ended"
+
+
+def test_over_long_and_unencodable_messages_still_make_a_status() -> None:
+    error = ServiceError.invalid_argument("BAD", "\ud800" + "x" * 9000, value="y" * 9000)
+    status = error.to_status()
+    assert status.message.startswith("?x")
+    assert status.ByteSize() < 4096
+
+
+@pytest.mark.parametrize(
+    ("make", "code"),
+    [
+        (ServiceError.invalid_argument, grpc.StatusCode.INVALID_ARGUMENT),
+        (ServiceError.not_found, grpc.StatusCode.NOT_FOUND),
+        (ServiceError.failed_precondition, grpc.StatusCode.FAILED_PRECONDITION),
+        (ServiceError.resource_exhausted, grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (ServiceError.unavailable, grpc.StatusCode.UNAVAILABLE),
+        (ServiceError.aborted, grpc.StatusCode.ABORTED),
+        (ServiceError.unauthenticated, grpc.StatusCode.UNAUTHENTICATED),
+        (ServiceError.permission_denied, grpc.StatusCode.PERMISSION_DENIED),
+        (ServiceError.unimplemented, grpc.StatusCode.UNIMPLEMENTED),
+        (ServiceError.internal, grpc.StatusCode.INTERNAL),
+    ],
+)
+def test_each_constructor_has_its_code(make: object, code: grpc.StatusCode) -> None:
+    error = make("REASON", "text", fact="value")  # type: ignore[operator]
+    status = error.to_status()
+    assert status.code == code.value[0]
+    info = error_details_pb2.ErrorInfo()
+    status.details[0].Unpack(info)
+    assert (info.reason, dict(info.metadata)) == ("REASON", {"fact": "value"})

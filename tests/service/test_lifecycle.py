@@ -1,0 +1,201 @@
+"""Start, health, reflection, drain and stop, in this process and in real ones."""
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+from google.protobuf.wrappers_pb2 import StringValue
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from paceline.service import OptionsError, ServerOptions, ServiceError, run_server
+
+from .conftest import Serve, ToyProcess
+from .toy import Toy, ask, call
+
+Start = Callable[..., ToyProcess]
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def health(channel: grpc.aio.Channel, name: str = "") -> int:
+    stub = health_pb2_grpc.HealthStub(channel)
+    response = await stub.Check(health_pb2.HealthCheckRequest(service=name))
+    return int(response.status)
+
+
+async def test_health_serves_each_name_and_knows_no_others(serve: Serve) -> None:
+    served = await serve()
+    async with served.channel() as channel:
+        for name in ("", "toy.Toy", "paceline.v1.KvExchangeService"):
+            assert await health(channel, name) == SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await health(channel, "other.Service")
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_reflection_lists_services_and_describes_their_messages(serve: Serve) -> None:
+    served = await serve()
+    requests = [
+        reflection_pb2.ServerReflectionRequest(list_services=""),
+        reflection_pb2.ServerReflectionRequest(
+            file_containing_symbol="paceline.v1.KvExchangeService"
+        ),
+    ]
+    async with served.channel() as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        listed, described = [r async for r in stub.ServerReflectionInfo(iter(requests))]
+    assert {service.name for service in listed.list_services_response.service} == {
+        "toy.Toy",
+        "paceline.v1.KvExchangeService",
+        "grpc.health.v1.Health",
+        "grpc.reflection.v1alpha.ServerReflection",
+    }
+    assert b"MapCacheRequest" in described.file_descriptor_response.file_descriptor_proto[0]
+
+
+async def test_a_stop_event_drains_then_stops_once(serve: Serve) -> None:
+    served = await serve()
+    async with served.channel() as channel:
+        stream = call(channel, "StreamStream")()
+        await stream.write(StringValue(value="one"))
+        await stream.read()
+        served.stop.set()
+        await stream.write(StringValue(value="two"))
+        assert (await stream.read()).value == "two"
+        await stream.done_writing()
+        assert await stream.read() is grpc.aio.EOF
+        await served.running
+    assert served.toy.events == ["start", "drain", "stream ended", "drained", "stop"]
+
+
+async def test_sigterm_lets_a_stream_finish_and_refuses_new_ones(toy_process: Start) -> None:
+    process = toy_process()
+    async with grpc.aio.insecure_channel(await process.address()) as channel:
+        stream = call(channel, "StreamStream")()
+        await stream.write(StringValue(value="one"))
+        assert (await stream.read()).value == "one"
+        process.process.send_signal(signal.SIGTERM)
+        await process.noted("drain")
+        assert await health(channel) == NOT_SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await ask(channel, "StreamStream", "new")
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert b"DRAINING" in dict(refused.value.trailing_metadata())["grpc-status-details-bin"]
+        # Calls that are no new generation still pass: a lease has to be renewed meanwhile.
+        assert await ask(channel, "UnaryUnary", "renew") == "renew"
+        for text in ("two", "three"):
+            await stream.write(StringValue(value=text))
+            assert (await stream.read()).value == text
+        await stream.done_writing()
+        assert await stream.read() is grpc.aio.EOF
+        assert await stream.code() is grpc.StatusCode.OK
+        assert await process.ended() == 0
+    assert process.events()[-2:] == ["drained", "stop"]
+
+
+async def test_a_drain_ends_after_its_time(toy_process: Start) -> None:
+    process = toy_process(drain=0.2)
+    async with grpc.aio.insecure_channel(await process.address()) as channel:
+        stream = call(channel, "StreamStream")()
+        await stream.write(StringValue(value="one"))
+        await stream.read()
+        process.process.send_signal(signal.SIGINT)
+        assert await process.ended() == 0
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stream.read()
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    # What the handler did on its cancellation came before the service freed everything.
+    assert process.events() == ["start", "drain", "stream ended", "stop"]
+
+
+async def test_a_second_signal_ends_at_once_and_cleans_up(toy_process: Start) -> None:
+    process = toy_process(drain=3600)
+    async with grpc.aio.insecure_channel(await process.address()) as channel:
+        stream = call(channel, "StreamStream")()
+        await stream.write(StringValue(value="one"))
+        await stream.read()
+        process.process.send_signal(signal.SIGTERM)
+        await process.noted("drain")
+        process.process.send_signal(signal.SIGTERM)
+        assert await process.ended() == 128 + signal.SIGTERM
+    assert process.events() == ["start", "drain", "stream ended", "stop"]
+
+
+async def test_a_signal_during_start_ends_before_listening(toy_process: Start) -> None:
+    process = toy_process(start=3600)
+    await process.noted("start")
+    process.process.send_signal(signal.SIGTERM)
+    assert await process.ended() == 0
+    assert process.events() == ["start", "stop"]
+
+
+async def test_a_failing_start_still_stops(serve: Serve) -> None:
+    toy = Toy()
+    toy.fail_to_start = True
+    with pytest.raises(ServiceError, match="the model is not there"):
+        await run_server(toy, ServerOptions("127.0.0.1:0"), stop_event=asyncio.Event())
+    assert toy.events == ["start", "stop"]
+
+
+async def test_a_taken_port_is_a_clear_error(serve: Serve) -> None:
+    served = await serve()
+    toy = Toy()
+    with pytest.raises(OptionsError, match="cannot listen on"):
+        await run_server(toy, ServerOptions(served.address), stop_event=asyncio.Event())
+    assert toy.events == ["start", "stop"]
+    async with served.channel() as channel:
+        assert await ask(channel, "UnaryUnary", "still there") == "still there"
+
+
+async def test_a_unix_socket_is_its_users_alone_and_replaces_a_dead_one(
+    serve: Serve, short_folder: Path
+) -> None:
+    path = short_folder / "toy.sock"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    served = await serve(f"unix:{path}")
+    assert served.address == f"unix:{path}"
+    assert path.stat().st_mode & 0o777 == 0o600
+    async with served.channel() as channel:
+        assert await ask(channel, "UnaryStream", "hello") == "hello"
+
+
+@pytest.mark.parametrize(
+    "noise", [b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 4096, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\xff"]
+)
+async def test_bytes_that_are_no_http2_harm_nobody_else(serve: Serve, noise: bytes) -> None:
+    served = await serve()
+    host, port = served.address.split(":")
+    async with served.channel() as channel:
+        stream = call(channel, "StreamStream")()
+        await stream.write(StringValue(value="one"))
+        await stream.read()
+        _reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(noise)
+        await writer.drain()
+        writer.close()
+        await stream.write(StringValue(value="two"))
+        assert (await stream.read()).value == "two"
+        assert await health(channel) == SERVING
+        stream.cancel()
+
+
+async def test_a_peer_that_dies_in_mid_stream_frees_its_generation(
+    serve: Serve, toy_process: Start
+) -> None:
+    served = await serve()
+    channel = served.channel()
+    stream = call(channel, "StreamStream")()
+    await stream.write(StringValue(value="one"))
+    await stream.read()
+    assert served.toy.gate.inside == 1
+    await channel.close()
+    async with asyncio.timeout(10):
+        await served.toy.gate.drained()
+    async with served.channel() as other:
+        assert await ask(other, "StreamUnary", "hello") == "hello"

@@ -1,0 +1,99 @@
+"""The form of logs."""
+
+import io
+import json
+import logging
+import sys
+
+import pytest
+
+from paceline.service.logs import JsonFormatter, TextFormatter, configure_logging, request_id
+
+from .conftest import Serve
+from .toy import ask
+
+
+def record(**fields: object) -> logging.LogRecord:
+    made = logging.makeLogRecord(
+        {"name": "paceline.x", "levelname": "INFO", "msg": "round %d", "args": (3,)}
+    )
+    vars(made).update(fields)
+    return made
+
+
+def test_json_holds_fields_and_request_id() -> None:
+    token = request_id.set("r-1")
+    entry = json.loads(JsonFormatter().format(record(round_id=7, text="zwei\nZeilen")))
+    request_id.reset(token)
+    del entry["time"]
+    assert entry == {
+        "level": "INFO",
+        "logger": "paceline.x",
+        "message": "round 3",
+        "request_id": "r-1",
+        "round_id": 7,
+        "text": "zwei\nZeilen",
+    }
+
+
+def test_an_exception_stays_on_the_one_line() -> None:
+    try:
+        raise ValueError("broken")
+    except ValueError:
+        line = JsonFormatter().format(record(exc_info=sys.exc_info()))
+    assert "\n" not in line
+    assert "ValueError: broken" in json.loads(line)["exception"]
+
+
+def test_text_is_readable() -> None:
+    assert TextFormatter().format(record(round_id=7)).endswith("INFO paceline.x round 3 round_id=7")
+
+
+@pytest.mark.parametrize(
+    ("format", "json_lines"), [("auto", True), ("json", True), ("text", False)]
+)
+def test_auto_is_json_where_no_terminal_is(
+    format: str, json_lines: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    root = logging.getLogger()
+    before = (root.level, root.handlers[:])
+    try:
+        root.handlers.clear()
+        configure_logging(format, "warning")  # type: ignore[arg-type]
+        logging.getLogger("paceline.x").info("too quiet")
+        logging.getLogger("paceline.x").warning("hello", extra={"round_id": 1})
+    finally:
+        root.setLevel(before[0])
+        root.handlers[:] = before[1]
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("{") is json_lines
+
+
+async def test_a_calls_records_carry_the_callers_request_id(serve: Serve) -> None:
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonFormatter())
+    logger = logging.getLogger("paceline.service")
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        served = await serve()
+        async with served.channel() as channel:
+            for given in ("r-1", "not an id", "x" * 65):
+                metadata = (("x-request-id", given),)
+                await ask(channel, "UnaryUnary", "my prompt", metadata=metadata)
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+    entries = [json.loads(line) for line in stream.getvalue().splitlines()]
+    ended = [entry for entry in entries if entry["message"] == "call ended"]
+    assert [entry["code"] for entry in ended] == ["OK"] * 3
+    ids = [entry["request_id"] for entry in ended]
+    assert ids[0] == "r-1"
+    assert "not an id" not in ids
+    assert len(set(ids)) == 3
+    assert "my prompt" not in stream.getvalue()

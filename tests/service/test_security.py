@@ -1,0 +1,183 @@
+"""TLS, client certificates, tokens, and who a caller is."""
+
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from paceline.service import OptionsError
+from paceline.service.identity import owner_from
+
+from .conftest import Serve
+from .toy import ask
+
+TOKEN = "a-token-only-tests-know"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A certificate and its key."""
+
+    cert: Path
+    key: Path
+
+
+@pytest.fixture(scope="module")
+def pki(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
+    """An authority, a server and a client it signed, and a stranger who signed itself."""
+    folder = tmp_path_factory.mktemp("pki")
+
+    def openssl(*words: str) -> None:
+        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
+
+    def new(name: str, *more: str) -> Pair:
+        curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+        output = ("-keyout", f"{name}.key", "-out", f"{name}.pem")
+        openssl("req", "-x509", *curve, "-days", "2", "-subj", f"/CN={name}", *output, *more)
+        return Pair(folder / f"{name}.pem", folder / f"{name}.key")
+
+    signed = ("-CA", "authority.pem", "-CAkey", "authority.key")
+    host = ("-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost")
+    return {
+        "authority": new("authority"),
+        "server": new("server", *signed, *host),
+        "client": new("client", *signed),
+        "colleague": new("colleague", *signed),
+        "stranger": new("stranger"),
+    }
+
+
+@pytest.fixture
+def dial(pki: dict[str, Pair]) -> Callable[..., grpc.aio.Channel]:
+    def open_channel(address: str, who: str | None = None) -> grpc.aio.Channel:
+        return grpc.aio.secure_channel(
+            address,
+            grpc.ssl_channel_credentials(
+                root_certificates=pki["authority"].cert.read_bytes(),
+                private_key=pki[who].key.read_bytes() if who else None,
+                certificate_chain=pki[who].cert.read_bytes() if who else None,
+            ),
+        )
+
+    return open_channel
+
+
+def bearer(token: str) -> dict[str, Any]:
+    return {"metadata": (("authorization", f"Bearer {token}"),)}
+
+
+async def test_tls_serves_those_who_speak_it(
+    serve: Serve, pki: dict[str, Pair], dial: Callable[..., grpc.aio.Channel]
+) -> None:
+    served = await serve(tls_cert=pki["server"].cert, tls_key=pki["server"].key)
+    async with dial(served.address) as channel:
+        assert await ask(channel, "StreamStream", "hello") == "hello"
+    async with served.channel() as plain:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await ask(plain, "UnaryUnary", "hello")
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_mtls_serves_only_certificates_of_its_authority(
+    serve: Serve, pki: dict[str, Pair], dial: Callable[..., grpc.aio.Channel]
+) -> None:
+    served = await serve(
+        tls_cert=pki["server"].cert,
+        tls_key=pki["server"].key,
+        tls_client_ca=pki["authority"].cert,
+    )
+    owners = []
+    for who in ("client", "client", "colleague"):
+        async with dial(served.address, who) as channel:
+            owners.append(await ask(channel, "UnaryUnary", "owner"))
+    assert owners[0] == owners[1] != owners[2]
+    assert "local" not in owners
+    for who in (None, "stranger"):
+        async with dial(served.address, who) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await ask(channel, "UnaryUnary", "owner")
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize("kind", ["UnaryUnary", "UnaryStream", "StreamUnary", "StreamStream"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        bearer("wrong"),
+        bearer(""),
+        bearer(TOKEN + "x"),
+        {"metadata": (("authorization", TOKEN),)},
+        {"metadata": (("authorization", f"Basic {TOKEN}"),)},
+    ],
+    ids=["none", "wrong", "empty", "longer", "bare", "basic"],
+)
+async def test_a_call_without_the_token_is_unauthenticated(
+    serve: Serve, kind: str, options: dict[str, Any]
+) -> None:
+    served = await serve(token=TOKEN)
+    async with served.channel() as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await ask(channel, kind, "hello", **options)
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        details = dict(caught.value.trailing_metadata())["grpc-status-details-bin"]
+        assert b"UNAUTHENTICATED" in details
+        assert TOKEN not in repr(caught.value)
+        assert await ask(channel, kind, "hello", **bearer(TOKEN)) == "hello"
+
+
+async def test_health_needs_no_token_and_reflection_does(serve: Serve) -> None:
+    served = await serve(token=TOKEN)
+    async with served.channel() as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        response = await health.Check(health_pb2.HealthCheckRequest())
+        assert response.status == health_pb2.HealthCheckResponse.SERVING
+        reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await reflection.ServerReflectionInfo(iter([request])).read()
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_callers_with_other_tokens_are_other_owners(serve: Serve) -> None:
+    served = await serve()
+    async with served.channel() as channel:
+        nobody = await ask(channel, "UnaryUnary", "owner")
+        one = await ask(channel, "UnaryUnary", "owner", **bearer("one"))
+        again = await ask(channel, "StreamStream", "owner", **bearer("one"))
+        two = await ask(channel, "UnaryUnary", "owner", **bearer("two"))
+    assert nobody == "local"
+    assert one == again
+    assert len({nobody, one, two}) == 3
+    assert "one" not in one
+
+
+def test_a_certificate_names_its_holder_whatever_token_comes_with_it() -> None:
+    auth = {"x509_common_name": [b"client"]}
+    first = owner_from([("authorization", "Bearer a")], auth)
+    assert first == owner_from([("authorization", "Bearer b")], auth)
+    assert first != owner_from([("authorization", "Bearer client")], {})
+
+
+@pytest.mark.parametrize("broken", ["missing", "no-pem", "swapped", "not-a-pair"])
+async def test_bad_tls_files_are_clear_errors(
+    serve: Serve, pki: dict[str, Pair], tmp_path: Path, broken: str
+) -> None:
+    cert, key = pki["server"].cert, pki["server"].key
+    if broken == "missing":
+        cert = tmp_path / "none.pem"
+    elif broken == "no-pem":
+        cert = tmp_path / "text.pem"
+        cert.write_text("hello")
+    elif broken == "swapped":
+        cert, key = key, cert
+    else:
+        key = pki["client"].key
+    with pytest.raises(OptionsError, match=r"TLS|pair"):
+        await serve(tls_cert=cert, tls_key=key)

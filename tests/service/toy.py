@@ -1,0 +1,164 @@
+"""A service with one method of each kind, which does what its request tells it to."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import uvloop
+from google.protobuf.wrappers_pb2 import StringValue
+
+from paceline.service import Gate, ServerOptions, ServiceError, owner_of, run_server
+from paceline.v1 import kv_pb2_grpc
+
+NAME = "toy.Toy"
+KINDS = ("UnaryUnary", "UnaryStream", "StreamUnary", "StreamStream")
+SECRET = "a detail that no caller may see"
+
+
+class Toy:
+    """Obeys and echoes.
+
+    `fail` raises a ServiceError, `bug` an unexpected error, `unbuilt` a NotImplementedError,
+    `owner` answers with the caller's, `big N` with N characters, `abort` aborts by itself;
+    anything else comes back.
+    """
+
+    service_names = (NAME, "paceline.v1.KvExchangeService")
+
+    def __init__(self, diary: Path | None = None) -> None:
+        self.gate = Gate()
+        self.diary = diary
+        self.events: list[str] = []
+        self.start_seconds = 0.0
+        self.fail_to_start = False
+
+    def register(self, server: grpc.aio.Server) -> None:
+        makers = {
+            "UnaryUnary": grpc.unary_unary_rpc_method_handler,
+            "UnaryStream": grpc.unary_stream_rpc_method_handler,
+            "StreamUnary": grpc.stream_unary_rpc_method_handler,
+            "StreamStream": grpc.stream_stream_rpc_method_handler,
+        }
+        handlers = {
+            kind: make(
+                getattr(self, kind),
+                request_deserializer=StringValue.FromString,
+                response_serializer=StringValue.SerializeToString,
+            )
+            for kind, make in makers.items()
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(NAME, handlers),))
+        # A generated base class: plain functions that raise NotImplementedError.
+        kv_pb2_grpc.add_KvExchangeServiceServicer_to_server(
+            kv_pb2_grpc.KvExchangeServiceServicer(), server
+        )
+
+    async def start(self) -> None:
+        self._note("start")
+        if self.fail_to_start:
+            raise ServiceError.internal("NO_MODEL", "the model is not there")
+        await asyncio.sleep(self.start_seconds)
+
+    async def drain(self) -> None:
+        self._note("drain")
+        self.gate.close()
+        await self.gate.drained()
+        self._note("drained")
+
+    async def stop(self) -> None:
+        self._note("stop")
+
+    async def UnaryUnary(self, request: StringValue, context: Any) -> StringValue:
+        return await self._obey(request, context)
+
+    async def UnaryStream(self, request: StringValue, context: Any) -> AsyncIterator[StringValue]:
+        yield await self._obey(request, context)
+
+    async def StreamUnary(self, requests: AsyncIterator[StringValue], context: Any) -> StringValue:
+        response = StringValue()
+        async for request in requests:
+            response = await self._obey(request, context)
+        return response
+
+    async def StreamStream(
+        self, requests: AsyncIterator[StringValue], context: Any
+    ) -> AsyncIterator[StringValue]:
+        with self.gate.enter():
+            try:
+                async for request in requests:
+                    yield await self._obey(request, context)
+            finally:
+                self._note("stream ended")
+
+    async def _obey(self, request: StringValue, context: Any) -> StringValue:
+        order, _, number = request.value.partition(" ")
+        match order:
+            case "fail":
+                raise ServiceError.resource_exhausted("FULL", "no room", 1.5, limit="3")
+            case "bug":
+                raise KeyError(SECRET)
+            case "unbuilt":
+                raise NotImplementedError
+            case "abort":
+                await context.abort(grpc.StatusCode.DATA_LOSS, "by itself")
+            case "owner":
+                return StringValue(value=owner_of(context))
+            case "big":
+                return StringValue(value="x" * int(number))
+        return request
+
+    def _note(self, event: str) -> None:
+        self.events.append(event)
+        if self.diary is not None:
+            with self.diary.open("a") as diary:
+                diary.write(f"{event}\n")
+
+
+def call(channel: grpc.aio.Channel, kind: str, raw: bool = False) -> Any:
+    """The stub of one method of the toy, for messages or for `raw` bytes."""
+    make = {
+        "UnaryUnary": channel.unary_unary,
+        "UnaryStream": channel.unary_stream,
+        "StreamUnary": channel.stream_unary,
+        "StreamStream": channel.stream_stream,
+    }[kind]
+    if raw:
+        return make(f"/{NAME}/{kind}")
+    return make(f"/{NAME}/{kind}", StringValue.SerializeToString, StringValue.FromString)
+
+
+async def ask(channel: grpc.aio.Channel, kind: str, order: Any, **options: Any) -> Any:
+    """Send one order (text, or raw bytes) to a method of any kind; its first answer."""
+    raw = isinstance(order, bytes)
+    request = order if raw else StringValue(value=order)
+    stub = call(channel, kind, raw)
+    running = stub(iter([request]) if kind.startswith("Stream") else request, **options)
+    if kind.endswith("Unary"):
+        answer = await running
+    else:
+        answer = await running.read()
+        if answer is grpc.aio.EOF:
+            raise AssertionError("the stream ended without an answer and without an error")
+    return answer if raw else answer.value
+
+
+def main() -> None:
+    """Serve a toy from the command line: ADDRESS READY_FILE DIARY DRAIN_SECONDS START_SECONDS."""
+    address, ready, diary, drain, start = sys.argv[1:]
+    toy = Toy(Path(diary))
+    toy.start_seconds = float(start)
+    options = ServerOptions(address, drain_seconds=float(drain))
+
+    def on_ready(bound: str) -> None:
+        Path(ready).write_text(bound)
+
+    uvloop.run(run_server(toy, options, on_ready=on_ready))
+
+
+if __name__ == "__main__":
+    main()
