@@ -1,13 +1,15 @@
 """CPU backend of tree attention, invariant to the batch down to the last bit.
 
-What makes it so (checked by tests/kernels, and at start by ``is_batch_invariant``):
+What makes it so (checked by the tests, and at start by ``paceline.decoder.is_batch_invariant``):
 
-- Chunk borders are absolute. A whole chunk is always multiplied as ``CHUNK`` keys whose place in the
-  product is their position modulo ``CHUNK``, whether they come from the cache or, for a tree that
-  crosses a border, are gathered along a path.
-- In the chunk a row stands in, the other nodes of the tree lie between its keys. They get weight 0,
+- Chunk borders are absolute. A whole chunk is always multiplied as ``CHUNK`` keys whose place in
+  the product is their position modulo ``CHUNK``, whether they come from the cache or, for a tree
+  that crosses a border, are gathered along a path.
+- In the chunk a row stands in, other nodes of the tree lie between its keys. They get weight 0,
   and that product adds strictly one column after the other, so they change nothing.
-- Chunks are merged by pairwise sums over their absolute index: absent chunks are zeros.
+- Weights are relative to the maximum over all that a row sees, which no grouping changes. Chunks
+  are added up eight by eight at absolute multiples of eight, absent ones being zeros; the row's own
+  chunk comes last.
 """
 
 from __future__ import annotations
@@ -18,12 +20,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.kernels._layout import ROW_MULTIPLE, BlockLayout, lay_out
-from paceline.kernels.trees import CHUNK, MAX_TREE_NODES, TreePlan, TreeSegment
+from paceline.kernels._layout import BlockLayout, Crossing, lay_out
+from paceline.kernels.trees import CHUNK, MAX_TREE_NODES, TreePlan
 
-_SCRATCH_BYTES = 32 << 20
-_MIN_COLUMNS = 16
-_FLOOR = -1e30
+_KV_SCRATCH_BYTES = 32 << 20
+_SCORE_BYTES = 64 << 20
+_MIN_COLUMNS = 16  # products with fewer columns take another path, with other bits
+_FEW_ROWS = 64  # up to here one product for all kv heads is faster than one for each
+_RADIX = 8  # chunks added up at once
+
+_linear = torch.ops.mkldnn._linear_pointwise.default
 
 
 class CpuBackend:
@@ -32,7 +38,7 @@ class CpuBackend:
     name = "cpu"
 
     def __init__(self) -> None:
-        self._scratch = threading.local()
+        self._local = threading.local()
 
     def attend(
         self,
@@ -47,34 +53,21 @@ class CpuBackend:
         lse: Tensor | None,
     ) -> None:
         """See :func:`paceline.kernels.tree_attention`."""
-        for index, segment in enumerate(plan.segments):
-            start, stop = plan.offsets[index], plan.offsets[index + 1]
+        heads = (q.shape[1], keys[0].shape[0])
+        blocks = plan.prepared.get((heads, window))
+        if blocks is None:
+            blocks = plan.prepared[heads, window] = _blocks(plan, *heads, window)
+        for sequence, begin, end, layout in blocks:
+            part = None if lse is None else lse[begin:end]
             self._attend_block(
-                q[start:stop],
-                keys[segment.sequence],
-                values[segment.sequence],
-                segment,
-                self._layout(plan, index, q.shape[1] // keys[segment.sequence].shape[0], window),
-                scale,
-                out[start:stop],
-                None if lse is None else lse[start:stop],
+                q[begin:end], keys[sequence], values[sequence], layout, scale, out[begin:end], part
             )
-
-    def _layout(
-        self, plan: TreePlan, index: int, group: int, window: int | None
-    ) -> BlockLayout:
-        key = ("cpu", index, group, window)
-        layout: BlockLayout | None = plan.prepared.get(key)
-        if layout is None:
-            layout = plan.prepared[key] = lay_out(plan.segments[index], group, window)
-        return layout
 
     def _attend_block(
         self,
         q: Tensor,
         key: Tensor,
         value: Tensor,
-        segment: TreeSegment,
         layout: BlockLayout,
         scale: float,
         out: Tensor,
@@ -84,114 +77,135 @@ class CpuBackend:
         kv_heads = key.shape[0]
         group = heads // kv_heads
         packed = self._pack(q, kv_heads, layout)
-        slots = layout.own_chunk - layout.first_chunk + (2 if layout.crossings else 1)
+        scores = self._scores(packed, key, layout, scale)
+        if layout.hidden is not None:
+            scores[..., -layout.hidden.shape[1] :].masked_fill_(layout.hidden, float("-inf"))
+        peaks = scores.amax(-1, keepdim=True)
+        crossed = [_cross(packed, key, crossing, peaks, scale) for crossing in layout.crossings]
+        scores.sub_(peaks).exp_()
 
-        # Column dim of `sums` is the softmax denominator.
-        sums = torch.empty(kv_heads, slots, layout.padded, dim + 1)
-        peaks = torch.empty(kv_heads, slots, layout.padded)
-        own = slots - 2 if layout.crossings else slots - 1
-        self._whole_chunks(packed, key, value, layout, scale, sums, peaks)
-        own_sums, own_peaks = self._own_chunk(packed, key, value, segment, layout, scale)
-        sums[:, own] = own_sums
-        peaks[:, own] = own_peaks
-        if layout.beyond is not None:
-            _move_beyond(sums, peaks, own, layout.beyond)
-            for crossing in layout.crossings:
-                whole = _one_chunk(
-                    packed[:, crossing.rows],
-                    key[:, crossing.slots].float(),
-                    value[:, crossing.slots].float(),
-                    crossing.hidden,
-                    scale,
-                )
-                sums[:, own, crossing.rows] = whole[0]
-                peaks[:, own, crossing.rows] = whole[1]
-        merged, peak = _merge(sums, peaks, layout.first_chunk)
-        merged = merged[:, : layout.rows].view(kv_heads, nodes, group, dim + 1).transpose(0, 1)
-        torch.div(
-            merged[..., :dim], merged[..., dim:], out=out.view(nodes, kv_heads, group, dim)
-        )
+        sums, mass = self._own_chunk(scores, value, layout)
+        if layout.whole_chunks or crossed:
+            before, before_mass = self._whole_chunks(scores, value, layout, crossed, peaks)
+            sums, mass = before.add_(sums), before_mass.add_(mass)
+        if layout.padded > layout.rows:
+            sums, mass = sums[:, : layout.rows], mass[:, : layout.rows]
+
+        if nodes == 1:
+            torch.div(sums, mass.unsqueeze(-1), out=out.view(kv_heads, group, dim))
+        else:
+            by_node = sums.unflatten(1, (nodes, group)).transpose(0, 1)
+            mass_by_node = mass.unflatten(1, (nodes, group)).transpose(0, 1).unsqueeze(-1)
+            torch.div(by_node, mass_by_node, out=out.view(nodes, kv_heads, group, dim))
         if lse is not None:
-            total = peak[:, : layout.rows].view(kv_heads, nodes, group).transpose(0, 1)
-            torch.add(
-                total, merged[..., dim].log(), out=lse.view(nodes, kv_heads, group)
-            )
+            total = mass.log().add_(peaks[:, : layout.rows, 0]).unflatten(1, (nodes, group))
+            lse.view(nodes, kv_heads, group).copy_(total.transpose(0, 1))
 
     def _pack(self, q: Tensor, kv_heads: int, layout: BlockLayout) -> Tensor:
-        """fp32 ``[Hkv, padded, D]``: node after node, each with its whole GQA group."""
+        """fp32 ``[Hkv, padded, D]``: node after node, each with its whole GQA group.
+
+        What the padding rows hold does not matter: no row depends on another.
+        """
         nodes, heads, dim = q.shape
+        group = heads // kv_heads
         packed = self._take("q", kv_heads * layout.padded * dim).view(kv_heads, layout.padded, dim)
-        packed[:, : layout.rows].view(kv_heads, nodes, heads // kv_heads, dim).copy_(
-            q.view(nodes, kv_heads, heads // kv_heads, dim).transpose(0, 1)
-        )
-        if layout.padded > layout.rows:
-            packed[:, layout.rows :] = 0
+        used = packed if layout.padded == layout.rows else packed[:, : layout.rows]
+        if nodes == 1:
+            used.copy_(q.view(kv_heads, group, dim))
+        else:
+            by_node = q.view(nodes, kv_heads, group, dim).transpose(0, 1)
+            used.unflatten(1, (nodes, group)).copy_(by_node)
         return packed
+
+    def _scores(self, packed: Tensor, key: Tensor, layout: BlockLayout, scale: float) -> Tensor:
+        """Scaled scores of every slot looked at, ``[Hkv, padded, columns]``, in scratch."""
+        kv_heads, rows, dim = packed.shape
+        columns = layout.columns
+        scores = self._take("s", kv_heads * rows * columns).view(kv_heads, rows, columns)
+        if columns < _MIN_COLUMNS:
+            few = key[:, layout.base : layout.stop].float()
+            few = torch.nn.functional.pad(few, (0, 0, 0, _MIN_COLUMNS - columns))
+            wide = scores.new_empty(kv_heads, rows, _MIN_COLUMNS)
+            return scores.copy_(_multiply_keys(packed, few, scale, wide)[..., :columns])
+        if key.dtype == torch.float32:
+            return _multiply_keys(packed, key[:, layout.base : layout.stop], scale, scores)
+        step = max(CHUNK, _KV_SCRATCH_BYTES // (4 * kv_heads * dim))
+        step = columns if columns - step < _MIN_COLUMNS else step // CHUNK * CHUNK
+        for begin in range(0, columns, step):
+            end = min(begin + step, columns)
+            if columns - end < _MIN_COLUMNS:
+                end = columns
+            k = self._fp32("kv", key[:, layout.base + begin : layout.base + end])
+            part = scores if end - begin == columns else scores[..., begin:end]
+            _multiply_keys(packed, k, scale, part)
+            if end == columns:
+                break
+        return scores
+
+    def _own_chunk(
+        self, weights: Tensor, value: Tensor, layout: BlockLayout
+    ) -> tuple[Tensor, Tensor]:
+        """Weighted values of each row's own chunk, ``[Hkv, R, D]``, and total weights ``[Hkv, R]``.
+
+        A last column of ones in the values makes the same product sum the weights.
+        """
+        kv_heads, rows, _ = weights.shape
+        dim = value.shape[2]
+        begin = layout.own_chunk * CHUNK
+        count = layout.stop - begin
+        mine = weights[..., -count:]
+        if kv_heads * rows <= _FEW_ROWS:
+            v = self._ones("all", CHUNK - 1 + MAX_TREE_NODES, kv_heads, dim + 1)[:count]
+            v[..., :dim] = value[:, begin : layout.stop].transpose(0, 1)
+            product = _ordered_product(mine.reshape(-1, count), v.flatten(1))
+            both = product.view(kv_heads, rows, kv_heads, dim + 1).diagonal(0, 0, 2)
+            both = both.permute(2, 0, 1)
+        else:
+            v = self._ones("each", kv_heads, CHUNK - 1 + MAX_TREE_NODES, dim + 1)[:, :count]
+            v[..., :dim] = value[:, begin : layout.stop]
+            both = torch.stack([_ordered_product(mine[h], v[h]) for h in range(kv_heads)])
+        return both[..., :dim], both[..., dim]
 
     def _whole_chunks(
         self,
-        packed: Tensor,
-        key: Tensor,
+        weights: Tensor,
         value: Tensor,
         layout: BlockLayout,
-        scale: float,
-        sums: Tensor,
+        crossed: list[tuple[Crossing, Tensor]],
         peaks: Tensor,
-    ) -> None:
-        """Chunks before the one where the prefix ends, several at a time within the budget."""
-        kv_heads, rows, dim = packed.shape
-        bytes_per_chunk = 4 * kv_heads * CHUNK * (rows + 2 * dim)
-        step = max(1, _SCRATCH_BYTES // bytes_per_chunk)
-        for begin in range(layout.first_chunk, layout.own_chunk, step):
-            end = min(begin + step, layout.own_chunk)
-            count = end - begin
-            at = slice(begin - layout.first_chunk, end - layout.first_chunk)
-            k = self._fp32("k", key[:, begin * CHUNK : end * CHUNK]).unflatten(1, (count, CHUNK))
-            v = self._fp32("v", value[:, begin * CHUNK : end * CHUNK]).unflatten(1, (count, CHUNK))
-            scores = self._take("s", kv_heads * count * rows * CHUNK)
-            scores = scores.view(kv_heads, count, rows, CHUNK)
-            for head in range(kv_heads):
-                _scores(packed[head].expand(count, rows, dim), k[head], scale, scores[head])
-            hidden = None if layout.full_hidden is None else layout.full_hidden[at]
-            torch.amax(_hide(scores, hidden), -1, out=peaks[:, at])
-            _exponentiate(scores, peaks[:, at], hidden is not None)
-            torch.sum(scores, -1, out=sums[:, at, :, dim])
-            for head in range(kv_heads):
-                torch.bmm(scores[head], v[head], out=sums[head, at, :, :dim])
-
-    def _own_chunk(
-        self,
-        packed: Tensor,
-        key: Tensor,
-        value: Tensor,
-        segment: TreeSegment,
-        layout: BlockLayout,
-        scale: float,
     ) -> tuple[Tensor, Tensor]:
-        """Each row's own chunk: committed rest and tree nodes, other paths hidden."""
-        kv_heads, rows, dim = packed.shape
-        begin, count = layout.own_chunk * CHUNK, layout.columns
-        k = self._fp32("k", key[:, begin : begin + count])
-        if count < _MIN_COLUMNS:  # tiny products take another path, with other bits
-            k = torch.nn.functional.pad(k, (0, 0, 0, _MIN_COLUMNS - count))
-        scores = torch.empty(kv_heads, rows, k.shape[1])
-        _scores(packed, k, scale, scores)
-        scores = _hide(scores[..., :count].contiguous(), layout.own_hidden)
-        peak = scores.amax(-1)
-        _exponentiate(scores, peak, False)
-        v = self._values_with_ones(kv_heads, dim)
-        v[:, :count, :dim] = value[:, begin : begin + count]
-        sums = torch.stack([_ordered_product(scores[h], v[h, :count]) for h in range(kv_heads)])
-        return sums, peak
-
-    def _values_with_ones(self, kv_heads: int, dim: int) -> Tensor:
-        """fp32 ``[Hkv, CHUNK - 1 + MAX_TREE_NODES, D + 1]`` whose last column stays 1."""
-        key = ("ones", kv_heads, dim)
-        store = self._scratch.__dict__
-        if key not in store:
-            store[key] = torch.ones(kv_heads, CHUNK - 1 + MAX_TREE_NODES, dim + 1)
-        found: Tensor = store[key]
-        return found
+        """Weighted values and total weights of all whole chunks, as ``_own_chunk``."""
+        kv_heads, rows, _ = weights.shape
+        dim = value.shape[2]
+        count = layout.whole_chunks
+        skip = layout.first_chunk % _RADIX
+        last = skip + count
+        slots = _round_up(last + bool(crossed), _RADIX)
+        sums = torch.empty(kv_heads, slots, rows, dim)
+        mass = torch.empty(kv_heads, slots, rows)
+        for empty in (slice(0, skip), slice(last, slots)):
+            if empty.stop > empty.start:
+                sums[:, empty] = 0
+                mass[:, empty] = 0
+        if count:
+            by_chunk = weights[..., : count * CHUNK].unflatten(2, (count, CHUNK)).transpose(1, 2)
+            torch.sum(by_chunk, -1, out=mass[:, skip:last])
+            step = max(1, _KV_SCRATCH_BYTES // (4 * kv_heads * CHUNK * dim))
+            for begin in range(0, count, step):
+                end = min(begin + step, count)
+                at = layout.base + begin * CHUNK
+                v = self._fp32("kv", value[:, at : at + (end - begin) * CHUNK])
+                v = v.unflatten(1, (end - begin, CHUNK))
+                for head in range(kv_heads):
+                    into = sums[head, skip + begin : skip + end]
+                    torch.bmm(by_chunk[head, begin:end], v[head], out=into)
+        for crossing, scores in crossed:
+            part = scores.sub_(peaks[:, crossing.rows]).exp_()
+            v = value[:, crossing.slots].float()
+            sums[:, last, crossing.rows] = torch.bmm(part, v)
+            mass[:, last, crossing.rows] = part.sum(-1)
+        group = layout.first_chunk // _RADIX
+        return _sum_slots(sums, group), _sum_slots(mass, group)
 
     def _fp32(self, name: str, x: Tensor) -> Tensor:
         """``x`` itself if fp32, else an fp32 copy of it in scratch."""
@@ -201,79 +215,72 @@ class CpuBackend:
 
     def _take(self, name: str, numel: int) -> Tensor:
         """``numel`` floats of this thread's scratch; valid until the name is taken again."""
-        store = self._scratch.__dict__
+        store = self._local.__dict__
         flat: Tensor | None = store.get(name)
         if flat is None or flat.numel() < numel:
-            flat = store[name] = torch.empty(numel)
+            flat = store[name] = torch.zeros(numel)
         return flat[:numel]
 
-
-def _one_chunk(
-    packed: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """One whole chunk with keys of its own: the arithmetic of ``_whole_chunks``, gathered."""
-    kv_heads, rows, dim = packed.shape
-    padded = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
-    packed = torch.nn.functional.pad(packed, (0, 0, 0, padded - rows))
-    scores = torch.empty(kv_heads, padded, CHUNK)
-    _scores(packed, key, scale, scores)
-    _hide(scores[:, :rows], hidden)
-    peak = scores.amax(-1)
-    _exponentiate(scores, peak, hidden is not None)
-    sums = torch.empty(kv_heads, padded, dim + 1)
-    torch.sum(scores, -1, out=sums[..., dim])
-    torch.bmm(scores, value, out=sums[..., :dim])
-    return sums[:, :rows], peak[:, :rows]
+    def _ones(self, name: str, *shape: int) -> Tensor:
+        """Scratch of one shape, 1 where nothing was ever written."""
+        store = self._local.__dict__
+        key = f"{name}{shape}"
+        found: Tensor | None = store.get(key)
+        if found is None:
+            found = store[key] = torch.ones(shape)
+        return found
 
 
-def _scores(q: Tensor, key: Tensor, scale: float, out: Tensor) -> None:
-    torch.baddbmm(out, q, key.transpose(1, 2), beta=0, alpha=scale, out=out)
+def _blocks(
+    plan: TreePlan, heads: int, kv_heads: int, window: int | None
+) -> list[tuple[int, int, int, BlockLayout]]:
+    """Cut segments so that the scores of a block stay small: sequence, row range, layout."""
+    group = heads // kv_heads
+    blocks: list[tuple[int, int, int, BlockLayout]] = []
+    for segment, row in zip(plan.segments, plan.offsets, strict=False):
+        most = max(1, _SCORE_BYTES // (4 * heads * segment.stop))
+        for first in range(0, segment.length, most):
+            nodes = min(most, segment.length - first)
+            layout = lay_out(segment, group, window, first, nodes)
+            blocks.append((segment.sequence, row + first, row + first + nodes, layout))
+    return blocks
 
 
-def _hide(scores: Tensor, hidden: Tensor | None) -> Tensor:
-    return scores if hidden is None else scores.masked_fill_(hidden, float("-inf"))
+def _cross(
+    packed: Tensor, key: Tensor, crossing: Crossing, peaks: Tensor, scale: float
+) -> tuple[Crossing, Tensor]:
+    """Scores of a gathered chunk, ``[Hkv, n, CHUNK]``; raises the rows' peaks where needed."""
+    q = packed[:, crossing.rows]
+    scores = torch.empty(q.shape[0], q.shape[1], CHUNK)
+    _multiply_keys(q, key[:, crossing.slots].float(), scale, scores)
+    if crossing.hidden is not None:
+        scores.masked_fill_(crossing.hidden, float("-inf"))
+    peaks[:, crossing.rows] = peaks[:, crossing.rows].maximum(scores.amax(-1, keepdim=True))
+    return crossing, scores
 
 
-def _exponentiate(scores: Tensor, peaks: Tensor, may_be_empty: bool) -> None:
-    """``exp(scores - peaks)`` in place; rows that see nothing become 0."""
-    if may_be_empty:
-        peaks.clamp_(min=_FLOOR)
-    scores.sub_(peaks.unsqueeze(-1)).exp_()
+def _multiply_keys(q: Tensor, key: Tensor, scale: float, out: Tensor) -> Tensor:
+    return torch.baddbmm(out, q, key.transpose(1, 2), beta=0, alpha=scale, out=out)
 
 
 def _ordered_product(weights: Tensor, values: Tensor) -> Tensor:
     """``weights @ values``, added up strictly column after column (up to 512 of them)."""
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(
-        weights, values.t(), None, "none", [], ""
-    )
+    product: Tensor = _linear(weights, values.t(), None, "none", [], "")
     return product
 
 
-def _move_beyond(sums: Tensor, peaks: Tensor, own: int, beyond: Tensor) -> None:
-    """Rows past the border have their own chunk one slot further; the others have none there."""
-    sums[:, own + 1] = 0
-    peaks[:, own + 1] = _FLOOR
-    sums[:, own + 1, beyond] = sums[:, own, beyond]
-    peaks[:, own + 1, beyond] = peaks[:, own, beyond]
+def _sum_slots(x: Tensor, first: int) -> Tensor:
+    """Sum over dim 1, ``_RADIX`` at a time; the first group has the absolute index ``first``."""
+    while True:
+        groups = x.shape[1] // _RADIX
+        if groups == 1:
+            return x.sum(1)
+        x = x.unflatten(1, (groups, _RADIX)).sum(2)
+        aligned = x.new_zeros(x.shape[0], _round_up(first % _RADIX + groups, _RADIX), *x.shape[2:])
+        aligned[:, first % _RADIX : first % _RADIX + groups] = x
+        x = aligned
+        first //= _RADIX
 
 
-def _merge(sums: Tensor, peaks: Tensor, first_chunk: int) -> tuple[Tensor, Tensor]:
-    """Merge chunks by log-sum-exp: ``[Hkv, n, R, D + 1]`` to ``[Hkv, R, D + 1]``."""
-    if sums.shape[1] == 1:
-        return sums[:, 0], peaks[:, 0]
-    peak = peaks.amax(1, keepdim=True)
-    sums.mul_((peaks - peak).exp_().unsqueeze(-1))
-    return _sum_chunks(sums, first_chunk), peak[:, 0]
-
-
-def _sum_chunks(x: Tensor, first: int) -> Tensor:
-    """Sum over dim 1 as a binary tree over the absolute chunk index ``first + i``; eats ``x``."""
-    while x.shape[1] > 1:
-        if first % 2:
-            x = torch.cat([torch.zeros_like(x[:, :1]), x], 1)
-            first -= 1
-        pairs = x.shape[1] // 2
-        x[:, 0 : 2 * pairs : 2] += x[:, 1::2]
-        x = x[:, 0::2]
-        first //= 2
-    return x[:, 0]
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple

@@ -115,9 +115,7 @@ def filter_logits(logits: Tensor, params: SamplingParams, history: History) -> T
     return kept
 
 
-def choose_token(
-    logits: Tensor, params: SamplingParams, position: int, history: History
-) -> int:
+def choose_token(logits: Tensor, params: SamplingParams, position: int, history: History) -> int:
     """The token the sampling contract names.
 
     Args:

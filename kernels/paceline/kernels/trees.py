@@ -120,9 +120,7 @@ class TreePlan:
         return self.offsets[-1]
 
 
-def plan_trees(
-    segments: Sequence[TreeSegment], *, device: torch.device | str = "cpu"
-) -> TreePlan:
+def plan_trees(segments: Sequence[TreeSegment], *, device: torch.device | str = "cpu") -> TreePlan:
     """Plan one packed forward pass.
 
     Args:
