@@ -41,5 +41,17 @@ proto-check: setup
 bench: setup
 	$(BIN)/paceline bench
 
+# The two GPU commands use the Python at hand with its own torch: nothing is downloaded.
+SOURCES := protos/gen:kernels:services/common:services/verifier:services/drafter:client:train:bench
+OUT ?= bench/results
+
+gpu-check:
+	PYTHONPATH=$(SOURCES) $(PYTHON) -m paceline.bench.gpu_check --output $(OUT)
+
+# A larger demo target (about 26 M parameters, context 8192) in under ten minutes.
+gpu-train:
+	PYTHONPATH=$(SOURCES) $(PYTHON) -m paceline.train target --preset gpu --device cuda \
+	    --work $(OUT)/work --out $(OUT)/target
+
 clean:
 	rm -rf $(VENV) .make build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
