@@ -1,0 +1,39 @@
+"""Drafts token trees: methods, a registry of loaded versions, and the service around them.
+
+Imports no torch until a method that needs it is loaded. What a drafter drafts can change the speed
+of a generation, never its tokens.
+"""
+
+from paceline.drafter.methods import method_names, register_method
+from paceline.drafter.methods.base import (
+    Budget,
+    Drafter,
+    DraftSequence,
+    Fit,
+    Generation,
+    LoadError,
+    Needs,
+    Resources,
+    Update,
+)
+from paceline.drafter.service import DrafterService, build_service
+from paceline.drafter.spec import DrafterSpec
+from paceline.drafter.tree import Tree
+
+__all__ = [
+    "Budget",
+    "DraftSequence",
+    "Drafter",
+    "DrafterService",
+    "DrafterSpec",
+    "Fit",
+    "Generation",
+    "LoadError",
+    "Needs",
+    "Resources",
+    "Tree",
+    "Update",
+    "build_service",
+    "method_names",
+    "register_method",
+]

@@ -1,0 +1,59 @@
+"""Model folders of drafters: which target and tokenizer they belong to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from paceline.drafter.methods.base import Fit, LoadError
+
+TOKENIZER_FILE = "tokenizer.json"
+
+
+def read_fit(folder: Path) -> Fit:
+    """What a model folder says about the targets it fits.
+
+    The ``paceline`` section of config.json may name a ``target_fingerprint`` and a
+    ``tokenizer_digest``; a tokenizer.json in the folder decides the digest if the section has none.
+
+    Raises:
+        LoadError: No readable config.json, no safetensors weights, or a section and a
+            tokenizer.json that contradict each other.
+    """
+    config = _read_config(folder)
+    if not any(folder.glob("*.safetensors")):
+        raise LoadError(
+            "NO_SAFETENSORS",
+            f"{folder} has no *.safetensors file; other kinds of weights are never loaded, "
+            "convert them first",
+        )
+    section = config.get("paceline", {})
+    declared = section.get("tokenizer_digest", "")
+    tokenizer = folder / TOKENIZER_FILE
+    found = hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.is_file() else ""
+    if declared and found and declared != found:
+        raise LoadError(
+            "TOKENIZER_MISMATCH",
+            f"config.json of {folder} says tokenizer {declared}, but {TOKENIZER_FILE} beside it is "
+            f"{found}; restore the one the drafter was trained with",
+        )
+    return Fit(
+        target_fingerprint=section.get("target_fingerprint", ""),
+        tokenizer_digest=declared or found,
+        vocab_size=int(config.get("vocab_size", 0)),
+    )
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise LoadError(
+            "NO_CONFIG", f"cannot read {path}: {error}; expected a Hugging Face model folder"
+        ) from error
+    if not isinstance(config, dict) or not isinstance(config.get("paceline", {}), dict):
+        raise LoadError("NO_CONFIG", f"{path} is not an object, or its 'paceline' section is not")
+    return config

@@ -1,0 +1,190 @@
+"""The Draft stream."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator
+from typing import Any, TypeAlias
+
+import grpc
+
+from paceline.drafter.methods.base import Budget, Drafter, Generation, Update
+from paceline.drafter.registry import Registry, Version
+from paceline.drafter.session import Session
+from paceline.drafter.validation import check_attach, check_fit, check_length, check_tokens
+from paceline.drafter.worker import Drafted, DraftWorker
+from paceline.service import Gate, ServiceError
+from paceline.v1 import drafter_pb2, drafter_pb2_grpc
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
+    """Serves generations: attach, then a tree a round, until the stream ends in whatever way."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        worker: DraftWorker,
+        *,
+        max_context: int,
+        max_streams: int,
+    ) -> None:
+        self.gate = Gate()
+        """Streams in flight."""
+        self._registry = registry
+        self._worker = worker
+        self._max_context = max_context
+        self._max_streams = max_streams
+
+    async def Draft(
+        self,
+        request_iterator: AsyncIterator[drafter_pb2.DraftRequest],
+        context: Context,
+    ) -> None:
+        """One generation. Reads and writes by itself: a round has no time for more layers."""
+        first = await context.read()
+        if first is grpc.aio.EOF:
+            return
+        with self.gate.enter():
+            if self.gate.inside > self._max_streams:
+                raise ServiceError.resource_exhausted(
+                    "TOO_MANY_STREAMS",
+                    f"this drafter serves {self._max_streams} generations at once; go on without "
+                    "and try later",
+                    retry_after=1.0,
+                )
+            await self._generation(first, context)
+
+    async def _generation(self, first: drafter_pb2.DraftRequest, context: Context) -> None:
+        if first.WhichOneof("event") != "attach":
+            raise ServiceError.invalid_argument(
+                "NOT_ATTACHED", "the first message of a Draft stream must be an attach"
+            )
+        attach = first.attach
+        check_attach(attach, self._max_context)
+        version = self._registry.choose(attach.drafter, attach.version)
+        vocab_size = _check_drafter(attach, version)
+        eviction = _Eviction(version)
+        self._registry.attach(version, eviction)
+        session: Session | None = None
+        try:
+            session = self._start(attach, version)
+            await context.write(_attached(version))
+            await session.warm()
+            await self._rounds(session, vocab_size, context)
+        except asyncio.CancelledError:
+            eviction.raise_if_done()
+            raise
+        finally:
+            if session is not None:
+                session.close()
+            self._registry.detach(version, eviction)
+
+    def _start(self, attach: drafter_pb2.DraftAttach, version: Version) -> Session:
+        generation = Generation(
+            tokens=list(attach.tokens),
+            prompt_length=attach.prompt_length,
+            vocab_size=attach.vocab_size,
+            sampling=attach.sampling,
+            read_grant=attach.read_grant,
+            verifier_address=attach.verifier_address,
+        )
+        sequence = version.drafter.start(generation)
+        return Session(version, sequence, len(generation.tokens), self._worker)
+
+    async def _rounds(self, session: Session, vocab_size: int, context: Context) -> None:
+        version = session.version
+        while True:
+            request = await context.read()
+            if request is grpc.aio.EOF:
+                return
+            arrived = time.monotonic()
+            asked = request.round
+            if request.WhichOneof("event") != "round":
+                raise ServiceError.invalid_argument(
+                    "ALREADY_ATTACHED", "after the attach every message must be a round"
+                )
+            check_tokens("new_tokens", asked.new_tokens, vocab_size)
+            length = session.length + len(asked.new_tokens)
+            if asked.total_length != length:
+                raise ServiceError.failed_precondition(
+                    "OUT_OF_STEP",
+                    f"with these new tokens the text has {length} tokens here, but total_length is "
+                    f"{asked.total_length}; attach again with all tokens",
+                )
+            check_length(length, self._max_context)
+            update = Update(tuple(asked.new_tokens), asked.committed_length, asked.hidden_states)
+            drafted = await session.round(update, _budget(asked, version.drafter, arrived))
+            await context.write(_answer(asked.round_id, drafted, version))
+
+
+class _Eviction:
+    """Ends a stream from outside: cancels its handler, which then says why."""
+
+    def __init__(self, version: Version) -> None:
+        self._version = version
+        self._task = asyncio.current_task()
+        self._done = False
+
+    def __call__(self) -> None:
+        self._done = True
+        if self._task is not None:
+            self._task.cancel()
+
+    def raise_if_done(self) -> None:
+        """Raise UNAVAILABLE with DRAFTER_UNLOADED if it was this that cancelled the handler."""
+        if not self._done:
+            return
+        if self._task is not None:
+            self._task.uncancel()
+        version = self._version
+        raise ServiceError.unavailable(
+            "DRAFTER_UNLOADED",
+            f"version {version.version!r} of drafter {version.spec.name!r} was unloaded; "
+            "attach again to get another version",
+        )
+
+
+def _check_drafter(attach: drafter_pb2.DraftAttach, version: Version) -> int:
+    """Check attach and drafter against each other; returns how many token ids both know."""
+    check_fit(attach, version.drafter, version.spec.name)
+    vocab_size = min(attach.vocab_size, version.drafter.fit.vocab_size or attach.vocab_size)
+    check_tokens("tokens", attach.tokens, vocab_size)
+    return vocab_size
+
+
+def _attached(version: Version) -> drafter_pb2.DraftResponse:
+    needs = version.drafter.needs
+    return drafter_pb2.DraftResponse(
+        attached=drafter_pb2.DraftAttached(
+            drafter=version.spec.name,
+            version=version.version,
+            method=version.spec.method,
+            hidden_state_layers=needs.hidden_state_layers,
+            hidden_state_window=needs.hidden_state_window,
+            max_nodes=version.drafter.max_nodes,
+        )
+    )
+
+
+def _budget(asked: drafter_pb2.DraftRound, drafter: Drafter, arrived: float) -> Budget:
+    return Budget(
+        nodes=min(asked.node_budget, drafter.max_nodes),
+        depth=min(asked.max_depth or drafter.max_depth, drafter.max_depth),
+        deadline=arrived + asked.deadline_ms / 1000 if asked.deadline_ms else math.inf,
+    )
+
+
+def _answer(round_id: int, drafted: Drafted, version: Version) -> drafter_pb2.DraftResponse:
+    return drafter_pb2.DraftResponse(
+        tree=drafter_pb2.DraftTree(
+            round_id=round_id,
+            tree=drafted.tree.to_proto(),
+            draft_us=round(drafted.draft_seconds * 1e6),
+            queue_us=round(drafted.queue_seconds * 1e6),
+            version=version.version,
+        )
+    )

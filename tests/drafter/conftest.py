@@ -1,0 +1,127 @@
+"""A drafter service on a unix socket, in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from paceline.drafter import DrafterSpec, build_service
+from paceline.service import ServerOptions, run_server
+from paceline.v1 import drafter_pb2, drafter_pb2_grpc
+
+VOCAB = 1000
+
+
+class Drafting:
+    """Client side of one service in a test."""
+
+    def __init__(self, service: Any, channel: grpc.aio.Channel) -> None:
+        self.service = service
+        self.channel = channel
+        self.drafter = drafter_pb2_grpc.DrafterServiceStub(channel)
+        self.registry = drafter_pb2_grpc.DrafterRegistryServiceStub(channel)
+
+    async def attach(self, tokens: Sequence[int], **fields: Any) -> Stream:
+        """Attach, and wait for the answer."""
+        stream = Stream(self.drafter.Draft(), len(tokens))
+        fields = {"vocab_size": VOCAB, "prompt_length": len(tokens), **fields}
+        attach = drafter_pb2.DraftAttach(tokens=tokens, **fields)
+        await stream.send(drafter_pb2.DraftRequest(attach=attach))
+        stream.attached = (await stream.read()).attached
+        return stream
+
+
+class Stream:
+    """One attached generation."""
+
+    attached: drafter_pb2.DraftAttached
+
+    def __init__(self, call: Any, length: int) -> None:
+        self.call = call
+        self.length = length
+        self.rounds = 0
+
+    async def send(self, request: drafter_pb2.DraftRequest) -> None:
+        """Send a message; a stream that ended already shows its status in :meth:`read`."""
+        try:
+            await self.call.write(request)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return
+
+    async def read(self) -> drafter_pb2.DraftResponse:
+        """The next answer."""
+        answer = await self.call.read()
+        assert answer is not grpc.aio.EOF, "the stream ended without a status"
+        return answer
+
+    async def round(self, tokens: Sequence[int] = (), **fields: Any) -> drafter_pb2.DraftTree:
+        """One round."""
+        self.length += len(tokens)
+        self.rounds += 1
+        fields = {
+            "node_budget": 16,
+            "total_length": self.length,
+            "round_id": self.rounds,
+            "new_tokens": tokens,
+            **fields,
+        }
+        await self.send(drafter_pb2.DraftRequest(round=drafter_pb2.DraftRound(**fields)))
+        return (await self.read()).tree
+
+    async def end(self) -> None:
+        """End the stream well."""
+        await self.call.done_writing()
+        assert await self.call.read() is grpc.aio.EOF
+
+
+@asynccontextmanager
+async def drafting(*specs: str, **options: Any) -> AsyncIterator[Drafting]:
+    """Serve drafters on a unix socket for the body."""
+    with tempfile.TemporaryDirectory() as folder:
+        service = build_service([DrafterSpec.parse(spec) for spec in specs], **options)
+        stop, ready = asyncio.Event(), asyncio.Event()
+        server = asyncio.create_task(
+            run_server(
+                service,
+                ServerOptions(address=f"unix:{Path(folder) / 'drafter'}", drain_seconds=2),
+                on_ready=lambda _: ready.set(),
+                stop_event=stop,
+            )
+        )
+        waiting = asyncio.create_task(ready.wait())
+        await asyncio.wait({server, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if server.done():
+            await server
+        try:
+            async with grpc.aio.insecure_channel(f"unix:{Path(folder) / 'drafter'}") as channel:
+                yield Drafting(service, channel)
+        finally:
+            stop.set()
+            await server
+
+
+def failure(error: pytest.ExceptionInfo[grpc.aio.AioRpcError]) -> tuple[grpc.StatusCode, str]:
+    """Status code and reason of a failed call."""
+    status = rpc_status.from_call(error.value)
+    assert status is not None, "no rich status"
+    info = error_details_pb2.ErrorInfo()
+    assert status.details[0].Unpack(info)
+    assert info.domain == "paceline"
+    return error.value.code(), info.reason
+
+
+@pytest.fixture
+async def ngram() -> AsyncIterator[Drafting]:
+    """A service with one ngram drafter."""
+    async with drafting("ngram=ngram") as service:
+        yield service
