@@ -1,0 +1,59 @@
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from paceline.cli.processes import ServiceProcess
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny random target."""
+    import transformers
+
+    folder = tmp_path_factory.mktemp("target")
+    config = transformers.LlamaConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=512,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def registry() -> Iterator[ServiceProcess]:
+    """A drafter process with one drafter, `main`, that asks for the token `secret`."""
+    drafter = ServiceProcess(
+        "drafter", ["--load", "main=ngram"], environment={"PACELINE_TOKEN": "secret"}
+    )
+    with drafter:
+        yield drafter
+
+
+def serving(address: str) -> bool:
+    """Whether the service at `address` says that it serves."""
+    with grpc.insecure_channel(address) as channel:
+        try:
+            response = health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(), timeout=10
+            )
+        except grpc.RpcError:
+            return False
+    return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def eventually(true: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Wait until `true()`; fail if it never is."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.02)

@@ -1,0 +1,112 @@
+"""`paceline drafters` against a real drafter process."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.main import main
+from paceline.cli.processes import ServiceProcess
+
+
+@pytest.fixture(autouse=True)
+def token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_TOKEN", "secret")
+
+
+def drafters(registry: ServiceProcess, action: str, *words: str) -> int:
+    return main(["drafters", action, "--address", registry.address, *words])
+
+
+def listed(
+    registry: ServiceProcess, capsys: pytest.CaptureFixture[str]
+) -> dict[tuple[str, str], dict[str, object]]:
+    assert drafters(registry, "list", "--json") == 0
+    return {(d["name"], d["version"]): d for d in json.loads(capsys.readouterr().out)}
+
+
+def test_a_version_is_loaded_activated_and_unloaded(
+    registry: ServiceProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = listed(registry, capsys)
+    assert [(name, info["method"]) for (name, _), info in before.items()] == [("main", "ngram")]
+
+    assert drafters(registry, "load", "main", "ngram", "--version", "next") == 0
+    assert "next" in capsys.readouterr().out
+    assert listed(registry, capsys)["main", "next"]["traffic_share"] == 0
+
+    assert drafters(registry, "activate", "main", "next", "--share", "0.25") == 0
+    capsys.readouterr()
+    assert listed(registry, capsys)["main", "next"]["traffic_share"] == 0.25
+
+    assert drafters(registry, "unload", "main", "next") == 0
+    assert "unloaded" in capsys.readouterr().out
+    assert listed(registry, capsys) == before
+
+
+def test_the_table_shows_what_is_loaded(
+    registry: ServiceProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert drafters(registry, "list") == 0
+    table = capsys.readouterr().out
+    assert "main (default)" in table
+    assert "100%" in table
+
+
+def test_loading_with_activate_and_options(
+    registry: ServiceProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("second", "ngram", "--version", "1", "--option", "max_nodes=4", "--activate")
+    assert drafters(registry, "load", *words, "--json") == 0
+    assert json.loads(capsys.readouterr().out)[0]["traffic_share"] == 1.0
+    assert drafters(registry, "unload", "second", "--force") == 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("load", "x", "no-such-method"),
+        ("load", "x", "ngram", "--option", "no_such_option=1"),
+        ("load", "x", "lm", "/nowhere"),
+        ("activate", "main", "no-such-version"),
+        ("activate", "main", "1", "--share", "7"),
+        ("unload", "nobody"),
+    ],
+)
+def test_what_the_service_refuses_is_told_with_its_reason(
+    registry: ServiceProcess, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert drafters(registry, *words) == 1
+    message = capsys.readouterr().err
+    assert message.startswith(f"paceline drafters: {registry.address}: ")
+    assert message.rstrip().endswith("]"), "the reason is missing"
+
+
+def test_a_wrong_token_is_refused(
+    registry: ServiceProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = tmp_path / "token"
+    wrong.write_text("wrong")
+    assert drafters(registry, "list", "--token-file", str(wrong)) == 1
+    assert "UNAUTHENTICATED" in capsys.readouterr().err
+
+
+def test_nobody_there_is_a_clear_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["drafters", "list", "--address", "unix:/nowhere.sock"]) == 1
+    assert "unix:/nowhere.sock" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", [("--token-file", "/nowhere"), ("--tls-ca", "/nowhere"), ("--tls-cert", "only.pem")]
+)
+def test_bad_connection_arguments_are_told(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["drafters", "list", *words]) == 2
+    assert "paceline drafters: " in capsys.readouterr().err
+
+
+def test_an_option_needs_a_value(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["drafters", "load", "x", "ngram", "--option", "nodes"])
+    assert "is not KEY=VALUE" in capsys.readouterr().err

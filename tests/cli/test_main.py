@@ -1,0 +1,105 @@
+"""The command table, and what each command needs to be installed."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from paceline.cli.main import COMMANDS, main
+
+# Runs the command line as on a machine where only `pip install paceline` was done.
+CLIENT_ONLY = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {names!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Absent())
+from paceline.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+OF_EXTRAS = [
+    *("torch", "transformers", "numpy", "safetensors", "accelerate"),
+    *("grpc_health", "grpc_reflection", "opentelemetry"),
+]
+
+
+def run_client_only(*words: str) -> "subprocess.CompletedProcess[str]":
+    script = CLIENT_ONLY.format(names=set(OF_EXTRAS))
+    return subprocess.run(
+        [sys.executable, "-c", script, *words], capture_output=True, text=True, timeout=60
+    )
+
+
+def test_help_lists_all_commands_and_needs_no_extra() -> None:
+    done = run_client_only("--help")
+    assert done.returncode == 0
+    for command in COMMANDS:
+        assert f" {command.name} " in done.stdout
+
+
+@pytest.mark.parametrize("name", [c.name for c in COMMANDS if c.extra is None])
+def test_client_commands_need_no_extra(name: str) -> None:
+    done = run_client_only(name, "--help")
+    assert done.returncode == 0, done.stderr
+    assert f"paceline {name}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "extra"),
+    [
+        (["verifier", "--target", "x"], "server"),
+        (["drafter", "--load", "ngram"], "server"),
+        (["train", "target", "--work", "x"], "train"),
+    ],
+)
+def test_a_missing_extra_is_named(words: list[str], extra: str) -> None:
+    done = run_client_only(*words)
+    assert done.returncode == 2
+    assert f"pip install 'paceline[{extra}]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", [command.name for command in COMMANDS])
+def test_each_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    assert f"usage: paceline {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [[], ["nonsense"], ["verifier"], ["drafters", "nonsense"]])
+def test_a_wrong_command_line_is_refused(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert "usage: paceline" in capsys.readouterr().err
+
+
+def test_service_commands_set_threads_before_torch_is_imported() -> None:
+    names = ("main", "serve", "verifier", "drafter", "drafters", "processes")
+    script = "".join(f"import paceline.cli.{name}\n" for name in names)
+    script += """
+import os, sys
+assert "torch" not in sys.modules
+from paceline.cli.service_process import set_thread_environment
+set_thread_environment(1)
+import torch
+print(torch.get_num_threads(), os.environ["OMP_WAIT_POLICY"], os.environ["KMP_BLOCKTIME"])
+"""
+    environment = {key: value for key, value in os.environ.items() if "OMP" not in key}
+    environment["KMP_BLOCKTIME"] = "7"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout.split() == ["1", "PASSIVE", "7"]

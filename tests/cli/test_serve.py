@@ -1,0 +1,124 @@
+"""`paceline serve`: both services under one command."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from .conftest import eventually, serving
+
+
+class Serve:
+    """A running `paceline serve`."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.ready = folder / "ready"
+        self.log = folder / "log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "paceline.cli.main", "serve", *arguments),
+                    *("--ready-file", str(self.ready)),
+                    *("--verifier-address", f"unix:{folder}/v.sock"),
+                    *("--drafter-address", "127.0.0.1:0"),
+                ],
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def addresses(self) -> list[str]:
+        """Both, once they answer."""
+        eventually(lambda: self.ready.exists() or self.process.poll() is not None)
+        assert self.process.poll() is None, self.log.read_text()
+        return self.ready.read_text().split()
+
+    def child(self, kind: str) -> psutil.Process:
+        """The process of the verifier or drafter."""
+        children = psutil.Process(self.process.pid).children()
+        return next(child for child in children if kind in child.cmdline())
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def serve(target: Path, tmp_path: Path) -> Iterator[Callable[..., Serve]]:
+    """Starts `paceline serve` on the tiny target."""
+    started: list[Serve] = []
+
+    def start(*arguments: str) -> Serve:
+        limits = ("--kv-bytes", "64MiB", "--log-level", "warning")
+        started.append(Serve(tmp_path, "--target", str(target), *limits, *arguments))
+        return started[-1]
+
+    yield start
+    for running in started:
+        running.close()
+
+
+def test_it_runs_both_and_ends_both_with_one_signal(serve: Callable[..., Serve]) -> None:
+    running = serve("--drafter", "ngram", "--drafter", "other=ngram")
+    addresses = running.addresses()
+    assert len(addresses) == 2
+    assert all(serving(address) for address in addresses)
+    children = [running.child("verifier"), running.child("drafter")]
+    running.process.send_signal(signal.SIGTERM)
+    assert running.process.wait(60) == 0, running.log.read_text()
+    assert not any(child.is_running() for child in children)
+    assert "ERROR" not in running.log.read_text()
+
+
+def test_a_dead_drafter_comes_back_where_it_was(serve: Callable[..., Serve]) -> None:
+    running = serve()
+    _verifier, drafter = running.addresses()
+    first = running.child("drafter")
+    first.kill()
+    eventually(lambda: serving(drafter))
+    assert running.child("drafter").pid != first.pid
+    assert "the drafter died" in running.log.read_text()
+    running.process.send_signal(signal.SIGINT)
+    assert running.process.wait(60) == 0
+
+
+def test_a_dead_verifier_ends_it_with_an_error(serve: Callable[..., Serve]) -> None:
+    running = serve()
+    running.addresses()
+    drafter = running.child("drafter")
+    running.child("verifier").kill()
+    assert running.process.wait(60) == 1
+    assert "the verifier died" in running.log.read_text()
+    assert not drafter.is_running()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--drafter", "no-such-method"),
+        ("--drafter", "lm:/nowhere"),
+        ("--dtype", "auto", "--max-context", "-5"),
+    ],
+)
+def test_what_cannot_start_ends_it_with_code_2(
+    serve: Callable[..., Serve], arguments: tuple[str, ...]
+) -> None:
+    running = serve(*arguments)
+    assert running.process.wait(60) == 2
+    assert "cannot serve" in running.log.read_text()
+    assert not running.ready.exists()
+
+
+def test_both_die_with_it(serve: Callable[..., Serve]) -> None:
+    running = serve()
+    running.addresses()
+    children = [running.child("verifier"), running.child("drafter")]
+    running.process.kill()
+    for child in children:
+        child.wait(60)
+        assert not child.is_running()
