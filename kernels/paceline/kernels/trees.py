@@ -104,6 +104,7 @@ class TreePlan:
         segments: The blocks; rows ``offsets[j] .. offsets[j + 1]`` of the packed query are block j.
         offsets: Row where each block starts, one longer than ``segments``.
         positions: Absolute position of every row, int64 ``[M]``, on the plan's device.
+        longest: The largest of them.
         device: Where the queries and caches live.
         prepared: What a backend worked out for this plan, by key; private to the backend.
     """
@@ -111,6 +112,7 @@ class TreePlan:
     segments: tuple[TreeSegment, ...]
     offsets: tuple[int, ...]
     positions: Tensor
+    longest: int
     device: torch.device
     prepared: dict[Any, Any] = field(default_factory=dict, repr=False)
 
@@ -146,5 +148,6 @@ def plan_trees(segments: Sequence[TreeSegment], *, device: torch.device | str = 
         segments=tuple(segments),
         offsets=tuple(offsets),
         positions=torch.tensor(positions, dtype=torch.int64, device=where),
+        longest=max(positions),
         device=where,
     )

@@ -38,8 +38,8 @@ class LocalCache:
         self._dim = config.head_dim
         self._dtype = config.dtype
         self._device = device
-        self._store = self._allocate(_GROWTH)
         self._length = 0
+        self._keep(self._allocate(_GROWTH))
 
     def __len__(self) -> int:
         """Committed tokens."""
@@ -52,8 +52,7 @@ class LocalCache:
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, each ``[Hkv, capacity, D]``; stale after ``reserve``."""
-        both = self._store[index]
-        return both[0], both[1]
+        return self._views[index]
 
     def reserve(self, nodes: int) -> None:
         """Make room for ``nodes`` more slots behind the committed ones."""
@@ -62,7 +61,7 @@ class LocalCache:
             return
         grown = self._allocate(-(-max(need, self.capacity * 3 // 2) // _GROWTH) * _GROWTH)
         grown[..., : self._length, :] = self._store[..., : self._length, :]
-        self._store = grown
+        self._keep(grown)
 
     def commit(self, path: Sequence[int]) -> None:
         """Keep these nodes of the block behind the committed tokens, in order; drop the others.
@@ -96,6 +95,10 @@ class LocalCache:
         if not 0 <= length <= self._length:
             raise ValueError(f"cannot truncate to {length}: {self._length} tokens are committed")
         self._length = length
+
+    def _keep(self, store: Tensor) -> None:
+        self._store = store
+        self._views = [(both[0], both[1]) for both in store]
 
     def _allocate(self, capacity: int) -> Tensor:
         return torch.zeros(

@@ -204,6 +204,8 @@ def _dtype(hf: Any, asked: torch.dtype | str) -> torch.dtype:
     if found == torch.float16 and asked == "auto":
         found = torch.bfloat16
     if found not in SUPPORTED_DTYPES:
-        raise UnsupportedModelError(f"dtype {found!r} is not supported, expected float32 or bfloat16")
+        raise UnsupportedModelError(
+            f"dtype {found!r} is not supported, expected float32 or bfloat16"
+        )
     assert isinstance(found, torch.dtype)
     return found

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 _PACK_ROWS = 64  # batch size the packed layout is chosen for; any other gives the same bits
+_linear = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -38,11 +39,5 @@ class Linear:
         """``[rows, in]`` to ``[rows, out]``."""
         if not self.packed:
             return torch.nn.functional.linear(x, self._weight, self.bias)
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(
-            x, self._weight, self.bias, "none", [], ""
-        )
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
         return out
-
-    def add_to(self, x: Tensor, residual: Tensor) -> Tensor:
-        """``residual + self(x)``; may overwrite ``residual``."""
-        return residual.add_(self(x))

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import silu
 
 from paceline.decoder.cache import KVCacheView
 from paceline.decoder.config import DecoderConfig, load_config
 from paceline.decoder.linear import Linear
+from paceline.decoder.norm import RmsNorm
 from paceline.decoder.rope import Rope, rotate
 from paceline.decoder.weights import load_weights, take
 from paceline.kernels import TreePlan, tree_attention
@@ -33,12 +34,11 @@ class ForwardResult:
 
 @dataclass(frozen=True)
 class _Layer:
-    attention_norm: Tensor
+    attention_norm: RmsNorm
     qkv: Linear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    qk_norm: RmsNorm | None
     out: Linear
-    mlp_norm: Tensor
+    mlp_norm: RmsNorm
     gate_up: Linear
     down: Linear
     window: int | None
@@ -61,7 +61,8 @@ class Decoder:
         self._embedding = take(
             weights, "model.embed_tokens.weight", (config.vocab_size, config.hidden)
         )
-        self._norm = take(weights, "model.norm.weight", (config.hidden,))
+        norm = take(weights, "model.norm.weight", (config.hidden,))
+        self._norm = RmsNorm(norm, config.norm_eps, config.dtype)
         head = self._embedding
         if not config.tied:
             head = take(weights, "lm_head.weight", (config.vocab_size, config.hidden))
@@ -123,74 +124,64 @@ class Decoder:
         """
         if tokens.shape != (plan.rows,):
             raise ValueError(f"tokens have shape {tuple(tokens.shape)}, plan has {plan.rows} rows")
-        longest = max(s.start + max(s.depths) for s in plan.segments)
-        factors = self._rope.rows(plan.positions, longest)
-        x = self._embedding[tokens]
+        factors = self._rope.rows(plan.positions, plan.longest)
+        x = self._embedding[tokens].float()
         tapped: dict[int, Tensor] = {}
         for index, layer in enumerate(self._layers):
-            x = self._layer(layer, index, x, plan, caches, factors)
+            self._attend(layer, index, x, plan, caches, factors)
+            gate, up = layer.gate_up(layer.mlp_norm(x)).chunk(2, dim=-1)
+            x += layer.down(silu(gate).mul_(up))
             if index in taps:
-                tapped[index] = x.clone()
+                tapped[index] = x.to(self.config.dtype, copy=True)
         if logit_rows is not None:
             x = x[logit_rows]
-        logits = self._head(rms_norm(x, x.shape[-1:], self._norm, self.config.norm_eps))
-        return ForwardResult(logits, tuple(tapped[i] for i in taps))
+        return ForwardResult(self._head(self._norm(x)), tuple(tapped[i] for i in taps))
 
     def head(self, hidden: Tensor) -> Tensor:
         """LM head without the final norm: ``[R, hidden]`` to ``[R, V]``."""
         return self._head(hidden)
 
-    def _layer(
+    def _attend(
         self,
         layer: _Layer,
         index: int,
         x: Tensor,
         plan: TreePlan,
         caches: Sequence[KVCacheView],
-        factors: tuple[Tensor, Tensor, Tensor],
-    ) -> Tensor:
+        factors: tuple[Tensor, Tensor],
+    ) -> None:
+        """Attention half of a layer: writes keys and values, adds to the residual stream ``x``."""
         config = self.config
-        normed = rms_norm(x, x.shape[-1:], layer.attention_norm, config.norm_eps)
-        heads = layer.qkv(normed).view(x.shape[0], -1, config.head_dim)
-        turning = heads[:, : config.q_heads + config.kv_heads]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            turning = torch.cat(
-                [
-                    rms_norm(heads[:, : config.q_heads], (config.head_dim,), layer.q_norm,
-                             config.norm_eps),
-                    rms_norm(turning[:, config.q_heads :], (config.head_dim,), layer.k_norm,
-                             config.norm_eps),
-                ],
-                dim=1,
-            )  # fmt: skip
-        turned = rotate(turning, factors)
-        keys, values = _write(
-            turned[:, config.q_heads :], heads[:, -config.kv_heads :], index, plan, caches
-        )
-        attended = torch.empty(
-            x.shape[0], config.q_heads, config.head_dim, dtype=x.dtype, device=x.device
-        )
+        rows = x.shape[0]
+        heads = layer.qkv(layer.attention_norm(x)).view(rows, -1, config.head_dim)
+        turning, v = heads.split((config.q_heads + config.kv_heads, config.kv_heads), dim=1)
+        if layer.qk_norm is not None:
+            turning = layer.qk_norm(turning.float())
+        q, k = rotate(turning, factors).split((config.q_heads, config.kv_heads), dim=1)
+        keys, values = _write(k, v, index, plan, caches)
+        attended = x.new_empty(rows, config.q_heads, config.head_dim, dtype=config.dtype)
         tree_attention(
-            turned[:, : config.q_heads], keys, values, plan,
-            scale=self._scale, window=layer.window, out=attended,
-        )  # fmt: skip
-        x = layer.out.add_to(attended.view(x.shape[0], -1), x)
-        normed = rms_norm(x, x.shape[-1:], layer.mlp_norm, config.norm_eps)
-        gate, up = layer.gate_up(normed).chunk(2, dim=-1)
-        return layer.down.add_to(silu(gate).mul_(up), x)
+            q, keys, values, plan, scale=self._scale, window=layer.window, out=attended
+        )
+        x += layer.out(attended.view(rows, -1))
 
 
 def _write(
     k: Tensor, v: Tensor, index: int, plan: TreePlan, caches: Sequence[KVCacheView]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Write packed ``[M, Hkv, D]`` keys and values into the slots of their blocks."""
-    layers = [cache.layer(index) for cache in caches]
-    for segment, first in zip(plan.segments, plan.offsets, strict=False):
-        key, value = layers[segment.sequence]
-        rows = slice(first, first + segment.length)
-        key[:, segment.start : segment.stop] = k[rows].transpose(0, 1)
-        value[:, segment.start : segment.stop] = v[rows].transpose(0, 1)
-    return [key for key, _ in layers], [value for _, value in layers]
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
+    for cache in caches:
+        key, value = cache.layer(index)
+        keys.append(key)
+        values.append(value)
+    k, v = k.transpose(0, 1), v.transpose(0, 1)
+    for segment, row in zip(plan.segments, plan.offsets, strict=False):
+        start, count = segment.start, segment.length
+        keys[segment.sequence].narrow(1, start, count).copy_(k.narrow(1, row, count))
+        values[segment.sequence].narrow(1, start, count).copy_(v.narrow(1, row, count))
+    return keys, values
 
 
 def _layer(config: DecoderConfig, weights: Mapping[str, Tensor], index: int) -> _Layer:
@@ -209,17 +200,24 @@ def _layer(config: DecoderConfig, weights: Mapping[str, Tensor], index: int) -> 
         biases = [take(weights, f"{base}{n}.bias", (o,)) for n, o in zip(names, outs, strict=True)]
         return Linear(weight, torch.cat(biases))
 
-    def norm(name: str, size: int) -> Tensor:
-        return take(weights, f"{base}{name}.weight", (size,))
+    def norm(name: str) -> RmsNorm:
+        weight = take(weights, f"{base}{name}.weight", (hidden,))
+        return RmsNorm(weight, config.norm_eps, config.dtype)
+
+    def qk_norm() -> RmsNorm:
+        each = [take(weights, f"{base}self_attn.{n}_norm.weight", (dim,)) for n in "qk"]
+        weight = torch.cat(
+            [w.expand(n, -1) for w, n in zip(each, (config.q_heads, config.kv_heads), strict=True)]
+        )
+        return RmsNorm(weight, config.norm_eps, torch.float32)
 
     attention = [f"self_attn.{name}_proj" for name in "qkv"]
     return _Layer(
-        attention_norm=norm("input_layernorm", hidden),
+        attention_norm=norm("input_layernorm"),
         qkv=fused(attention, (q, kv, kv), hidden, config.qkv_bias),
-        q_norm=norm("self_attn.q_norm", dim) if config.qk_norm else None,
-        k_norm=norm("self_attn.k_norm", dim) if config.qk_norm else None,
+        qk_norm=qk_norm() if config.qk_norm else None,
         out=fused(["self_attn.o_proj"], (hidden,), q, config.o_bias),
-        mlp_norm=norm("post_attention_layernorm", hidden),
+        mlp_norm=norm("post_attention_layernorm"),
         gate_up=fused(["mlp.gate_proj", "mlp.up_proj"], (wide, wide), hidden, config.mlp_bias),
         down=fused(["mlp.down_proj"], (hidden,), wide, config.mlp_bias),
         window=config.windows[index],

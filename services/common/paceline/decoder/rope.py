@@ -11,7 +11,7 @@ _FIRST_ROWS = 4096
 
 
 class Rope:
-    """Cosines and sines by position, grown on demand; angles in float32 as transformers has them."""
+    """Cosines and sines by position, grown on demand; angles in float32, as transformers has them."""
 
     def __init__(self, config: DecoderConfig, device: torch.device | str) -> None:
         """Prepare the table of a model."""
@@ -19,7 +19,7 @@ class Rope:
         self._scaling = config.rope_scaling
         self._table = self._rows(min(_FIRST_ROWS, config.max_position))
 
-    def rows(self, positions: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
+    def rows(self, positions: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         """Factors of one step, to be given to :func:`rotate` in every layer.
 
         Args:
@@ -27,27 +27,23 @@ class Rope:
             longest: Largest position among them.
 
         Returns:
-            float32: cosines ``[M, 1, D]``, negative and positive sines ``[M, 1, D / 2]``.
+            Cosines and signed sines, each float32 ``[M, 1, D]``.
         """
-        while longest >= self._table.shape[0]:
-            self._table = self._rows(2 * self._table.shape[0])
-        picked = self._table[positions].unsqueeze(1)
-        half = self._inv_freq.numel()
-        return picked[..., : 2 * half], picked[..., 2 * half : 3 * half], picked[..., 3 * half :]
+        if longest >= self._table.shape[0]:
+            self._table = self._rows(1 << (longest + 1).bit_length())
+        cos, sin = self._table[positions].chunk(2, dim=-1)
+        return cos, sin
 
     def _rows(self, count: int) -> Tensor:
-        """Per position: cosine twice, negative sine, sine."""
+        """``[count, 1, 2 D]``: cosines twice, then sines, the first half of them negative."""
         positions = torch.arange(count, dtype=torch.float32, device=self._inv_freq.device)
-        angles = positions[:, None] * self._inv_freq
+        angles = positions[:, None, None] * self._inv_freq
         cos, sin = angles.cos() * self._scaling, angles.sin() * self._scaling
-        return torch.cat([cos, cos, -sin, sin], dim=1)
+        return torch.cat([cos, cos, -sin, sin], dim=-1)
 
 
-def rotate(heads: Tensor, factors: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+def rotate(heads: Tensor, factors: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate heads ``[M, H, D]`` of any float type; returns float32 ``[M, H, D]``."""
-    cos, minus_sin, sin = factors
-    half = sin.shape[-1]
-    turned = heads * cos
-    turned[..., :half].addcmul_(heads[..., half:], minus_sin)
-    turned[..., half:].addcmul_(heads[..., :half], sin)
-    return turned
+    cos, sin = factors
+    swapped = heads.roll(heads.shape[-1] // 2, -1)
+    return (heads * cos).addcmul_(swapped, sin)
