@@ -18,7 +18,7 @@ from paceline.train.prompts import Prompt
 GENERATED_TOKENS = 256
 TRAINED, EARLY, HELDOUT = "trained", "early", "heldout"
 """Splits of text: trained on to the end, in the first part of the run only, never."""
-_FILE_TOKENS = 4096  # of each measured file, from its start
+_FILE_TOKENS = 2048  # of each measured file, from its start
 _FILES = 12
 
 
