@@ -3,6 +3,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+
 from paceline.client import Client, DraftOptions, RetryOptions
 
 from .fakes import World, running
@@ -28,6 +29,6 @@ async def client(world: World) -> AsyncIterator[Client]:
         *world.addresses,
         cache_dir=None,
         retry=RetryOptions(budget=10, first_delay=0.005, longest_delay=0.05),
-        drafting=DraftOptions(first_delay=0.01, longest_delay=0.05),
+        drafting=DraftOptions(timeout=0.5, first_delay=0.01, longest_delay=0.05),
     ) as client:
         yield client

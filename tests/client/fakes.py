@@ -17,6 +17,7 @@ import grpc
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
+
 from paceline.client import MockTransport
 from paceline.v1 import (
     drafter_pb2,
@@ -72,7 +73,7 @@ class Cache:
     request: verifier_pb2.CreateCacheRequest
     emitted: int
     round_id: int = 0
-    round_tokens: list[int] = field(default_factory=list)
+    round_result: verifier_pb2.RoundResult = field(default_factory=verifier_pb2.RoundResult)
     round_answer: verifier_pb2.VerifyResponse | None = None
 
     def step(self) -> tuple[int, int]:
@@ -104,6 +105,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         self.step_seconds = 0.0
         self.prefill_seconds = 0.0
         self.renewals = 0
+        self.arrival = asyncio.Condition()
         self.rounds: list[verifier_pb2.VerifyRequest] = []
         self.creates: list[verifier_pb2.CreateCacheRequest] = []
         self.models_asked: list[verifier_pb2.GetModelRequest] = []
@@ -118,6 +120,11 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         self.caches.clear()
         self.instance += "'"
         self.fingerprint = fingerprint or self.fingerprint
+
+    async def wait_for_rounds(self, count: int) -> None:
+        """Returns when so many rounds have arrived in all."""
+        async with self.arrival:
+            await self.arrival.wait_for(lambda: len(self.rounds) >= count)
 
     async def GetModel(self, request: Any, context: Any) -> Any:
         self.models_asked.append(request)
@@ -184,7 +191,9 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
     async def Verify(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         handle = b""
         async for request in requests:
-            self.rounds.append(request)
+            async with self.arrival:
+                self.rounds.append(request)
+                self.arrival.notify_all()
             handle = request.handle or handle
             cache = self.caches.get(handle)
             if cache is None:
@@ -195,8 +204,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             async for response in self._round(cache, request, context):
                 fault = self.fault(request.round_id, messages)
                 if fault == "reset":
-                    context.cancel()
-                    return
+                    await context.abort(grpc.StatusCode.CANCELLED)
                 if fault == "end":
                     return
                 if fault is not None:
@@ -220,7 +228,8 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
                 status(grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_TREE", "bad parents")
             )
         if not again:
-            cache.round_id, cache.round_tokens, cache.round_answer = request.round_id, [], None
+            cache.round_id, cache.round_answer = request.round_id, None
+            cache.round_result = verifier_pb2.RoundResult()
         answer = verifier_pb2.VerifyResponse(
             round_id=request.round_id,
             node_budget=self.node_budget,
@@ -247,25 +256,20 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             cache.round_answer = answer
             yield answer
             return
-        whole = verifier_pb2.VerifyResponse()
-        whole.CopyFrom(answer)
         steps = max(request.free_run_steps, 1)
-        if cache.round_tokens:
-            answer.result.tokens.extend(cache.round_tokens)
-            answer.last = False
+        if cache.round_result.tokens:
+            answer.result.CopyFrom(cache.round_result)
             yield answer
-        for step in range(len(cache.round_tokens), steps):
+        for step in range(len(cache.round_result.tokens), steps):
             await asyncio.sleep(self.step_seconds)
-            answer = verifier_pb2.VerifyResponse()
-            answer.CopyFrom(whole)
             answer.ClearField("result")
             reason = self._emit(cache, answer.result)
-            cache.round_tokens.extend(answer.result.tokens)
-            whole.result.MergeFrom(answer.result)
+            cache.round_result.MergeFrom(answer.result)
             answer.last = bool(reason) or step == steps - 1
             if answer.last:
-                whole.last = True
-                cache.round_answer = whole
+                cache.round_answer = verifier_pb2.VerifyResponse()
+                cache.round_answer.CopyFrom(answer)
+                cache.round_answer.result.CopyFrom(cache.round_result)
             yield answer
             if reason:
                 return

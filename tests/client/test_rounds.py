@@ -1,35 +1,204 @@
-"""The tokens are the same whatever drafters, streams and services do."""
+"""The tokens are the same whatever drafters do; only speed and statistics differ."""
 
 import asyncio
+from itertools import pairwise
 
 import pytest
-from paceline.client import Client
+
+from paceline.client import Client, DraftOptions
 
 from .fakes import World, continuation
 
 PROMPT = [104, 105, 106]
+SEED = 5
 
 
 @pytest.mark.parametrize(
     "mode",
     ["good", "wrong", "empty", "huge", "lengths", "forward", "refusing", "dying", "silent"],
 )
-async def test_tokens_do_not_depend_on_the_drafter(world: World, client: Client, mode: str) -> None:
+@pytest.mark.parametrize("length", [1, 2, 150])
+async def test_tokens_do_not_depend_on_the_drafter(
+    world: World, client: Client, mode: str, length: int
+) -> None:
     world.drafter.mode = mode
-    result = await client.generate(PROMPT, max_new_tokens=150, seed=5)
-    assert result.token_ids == continuation(PROMPT, 150, seed=5)
+    result = await client.generate(PROMPT, max_new_tokens=length, seed=SEED)
+    assert result.token_ids == continuation(PROMPT, length, SEED)
     assert result.finish_reason == "length"
-    assert world.drafter.attaches
+    assert result.usage.total_tokens == len(PROMPT) + length
+    assert sum(entry.emitted for entry in result.stats.rounds) == length - 1
     assert not world.drafter.out_of_step
     assert not world.verifier.caches
+    if length > 100:
+        assert world.drafter.attaches
+        assert bool(result.stats.fallbacks) == (mode not in {"good", "wrong", "empty"})
+        assert (result.stats.accepted > 0) == (mode in {"good", "dying"})
+
+
+@pytest.mark.parametrize(
+    ("mode", "reason"),
+    [
+        ("huge", "malformed_tree"),
+        ("lengths", "malformed_tree"),
+        ("forward", "invalid_tree"),
+        ("refusing", "drafter_refused"),
+        ("dying", "drafter_unavailable"),
+        ("silent", "drafter_timeout"),
+    ],
+)
+async def test_fallbacks_are_counted_by_reason(
+    world: World, client: Client, mode: str, reason: str
+) -> None:
+    world.drafter.mode = mode
+    result = await client.generate(PROMPT, max_new_tokens=100, seed=SEED)
+    assert result.stats.fallbacks[reason] >= 1
+    assert set(result.stats.fallbacks) == {reason}
+
+
+async def test_without_speculation(world: World, client: Client) -> None:
+    result = await client.generate(PROMPT, max_new_tokens=150, seed=SEED, drafter="none")
+    assert result.token_ids == continuation(PROMPT, 150, SEED)
+    assert not world.drafter.attaches
+    assert result.stats.drafted_rounds == 0
+    assert result.stats.free_run_tokens == 149
+    assert len(result.stats.rounds) == 3
+    async with Client(world.addresses[0], cache_dir=None) as plain:
+        again = await plain.generate(PROMPT, max_new_tokens=150, seed=SEED)
+    assert again.token_ids == result.token_ids
+
+
+async def test_a_good_drafter_is_believed(world: World, client: Client) -> None:
+    result = await client.generate(PROMPT, max_new_tokens=100, seed=SEED, drafter="fake")
+    stats = result.stats
+    assert stats.drafted_rounds > 10
+    assert stats.mean_accepted_length == pytest.approx(stats.mean_accepted_drafts + 1, abs=0.2)
+    assert stats.accepted_per_position[0] == stats.drafted_rounds
+    assert sum(stats.accepted_per_position) == stats.accepted
+    assert len(stats.accepted_per_position) == 4
+    assert stats.drafter_versions == ["fake@1"]
+    assert stats.summary()["accepted"] == stats.accepted
+    for entry in stats.rounds:
+        parts = entry.draft_ms + entry.verify_ms + entry.queue_ms + entry.transport_ms
+        assert parts >= entry.round_ms * 0.999
+
+
+async def test_a_drafter_is_told_what_it_needs(world: World, client: Client) -> None:
+    await client.generate(
+        PROMPT, max_new_tokens=40, seed=SEED, temperature=0.5, drafter="by-name", top_k=7
+    )
+    attach = world.drafter.attaches[0]
+    assert attach.drafter == "by-name"
+    assert attach.target_fingerprint == world.verifier.fingerprint
+    assert list(attach.tokens[:3]) == PROMPT
+    assert attach.prompt_length == 3
+    assert attach.sampling.seed == SEED
+    assert attach.sampling.top_k == 7
+    assert len(attach.read_grant) == 16
+    assert attach.verifier_address == world.addresses[0]
+
+
+async def test_a_slow_drafter_is_not_waited_for(world: World) -> None:
+    world.drafter.seconds = 0.3
+    async with Client(
+        *world.addresses, cache_dir=None, drafting=DraftOptions(timeout=0.01)
+    ) as client:
+        result = await client.generate(PROMPT, max_new_tokens=400, seed=SEED)
+    assert result.token_ids == continuation(PROMPT, 400, SEED)
+    assert result.stats.fallbacks["drafter_timeout"] >= 1
+    assert world.drafter.asked <= 1 + result.stats.fallbacks["drafter_timeout"]
+
+
+async def test_a_late_tree_is_dropped_and_the_drafter_used_again(world: World) -> None:
+    world.drafter.seconds = 0.05
+    async with Client(
+        *world.addresses, cache_dir=None, drafting=DraftOptions(timeout=0.02)
+    ) as client:
+        tokens: list[int] = []
+        async for chunk in client.generate(PROMPT, max_new_tokens=3000, seed=SEED):
+            tokens += chunk.token_ids
+            if len(tokens) > 30:
+                world.drafter.seconds = 0.0
+    assert tokens == continuation(PROMPT, 3000, SEED)
+    assert world.drafter.asked > 10
+    assert len(world.drafter.attaches) == 1
+    assert not world.drafter.out_of_step
+
+
+async def test_a_drafter_that_comes_back_is_attached_again(world: World, client: Client) -> None:
+    world.verifier.step_seconds = 0.001
+    tokens: list[int] = []
+    async for chunk in client.generate(PROMPT, max_new_tokens=600, seed=SEED):
+        if len(tokens) < 50 <= len(tokens) + len(chunk.token_ids):
+            await world.drafter_service.stop()
+        if len(tokens) < 150 <= len(tokens) + len(chunk.token_ids):
+            await world.drafter_service.start()
+        tokens += chunk.token_ids
+    assert tokens == continuation(PROMPT, 600, SEED)
+    assert len(world.drafter.attaches) > 1
+    assert len(world.drafter.attaches[-1].tokens) > 50
+    assert not world.drafter.out_of_step
+
+
+async def test_without_a_drafter_service_text_still_comes(world: World) -> None:
+    await world.drafter_service.stop()
+    async with Client(*world.addresses, cache_dir=None) as client:
+        result = await client.generate(PROMPT, max_new_tokens=100, seed=SEED)
+    assert result.token_ids == continuation(PROMPT, 100, SEED)
+    assert result.stats.fallbacks["drafter_unavailable"] >= 1
+
+
+async def test_a_zero_node_budget_sends_no_tree(world: World, client: Client) -> None:
+    world.verifier.node_budget = 0
+    result = await client.generate(PROMPT, max_new_tokens=100, seed=SEED)
+    assert result.token_ids == continuation(PROMPT, 100, SEED)
+    trees = [len(request.tree.tokens) for request in world.verifier.rounds]
+    assert sum(1 for nodes in trees if nodes) <= 1
+
+
+async def test_budgets_bound_the_tree(world: World, client: Client) -> None:
+    await client.generate(PROMPT, max_new_tokens=60, seed=SEED, max_nodes=3)
+    await client.generate(PROMPT, max_new_tokens=60, seed=SEED)
+    sizes = {len(request.tree.tokens) for request in world.verifier.rounds}
+    assert 3 in sizes
+    assert 8 in sizes
 
 
 async def test_many_at_once(world: World, client: Client) -> None:
-    world.drafter.mode = "good"
     prompts = [[n, n + 1] for n in range(32)]
     results = await asyncio.gather(
-        *[client.generate(prompt, max_new_tokens=60, seed=5) for prompt in prompts]
+        *[client.generate(prompt, max_new_tokens=60, seed=SEED) for prompt in prompts]
     )
     for prompt, result in zip(prompts, results, strict=True):
-        assert result.token_ids == continuation(prompt, 60, seed=5)
+        assert result.token_ids == continuation(prompt, 60, SEED)
     assert not world.verifier.caches
+
+
+async def test_a_seed_is_drawn_and_reported(world: World, client: Client) -> None:
+    first = await client.generate(PROMPT, max_new_tokens=30)
+    second = await client.generate(PROMPT, max_new_tokens=30)
+    again = await client.generate(PROMPT, max_new_tokens=30, seed=first.seed)
+    assert first.seed != second.seed
+    assert again.token_ids == first.token_ids != second.token_ids
+
+
+async def test_rounds_carry_what_is_left_of_the_deadline(world: World, client: Client) -> None:
+    await client.generate(PROMPT, max_new_tokens=60, seed=SEED, deadline=60)
+    left = [request.deadline_ms for request in world.verifier.rounds]
+    assert all(0 < later <= earlier <= 60_000 for earlier, later in pairwise(left))
+
+
+async def test_a_hung_drafter_service_costs_no_generation(world: World) -> None:
+    """Its address takes connections and never says a word."""
+    silent = await asyncio.start_unix_server(
+        lambda *_: asyncio.sleep(60), path=str(world.drafter_service.address[5:]) + "-silent"
+    )
+    async with (
+        silent,
+        Client(
+            world.addresses[0],
+            drafter=world.drafter_service.address + "-silent",
+            cache_dir=None,
+        ) as client,
+    ):
+        result = await client.generate(PROMPT, max_new_tokens=100, seed=SEED)
+    assert result.token_ids == continuation(PROMPT, 100, SEED)

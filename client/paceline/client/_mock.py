@@ -8,8 +8,9 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
-from paceline.v1 import sampling_pb2, verifier_pb2
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from paceline.v1 import sampling_pb2, verifier_pb2
 
 from ._errors import NotFoundError, UnavailableError, UnimplementedError
 from ._transport import DraftStream, VerifyStream

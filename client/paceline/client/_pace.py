@@ -11,8 +11,8 @@ _FIRST_RUN = 4
 _LONGEST_RUN = 64
 # Share of a free run's time that the failed probe before it may have wasted.
 _WASTE = 0.01
-# Drafted rounds in a row after which the plain speed is measured again.
-_STALE_AFTER = 256
+# Drafted rounds in a row after which the plain speed is measured again: the least and the most.
+_STALE_AFTER, _STALE_AFTER_AT_MOST = 32, 256
 
 
 class Speed:
@@ -82,7 +82,7 @@ class Pace:
         self._streak_rounds += 1
         if self._beats_plain(self._drafted.seconds_per_token):
             self._probing = False
-            if self._streak_rounds >= _STALE_AFTER:
+            if self._streak_rounds >= self._stale_after():
                 self._free_run(_FIRST_RUN)
         else:
             self._stop()
@@ -93,7 +93,10 @@ class Pace:
         self._stop()
 
     def free_ran(self, tokens: int, seconds: float) -> None:
-        """A free run emitted `tokens` in `seconds`: time to probe."""
+        """A free run emitted `tokens` in `seconds`: time to probe.
+
+        Best without the run's first message, whose time holds what starting a run costs.
+        """
         self._plain.add(tokens, seconds)
         self._shared.plain.add(tokens, seconds)
         self._run = 0
@@ -118,6 +121,13 @@ class Pace:
             return _LONGEST_RUN
         wasted = max(0.0, self._streak_seconds - self._streak_tokens * step)
         return max(_FIRST_RUN, min(_LONGEST_RUN, int(wasted / (_WASTE * step))))
+
+    def _stale_after(self) -> float:
+        """Rounds after which to measure plain steps again: soon where the race is close."""
+        plain, drafted = self._plain.seconds_per_token, self._drafted.seconds_per_token
+        if plain is None or drafted is None:
+            return _STALE_AFTER
+        return min(_STALE_AFTER_AT_MOST, _STALE_AFTER * (plain / drafted) ** 2)
 
     def _beats_plain(self, seconds_per_token: float | None) -> bool:
         plain = self._plain.seconds_per_token

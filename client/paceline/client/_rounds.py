@@ -106,16 +106,23 @@ class Rounds:
         left = self._options.max_new_tokens - len(self._output.token_ids)
         await self._verifier.start(None, min(self._steps, left))
         last = False
+        first_at, first_tokens = 0.0, 0
         while not last and not self._output.finish_reason:
             response = await self._verifier.receive()
             result, last = response.result, response.last
             emitted += len(result.tokens)
             verify_us += response.verify_us
             queue_us += response.queue_us
+            if not first_tokens:
+                first_at, first_tokens = perf_counter(), emitted
             if last:
-                seconds = perf_counter() - began
-                if emitted and not self._verifier.disturbed:
-                    self._pace.free_ran(emitted, seconds)
+                now = perf_counter()
+                seconds = now - began
+                if not self._verifier.disturbed:
+                    if emitted > first_tokens:
+                        self._pace.free_ran(emitted - first_tokens, now - first_at)
+                    elif emitted:
+                        self._pace.free_ran(emitted, seconds)
                 self._stats.add(
                     RoundStats(
                         drafted=0,

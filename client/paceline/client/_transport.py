@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator
 from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
+
 from paceline.v1 import drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 
 from ._errors import InvalidRequestError, rpc_errors

@@ -1,0 +1,154 @@
+"""`paceline generate`: a text through running services, streamed to the terminal."""
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+from paceline.cli.connection import add_connection_arguments, tls_of, token_of
+from paceline.client import Client, Generation, GenerationResult, PacelineError, RetryOptions
+from paceline.service.options import OptionsError
+
+T = TypeVar("T")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the prompt, what decides the tokens, and where the services are."""
+    parser.add_argument("prompt", nargs="?", help="text to continue; -: read it from stdin")
+    parser.add_argument("--file", type=Path, metavar="F", help="read the prompt from a file")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    parser.add_argument("--stats", action="store_true", help="print speed and cost to stderr")
+    add_generation_arguments(parser)
+
+    services = parser.add_argument_group("services")
+    services.add_argument("--verifier-address", default="127.0.0.1:7431", metavar="A")
+    services.add_argument("--drafter-address", default="127.0.0.1:7432", metavar="B")
+    services.add_argument(
+        "--retry-seconds",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="how long to try to reach the verifier (default: %(default)s)",
+    )
+    add_connection_arguments(parser)
+
+
+def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the parameters of `Client.generate` that a command line can give."""
+    add = parser.add_argument
+    add("--max-new-tokens", type=int, default=256, metavar="N", help="default: %(default)s")
+    add("--drafter", metavar="NAME", help="drafter to use; none: plain decoding")
+    add("--deadline", type=float, metavar="S", help="give up after so many seconds")
+    group = parser.add_argument_group("sampling")
+    add = group.add_argument
+    add("--temperature", type=float, default=0.0, metavar="T", help="0: greedy (default)")
+    add("--seed", type=int, metavar="S", help="of the sampling noise; default: a random one")
+    add("--top-k", type=int, default=0, metavar="K", help="keep the K likeliest tokens; 0: all")
+    add("--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest P of the mass")
+    add("--min-p", type=float, default=0.0, metavar="P", help="drop tokens below P of the best")
+    add("--repetition-penalty", type=float, default=1.0, metavar="X", help="1: off")
+    add("--presence-penalty", type=float, default=0.0, metavar="X", help="0: off")
+    add("--frequency-penalty", type=float, default=0.0, metavar="X", help="0: off")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before it; repeatable")
+    add("--stop-token-id", type=int, action="append", default=[], metavar="ID", help="repeatable")
+    add("--ignore-eos", action="store_true", help="go on past end-of-sequence tokens")
+
+
+def generation_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments of `Client.generate` from those of `add_generation_arguments`."""
+    names = (
+        "max_new_tokens drafter deadline temperature seed top_k top_p min_p repetition_penalty "
+        "presence_penalty frequency_penalty stop ignore_eos"
+    )
+    options = {name: getattr(args, name) for name in names.split()}
+    return {**options, "stop_token_ids": args.stop_token_id}
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generate; 0 when it came to an end, 1 when a service failed, 2 for bad arguments."""
+    try:
+        prompt = _prompt(args)
+        client = Client(
+            args.verifier_address,
+            drafter=args.drafter_address,
+            token=token_of(args),
+            tls=tls_of(args),
+            retry=RetryOptions(budget=args.retry_seconds),
+        )
+        generation = client.generate(prompt, **generation_arguments(args))
+    except (OptionsError, OSError, ValueError) as error:
+        return _fail(error, 2)
+    try:
+        result = run_async(_generate(client, generation, show=not args.json))
+    except (PacelineError, OSError) as error:
+        return _fail(error, 1)
+    if args.json:
+        print(json.dumps(as_json(result), ensure_ascii=False))
+    if args.stats:
+        print(_summary(result), file=sys.stderr)
+    return 0
+
+
+def run_async(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine on the fastest event loop this machine has."""
+    if sys.platform == "win32":
+        return asyncio.run(work)
+    import uvloop
+
+    return uvloop.run(work)
+
+
+def as_json(result: GenerationResult) -> dict[str, object]:
+    """A result as plain values."""
+    logprobs = result.logprobs
+    return {
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "logprobs": logprobs and list(map(dataclasses.asdict, logprobs)),
+        "finish_reason": result.finish_reason,
+        "stop_string": result.stop_string,
+        "seed": result.seed,
+        "usage": dataclasses.asdict(result.usage),
+        "stats": result.stats.summary(),
+    }
+
+
+async def _generate(client: Client, generation: Generation, *, show: bool) -> GenerationResult:
+    async with client:
+        if show:
+            async for chunk in generation:
+                print(chunk.text, end="", flush=True)
+            print()
+        return await generation
+
+
+def _prompt(args: argparse.Namespace) -> str:
+    if (args.prompt is None) == (args.file is None):
+        raise ValueError("give either a prompt or --file")
+    if args.file is not None:
+        return str(args.file.read_text(encoding="utf-8"))
+    return sys.stdin.read() if args.prompt == "-" else str(args.prompt)
+
+
+def _summary(result: GenerationResult) -> str:
+    stats, tokens = result.stats, len(result.token_ids)
+    speed = tokens / (stats.total_ms / 1000) if stats.total_ms else 0.0
+    text = (
+        f"{tokens} tokens in {stats.total_ms / 1000:.2f} s ({speed:.1f} tokens/s), "
+        f"{stats.drafted_rounds} drafted rounds, {stats.mean_accepted_length:.2f} tokens each, "
+        f"seed {result.seed}"
+    )
+    if stats.drafter_versions:
+        text += f", drafted by {', '.join(stats.drafter_versions)}"
+    if stats.fallbacks:
+        text += f", fallbacks {dict(stats.fallbacks)}"
+    return text
+
+
+def _fail(error: Exception, code: int) -> int:
+    print(f"paceline generate: {error}", file=sys.stderr)
+    return code

@@ -1,0 +1,235 @@
+"""Whatever breaks between client and verifier, the tokens stay the same or the error is clear."""
+
+import asyncio
+from collections.abc import Callable
+
+import grpc
+import pytest
+
+from paceline.client import (
+    CapacityError,
+    Client,
+    DeadlineError,
+    InvalidRequestError,
+    RetryOptions,
+    ServerError,
+    TargetChangedError,
+    UnavailableError,
+)
+
+from .fakes import World, continuation, status
+
+PROMPT = [104, 105, 106]
+SEED = 5
+QUICK = RetryOptions(budget=0.2, first_delay=0.01)
+Fault = Callable[[int, int], grpc.StatusCode | str | None]
+
+
+def once(round_id: int, messages: int, what: grpc.StatusCode | str) -> Fault:
+    """A fault before answer number `messages` of a round, the first time it is sent."""
+    left = [what]
+
+    def fault(now: int, sent: int) -> grpc.StatusCode | str | None:
+        return left.pop() if left and (now, sent) == (round_id, messages) else None
+
+    return fault
+
+
+@pytest.mark.parametrize("what", ["reset", "end", grpc.StatusCode.UNAVAILABLE])
+@pytest.mark.parametrize("drafter", ["none", "fake"])
+@pytest.mark.parametrize(("round_id", "messages"), [(1, 0), (1, 1), (1, 3), (2, 0)])
+async def test_broken_streams_are_resumed(
+    world: World,
+    client: Client,
+    what: grpc.StatusCode | str,
+    drafter: str,
+    round_id: int,
+    messages: int,
+) -> None:
+    world.verifier.fault = once(round_id, messages, what)
+    tokens: list[int] = []
+    async for chunk in (
+        generation := client.generate(PROMPT, max_new_tokens=140, seed=SEED, drafter=drafter)
+    ):
+        tokens += chunk.token_ids
+    result = await generation
+    assert tokens == result.token_ids == continuation(PROMPT, 140, SEED)
+    assert result.stats.fallbacks == {"verifier_resumed": 1}
+    assert len(world.verifier.creates) == 1
+    repeated = [request for request in world.verifier.rounds if request.round_id == round_id]
+    assert len(repeated) == 2
+    assert repeated[1].handle
+    assert not world.verifier.caches
+
+
+@pytest.mark.parametrize("messages", [0, 1, 30])
+async def test_logprobs_survive_a_resumed_free_run(
+    world: World, client: Client, messages: int
+) -> None:
+    world.verifier.fault = once(1, messages, "reset")
+    result = await client.generate(PROMPT, max_new_tokens=70, seed=SEED, drafter="none", logprobs=2)
+    assert result.logprobs is not None
+    assert [entry.token_id for entry in result.logprobs] == result.token_ids
+    assert all(entry.logprob == -entry.token_id for entry in result.logprobs)
+    assert all(entry.top[0] == (entry.token_id, entry.logprob) for entry in result.logprobs)
+
+
+@pytest.mark.parametrize("messages", [0, 1, 3])
+@pytest.mark.parametrize("drafter", ["none", "fake"])
+async def test_a_lost_cache_is_prefilled_again(
+    world: World, client: Client, messages: int, drafter: str
+) -> None:
+    """As after a restart of the verifier on the same address."""
+    fault = once(1, messages, "reset")
+
+    def restart(round_id: int, sent: int) -> grpc.StatusCode | str | None:
+        what = fault(round_id, sent)
+        if what:
+            world.verifier.restart()
+        return what
+
+    world.verifier.fault = restart
+    result = await client.generate(PROMPT, max_new_tokens=140, seed=SEED, drafter=drafter)
+    assert result.token_ids == continuation(PROMPT, 140, SEED)
+    assert result.stats.fallbacks["verifier_restarted"] == 1
+    assert list(world.verifier.creates[1].output_tokens) == result.token_ids[: 1 + messages]
+    assert result.usage.completion_tokens == 140
+    assert not world.drafter.out_of_step
+    assert not world.verifier.caches
+    if drafter == "fake":
+        grants = {bytes(attach.read_grant) for attach in world.drafter.attaches}
+        assert len(grants) == 2
+
+
+async def test_a_real_restart(world: World, client: Client) -> None:
+    """The server goes away for a while and comes back without its caches."""
+    world.verifier.step_seconds = 0.001
+    generations = [
+        client.generate([n, 1], max_new_tokens=300, seed=SEED, drafter="fake" if n % 2 else "none")
+        for n in range(6)
+    ]
+    work = asyncio.gather(*generations)
+    await world.verifier.wait_for_rounds(12)
+    await world.verifier_service.stop()
+    world.verifier.restart()
+    await asyncio.sleep(0.2)
+    await world.verifier_service.start()
+    for n, result in enumerate(await work):
+        assert result.token_ids == continuation([n, 1], 300, SEED)
+        assert result.stats.fallbacks["verifier_restarted"] == 1
+    assert not world.verifier.caches
+
+
+async def test_another_model_after_a_restart_is_an_error(world: World, client: Client) -> None:
+    fault = once(1, 2, "reset")
+
+    def restart(round_id: int, sent: int) -> grpc.StatusCode | str | None:
+        what = fault(round_id, sent)
+        if what:
+            world.verifier.restart(fingerprint="0" * 64)
+        return what
+
+    world.verifier.fault = restart
+    with pytest.raises(TargetChangedError, match="generate it anew"):
+        await client.generate(PROMPT, max_new_tokens=100, seed=SEED)
+
+
+async def test_streams_that_break_all_the_time_use_up_the_budget(world: World) -> None:
+    world.verifier.fault = lambda *_: grpc.StatusCode.UNAVAILABLE
+    async with Client(*world.addresses, cache_dir=None, retry=QUICK) as client:
+        with pytest.raises(UnavailableError):
+            await client.generate(PROMPT, max_new_tokens=100, seed=SEED)
+    assert len(world.verifier.rounds) > 1
+    assert not world.verifier.caches
+
+
+async def test_streams_that_break_now_and_then_do_not(world: World) -> None:
+    """The budget is for time without progress, not for the whole generation."""
+    world.verifier.fault = lambda _, sent: "reset" if sent == 1 else None
+    retry = RetryOptions(budget=0.2, first_delay=0.02)
+    async with Client(*world.addresses, cache_dir=None, retry=retry) as client:
+        result = await client.generate(PROMPT, max_new_tokens=60, seed=SEED)
+    assert result.token_ids == continuation(PROMPT, 60, SEED)
+    assert result.stats.fallbacks["verifier_resumed"] >= 1
+
+
+async def test_an_absent_verifier_is_unavailable(world: World) -> None:
+    await world.verifier_service.stop()
+    async with Client(*world.addresses, cache_dir=None, retry=QUICK) as client:
+        with pytest.raises(UnavailableError):
+            await client.generate(PROMPT)
+
+
+async def test_a_full_verifier_is_waited_for(world: World, client: Client) -> None:
+    world.verifier.full = 3
+    result = await client.generate(PROMPT, max_new_tokens=20, seed=SEED)
+    assert result.token_ids == continuation(PROMPT, 20, SEED)
+    assert result.stats.fallbacks["verifier_full"] == 3
+
+
+async def test_a_verifier_that_stays_full_is_an_error(world: World) -> None:
+    world.verifier.full = 10**6
+    async with Client(*world.addresses, cache_dir=None, retry=QUICK) as client:
+        with pytest.raises(CapacityError) as caught:
+            await client.generate(PROMPT)
+        assert caught.value.reason == "KV_FULL"
+        assert caught.value.retry_after == pytest.approx(0.01)
+        assert caught.value.metadata == {"k": "v"}
+        with pytest.raises(DeadlineError):
+            await client.generate(PROMPT, deadline=0.4)
+
+
+async def test_a_request_that_never_fits_is_not_tried_again(world: World, client: Client) -> None:
+    world.verifier.full, world.verifier.retry_after = 10**6, None
+    with pytest.raises(CapacityError):
+        await client.generate(PROMPT)
+    assert len(world.verifier.creates) == 1
+
+
+async def test_a_deadline_ends_the_generation_and_frees_the_cache(
+    world: World, client: Client
+) -> None:
+    world.verifier.step_seconds = 0.05
+    with pytest.raises(DeadlineError, match="tokens"):
+        await client.generate(PROMPT, max_new_tokens=1000, deadline=0.3)
+    assert not world.verifier.caches
+
+
+async def test_a_fault_inside_the_verifier_is_raised(world: World, client: Client) -> None:
+    async def broken(cache: object, request: object, context: grpc.aio.ServicerContext) -> None:
+        await context.abort_with_status(
+            status(grpc.StatusCode.INTERNAL, "STEP_FAILED", "a bug there")
+        )
+        yield
+
+    world.verifier._round = broken  # type: ignore[assignment,method-assign]
+    with pytest.raises(ServerError) as caught:
+        await client.generate(PROMPT)
+    assert caught.value.reason == "STEP_FAILED"
+    assert not world.verifier.caches
+
+
+async def test_a_refused_prompt_is_an_invalid_request(world: World, client: Client) -> None:
+    async def refuse(request: object, context: grpc.aio.ServicerContext) -> None:
+        await context.abort_with_status(
+            status(grpc.StatusCode.INVALID_ARGUMENT, "PROMPT_TOO_LONG", "too long")
+        )
+        yield
+
+    world.verifier.CreateCache = refuse  # type: ignore[assignment,method-assign]
+    await world.verifier_service.stop()
+    await world.verifier_service.start()
+    with pytest.raises(InvalidRequestError) as caught:
+        await client.generate(PROMPT)
+    assert caught.value.reason == "PROMPT_TOO_LONG"
+    assert isinstance(caught.value, ValueError)
+
+
+async def test_the_cache_of_an_expired_lease_is_made_again(world: World, client: Client) -> None:
+    """The verifier swept it while the reader slept."""
+    tokens: list[int] = []
+    async for chunk in client.generate(PROMPT, max_new_tokens=140, seed=SEED, drafter="none"):
+        if not tokens:
+            world.verifier.caches.clear()
+        tokens += chunk.token_ids
+    assert tokens == continuation(PROMPT, 140, SEED)
