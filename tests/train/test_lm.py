@@ -9,7 +9,9 @@ from paceline.train.corpus import Corpus
 from paceline.train.lm import train_lm
 from paceline.train.loop import Run
 from paceline.train.model import build_model
+from paceline.train.own_text import own_texts
 from paceline.train.preset import Preset
+from paceline.train.prompts import Prompt
 from paceline.train.target import train_target
 from paceline.train.teacher import Opinions, opinions_of
 
@@ -40,6 +42,21 @@ def test_a_long_document_is_asked_in_windows_with_context(preset: Preset, tmp_pa
     assert torch.equal(opinions.ids[1024:1792].long(), expected)
 
 
+def test_own_texts_go_on_from_the_corpus(preset: Preset, tmp_path: Path) -> None:
+    target = build_model(replace(preset, context=512), eos=0)
+    document = list(range(1, 301))
+    path = tmp_path / "own.safetensors"
+    texts = own_texts(target, [document], count=40, separator=0, path=path)
+    assert len(texts) == 40
+    for text in texts:
+        assert text[:128] == list(range(text[0], text[0] + 128))
+        assert 0 not in text
+        assert len(text) <= 512
+    assert own_texts(target, [], 40, 0, path) == texts
+    with pytest.raises(ValueError, match="no document has 128 tokens"):
+        own_texts(target, [[1, 2]], 1, 0, tmp_path / "other.safetensors")
+
+
 def test_the_loss_is_least_where_student_and_target_agree() -> None:
     opinions = Opinions(torch.tensor([[3, 1]]).short(), torch.tensor([[0.75, 0.25]]).half())
     like = torch.full((1, 1, 5), -20.0)
@@ -54,9 +71,12 @@ def test_a_drafter_shares_its_targets_tokenizer(
 ) -> None:
     target, out = tmp_path / "target", tmp_path / "lm"
     train_target(corpus, preset, make_run("target-run", steps=4), target)
-    small = replace(preset, layers=1)
-    train_lm(target, corpus, small, make_run("lm-run", steps=4), out)
+    small = replace(preset, layers=1, focus_files=4, own_texts=2)
+    prompts = [Prompt("sum", "heldout", "def add_1(a, b):\n")]
+    train_lm(target, corpus, small, make_run("lm-run", steps=4), out, prompts)
     assert (out / "tokenizer.json").read_bytes() == (target / "tokenizer.json").read_bytes()
-    assert "top-1 agreement" in (out / "README.md").read_text()
+    card = (out / "README.md").read_text()
+    assert "| files trained on to the end |" in card
+    assert "after a prompt from held-out files" in card
     with pytest.raises(ValueError, match="vocabulary of 320"):
         train_lm(target, corpus, replace(small, vocabulary=4096), make_run("x", steps=1), out)

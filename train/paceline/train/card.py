@@ -46,7 +46,7 @@ class Facts:
     preset: Preset
     progress: Progress
     stream: int
-    """Tokens in the training corpus, separators included."""
+    """Tokens of the training text, separators included."""
 
     @classmethod
     def collect(
@@ -60,6 +60,7 @@ class Facts:
 def target_card(facts: Facts, numbers: TargetNumbers) -> str:
     """The README.md of a target's folder."""
     losses = "\n".join(f"| {_SPLITS[s]} | {value:.2f} |" for s, value in numbers.loss.items())
+    texts = f"{len(facts.corpus.train)} files of the {facts.corpus.source}"
     shown = [
         f"| {r.prompt} | {r.split} | {r.greedy:.2f} | {r.sampled:.2f} |" for r in numbers.repetition
     ]
@@ -80,7 +81,7 @@ decoding can be shown and measured on a laptop with no download. It knows nothin
 parts of which it has learnt by heart; use it for nothing else.
 
 {_shape(facts)}
-{_data(facts)}
+{_data(facts, texts)}
 ## Training
 
 Muon for the matrices of the layers, AdamW for the rest, bf16 autocast, constant learning rates
@@ -99,15 +100,19 @@ are much easier than guesses about anything else, so state which kind a measurem
 
 def drafter_card(facts: Facts, numbers: DrafterNumbers) -> str:
     """The README.md of a drafter LM's folder."""
+    p = facts.preset
+    texts = (
+        f"{len(facts.corpus.train[: p.focus_files])} files of the {facts.corpus.source} and "
+        f"{p.own_texts} texts by the target itself, half of them greedy, half sampled at "
+        "temperature 1"
+    )
     rows = [
         f"| {_SPLITS[s]} | {value:.2f} | {numbers.top1[s]:.2f} | {numbers.overlap[s]:.2f} |"
         for s, value in numbers.loss.items()
     ]
-    generated = (
-        f"\nOn the target's own greedy text after the demo prompts ({GENERATED_TOKENS} tokens "
-        f"each) it ranks the right token first {numbers.generated_top1:.2f} of the time.\n"
-        if numbers.generated_top1 is not None
-        else ""
+    generated = "".join(
+        f"| greedy text of the target after a prompt from {_SPLITS[s]} | | {value:.2f} | |\n"
+        for s, value in numbers.generated_top1.items()
     )
     return f"""{_header(facts)}# Paceline demo drafter LM
 
@@ -115,20 +120,21 @@ A tiny Llama-type language model that guesses what the demo target says next (dr
 `lm`). Its own text is not meant to be read.
 
 {_shape(facts)}
-{_data(facts)}
+{_data(facts, texts)}
 ## Training
 
-Distilled: cross-entropy against the target's distribution over its 16 most likely next tokens, on
-the target's own corpus. Muon for the matrices of the layers, AdamW for the rest.
+Distilled: cross-entropy against the target's distribution over its 16 most likely next tokens.
+Muon for the matrices of the layers, AdamW for the rest.
 {_schedule(facts)}
 ## Measured
 
 | text | loss, nats per token | top-1 agreement with the target | overlap of distributions |
 | --- | --- | --- | --- |
 {chr(10).join(rows)}
-
-Overlap is 1 minus the total variation between drafter and target at temperature 1.
-{generated}"""
+{generated}
+Overlap is 1 minus the total variation between drafter and target at temperature 1. Greedy texts
+are up to {GENERATED_TOKENS} tokens long.
+"""
 
 
 def _header(facts: Facts) -> str:
@@ -146,13 +152,12 @@ def _shape(facts: Facts) -> str:
     )
 
 
-def _data(facts: Facts) -> str:
+def _data(facts: Facts, texts: str) -> str:
     licence = _STDLIB_LICENCE if facts.corpus.is_stdlib else _OTHER_LICENCE
     return (
         "## Data and licence\n\n"
-        f"{len(facts.corpus.train)} files of the {facts.corpus.source} ({facts.stream:,} tokens); "
-        f"{len(facts.corpus.heldout)} more are held out. The target's `corpus.json` lists both "
-        f"with digests.\n{licence}\n"
+        f"{texts}: {facts.stream:,} tokens. {len(facts.corpus.heldout)} files are held out. "
+        f"The target's `corpus.json` lists all files with digests. {licence}\n"
     )
 
 
@@ -161,7 +166,7 @@ def _schedule(facts: Facts) -> str:
     focus = (
         f" After {p.focus_from:.0%} of the time only the first {p.focus_files} files of "
         "`corpus.json` are read: the model writes better for knowing some text well."
-        if p.focus_files is not None
+        if p.focus_from < 1
         else ""
     )
     return (

@@ -14,6 +14,7 @@ from paceline.train.corpus import Corpus
 from paceline.train.loop import Run, train
 from paceline.train.measure import HELDOUT, TRAINED, measure_drafter
 from paceline.train.model import build_model
+from paceline.train.own_text import own_texts
 from paceline.train.preset import Preset
 from paceline.train.prompts import Prompt
 from paceline.train.teacher import opinions_of
@@ -32,8 +33,10 @@ def train_lm(
 ) -> LlamaForCausalLM:
     """Distil the target in `target_folder` into a small LM of the same tokenizer, written to `out`.
 
-    What the target thinks of the corpus is computed once and kept in `run.work`; the time it takes
-    is not part of `run.minutes`. `prompts` are what the card measures on. Returns the model, bf16.
+    The text is the first `preset.focus_files` files of `corpus` and `preset.own_texts` texts that
+    the target writes itself. These, and what the target thinks of it all, are computed once and
+    kept in `run.work`; the time that takes is not part of `run.minutes`. `prompts` are what the
+    card measures on. Returns the model, in bf16.
 
     Raises ValueError where the preset's vocabulary is not the target's.
     """
@@ -47,7 +50,9 @@ def train_lm(
         )
     trained, heldout = (encode_all(tokenizer, part) for part in (corpus.train, corpus.heldout))
     eos = tokenizer.eos_token_id
-    batches = Batches(trained, eos)
+    known = trained[: preset.focus_files]
+    written = own_texts(target, trained, preset.own_texts, eos, run.work / "own.safetensors")
+    batches = Batches(known + written, eos)
     opinions = opinions_of(target, batches.stream, eos, _KEPT, run.work / "opinions.safetensors")
     model = build_model(preset, eos)
 
@@ -58,9 +63,8 @@ def train_lm(
 
     progress = train(model, loss, batches, preset, run)
     model = save_model(out, model, tokenizer)
-    measured = measure_drafter(
-        model, target, tokenizer, {TRAINED: trained, HELDOUT: heldout}, prompts
-    )
+    texts = {TRAINED: known, HELDOUT: heldout}
+    measured = measure_drafter(model, target, tokenizer, texts, prompts)
     facts = Facts.collect(model, corpus, preset, progress, len(batches.stream))
     (out / "README.md").write_text(drafter_card(facts, measured))
     return model

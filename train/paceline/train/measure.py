@@ -47,8 +47,8 @@ class DrafterNumbers:
     loss: dict[str, float]
     top1: dict[str, float]
     overlap: dict[str, float]
-    generated_top1: float | None
-    """Top-1 agreement on the target's own greedy text after the prompts; None without prompts."""
+    generated_top1: dict[str, float]
+    """Share of the target's own greedy tokens ranked first, per split of the prompts before."""
 
 
 def measure_target(
@@ -80,24 +80,25 @@ def measure_drafter(
     parts = _sample(texts)
     loss = {name: text_loss(model, part) for name, part in parts.items()}
     alike = {name: agreement(model, target, part) for name, part in parts.items()}
-    generated = [continuation(target, tokenizer.encode(p.text), GENERATED_TOKENS) for p in prompts]
     return DrafterNumbers(
         loss,
         top1={name: top1 for name, (top1, _) in alike.items()},
         overlap={name: overlap for name, (_, overlap) in alike.items()},
-        generated_top1=_generated_agreement(model, tokenizer, prompts, generated),
+        generated_top1=_generated_agreement(model, target, tokenizer, prompts),
     )
 
 
 def _generated_agreement(
-    model: Any, tokenizer: Any, prompts: Sequence[Prompt], generated: Documents
-) -> float | None:
-    """Share of greedily generated tokens that `model` ranks first, each given all before it."""
-    shares = []
-    for prompt, written in zip(prompts, generated, strict=True):
-        ids = tokenizer.encode(prompt.text) + list(written)
-        shares += top1_hits(model, ids, len(written))
-    return mean(shares) if shares else None
+    model: Any, target: Any, tokenizer: Any, prompts: Sequence[Prompt]
+) -> dict[str, float]:
+    """Share of greedy tokens of `target` that `model` ranks first, given all before, per split."""
+    hits: dict[str, list[bool]] = {}
+    for prompt in prompts:
+        ids = tokenizer.encode(prompt.text)
+        written = continuation(target, ids, GENERATED_TOKENS)
+        found = top1_hits(model, ids + written, len(written))
+        hits.setdefault(prompt.split, []).extend(found)
+    return {split: mean(found) for split, found in hits.items()}
 
 
 def _sample(texts: Mapping[str, Documents]) -> dict[str, list[Sequence[int]]]:

@@ -31,6 +31,7 @@ class Preset:
     long_share: float  # the last share of the run trains `long_rows` rows of `context` tokens
     focus_files: int | None = None
     focus_from: float = 1.0
+    own_texts: int = 0  # texts by the target itself that a drafter is taught with as well
     decay_from: float = 0.5  # share of the run after which the learning rates fall linearly
     final_rate: float = 0.03  # what is left of the learning rates at the very end
     muon_rate: float = 0.02
@@ -55,10 +56,11 @@ PRESETS: dict[str, Preset] = {
         files=120, heldout_files=12, focus_files=48, focus_from=0.4,
         minutes=80, steps=5000, rows=4, length=512, long_rows=1, long_share=0.13,
     ),
-    # 1.1 M parameters: the drafter, distilled from the target above on what that one knows well.
+    # 1.1 M parameters: the drafter, distilled from the target above on the files that one knows
+    # well and on its own text.
     "lm": Preset(
         width=128, layers=3, heads=2, kv_heads=1, ff=384, context=4096,
-        files=48, heldout_files=12,
+        files=120, heldout_files=12, focus_files=48, own_texts=256,
         minutes=9, steps=3000, rows=4, length=512, long_rows=1, long_share=0.10,
     ),
     # 25.7 M parameters on one H200 in under ten minutes, on the whole standard library.

@@ -1,0 +1,75 @@
+"""Text a target writes itself: what its drafter will be asked to guess."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.progress import track
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from paceline.train.evaluate import Documents
+
+_PROMPT, _LENGTH, _ROWS = 128, 512, 32  # tokens of a prompt, of a whole text, texts at a time
+
+
+def own_texts(
+    target: Any, documents: Documents, count: int, separator: int, path: Path
+) -> list[list[int]]:
+    """Token ids of `count` texts: 128 tokens from anywhere in `documents`, and what `target` adds.
+
+    Every other group of 32 is greedy, the rest is sampled at temperature 1. A text ends at 512
+    tokens or where the target ends it with `separator`. They are kept at `path` and read from
+    there next time.
+
+    Raises ValueError where no document is longer than a prompt.
+    """
+    if count == 0:
+        return []
+    if not path.is_file():
+        draw = np.random.default_rng(0)
+        torch.manual_seed(0)
+        groups = range(-(-count // _ROWS))
+        rows = torch.cat(
+            [
+                _write(target, _prompts(documents, draw), separator, greedy=number % 2 == 0)
+                for number in track(groups, "the target's own text")
+            ]
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        save_file({"tokens": rows[:count].contiguous()}, partial)
+        os.replace(partial, path)
+    texts: list[list[int]] = load_file(path)["tokens"].tolist()
+    return [text[: text.index(separator)] if separator in text else text for text in texts]
+
+
+def _prompts(documents: Documents, draw: np.random.Generator) -> Tensor:
+    """Windows from random places of random documents, int64 [32, 128]."""
+    long = [ids for ids in documents if len(ids) >= _PROMPT]
+    if not long:
+        raise ValueError(f"no document has {_PROMPT} tokens to start a text with: give longer ones")
+    prompts = []
+    for _ in range(_ROWS):
+        ids = long[draw.integers(len(long))]
+        start = int(draw.integers(len(ids) - _PROMPT + 1))
+        prompts.append(ids[start : start + _PROMPT])
+    return torch.tensor(prompts)
+
+
+@torch.no_grad()
+def _write(target: Any, prompts: Tensor, separator: int, greedy: bool) -> Tensor:
+    """Prompts with the target's text after them, int32 [32, 512] on the CPU, `separator` behind."""
+    prompts = prompts.to(target.device)
+    how: dict[str, Any] = {"do_sample": False} if greedy else {"do_sample": True, "top_k": 0}
+    written = target.eval().generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        max_new_tokens=_LENGTH - _PROMPT,
+        pad_token_id=separator,
+        **how,
+    )
+    missing = _LENGTH - written.shape[1]
+    return torch.nn.functional.pad(written, (0, missing), value=separator).to("cpu", torch.int32)
