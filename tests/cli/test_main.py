@@ -86,6 +86,7 @@ def test_service_commands_set_threads_before_torch_is_imported() -> None:
     script = "".join(f"import paceline.cli.{name}\n" for name in names)
     script += """
 import os, sys
+import paceline.drafter
 assert "torch" not in sys.modules
 from paceline.cli.service_process import set_thread_environment
 set_thread_environment(1)

@@ -4,8 +4,15 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from paceline.cli.service_process import DRAFTER_ADDRESS, add_process_arguments, run_service
+from paceline.cli.service_process import (
+    DRAFTER_ADDRESS,
+    add_process_arguments,
+    refuse,
+    run_service,
+)
 from paceline.service import Service
+
+_OPTIONS = ("max_context", "max_streams")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,21 +28,58 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--root",
         action="append",
+        default=[],
         type=Path,
         metavar="DIR",
-        help="folder below which LoadDrafter may load; may be repeated",
+        help="folder below which clients may have drafters loaded; may be repeated (default: "
+        "the folders of --load and their parents)",
+    )
+    group.add_argument("--max-context", type=int, metavar="N", help="longest text, in tokens")
+    group.add_argument(
+        "--max-streams", type=int, metavar="N", help="most generations attached at a time"
+    )
+    group.add_argument(
+        "--test-method",
+        action="append",
+        default=[],
+        type=_named_class,
+        metavar="NAME=MODULE:CLASS",
+        help="method from outside the package, for tests; runs that module's code",
+    )
+    group.add_argument(
+        "--allow-test-methods", action="store_true", help="say that --test-method is wanted"
     )
     add_process_arguments(parser, DRAFTER_ADDRESS)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal; the exit code."""
-    return run_service(args, lambda: _build(args))
+    # Imports no torch: that must wait until the thread settings are made.
+    from paceline.drafter import LoadError
+
+    try:
+        return run_service(args, lambda: _build(args))
+    except LoadError as error:
+        return refuse(error)
 
 
 def _build(args: argparse.Namespace) -> Service:
     from paceline.drafter import DrafterSpec, build_service
 
-    given: dict[str, Any] = {"roots": args.root} if args.root else {}
-    service: Service = build_service([DrafterSpec.parse(text) for text in args.load], **given)
-    return service
+    given: dict[str, Any] = {
+        name: value for name in _OPTIONS if (value := getattr(args, name)) is not None
+    }
+    return build_service(
+        [DrafterSpec.parse(text) for text in args.load],
+        roots=args.root,
+        test_methods=dict(args.test_method),
+        allow_test_methods=args.allow_test_methods,
+        **given,
+    )
+
+
+def _named_class(text: str) -> tuple[str, str]:
+    name, equals, path = text.partition("=")
+    if not name or not equals or ":" not in path:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=MODULE:CLASS")
+    return name, path

@@ -88,12 +88,18 @@ def run_service(args: argparse.Namespace, build: Callable[[], Service]) -> int:
             _stop_with_stdin()
         service = build()
     except (OptionsError, ServiceError, ValueError, OSError) as error:
-        return _refuse(error)
+        return refuse(error)
     try:
         _run(run_server(service, options, on_ready=lambda address: _ready(args, address)))
     except (OptionsError, ServiceError) as error:
-        return _refuse(error)
+        return refuse(error)
     return 0
+
+
+def refuse(error: Exception) -> int:
+    """Log why the service cannot be served as it was asked for; the exit code."""
+    logger.error("cannot serve: %s", error, exc_info=logger.isEnabledFor(logging.DEBUG))
+    return 2
 
 
 def set_thread_environment(threads: int | None) -> None:
@@ -126,11 +132,6 @@ def write_atomically(file: Path, text: str) -> None:
 def _ready(args: argparse.Namespace, address: str) -> None:
     if args.ready_file is not None:
         write_atomically(args.ready_file, address)
-
-
-def _refuse(error: Exception) -> int:
-    logger.error("cannot serve: %s", error, exc_info=logger.isEnabledFor(logging.DEBUG))
-    return 2
 
 
 def _cores() -> int:
