@@ -270,14 +270,20 @@ def _ordered_product(weights: Tensor, values: Tensor) -> Tensor:
 
 
 def _sum_slots(x: Tensor, first: int) -> Tensor:
-    """Sum over dim 1, ``_RADIX`` at a time; the first group has the absolute index ``first``."""
+    """Sum over dim 1, ``_RADIX`` at a time; the first group has the absolute index ``first``.
+
+    Spelled out as additions of halves: ``torch.sum`` picks its order by the other dims. Eats ``x``.
+    """
     while True:
         groups = x.shape[1] // _RADIX
+        x = x.unflatten(1, (groups, _RADIX))
+        while x.shape[2] > 1:
+            low, high = x.chunk(2, dim=2)
+            x = low.add_(high)
         if groups == 1:
-            return x.sum(1)
-        x = x.unflatten(1, (groups, _RADIX)).sum(2)
-        aligned = x.new_zeros(x.shape[0], _round_up(first % _RADIX + groups, _RADIX), *x.shape[2:])
-        aligned[:, first % _RADIX : first % _RADIX + groups] = x
+            return x[:, 0, 0]
+        aligned = x.new_zeros(x.shape[0], _round_up(first % _RADIX + groups, _RADIX), *x.shape[3:])
+        aligned[:, first % _RADIX : first % _RADIX + groups] = x[:, :, 0]
         x = aligned
         first //= _RADIX
 

@@ -110,14 +110,17 @@ def tree_attention(
         out: Where to write, ``[M, Hq, D]`` of any float dtype; made in ``q.dtype`` if None.
 
     Returns:
-        The attention, ``[M, Hq, D]``; with ``return_lse`` also float32 ``[M, Hq]``. A row that sees
-        nothing would be 0 with log-sum-exp -inf.
+        The attention, ``[M, Hq, D]``; with ``return_lse`` also float32 ``[M, Hq]``. Every row sees
+        at least itself.
 
     Raises:
-        ValueError: Shapes that do not fit together.
+        ValueError: Shapes that do not fit together, or a window below 1.
         RuntimeError: No backend for the device.
     """
-    _check(q, keys, values, plan)
+    checked = ("checked", q.shape, len(keys), keys[0].shape if keys else None, window)
+    if checked not in plan.prepared:  # once per plan, not per layer
+        _check(q, keys, values, plan, window)
+        plan.prepared[checked] = True
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
@@ -127,7 +130,15 @@ def tree_attention(
     return out if lse is None else (out, lse)
 
 
-def _check(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], plan: TreePlan) -> None:
+def _check(
+    q: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    plan: TreePlan,
+    window: int | None,
+) -> None:
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}, expected 1 or more, or None for all")
     if q.dim() != 3 or q.shape[0] != plan.rows:
         raise ValueError(
             f"q has shape {tuple(q.shape)}, expected [{plan.rows}, heads, head_dim] for this plan"

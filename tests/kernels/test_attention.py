@@ -1,0 +1,120 @@
+"""Tree attention against the float64 reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import HEADS, PREFIXES, attend, make_case, trees
+from paceline.kernels import TreeSegment, backend_for, plan_trees, tree_attention
+from paceline.kernels.reference import reference_attention
+
+WINDOWS = [None, None, 1, 40, 256, 300, 1000]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    parents=trees(most=40),
+    start=st.sampled_from(PREFIXES),
+    heads=st.sampled_from(HEADS),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    window=st.sampled_from(WINDOWS),
+    seed=st.integers(0, 1000),
+)
+def test_any_tree_agrees_with_the_reference(
+    parents: tuple[int, ...],
+    start: int,
+    heads: tuple[int, int, int],
+    dtype: torch.dtype,
+    window: int | None,
+    seed: int,
+) -> None:
+    case = make_case(seed, start, parents, heads, dtype, window)
+    out, lse = case.run()
+    expected, expected_lse = reference_attention(
+        case.q,
+        [case.key],
+        [case.value],
+        plan_trees([case.segment]),
+        scale=case.scale,
+        window=window,
+    )
+    torch.testing.assert_close(out.double(), expected, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), expected_lse, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_prefill_in_blocks_agrees_with_the_reference(window: int | None) -> None:
+    case = make_case(0, 0, (-1, *range(255)), window=window, spare=200)
+    case.value.nan_to_num_(0.5)
+    q = torch.randn(400, *case.q.shape[1:])
+    segments = [TreeSegment(0, 0, None, 256), TreeSegment(0, 256, None, 144)]
+    out, _ = attend(segments, q, [case.key], [case.value], window)
+    expected, _ = reference_attention(
+        q, [case.key], [case.value], plan_trees(segments), scale=case.scale, window=window
+    )
+    torch.testing.assert_close(out.double(), expected, atol=2e-5, rtol=1e-5)
+
+
+def test_ragged_batches_keep_sequences_apart() -> None:
+    cases = [make_case(seed, start, (-1, 0, 0, 1)) for seed, start in enumerate((0, 300, 17, 256))]
+    segments = [TreeSegment(i, c.segment.start, c.segment.parents, 4) for i, c in enumerate(cases)]
+    out, lse = attend(
+        segments, torch.cat([c.q for c in cases]), [c.key for c in cases],
+        [c.value for c in cases], None,
+    )  # fmt: skip
+    for index, case in enumerate(cases):
+        alone, alone_lse = case.run()
+        assert torch.equal(out[4 * index : 4 * index + 4], alone)
+        assert torch.equal(lse[4 * index : 4 * index + 4], alone_lse)
+
+
+def test_the_result_has_the_type_of_the_query() -> None:
+    case = make_case(0, 20, (-1, 0), dtype=torch.bfloat16)
+    plan = plan_trees([case.segment])
+    out = tree_attention(case.q, [case.key], [case.value], plan, scale=case.scale)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, case.run()[0].bfloat16())
+
+
+def test_caches_may_be_strided_views() -> None:
+    case = make_case(3, 300, (-1, 0, 0, 2))
+    interleaved = torch.stack([case.key, case.value], dim=2)
+    out, _ = attend(
+        [case.segment], case.q, [interleaved[:, :, 0]], [interleaved[:, :, 1]], None
+    )
+    assert torch.equal(out, case.run()[0])
+
+
+def test_long_blocks_are_cut_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(4, 700, tuple(max(-1, (i - 1) // 2) for i in range(60)), window=600)
+    crossing = make_case(5, 760, tuple(max(-1, i - 3) for i in range(60)))
+    whole = case.run(), crossing.run()
+    monkeypatch.setattr("paceline.kernels._cpu._SCORE_BYTES", 4 * 6 * 800 * 7)
+    monkeypatch.setattr("paceline.kernels._cpu._KV_SCRATCH_BYTES", 4 * 2 * 64 * 256)
+    for before, after in zip(whole, (case.run(), crossing.run()), strict=True):
+        assert torch.equal(before[0], after[0])
+        assert torch.equal(before[1], after[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.zeros(3, 6, 64)}, "expected \\[2, heads"),
+        ({"keys": []}, "give one each"),
+        ({"keys": [torch.zeros(2, 3, 64)], "values": [torch.zeros(2, 3, 64)]}, "at least 22"),
+        ({"keys": [torch.zeros(4, 30, 64)], "values": [torch.zeros(4, 30, 64)]}, "divisor"),
+        ({"window": 0}, "window"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(change: dict[str, object], message: str) -> None:
+    case = make_case(0, 20, (-1, 0))
+    arguments = {"q": case.q, "keys": [case.key], "values": [case.value], "window": None} | change
+    with pytest.raises(ValueError, match=message):
+        tree_attention(plan=plan_trees([case.segment]), scale=1.0, **arguments)  # type: ignore[call-overload]
+
+
+def test_an_unknown_device_is_a_clear_error() -> None:
+    with pytest.raises(RuntimeError, match="no attention backend for device type 'meta'"):
+        backend_for("meta")

@@ -1,0 +1,73 @@
+"""The promise: a row has the same bits whatever is beside it, in every mode."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import HEADS, PREFIXES, Case, attend, make_case, trees
+from paceline.kernels import TreeSegment
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def assert_every_path_alone(case: Case, nodes: list[int]) -> None:
+    out, lse = case.run()
+    for node in nodes:
+        alone, alone_lse = case.run_alone(node)
+        assert torch.equal(alone[0], out[node]), f"node {node} of {case.segment}"
+        assert torch.equal(alone_lse[0], lse[node]), f"node {node} of {case.segment}"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    parents=trees(),
+    start=st.sampled_from(PREFIXES) | st.integers(0, 1300),
+    heads=st.sampled_from(HEADS),
+    dtype=st.sampled_from(DTYPES),
+    window=st.sampled_from([None, None, None, 1, 33, 256, 300, 2100]),
+    seed=st.integers(0, 1000),
+)
+def test_any_node_of_any_tree_has_the_bits_of_its_path_alone(
+    parents: tuple[int, ...],
+    start: int,
+    heads: tuple[int, int, int],
+    dtype: torch.dtype,
+    window: int | None,
+    seed: int,
+) -> None:
+    case = make_case(seed, start, parents, heads, dtype, window, spare=seed % 40)
+    count = len(parents)
+    assert_every_path_alone(case, sorted({0, count // 3, count // 2, count - 1}))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", HEADS)
+def test_the_largest_tree_over_a_border(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    parents = tuple(max(-1, i - 1 - i % 3) for i in range(256))
+    case = make_case(1, 450, parents, heads, dtype)
+    assert_every_path_alone(case, [0, 61, 100, 200, 254, 255])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("start", [0, 256, 512, 2048])
+def test_prefill_blocks_have_the_bits_of_decoding(start: int, dtype: torch.dtype) -> None:
+    case = make_case(2, start, (-1, *range(255)), dtype=dtype)
+    assert_every_path_alone(case, [0, 1, 3, 4, 15, 16, 100, 254, 255])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_blocks_of_one_sequence_in_one_plan_have_the_bits_of_separate_plans(
+    dtype: torch.dtype,
+) -> None:
+    case = make_case(3, 200, (-1, *range(199)), dtype=dtype)
+    segments = [TreeSegment(0, 200, None, 56), TreeSegment(0, 256, None, 144)]
+    out, _ = attend(segments, case.q, [case.key], [case.value], None)
+    assert torch.equal(out, case.run()[0])
+
+
+@pytest.mark.parametrize("window", [200, 700, 5000])
+def test_many_chunks_are_added_in_an_order_of_their_own(window: int) -> None:
+    case = make_case(4, 9 * 512 + 250, tuple(max(-1, i - 2) for i in range(24)), window=window)
+    assert_every_path_alone(case, [0, 5, 11, 12, 20, 23])
