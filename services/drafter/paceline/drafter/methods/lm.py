@@ -1,0 +1,110 @@
+"""A small language model with the target's tokenizer as a tree drafter.
+
+Level by level (dynamic beam, see :mod:`paceline.drafter.methods.beam`), ranked with the verifier's
+own noise. Keeps its own KV: accepted nodes stay where a round computed them, up to compaction, and
+rejected ones are overwritten. Rounds that wait together share every forward pass.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar, cast
+
+import torch
+
+from paceline.decoder import Decoder, UnsupportedModelError
+from paceline.drafter.checkpoint import read_fit
+from paceline.drafter.methods.base import (
+    Budget,
+    Drafter,
+    DraftSequence,
+    Fit,
+    Generation,
+    LoadError,
+    Resources,
+)
+from paceline.drafter.methods.lm_options import LmOptions
+from paceline.drafter.methods.lm_sequence import KvAccount, LmSequence
+from paceline.drafter.methods.options import parse_options
+from paceline.drafter.tree import EMPTY, Tree
+from paceline.kernels import TreeSegment, plan_trees
+
+
+class LmDrafter(Drafter):
+    """The method ``lm``. All but :meth:`start` runs on one thread at a time."""
+
+    method: ClassVar[str] = "lm"
+
+    def __init__(self, decoder: Decoder, options: LmOptions, fit: Fit, weight_bytes: int) -> None:
+        self.decoder = decoder
+        self.options = options
+        self.fit = fit
+        self.max_nodes = min(options.max_nodes, options.drafted)
+        self.max_depth = options.levels
+        self.weight_bytes = weight_bytes
+        self.kv = KvAccount(int(options.kv_gib * (1 << 30) / decoder.config.kv_bytes_per_token))
+
+    @classmethod
+    def load(
+        cls, folder: Path | None, options: Mapping[str, str], resources: Resources
+    ) -> LmDrafter:
+        if folder is None:
+            raise LoadError("FOLDER_MISSING", "lm needs a model folder: lm:DIR")
+        parsed = parse_options(LmOptions, options)
+        fit = read_fit(folder)
+        if resources.threads is not None:
+            torch.set_num_threads(resources.threads)
+        dtype = parsed.dtype if parsed.dtype == "auto" else getattr(torch, parsed.dtype)
+        try:
+            decoder = Decoder.load(folder, dtype, resources.device)
+        except (UnsupportedModelError, OSError, ValueError) as error:
+            raise LoadError("UNSUPPORTED_MODEL", f"cannot load {folder}: {error}") from error
+        weight_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        return cls(decoder, parsed, fit, weight_bytes)
+
+    def start(self, generation: Generation) -> LmSequence:
+        return LmSequence(self, generation)
+
+    def draft_many(self, rounds: Sequence[tuple[DraftSequence, Budget]]) -> list[Tree]:
+        sequences = [cast(LmSequence, sequence) for sequence, _ in rounds]
+        deadlines = {id(sequence): budget.deadline for sequence, budget in rounds}
+        growing = [
+            sequence
+            for sequence, (_, budget) in zip(sequences, rounds, strict=True)
+            if sequence.begin(budget)
+        ]
+        while growing:
+            begun = time.monotonic()
+            self._grow_level(growing)
+            now = time.monotonic()
+            next_end = now + (now - begun)
+            growing = [
+                sequence
+                for sequence in growing
+                if sequence.wants_level and next_end < deadlines[id(sequence)]
+            ]
+        return [s.beam.tree() if s.beam is not None else EMPTY for s in sequences]
+
+    def _grow_level(self, growing: Sequence[LmSequence]) -> None:
+        """One forward pass over the frontiers of all, and one more level for each."""
+        tokens: list[int] = []
+        segments: list[TreeSegment] = []
+        rows: list[int] = []
+        counts: list[int] = []
+        for index, sequence in enumerate(growing):
+            more, blocks, count = sequence.block(index)
+            tokens += more
+            segments += blocks
+            rows += range(len(tokens) - count, len(tokens))
+            counts.append(count)
+        device = self.decoder.device
+        logits = self.decoder.forward(
+            torch.tensor(tokens, device=device),
+            plan_trees(segments, device=device),
+            [sequence.cache for sequence in growing],
+            logit_rows=torch.tensor(rows, device=device),
+        ).logits
+        for sequence, part in zip(growing, logits.cpu().split(counts), strict=True):
+            sequence.add_level(part)
