@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import grpc
-import pytest
-
-from .conftest import VOCAB, Drafting, drafting, failure
+from .conftest import Drafting
 
 TEXT = [5, 6, 7, 8, 9, 10, 11, 1, 2, 5, 6, 7]
 
