@@ -1,6 +1,7 @@
 """`paceline drafters` against a real drafter process."""
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,23 @@ def test_a_wrong_token_is_refused(
     wrong.write_text("wrong")
     assert drafters(registry, "list", "--token-file", str(wrong)) == 1
     assert "UNAUTHENTICATED" in capsys.readouterr().err
+
+
+def test_beyond_loopback_with_mutual_tls_and_a_token(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cert, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
+    new = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=x"
+    names = ("-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert)
+    subprocess.run([*new.split(), *names], check=True, capture_output=True)
+    tls = ("--tls-cert", cert, "--tls-key", key, "--tls-client-ca", cert)
+    with ServiceProcess("drafter", ["--load", "ngram", *tls], address="0.0.0.0:0") as drafter:
+        address = drafter.address.replace("0.0.0.0", "127.0.0.1")
+        mutual = ("--tls-ca", cert, "--tls-cert", cert, "--tls-key", key)
+        for arguments, code in ((mutual, 0), (mutual[:2], 1), ((), 1)):
+            listing = ["drafters", "list", "--address", address, "--timeout", "10"]
+            assert main([*listing, *arguments]) == code
+    assert "ngram (default)" in capsys.readouterr().out
 
 
 def test_nobody_there_is_a_clear_error(capsys: pytest.CaptureFixture[str]) -> None:

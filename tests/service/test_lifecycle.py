@@ -98,6 +98,36 @@ async def test_sigterm_lets_a_stream_finish_and_refuses_new_ones(toy_process: St
     assert process.events()[-2:] == ["drained", "stop"]
 
 
+async def test_a_health_watcher_hears_of_the_drain_and_does_not_hold_it_up(serve: Serve) -> None:
+    served = await serve()
+    async with served.channel() as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(
+            health_pb2.HealthCheckRequest(service="toy.Toy")
+        )
+        assert (await watch.read()).status == SERVING
+        served.stop.set()
+        assert (await watch.read()).status == NOT_SERVING
+        await served.running
+    assert served.toy.events == ["start", "drain", "drained", "stop"]
+
+
+async def test_calls_over_the_stream_limit_wait_their_turn(serve: Serve) -> None:
+    served = await serve(max_concurrent_streams=1)
+    async with served.channel() as channel:
+        first = call(channel, "StreamStream")()
+        await first.write(StringValue(value="one"))
+        await first.read()
+        second = call(channel, "StreamStream")()
+        writing = asyncio.create_task(second.write(StringValue(value="two")))
+        await asyncio.sleep(0.2)
+        assert served.toy.gate.inside == 1
+        await first.done_writing()
+        assert await first.read() is grpc.aio.EOF
+        await writing
+        assert (await second.read()).value == "two"
+        second.cancel()
+
+
 async def test_a_drain_ends_after_its_time(toy_process: Start) -> None:
     process = toy_process(drain=0.2)
     async with grpc.aio.insecure_channel(await process.address()) as channel:

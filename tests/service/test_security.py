@@ -165,7 +165,7 @@ def test_a_certificate_names_its_holder_whatever_token_comes_with_it() -> None:
     assert first != owner_from([("authorization", "Bearer client")], {})
 
 
-@pytest.mark.parametrize("broken", ["missing", "no-pem", "swapped", "not-a-pair"])
+@pytest.mark.parametrize("broken", ["missing", "no-pem", "swapped", "not-a-pair", "authority"])
 async def test_bad_tls_files_are_clear_errors(
     serve: Serve, pki: dict[str, Pair], tmp_path: Path, broken: str
 ) -> None:
@@ -177,7 +177,8 @@ async def test_bad_tls_files_are_clear_errors(
         cert.write_text("hello")
     elif broken == "swapped":
         cert, key = key, cert
-    else:
+    elif broken == "not-a-pair":
         key = pki["client"].key
-    with pytest.raises(OptionsError, match=r"TLS|pair"):
-        await serve(tls_cert=cert, tls_key=key)
+    authority = key if broken == "authority" else pki["authority"].cert
+    with pytest.raises(OptionsError, match="PEM certificate"):
+        await serve(tls_cert=cert, tls_key=key, tls_client_ca=authority)

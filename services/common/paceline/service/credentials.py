@@ -1,7 +1,8 @@
-"""TLS files read once into server credentials."""
+"""TLS files read at start into server credentials."""
 
 from __future__ import annotations
 
+import ssl
 from pathlib import Path
 
 import grpc
@@ -13,25 +14,37 @@ def server_credentials(options: ServerOptions) -> grpc.ServerCredentials | None:
     """Credentials for `options`, or None where no TLS is asked for.
 
     Raises:
-        OptionsError: if a file cannot be read or is not PEM.
+        OptionsError: if a file cannot be read, is not PEM, needs a passphrase, or if certificate
+            and key are not a pair.
     """
     if options.tls_cert is None or options.tls_key is None:
         return None
-    pair = (_read(options.tls_key, "PRIVATE KEY"), _read(options.tls_cert, "CERTIFICATE"))
+    _check_pair(options.tls_cert, options.tls_key)
+    pair = (options.tls_key.read_bytes(), options.tls_cert.read_bytes())
     if options.tls_client_ca is None:
         return grpc.ssl_server_credentials([pair])
+    _check_authorities(options.tls_client_ca)
     return grpc.ssl_server_credentials(
         [pair],
-        root_certificates=_read(options.tls_client_ca, "CERTIFICATE"),
+        root_certificates=options.tls_client_ca.read_bytes(),
         require_client_auth=True,
     )
 
 
-def _read(file: Path, kind: str) -> bytes:
+def _check_pair(cert: Path, key: Path) -> None:
+    # gRPC itself would take wrong files and fail each handshake without a word to the operator.
     try:
-        content = file.read_bytes()
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(cert, key, password=lambda: "")
     except OSError as error:
-        raise OptionsError(f"cannot read the TLS file {file}: {error}") from error
-    if b"-----BEGIN " not in content or kind.encode() + b"-----" not in content:
-        raise OptionsError(f"the TLS file {file} holds no PEM {kind}")
-    return content
+        raise OptionsError(
+            f"the TLS files {cert} and {key} are not a PEM certificate and its key without a "
+            f"passphrase: {error}"
+        ) from error
+
+
+def _check_authorities(file: Path) -> None:
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(file)
+    except OSError as error:
+        raise OptionsError(f"{file} holds no PEM certificates of authorities: {error}") from error

@@ -137,8 +137,7 @@ def _bind(
             port = server.add_secure_port(options.address, credentials)
     except RuntimeError as error:
         raise OptionsError(
-            f"cannot listen on {options.address}: it is in use, not an address of this machine, "
-            "or the TLS certificate and key are not a pair"
+            f"cannot listen on {options.address}: it is in use, or not an address of this machine"
         ) from error
     if options.socket_path is not None:
         # Who may open the file may call: nobody but the user of this process.
