@@ -1,6 +1,7 @@
 """Hostile drafters: none of them may change a token, or do more harm than cost time.
 
-Loaded by tests alone: `build_service(test_methods=<this file>)`.
+Loaded by tests alone: `--allow-test-methods --test-method huge=adversaries:Huge` with this folder in
+PYTHONPATH, or `build_service(test_methods=METHODS, allow_test_methods=True)`.
 """
 
 from __future__ import annotations
@@ -151,3 +152,19 @@ def random_tree(nodes: int, vocab_size: int, draws: random.Random) -> Tree:
         tuple(draws.randrange(-1, i) for i in range(nodes)),
         tuple(draws.random() for _ in range(nodes)),
     )
+
+
+METHODS = {
+    kind.method: f"{__name__}:{kind.__name__}"
+    for kind in (
+        RandomTree,
+        AlwaysWrong,
+        Duplicates,
+        Huge,
+        Changing,
+        Malformed,
+        Failing,
+        FailingThread,
+    )
+}
+"""Name to import path, as `test_methods` takes them."""

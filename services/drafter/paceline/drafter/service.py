@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import grpc
 
-from paceline.drafter.methods import register_methods_of
-from paceline.drafter.methods.base import Resources
+from paceline.drafter.methods import register_method
+from paceline.drafter.methods.base import LoadError, Resources
 from paceline.drafter.registry import Registry
 from paceline.drafter.registry_servicer import DrafterRegistryServicer
 from paceline.drafter.servicer import DrafterServicer
@@ -81,7 +81,8 @@ def build_service(
     threads: int | None = None,
     max_context: int = 1 << 20,
     max_streams: int = 1024,
-    test_methods: Path | None = None,
+    test_methods: Mapping[str, str] | None = None,
+    allow_test_methods: bool = False,
 ) -> Service:
     """A drafter service, for :func:`paceline.service.run_server`.
 
@@ -94,14 +95,24 @@ def build_service(
         threads: Threads of the math library for methods with weights; None: as it is set.
         max_context: Longest text a stream may have. Unit: tokens.
         max_streams: Most generations attached at once; further ones get RESOURCE_EXHAUSTED.
-        test_methods: A Python file whose :class:`Drafter` classes become methods. It is run in this
-            process with all its rights: for tests only, never reachable over gRPC.
+        test_methods: Methods from outside the package, name to ``module:Class``. They run code of
+            the caller's choice, so they need ``allow_test_methods``. For tests only.
+        allow_test_methods: Says that ``test_methods`` are wanted.
 
     Raises:
-        LoadError: ``test_methods`` cannot be used.
+        LoadError: Test methods without leave, or under a name that is taken.
     """
-    if test_methods is not None:
-        register_methods_of(test_methods)
+    if test_methods and not allow_test_methods:
+        raise LoadError(
+            "TEST_METHODS_NOT_ALLOWED",
+            "methods from outside the package are for tests; say --allow-test-methods if this is "
+            "one",
+        )
+    for name, path in (test_methods or {}).items():
+        try:
+            register_method(name, path)
+        except ValueError as error:
+            raise LoadError("INVALID_METHOD", str(error)) from error
     folders = [spec.folder for spec in load if spec.folder is not None]
     allowed = [*roots, *folders] if roots else [f for each in folders for f in (each, each.parent)]
     return DrafterService(
