@@ -126,6 +126,11 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         async with self.arrival:
             await self.arrival.wait_for(lambda: len(self.rounds) >= count)
 
+    async def wait_for_renewals(self, count: int) -> None:
+        """Returns when leases were renewed so many times in all."""
+        async with self.arrival:
+            await self.arrival.wait_for(lambda: self.renewals >= count)
+
     async def GetModel(self, request: Any, context: Any) -> Any:
         self.models_asked.append(request)
         self.metadata.append(dict(context.invocation_metadata()))
@@ -275,7 +280,9 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
                 return
 
     async def RenewLease(self, request: Any, context: Any) -> Any:
-        self.renewals += 1
+        async with self.arrival:
+            self.renewals += 1
+            self.arrival.notify_all()
         return verifier_pb2.RenewLeaseResponse(lease_ms=self.lease_ms)
 
     async def ReleaseCache(self, request: Any, context: Any) -> Any:

@@ -66,18 +66,17 @@ class Client:
         if unread_chunks < 1:
             raise InvalidRequestError(f"unread_chunks must be >= 1, not {unread_chunks}")
 
-        def connect() -> Transport:
-            return transport or GrpcTransport(
+        if transport is None:
+            transport = GrpcTransport(
                 verifier_address or "",
                 drafter,
                 token=token,
                 tls=tls,
                 max_message_bytes=max_message_bytes,
             )
-
         folder = user_cache_dir() / "tokenizers" if cache_dir == "" else cache_dir
         self._shared = Shared(
-            connect,
+            transport,
             TokenizerCache(Path(folder) if folder is not None else None),
             retry or RetryOptions(),
             drafting or DraftOptions(),
@@ -183,6 +182,7 @@ class Client:
 
     async def model(self) -> Model:
         """What the verifier serves, and the tokenizer for it."""
+        self._shared.check_open()
         return await self._shared.models.get()
 
     async def aclose(self) -> None:

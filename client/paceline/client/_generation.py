@@ -168,6 +168,7 @@ class Generation:
             async with timeout:
                 if self._stopped_by is not None:
                     raise asyncio.CancelledError
+                self._shared.check_open()
                 model = await self._shared.models.get()
                 await self._prepare(model)
                 self._reused = await self._rounds(model).run()

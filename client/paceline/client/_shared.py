@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
 from ._drafter import DrafterHealth
@@ -26,14 +26,14 @@ class Shared:
 
     def __init__(
         self,
-        connect: Callable[[], Transport],
+        transport: Transport,
         tokenizers: TokenizerCache,
         retry: RetryOptions,
         drafting: DraftOptions,
         unread_chunks: int,
     ) -> None:
-        self._connect = connect
-        self._tokenizers = tokenizers
+        self.transport = transport
+        self.models = ModelSource(transport, tokenizers, retry)
         self.retry = retry
         self.drafting = drafting
         self.unread_chunks = unread_chunks
@@ -42,29 +42,12 @@ class Shared:
         self._background: set[asyncio.Task[None]] = set()
         self._health: dict[str, DrafterHealth] = {}
         self._speeds: dict[str, SharedSpeeds] = {}
-        self._transport: Transport | None = None
-        self._models: ModelSource | None = None
         self.closed = False
 
     def check_open(self) -> None:
         """Raises ClientClosedError after `close`."""
         if self.closed:
             raise ClientClosedError("the client is closed: make a new one")
-
-    @property
-    def transport(self) -> Transport:
-        """Made when first needed, since gRPC binds it to the running event loop."""
-        if self._transport is None:
-            self.check_open()
-            self._transport = self._connect()
-        return self._transport
-
-    @property
-    def models(self) -> ModelSource:
-        """Tells what the verifier serves."""
-        if self._models is None:
-            self._models = ModelSource(self.transport, self._tokenizers, self.retry)
-        return self._models
 
     def health(self, drafter: str) -> DrafterHealth:
         """The state of a drafter, as far as it is known."""
@@ -91,6 +74,4 @@ class Shared:
         ]
         if pending := {*closing, *self._background}:
             await asyncio.wait(pending, timeout=_CLOSE_TIMEOUT)
-        transport, self._transport = self._transport, None
-        if transport is not None:
-            await transport.close()
+        await self.transport.close()

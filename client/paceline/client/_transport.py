@@ -6,7 +6,9 @@ answers from memory. A transport raises this package's exceptions only.
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import AsyncGenerator
+from functools import cached_property
 from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
@@ -82,12 +84,15 @@ class GrpcTransport:
 
     Addresses are "host:port" or "unix:/path". A bearer token goes with every call; it is refused
     where others could read it: beyond loopback without TLS.
+
+    Raises:
+        InvalidRequestError: the token would travel in the open, or a TLS file cannot be read.
     """
 
     def __init__(
         self,
         verifier_address: str,
-        drafter_address: str | None,
+        drafter_address: str | None = None,
         *,
         token: str | None = None,
         tls: TlsOptions | None = None,
@@ -99,19 +104,34 @@ class GrpcTransport:
                     f"a token would travel to {address} unencrypted: give tls=TlsOptions(...)"
                 )
         self.verifier_address = verifier_address
+        self._drafter_address = drafter_address
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
-        self._verifier_channel: Any = _channel(verifier_address, tls, max_message_bytes)
-        self._drafter_channel: Any = (
-            _channel(drafter_address, tls, max_message_bytes) if drafter_address else None
-        )
-        verifier_stub: Any = verifier_pb2_grpc.VerifierServiceStub
-        drafter_stub: Any = drafter_pb2_grpc.DrafterServiceStub
-        self._verifier = verifier_stub(self._verifier_channel)
-        self._drafter: Any = drafter_stub(self._drafter_channel) if drafter_address else None
+        self._credentials = _credentials(tls) if tls else None
+        self._options = _channel_options(max_message_bytes, tls.server_name if tls else None)
+        self._channels: list[Any] = []
 
     @property
     def has_drafter(self) -> bool:
-        return self._drafter is not None
+        return bool(self._drafter_address)
+
+    @cached_property
+    def _verifier(self) -> Any:
+        stub: Any = verifier_pb2_grpc.VerifierServiceStub
+        return stub(self._channel(self.verifier_address))
+
+    @cached_property
+    def _drafter(self) -> Any:
+        stub: Any = drafter_pb2_grpc.DrafterServiceStub
+        return stub(self._channel(self._drafter_address or ""))
+
+    def _channel(self, address: str) -> Any:
+        """A channel, bound to the running event loop: hence not made before the first call."""
+        if self._credentials is None:
+            channel = _aio.insecure_channel(address, options=self._options)
+        else:
+            channel = _aio.secure_channel(address, self._credentials, options=self._options)
+        self._channels.append(channel)
+        return channel
 
     async def get_model(
         self, request: verifier_pb2.GetModelRequest
@@ -158,9 +178,8 @@ class GrpcTransport:
         return _GrpcStream(self._drafter.Draft(metadata=self._metadata))
 
     async def close(self) -> None:
-        await self._verifier_channel.close()
-        if self._drafter_channel is not None:
-            await self._drafter_channel.close()
+        while self._channels:
+            await self._channels.pop().close()
 
 
 class _GrpcStream(Generic[Request, Response]):
@@ -184,7 +203,7 @@ class _GrpcStream(Generic[Request, Response]):
         self._call.cancel()
 
 
-def _channel(address: str, tls: TlsOptions | None, max_message_bytes: int) -> Any:
+def _channel_options(max_message_bytes: int, server_name: str | None) -> list[tuple[str, Any]]:
     options: list[tuple[str, Any]] = [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
@@ -199,18 +218,28 @@ def _channel(address: str, tls: TlsOptions | None, max_message_bytes: int) -> An
         # Two clients in one process are two clients: neither waits in the other's back-off.
         ("grpc.use_local_subchannel_pool", 1),
     ]
-    if tls is None:
-        return _aio.insecure_channel(address, options=options)
-    if tls.server_name:
-        options.append(("grpc.ssl_target_name_override", tls.server_name))
-    credentials = grpc.ssl_channel_credentials(
-        root_certificates=tls.ca.read_bytes() if tls.ca else None,
-        private_key=tls.key.read_bytes() if tls.key else None,
-        certificate_chain=tls.cert.read_bytes() if tls.cert else None,
-    )
-    return _aio.secure_channel(address, credentials, options=options)
+    if server_name:
+        options.append(("grpc.ssl_target_name_override", server_name))
+    return options
+
+
+def _credentials(tls: TlsOptions) -> grpc.ChannelCredentials:
+    try:
+        return grpc.ssl_channel_credentials(
+            root_certificates=tls.ca.read_bytes() if tls.ca else None,
+            private_key=tls.key.read_bytes() if tls.key else None,
+            certificate_chain=tls.cert.read_bytes() if tls.cert else None,
+        )
+    except OSError as error:
+        raise InvalidRequestError(f"cannot read a TLS file: {error}") from error
 
 
 def _is_local(address: str) -> bool:
+    """Whether what is sent there stays on this machine."""
     host = address.rpartition(":")[0].strip("[]")
-    return address.startswith("unix:") or host in {"localhost", "::1"} or host.startswith("127.")
+    if address.startswith("unix:") or host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

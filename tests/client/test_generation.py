@@ -1,0 +1,328 @@
+"""What a user does with a generation: stream it, await it, stop it, leave it."""
+
+import asyncio
+import gc
+
+import pytest
+
+from paceline.client import (
+    Client,
+    ClientClosedError,
+    DeadlineError,
+    Generation,
+    InvalidRequestError,
+)
+
+from .fakes import World, continuation
+
+PROMPT = [104, 105, 106]
+SEED = 5
+LONG = 100_000
+
+
+async def freed(world: World) -> bool:
+    """Whether all caches go within a while."""
+    for _ in range(400):
+        if not world.verifier.caches:
+            return True
+        await asyncio.sleep(0.01)
+    return False
+
+
+async def started(client: Client, **options: object) -> tuple[Generation, asyncio.Task[None]]:
+    """A long generation in mid-stream, and the task that reads it."""
+    generation = client.generate(PROMPT, max_new_tokens=LONG, seed=SEED, **options)  # type: ignore[arg-type]
+    reading = asyncio.Event()
+
+    async def read() -> None:
+        async for chunk in generation:
+            if chunk.round > 1:
+                reading.set()
+
+    task = asyncio.create_task(read())
+    await reading.wait()
+    return generation, task
+
+
+async def test_chunks_make_up_the_result(world: World, client: Client) -> None:
+    generation = client.generate(PROMPT, max_new_tokens=120, seed=SEED, logprobs=3)
+    chunks = [chunk async for chunk in generation]
+    result = await generation
+    assert [token for chunk in chunks for token in chunk.token_ids] == result.token_ids
+    assert "".join(chunk.text for chunk in chunks) == result.text
+    assert result.text == bytes(result.token_ids).decode()
+    assert [entry for chunk in chunks for entry in chunk.logprobs] == result.logprobs
+    assert all(len(entry.top) == 3 for entry in result.logprobs or ())
+    assert [chunk.round for chunk in chunks] == sorted(chunk.round for chunk in chunks)
+    assert chunks[-1].round == len(result.stats.rounds)
+    for chunk in chunks:
+        assert len(chunk.proposed_by) == len(chunk.token_ids) == len(chunk.pieces)
+        assert "".join(chunk.pieces) == chunk.text
+    drafted = sum(chunk.proposed_by.count("drafter") for chunk in chunks)
+    assert drafted == result.stats.accepted > 0
+
+
+async def test_a_prompt_of_text_is_tokenised(world: World, client: Client) -> None:
+    result = await client.generate("hij", max_new_tokens=20, seed=SEED)
+    assert result.token_ids == continuation([104, 105, 106], 20, SEED)
+    assert result.logprobs is None
+
+
+async def test_text_needs_a_tokenizer_tokens_do_not(world: World, client: Client) -> None:
+    world.verifier.with_tokenizer = False
+    with pytest.raises(InvalidRequestError, match="token ids"):
+        await client.generate("text")
+    with pytest.raises(InvalidRequestError, match="stop_token_ids"):
+        await client.generate(PROMPT, stop="x")
+    result = await client.generate(PROMPT, max_new_tokens=20, seed=SEED)
+    assert result.token_ids == continuation(PROMPT, 20, SEED)
+    assert result.text == ""
+
+
+@pytest.mark.parametrize("prompt", ["", []])
+async def test_an_empty_prompt_is_refused(client: Client, prompt: str | list[int]) -> None:
+    with pytest.raises(InvalidRequestError, match="empty"):
+        await client.generate(prompt)
+
+
+@pytest.mark.parametrize("drafter", ["none", "fake"])
+@pytest.mark.parametrize("span", [1, 2, 5])
+async def test_a_stop_string_ends_text_and_tokens(
+    world: World, client: Client, drafter: str, span: int
+) -> None:
+    """It may span tokens (each is one character here) and lie among accepted drafted ones."""
+    text = bytes(continuation(PROMPT, 120, SEED)).decode()
+    stop = text[60 : 60 + span]
+    end = text.index(stop) + span
+    result = await client.generate(
+        PROMPT, max_new_tokens=120, seed=SEED, stop=stop, drafter=drafter, logprobs=True
+    )
+    assert result.finish_reason == "stop"
+    assert result.stop_string == stop
+    assert result.text == text[: end - span]
+    assert result.token_ids == continuation(PROMPT, end, SEED)
+    assert len(result.logprobs or ()) == end
+    assert result.usage.completion_tokens == end
+    assert not world.verifier.caches
+
+
+async def test_a_stop_string_that_does_not_complete_is_text(client: Client) -> None:
+    text = bytes(continuation(PROMPT, 40, SEED)).decode()
+    result = await client.generate(
+        PROMPT, max_new_tokens=40, seed=SEED, stop=[text[38:] + "!", "never"]
+    )
+    assert result.finish_reason == "length"
+    assert result.stop_string is None
+    assert result.text == text
+
+
+@pytest.mark.parametrize("drafter", ["none", "fake"])
+async def test_a_stop_token_ends_the_generation(client: Client, drafter: str) -> None:
+    tokens = continuation(PROMPT, 60, SEED)
+    stop = tokens[30]
+    result = await client.generate(
+        PROMPT, max_new_tokens=60, seed=SEED, stop_token_ids=[stop], drafter=drafter
+    )
+    assert result.finish_reason == "stop"
+    assert result.token_ids == tokens[: tokens.index(stop) + 1]
+
+
+async def test_progress_of_the_prefill_is_told(client: Client) -> None:
+    told: list[tuple[int, int]] = []
+    await client.generate([1] * 10, max_new_tokens=2, on_prefill=lambda *now: told.append(now))
+    assert told == [(5, 10), (10, 10)]
+
+
+async def test_cancel_gives_what_there_is(world: World, client: Client) -> None:
+    generation, task = await started(client)
+    generation.cancel()
+    result = await generation
+    await task
+    assert result.finish_reason == "cancelled"
+    assert result.token_ids == continuation(PROMPT, len(result.token_ids), SEED)
+    assert result.token_ids
+    assert not world.verifier.caches
+
+
+async def test_cancel_before_the_start_and_after_the_end(world: World, client: Client) -> None:
+    generation = client.generate(PROMPT)
+    generation.cancel()
+    assert (await generation).finish_reason == "cancelled"
+    generation = client.generate(PROMPT, max_new_tokens=5)
+    result = await generation
+    generation.cancel()
+    assert (await generation) is result
+    assert result.finish_reason == "length"
+    assert len(world.verifier.creates) == 1
+
+
+async def test_cancel_at_any_moment_leaves_nothing(world: World, client: Client) -> None:
+    for pause in range(12):
+        generation = client.generate(PROMPT, max_new_tokens=LONG, seed=SEED)
+        task = asyncio.ensure_future(generation)
+        await asyncio.sleep(pause * 0.002)
+        generation.cancel()
+        assert (await task).finish_reason == "cancelled"
+    assert await freed(world)
+
+
+@pytest.mark.parametrize("drafter", ["none", "fake"])
+async def test_cancelling_the_task_frees_the_cache(
+    world: World, client: Client, drafter: str
+) -> None:
+    _, reader = await started(client, drafter=drafter)
+    reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    assert await freed(world)
+    waiter = asyncio.ensure_future(client.generate(PROMPT, max_new_tokens=LONG))
+    await world.verifier.wait_for_rounds(len(world.verifier.rounds) + 2)
+    waiter.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiter
+    assert await freed(world)
+
+
+async def test_leaving_the_loop_frees_the_cache(world: World, client: Client) -> None:
+    async for chunk in client.generate(PROMPT, max_new_tokens=LONG, seed=SEED):
+        if chunk.round > 2:
+            break
+    gc.collect()
+    assert await freed(world)
+
+
+async def test_an_exception_in_the_loop_frees_the_cache(world: World, client: Client) -> None:
+    async def fail() -> None:
+        async for chunk in client.generate(PROMPT, max_new_tokens=LONG, seed=SEED):
+            raise ZeroDivisionError(chunk.text)
+
+    with pytest.raises(ZeroDivisionError):
+        await fail()
+    gc.collect()
+    assert await freed(world)
+
+
+async def test_aclose_frees_the_cache_before_it_returns(world: World, client: Client) -> None:
+    generation, task = await started(client)
+    await generation.aclose()
+    assert not world.verifier.caches
+    await task
+    await generation.aclose()
+
+
+async def test_closing_the_client_ends_all(world: World) -> None:
+    async with Client(*world.addresses, cache_dir=None) as client:
+        _, task = await started(client)
+        waiting = client.generate(PROMPT)
+    with pytest.raises(ClientClosedError):
+        await waiting
+    with pytest.raises(ClientClosedError):
+        await task
+    assert not world.verifier.caches
+    with pytest.raises(ClientClosedError):
+        client.generate(PROMPT)
+    with pytest.raises(ClientClosedError):
+        await client.model()
+    await client.aclose()
+
+
+async def test_a_generation_can_be_iterated_once(client: Client) -> None:
+    generation = client.generate(PROMPT, max_new_tokens=5)
+    await generation
+    with pytest.raises(RuntimeError, match="iterate first"):
+        aiter(generation)
+
+
+async def test_an_error_reaches_the_reader(world: World, client: Client) -> None:
+    world.verifier.step_seconds = 0.02
+    with pytest.raises(DeadlineError):
+        async for _ in client.generate(PROMPT, max_new_tokens=LONG, deadline=0.2):
+            pass
+
+
+@pytest.mark.parametrize("drafter", ["none", "fake"])
+async def test_a_slow_reader_stops_the_rounds_but_not_the_lease(world: World, drafter: str) -> None:
+    world.verifier.lease_ms = 60
+    async with Client(*world.addresses, cache_dir=None, unread_chunks=4) as client:
+        tokens: list[int] = []
+        generation = client.generate(PROMPT, max_new_tokens=400, seed=SEED, drafter=drafter)
+        async for chunk in generation:
+            tokens += chunk.token_ids
+            if len(tokens) == len(chunk.token_ids):
+                renewals = world.verifier.renewals
+                await world.verifier.wait_for_renewals(renewals + 5)
+                rounds = len(world.verifier.rounds)
+                await world.verifier.wait_for_renewals(renewals + 10)
+                assert len(world.verifier.rounds) == rounds
+                assert world.verifier.caches
+    assert tokens == continuation(PROMPT, 400, SEED)
+
+
+async def test_awaiting_in_mid_stream_does_not_wait_for_the_reader(world: World) -> None:
+    async with Client(*world.addresses, cache_dir=None, unread_chunks=2) as client:
+        generation = client.generate(PROMPT, max_new_tokens=400, seed=SEED)
+        async for _ in generation:
+            result = await generation
+            break
+    assert result.token_ids == continuation(PROMPT, 400, SEED)
+
+
+async def test_a_kept_cache_is_a_parent_until_it_is_closed(world: World, client: Client) -> None:
+    world.verifier.lease_ms = 60
+    parent = client.generate(PROMPT, max_new_tokens=20, seed=SEED, keep_cache=True)
+    first = await parent
+    assert len(world.verifier.caches) == 1
+    await world.verifier.wait_for_renewals(3)
+    child = await client.generate(
+        [*PROMPT, *first.token_ids], max_new_tokens=5, seed=SEED, parent=parent
+    )
+    assert child.token_ids == continuation([*PROMPT, *first.token_ids], 5, SEED)
+    assert child.usage.reused_tokens == 7
+    assert world.verifier.creates[1].parent_handle == parent.handle
+    await parent.aclose()
+    assert not world.verifier.caches
+    assert parent.handle == b""
+
+
+async def test_a_kept_cache_goes_with_its_client(world: World) -> None:
+    async with Client(*world.addresses, cache_dir=None) as client:
+        await client.generate(PROMPT, max_new_tokens=20, keep_cache=True)
+        assert world.verifier.caches
+    assert not world.verifier.caches
+
+
+async def test_a_parent_that_is_gone_costs_only_time(client: Client) -> None:
+    result = await client.generate(PROMPT, max_new_tokens=5, seed=SEED, parent=b"\1" * 16)
+    assert result.token_ids == continuation(PROMPT, 5, SEED)
+    assert result.usage.reused_tokens == 0
+
+
+async def test_parameters_reach_the_verifier(world: World, client: Client) -> None:
+    await client.generate(
+        PROMPT,
+        max_new_tokens=5,
+        temperature=0.5,
+        top_k=3,
+        top_p=0.75,
+        min_p=0.25,
+        repetition_penalty=1.5,
+        presence_penalty=-0.5,
+        frequency_penalty=0.5,
+        logit_bias={7: -2.0},
+        seed=2**64 - 1,
+        stop_token_ids=[9],
+        ignore_eos=True,
+        logprobs=4,
+    )
+    request = world.verifier.creates[0]
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_k) == (0.5, 3)
+    assert (sampling.top_p, sampling.min_p) == (0.75, 0.25)
+    assert (sampling.repetition_penalty, sampling.presence_penalty) == (1.5, -0.5)
+    assert (sampling.frequency_penalty, dict(sampling.logit_bias)) == (0.5, {7: -2.0})
+    assert sampling.seed == 2**64 - 1
+    assert list(request.stop_token_ids) == [9]
+    assert request.ignore_eos
+    assert request.logprobs
+    assert request.top_logprobs == 4
+    assert request.max_new_tokens == 5

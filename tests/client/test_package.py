@@ -1,0 +1,41 @@
+"""The package as users import it."""
+
+import subprocess
+import sys
+
+from paceline import client
+
+
+def test_all_is_sorted_and_complete() -> None:
+    assert client.__all__ == sorted(client.__all__)
+    for name in client.__all__:
+        assert getattr(client, name).__doc__, f"{name} has no docstring"
+
+
+def test_neither_torch_nor_transformers_nor_numpy_is_needed() -> None:
+    """They are made impossible to import; the server's packages too."""
+    program = """
+import sys
+for name in ("torch", "transformers", "numpy", "safetensors", "grpc_health", "grpc_reflection",
+             "opentelemetry"):
+    sys.modules[name] = None
+import paceline.client, paceline.cli.generate, paceline.cli.main
+with paceline.client.SyncClient(transport=paceline.client.MockTransport("fine")) as client:
+    print(client.generate("x").text)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.stdout, done.stderr) == ("fine\n", "")
+
+
+def test_importing_pulls_in_nothing_heavy() -> None:
+    program = """
+import sys
+import paceline.client
+print([name for name in ("torch", "transformers", "numpy") if name in sys.modules])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "[]\n"

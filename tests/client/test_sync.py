@@ -1,0 +1,52 @@
+"""The client without an event loop."""
+
+import threading
+
+import pytest
+
+from paceline.client import ClientClosedError, InvalidRequestError, MockTransport, SyncClient
+
+
+def test_generate_and_stream() -> None:
+    transport = MockTransport("Hello there.")
+    with SyncClient(transport=transport) as client:
+        assert client.generate("Hi").text == "Hello there."
+        assert "".join(chunk.text for chunk in client.stream("Hi")) == "Hello there."
+        assert client.model().facts.name == "mock"
+        with pytest.raises(InvalidRequestError):
+            client.generate("")
+        with pytest.raises(InvalidRequestError):
+            client.generate("Hi", top_p=2.0)
+    assert transport.open_caches == 0
+
+
+def test_leaving_the_stream_frees_the_cache() -> None:
+    transport = MockTransport("x" * 10_000)
+    with SyncClient(transport=transport) as client:
+        for _ in client.stream("Hi", max_new_tokens=10_000):
+            break
+        assert transport.open_caches == 0
+
+
+def test_several_threads_share_one_client() -> None:
+    with SyncClient(transport=MockTransport(lambda prompt: prompt.upper())) as client:
+        texts: dict[str, str] = {}
+
+        def work(prompt: str) -> None:
+            texts[prompt] = client.generate(prompt).text
+
+        threads = [threading.Thread(target=work, args=(word,)) for word in ("ab", "cd", "ef")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert texts == {"ab": "AB", "cd": "CD", "ef": "EF"}
+
+
+def test_after_close() -> None:
+    client = SyncClient(transport=MockTransport(""))
+    client.close()
+    client.close()
+    with pytest.raises(ClientClosedError):
+        client.generate("Hi")
+    assert not any(thread.name == "paceline-client" for thread in threading.enumerate())

@@ -1,0 +1,88 @@
+"""Tokenizers are fetched once a digest, and kept in memory and on disk."""
+
+import gzip
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+
+from paceline.client import Client, PreconditionError, _tokenizer
+from paceline.client._options import user_cache_dir
+from paceline.client._tokenizer import TokenizerCache
+
+from .fakes import DIGEST, TOKENIZER, World
+
+
+@pytest.fixture(autouse=True)
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tokenizer is in memory."""
+    monkeypatch.setattr(_tokenizer, "_loaded", {})
+
+
+async def served(world: World) -> int:
+    """How often the tokenizer itself was sent."""
+    return sum(1 for asked in world.verifier.models_asked if not asked.omit_tokenizer)
+
+
+async def generate(world: World, folder: Path | None) -> None:
+    async with Client(*world.addresses, cache_dir=folder) as client:
+        result = await client.generate("ab", max_new_tokens=3)
+        assert len(result.text) == 3
+
+
+async def test_memory_serves_the_second_client(world: World) -> None:
+    await generate(world, None)
+    await generate(world, None)
+    assert await served(world) == 1
+
+
+async def test_disk_serves_the_next_process(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await generate(world, tmp_path / "new")
+    monkeypatch.setattr(_tokenizer, "_loaded", {})
+    await generate(world, tmp_path / "new")
+    assert await served(world) == 1
+    assert [file.name for file in (tmp_path / "new").iterdir()] == [f"{DIGEST}.json.gz"]
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"not gzip", gzip.compress(b"{}"), gzip.compress(TOKENIZER)[:-9]]
+)
+async def test_a_spoilt_file_is_ignored_and_replaced(
+    world: World, tmp_path: Path, content: bytes
+) -> None:
+    file = tmp_path / f"{DIGEST}.json.gz"
+    file.write_bytes(content)
+    await generate(world, tmp_path)
+    assert await served(world) == 1
+    assert gzip.decompress(file.read_bytes()) == TOKENIZER
+
+
+async def test_a_folder_that_cannot_be_written_is_no_error(world: World, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    await generate(world, tmp_path / "file" / "below")
+    assert await served(world) == 1
+
+
+def test_content_must_have_its_digest() -> None:
+    with pytest.raises(PreconditionError, match="digest"):
+        TokenizerCache(None).add(DIGEST, gzip.compress(TOKENIZER + b" "))
+
+
+def test_the_digest_names_the_file(tmp_path: Path) -> None:
+    digest = hashlib.sha256(TOKENIZER).hexdigest()
+    assert digest == DIGEST
+    TokenizerCache(tmp_path).add(digest, gzip.compress(TOKENIZER))
+    assert os.listdir(tmp_path) == [f"{digest}.json.gz"]
+
+
+def test_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert user_cache_dir() == tmp_path / "paceline"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert user_cache_dir() == Path.home() / ".cache" / "paceline"
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert user_cache_dir() == Path.home() / "Library" / "Caches" / "paceline"

@@ -1,0 +1,102 @@
+"""Tokens and TLS on the way to the services."""
+
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from paceline.client import (
+    Client,
+    InvalidRequestError,
+    RetryOptions,
+    TlsOptions,
+    UnavailableError,
+)
+from paceline.v1 import verifier_pb2_grpc
+
+from .fakes import FakeVerifier, World, continuation
+
+PROMPT = [104, 105, 106]
+QUICK = RetryOptions(budget=0.3, first_delay=0.05)
+
+
+@pytest.fixture(scope="module")
+def pki(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An authority, and a server and a client that it signed."""
+    folder = tmp_path_factory.mktemp("pki")
+    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
+    signed = ["-CA", "authority.pem", "-CAkey", "authority.key"]
+    host = ["-addext", "subjectAltName=DNS:verifier.example"]
+    for name, more in (("authority", []), ("server", signed + host), ("client", signed)):
+        command = ["openssl", "req", "-x509", *key, "-subj", f"/CN={name}", *more]
+        command += ["-keyout", f"{name}.key", "-out", f"{name}.pem"]
+        subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture
+async def secure(pki: Path) -> AsyncIterator[tuple[str, FakeVerifier]]:
+    """A verifier that demands certificates."""
+    verifier, server = FakeVerifier(), grpc.aio.server()
+    verifier_pb2_grpc.add_VerifierServiceServicer_to_server(verifier, server)
+    credentials = grpc.ssl_server_credentials(
+        [((pki / "server.key").read_bytes(), (pki / "server.pem").read_bytes())],
+        root_certificates=(pki / "authority.pem").read_bytes(),
+        require_client_auth=True,
+    )
+    port = server.add_secure_port("127.0.0.1:0", credentials)
+    await server.start()
+    yield f"127.0.0.1:{port}", verifier
+    await server.stop(None)
+
+
+async def test_mutual_tls_and_a_token(pki: Path, secure: tuple[str, FakeVerifier]) -> None:
+    address, verifier = secure
+    tls = TlsOptions(
+        ca=pki / "authority.pem",
+        cert=pki / "client.pem",
+        key=pki / "client.key",
+        server_name="verifier.example",
+    )
+    async with Client(address, tls=tls, token="secret", cache_dir=None) as client:
+        result = await client.generate(PROMPT, max_new_tokens=20, seed=5)
+    assert result.token_ids == continuation(PROMPT, 20, 5)
+    assert verifier.metadata[0]["authorization"] == "Bearer secret"
+
+
+async def test_a_stranger_is_not_served(pki: Path, secure: tuple[str, FakeVerifier]) -> None:
+    address, verifier = secure
+    anonymous = TlsOptions(ca=pki / "authority.pem", server_name="verifier.example")
+    for tls in (None, anonymous):
+        async with Client(address, tls=tls, cache_dir=None, retry=QUICK) as client:
+            with pytest.raises(UnavailableError):
+                await client.generate(PROMPT)
+    assert not verifier.creates
+
+
+async def test_a_token_goes_with_every_call(world: World) -> None:
+    async with Client(*world.addresses, token="secret", cache_dir=None) as client:
+        await client.generate(PROMPT, max_new_tokens=5)
+    assert world.verifier.metadata[0]["authorization"] == "Bearer secret"
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1:7431", "example.com:7431", "127.0.0.1.evil.org:1"])
+def test_a_token_does_not_travel_in_the_open(address: str) -> None:
+    for verifier, drafter in ((address, None), ("127.0.0.1:7431", address)):
+        with pytest.raises(InvalidRequestError, match="unencrypted"):
+            Client(verifier, drafter=drafter, token="secret")
+    Client(address, token="secret", tls=TlsOptions())
+
+
+def test_a_missing_certificate_is_told_at_once() -> None:
+    with pytest.raises(InvalidRequestError, match="cannot read a TLS file"):
+        Client("127.0.0.1:1", tls=TlsOptions(ca=Path("/nowhere/ca.pem")))
+
+
+@pytest.mark.parametrize("address", ["localhost:1", "127.0.0.1:1", "[::1]:1", "unix:/nowhere"])
+async def test_a_token_may_stay_on_this_machine(address: str) -> None:
+    async with Client(address, token="secret", cache_dir=None, retry=QUICK) as client:
+        with pytest.raises(UnavailableError):
+            await client.generate(PROMPT)
