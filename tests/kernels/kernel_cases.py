@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 from hypothesis import strategies as st
-from paceline.kernels import MAX_TREE_NODES, TreeSegment, plan_trees, tree_attention
 from torch import Tensor
+
+from paceline.kernels import MAX_TREE_NODES, TreeSegment, plan_trees, tree_attention
 
 HEADS = [(6, 2, 64), (4, 4, 16), (8, 2, 80), (3, 1, 96), (8, 1, 128), (7, 1, 32)]
 PREFIXES = [0, 1, 7, 15, 16, 200, 250, 255, 256, 257, 511, 512, 700, 1025, 2303, 2304]

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import HEADS, PREFIXES, attend, make_case, trees
+
 from paceline.kernels import TreeSegment, backend_for, plan_trees, tree_attention
 from paceline.kernels.reference import reference_attention
 
@@ -81,9 +82,7 @@ def test_the_result_has_the_type_of_the_query() -> None:
 def test_caches_may_be_strided_views() -> None:
     case = make_case(3, 300, (-1, 0, 0, 2))
     interleaved = torch.stack([case.key, case.value], dim=2)
-    out, _ = attend(
-        [case.segment], case.q, [interleaved[:, :, 0]], [interleaved[:, :, 1]], None
-    )
+    out, _ = attend([case.segment], case.q, [interleaved[:, :, 0]], [interleaved[:, :, 1]], None)
     assert torch.equal(out, case.run()[0])
 
 

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import HEADS, PREFIXES, Case, attend, make_case, trees
+
 from paceline.kernels import TreeSegment
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from paceline.kernels import gumbel_noise, gumbel_noise_at, philox
 
 # Known answers of philox4x32-10 from the Random123 distribution: counter, key, output.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from paceline.kernels import MAX_TREE_NODES, TreeSegment, plan_trees
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -49,25 +50,32 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _require(_finite(self.temperature) and self.temperature >= 0, "temperature",
-                 self.temperature, "a finite number, 0 or more")  # fmt: skip
-        _require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
-        _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
-        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "0 to 1")
-        _require(_finite(self.repetition_penalty) and self.repetition_penalty > 0,
-                 "repetition_penalty", self.repetition_penalty, "a finite number above 0")  # fmt: skip
-        for name in ("presence_penalty", "frequency_penalty"):
-            _require(_finite(getattr(self, name)), name, getattr(self, name), "a finite number")
-        for token, bias in self.logit_bias:
-            _require(token >= 0, "logit_bias", token, "token ids of 0 or more")
-            _require(not math.isnan(bias) and bias < math.inf, "logit_bias", bias,
-                     "finite values or -inf")  # fmt: skip
-        _require(0 <= self.seed < 1 << 64, "seed", self.seed, "an unsigned 64-bit integer")
+        self._require("temperature", 0 <= self.temperature < math.inf, "finite, 0 or more")
+        self._require("top_k", self.top_k >= 0, "0 (off) or more")
+        self._require("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
+        self._require("min_p", 0 <= self.min_p <= 1, "0 to 1")
+        self._require("repetition_penalty", 0 < self.repetition_penalty < math.inf,
+                      "finite, above 0")  # fmt: skip
+        self._require("presence_penalty", math.isfinite(self.presence_penalty), "finite")
+        self._require("frequency_penalty", math.isfinite(self.frequency_penalty), "finite")
+        self._require("logit_bias", all(t >= 0 and b < math.inf for t, b in self.logit_bias),
+                      "token ids of 0 or more with finite values or -inf")  # fmt: skip
+        self._require("seed", 0 <= self.seed < 1 << 64, "an unsigned 64-bit integer")
+
+    def _require(self, name: str, good: bool, expected: str) -> None:
+        if not good:
+            raise ValueError(f"{name} is {getattr(self, name)!r}, expected {expected}")
 
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is taken."""
         return self.temperature == 0
+
+    @cached_property
+    def bias_tensors(self) -> tuple[Tensor, Tensor]:
+        """Biased ids, int64 ``[n]``, and their biases, float32 ``[n]``."""
+        ids = torch.tensor([token for token, _ in self.logit_bias], dtype=torch.int64)
+        return ids, torch.tensor([bias for _, bias in self.logit_bias], dtype=torch.float32)
 
     @property
     def penalised(self) -> bool:
@@ -78,15 +86,6 @@ class SamplingParams:
             or self.frequency_penalty != 0
             or bool(self.logit_bias)
         )
-
-
-def _finite(value: float) -> bool:
-    return math.isfinite(value)
-
-
-def _require(good: bool, name: str, value: object, expected: str) -> None:
-    if not good:
-        raise ValueError(f"{name} is {value!r}, expected {expected}")
 
 
 def filter_logits(logits: Tensor, params: SamplingParams, history: History) -> Tensor:
@@ -151,9 +150,9 @@ def penalise(logits: Tensor, params: SamplingParams, history: History) -> Tensor
         if params.presence_penalty or params.frequency_penalty:
             ids, counts = history.output_counts()
             changed[ids] -= params.frequency_penalty * counts + params.presence_penalty
-        for token, bias in params.logit_bias:
-            changed[token] += bias
-    except IndexError as error:
+        if params.logit_bias:
+            changed.index_add_(0, *params.bias_tensors)
+    except (IndexError, RuntimeError) as error:
         raise ValueError(
             f"a token id of the history or of logit_bias is outside the vocabulary of "
             f"{logits.numel()}: {error}"

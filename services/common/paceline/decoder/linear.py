@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 _PACK_ROWS = 64  # batch size the packed layout is chosen for; any other gives the same bits
-_linear = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
+_linear = (
+    torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
+)
 
 
 def can_pack(weight: Tensor) -> bool:

@@ -160,9 +160,7 @@ class Decoder:
         q, k = rotate(turning, factors).split((config.q_heads, config.kv_heads), dim=1)
         keys, values = _write(k, v, index, plan, caches)
         attended = x.new_empty(rows, config.q_heads, config.head_dim, dtype=config.dtype)
-        tree_attention(
-            q, keys, values, plan, scale=self._scale, window=layer.window, out=attended
-        )
+        tree_attention(q, keys, values, plan, scale=self._scale, window=layer.window, out=attended)
         x += layer.out(attended.view(rows, -1))
 
 

@@ -1,0 +1,117 @@
+"""Tiny random models, and ways to run one sequence through the decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from paceline.decoder import Decoder, LocalCache
+from paceline.kernels import CHUNK, TreeSegment, plan_trees
+
+VOCAB = 101
+
+BASE = {
+    "hidden_size": 96,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 1024,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 6}),
+    "llama-bias": ("Llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}),
+    "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}),
+    "llama3": ("Llama", {"rope_parameters": _LLAMA3}),
+    "yarn": ("Qwen3", {"rope_parameters": _YARN}),
+    "mistral": ("Mistral", {"sliding_window": 50, "head_dim": 32}),
+    "mistral-full": ("Mistral", {"sliding_window": None}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-window": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 300, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3", {"tie_word_embeddings": True, "head_dim": 80}),
+}
+
+
+def save_model(folder: Path, name: str, **save: Any) -> Path:
+    """Make the named model with random weights and save it."""
+    family, change = FAMILIES[name]
+    options = BASE | change
+    options["rope_parameters"] = {"rope_theta": 10000.0, "rope_type": "default"} | options.get(
+        "rope_parameters", {}
+    )
+    if family == "Qwen2":
+        options.pop("head_dim")
+    torch.manual_seed(sum(name.encode()))
+    config = getattr(transformers, f"{family}Config")(**options)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, 0.0, 0.15)
+        else:  # norms and biases: anything but their neutral start
+            parameter.data += 0.2 * torch.randn_like(parameter)
+    model.save_pretrained(folder, **save)
+    return folder
+
+
+def expected_logits(folder: Path, tokens: Tensor) -> Tensor:
+    """What transformers says, float32 ``[n, V]``."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logits: Tensor = model.eval()(tokens[None]).logits[0]
+    return logits
+
+
+def random_tokens(count: int, seed: int = 0) -> Tensor:
+    return torch.randint(VOCAB, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def extend(decoder: Decoder, cache: LocalCache, tokens: Tensor, most: int = CHUNK) -> Tensor:
+    """Append tokens in blocks that end at chunk borders and have at most ``most`` tokens."""
+    logits: list[Tensor] = []
+    done = 0
+    while done < tokens.numel():
+        start = len(cache)
+        count = min(most, CHUNK - start % CHUNK, tokens.numel() - done)
+        cache.reserve(count)
+        plan = plan_trees([TreeSegment(0, start, None, count)])
+        block = tokens[done : done + count]
+        logits.append(decoder.forward(block, plan, [cache], logit_rows=None).logits)
+        cache.commit(range(count))
+        done += count
+    return torch.cat(logits)
+
+
+def ask_tree(decoder: Decoder, cache: LocalCache, tokens: Tensor, parents: Sequence[int]) -> Tensor:
+    """Logits of a tree behind what is committed."""
+    cache.reserve(len(parents))
+    segment = TreeSegment(0, len(cache), tuple(parents), len(parents))
+    return decoder.forward(tokens, plan_trees([segment]), [cache], logit_rows=None).logits
+
+
+def path_to(parents: Sequence[int], node: int) -> list[int]:
+    path = [node]
+    while parents[path[0]] >= 0:
+        path.insert(0, parents[path[0]])
+    return path

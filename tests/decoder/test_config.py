@@ -1,0 +1,103 @@
+"""What is read from a model folder, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.decoder import Decoder, UnsupportedModelError, load_config, weights_fingerprint
+
+
+def changed(source: Path, target: Path, **change: Any) -> Path:
+    """Copy a model folder and change its configuration."""
+    shutil.copytree(source, target)
+    config = json.loads((target / "config.json").read_text()) | change
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def test_shapes_and_constants(models: dict[str, Path]) -> None:
+    config = load_config(models["mistral"])
+    assert (config.layers, config.q_heads, config.kv_heads, config.head_dim) == (2, 6, 2, 32)
+    assert config.group == 3
+    assert config.windows == (50, 50)
+    assert config.eos_token_ids == (2,)
+    assert config.dtype == torch.float32
+    assert config.kv_bytes_per_token == 2 * 2 * 2 * 32 * 4
+    assert load_config(models["qwen2-window"]).windows == (None, 300)
+    assert load_config(models["mistral-full"]).windows == (None, None)
+    assert load_config(models["llama-tied"]).tied
+    assert load_config(models["llama"], torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_the_generation_config_names_the_end_tokens(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = changed(models["llama"], tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    assert load_config(folder).eos_token_ids == (7, 9)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gpt2"}, "model type 'gpt2'"),
+        ({"model_type": "no-such-model"}, "no-such-model"),
+        ({"hidden_act": "gelu"}, "activation 'gelu'"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "dynamic",
+        ),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
+    ],
+)
+def test_unsupported_models_are_refused_with_a_reason(
+    models: dict[str, Path], tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        load_config(changed(models["llama"], tmp_path / "model", **change))
+
+
+def test_an_unknown_dtype_is_refused(models: dict[str, Path]) -> None:
+    with pytest.raises(UnsupportedModelError, match="float16"):
+        load_config(models["llama"], torch.float16)
+
+
+def test_a_folder_without_a_model_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no config.json"):
+        Decoder.load(tmp_path)
+    shutil.copy(models["llama"] / "config.json", tmp_path)
+    with pytest.raises(UnsupportedModelError, match="only safetensors"):
+        Decoder.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": 3}, "lacks tensor 'model.layers.2"),
+        ({"intermediate_size": 99}, "expected \\(99, 96\\)"),
+    ],
+)
+def test_weights_that_do_not_fit_the_config_are_refused(
+    models: dict[str, Path], tmp_path: Path, change: dict[str, int], message: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        Decoder.load(changed(models["llama"], tmp_path / "model", **change))
+
+
+def test_fingerprints_tell_models_apart(models: dict[str, Path], tmp_path: Path) -> None:
+    prints = {name: weights_fingerprint(folder) for name, folder in models.items()}
+    assert len(set(prints.values())) == len(prints)
+    assert all(len(value) == 64 for value in prints.values())
+    copy = changed(models["llama"], tmp_path / "copy", transformers_version="0.0")
+    assert weights_fingerprint(copy) == prints["llama"]
+    file = copy / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(bytes(content))
+    assert weights_fingerprint(copy) != prints["llama"]

@@ -1,0 +1,124 @@
+"""Bits of logits through the whole decoder: trees, chunks, batches and decoding are one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from decoder_cases import FAMILIES, ask_tree, extend, path_to, random_tokens
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from paceline.decoder import Decoder, LocalCache, is_batch_invariant
+from paceline.kernels import TreeSegment, plan_trees
+
+DTYPES = [torch.float32, torch.bfloat16]
+_LOADED: dict[tuple[str, torch.dtype], Decoder] = {}
+
+
+def load(models: dict[str, Path], name: str, dtype: torch.dtype) -> Decoder:
+    key = (str(models[name]), dtype)
+    if key not in _LOADED:
+        _LOADED[key] = Decoder.load(models[name], dtype)
+    return _LOADED[key]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_self_check_holds(models: dict[str, Path], name: str, dtype: torch.dtype) -> None:
+    assert is_batch_invariant(load(models, name, dtype))
+
+
+def test_the_self_check_notices(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    import paceline.decoder.model as model
+
+    def leaky(q: Tensor, *args: object, **kwargs: object) -> Tensor:
+        out = attention(q, *args, **kwargs)  # type: ignore[arg-type]
+        return out.mul_(1 + q.shape[0] * 1e-3)
+
+    attention = model.tree_attention
+    monkeypatch.setattr(model, "tree_attention", leaky)
+    assert not is_batch_invariant(load(models, "llama", torch.float32))
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    name=st.sampled_from(["llama", "mistral", "qwen2-window", "qwen3"]),
+    dtype=st.sampled_from(DTYPES),
+    start=st.sampled_from([1, 40, 250, 256, 300, 505]),
+    steps=st.lists(st.integers(0, 3), min_size=1, max_size=30),
+    seed=st.integers(0, 100),
+)
+def test_a_tree_has_the_bits_of_decoding_each_path(
+    models: dict[str, Path],
+    name: str,
+    dtype: torch.dtype,
+    start: int,
+    steps: list[int],
+    seed: int,
+) -> None:
+    decoder = load(models, name, dtype)
+    parents = [max(-1, node - 1 - step) for node, step in enumerate(steps)]
+    prompt, tree = random_tokens(start, seed), random_tokens(len(parents), seed + 1)
+    cache = LocalCache(decoder.config)
+    extend(decoder, cache, prompt)
+    found = ask_tree(decoder, cache, tree, parents)
+    for leaf in {len(parents) - 1, len(parents) // 2}:
+        path = path_to(parents, leaf)
+        alone = LocalCache(decoder.config)
+        extend(decoder, alone, prompt)
+        assert torch.equal(extend(decoder, alone, tree[path], most=1), found[path])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
+def test_prefill_in_any_chunks_has_the_bits_of_decoding(
+    models: dict[str, Path], name: str, dtype: torch.dtype
+) -> None:
+    decoder = load(models, name, dtype)
+    tokens = random_tokens(290)
+    one_by_one = extend(decoder, LocalCache(decoder.config), tokens, most=1)
+    for most in (256, 100, 7):
+        found = extend(decoder, LocalCache(decoder.config), tokens, most=most)
+        assert torch.equal(found, one_by_one)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_committed_paths_continue_as_if_decoded(
+    models: dict[str, Path], dtype: torch.dtype
+) -> None:
+    decoder = load(models, "llama", dtype)
+    parents = (-1, 0, 0, 2, 1, 3, 5, 4)
+    prompt, tree, rest = (random_tokens(n, n) for n in (252, 8, 6))
+    cache, alone = LocalCache(decoder.config), LocalCache(decoder.config)
+    extend(decoder, cache, prompt)
+    ask_tree(decoder, cache, tree, parents)
+    path = path_to(parents, 6)
+    cache.commit(path)
+    extend(decoder, alone, torch.cat([prompt, tree[path]]), most=1)
+    assert torch.equal(extend(decoder, cache, rest), extend(decoder, alone, rest, most=1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_batch_of_sequences_keeps_the_bits_of_each(
+    models: dict[str, Path], dtype: torch.dtype
+) -> None:
+    decoder = load(models, "qwen3", dtype)
+    starts = (0, 3, 255, 300)
+    blocks = (None, (-1, 0, 0, 2), (-1, 0, 1, 1, 0), None)
+    lengths = (20, 4, 5, 1)
+    caches = [LocalCache(decoder.config) for _ in starts]
+    segments, tokens, alone = [], [], []
+    for index, (start, parents, count) in enumerate(zip(starts, blocks, lengths, strict=True)):
+        if start:
+            extend(decoder, caches[index], random_tokens(start, index))
+        caches[index].reserve(count)
+        tokens.append(random_tokens(count, 10 + index))
+        segments.append(TreeSegment(index, start, parents, count))
+        single = plan_trees([TreeSegment(0, start, parents, count)])
+        result = decoder.forward(tokens[-1], single, [caches[index]], logit_rows=None)
+        alone.append(result.logits)
+    packed = decoder.forward(torch.cat(tokens), plan_trees(segments), caches, logit_rows=None)
+    assert torch.equal(packed.logits, torch.cat(alone))

@@ -1,0 +1,118 @@
+"""Logits against transformers, for every family and feature."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from decoder_cases import (
+    FAMILIES,
+    VOCAB,
+    ask_tree,
+    expected_logits,
+    extend,
+    path_to,
+    random_tokens,
+    save_model,
+)
+from torch import Tensor
+
+from paceline.decoder import Decoder, LocalCache
+from paceline.kernels import TreeSegment, plan_trees
+
+PARENTS = (-1, 0, 0, 1, 2, 2, 3, 6, 7, 5)
+
+
+def assert_agrees(found: Tensor, expected: Tensor, tolerance: float = 1e-4) -> None:
+    difference = (found.float() - expected).abs().max() / expected.abs().max()
+    assert difference < tolerance
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_prefill_decode_and_trees_agree_with_transformers(
+    models: dict[str, Path], name: str
+) -> None:
+    decoder = Decoder.load(models[name])
+    cache = LocalCache(decoder.config)
+    tokens, tree = random_tokens(380), random_tokens(len(PARENTS), seed=1)
+    expected = expected_logits(models[name], tokens)
+    assert_agrees(extend(decoder, cache, tokens[:370]), expected[:370])
+    assert_agrees(extend(decoder, cache, tokens[370:], most=1), expected[370:])
+    found = ask_tree(decoder, cache, tree, PARENTS)
+    for leaf in (4, 8, 9):
+        path = path_to(PARENTS, leaf)
+        expected = expected_logits(models[name], torch.cat([tokens, tree[path]]))
+        assert_agrees(found[path], expected[380:])
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "qwen2"])
+def test_bfloat16_is_as_close_as_transformers_bfloat16(models: dict[str, Path], name: str) -> None:
+    import transformers
+
+    tokens = random_tokens(120)
+    exact = expected_logits(models[name], tokens)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(models[name], dtype=torch.bfloat16)
+    with torch.no_grad():
+        rounded = theirs.eval()(tokens[None]).logits[0].float()
+    decoder = Decoder.load(models[name], torch.bfloat16)
+    found = extend(decoder, LocalCache(decoder.config), tokens).float()
+    assert (found - exact).abs().mean() <= 1.1 * (rounded - exact).abs().mean()
+
+
+def test_sharded_weights_load_like_single_ones(models: dict[str, Path], tmp_path: Path) -> None:
+    save_model(tmp_path, "llama", max_shard_size="50KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    tokens = random_tokens(20)
+    whole, sharded = Decoder.load(models["llama"]), Decoder.load(tmp_path)
+    assert torch.equal(
+        extend(whole, LocalCache(whole.config), tokens),
+        extend(sharded, LocalCache(sharded.config), tokens),
+    )
+
+
+def test_logits_only_of_requested_rows_and_taps_of_requested_layers(
+    models: dict[str, Path],
+) -> None:
+    import transformers
+
+    decoder = Decoder.load(models["llama"])
+    cache = LocalCache(decoder.config)
+    tokens = random_tokens(30)
+    plan = plan_trees([TreeSegment(0, 0, None, 30)])
+    full = decoder.forward(tokens, plan, [cache], logit_rows=None)
+    some = decoder.forward(tokens, plan, [cache], logit_rows=torch.tensor([29, 3]), taps=(1, 0))
+    assert full.taps == ()
+    assert some.logits.shape == (2, VOCAB)
+    assert torch.equal(some.logits, full.logits[[29, 3]])
+    model = transformers.AutoModelForCausalLM.from_pretrained(models["llama"])
+    with torch.no_grad():  # their last hidden state is after the norm: look at the layers
+        outputs: list[Tensor] = []
+        for layer in model.model.layers:
+            layer.register_forward_hook(lambda _m, _i, out: outputs.append(out))
+        model(tokens[None])
+    for tap, output in zip(some.taps, reversed(outputs), strict=True):
+        assert_agrees(tap, output[0])
+
+
+def test_no_rows_give_no_logits(models: dict[str, Path]) -> None:
+    decoder = Decoder.load(models["llama"])
+    plan = plan_trees([TreeSegment(0, 0, None, 4)])
+    none = torch.empty(0, dtype=torch.int64)
+    result = decoder.forward(random_tokens(4), plan, [LocalCache(decoder.config)], logit_rows=none)
+    assert result.logits.shape == (0, VOCAB)
+
+
+def test_positions_beyond_the_first_table_are_made(models: dict[str, Path]) -> None:
+    decoder = Decoder.load(models["llama"])
+    decoder._rope._table = decoder._rope._table[:8]
+    tokens = random_tokens(40)
+    found = extend(decoder, LocalCache(decoder.config), tokens)
+    assert_agrees(found, expected_logits(models["llama"], tokens))
+
+
+def test_tokens_that_do_not_fit_the_plan_are_refused(models: dict[str, Path]) -> None:
+    decoder = Decoder.load(models["llama"])
+    plan = plan_trees([TreeSegment(0, 0, None, 4)])
+    with pytest.raises(ValueError, match="plan has 4 rows"):
+        decoder.forward(random_tokens(3), plan, [LocalCache(decoder.config)], logit_rows=None)
