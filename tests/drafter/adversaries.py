@@ -1,7 +1,7 @@
 """Hostile drafters: none of them may change a token, or do more harm than cost time.
 
-Loaded by tests alone: `--allow-test-methods --test-method huge=adversaries:Huge` with this folder in
-PYTHONPATH, or `build_service(test_methods=METHODS, allow_test_methods=True)`.
+Loaded by tests alone, from this folder in PYTHONPATH: `--allow-test-methods
+--test-method huge=adversaries:Huge`, or `build_service(test_methods=..., allow_test_methods=True)`.
 """
 
 from __future__ import annotations

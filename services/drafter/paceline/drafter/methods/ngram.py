@@ -41,7 +41,7 @@ class NgramOptions:
     match_limit: int = 32
     """Matches are measured up to this length. Unit: tokens."""
 
-    min_survival: float = 0.25
+    min_survival: float = 0.2
     """Nodes less likely than this to be accepted are left out; see :func:`step_confidence`."""
 
     max_nodes: int = 32

@@ -1,0 +1,174 @@
+"""Prompt lookup against a naive reference."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.drafter.builders import grow
+from paceline.drafter.methods.base import Budget, Generation, LoadError, Resources, Update
+from paceline.drafter.methods.ngram import NgramDrafter, NgramIndex, NgramSequence, step_confidence
+from paceline.drafter.tree import EMPTY, Tree
+
+LARGE = Budget(nodes=64, depth=64)
+texts = st.lists(st.integers(0, 3), min_size=1, max_size=60)
+
+
+def sequence(text: list[int], **options: str) -> NgramSequence:
+    drafter = NgramDrafter.load(None, options, Resources())
+    return drafter.start(Generation(text, len(text), 1000))
+
+
+def naive_matches(
+    text: list[int], min_n: int, max_n: int, places: int, limit: int
+) -> list[tuple[int, int]]:
+    """Quadratic: measures the match before every position, then sorts."""
+    found: list[tuple[int, int, int]] = []
+    for place in range(len(text) - 1, 0, -1):
+        length = 0
+        while length < place and text[place - 1 - length] == text[len(text) - 1 - length]:
+            length += 1
+        if length >= min_n:
+            found.append((min(length, max_n), place, min(length, limit)))
+    found.sort(key=lambda each: (-each[0], -each[1]))
+    return [(place, length) for _, place, length in found[:places]]
+
+
+@given(texts, st.integers(1, 3), st.integers(0, 3))
+def test_matches_are_the_most_recent_of_the_longest(text: list[int], min_n: int, more: int) -> None:
+    index = NgramIndex(min_n, min_n + more)
+    index.append(text)
+    # As many places as there are, so that no chain is cut short before a filtered one.
+    found = index.matches(places=len(text), match_limit=10)
+    assert found == naive_matches(text, min_n, min_n + more, len(text), 10)
+
+
+@given(texts, st.integers(1, 4))
+def test_few_places_are_the_first_of_many(text: list[int], places: int) -> None:
+    index = NgramIndex(2, 4)
+    index.append(text)
+    assert index.matches(places=places, match_limit=10) == naive_matches(text, 2, 4, places, 10)
+
+
+@given(texts, st.lists(st.integers(1, 7), max_size=10))
+def test_the_index_is_the_same_however_the_text_came(text: list[int], cuts: list[int]) -> None:
+    at_once, in_parts = NgramIndex(2, 4), NgramIndex(2, 4)
+    at_once.append(text)
+    rest = text
+    for cut in cuts:
+        in_parts.append(rest[:cut])
+        rest = rest[cut:]
+    in_parts.append(rest)
+    assert vars(at_once) == vars(in_parts)
+
+
+@given(texts, st.integers(0, 20), st.integers(0, 10))
+def test_trees_are_valid_and_go_on_as_the_text_did(text: list[int], nodes: int, depth: int) -> None:
+    tree = sequence(text).draft(Budget(nodes, depth))
+    tree.check(1000)
+    assert len(tree) <= nodes
+    assert tree.depth <= depth
+    paths = {tree.path(node) for node in range(len(tree))}
+    assert len(paths) == len(tree)
+    for path in paths:
+        assert any(goes_on_with(text, place, path) for place in range(1, len(text)))
+    assert bool(tree) == bool(nodes and depth and naive_matches(text, 2, 5, 1, 32))
+
+
+def goes_on_with(text: list[int], place: int, path: tuple[int, ...]) -> bool:
+    """Whether the text read from `place`, repeating itself at its end, begins with the path."""
+    return all(text[place + i % (len(text) - place)] == token for i, token in enumerate(path))
+
+
+@given(st.lists(st.integers(0, 50), min_size=4, max_size=60))
+def test_one_match_makes_the_tree_that_growing_makes(text: list[int]) -> None:
+    index = NgramIndex(2, 5)
+    index.append(text)
+    matches = index.matches(places=4, match_limit=32)
+    if len(matches) != 1:
+        return
+    ((place, match),) = matches
+
+    def expand(state: None, level: int) -> list[tuple[int, float, None]]:
+        token = text[place + level % (len(text) - place)]
+        return [(token, step_confidence(match + level), None)]
+
+    grown = grow(None, expand, nodes=20, depth=9, min_survival=0.19)
+    drafted = sequence(text, min_survival="0.19").draft(Budget(20, 9))
+    assert drafted.tokens == grown.tokens
+    assert drafted.parents == grown.parents
+    assert drafted.confidences == pytest.approx(grown.confidences)
+
+
+def test_nothing_matches_nothing_is_drafted() -> None:
+    assert sequence(list(range(100))).draft(LARGE) == EMPTY
+
+
+def test_a_longer_match_drafts_a_longer_continuation() -> None:
+    tail = list(range(100, 200))
+    short = sequence([1, 2, *tail, 1, 2]).draft(LARGE)
+    long = sequence([1, 2, 3, 4, 5, 6, *tail, 1, 2, 3, 4, 5, 6]).draft(LARGE)
+    assert list(short.tokens) == tail[:8]
+    assert list(long.tokens) == tail[:24]
+
+
+def test_survival_falls_as_documented() -> None:
+    tree = sequence([1, 2, 3, *range(100, 200), 1, 2, 3]).draft(LARGE)
+    assert [tree.survival(i) for i in range(len(tree))] == pytest.approx(
+        [3 / (3 + i + 1) for i in range(12)]
+    )
+
+
+def test_continuations_that_differ_become_branches() -> None:
+    tree = sequence([7, 8, 1, 7, 8, 2, 7, 8, 1, 9, 7, 8]).draft(Budget(8, 1))
+    assert set(tree.tokens) == {1, 2}
+    assert tree.tokens[0] == 1  # two of three places went on so
+    assert sum(tree.confidences) <= 1
+
+
+def test_a_loop_goes_on_beyond_the_end_of_the_text() -> None:
+    tree = sequence([1, 2, 3] * 4, continuations="1").draft(Budget(10, 10))
+    assert tree.tokens == (1, 2, 3, 1, 2, 3, 1, 2, 3, 1)
+
+
+def test_emitted_tokens_count_at_once() -> None:
+    drafted = sequence([1, 2, 3, 4, 5])
+    assert drafted.draft(LARGE) == EMPTY
+    drafted.extend(Update([9, 1, 2]))
+    assert drafted.draft(LARGE).tokens[:3] == (3, 4, 5)
+
+
+def test_the_backlog_is_worked_off_in_slices() -> None:
+    drafted = sequence([1, 2, 3] * 10)
+    assert drafted.backlog == 30
+    drafted.warm(10)
+    assert drafted.backlog == 20
+    assert drafted.draft(LARGE) == sequence([1, 2, 3] * 10).draft(LARGE)
+    assert drafted.backlog == 0
+
+
+def test_memory_grows_with_the_text_alone() -> None:
+    index = NgramIndex(2, 5)
+    index.append([1] * 10_000)
+    assert all(len(latest) == 1 for latest in index._latest)
+    assert all(len(earlier) == 10_000 for earlier in index._earlier)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"max_m": "4"}, "known are max_n"),
+        ({"max_n": "four"}, "whole number"),
+        ({"max_n": "0"}, "out of range"),
+        ({"min_n": "6"}, "out of range"),
+        ({"min_survival": "nan"}, "out of range"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, str], says: str) -> None:
+    with pytest.raises(LoadError, match=says):
+        NgramDrafter.load(None, options, Resources())
+
+
+def test_an_empty_tree_is_the_shared_one() -> None:
+    assert Tree() == EMPTY
