@@ -1,3 +1,4 @@
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +28,13 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder whose path is short enough for unix sockets."""
+    with tempfile.TemporaryDirectory(prefix="pl") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """Real service processes, started and stopped in every way."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -20,6 +21,12 @@ def verifier(target: Path) -> ServiceProcess:
     return ServiceProcess("verifier", ["--target", str(target), "--kv-bytes", "64MiB"])
 
 
+@pytest.fixture
+def drafter() -> ServiceProcess:
+    """The kind that starts at once: without weights it loads no torch."""
+    return ServiceProcess("drafter", ["--load", "ngram"])
+
+
 def test_it_serves_inside_the_block_and_nothing_is_left_after(verifier: ServiceProcess) -> None:
     with verifier:
         assert serving(verifier.address)
@@ -32,29 +39,27 @@ def test_it_serves_inside_the_block_and_nothing_is_left_after(verifier: ServiceP
     verifier.stop()
 
 
-async def test_it_is_an_async_context_manager_too(verifier: ServiceProcess) -> None:
-    async with verifier:
-        assert serving(verifier.address)
-    assert verifier.returncode == 0
+async def test_it_is_an_async_context_manager_too(drafter: ServiceProcess) -> None:
+    async with drafter:
+        assert serving(drafter.address)
+    assert drafter.returncode == 0
 
 
-def test_after_a_kill_it_comes_back_at_the_same_address(verifier: ServiceProcess) -> None:
-    with verifier:
-        address, pid = verifier.address, verifier.pid
-        verifier.kill()
-        assert verifier.returncode == -signal.SIGKILL
+def test_after_a_kill_it_comes_back_at_the_same_address(drafter: ServiceProcess) -> None:
+    with drafter:
+        address, pid = drafter.address, drafter.pid
+        drafter.kill()
+        assert drafter.returncode == -signal.SIGKILL
         assert not serving(address)
-        verifier.restart_same_address()
-        assert verifier.address == address
-        assert verifier.pid != pid
+        drafter.restart_same_address()
+        assert drafter.address == address
+        assert drafter.pid != pid
         assert serving(address)
 
 
-def test_two_can_start_at_once_on_unix_sockets(target: Path, tmp_path: Path) -> None:
-    names = [f"unix:{tmp_path}/{index}.sock" for index in range(2)]
-    processes = [
-        ServiceProcess("verifier", ["--target", str(target)], address=name) for name in names
-    ]
+def test_two_can_start_at_once_on_unix_sockets(short_folder: Path) -> None:
+    names = [f"unix:{short_folder}/{index}.sock" for index in range(2)]
+    processes = [ServiceProcess("drafter", ["--load", "ngram"], address=name) for name in names]
     try:
         for process in processes:
             process.spawn()
@@ -92,23 +97,26 @@ def test_what_cannot_start_says_why_with_code_2(
     assert "Traceback" not in str(failed.value)
 
 
-def test_a_taken_port_is_a_clear_error(target: Path) -> None:
+def test_a_taken_port_is_a_clear_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
-        process = ServiceProcess("verifier", ["--target", str(target)], address=address)
+        process = ServiceProcess("drafter", address=address)
         with pytest.raises(ProcessFailed, match=f"cannot listen on {address}"), process:
             pytest.fail("it started")
 
 
-def test_it_dies_with_the_process_that_started_it(target: Path) -> None:
-    script = f"""
+def test_it_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
+    script = """
 import time
 from paceline.cli.processes import ServiceProcess
-process = ServiceProcess("verifier", ["--target", {str(target)!r}]).start()
+process = ServiceProcess("drafter", ["--load", "ngram"]).start()
 print(process.pid, flush=True)
 time.sleep(3600)
 """
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as parent:
+    # The killed parent leaves its folder behind.
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         child = psutil.Process(pid)
@@ -118,8 +126,8 @@ time.sleep(3600)
     assert not psutil.pid_exists(pid)
 
 
-def test_a_process_that_was_never_started_says_so(verifier: ServiceProcess) -> None:
-    for use in (lambda: verifier.address, lambda: verifier.pid, verifier.restart_same_address):
+def test_a_process_that_was_never_started_says_so(drafter: ServiceProcess) -> None:
+    for use in (lambda: drafter.address, lambda: drafter.pid, drafter.restart_same_address):
         with pytest.raises(RuntimeError, match="start"):
             use()
-    verifier.stop()
+    drafter.stop()

@@ -1,5 +1,6 @@
 """`paceline serve`: both services under one command."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -28,6 +29,8 @@ class Serve:
                 ],
                 stdout=log,
                 stderr=log,
+                # Where it is killed it leaves the folders of its children behind.
+                env={**os.environ, "TMPDIR": str(folder)},
                 start_new_session=True,
             )
 
@@ -49,13 +52,13 @@ class Serve:
 
 
 @pytest.fixture
-def serve(target: Path, tmp_path: Path) -> Iterator[Callable[..., Serve]]:
+def serve(target: Path, short_folder: Path) -> Iterator[Callable[..., Serve]]:
     """Starts `paceline serve` on the tiny target."""
     started: list[Serve] = []
 
     def start(*arguments: str) -> Serve:
         limits = ("--kv-bytes", "64MiB", "--log-level", "warning")
-        started.append(Serve(tmp_path, "--target", str(target), *limits, *arguments))
+        started.append(Serve(short_folder, "--target", str(target), *limits, *arguments))
         return started[-1]
 
     yield start
