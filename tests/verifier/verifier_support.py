@@ -203,11 +203,18 @@ def details_of(error: grpc.aio.AioRpcError, kind: Any) -> Any:
 async def failure(call: Any) -> grpc.aio.AioRpcError:
     """The error that a unary call or a stream ends with."""
     try:
-        if hasattr(call, "__aiter__"):
-            async for _ in call:
+        if hasattr(call, "read"):
+            while await call.read() is not grpc.aio.EOF:
                 pass
         else:
             await call
     except grpc.aio.AioRpcError as error:
         return error
     raise AssertionError("the call succeeded, expected an error")
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that nobody announces."""
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)

@@ -57,7 +57,8 @@ class Batch:
     def add_round(self, round_: Round, tree: DraftTree) -> None:
         """Add the block of a round: the anchor and the tree under it."""
         sequence = round_.sequence
-        first = len(self._logit_rows)
+        first, stop = len(self._logit_rows), sequence.committed + len(tree)
+        self.shares.append(Share(round_, tree, stop, slice(first, first + len(tree))))
         self._logit_rows.extend(range(len(self.tokens), len(self.tokens) + len(tree)))
         self._add_block(
             self._cache(sequence),
@@ -65,20 +66,17 @@ class Batch:
             [sequence.tokens[-1], *tree.tokens],
             None if tree.is_chain else tuple(tree.parents),
         )
-        stop = sequence.committed + len(tree)
-        self.shares.append(Share(round_, tree, stop, slice(first, len(self._logit_rows))))
 
     def add_prefill(self, prefill: Prefill, borders: Items[int]) -> None:
         """Add pieces of a prefill: the text between each border and the next."""
         text = prefill.sequence.tokens
-        first = len(self._logit_rows)
+        first, ends = len(self._logit_rows), borders[-1] == len(text)
+        self.shares.append(Share(prefill, NO_TREE, borders[-1], slice(first, first + ends)))
         cache = self._cache(prefill.sequence)
         for start, stop in pairwise(borders):
             self._add_block(cache, start, text[start:stop], None)
-        if borders[-1] == len(text):
+        if ends:
             self._logit_rows.append(len(self.tokens) - 1)
-        logits = slice(first, len(self._logit_rows))
-        self.shares.append(Share(prefill, NO_TREE, borders[-1], logits))
 
     def forward(self, decoder: Decoder) -> Tensor:
         """Run it: writes the KV of all blocks, and returns logits ``[rows, V]`` on the CPU."""

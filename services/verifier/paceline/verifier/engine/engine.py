@@ -84,7 +84,7 @@ class Engine:
 
     def verify(self, job: Round) -> None:
         """Queue a round."""
-        self._commands.put(partial(self._rounds.append, job))
+        self._commands.put(partial(self._begin_round, job))
 
     async def release(self, sequence: Sequence) -> None:
         """End the jobs of a sequence and free its memory. Safe to call twice."""
@@ -114,10 +114,7 @@ class Engine:
         with torch.inference_mode():
             while not self._stopping:
                 self._take_commands(wait=not (self._rounds or self._prefills))
-                try:
-                    self._step()
-                except Exception:  # a bug of ours: this step's jobs were failed, the others go on
-                    _log.exception("engine step failed")
+                self._step()
                 self._flush_news()
 
     def _take_commands(self, *, wait: bool = False) -> None:
@@ -131,15 +128,15 @@ class Engine:
     def _step(self) -> None:
         began = perf_counter()
         batch = Batch()
-        self._gather_rounds(batch)
-        self._gather_prefills(batch)
-        if not batch.shares:
-            return
         try:
+            self._gather_rounds(batch)
+            self._gather_prefills(batch)
+            if not batch.shares:
+                return
             logits = batch.forward(self._decoder)
             outcomes = [settle(share, logits[share.logits]) for share in batch.shares]
         except Exception as error:
-            _log.exception("forward pass failed", extra={"batch_tokens": len(batch)})
+            _log.exception("step failed", extra={"batch_tokens": len(batch)})
             for share in batch.shares:
                 self._fail(share.job, StepFailed(f"the model could not be run: {error}"))
             return
@@ -190,6 +187,8 @@ class Engine:
             job.sequence.segment.reserve(tokens)
         except OutOfMemory as error:
             self._fail(job, error)
+        except OSError as error:
+            self._fail(job, StepFailed(f"KV memory could not be reserved: {error}"))
         return not job.done
 
     def _answer(self, outcome: Outcome, began: float, ended: float, batch_tokens: int) -> None:
@@ -203,6 +202,9 @@ class Engine:
             self._prefills.append(job)
         elif isinstance(job, Round) and not job.done:
             self._rounds.append(job)
+
+    def _begin_round(self, job: Round) -> None:
+        self._rounds.append(job)
 
     def _begin_prefill(self, job: Prefill, parent: Sequence | None) -> None:
         try:

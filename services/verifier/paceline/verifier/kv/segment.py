@@ -69,7 +69,7 @@ class Segment:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX)
             os.ftruncate(self._file, self.byte_size)
-            self._map = mmap.mmap(self._file, self.byte_size)
+            mapping = mmap.mmap(self._file, self.byte_size)
         except (OSError, ValueError) as error:
             os.unlink(self.path)
             os.close(self._file)
@@ -77,7 +77,7 @@ class Segment:
                 f"cannot map {self.byte_size} bytes of {self.path}: {error}"
             ) from error
         shape = (layout.layers, 2, layout.kv_heads, capacity, layout.head_dim)
-        self.kv: Tensor = torch.frombuffer(self._map, dtype=layout.dtype).view(shape)
+        self.kv: Tensor = torch.frombuffer(mapping, dtype=layout.dtype).view(shape)
         self._layers = [(layer[0], layer[1]) for layer in self.kv]
 
     @property
@@ -132,7 +132,11 @@ class Segment:
         self.kv[..., start : start + len(slots), :] = moved
 
     def close(self) -> None:
-        """Unlink the file and give its memory back. Closing twice is safe."""
+        """Unlink the file and let go of the memory. Closing twice is safe.
+
+        The tensors alone keep the mapping, so the last view of them takes it along: a view that
+        someone still holds never points into nothing.
+        """
         if self.closed:
             return
         with suppress(FileNotFoundError):
@@ -142,9 +146,6 @@ class Segment:
         self.reserved = 0
         self._layers = []
         self.kv = torch.empty(0)
-        # A view somewhere else keeps the mapping until it is dropped; then it goes by itself.
-        with suppress(BufferError):
-            self._map.close()
 
 
 @lru_cache(maxsize=1)

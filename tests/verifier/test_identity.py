@@ -1,0 +1,306 @@
+"""The tokens do not depend on the drafter, the batch, the cut of the prefill or the fork."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import drafters
+import pytest
+import torch
+from verifier_support import CONTEXT, VOCAB, Client, Round, serving
+
+from paceline.v1 import sampling_pb2
+
+GREEDY: dict[str, Any] = {}
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": GREEDY,
+    "T=1": {"temperature": 1.0, "seed": 7},
+    "penalties": {
+        "temperature": 0.9,
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.4,
+        "frequency_penalty": 0.2,
+        "seed": 2**64 - 1,
+    },
+    "greedy with penalties": {"repetition_penalty": 1.5, "frequency_penalty": 0.5},
+    "filters": {"temperature": 0.7, "top_p": 0.8, "min_p": 0.02, "top_k": 20, "seed": 3},
+    "bias": {"temperature": 1.3, "logit_bias": {4: 3.0, 9: -5.0}, "seed": 11},
+}
+
+
+def text(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("kind", ["Llama", "bf16"])
+async def test_same_tokens_with_every_drafter(
+    kind: str, name: str, models: Any, tmp_path: Path
+) -> None:
+    prompt = text(3, 30)
+    fields = {
+        "sampling": sampling_pb2.SamplingParams(**SAMPLINGS[name]),
+        "max_new_tokens": 60,
+        "ignore_eos": True,
+    }
+    async with serving(models[kind], tmp_path / "v.sock", kv_bytes=1 << 28) as client:
+        plain = await client.generate(prompt, drafters.nothing, **fields)
+        assert len(plain) == 60
+        for drafter, draw in drafters.all_of(plain, len(prompt)).items():
+            assert await client.generate(prompt, draw, seed=5, **fields) == plain, drafter
+        if name == "T=1":
+            fields["sampling"].seed += 1
+            assert await client.generate(prompt, drafters.nothing, **fields) != plain
+
+
+@pytest.mark.parametrize("family", ["Mistral", "Qwen2", "Qwen3"])
+async def test_other_families(family: str, models: Any, tmp_path: Path) -> None:
+    prompt = text(4, 12)
+    fields = {
+        "sampling": sampling_pb2.SamplingParams(temperature=1.0, seed=1),
+        "max_new_tokens": 40,
+        "ignore_eos": True,
+    }
+    async with serving(models[family], tmp_path / "v.sock", kv_bytes=1 << 28) as client:
+        plain = await client.generate(prompt, drafters.nothing, **fields)
+        for drafter, draw in drafters.all_of(plain, len(prompt)).items():
+            assert await client.generate(prompt, draw, **fields) == plain, drafter
+
+
+async def test_right_trees_are_accepted(client: Client) -> None:
+    prompt = text(5, 20)
+    plain = await client.generate(prompt, drafters.nothing, max_new_tokens=41, ignore_eos=True)
+    created = await client.create(prompt, max_new_tokens=41, ignore_eos=True)
+    stream = client.stub.Verify()
+
+    for number in range(1, 5):
+        start = 1 + (number - 1) * 10
+        # The path lies behind a wrong sibling at each depth: indices 1, 3, 5, ...
+        tokens, parents = [], []
+        for depth in range(9):
+            token = plain[start + depth]
+            tokens += [(token + 1) % VOCAB, token]
+            parents += [2 * depth - 1, 2 * depth - 1]
+        await stream.write(Round.of(created.handle, number, (tokens, parents)))
+        answer = await stream.read()
+        assert list(answer.result.accepted_nodes) == list(range(1, 18, 2))
+        assert list(answer.result.tokens) == plain[start : start + 10]
+        assert answer.batch_tokens == 19
+        assert answer.node_budget == 255
+        assert answer.verify_us > 0
+    assert answer.result.finish_reason == sampling_pb2.FINISH_REASON_LENGTH
+    await client.release(created.handle)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "bf16"])
+async def test_concurrent_sequences_and_long_prompts(
+    kind: str, models: Any, tmp_path: Path
+) -> None:
+    """Alone, and beside seven others in other trees, with prefills cut in other places."""
+    rng = random.Random(8)
+    prompts = [text(seed, rng.choice((1, 3, 255, 256, 257, 700))) for seed in range(8)]
+
+    def fields(seed: int) -> dict[str, Any]:
+        return {
+            "sampling": sampling_pb2.SamplingParams(temperature=seed % 2, seed=seed),
+            "max_new_tokens": 30,
+            "ignore_eos": True,
+        }
+
+    async with serving(models[kind], tmp_path / "a.sock", kv_bytes=1 << 28) as client:
+        alone = [
+            await client.generate(prompt, drafters.nothing, **fields(seed))
+            for seed, prompt in enumerate(prompts)
+        ]
+    async with serving(
+        models[kind],
+        tmp_path / "b.sock",
+        kv_bytes=1 << 28,
+        prefill_token_limit=100,
+        step_token_limit=40,
+    ) as client:
+        together = await asyncio.gather(
+            *(
+                client.generate(
+                    prompt,
+                    drafters.mixed(*drafters.all_of(alone[seed], len(prompt)).values()),
+                    seed=seed,
+                    **fields(seed),
+                )
+                for seed, prompt in enumerate(prompts)
+            )
+        )
+    assert together == alone
+
+
+async def test_decoding_goes_on_beside_a_long_prefill(model: Path, tmp_path: Path) -> None:
+    async with serving(
+        model, tmp_path / "v.sock", kv_bytes=1 << 28, prefill_token_limit=64
+    ) as client:
+        short = await client.create([1, 2, 3], max_new_tokens=400, ignore_eos=True)
+        long = asyncio.create_task(client.create_watched(text(1, 1500), max_new_tokens=2))
+        stream = client.stub.Verify()
+
+        batches = set()
+        number = 0
+        while not long.done():
+            number += 1
+            await stream.write(Round.of(short.handle, number))
+            batches.add((await stream.read()).batch_tokens)
+        created, progress = await long
+        assert 65 in batches, "no step served the round and a piece of the prompt together"
+        done = [message.prefilled_tokens for message in progress]
+        assert done == sorted(done)
+        assert {message.total_tokens for message in progress} == {1500}
+        assert created.prefill_us > 0
+        await client.release(short.handle)
+        await client.release(created.handle)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "bf16"])
+async def test_fork(kind: str, models: Any, tmp_path: Path) -> None:
+    prompt = text(6, 300)
+    fields: dict[str, Any] = {
+        "sampling": sampling_pb2.SamplingParams(temperature=1.0, seed=4),
+        "max_new_tokens": 20,
+        "ignore_eos": True,
+    }
+    async with serving(models[kind], tmp_path / "v.sock", kv_bytes=1 << 28) as client:
+        plain = await client.generate(prompt, drafters.nothing, **fields)
+        other = [*prompt[:290], *text(7, 50)]
+        plain_other = await client.generate(other, drafters.nothing, **fields)
+
+        parent = await client.create(prompt, **fields)
+        same = await client.create(prompt, parent_handle=parent.handle, **fields)
+        assert same.reused_tokens == 299, "all but the last prompt token, whose logits are needed"
+        assert same.first.tokens[0] == plain[0]
+        await client.release(same.handle)
+        shared = {"parent_handle": parent.handle, **fields}
+        scattered = drafters.scattered(plain_other, len(other))
+        assert await client.generate(other, scattered, **shared) == plain_other
+        fork = await client.create(other, **shared)
+        assert fork.reused_tokens == 290
+        await client.release(parent.handle)
+        assert fork.first.tokens[0] == plain_other[0], "a fork outlives its parent"
+        await client.release(fork.handle)
+        unlike = await client.create([(prompt[0] + 1) % VOCAB, *prompt[1:]], **fields)
+        assert unlike.reused_tokens == 0
+        await client.release(unlike.handle)
+
+
+async def test_fork_of_a_grown_text(client: Client) -> None:
+    """Tokens that the parent emitted are shared too: the next turn of a conversation."""
+    prompt = text(9, 20)
+    fields = {"max_new_tokens": 30, "ignore_eos": True}
+    plain = await client.generate(prompt, drafters.nothing, **fields)
+    parent = await client.create(prompt, **fields)
+    await run_to_the_end(client, parent.handle)
+    turn = [*prompt, *plain, 5, 6]
+    alone = await client.generate(turn, drafters.nothing, **fields)
+    fork = await client.create(turn, parent_handle=parent.handle, **fields)
+    assert fork.reused_tokens == 20 + 30 - 1
+    got = [*fork.first.tokens, *await run_to_the_end(client, fork.handle)]
+    assert got == alone
+    await client.release(parent.handle)
+    await client.release(fork.handle)
+
+
+async def run_to_the_end(client: Client, handle: bytes) -> list[int]:
+    """Everything a free run emits."""
+
+    stream = client.stub.Verify()
+    await stream.write(Round.of(handle, 1, free_run_steps=CONTEXT))
+    tokens: list[int] = []
+    while True:
+        answer = await stream.read()
+        tokens += answer.result.tokens
+        if answer.last:
+            return tokens
+
+
+async def test_resume_with_output_tokens(client: Client) -> None:
+    """After a restart: the prompt and what was emitted, then the same tokens as before."""
+    prompt = text(10, 15)
+    fields: dict[str, Any] = {
+        "sampling": sampling_pb2.SamplingParams(
+            temperature=0.8, repetition_penalty=1.2, presence_penalty=0.5, seed=9
+        ),
+        "max_new_tokens": 30,
+        "ignore_eos": True,
+    }
+    plain = await client.generate(prompt, drafters.nothing, **fields)
+    created = await client.create(prompt, output_tokens=plain[:12], **fields)
+    got = [*created.first.tokens, *await run_to_the_end(client, created.handle)]
+    assert got == plain[12:]
+    await client.release(created.handle)
+
+
+async def test_stop_tokens_end_a_generation_inside_a_tree(client: Client) -> None:
+    prompt = text(11, 15)
+    plain = await client.generate(prompt, drafters.nothing, max_new_tokens=40, ignore_eos=True)
+    stop = plain[20]
+    expected = plain[: plain.index(stop) + 1]
+    for draw in drafters.all_of(plain, len(prompt)).values():
+        got = await client.generate(
+            prompt, draw, max_new_tokens=40, ignore_eos=True, stop_token_ids=[stop]
+        )
+        assert got == expected
+
+
+async def test_eos_ends_unless_ignored(client: Client) -> None:
+    bias = sampling_pb2.SamplingParams(logit_bias={0: 1000.0})
+    assert await client.generate([5], drafters.nothing, sampling=bias, max_new_tokens=5) == [0]
+    tokens = await client.generate(
+        [5], drafters.nothing, sampling=bias, max_new_tokens=5, ignore_eos=True
+    )
+    assert tokens == [0] * 5
+
+
+async def test_the_context_ends_a_generation(model: Path, tmp_path: Path) -> None:
+    async with serving(model, tmp_path / "v.sock", kv_bytes=1 << 28, max_context=64) as client:
+        prompt = text(12, 40)
+        plain = await client.generate(prompt, drafters.nothing, ignore_eos=True)
+        assert len(plain) == 24
+        for draw in drafters.all_of(plain, len(prompt)).values():
+            assert await client.generate(prompt, draw, ignore_eos=True) == plain
+
+
+@pytest.mark.parametrize("tree", [False, True])
+async def test_logprobs(tree: bool, client: Client, model: Path) -> None:
+    """Of the raw distribution, whatever the temperature and the filters."""
+    from transformers import AutoModelForCausalLM
+
+    fields: dict[str, Any] = {
+        "sampling": sampling_pb2.SamplingParams(temperature=0.5, top_k=3, seed=1),
+        "max_new_tokens": 12,
+        "ignore_eos": True,
+    }
+    prompt = text(13, 10)
+    plain = await client.generate(prompt, drafters.nothing, **fields)
+    created = await client.create(prompt, top_logprobs=4, **fields)
+    stream = client.stub.Verify()
+    chain = (plain[1:-1], list(range(-1, 9))) if tree else ([], [])
+    await stream.write(Round.of(created.handle, 1, chain, free_run_steps=0 if tree else 11))
+    results = [created.first]
+    while True:
+        answer = await stream.read()
+        results.append(answer.result)
+        if answer.last:
+            break
+    assert [token for result in results for token in result.tokens] == plain
+    got = [value for result in results for value in result.logprobs]
+    top = [entry for result in results for entry in result.top_logprobs]
+    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = hf(torch.tensor([[*prompt, *plain]])).logits[0, len(prompt) - 1 : -1]
+    expected = logits.log_softmax(-1)
+    assert len(got) == len(top) == len(plain)
+    for row, token, value, best in zip(expected, plain, got, top, strict=True):
+        assert value == pytest.approx(float(row[token]), abs=2e-3)
+        assert list(best.tokens) == row.topk(4).indices.tolist()
+        assert list(best.logprobs) == pytest.approx(row.topk(4).values.tolist(), abs=2e-3)
+    await client.release(created.handle)

@@ -1,0 +1,205 @@
+"""Whatever a client sends: a clear status, and no harm to anybody else."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from pathlib import Path
+from typing import Any
+
+import drafters
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from verifier_support import (
+    CONTEXT,
+    VOCAB,
+    Client,
+    Round,
+    details_of,
+    failure,
+    reason_of,
+    serving,
+)
+
+from paceline.v1 import kv_pb2, kv_pb2_grpc, sampling_pb2, tree_pb2, verifier_pb2
+
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+PROMPT = [3, 1, 4, 1, 5]
+
+
+def sampling(**fields: Any) -> dict[str, Any]:
+    return {"prompt_tokens": PROMPT, "sampling": sampling_pb2.SamplingParams(**fields)}
+
+
+CREATE: list[tuple[dict[str, Any], grpc.StatusCode, str]] = [
+    ({"prompt_tokens": []}, INVALID, "PROMPT_EMPTY"),
+    ({"prompt_tokens": [1] * CONTEXT}, INVALID, "PROMPT_TOO_LONG"),
+    ({"prompt_tokens": [1] * 1_000_000}, INVALID, "PROMPT_TOO_LONG"),
+    ({"prompt_tokens": [VOCAB]}, INVALID, "TOKEN_OUT_OF_VOCABULARY"),
+    ({"prompt_tokens": [2**32 - 1]}, INVALID, "TOKEN_OUT_OF_VOCABULARY"),
+    ({"prompt_tokens": PROMPT, "output_tokens": [VOCAB]}, INVALID, "TOKEN_OUT_OF_VOCABULARY"),
+    ({"prompt_tokens": PROMPT, "stop_token_ids": [VOCAB]}, INVALID, "TOKEN_OUT_OF_VOCABULARY"),
+    ({"prompt_tokens": PROMPT, "output_tokens": [1, 2], "max_new_tokens": 2}, INVALID,
+     "NOTHING_LEFT"),
+    ({"prompt_tokens": PROMPT, "top_logprobs": 21}, INVALID, "BAD_TOP_LOGPROBS"),
+    ({"prompt_tokens": PROMPT, "parent_handle": b"short"}, INVALID, "BAD_HANDLE"),
+    ({"prompt_tokens": PROMPT, "parent_handle": bytes(16)}, grpc.StatusCode.NOT_FOUND,
+     "CACHE_NOT_FOUND"),
+    ({"prompt_tokens": PROMPT, "hidden_state_layers": [0]}, grpc.StatusCode.UNIMPLEMENTED,
+     "HIDDEN_STATES_NOT_BUILT"),
+    (sampling(mode=sampling_pb2.ACCEPTANCE_MODE_REJECTION), grpc.StatusCode.UNIMPLEMENTED,
+     "REJECTION_NOT_BUILT"),
+    (sampling(mode=77), INVALID, "BAD_SAMPLING"),
+    (sampling(temperature=-1), INVALID, "BAD_SAMPLING"),
+    (sampling(temperature=math.nan), INVALID, "BAD_SAMPLING"),
+    (sampling(temperature=math.inf), INVALID, "BAD_SAMPLING"),
+    (sampling(top_p=1.5), INVALID, "BAD_SAMPLING"),
+    (sampling(top_p=math.nan), INVALID, "BAD_SAMPLING"),
+    (sampling(min_p=-0.1), INVALID, "BAD_SAMPLING"),
+    (sampling(repetition_penalty=-1), INVALID, "BAD_SAMPLING"),
+    (sampling(presence_penalty=math.inf), INVALID, "BAD_SAMPLING"),
+    (sampling(frequency_penalty=math.nan), INVALID, "BAD_SAMPLING"),
+    (sampling(logit_bias={1: math.nan}), INVALID, "BAD_SAMPLING"),
+    (sampling(logit_bias={VOCAB: 1.0}), INVALID, "TOKEN_OUT_OF_VOCABULARY"),
+]  # fmt: skip
+
+TREES: list[tuple[dict[str, Any], str]] = [
+    ({"tokens": [1], "parents": [0]}, "BAD_TREE"),
+    ({"tokens": [1, 2], "parents": [1, -1]}, "BAD_TREE"),
+    ({"tokens": [1], "parents": [-2]}, "BAD_TREE"),
+    ({"tokens": [1, 2], "parents": [-1]}, "BAD_TREE"),
+    ({"tokens": [], "parents": [-1]}, "BAD_TREE"),
+    ({"tokens": [1], "parents": [-1], "confidences": [0.5, 0.5]}, "BAD_TREE"),
+    ({"tokens": [1], "parents": [-1], "confidences": [math.nan]}, "BAD_TREE"),
+    ({"tokens": [1], "parents": [-1], "confidences": [1.01]}, "BAD_TREE"),
+    ({"tokens": [1], "parents": [-1], "distributions": [tree_pb2.NodeDistribution()]}, "BAD_TREE"),
+    ({"tokens": [VOCAB], "parents": [-1]}, "TOKEN_OUT_OF_VOCABULARY"),
+    ({"tokens": [1] * 256, "parents": [-1] * 256}, "TREE_TOO_LARGE"),
+    ({"tokens": [1] * 1_000_000, "parents": [-1] * 1_000_000}, "TREE_TOO_LARGE"),
+]
+
+
+async def test_creations(client: Client) -> None:
+    plain = await client.generate(PROMPT, drafters.nothing, max_new_tokens=8)
+    for fields, code, reason in CREATE:
+        error = await failure(client.stub.CreateCache(verifier_pb2.CreateCacheRequest(**fields)))
+        assert (error.code(), reason_of(error)) == (code, reason), fields
+        info = details_of(error, error_details_pb2.ErrorInfo)
+        assert info.domain == "paceline"
+        assert len(error.details()) > 20, "the message says what was wrong"
+    assert len(client.service.store) == 0
+    assert await client.generate(PROMPT, drafters.nothing, max_new_tokens=8) == plain
+
+
+async def test_trees(client: Client) -> None:
+    """Other generations go on beside bad rounds, and the same cache goes on after them."""
+    fields = {"max_new_tokens": 60, "ignore_eos": True}
+    plain = await client.generate(PROMPT, drafters.nothing, **fields)
+    victim = asyncio.create_task(client.generate(PROMPT, drafters.random_tree, **fields))
+    created = await client.create(PROMPT, **fields)
+    for tree, reason in TREES:
+        stream = client.stub.Verify()
+        request = verifier_pb2.VerifyRequest(
+            handle=created.handle, round_id=1, tree=tree_pb2.TokenTree(**tree)
+        )
+        await stream.write(request)
+        error = await failure(stream)
+        assert (error.code(), reason_of(error)) == (INVALID, reason), reason
+    stream = client.stub.Verify()
+    await stream.write(Round.of(created.handle, 1, ([1], [-1]), free_run_steps=4))
+    assert reason_of(await failure(stream)) == "BAD_ROUND"
+    stream = client.stub.Verify()
+    await stream.write(Round.of(created.handle, 1))
+    assert (await stream.read()).result.tokens[0] == plain[1]
+    assert await victim == plain
+    await client.release(created.handle)
+
+
+@pytest.mark.parametrize("handle", [b"", b"short", bytes(17)])
+async def test_handles_of_a_wrong_size(client: Client, handle: bytes) -> None:
+    stream = client.stub.Verify()
+    await stream.write(verifier_pb2.VerifyRequest(handle=handle, round_id=1))
+    for call in (
+        stream,
+        client.stub.RenewLease(verifier_pb2.RenewLeaseRequest(handle=handle)),
+        client.stub.ReleaseCache(verifier_pb2.ReleaseCacheRequest(handle=handle)),
+    ):
+        error = await failure(call)
+        assert (error.code(), reason_of(error)) == (INVALID, "BAD_HANDLE")
+
+
+async def test_a_handle_is_good_for_its_owner_only(client: Client) -> None:
+    created = await client.create(PROMPT)
+    thief = (("authorization", "Bearer someone-else"),)
+    stream = client.stub.Verify(metadata=thief)
+    await stream.write(Round.of(created.handle, 1))
+    fork = verifier_pb2.CreateCacheRequest(prompt_tokens=PROMPT, parent_handle=created.handle)
+    renewal = verifier_pb2.RenewLeaseRequest(handle=created.handle)
+    for call in (
+        stream,
+        client.stub.RenewLease(renewal, metadata=thief),
+        client.stub.CreateCache(fork, metadata=thief),
+    ):
+        error = await failure(call)
+        assert (error.code(), reason_of(error)) == (
+            grpc.StatusCode.NOT_FOUND,
+            "CACHE_NOT_FOUND",
+        )
+    release = verifier_pb2.ReleaseCacheRequest(handle=created.handle)
+    assert not (await client.stub.ReleaseCache(release, metadata=thief)).released
+    grant = Round.of(created.read_grant, 1)
+    stream = client.stub.Verify()
+    await stream.write(grant)
+    assert reason_of(await failure(stream)) == "CACHE_NOT_FOUND", "a read grant is no handle"
+    assert await client.release(created.handle)
+
+
+async def test_bytes_that_are_no_message(client: Client) -> None:
+    for method in ("CreateCache", "Verify"):
+        call = client.channel.stream_stream(f"/paceline.v1.VerifierService/{method}")()
+        await call.write(b"\xff\xff\xff")
+        error = await failure(call)
+        assert (error.code(), reason_of(error)) == (INVALID, "MALFORMED_MESSAGE")
+
+
+async def test_a_full_verifier_says_when_to_come_back(model: Path, tmp_path: Path) -> None:
+    # One cache of 512 + 256 slots: 2 layers x 2 kinds x 2 heads x 16 elements of 4 bytes.
+    one = 768 * 2 * 2 * 2 * 16 * 4
+    async with serving(model, tmp_path / "v.sock", kv_bytes=2 * one + 1) as client:
+        caches = [await client.create([1] * 500, max_new_tokens=12) for _ in range(2)]
+        request = verifier_pb2.CreateCacheRequest(prompt_tokens=[1] * 500, max_new_tokens=12)
+        error = await failure(client.stub.CreateCache(request))
+        assert (error.code(), reason_of(error)) == (
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            "KV_FULL",
+        )
+        retry = details_of(error, error_details_pb2.RetryInfo)
+        assert retry.retry_delay.ToMilliseconds() > 0
+        await client.release(caches[0].handle)
+        caches[0] = await client.create([1] * 500, max_new_tokens=12)
+        request.max_new_tokens = 0  # the whole context: never
+        error = await failure(client.stub.CreateCache(request))
+        assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "max_new_tokens" in error.details()
+        with pytest.raises(AssertionError, match="RetryInfo"):
+            details_of(error, error_details_pb2.RetryInfo)
+        for cache in caches:
+            await client.release(cache.handle)
+
+
+async def test_too_many_sequences(model: Path, tmp_path: Path) -> None:
+    async with serving(model, tmp_path / "v.sock", kv_bytes=1 << 28, max_sequences=1) as client:
+        cache = await client.create(PROMPT)
+        request = verifier_pb2.CreateCacheRequest(prompt_tokens=PROMPT)
+        error = await failure(client.stub.CreateCache(request))
+        assert reason_of(error) == "KV_FULL"
+        await client.release(cache.handle)
+
+
+async def test_kv_exchange_is_not_built(client: Client) -> None:
+    stub: Any = kv_pb2_grpc.KvExchangeServiceStub(client.channel)  # type: ignore[no-untyped-call]
+    for call in (stub.MapCache(kv_pb2.MapCacheRequest()), stub.FollowCache()):
+        error = await failure(call)
+        assert error.code() == grpc.StatusCode.UNIMPLEMENTED
+        assert reason_of(error) == "KV_EXCHANGE_NOT_BUILT"
