@@ -105,6 +105,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         self.step_seconds = 0.0
         self.prefill_seconds = 0.0
         self.renewals = 0
+        self.release_faults: list[grpc.StatusCode] = []
         self.arrival = asyncio.Condition()
         self.rounds: list[verifier_pb2.VerifyRequest] = []
         self.creates: list[verifier_pb2.CreateCacheRequest] = []
@@ -286,6 +287,8 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         return verifier_pb2.RenewLeaseResponse(lease_ms=self.lease_ms)
 
     async def ReleaseCache(self, request: Any, context: Any) -> Any:
+        if self.release_faults:
+            await context.abort(self.release_faults.pop(), "scripted")
         released = self.caches.pop(request.handle, None) is not None
         return verifier_pb2.ReleaseCacheResponse(released=released)
 

@@ -233,3 +233,17 @@ async def test_the_cache_of_an_expired_lease_is_made_again(world: World, client:
             world.verifier.caches.clear()
         tokens += chunk.token_ids
     assert tokens == continuation(PROMPT, 140, SEED)
+
+
+async def test_a_release_that_breaks_is_repeated(world: World, client: Client) -> None:
+    world.verifier.release_faults = [grpc.StatusCode.UNAVAILABLE] * 2
+    await client.generate(PROMPT, max_new_tokens=5)
+    assert not world.verifier.caches
+    assert not world.verifier.release_faults
+
+
+async def test_a_release_that_fails_is_left_to_the_lease(world: World, client: Client) -> None:
+    world.verifier.release_faults = [grpc.StatusCode.PERMISSION_DENIED]
+    result = await client.generate(PROMPT, max_new_tokens=5, seed=SEED)
+    assert result.token_ids == continuation(PROMPT, 5, SEED)
+    assert world.verifier.caches

@@ -242,16 +242,16 @@ class Generation:
         )
 
     async def _clean_up(self) -> None:
-        if self._drafter is not None:
-            await self._drafter.close()
-        if self._verifier is None:
-            return
-        if self._keep_cache and self._output.finish_reason in ("stop", "length"):
-            self._verifier.end_stream()
-            self._keeper = self._shared.in_background(self._hold(self._verifier))
-            self._shared.keepers.add(self)
-        else:
-            await self._verifier.close()
+        verifier, drafter = self._verifier, self._drafter
+        if verifier is not None:
+            if self._keep_cache and self._output.finish_reason in ("stop", "length"):
+                verifier.end_stream()
+                self._keeper = self._shared.in_background(self._hold(verifier))
+                self._shared.keepers.add(self)
+            else:
+                await verifier.close()
+        if drafter is not None:
+            await drafter.close()
 
     async def _hold(self, verifier: VerifierSession) -> None:
         """Keeps a finished generation's cache alive until `aclose`."""

@@ -144,9 +144,19 @@ class VerifierSession:
             return
         try:
             async with asyncio.timeout(_RELEASE_TIMEOUT):
-                await self._transport.release_cache(verifier_pb2.ReleaseCacheRequest(handle=handle))
+                await self._release(verifier_pb2.ReleaseCacheRequest(handle=handle))
         except (PacelineError, TimeoutError) as error:
             logger.info("a cache was left to its lease: %s", error)
+
+    async def _release(self, request: verifier_pb2.ReleaseCacheRequest) -> None:
+        """Frees a cache, again if the connection breaks: releasing twice is safe."""
+        attempts = Attempts(RetryOptions(budget=_RELEASE_TIMEOUT))
+        while True:
+            try:
+                await self._transport.release_cache(request)
+                return
+            except UnavailableError as error:
+                await attempts.pause(error)
 
     async def _create(self) -> verifier_pb2.CacheCreated:
         options = self._options
