@@ -1,11 +1,16 @@
 """Random tiny targets of every family, and real service processes over them."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from system_support import FAMILIES, HOSTILE, shared_memory_segments, write_model, write_tokenizer
+
 from paceline.cli.processes import ServiceProcess
-from system_support import DRAFTERS, FAMILIES, shared_memory_segments, write_model, write_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -23,14 +28,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def drafter(models: dict[str, Path]) -> Iterator[ServiceProcess]:
     """One drafter service for all families, good and hostile methods alike."""
-    arguments = ["--load", f"lm=lm:{models['small']}"]
-    for spec in DRAFTERS:
-        arguments += ["--load", spec]
-    arguments += [
-        "--test-methods",
-        str(Path(__file__).parent.parent / "drafter" / "adversaries.py"),
-    ]
-    with ServiceProcess("drafter", arguments, environment={"OMP_NUM_THREADS": "1"}) as process:
+    hostile = Path(__file__).parent.parent / "drafter"
+    arguments = ["--load", f"lm=lm:{models['small']}", "--load", "ngram=ngram"]
+    arguments.append("--allow-test-methods")
+    for method, kind in HOSTILE.items():
+        arguments += ["--test-method", f"{method}=adversaries:{kind}"]
+        arguments += ["--load", f"{method}={method}"]
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(hostile)}
+    with ServiceProcess("drafter", arguments, environment=environment) as process:
         yield process
 
 

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from paceline.cli.processes import ServiceProcess
-from paceline.client import Client, DraftOptions
 from proxy import Proxy
 from system_support import make_prompts, shared_memory_segments
+
+from paceline.cli.processes import ServiceProcess
+from paceline.client import Client, DraftOptions
 
 TOKENS = 96
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
 from paceline.bench.served import Services, generate, overhead_ms
 from paceline.decoder import Decoder, LocalCache
 from paceline.kernels import TreeSegment, plan_trees
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 HALF_BILLION: dict[str, Any] = {
     "hidden_size": 896,

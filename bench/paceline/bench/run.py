@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
-from paceline.bench import comparison, echo, machine, prompts, replay, report
 from rich.console import Console
+
+from paceline.bench import comparison, echo, machine, prompts, replay, report
 
 PARTS = ("echo", "comparison", "replay")
 

@@ -17,7 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=256, help="new tokens a prompt")
     parser.add_argument("--repeats", type=int, default=3, help="passes over the prompts")
     parser.add_argument("--work", type=Path, help="keep the 0.5B random target here")
-    parser.add_argument("--output", type=Path, help="JSON file; default: bench/results/MACHINE.json")
+    parser.add_argument(
+        "--output", type=Path, help="JSON file; default: bench/results/MACHINE.json"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
