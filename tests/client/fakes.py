@@ -181,6 +181,12 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         )
         self._emit(cache, created.first)
         yield verifier_pb2.CreateCacheResponse(created=created)
+        try:
+            await asyncio.sleep(0.001)
+        except asyncio.CancelledError:
+            # As the real one: whoever leaves this call early has no use for the cache.
+            self.caches.pop(handle, None)
+            raise
 
     def _emit(self, cache: Cache, result: Any) -> int:
         token, reason = cache.step()

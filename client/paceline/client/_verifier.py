@@ -171,14 +171,22 @@ class VerifierSession:
             top_logprobs=options.top_logprobs,
             parent_handle=self._parent,
         )
-        async with aclosing(self._transport.create_cache(request)) as responses:
-            async for response in responses:
-                if response.WhichOneof("event") == "created":
-                    return self._adopt(response.created)
-                if options.on_prefill is not None:
-                    progress = response.progress
-                    options.on_prefill(progress.prefilled_tokens, progress.total_tokens)
-        raise ServerError("the verifier ended CreateCache without a cache: this is its fault")
+        created: verifier_pb2.CacheCreated | None = None
+        try:
+            async with aclosing(self._transport.create_cache(request)) as responses:
+                # To the very end: a call that its client leaves is undone, its cache freed.
+                async for response in responses:
+                    if response.HasField("created"):
+                        created = self._adopt(response.created)
+                    elif options.on_prefill is not None:
+                        progress = response.progress
+                        options.on_prefill(progress.prefilled_tokens, progress.total_tokens)
+        except PacelineError:
+            if created is None:
+                raise
+        if created is None:
+            raise ServerError("the verifier ended CreateCache without a cache: this is its fault")
+        return created
 
     def _adopt(self, created: verifier_pb2.CacheCreated) -> verifier_pb2.CacheCreated:
         self.handle = created.handle
@@ -210,6 +218,7 @@ class VerifierSession:
             self._pending.ClearField("tree")
             self._pending.free_run_steps = 1
         elif isinstance(error, (NotFoundError, PreconditionError)):
+            logger.info("prefilling again after: %s", error)
             await self._attempts.pause(error)
             return await self._recreate()
         elif isinstance(error, UnavailableError) or (
