@@ -69,7 +69,7 @@ def test_an_unknown_dtype_is_refused(models: dict[str, Path]) -> None:
 
 
 def test_a_folder_without_a_model_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no config.json"):
+    with pytest.raises(FileNotFoundError, match=r"no config\.json"):
         Decoder.load(tmp_path)
     shutil.copy(models["llama"] / "config.json", tmp_path)
     with pytest.raises(UnsupportedModelError, match="only safetensors"):

@@ -8,26 +8,22 @@ What makes it so (checked by the tests, and at start by ``paceline.decoder.is_ba
 - In the chunk a row stands in, other nodes of the tree lie between its keys. They get weight 0,
   and that product adds strictly one column after the other, so they change nothing.
 - Weights are relative to the maximum over all that a row sees, which no grouping changes. Chunks
-  are added up eight by eight at absolute multiples of eight, absent ones being zeros; the row's own
-  chunk comes last.
+  are added up in groups of eight that start at absolute multiples of eight, absent ones being
+  zeros; the row's own chunk comes last.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from paceline.kernels._layout import BlockLayout, Crossing, lay_out
-from paceline.kernels.trees import CHUNK, MAX_TREE_NODES, TreePlan
+from paceline.kernels._layout import Crossing, lay_out
+from paceline.kernels._workspace import MIN_COLUMNS, RADIX, Scratch, Workspace
+from paceline.kernels.trees import CHUNK, TreePlan
 
-_KV_SCRATCH_BYTES = 32 << 20
 _SCORE_BYTES = 64 << 20
-_MIN_COLUMNS = 16  # products with fewer columns take another path, with other bits
-_FEW_ROWS = 64  # up to here one product for all kv heads is faster than one for each
-_RADIX = 8  # chunks added up at once
 
 _linear = torch.ops.mkldnn._linear_pointwise.default
 
@@ -38,7 +34,7 @@ class CpuBackend:
     name = "cpu"
 
     def __init__(self) -> None:
-        self._local = threading.local()
+        self._scratch = Scratch()
 
     def attend(
         self,
@@ -53,240 +49,166 @@ class CpuBackend:
         lse: Tensor | None,
     ) -> None:
         """See :func:`paceline.kernels.tree_attention`."""
-        heads = (q.shape[1], keys[0].shape[0])
-        blocks = plan.prepared.get((heads, window))
+        heads = (q.shape[1], keys[0].shape[0], q.shape[2])
+        copy = keys[0].dtype != torch.float32
+        blocks = plan.prepared.get((heads, copy, window))
         if blocks is None:
-            blocks = plan.prepared[heads, window] = _blocks(plan, *heads, window)
-        for sequence, begin, end, layout in blocks:
+            blocks = self._blocks(plan, *heads, copy, window)
+            plan.prepared[heads, copy, window] = blocks
+        for sequence, begin, end, work in blocks:
             part = None if lse is None else lse[begin:end]
-            self._attend_block(
-                q[begin:end], keys[sequence], values[sequence], layout, scale, out[begin:end], part
+            attend_block(
+                q[begin:end], keys[sequence], values[sequence], work, scale, out[begin:end], part
             )
 
-    def _attend_block(
-        self,
-        q: Tensor,
-        key: Tensor,
-        value: Tensor,
-        layout: BlockLayout,
-        scale: float,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        nodes, heads, dim = q.shape
-        kv_heads = key.shape[0]
-        group = heads // kv_heads
-        packed = self._pack(q, kv_heads, layout)
-        scores = self._scores(packed, key, layout, scale)
-        if layout.hidden is not None:
-            scores[..., -layout.hidden.shape[1] :].masked_fill_(layout.hidden, float("-inf"))
-        peaks = scores.amax(-1, keepdim=True)
-        crossed = [_cross(packed, key, crossing, peaks, scale) for crossing in layout.crossings]
-        scores.sub_(peaks).exp_()
+    def _blocks(
+        self, plan: TreePlan, heads: int, kv_heads: int, dim: int, copy: bool, window: int | None
+    ) -> list[tuple[int, int, int, Workspace]]:
+        """Cut segments so that the scores of a block stay small: sequence, row range, workspace."""
+        blocks: list[tuple[int, int, int, Workspace]] = []
+        for segment, row in zip(plan.segments, plan.offsets, strict=False):
+            most = max(1, _SCORE_BYTES // (4 * heads * segment.stop))
+            for first in range(0, segment.length, most):
+                nodes = min(most, segment.length - first)
+                layout = lay_out(segment, heads // kv_heads, window, first, nodes)
+                work = Workspace(self._scratch, layout, heads, kv_heads, dim, copy)
+                blocks.append((segment.sequence, row + first, row + first + nodes, work))
+        return blocks
 
-        sums, mass = self._own_chunk(scores, value, layout)
-        if layout.whole_chunks or crossed:
-            before, before_mass = self._whole_chunks(scores, value, layout, crossed, peaks)
-            sums, mass = before.add_(sums), before_mass.add_(mass)
-        if layout.padded > layout.rows:
-            sums, mass = sums[:, : layout.rows], mass[:, : layout.rows]
 
-        if nodes == 1:
-            torch.div(sums, mass.unsqueeze(-1), out=out.view(kv_heads, group, dim))
-        else:
-            by_node = sums.unflatten(1, (nodes, group)).transpose(0, 1)
-            mass_by_node = mass.unflatten(1, (nodes, group)).transpose(0, 1).unsqueeze(-1)
-            torch.div(by_node, mass_by_node, out=out.view(nodes, kv_heads, group, dim))
-        if lse is not None:
-            total = mass.log().add_(peaks[:, : layout.rows, 0]).unflatten(1, (nodes, group))
-            lse.view(nodes, kv_heads, group).copy_(total.transpose(0, 1))
+def attend_block(
+    q: Tensor,
+    key: Tensor,
+    value: Tensor,
+    work: Workspace,
+    scale: float,
+    out: Tensor,
+    lse: Tensor | None,
+) -> None:
+    """Attention of the nodes of one block, ``[nodes, Hq, D]``, into ``out``."""
+    layout, scores = work.layout, work.scores
+    work.packed_by_node.copy_(q.view(work.by_node))
+    _multiply_keys(work, key, scale)
+    if layout.hidden is not None:
+        work.maskable.masked_fill_(layout.hidden, float("-inf"))
+    torch.amax(scores, -1, keepdim=True, out=work.peaks)
+    crossed = [_cross(work, key, crossing, scale) for crossing in layout.crossings]
+    scores.sub_(work.peaks).exp_()
 
-    def _pack(self, q: Tensor, kv_heads: int, layout: BlockLayout) -> Tensor:
-        """fp32 ``[Hkv, padded, D]``: node after node, each with its whole GQA group.
+    own, own_mass = _own_chunk(work, value)
+    if layout.whole_chunks or crossed:
+        _whole_chunks(work, value, crossed)
+        work.result.add_(own)
+        work.mass.add_(own_mass)
+    else:
+        work.result.copy_(own)
+        work.mass.copy_(own_mass)
+    torch.div(work.result_by_node, work.mass_by_node, out=out.view(work.by_node))
+    if lse is not None:
+        torch.add(
+            work.mass_by_node.log(),
+            work.peaks_by_node,
+            out=lse.view(*work.by_node[:3], 1),
+        )
 
-        What the padding rows hold does not matter: no row depends on another.
-        """
-        nodes, heads, dim = q.shape
-        group = heads // kv_heads
-        packed = self._take("q", kv_heads * layout.padded * dim).view(kv_heads, layout.padded, dim)
-        used = packed if layout.padded == layout.rows else packed[:, : layout.rows]
-        if nodes == 1:
-            used.copy_(q.view(kv_heads, group, dim))
-        else:
-            by_node = q.view(nodes, kv_heads, group, dim).transpose(0, 1)
-            used.unflatten(1, (nodes, group)).copy_(by_node)
-        return packed
 
-    def _scores(self, packed: Tensor, key: Tensor, layout: BlockLayout, scale: float) -> Tensor:
-        """Scaled scores of every slot looked at, ``[Hkv, padded, columns]``, in scratch."""
-        kv_heads, rows, dim = packed.shape
-        columns = layout.columns
-        scores = self._take("s", kv_heads * rows * columns).view(kv_heads, rows, columns)
-        if columns < _MIN_COLUMNS:
-            few = key[:, layout.base : layout.stop].float()
-            few = torch.nn.functional.pad(few, (0, 0, 0, _MIN_COLUMNS - columns))
-            wide = scores.new_empty(kv_heads, rows, _MIN_COLUMNS)
-            return scores.copy_(_multiply_keys(packed, few, scale, wide)[..., :columns])
-        if key.dtype == torch.float32:
-            return _multiply_keys(packed, key[:, layout.base : layout.stop], scale, scores)
-        step = max(CHUNK, _KV_SCRATCH_BYTES // (4 * kv_heads * dim))
-        step = columns if columns - step < _MIN_COLUMNS else step // CHUNK * CHUNK
-        for begin in range(0, columns, step):
-            end = min(begin + step, columns)
-            if columns - end < _MIN_COLUMNS:
-                end = columns
-            k = self._fp32("kv", key[:, layout.base + begin : layout.base + end])
-            part = scores if end - begin == columns else scores[..., begin:end]
-            _multiply_keys(packed, k, scale, part)
-            if end == columns:
-                break
-        return scores
+def _multiply_keys(work: Workspace, key: Tensor, scale: float) -> None:
+    """Scaled scores of every slot looked at."""
+    for step in work.key_steps:
+        k = key[:, step.slots]
+        if step.copy is not None:
+            k = step.copy.copy_(k)
+        _scores(work.packed, k, scale, step.scores)
 
-    def _own_chunk(
-        self, weights: Tensor, value: Tensor, layout: BlockLayout
-    ) -> tuple[Tensor, Tensor]:
-        """Weighted values of each row's own chunk, ``[Hkv, R, D]``, and total weights ``[Hkv, R]``.
 
-        A last column of ones in the values makes the same product sum the weights.
-        """
-        kv_heads, rows, _ = weights.shape
-        dim = value.shape[2]
-        begin = layout.own_chunk * CHUNK
-        count = layout.stop - begin
-        mine = weights[..., -count:]
-        if kv_heads * rows <= _FEW_ROWS:
-            v = self._ones("all", CHUNK - 1 + MAX_TREE_NODES, kv_heads, dim + 1)[:count]
-            v[..., :dim] = value[:, begin : layout.stop].transpose(0, 1)
-            product = _ordered_product(mine.reshape(-1, count), v.flatten(1))
-            both = product.view(kv_heads, rows, kv_heads, dim + 1).diagonal(0, 0, 2)
-            both = both.permute(2, 0, 1)
-        else:
-            v = self._ones("each", kv_heads, CHUNK - 1 + MAX_TREE_NODES, dim + 1)[:, :count]
-            v[..., :dim] = value[:, begin : layout.stop]
-            both = torch.stack([_ordered_product(mine[h], v[h]) for h in range(kv_heads)])
+def _own_chunk(work: Workspace, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Weighted values of each row's own chunk, ``[Hkv, R, D]``, and their weights ``[Hkv, R]``."""
+    work.own_values.copy_(value[:, work.own_slots])
+    kv_heads, rows, dim = work.packed.shape
+    wide = dim + 1
+    if not work.own_together:
+        products = [
+            _ordered_product(weights, values)
+            for weights, values in zip(work.own_weights, work.own_factors, strict=True)
+        ]
+        both = torch.stack(products)
         return both[..., :dim], both[..., dim]
-
-    def _whole_chunks(
-        self,
-        weights: Tensor,
-        value: Tensor,
-        layout: BlockLayout,
-        crossed: list[tuple[Crossing, Tensor]],
-        peaks: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """Weighted values and total weights of all whole chunks, as ``_own_chunk``."""
-        kv_heads, rows, _ = weights.shape
-        dim = value.shape[2]
-        count = layout.whole_chunks
-        skip = layout.first_chunk % _RADIX
-        last = skip + count
-        slots = _round_up(last + bool(crossed), _RADIX)
-        sums = torch.empty(kv_heads, slots, rows, dim)
-        mass = torch.empty(kv_heads, slots, rows)
-        for empty in (slice(0, skip), slice(last, slots)):
-            if empty.stop > empty.start:
-                sums[:, empty] = 0
-                mass[:, empty] = 0
-        if count:
-            by_chunk = weights[..., : count * CHUNK].unflatten(2, (count, CHUNK)).transpose(1, 2)
-            torch.sum(by_chunk, -1, out=mass[:, skip:last])
-            step = max(1, _KV_SCRATCH_BYTES // (4 * kv_heads * CHUNK * dim))
-            for begin in range(0, count, step):
-                end = min(begin + step, count)
-                at = layout.base + begin * CHUNK
-                v = self._fp32("kv", value[:, at : at + (end - begin) * CHUNK])
-                v = v.unflatten(1, (end - begin, CHUNK))
-                for head in range(kv_heads):
-                    into = sums[head, skip + begin : skip + end]
-                    torch.bmm(by_chunk[head, begin:end], v[head], out=into)
-        for crossing, scores in crossed:
-            part = scores.sub_(peaks[:, crossing.rows]).exp_()
-            v = value[:, crossing.slots].float()
-            sums[:, last, crossing.rows] = torch.bmm(part, v)
-            mass[:, last, crossing.rows] = part.sum(-1)
-        group = layout.first_chunk // _RADIX
-        return _sum_slots(sums, group), _sum_slots(mass, group)
-
-    def _fp32(self, name: str, x: Tensor) -> Tensor:
-        """``x`` itself if fp32, else an fp32 copy of it in scratch."""
-        if x.dtype == torch.float32:
-            return x
-        return self._take(name, x.numel()).view(x.shape).copy_(x)
-
-    def _take(self, name: str, numel: int) -> Tensor:
-        """``numel`` floats of this thread's scratch; valid until the name is taken again."""
-        store = self._local.__dict__
-        flat: Tensor | None = store.get(name)
-        if flat is None or flat.numel() < numel:
-            flat = store[name] = torch.zeros(numel)
-        return flat[:numel]
-
-    def _ones(self, name: str, *shape: int) -> Tensor:
-        """Scratch of one shape, 1 where nothing was ever written."""
-        store = self._local.__dict__
-        key = f"{name}{shape}"
-        found: Tensor | None = store.get(key)
-        if found is None:
-            found = store[key] = torch.ones(shape)
-        return found
+    if work.own_flat is not work.own_weights:
+        work.own_flat.copy_(work.own_weights)
+    both = _ordered_product(work.own_rows, work.own_factors[0])
+    strides = (rows * kv_heads * wide + wide, kv_heads * wide)  # a head's rows, its own columns
+    return (
+        both.as_strided((kv_heads, rows, dim), (*strides, 1)),
+        both.as_strided((kv_heads, rows), strides, dim),
+    )
 
 
-def _blocks(
-    plan: TreePlan, heads: int, kv_heads: int, window: int | None
-) -> list[tuple[int, int, int, BlockLayout]]:
-    """Cut segments so that the scores of a block stay small: sequence, row range, layout."""
-    group = heads // kv_heads
-    blocks: list[tuple[int, int, int, BlockLayout]] = []
-    for segment, row in zip(plan.segments, plan.offsets, strict=False):
-        most = max(1, _SCORE_BYTES // (4 * heads * segment.stop))
-        for first in range(0, segment.length, most):
-            nodes = min(most, segment.length - first)
-            layout = lay_out(segment, group, window, first, nodes)
-            blocks.append((segment.sequence, row + first, row + first + nodes, layout))
-    return blocks
+def _whole_chunks(
+    work: Workspace, value: Tensor, crossed: Sequence[tuple[Crossing, Tensor]]
+) -> None:
+    """Add up weighted values and weights of all whole chunks in ``result`` and ``mass``."""
+    for gap in work.gaps:
+        gap.zero_()
+    if work.value_steps:
+        torch.sum(work.chunk_weights, -1, out=work.chunk_masses)
+    for step in work.value_steps:
+        v = value[:, step.slots]
+        if step.copy is not None:
+            v = step.copy.copy_(v)
+        by_head = v.unflatten(1, (step.chunks, CHUNK)).unbind(0)
+        for weights, values, sums in zip(step.weights, by_head, step.sums, strict=True):
+            torch.bmm(weights, values, out=sums)
+    for crossing, scores in crossed:
+        weights = scores.sub_(work.peaks[:, crossing.rows]).exp_()
+        products = torch.bmm(weights, value[:, crossing.slots].float())
+        work.sums[:, work.crossing_slot, crossing.rows] = products
+        work.masses[:, work.crossing_slot, crossing.rows] = weights.sum(-1)
+    for low, high in work.halves:
+        low.add_(high)
+    if work.sums.shape[1] > RADIX:
+        group = work.layout.first_chunk // RADIX
+        work.result.copy_(_sum_groups(work.sums[:, ::RADIX], group))
+        work.mass.copy_(_sum_groups(work.masses[:, ::RADIX], group))
+
+
+def _sum_groups(x: Tensor, first: int) -> Tensor:
+    """Sum over dim 1 as a binary tree over the absolute index ``first + i``."""
+    while x.shape[1] > 1:
+        if first % 2:
+            x = torch.cat([torch.zeros_like(x[:, :1]), x], 1)
+            first -= 1
+        pairs = x[:, 0:-1:2] + x[:, 1::2]
+        x = torch.cat([pairs, x[:, -1:]], 1) if x.shape[1] % 2 else pairs
+        first //= 2
+    return x[:, 0]
 
 
 def _cross(
-    packed: Tensor, key: Tensor, crossing: Crossing, peaks: Tensor, scale: float
+    work: Workspace, key: Tensor, crossing: Crossing, scale: float
 ) -> tuple[Crossing, Tensor]:
     """Scores of a gathered chunk, ``[Hkv, n, CHUNK]``; raises the rows' peaks where needed."""
-    q = packed[:, crossing.rows]
+    q = work.packed[:, crossing.rows]
     scores = torch.empty(q.shape[0], q.shape[1], CHUNK)
-    _multiply_keys(q, key[:, crossing.slots].float(), scale, scores)
+    _scores(q, key[:, crossing.slots].float(), scale, scores)
     if crossing.hidden is not None:
         scores.masked_fill_(crossing.hidden, float("-inf"))
-    peaks[:, crossing.rows] = peaks[:, crossing.rows].maximum(scores.amax(-1, keepdim=True))
+    peaks = work.peaks[:, crossing.rows]
+    work.peaks[:, crossing.rows] = peaks.maximum(scores.amax(-1, keepdim=True))
     return crossing, scores
 
 
-def _multiply_keys(q: Tensor, key: Tensor, scale: float, out: Tensor) -> Tensor:
-    return torch.baddbmm(out, q, key.transpose(1, 2), beta=0, alpha=scale, out=out)
+def _scores(q: Tensor, key: Tensor, scale: float, out: Tensor) -> None:
+    columns = key.shape[1]
+    if columns >= MIN_COLUMNS:
+        torch.baddbmm(out, q, key.transpose(1, 2), beta=0, alpha=scale, out=out)
+        return
+    padded = torch.nn.functional.pad(key, (0, 0, 0, MIN_COLUMNS - columns))
+    wide = out.new_empty(*out.shape[:2], MIN_COLUMNS)
+    _scores(q, padded, scale, wide)
+    out.copy_(wide[..., :columns])
 
 
 def _ordered_product(weights: Tensor, values: Tensor) -> Tensor:
     """``weights @ values``, added up strictly column after column (up to 512 of them)."""
     product: Tensor = _linear(weights, values.t(), None, "none", [], "")
     return product
-
-
-def _sum_slots(x: Tensor, first: int) -> Tensor:
-    """Sum over dim 1, ``_RADIX`` at a time; the first group has the absolute index ``first``.
-
-    Spelled out as additions of halves: ``torch.sum`` picks its order by the other dims. Eats ``x``.
-    """
-    while True:
-        groups = x.shape[1] // _RADIX
-        x = x.unflatten(1, (groups, _RADIX))
-        while x.shape[2] > 1:
-            low, high = x.chunk(2, dim=2)
-            x = low.add_(high)
-        if groups == 1:
-            return x[:, 0, 0]
-        aligned = x.new_zeros(x.shape[0], _round_up(first % _RADIX + groups, _RADIX), *x.shape[3:])
-        aligned[:, first % _RADIX : first % _RADIX + groups] = x[:, :, 0]
-        x = aligned
-        first //= _RADIX
-
-
-def _round_up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple

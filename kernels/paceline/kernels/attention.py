@@ -164,4 +164,11 @@ def _cpu() -> AttentionBackend:
     return CpuBackend()
 
 
+def _dense() -> AttentionBackend:
+    from paceline.kernels._dense import DenseBackend
+
+    return DenseBackend()
+
+
 register_backend("cpu", _cpu)
+register_backend("cuda", _dense)

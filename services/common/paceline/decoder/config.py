@@ -178,7 +178,9 @@ def _windows(hf: Any) -> tuple[int | None, ...]:
             f"layer types {sorted(set(kinds))} for {hf.num_hidden_layers} layers are not "
             "supported, expected 'full_attention' or 'sliding_attention' for each"
         )
-    if "sliding_attention" in kinds and not window:
+    if "sliding_attention" not in kinds:
+        return (None,) * len(kinds)
+    if not window:
         raise UnsupportedModelError("sliding_attention layers, but the config names no window")
     return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class RmsNorm:
-    """``x / rms(x) * weight`` (Zhang and Sennrich 2019), in float32 with one rounding at the end."""
+    """``x / rms(x) * weight`` (Zhang and Sennrich 2019), float32 until the last rounding."""
 
     def __init__(self, weight: Tensor, eps: float, dtype: torch.dtype) -> None:
         """Take a weight whose last dim is the one normalised; results get ``dtype``."""

@@ -11,7 +11,7 @@ _FIRST_ROWS = 4096
 
 
 class Rope:
-    """Cosines and sines by position, grown on demand; angles in float32, as transformers has them."""
+    """Cosines and sines by position, grown on demand; angles in float32 as in transformers."""
 
     def __init__(self, config: DecoderConfig, device: torch.device | str) -> None:
         """Prepare the table of a model."""
