@@ -194,6 +194,27 @@ async def test_admission_counts_the_worst_case() -> None:
     assert store.used_bytes == 0
 
 
+async def test_a_cancelled_release_frees_all_the_same() -> None:
+    slow = asyncio.Event()
+
+    async def later(sequence: Sequence) -> None:
+        await slow.wait()
+        sequence.segment.close()
+
+    store = CacheStore(LAYOUT, later, kv_bytes=1 << 24, max_sequences=4, lease_seconds=9.0)
+    cache = store.admit(Generation((1,), length_limit=9), "me")
+    releasing = asyncio.create_task(store.release(cache))
+    await asyncio.sleep(0)
+    releasing.cancel()
+    await asyncio.gather(releasing, return_exceptions=True)
+    with pytest.raises(CacheNotFound):
+        store.find(cache.handle, "me")
+    assert len(store) == 1
+    slow.set()
+    await store.settled()
+    assert (len(store), store.used_bytes, own_segments()) == (0, 0, set())
+
+
 async def test_every_capability_and_generation_differs() -> None:
     store = new_store(Clock())
     caches = [store.admit(Generation((1,), length_limit=9), "me") for _ in range(4)]
@@ -216,6 +237,10 @@ async def test_the_integrity_check_sees_damage(segment: Segment) -> None:
     with pytest.raises(AssertionError, match="committed beyond what is reserved"):
         store.check_integrity()
     cache.sequence.committed = 0
+    cache.sequence.tokens.append(1)
+    with pytest.raises(AssertionError, match=r"text and history differ; .*anchor"):
+        store.check_integrity()
+    cache.sequence.tokens.pop()
     store.used_bytes += 1
     with pytest.raises(AssertionError, match="bytes accounted"):
         store.check_integrity()

@@ -96,14 +96,22 @@ class VerifierService:
             await asyncio.sleep(_DRAIN_POLL_SECONDS)
 
     async def stop(self) -> None:
-        """Stop the engine and free every cache."""
+        """Stop the engine and free every cache.
+
+        Raises:
+            AssertionError: The books did not balance: see ``check_integrity``.
+        """
         if self._sweeper is not None:
             self._sweeper.cancel()
             with suppress(asyncio.CancelledError):
                 await self._sweeper
         await self.engine.stop()
-        for cache in self.store:
-            await self.store.release(cache)
+        await self.store.settled()
+        try:
+            self.store.check_integrity()
+        finally:
+            await self.store.close()
+        self.store.check_integrity()
 
     async def check_integrity(self) -> None:
         """Prove that no memory, handle or segment leaked. Only when nothing runs.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import time
@@ -71,7 +72,7 @@ class CacheStore:
         self._clock = clock
         self._caches: dict[bytes, Cache] = {}
         self._grants: dict[bytes, Cache] = {}
-        self._leaving: set[Cache] = set()
+        self._leaving: dict[Cache, asyncio.Task[None]] = {}
         self._generations = count(1)
 
     def __len__(self) -> int:
@@ -129,19 +130,31 @@ class CacheStore:
     async def release(self, cache: Cache) -> None:
         """Make the capabilities unknown at once, and free the memory when no step uses it.
 
-        Safe to call twice; only the first call frees, later ones return at once.
+        Safe to call twice, and to be cancelled: the memory is freed all the same.
         """
-        if cache.released:
-            return
-        cache.released = True
-        del self._caches[digest(cache.handle)]
-        del self._grants[digest(cache.read_grant)]
-        self._leaving.add(cache)
-        if cache.job is not None:
-            cache.job.stop = True
+        if not cache.released:
+            cache.released = True
+            del self._caches[digest(cache.handle)]
+            del self._grants[digest(cache.read_grant)]
+            if cache.job is not None:
+                cache.job.stop = True
+            self._leaving[cache] = asyncio.create_task(self._reclaim(cache))
+        if cache in self._leaving:
+            await asyncio.shield(self._leaving[cache])
+
+    async def settled(self) -> None:
+        """Wait for releases under way."""
+        await asyncio.gather(*self._leaving.values())
+
+    async def close(self) -> None:
+        """Release every cache."""
+        for cache in self:
+            await self.release(cache)
+
+    async def _reclaim(self, cache: Cache) -> None:
         await self._free(cache.sequence)
-        self._leaving.discard(cache)
         self.used_bytes -= cache.byte_size
+        del self._leaving[cache]
 
     async def sweep(self) -> int:
         """Free every cache whose lease ran out; leases of caches at work are renewed.
@@ -205,8 +218,8 @@ def _rules(cache: Cache) -> dict[str, bool]:
         "committed beyond what is reserved": sequence.committed <= segment.reserved,
         "reserved beyond its capacity": segment.reserved <= segment.capacity,
         "text and history differ": len(sequence.history) == len(sequence.tokens),
-        "anchor is not the newest token": cache.busy
-        or sequence.committed in (0, len(sequence.tokens) - 1),
+        "its anchor is not the newest token": sequence.prefilling
+        or sequence.committed == len(sequence.tokens) - 1,
         "longer than its limit": len(sequence.tokens) <= sequence.generation.length_limit,
     }
 

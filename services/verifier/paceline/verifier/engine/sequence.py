@@ -61,6 +61,11 @@ class Sequence:
         """Tokens that may still be emitted."""
         return self.generation.length_limit - len(self.tokens)
 
+    @property
+    def prefilling(self) -> bool:
+        """Whether its first token is still to come."""
+        return len(self.tokens) == len(self.generation.prompt) + len(self.generation.output)
+
     def common_prefix(self, other: Sequence) -> int:
         """Positions whose KV can be taken from another sequence. Unit: tokens.
 
