@@ -6,7 +6,6 @@ import asyncio
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -24,8 +23,12 @@ VOCAB = 1000
 class Drafting:
     """Client side of one service in a test."""
 
-    def __init__(self, service: Any, channel: grpc.aio.Channel) -> None:
-        self.service = service
+    def __init__(
+        self, address: str, channel: grpc.aio.Channel, stop: asyncio.Event | None = None
+    ) -> None:
+        self.address = address
+        self.stop = stop or asyncio.Event()
+        """Setting it tells the service to drain and stop."""
         self.channel = channel
         self.drafter = drafter_pb2_grpc.DrafterServiceStub(channel)
         self.registry = drafter_pb2_grpc.DrafterRegistryServiceStub(channel)
@@ -87,12 +90,13 @@ class Stream:
 async def drafting(*specs: str, **options: Any) -> AsyncIterator[Drafting]:
     """Serve drafters on a unix socket for the body."""
     with tempfile.TemporaryDirectory() as folder:
+        address = f"unix:{folder}/drafter"
         service = build_service([DrafterSpec.parse(spec) for spec in specs], **options)
         stop, ready = asyncio.Event(), asyncio.Event()
         server = asyncio.create_task(
             run_server(
                 service,
-                ServerOptions(address=f"unix:{Path(folder) / 'drafter'}", drain_seconds=2),
+                ServerOptions(address=address, drain_seconds=2),
                 on_ready=lambda _: ready.set(),
                 stop_event=stop,
             )
@@ -103,8 +107,8 @@ async def drafting(*specs: str, **options: Any) -> AsyncIterator[Drafting]:
         if server.done():
             await server
         try:
-            async with grpc.aio.insecure_channel(f"unix:{Path(folder) / 'drafter'}") as channel:
-                yield Drafting(service, channel)
+            async with grpc.aio.insecure_channel(address) as channel:
+                yield Drafting(address, channel, stop)
         finally:
             stop.set()
             await server

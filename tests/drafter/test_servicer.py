@@ -1,10 +1,48 @@
-"""The Draft stream."""
+"""The Draft stream, through a real server on a unix socket."""
 
 from __future__ import annotations
 
-from .conftest import Drafting
+import asyncio
+import math
+import random
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from paceline.v1 import drafter_pb2, sampling_pb2, verifier_pb2
+
+from . import adversaries
+from .conftest import VOCAB, Drafting, Stream, drafting, failure
+from .fakes import METHODS, TARGET, TOKENIZER, FakeDrafter
 
 TEXT = [5, 6, 7, 8, 9, 10, 11, 1, 2, 5, 6, 7]
+CODE = grpc.StatusCode
+TESTING: dict[str, Any] = {
+    "test_methods": {**METHODS, **adversaries.METHODS},
+    "allow_test_methods": True,
+}
+
+
+@pytest.fixture
+async def fakes() -> AsyncIterator[Drafting]:
+    FakeDrafter.loaded.clear()
+    async with drafting("threaded=fake", "inline=inline-fake", **TESTING) as service:
+        yield service
+
+
+async def until_closed(count: int) -> None:
+    """Until every sequence of every fake is closed."""
+    async with asyncio.timeout(10):
+        while True:
+            sequences = [s for drafter in FakeDrafter.loaded for s in drafter.sequences]
+            assert all(sequence.closed <= 1 for sequence in sequences)
+            if len(sequences) == count and all(sequence.closed for sequence in sequences):
+                return
+            await asyncio.sleep(0.005)
 
 
 async def test_a_round_goes_there_and_back(ngram: Drafting) -> None:
@@ -12,10 +50,299 @@ async def test_a_round_goes_there_and_back(ngram: Drafting) -> None:
     assert stream.attached.drafter == "ngram"
     assert stream.attached.version == "1"
     assert stream.attached.method == "ngram"
+    assert stream.attached.max_nodes == 32
     tree = await stream.round()
     assert list(tree.tree.tokens)[:4] == [8, 9, 10, 11]
     assert tree.round_id == 1
     assert tree.version == "1"
-    tree = await stream.round([8, 9, 999])
-    assert list(tree.tree.tokens) == []
     await stream.end()
+
+
+async def test_many_new_tokens_catch_up(ngram: Drafting) -> None:
+    stream = await ngram.attach([1])
+    assert not (await stream.round(range(100, 900))).tree.tokens
+    tree = await stream.round([*range(500, 510), 3, 3, 3, 500, 501, 502])
+    assert list(tree.tree.tokens)[:3] == [503, 504, 505]
+    await stream.end()
+
+
+async def test_budgets_are_kept(ngram: Drafting) -> None:
+    stream = await ngram.attach([*range(50), *range(20)])
+    assert len((await stream.round(node_budget=5)).tree.tokens) == 5
+    assert len((await stream.round(node_budget=5, max_depth=2)).tree.tokens) == 2
+    assert len((await stream.round(node_budget=200)).tree.tokens) == 32
+    assert len((await stream.round([20], node_budget=0)).tree.tokens) == 0
+    assert list((await stream.round(node_budget=1)).tree.tokens) == [21]
+    await stream.end()
+
+
+@pytest.mark.parametrize("name", ["threaded", "inline"])
+async def test_a_round_whose_time_is_over_gets_an_empty_tree(fakes: Drafting, name: str) -> None:
+    stream = await fakes.attach([1], drafter=name)
+    sequence = FakeDrafter.loaded[name == "inline"].sequences[0]
+    sequence.pending = 10**15
+    assert not (await stream.round([4], deadline_ms=20)).tree.tokens
+    assert sequence.text == [1, 4]
+    sequence.pending = 0
+    assert list((await stream.round([5], deadline_ms=60_000)).tree.tokens) == [5]
+    await stream.end()
+
+
+@pytest.mark.parametrize("name", ["threaded", "inline"])
+async def test_a_method_gets_all_that_a_round_tells(fakes: Drafting, name: str) -> None:
+    stream = await fakes.attach([1, 2], drafter=name)
+    states = verifier_pb2.HiddenStates(layer=2, start=0, count=1, data=b"abcd")
+    await stream.round([3], committed_length=2, hidden_states=[states])
+    await stream.end()
+    await until_closed(1)
+    (update,) = FakeDrafter.loaded[name == "inline"].sequences[0].updates
+    assert update.tokens == (3,)
+    assert update.committed_length == 2
+    assert list(update.hidden_states) == [states]
+
+
+async def test_threaded_methods_stay_off_the_event_loop(fakes: Drafting) -> None:
+    for name in ("threaded", "inline"):
+        stream = await fakes.attach(list(range(300)), drafter=name)
+        await stream.round([3])
+        await stream.end()
+    await until_closed(2)
+    threaded, inline = (drafter.sequences[0] for drafter in FakeDrafter.loaded)
+    assert threaded.threads == {"drafter"}
+    assert inline.threads == {"MainThread"}
+
+
+ATTACH = {"tokens": [1, 2], "vocab_size": VOCAB, "prompt_length": 2}
+
+
+def sampling(**fields: Any) -> dict[str, Any]:
+    return {"sampling": sampling_pb2.SamplingParams(**fields)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "reason"),
+    [
+        ({"tokens": []}, CODE.INVALID_ARGUMENT, "EMPTY_TEXT"),
+        ({"tokens": [1, VOCAB]}, CODE.INVALID_ARGUMENT, "TOKEN_OUT_OF_VOCABULARY"),
+        ({"tokens": [1] * 5001}, CODE.INVALID_ARGUMENT, "TEXT_TOO_LONG"),
+        ({"vocab_size": 0}, CODE.INVALID_ARGUMENT, "INVALID_VOCABULARY"),
+        ({"prompt_length": 3}, CODE.INVALID_ARGUMENT, "INVALID_PROMPT_LENGTH"),
+        (sampling(temperature=-1), CODE.INVALID_ARGUMENT, "INVALID_SAMPLING"),
+        (sampling(temperature=math.nan), CODE.INVALID_ARGUMENT, "INVALID_SAMPLING"),
+        (sampling(top_p=1.5), CODE.INVALID_ARGUMENT, "INVALID_SAMPLING"),
+        (sampling(repetition_penalty=math.inf), CODE.INVALID_ARGUMENT, "INVALID_SAMPLING"),
+        (sampling(logit_bias={VOCAB: 1.0}), CODE.INVALID_ARGUMENT, "INVALID_SAMPLING"),
+        (sampling(logit_bias={1: math.nan}), CODE.INVALID_ARGUMENT, "INVALID_SAMPLING"),
+        ({"drafter": "nobody"}, CODE.NOT_FOUND, "DRAFTER_NOT_FOUND"),
+        ({"version": "99"}, CODE.NOT_FOUND, "DRAFTER_NOT_FOUND"),
+    ],
+)
+async def test_a_wrong_attach_is_refused_and_harms_nobody(
+    fields: dict[str, Any], code: grpc.StatusCode, reason: str
+) -> None:
+    async with drafting("ngram", max_context=5000) as service:
+        other = await service.attach(TEXT)
+        stream = Stream(service.drafter.Draft(), 2)
+        attach = drafter_pb2.DraftAttach(**{**ATTACH, **fields})
+        await stream.send(drafter_pb2.DraftRequest(attach=attach))
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await stream.read()
+        assert failure(error) == (code, reason)
+        assert list((await other.round()).tree.tokens)[:2] == [8, 9]
+        await other.end()
+
+
+@pytest.mark.parametrize(
+    ("request_fields", "code", "reason"),
+    [
+        ({"new_tokens": [VOCAB]}, CODE.INVALID_ARGUMENT, "TOKEN_OUT_OF_VOCABULARY"),
+        ({"new_tokens": [2**32 - 1]}, CODE.INVALID_ARGUMENT, "TOKEN_OUT_OF_VOCABULARY"),
+        ({"total_length": 3}, CODE.FAILED_PRECONDITION, "OUT_OF_STEP"),
+        ({"total_length": 0}, CODE.FAILED_PRECONDITION, "OUT_OF_STEP"),
+        ({"new_tokens": [1] * 30, "total_length": 32}, CODE.INVALID_ARGUMENT, "TEXT_TOO_LONG"),
+    ],
+)
+async def test_a_wrong_round_ends_its_stream_alone(
+    request_fields: dict[str, Any], code: grpc.StatusCode, reason: str
+) -> None:
+    FakeDrafter.loaded.clear()
+    async with drafting("x=fake", max_context=30, **TESTING) as service:
+        other, stream = await service.attach([1, 2]), await service.attach([1, 2])
+        fields = {"new_tokens": [], "total_length": 2 + len(request_fields.get("new_tokens", ()))}
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await stream.round((), **{**fields, **request_fields})
+        assert failure(error) == (code, reason)
+        assert list((await other.round([7])).tree.tokens) == [7]
+        again = await service.attach([1, 2])
+        assert list((await again.round([8])).tree.tokens) == [8]
+        await other.end()
+        await again.end()
+        await until_closed(3)
+
+
+async def test_messages_must_come_in_order(ngram: Drafting) -> None:
+    empty = Stream(ngram.drafter.Draft(), 0)
+    await empty.send(drafter_pb2.DraftRequest())
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await empty.read()
+    assert failure(error) == (CODE.INVALID_ARGUMENT, "NOT_ATTACHED")
+    round_first = Stream(ngram.drafter.Draft(), 0)
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await round_first.round()
+    assert failure(error) == (CODE.INVALID_ARGUMENT, "NOT_ATTACHED")
+    twice = await ngram.attach(TEXT)
+    await twice.send(drafter_pb2.DraftRequest(attach=drafter_pb2.DraftAttach(**ATTACH)))
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await twice.read()
+    assert failure(error) == (CODE.INVALID_ARGUMENT, "ALREADY_ATTACHED")
+    nothing = Stream(ngram.drafter.Draft(), 0)
+    await nothing.end()
+
+
+async def test_another_target_or_tokenizer_is_refused_with_both_digests() -> None:
+    specs = (f"made=fake,target={TARGET},tokenizer={TOKENIZER}", "sized=fake,vocab=777")
+    async with drafting(*specs, **TESTING) as service:
+        right = {"target_fingerprint": TARGET, "tokenizer_digest": TOKENIZER}
+        await (await service.attach([1], drafter="made", **right)).end()
+        for wrong, reason, digests in (
+            ({"target_fingerprint": "e" * 64}, "TARGET_MISMATCH", (TARGET, "e" * 64)),
+            ({"target_fingerprint": ""}, "TARGET_MISMATCH", (TARGET, "unnamed")),
+            ({"tokenizer_digest": "b" * 64}, "TOKENIZER_MISMATCH", (TOKENIZER, "b" * 64)),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await service.attach([1], drafter="made", **{**right, **wrong})
+            assert failure(error) == (CODE.FAILED_PRECONDITION, reason)
+            assert all(digest in str(error.value.details()) for digest in digests)
+        # Without digests on both sides the vocabulary's size decides.
+        await (await service.attach([1], drafter="sized", vocab_size=777)).end()
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await service.attach([1], drafter="sized", vocab_size=778)
+        assert failure(error) == (CODE.FAILED_PRECONDITION, "TOKENIZER_MISMATCH")
+        assert "777" in str(error.value.details())
+        assert "778" in str(error.value.details())
+
+
+async def test_same_tokenizer_with_another_padding_is_taken_up_to_the_smaller() -> None:
+    async with drafting(f"x=fake,tokenizer={TOKENIZER},vocab=10", **TESTING) as service:
+        stream = await service.attach([9], vocab_size=12, tokenizer_digest=TOKENIZER)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await stream.round([10])
+        assert failure(error) == (CODE.INVALID_ARGUMENT, "TOKEN_OUT_OF_VOCABULARY")
+
+
+async def test_a_method_that_reads_kv_asks_for_the_grant() -> None:
+    async with drafting("x=fake,kv=yes", **TESTING) as service:
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await service.attach([1])
+        assert failure(error) == (CODE.FAILED_PRECONDITION, "KV_NOT_SHARED")
+        stream = await service.attach([1], read_grant=b"g" * 16, verifier_address="unix:/v")
+        assert list(stream.attached.hidden_state_layers) == [1, 2]
+        assert stream.attached.hidden_state_window == 7
+        await stream.end()
+
+
+@pytest.mark.parametrize("name", ["threaded", "inline"])
+async def test_memory_is_freed_however_a_stream_ends(fakes: Drafting, name: str) -> None:
+    drafter = FakeDrafter.loaded[name == "inline"]
+    well, cancelled, wrong = [await fakes.attach([1], drafter=name) for _ in range(3)]
+    await well.round([2])
+    await well.end()
+    await cancelled.round([2])
+    cancelled.call.cancel()
+    with pytest.raises(grpc.aio.AioRpcError):
+        await wrong.round([VOCAB])
+    await until_closed(3)
+    if name == "threaded":
+        in_a_round = await fakes.attach([1], drafter=name)
+        drafter.hold.clear()
+        drafter.holding.clear()
+        waiting = asyncio.create_task(in_a_round.round([2]))
+        await asyncio.to_thread(drafter.holding.wait)
+        in_a_round.call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        drafter.hold.set()
+        await until_closed(4)
+    async with grpc.aio.insecure_channel(str(fakes.address)) as channel:
+        gone = Drafting(fakes.address, channel)
+        await (await gone.attach([1], drafter=name)).round([2])
+    await until_closed(len([s for d in FakeDrafter.loaded for s in d.sequences]))
+    listed = await fakes.registry.ListDrafters(drafter_pb2.ListDraftersRequest())
+    assert [each.active_streams for each in listed.drafters] == [0, 0]
+
+
+async def test_a_drafter_that_fails_ends_its_own_stream_only() -> None:
+    async with drafting("bad=failing", "worse=failing-thread", "ngram", **TESTING) as service:
+        other = await service.attach(TEXT, drafter="ngram")
+        for name in ("bad", "worse"):
+            stream = await service.attach([1], drafter=name)
+            await stream.round([2])
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await stream.round([3])
+            assert failure(error) == (CODE.INTERNAL, "INTERNAL_ERROR")
+            assert "fails" not in str(error.value.details())
+            await (await service.attach([1], drafter=name)).round([2])
+        assert list((await other.round()).tree.tokens)[:2] == [8, 9]
+
+
+async def test_hostile_trees_travel_as_they_are() -> None:
+    names = ("random-tree", "always-wrong", "duplicates", "huge", "changing", "malformed")
+    async with drafting(*names, **TESTING) as service:
+        sizes: dict[str, list[int]] = {}
+        for name in names:
+            stream = await service.attach([1], drafter=name)
+            answers = [await stream.round([2], max_depth=8) for _ in range(8)]
+            sizes[name] = [len(answer.tree.tokens) for answer in answers]
+            await stream.end()
+    assert set(sizes["random-tree"]) == {16}
+    assert set(sizes["always-wrong"]) == {8}
+    assert set(sizes["huge"]) == {255, 10_000}
+    assert len(set(sizes["changing"])) > 2
+
+
+async def test_a_full_service_says_when_to_come_again() -> None:
+    async with drafting("ngram", max_streams=2) as service:
+        first, second = await service.attach([1]), await service.attach([1])
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await service.attach([1])
+        assert failure(error) == (CODE.RESOURCE_EXHAUSTED, "TOO_MANY_STREAMS")
+        await first.end()
+        await (await service.attach([1])).end()
+        await second.end()
+
+
+async def test_a_drain_lets_generations_finish() -> None:
+    async with drafting("ngram") as service:
+        stream = await service.attach(TEXT)
+        service.stop.set()
+        await asyncio.sleep(0.05)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await service.attach([1])
+        assert failure(error) == (CODE.UNAVAILABLE, "DRAINING")
+        assert list((await stream.round()).tree.tokens)[:2] == [8, 9]
+        await stream.end()
+
+
+async def test_many_generations_at_once(fakes: Drafting) -> None:
+    async def generation(seed: int) -> None:
+        draws = random.Random(seed)
+        text = [draws.randrange(VOCAB) for _ in range(draws.randint(1, 600))]
+        stream = await fakes.attach(text, drafter=draws.choice(["threaded", "inline"]))
+        for _ in range(10):
+            new = [draws.randrange(VOCAB) for _ in range(draws.randint(1, 5))]
+            assert list((await stream.round(new)).tree.tokens) == new[-1:]
+        await stream.end()
+
+    await asyncio.gather(*(generation(seed) for seed in range(40)))
+    await until_closed(40)
+    assert max(FakeDrafter.loaded[0].batches) > 1
+
+
+def test_nothing_loads_torch_before_a_method_needs_it() -> None:
+    code = (
+        "import sys; from paceline.drafter import build_service, DrafterSpec; "
+        "import paceline.drafter.methods.ngram, paceline.drafter.methods.replay; "
+        "build_service([DrafterSpec.parse('ngram')]); "
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,137 @@
+"""Drafters that say what happens to them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from paceline.drafter import (
+    Budget,
+    Drafter,
+    DraftSequence,
+    Fit,
+    Generation,
+    LoadError,
+    Needs,
+    Resources,
+    Tree,
+    Update,
+)
+
+TARGET = "f" * 64
+TOKENIZER = "a" * 64
+
+
+class FakeSequence(DraftSequence):
+    """Drafts the newest token again."""
+
+    def __init__(self, drafter: FakeDrafter, generation: Generation) -> None:
+        self.drafter = drafter
+        self.text = list(generation.tokens)
+        self.pending = len(self.text)
+        self.updates: list[Update] = []
+        self.threads: set[str] = set()
+        self.closed = 0
+
+    @property
+    def backlog(self) -> int:
+        return self.pending
+
+    def warm(self, limit: int) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.drafter.journal.append(("warm", min(limit, self.pending)))
+        self.pending -= min(limit, self.pending)
+
+    def extend(self, update: Update) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.updates.append(update)
+        self.text.extend(update.tokens)
+        self.pending += len(update.tokens)
+
+    def draft(self, budget: Budget) -> Tree:
+        assert not self.closed, "drafted after its end"
+        self.threads.add(threading.current_thread().name)
+        self.drafter.journal.append(("draft", len(self.text)))
+        self.pending = 0
+        if self.text[-1] == self.drafter.poison:
+            raise RuntimeError("poisoned")
+        return Tree((self.text[-1],), (-1,))
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class FakeDrafter(Drafter):
+    """Every instance is noted in `loaded`."""
+
+    method: ClassVar[str] = "fake"
+    loaded: ClassVar[list[FakeDrafter]] = []
+    poison = -1
+
+    def __init__(self) -> None:
+        self.journal: list[tuple[str, int]] = []
+        self.batches: list[int] = []
+        self.sequences: list[FakeSequence] = []
+        self.closed = 0
+        self.hold = threading.Event()
+        self.hold.set()
+        self.holding = threading.Event()
+        FakeDrafter.loaded.append(self)
+
+    @classmethod
+    def load(
+        cls, folder: Path | None, options: Mapping[str, str], resources: Resources
+    ) -> FakeDrafter:
+        if "fail" in options:
+            raise LoadError("BROKEN", options["fail"])
+        made = cls()
+        made.fit = Fit(
+            target_fingerprint=options.get("target", ""),
+            tokenizer_digest=options.get("tokenizer", ""),
+            vocab_size=int(options.get("vocab", "0")),
+        )
+        if "kv" in options:
+            made.needs = Needs(kv_layers=(-1,), hidden_state_layers=(1, 2), hidden_state_window=7)
+        return made
+
+    def start(self, generation: Generation) -> FakeSequence:
+        self.sequences.append(FakeSequence(self, generation))
+        return self.sequences[-1]
+
+    def draft_many(self, rounds: Sequence[tuple[DraftSequence, Budget]]) -> list[Tree]:
+        self.holding.set()
+        assert self.hold.wait(20)
+        self.batches.append(len(rounds))
+        return super().draft_many(rounds)
+
+    def close(self) -> None:
+        assert all(sequence.closed == 1 for sequence in self.sequences), "closed before its streams"
+        self.closed += 1
+
+
+class InlineFake(FakeDrafter):
+    """The same on the event loop."""
+
+    inline: ClassVar[bool] = True
+    method: ClassVar[str] = "inline-fake"
+
+
+class SlowLoad(FakeDrafter):
+    """Loading waits until a test lets it go on."""
+
+    method: ClassVar[str] = "slow-load"
+    go_on: ClassVar[threading.Event] = threading.Event()
+
+    @classmethod
+    def load(
+        cls, folder: Path | None, options: Mapping[str, str], resources: Resources
+    ) -> FakeDrafter:
+        assert cls.go_on.wait(20)
+        return super().load(folder, options, resources)
+
+
+METHODS = {
+    kind.method: f"{__name__}:{kind.__name__}" for kind in (FakeDrafter, InlineFake, SlowLoad)
+}

@@ -1,0 +1,257 @@
+"""Which version a generation gets, and when one may go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.drafter import DrafterSpec, LoadError, register_method
+from paceline.drafter.methods.base import Drafter, Resources
+from paceline.drafter.registry import Registry
+from paceline.drafter.spec import Roots
+from paceline.service import ServiceError
+
+from .fakes import METHODS, SlowLoad
+
+for _name, _path in METHODS.items():
+    register_method(_name, _path)
+
+
+class Disposed(list[Drafter]):
+    """Drafters that were freed, each at most once."""
+
+    def __call__(self, drafter: Drafter) -> None:
+        assert drafter not in self
+        self.append(drafter)
+
+
+@pytest.fixture
+def disposed() -> Disposed:
+    return Disposed()
+
+
+@pytest.fixture
+def registry(disposed: Disposed) -> Iterator[Registry]:
+    made = Registry(Roots([]), Resources(), disposed)
+    yield made
+    SlowLoad.go_on.set()
+    made.close()
+    SlowLoad.go_on.clear()
+
+
+def spec(text: str, version: str = "") -> DrafterSpec:
+    parsed = DrafterSpec.parse(text)
+    return DrafterSpec(parsed.name, parsed.method, parsed.folder, parsed.options, version)
+
+
+def shares(registry: Registry, name: str) -> dict[str, float]:
+    return {v.version: round(v.share, 6) for v in registry.versions() if v.spec.name == name}
+
+
+def refused(reason: str, call: Callable[[], object]) -> str:
+    with pytest.raises(ServiceError) as error:
+        call()
+    assert error.value.reason == reason
+    return error.value.message
+
+
+async def test_the_first_loaded_is_the_default_and_active(registry: Registry) -> None:
+    assert registry.default_name == ""
+    await registry.load(spec("b=fake"))
+    await registry.load(spec("a=fake"))
+    assert registry.default_name == "b"
+    assert registry.choose("").spec.name == "b"
+    assert [v.spec.name for v in registry.versions()] == ["a", "b"]
+
+
+async def test_versions_are_numbered_or_named(registry: Registry) -> None:
+    loaded = [await registry.load(spec("x=fake", version)) for version in ("", "2", "", "beta")]
+    assert [v.version for v in loaded] == ["1", "2", "3", "beta"]
+    with pytest.raises(ServiceError, match="already"):
+        await registry.load(spec("x=fake", "beta"))
+    registry.unload("x", "3")
+    assert (await registry.load(spec("x=fake"))).version == "4"
+
+
+async def test_loading_activates_only_when_asked(registry: Registry) -> None:
+    await registry.load(spec("x=fake"))
+    await registry.load(spec("x=fake"))
+    assert shares(registry, "x") == {"1": 1.0, "2": 0.0}
+    await registry.load(spec("x=fake"), activate=True)
+    assert shares(registry, "x") == {"1": 0.0, "2": 0.0, "3": 1.0}
+
+
+async def test_loading_does_not_hold_up_the_rest(registry: Registry) -> None:
+    await registry.load(spec("x=fake"))
+    loading = asyncio.create_task(registry.load(spec("x=slow-load", "2")))
+    await asyncio.sleep(0.01)
+    assert registry.choose("x").version == "1"
+    with pytest.raises(ServiceError, match="already"):
+        await registry.load(spec("x=fake", "2"))
+    SlowLoad.go_on.set()
+    assert (await loading).version == "2"
+
+
+async def test_a_failed_load_leaves_nothing_behind(registry: Registry) -> None:
+    with pytest.raises(LoadError, match="'x': out of luck"):
+        await registry.load(spec("x=fake,fail=out of luck", "7"))
+    assert registry.versions() == []
+    assert (await registry.load(spec("x=fake", "7"))).version == "7"
+
+
+async def test_the_rest_of_a_share_stays_with_the_other_active_version(registry: Registry) -> None:
+    for _ in range(3):
+        await registry.load(spec("x=fake"))
+    registry.activate("x", "2", 0.25)
+    assert shares(registry, "x") == {"1": 0.75, "2": 0.25, "3": 0.0}
+    registry.activate("x", "3", 0.5)
+    assert shares(registry, "x") == {"1": 0.5, "2": 0.0, "3": 0.5}
+    registry.activate("x", "3", 1.0)
+    assert shares(registry, "x") == {"1": 0.0, "2": 0.0, "3": 1.0}
+    refused("NO_OTHER_VERSION", lambda: registry.activate("x", "3", 0.5))
+
+
+async def test_wrong_activations_are_refused(registry: Registry) -> None:
+    await registry.load(spec("x=fake"))
+    for share in (0.0, -1.0, 1.5, float("nan")):
+        refused("INVALID_SHARE", lambda share=share: registry.activate("x", "1", share))
+    assert "loaded are: x 1" in refused(
+        "DRAFTER_NOT_FOUND", lambda: registry.activate("x", "9", 1.0)
+    )
+    refused("DRAFTER_NOT_FOUND", lambda: registry.activate("y", "1", 1.0))
+    refused("DRAFTER_NOT_FOUND", lambda: registry.unload("y"))
+    refused("DRAFTER_NOT_FOUND", lambda: registry.choose("y"))
+    refused("DRAFTER_NOT_FOUND", lambda: registry.choose("x", "9"))
+
+
+@given(share=st.floats(0.01, 0.99), count=st.integers(1, 60))
+def test_shares_are_kept_exactly(share: float, count: int) -> None:
+    async def chosen() -> Counter[str]:
+        registry = Registry(Roots([]), Resources(), lambda _: None)
+        try:
+            await registry.load(spec("x=fake"))
+            await registry.load(spec("x=fake"))
+            registry.activate("x", "2", share)
+            return Counter(registry.choose("x").version for _ in range(count))
+        finally:
+            registry.close()
+
+    assert abs(asyncio.run(chosen())["2"] - share * count) <= 1.0
+
+
+async def test_unloading_waits_for_streams(registry: Registry, disposed: Disposed) -> None:
+    version = await registry.load(spec("x=fake"))
+    await registry.load(spec("x=fake"))
+    evicted: list[str] = []
+
+    def evict() -> None:
+        evicted.append("x")
+
+    registry.attach(registry.choose("x"), evict)
+    assert registry.unload("x", "1") is False
+    assert version.info().draining
+    assert shares(registry, "x") == {"1": 0.0, "2": 1.0}
+    assert registry.choose("x").version == "2"
+    assert "unloaded" in refused("DRAFTER_DRAINING", lambda: registry.choose("x", "1"))
+    refused("DRAINING", lambda: registry.activate("x", "1", 1.0))
+    assert disposed == []
+    registry.detach(version, evict)
+    assert disposed == [version.drafter]
+    assert evicted == []
+    assert registry.unload("x") is True
+    assert registry.versions() == []
+    assert len(disposed) == 2
+
+
+async def test_force_ends_the_streams(registry: Registry, disposed: Disposed) -> None:
+    version = await registry.load(spec("x=fake"))
+
+    def evict() -> None:
+        registry.detach(version, evict)
+
+    registry.attach(version, evict)
+    assert registry.unload("x", force=True) is False
+    assert disposed == [version.drafter]
+    assert registry.versions() == []
+
+
+async def test_while_all_versions_drain_a_name_is_unavailable(registry: Registry) -> None:
+    version = await registry.load(spec("x=fake"))
+    registry.attach(version, print)
+    registry.unload("x")
+    refused("DRAFTER_DRAINING", lambda: registry.choose("x"))
+    registry.detach(version, print)
+    refused("DRAFTER_NOT_FOUND", lambda: registry.choose("x"))
+
+
+async def test_an_unloaded_share_goes_to_the_other(registry: Registry) -> None:
+    for _ in range(2):
+        await registry.load(spec("x=fake"))
+    registry.activate("x", "2", 0.25)
+    registry.unload("x", "1")
+    assert shares(registry, "x") == {"2": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("ngram", ("ngram", "ngram", None, {})),
+        ("fast=ngram,max_n=4", ("fast", "ngram", None, {"max_n": "4"})),
+        ("lm:/a/b", ("lm", "lm", Path("/a/b"), {})),
+        ("x=lm:/a,b,widths=4,4,2,max_nodes=9",
+         ("x", "lm", Path("/a,b"), {"widths": "4,4,2", "max_nodes": "9"})),
+        ("x=replay:/r.jsonl,p=0.5", ("x", "replay", Path("/r.jsonl"), {"p": "0.5"})),
+    ],
+)  # fmt: skip
+def test_specs_are_read(text: str, expected: tuple[str, str, Path | None, dict[str, str]]) -> None:
+    parsed = DrafterSpec.parse(text)
+    assert (parsed.name, parsed.method, parsed.folder, parsed.options) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "none=ngram", "a b=ngram", "=ngram", "x=", "-x=ngram", "x=ngram,a=1,a=2", "é=ngram"],
+)
+def test_wrong_specs_are_refused(text: str) -> None:
+    with pytest.raises(LoadError):
+        DrafterSpec.parse(text)
+
+
+async def test_only_allowed_folders_are_loaded(tmp_path: Path) -> None:
+    inside, outside = tmp_path / "in" / "model", tmp_path / "out"
+    inside.mkdir(parents=True)
+    outside.mkdir()
+    (tmp_path / "in" / "link").symlink_to(outside)
+    registry = Registry(Roots([tmp_path / "in"]), Resources(), lambda _: None)
+    try:
+        for folder in (outside, inside / ".." / ".." / "out", tmp_path / "in" / "link", tmp_path):
+            with pytest.raises(LoadError, match="not below") as error:
+                await registry.load(spec(f"x=fake:{folder}"))
+            assert error.value.reason == "FOLDER_NOT_ALLOWED"
+        with pytest.raises(LoadError, match="there is no"):
+            await registry.load(spec(f"x=fake:{tmp_path}/in/nothing"))
+        loaded = await registry.load(spec(f"x=fake:{inside}"))
+        assert loaded.info().folder == str(inside)
+    finally:
+        registry.close()
+
+
+async def test_unknown_methods_are_refused(registry: Registry) -> None:
+    with pytest.raises(LoadError, match=r"known are .*lm, ngram, .*replay"):
+        await registry.load(spec("x=magic"))
+    register_method("not-there", "no.such.module:Thing")
+    with pytest.raises(LoadError, match="cannot be imported"):
+        await registry.load(spec("x=not-there"))
+    register_method("not-a-drafter", "pathlib:Path")
+    with pytest.raises(LoadError, match="no Drafter"):
+        await registry.load(spec("x=not-a-drafter"))
+    with pytest.raises(ValueError, match="already"):
+        register_method("ngram", "pathlib:Path")
+    with pytest.raises(ValueError, match="module:Class"):
+        register_method("other", "pathlib.Path")

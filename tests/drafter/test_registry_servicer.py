@@ -1,0 +1,208 @@
+"""Loading, activating and unloading over gRPC while text streams."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from paceline.v1 import drafter_pb2
+
+from .conftest import Drafting, drafting, failure
+from .fakes import METHODS, FakeDrafter, SlowLoad
+
+CODE = grpc.StatusCode
+TESTING: dict[str, Any] = {"test_methods": METHODS, "allow_test_methods": True}
+
+
+async def load(service: Drafting, name: str, method: str, **fields: Any) -> drafter_pb2.DrafterInfo:
+    request = drafter_pb2.LoadDrafterRequest(name=name, method=method, **fields)
+    return (await service.registry.LoadDrafter(request)).drafter
+
+
+async def unload(service: Drafting, name: str, version: str = "", *, force: bool = False) -> bool:
+    request = drafter_pb2.UnloadDrafterRequest(name=name, version=version, force=force)
+    return (await service.registry.UnloadDrafter(request)).unloaded
+
+
+async def listed(service: Drafting) -> list[tuple[str, str, float, int, bool]]:
+    answer = await service.registry.ListDrafters(drafter_pb2.ListDraftersRequest())
+    return [
+        (d.name, d.version, d.traffic_share, d.active_streams, d.draining) for d in answer.drafters
+    ]
+
+
+async def test_versions_come_and_go_while_text_streams() -> None:
+    SlowLoad.go_on.clear()
+    FakeDrafter.loaded.clear()
+    async with drafting("x=fake", **TESTING) as service:
+        old = await service.attach([1])
+        loading = asyncio.create_task(load(service, "x", "slow-load", activate=True))
+        for token in range(2, 20):
+            assert (await old.round([token])).version == "1"
+        assert not loading.done()
+        SlowLoad.go_on.set()
+        assert (await loading).version == "2"
+        new = await service.attach([1])
+        assert new.attached.version == "2"
+        assert (await old.round([30])).version == "1"
+        assert await listed(service) == [("x", "1", 0.0, 1, False), ("x", "2", 1.0, 1, False)]
+        assert await unload(service, "x", "1") is False
+        assert (await old.round([31])).version == "1"
+        assert await listed(service) == [("x", "1", 0.0, 1, True), ("x", "2", 1.0, 1, False)]
+        await old.end()
+        assert await listed(service) == [("x", "2", 1.0, 1, False)]
+        await new.end()
+        assert await unload(service, "x") is True
+        assert await listed(service) == []
+    assert [drafter.closed for drafter in FakeDrafter.loaded] == [1, 1]
+
+
+async def test_a_forced_unload_sends_clients_to_another_version() -> None:
+    FakeDrafter.loaded.clear()
+    async with drafting("x=fake", "y=inline-fake", **TESTING) as service:
+        await load(service, "x", "fake")
+        idle, other = await service.attach([1]), await service.attach([1], drafter="y")
+        busy = await service.attach([1])
+        drafter = FakeDrafter.loaded[0]
+        drafter.hold.clear()
+        waiting = asyncio.create_task(busy.round([5]))
+        await asyncio.to_thread(drafter.holding.wait)
+        assert await unload(service, "x", "1", force=True) is False
+        drafter.hold.set()
+        for failing in (waiting, idle.read()):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await failing
+            assert failure(error) == (CODE.UNAVAILABLE, "DRAFTER_UNLOADED")
+        again = await service.attach([1, 5])
+        assert again.attached.version == "2"
+        assert list((await again.round([6])).tree.tokens) == [6]
+        assert list((await other.round([7])).tree.tokens) == [7]
+        assert await listed(service) == [("x", "2", 1.0, 1, False), ("y", "1", 1.0, 1, False)]
+        await again.end()
+        await other.end()
+
+
+async def test_traffic_is_shared() -> None:
+    async with drafting("x=inline-fake", **TESTING) as service:
+        await load(service, "x", "inline-fake", version="b")
+        request = drafter_pb2.ActivateDrafterRequest(name="x", version="b", traffic_share=0.25)
+        answer = await service.registry.ActivateDrafter(request)
+        assert answer.drafter.traffic_share == 0.25
+        chosen: Counter[str] = Counter()
+        for _ in range(40):
+            stream = await service.attach([1])
+            chosen[stream.attached.version] += 1
+            await stream.end()
+        assert chosen == {"1": 30, "b": 10}
+        stream = await service.attach([1], version="b")
+        assert stream.attached.version == "b"
+        await stream.end()
+        request = drafter_pb2.ActivateDrafterRequest(name="x", version="b")
+        answer = await service.registry.ActivateDrafter(request)
+        assert answer.drafter.traffic_share == 1.0
+
+
+async def test_generations_go_on_through_any_churn() -> None:
+    """Clients that attach again whenever they are told to never see anything else."""
+    async with drafting("x=fake", **TESTING) as service:
+        over = asyncio.Event()
+        answers = 0
+        ends: set[tuple[grpc.StatusCode, str]] = set()
+
+        async def generation(first: int) -> None:
+            nonlocal answers
+            text = [first]
+            while not over.is_set():
+                try:
+                    stream = await service.attach(text)
+                    while not over.is_set():
+                        tree = await stream.round([first])
+                        text.append(first)
+                        answers += 1
+                        assert list(tree.tree.tokens) == [first]
+                        await asyncio.sleep(0)
+                    await stream.end()
+                except grpc.aio.AioRpcError as error:
+                    ends.add((error.code(), str(error.details())))
+                    text.append(first)
+
+        async def churn() -> None:
+            for version in range(2, 22):
+                await load(service, "x", "fake", version=str(version), activate=True)
+                await asyncio.sleep(0.01)
+                await unload(service, "x", str(version - 1), force=version % 2 == 0)
+
+        generations = [asyncio.create_task(generation(i)) for i in range(8)]
+        await churn()
+        over.set()
+        await asyncio.gather(*generations)
+        assert answers > 0
+        for code, details in ends:
+            # grpc's own client reports a write that meets the stream's end as the latter.
+            assert code is CODE.UNAVAILABLE or details == "Internal error from Core"
+        assert await listed(service) == [("x", "21", 1.0, 0, False)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"name": "none", "method": "ngram"}, "INVALID_NAME"),
+        ({"name": "a b", "method": "ngram"}, "INVALID_NAME"),
+        ({"name": "x", "method": "magic"}, "UNKNOWN_METHOD"),
+        ({"name": "x", "method": ""}, "UNKNOWN_METHOD"),
+        ({"name": "x", "method": "ngram", "options": {"speed": "9"}}, "UNKNOWN_OPTION"),
+        ({"name": "x", "method": "ngram", "options": {"max_n": "x"}}, "INVALID_OPTION"),
+        ({"name": "x", "method": "ngram", "folder": "ALLOWED"}, "FOLDER_NOT_WANTED"),
+        ({"name": "x", "method": "lm"}, "FOLDER_MISSING"),
+        ({"name": "x", "method": "lm", "folder": "/etc"}, "FOLDER_NOT_ALLOWED"),
+        ({"name": "x", "method": "lm", "folder": "ALLOWED/../.."}, "FOLDER_NOT_ALLOWED"),
+        ({"name": "x", "method": "lm", "folder": "ALLOWED/gone"}, "FOLDER_MISSING"),
+        ({"name": "x", "method": "lm", "folder": "ALLOWED"}, "NO_CONFIG"),
+    ],
+)
+async def test_what_cannot_be_loaded_is_refused(
+    tmp_path: Path, fields: dict[str, Any], reason: str
+) -> None:
+    if "folder" in fields:
+        fields = {**fields, "folder": fields["folder"].replace("ALLOWED", str(tmp_path))}
+    async with drafting("ngram", roots=[tmp_path]) as service:
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await load(service, **fields)
+        assert failure(error) == (CODE.INVALID_ARGUMENT, reason)
+        assert [each[0] for each in await listed(service)] == ["ngram"]
+
+
+async def test_what_is_not_there_is_not_found() -> None:
+    async with drafting("ngram") as service:
+        activate = drafter_pb2.ActivateDrafterRequest(name="ngram", version="7")
+        for call in (unload(service, "x"), service.registry.ActivateDrafter(activate)):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await call
+            assert failure(error) == (CODE.NOT_FOUND, "DRAFTER_NOT_FOUND")
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await load(service, "ngram", "ngram", version="1")
+        assert failure(error) == (CODE.FAILED_PRECONDITION, "ALREADY_LOADED")
+
+
+async def test_a_service_without_drafters_can_be_given_one() -> None:
+    async with drafting() as service:
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await service.attach([1])
+        assert failure(error) == (CODE.NOT_FOUND, "DRAFTER_NOT_FOUND")
+        await load(service, "late", "ngram")
+        assert (await service.attach([1])).attached.drafter == "late"
+
+
+async def test_a_drafter_that_cannot_be_loaded_stops_the_start() -> None:
+    from paceline.drafter import LoadError, build_service
+
+    with pytest.raises(LoadError, match="known are max_n"):
+        async with drafting("ngram,speed=9"):
+            pytest.fail("it started")
+    with pytest.raises(LoadError, match="allow-test-methods"):
+        build_service([], test_methods=METHODS)

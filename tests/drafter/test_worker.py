@@ -1,0 +1,168 @@
+"""The thread that drafts."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from paceline.drafter.methods.base import Budget, Generation, Update
+from paceline.drafter.worker import SLICE, DraftWorker
+
+from .fakes import FakeDrafter, FakeSequence
+
+BUDGET = Budget(8, 8)
+
+
+@pytest.fixture
+async def worker() -> AsyncIterator[DraftWorker]:
+    made = DraftWorker()
+    made.start()
+    yield made
+    made.stop()
+
+
+def started(drafter: FakeDrafter, tokens: int = 3) -> FakeSequence:
+    sequence = drafter.start(Generation([1] * 3, 3, 100))
+    sequence.pending = tokens
+    return sequence
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for what another thread does."""
+    while not condition():  # noqa: ASYNC110 - the other thread sets no event
+        await asyncio.sleep(0.001)
+
+
+async def idle(worker: DraftWorker) -> None:
+    """Until everything posted before has run."""
+    done = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def tell() -> None:
+        loop.call_soon_threadsafe(done.set)
+
+    worker.post(tell)
+    await done.wait()
+
+
+async def test_rounds_that_wait_together_are_drafted_together(worker: DraftWorker) -> None:
+    drafter = FakeDrafter()
+    sequences = [started(drafter) for _ in range(4)]
+    drafter.hold.clear()
+    first = worker.submit(drafter, sequences[0], Update([5]), BUDGET)
+    await asyncio.to_thread(drafter.holding.wait)
+    others = [worker.submit(drafter, s, Update([6]), BUDGET) for s in sequences[1:]]
+    drafter.hold.set()
+    drafted = await asyncio.gather(first, *others)
+    assert drafter.batches == [1, 3]
+    assert [d.tree.tokens for d in drafted] == [(5,), (6,), (6,), (6,)]
+    assert all(sequence.threads == {"drafter"} for sequence in sequences)
+
+
+async def test_a_long_backlog_does_not_hold_up_others(worker: DraftWorker) -> None:
+    long, short = FakeDrafter(), FakeDrafter()
+    prompt = started(long, tokens=SLICE * 20)
+    waiting = worker.submit(long, prompt, Update([5]), BUDGET)
+    await until(lambda: ("warm", SLICE) in long.journal)
+    assert (await worker.submit(short, started(short), Update([6]), BUDGET)).tree.tokens == (6,)
+    assert (await waiting).tree.tokens == (5,)
+    warmed = [tokens for what, tokens in long.journal if what == "warm"]
+    assert set(warmed) == {SLICE}
+    assert sum(warmed) >= SLICE * 19
+
+
+async def test_a_backlog_is_worked_off_without_a_round(worker: DraftWorker) -> None:
+    drafter = FakeDrafter()
+    sequence = started(drafter, tokens=SLICE * 2 + 1)
+    worker.warm(sequence)
+    await until(lambda: not sequence.backlog)
+    assert drafter.journal == [("warm", SLICE), ("warm", SLICE), ("warm", 1)]
+
+
+async def test_no_nodes_only_takes_in_the_tokens(worker: DraftWorker) -> None:
+    drafter = FakeDrafter()
+    sequence = started(drafter)
+    drafted = await worker.submit(drafter, sequence, Update([4]), Budget(0, 8))
+    assert not drafted.tree
+    assert sequence.text == [1, 1, 1, 4]
+    assert drafter.batches == []
+
+
+async def test_too_late_is_an_empty_tree(worker: DraftWorker) -> None:
+    drafter = FakeDrafter()
+    late = Budget(8, 8, deadline=time.monotonic() - 1)
+    drafted = await worker.submit(drafter, started(drafter), Update([4]), late)
+    assert not drafted.tree
+    assert drafter.batches == []
+    assert drafter.sequences[0].text == [1, 1, 1, 4]
+
+
+async def test_a_round_behind_a_long_backlog_ends_at_its_deadline(worker: DraftWorker) -> None:
+    drafter = FakeDrafter()
+    sequence = started(drafter, tokens=10**9)
+    deadline = time.monotonic() + 0.05
+    drafted = await worker.submit(drafter, sequence, Update([4]), Budget(8, 8, deadline))
+    assert not drafted.tree
+    assert time.monotonic() >= deadline
+    worker.close(sequence)
+
+
+async def test_one_that_fails_does_not_harm_the_others(worker: DraftWorker) -> None:
+    drafter = FakeDrafter()
+    drafter.poison = 13
+    sequences = [started(drafter) for _ in range(4)]
+    drafter.hold.clear()
+    first = worker.submit(drafter, sequences[0], Update([5]), BUDGET)
+    await asyncio.to_thread(drafter.holding.wait)
+    others = [
+        worker.submit(drafter, sequence, Update([token]), BUDGET)
+        for sequence, token in zip(sequences[1:], (6, 13, 7), strict=True)
+    ]
+    drafter.hold.set()
+    _, six, poisoned, seven = await asyncio.gather(first, *others, return_exceptions=True)
+    assert six.tree.tokens == (6,)
+    assert seven.tree.tokens == (7,)
+    assert isinstance(poisoned, RuntimeError)
+    again = await worker.submit(drafter, sequences[1], Update([8]), BUDGET)
+    assert again.tree.tokens == (8,)
+
+
+async def test_a_cancelled_round_is_forgotten_and_its_sequence_closed(worker: DraftWorker) -> None:
+    drafter = FakeDrafter()
+    sequence = started(drafter)
+    drafter.hold.clear()
+    waiting = worker.submit(drafter, sequence, Update([5]), BUDGET)
+    await asyncio.to_thread(drafter.holding.wait)
+    waiting.cancel()
+    worker.close(sequence)
+    drafter.hold.set()
+    await idle(worker)
+    assert sequence.closed == 1
+    other = await worker.submit(drafter, started(drafter), Update([6]), BUDGET)
+    assert other.tree.tokens == (6,)
+
+
+async def test_a_closed_sequence_is_warmed_no_more(worker: DraftWorker) -> None:
+    drafter = FakeDrafter()
+    sequence = started(drafter, tokens=10**9)
+    worker.warm(sequence)
+    waiting = worker.submit(drafter, sequence, Update([5]), Budget(8, 8, math.inf))
+    worker.close(sequence)
+    await idle(worker)
+    await idle(worker)
+    warmed = len(drafter.journal)
+    await asyncio.sleep(0.02)
+    assert len(drafter.journal) == warmed
+    assert sequence.closed == 1
+    waiting.cancel()
+
+
+async def test_stopping_runs_what_was_posted(worker: DraftWorker) -> None:
+    sequence = started(FakeDrafter())
+    worker.close(sequence)
+    worker.stop()
+    assert sequence.closed == 1
