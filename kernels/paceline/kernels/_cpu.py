@@ -14,7 +14,7 @@ What makes it so (checked by the tests, and at start by ``paceline.decoder.is_ba
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,7 +25,11 @@ from paceline.kernels.trees import CHUNK, TreePlan
 
 _SCORE_BYTES = 64 << 20
 
-_linear = torch.ops.mkldnn._linear_pointwise.default
+_linear: Callable[..., Tensor] | None
+try:
+    _linear = torch.ops.mkldnn._linear_pointwise.default
+except AttributeError:  # a build of torch without oneDNN: works, but promises no bits
+    _linear = None
 
 
 class CpuBackend:
@@ -210,5 +214,7 @@ def _scores(q: Tensor, key: Tensor, scale: float, out: Tensor) -> None:
 
 def _ordered_product(weights: Tensor, values: Tensor) -> Tensor:
     """``weights @ values``, added up strictly column after column (up to 512 of them)."""
+    if _linear is None:
+        return weights @ values
     product: Tensor = _linear(weights, values.t(), None, "none", [], "")
     return product

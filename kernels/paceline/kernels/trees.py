@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -87,13 +88,12 @@ class TreeSegment:
         """Ancestor-or-self relation, bool ``[length, length]``: row i marks the path of node i."""
         if self.is_chain:
             return torch.ones(self.length, self.length, dtype=torch.bool).tril_()
-        seen = torch.zeros(self.length, self.length, dtype=torch.bool)
         assert self.parents is not None
+        seen = np.eye(self.length, dtype=np.bool_)
         for node, parent in enumerate(self.parents):
             if parent >= 0:
-                seen[node] = seen[parent]
-            seen[node, node] = True
-        return seen
+                seen[node] |= seen[parent]
+        return torch.from_numpy(seen)
 
 
 @dataclass

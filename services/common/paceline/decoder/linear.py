@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 _PACK_ROWS = 64  # batch size the packed layout is chosen for; any other gives the same bits
-_linear = (
-    torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
-)
+_linear: Callable[..., Tensor] | None
+try:
+    _linear = torch.ops.mkldnn._linear_pointwise.default
+except AttributeError:  # a build of torch without oneDNN
+    _linear = None
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -16,8 +20,7 @@ def can_pack(weight: Tensor) -> bool:
     return (
         weight.device.type == "cpu"
         and weight.dtype in (torch.float32, torch.bfloat16)
-        and torch.backends.mkldnn.is_available()
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and _linear is not None
         and (weight.dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )
 
@@ -39,7 +42,6 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[rows, in]`` to ``[rows, out]``."""
-        if not self.packed:
-            return torch.nn.functional.linear(x, self._weight, self.bias)
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
-        return out
+        if self.packed and _linear is not None:
+            return _linear(x, self._weight, self.bias, "none", [], "")
+        return torch.nn.functional.linear(x, self._weight, self.bias)

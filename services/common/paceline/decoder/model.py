@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -136,6 +137,14 @@ class Decoder:
         if logit_rows is not None:
             x = x[logit_rows]
         return ForwardResult(self._head(self._norm(x)), tuple(tapped[i] for i in taps))
+
+    def with_layers(self, indices: Sequence[int]) -> Decoder:
+        """A decoder over some of the layers, sharing the weights; caches are as deep as it is."""
+        windows = tuple(self.config.windows[index] for index in indices)
+        part = copy(self)
+        part.config = replace(self.config, layers=len(windows), windows=windows)
+        part._layers = [self._layers[index] for index in indices]
+        return part
 
     def head(self, hidden: Tensor) -> Tensor:
         """LM head without the final norm: ``[R, hidden]`` to ``[R, V]``."""
