@@ -107,14 +107,16 @@ def test_nothing_matches_nothing_is_drafted() -> None:
 
 def test_a_longer_match_drafts_a_longer_continuation() -> None:
     tail = list(range(100, 200))
-    short = sequence([1, 2, *tail, 1, 2]).draft(LARGE)
-    long = sequence([1, 2, 3, 4, 5, 6, *tail, 1, 2, 3, 4, 5, 6]).draft(LARGE)
+    short = sequence([1, 2, *tail, 1, 2], min_survival="0.19").draft(LARGE)
+    head = [1, 2, 3, 4, 5, 6]
+    long = sequence([*head, *tail, *head], min_survival="0.19").draft(LARGE)
     assert list(short.tokens) == tail[:8]
-    assert list(long.tokens) == tail[:24]
+    assert list(long.tokens) == tail[:25]
 
 
 def test_survival_falls_as_documented() -> None:
-    tree = sequence([1, 2, 3, *range(100, 200), 1, 2, 3]).draft(LARGE)
+    text = [1, 2, 3, *range(100, 200), 1, 2, 3]
+    tree = sequence(text, min_survival="0.19").draft(LARGE)
     assert [tree.survival(i) for i in range(len(tree))] == pytest.approx(
         [3 / (3 + i + 1) for i in range(12)]
     )

@@ -6,10 +6,10 @@ code, edits, quotes, tables, loops.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from paceline.drafter.builders import grow
 from paceline.drafter.methods.base import (
@@ -22,7 +22,7 @@ from paceline.drafter.methods.base import (
     refuse_folder,
 )
 from paceline.drafter.methods.options import check_range, parse_options
-from paceline.drafter.tree import EMPTY, Tree
+from paceline.drafter.tree import Tree, chain
 
 
 @dataclass(frozen=True)
@@ -131,13 +131,19 @@ class NgramIndex:
                 place = self._earlier[index][place]
         return list(found.items())
 
+    def continuation(self, place: int, length: int) -> tuple[int, ...]:
+        """The text from a place on; beyond its end it repeats itself, as a periodic text would."""
+        tokens = self.tokens[place : place + length]
+        while len(tokens) < length:
+            tokens += tokens[: length - len(tokens)]
+        return tuple(tokens)
+
     def _match_length(self, place: int, limit: int) -> int:
         text = self.tokens
         end = len(text)
+        limit = min(limit, place)
         length = 0
-        while (
-            length < limit and length < place and text[place - 1 - length] == text[end - 1 - length]
-        ):
+        while length < limit and text[place - 1 - length] == text[end - 1 - length]:
             length += 1
         return length
 
@@ -148,68 +154,85 @@ class NgramSequence(DraftSequence):
     def __init__(self, options: NgramOptions, generation: Generation) -> None:
         self._options = options
         self._index = NgramIndex(options.min_n, options.max_n)
-        self._pending: list[int] = list(generation.tokens)
+        self._text = list(generation.tokens)
 
     @property
     def backlog(self) -> int:
-        return len(self._pending)
+        return len(self._text) - len(self._index.tokens)
 
     def warm(self, limit: int) -> None:
-        self._index.append(self._pending[:limit])
-        del self._pending[:limit]
+        begin = len(self._index.tokens)
+        self._index.append(self._text[begin : begin + limit])
 
     def extend(self, update: Update) -> None:
-        self._pending.extend(update.tokens)
+        self._text.extend(update.tokens)
 
     def draft(self, budget: Budget) -> Tree:
-        self.warm(len(self._pending))
+        self.warm(self.backlog)
         options = self._options
         matches = self._index.matches(places=options.continuations, match_limit=options.match_limit)
-        if not matches:
-            return EMPTY
         nodes = min(budget.nodes, options.max_nodes)
         depth = min(budget.depth, options.depth)
-        text = self._index.tokens
-        if len(matches) == 1:
-            return _single(text, *matches[0], nodes, depth, options.min_survival)
-        end = len(text)
-
-        # The state of a node: the matches that went on through it.
-        def expand(
-            state: list[tuple[int, int]], level: int
-        ) -> Iterator[tuple[int, float, list[tuple[int, int]]]]:
-            ways: dict[int, list[tuple[int, int]]] = {}
-            for match in state:
-                # Beyond the newest token the continuation repeats itself: the text is periodic.
-                place = match[0]
-                ways.setdefault(text[place + level % (end - place)], []).append(match)
-            total = sum(length * length for _, length in state)
-            for token, through in ways.items():
-                share = sum(length * length for _, length in through) / total
-                longest = max(length for _, length in through)
-                yield token, share * step_confidence(longest + level), through
-
-        return grow(matches, expand, nodes=nodes, depth=depth, min_survival=options.min_survival)
+        ways = _merge(
+            Way(self._index.continuation(place, depth), match, match * match)
+            for place, match in matches
+        )
+        if len(ways) == 1:
+            return _chain(ways[0], min(nodes, depth), options.min_survival)
+        return grow(ways, _expand, nodes=nodes, depth=depth, min_survival=options.min_survival)
 
     def close(self) -> None:
         self._index = NgramIndex(self._options.min_n, self._options.max_n)
-        self._pending.clear()
+        self._text.clear()
 
 
-def _single(
-    text: Sequence[int], place: int, match: int, nodes: int, depth: int, min_survival: float
-) -> Tree:
-    """What :func:`grow` makes of a single match, without its heap."""
-    period = len(text) - place
-    length = 0
-    while length < min(nodes, depth) and match / (match + length + 1) >= min_survival:
-        length += 1
-    tokens = tuple(text[place + step % period] for step in range(length))
-    return Tree(
-        tokens,
-        tuple(range(-1, length - 1)),
-        tuple(step_confidence(match + step) for step in range(length)),
-    )
+class Way(NamedTuple):
+    """A way the text may go on."""
+
+    tokens: tuple[int, ...]
+    match: int
+    """Length of the longest match it followed. Unit: tokens."""
+
+    weight: int
+    """Sum, over the places where it followed, of the squared length of the match there."""
+
+
+def _merge(ways: Iterable[Way]) -> Sequence[Way]:
+    """The ways that differ, in order of appearance."""
+    merged: dict[tuple[int, ...], Way] = {}
+    for way in ways:
+        same = merged.get(way.tokens)
+        if same is not None:
+            way = Way(way.tokens, max(way.match, same.match), way.weight + same.weight)
+        merged[way.tokens] = way
+    return list(merged.values())
+
+
+def _expand(ways: Sequence[Way], level: int) -> Iterator[tuple[int, float, Sequence[Way]]]:
+    """Children of a node that these ways lead through: they share the confidence by weight."""
+    if len(ways) == 1:
+        yield ways[0].tokens[level], step_confidence(ways[0].match + level), ways
+        return
+    branches: dict[int, list[Way]] = {}
+    for way in ways:
+        branches.setdefault(way.tokens[level], []).append(way)
+    total = sum(way.weight for way in ways)
+    for token, through in branches.items():
+        share = sum(way.weight for way in through) / total
+        yield token, share * step_confidence(max(w.match for w in through) + level), through
+
+
+def _chain(way: Way, length: int, min_survival: float) -> Tree:
+    """What :func:`grow` makes of a single way, without its heap."""
+    confidences: list[float] = []
+    survival = 1.0
+    for level in range(length):
+        confidence = step_confidence(way.match + level)
+        survival *= confidence
+        if survival < min_survival:
+            break
+        confidences.append(confidence)
+    return chain(way.tokens[: len(confidences)], confidences)
 
 
 class NgramDrafter(Drafter):
