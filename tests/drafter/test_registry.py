@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -37,11 +37,11 @@ def disposed() -> Disposed:
 
 
 @pytest.fixture
-def registry(disposed: Disposed) -> Iterator[Registry]:
+async def registry(disposed: Disposed) -> AsyncIterator[Registry]:
     made = Registry(Roots([]), Resources(), disposed)
     yield made
     SlowLoad.go_on.set()
-    made.close()
+    await made.close()
     SlowLoad.go_on.clear()
 
 
@@ -140,7 +140,7 @@ def test_shares_are_kept_exactly(share: float, count: int) -> None:
             registry.activate("x", "2", share)
             return Counter(registry.choose("x").version for _ in range(count))
         finally:
-            registry.close()
+            await registry.close()
 
     assert abs(asyncio.run(chosen())["2"] - share * count) <= 1.0
 
@@ -239,7 +239,7 @@ async def test_only_allowed_folders_are_loaded(tmp_path: Path) -> None:
         loaded = await registry.load(spec(f"x=fake:{inside}"))
         assert loaded.info().folder == str(inside)
     finally:
-        registry.close()
+        await registry.close()
 
 
 async def test_unknown_methods_are_refused(registry: Registry) -> None:

@@ -218,9 +218,9 @@ class Registry:
         version.evictions.discard(evict)
         self._remove_if_unused(version)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Stop loading and free every drafter. Nothing may be attached any more."""
-        self._loader.shutdown(wait=True, cancel_futures=True)
+        await asyncio.to_thread(self._loader.shutdown, wait=True, cancel_futures=True)
         for each in self.versions():
             self._dispose(each.drafter)
         self._drafters.clear()

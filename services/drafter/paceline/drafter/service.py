@@ -69,7 +69,7 @@ class DrafterService:
 
     async def stop(self) -> None:
         """Free all drafters and end the worker."""
-        self._registry.close()
+        await self._registry.close()
         self._worker.stop()
 
 

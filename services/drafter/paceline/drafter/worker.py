@@ -39,6 +39,8 @@ class Job:
     done: asyncio.Future[Drafted]
     queued: float = field(default_factory=time.monotonic)
     taken_in: bool = False
+    worked: float = 0.0
+    """Seconds spent on it before drafting."""
 
 
 class DraftWorker:
@@ -136,17 +138,19 @@ class DraftWorker:
 
     def _take_in(self, job: Job) -> bool:
         """Pass the update on; whether the round is to be drafted now."""
-        try:
-            if not job.taken_in:
+        if not job.taken_in:
+            begun = time.monotonic()
+            try:
                 job.sequence.extend(job.update)
-                job.taken_in = True
-        except Exception as error:
-            _fail(job, error)
-            return False
+            except Exception as error:
+                _fail(job, error)
+                return False
+            job.taken_in = True
+            job.worked = time.monotonic() - begun
         if job.budget.nodes <= 0 or time.monotonic() >= job.budget.deadline:
             self._mark_cold(job.sequence)
-            waited = time.monotonic() - job.queued
-            _deliver([(job, Drafted(EMPTY, 0.0, waited))])
+            waited = time.monotonic() - job.queued - job.worked
+            _deliver([(job, Drafted(EMPTY, job.worked, waited))])
             return False
         if job.sequence.backlog > SLICE:
             self._behind.append(job)
@@ -166,7 +170,7 @@ class DraftWorker:
             return
         spent = time.monotonic() - begun
         _deliver(
-            (job, Drafted(tree, spent, begun - job.queued))
+            (job, Drafted(tree, job.worked + spent, begun - job.queued - job.worked))
             for job, tree in zip(jobs, trees, strict=True)
         )
 
@@ -179,11 +183,13 @@ class DraftWorker:
         if not self._behind:
             return
         job = self._behind.pop(0)
+        begun = time.monotonic()
         try:
             job.sequence.warm(SLICE)
         except Exception as error:
             _fail(job, error)
             return
+        job.worked += time.monotonic() - begun
         self._serve([job])
 
     def _warm_idle(self) -> None:
