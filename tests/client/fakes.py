@@ -105,6 +105,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         self.step_seconds = 0.0
         self.prefill_seconds = 0.0
         self.renewals = 0
+        self.strays = False
         self.release_faults: list[grpc.StatusCode] = []
         self.arrival = asyncio.Condition()
         self.rounds: list[verifier_pb2.VerifyRequest] = []
@@ -213,6 +214,9 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
                     status(grpc.StatusCode.NOT_FOUND, "UNKNOWN_HANDLE", "no such cache")
                 )
             messages = 0
+            if self.strays:
+                stray = verifier_pb2.RoundResult(tokens=[1, 2, 3])
+                yield verifier_pb2.VerifyResponse(round_id=request.round_id + 100, result=stray)
             async for response in self._round(cache, request, context):
                 fault = self.fault(request.round_id, messages)
                 if fault == "reset":
@@ -335,6 +339,11 @@ class FakeDrafter(drafter_pb2_grpc.DrafterServiceServicer):
             if self.mode == "silent":
                 continue
             await asyncio.sleep(self.seconds)
+            if self.mode == "stray":
+                stray = tree_pb2.TokenTree(tokens=[1, 2], parents=[-1])
+                yield drafter_pb2.DraftResponse(
+                    tree=drafter_pb2.DraftTree(round_id=ask.round_id + 100, tree=stray)
+                )
             tree = self.tree(text, seed, ask.node_budget)
             yield drafter_pb2.DraftResponse(
                 tree=drafter_pb2.DraftTree(

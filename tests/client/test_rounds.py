@@ -55,6 +55,15 @@ async def test_fallbacks_are_counted_by_reason(
     assert set(result.stats.fallbacks) == {reason}
 
 
+async def test_answers_to_rounds_not_asked_for_are_dropped(world: World, client: Client) -> None:
+    world.drafter.mode = "stray"
+    world.verifier.strays = True
+    result = await client.generate(PROMPT, max_new_tokens=100, seed=SEED)
+    assert result.token_ids == continuation(PROMPT, 100, SEED)
+    assert result.stats.accepted > 0
+    assert not result.stats.fallbacks
+
+
 async def test_without_speculation(world: World, client: Client) -> None:
     result = await client.generate(PROMPT, max_new_tokens=150, seed=SEED, drafter="none")
     assert result.token_ids == continuation(PROMPT, 150, SEED)

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from time import perf_counter
 
@@ -63,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         print(f"paceline demo: {error}", file=sys.stderr)
         return 2
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     try:
         with ExitStack() as services:
             verifier, drafter = _start(services, console, target, load)
@@ -120,7 +122,7 @@ async def _stream(
         "\n",
     )
     console.print(legend)
-    console.print(Text(prompt, style="dim"), end="")
+    console.out(prompt, style="dim", highlight=False, end="")
     generation = client.generate(
         prompt,
         max_new_tokens=args.max_new_tokens,
@@ -129,10 +131,13 @@ async def _stream(
         drafter=drafter,
     )
     async for chunk in generation:
-        text = Text()
-        for piece, proposer in zip(chunk.pieces, chunk.proposed_by, strict=False):
-            text.append(piece, style=_DRAFTED if proposer == "drafter" else None)
-        console.print(text, end="")
+        for proposer, pieces in groupby(
+            zip(chunk.pieces, chunk.proposed_by, strict=False), key=itemgetter(1)
+        ):
+            style = _DRAFTED if proposer == "drafter" else None
+            console.out(
+                *(piece for piece, _ in pieces), sep="", style=style, highlight=False, end=""
+            )
     console.print()
 
 

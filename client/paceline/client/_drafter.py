@@ -43,12 +43,16 @@ class DrafterHealth:
         """Whether the back-off is over."""
         return monotonic() >= self._blocked_until
 
-    def failed(self, *, wrong: bool = False) -> None:
-        """Backs off: exponentially, with jitter; longer at once where the drafter was wrong."""
+    def failed(self, *, wrong: bool = False) -> bool:
+        """Backs off: exponentially, with jitter; longer at once where the drafter was wrong.
+
+        Returns whether this is news: the first failure since it last did well.
+        """
         delay = self._options.first_delay * 2 ** min(self._failures + 3 * wrong, 16)
         delay = min(delay, self._options.longest_delay) * random.uniform(0.5, 1.0)
         self._blocked_until = monotonic() + delay
         self._failures += 1
+        return self._failures == 1
 
     def succeeded(self) -> None:
         """A tree came and was verified."""
@@ -238,9 +242,9 @@ class DrafterSession:
             _resolve(self._news, response.tree)
 
     def _lose(self, reason: str, error: PacelineError, *, wrong: bool = False) -> None:
-        logger.warning("drafter %r is lost for now (%s): %s", self._name, reason, error)
         self._stats.fallbacks[reason] += 1
-        self._health.failed(wrong=wrong)
+        level = logging.WARNING if self._health.failed(wrong=wrong) else logging.INFO
+        logger.log(level, "drafter %r is lost for now (%s): %s", self._name, reason, error)
         self._detach()
 
     def _detach(self) -> None:

@@ -1,0 +1,221 @@
+"""`paceline generate` and `paceline demo`."""
+
+import argparse
+import asyncio
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from paceline.cli import demo
+from paceline.cli.main import main
+from paceline.client import Client
+
+from .fakes import World, continuation
+
+TEXT = bytes(continuation([*b"hi"], 40, 5)).decode()
+
+
+async def generate(world: World, *arguments: str) -> int:
+    """Runs the command in a thread, as its own event loop demands."""
+    verifier, drafter = world.addresses
+    services = ["--verifier-address", verifier, "--drafter-address", drafter]
+    common = ["--max-new-tokens", "40", "--seed", "5", "--retry-seconds", "0.2"]
+    return await asyncio.to_thread(main, ["generate", *services, *common, *arguments])
+
+
+@pytest.fixture(autouse=True)
+def cache_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+async def test_generate_streams_text(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    assert await generate(world, "hi") == 0
+    assert capsys.readouterr() == (TEXT + "\n", "")
+    assert world.drafter.attaches
+
+
+async def test_generate_prints_json(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    assert await generate(world, "hi", "--json", "--drafter", "none", "--stop", TEXT[20:24]) == 0
+    result = json.loads(capsys.readouterr().out)
+    end = TEXT.index(TEXT[20:24])
+    assert result["text"] == TEXT[:end]
+    assert result["finish_reason"] == "stop"
+    assert result["stop_string"] == TEXT[20:24]
+    assert result["seed"] == 5
+    assert result["usage"]["prompt_tokens"] == 2
+    assert result["stats"]["drafted_rounds"] == 0
+    assert result["stats"]["fallbacks"] == {}
+    assert not world.drafter.attaches
+
+
+async def test_generate_reads_files_and_stdin(
+    world: World,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "prompt").write_text("hi")
+    assert await generate(world, "--file", str(tmp_path / "prompt")) == 0
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi"))
+    assert await generate(world, "-") == 0
+    assert capsys.readouterr().out == 2 * (TEXT + "\n")
+
+
+async def test_generate_tells_what_it_cost(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await generate(world, "hi", "--stats", "--drafter", "fake") == 0
+    errors = capsys.readouterr().err
+    assert errors.startswith("40 tokens in ")
+    assert "drafted by fake@1" in errors
+
+
+async def test_every_parameter_arrives(world: World) -> None:
+    arguments = (
+        "--temperature 0.5 --top-k 3 --top-p 0.75 --min-p 0.25 --repetition-penalty 1.5 "
+        "--presence-penalty 0.5 --frequency-penalty -0.5 --stop-token-id 9 --ignore-eos "
+        "--deadline 60"
+    )
+    assert await generate(world, "hi", *arguments.split()) == 0
+    request = world.verifier.creates[0]
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.5, 3, 0.75)
+    assert (sampling.min_p, sampling.repetition_penalty) == (0.25, 1.5)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.5)
+    assert request.ignore_eos
+    assert list(request.stop_token_ids) == [9]
+    assert world.verifier.rounds[0].deadline_ms > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "give either a prompt or --file"),
+        (["hi", "--file", "x"], "give either a prompt or --file"),
+        (["--file", "/nowhere/prompt"], "No such file"),
+        (["hi", "--top-p", "2"], "top_p must be in"),
+        (["hi", "--tls-ca", "/nowhere/ca.pem"], "cannot read a TLS file"),
+    ],
+)
+async def test_bad_arguments(
+    world: World, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    assert await generate(world, *arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+async def test_a_verifier_that_is_not_there(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await world.verifier_service.stop()
+    assert await generate(world, "hi") == 1
+    assert capsys.readouterr().err.startswith("paceline generate: ")
+
+
+def demo_arguments(**changed: Any) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    demo.add_arguments(parser)
+    args = parser.parse_args([])
+    vars(args).update(max_new_tokens=40, seed=5, **changed)
+    return args
+
+
+async def test_the_demo_colours_what_was_drafted(world: World, client: Client) -> None:
+    """Coloured on a terminal, plain elsewhere, and the same text in both."""
+    for terminal in (True, False):
+        screen = io.StringIO()
+        console = Console(file=screen, force_terminal=terminal, color_system="standard")
+        await demo._stream(console, client, "hi", "fake", demo_arguments())
+        shown = screen.getvalue()
+        drafted = re.findall(r"\x1b\[1;32m(.*?)\x1b\[0m", shown.partition("hi")[2], re.DOTALL)
+        assert bool(drafted) == terminal
+        plain = re.sub(r"\x1b\[[0-9;]*m", "", shown)
+        assert plain.endswith(f"hi{TEXT}\n")
+        assert "accepted by the target" in plain
+
+
+async def test_the_demo_measures_every_drafter(world: World) -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, width=100)
+    runs = await demo._show(console, *world.addresses, "hi", ["fake", "other"], demo_arguments())
+    assert [each.drafter for each in runs] == ["none", "fake", "other"]
+    assert {bytes(each.result.token_ids).decode() for each in runs} == {TEXT}
+    demo._report(console, runs, identical=True)
+    table = screen.getvalue()
+    assert "speed-up" in table
+    assert "identical tokens: yes" in table
+
+
+def test_the_demo_fails_when_tokens_differ(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "prompts.jsonl").write_text('{"id": "a", "text": "hi"}\n')
+    process = SimpleNamespace(address="nowhere")
+    monkeypatch.setattr(demo, "_start", lambda *_: (process, process))
+    args = demo_arguments(target=tmp_path, prompts=tmp_path / "prompts.jsonl", load=["x=y"])
+
+    def runs(*outputs: list[int]) -> None:
+        async def show(*_: object) -> list[demo.Run]:
+            stats = SimpleNamespace(drafted_rounds=0, rounds=[], fallbacks={})
+            return [
+                demo.Run("x", SimpleNamespace(token_ids=tokens, stats=stats), 1.0)  # type: ignore[arg-type]
+                for tokens in outputs
+            ]
+
+        monkeypatch.setattr(demo, "_show", show)
+
+    runs([1, 2], [1, 2])
+    assert demo.run(args) == 0
+    runs([1, 2], [1, 3])
+    assert demo.run(args) == 1
+    assert "identical tokens: NO" in capsys.readouterr().out
+
+
+def test_the_demo_says_what_is_missing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert demo.run(demo_arguments(target=tmp_path)) == 2
+    assert "holds no model" in capsys.readouterr().err
+    assert demo.run(demo_arguments(target=tmp_path, prompt_id="nosuch")) == 2
+    assert "has no prompt 'nosuch'; it has: sched-scheduler" in capsys.readouterr().err
+
+
+def test_the_demo_with_real_services(tmp_path: Path) -> None:
+    """A random tiny target and no terminal: no control codes, all processes gone, exit code 0."""
+    write_tiny_model(tmp_path / "target")
+    command = [sys.executable, "-m", "paceline.cli.main", "demo", "--target", tmp_path / "target"]
+    command += ["--load", "ngram=ngram", "--max-new-tokens", "32"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, errors="replace", timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "identical tokens: yes" in done.stdout
+    assert "\x1b[" not in done.stdout
+    assert "class scheduler:" in done.stdout
+
+
+def write_tiny_model(folder: Path) -> None:
+    """A random Llama with a byte tokenizer."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    from .fakes import TOKENIZER
+
+    config = LlamaConfig(
+        vocab_size=257,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=4096,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    (folder / "tokenizer.json").write_bytes(TOKENIZER)
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
