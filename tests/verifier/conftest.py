@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from verifier_support import Client, make_model, serving
+from verifier_support import LAYOUT, Client, make_model, serving
+
+from paceline.verifier.kv.segment import Segment
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 
@@ -35,3 +37,11 @@ async def client(model: Path, tmp_path: Path) -> AsyncIterator[Client]:
     """A client of a verifier with default options."""
     async with serving(model, tmp_path / "v.sock", kv_bytes=1 << 28) as client:
         yield client
+
+
+@pytest.fixture
+def segment() -> Iterator[Segment]:
+    """An empty segment of 1024 slots."""
+    made = Segment(LAYOUT, 1024)
+    yield made
+    made.close()

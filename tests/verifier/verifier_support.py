@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,10 @@ from grpc_status import rpc_status
 from paceline.service import ServerOptions, run_server
 from paceline.v1 import tree_pb2, verifier_pb2, verifier_pb2_grpc
 from paceline.verifier import VerifierService, build_service
+from paceline.verifier.kv.layout import KvLayout
 
 VOCAB = 61
+LAYOUT = KvLayout(layers=2, kv_heads=3, head_dim=8, dtype=torch.float32)
 CONTEXT = 2048
 Tree = tuple[list[int], list[int]]
 Drafter = Callable[[list[int], random.Random], Tree | int]
@@ -60,7 +62,6 @@ class Client:
     stub: Any
     channel: Any
     address: str
-    finished: list[bytes] = field(default_factory=list)
 
     async def create(self, prompt: list[int], **fields: Any) -> verifier_pb2.CacheCreated:
         """Create a cache and read its stream to the end."""

@@ -106,6 +106,7 @@ class VerifierService:
             with suppress(asyncio.CancelledError):
                 await self._sweeper
         await self.engine.stop()
+        gc.unfreeze()
         await self.store.settled()
         try:
             self.store.check_integrity()

@@ -1,0 +1,120 @@
+"""Segments: reserved before written, freed at once, swept when their owner is gone."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from verifier_support import LAYOUT
+
+from paceline.verifier.kv.segment import OutOfMemory, Segment, sweep_orphans
+
+
+def test_memory_comes_when_reserved(segment: Segment) -> None:
+    def pages() -> int:
+        return segment.path.stat().st_blocks * 512
+
+    assert segment.path.stat().st_size == LAYOUT.byte_size(1024) == segment.byte_size
+    assert segment.path.stat().st_mode & 0o777 == 0o600
+    assert pages() == 0
+    segment.reserve(1)
+    assert segment.reserved == 256
+    assert pages() == 256 * LAYOUT.token_bytes
+    segment.kv[..., :256, :] = 1.0
+    assert pages() == 256 * LAYOUT.token_bytes, "writing took no memory beyond the reservation"
+    segment.reserve(300)
+    assert segment.reserved == 512
+    segment.reserve(10_000)
+    assert segment.reserved == segment.capacity == 1024
+
+
+def test_growing_moves_nothing(segment: Segment) -> None:
+    segment.reserve(256)
+    keys, values = segment.layer(1)
+    keys[:, :256] = 7.0
+    values[:, :256] = 8.0
+    before = segment.kv.data_ptr()
+    segment.reserve(1024)
+    assert segment.kv.data_ptr() == before
+    assert segment.kv[1, 0, :, :256].eq(7).all()
+    assert segment.kv[1, 1, :, :256].eq(8).all()
+    assert segment.kv[0].eq(0).all()
+    assert keys.shape == (3, 1024, 8)
+    assert keys[0].is_contiguous()
+
+
+def test_the_file_holds_what_the_tensor_shows(segment: Segment) -> None:
+    """Others can map it by offset and strides alone."""
+    segment.reserve(256)
+    segment.kv[:, :, :, :256] = torch.randn(2, 2, 3, 256, 8)
+    raw = torch.frombuffer(bytearray(segment.path.read_bytes()), dtype=torch.float32)
+    assert torch.equal(raw.view(2, 2, 3, 1024, 8), segment.kv)
+
+
+def test_moving_a_path(segment: Segment) -> None:
+    segment.reserve(256)
+    segment.kv[..., :256, :] = torch.arange(256.0)[:, None]
+    segment.keep([12, 13, 20], 11)
+    row = segment.kv[1, 1, 2, :256, 3].tolist()
+    assert row == [*range(11), 12, 13, 20, *range(14, 256)]
+
+
+def test_a_full_disk_is_an_error_and_no_signal(
+    segment: Segment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segment.reserve(256)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OutOfMemory, match="256 more tokens"):
+        segment.reserve(257)
+    assert segment.reserved == 256
+    monkeypatch.undo()
+    segment.reserve(257)
+    assert segment.reserved == 512
+
+
+def test_closing_frees_at_once(segment: Segment) -> None:
+    view = segment.layer(0)[0]
+    segment.close()
+    segment.close()
+    assert not segment.path.exists()
+    assert segment.closed
+    view.zero_()  # a view that was left keeps its own memory: no crash
+
+
+CHILD = """
+import time, torch
+from paceline.verifier.kv.layout import KvLayout
+from paceline.verifier.kv.segment import Segment
+segment = Segment(KvLayout(1, 1, 8, torch.float32), 256)
+segment.reserve(256)
+print(segment.name, flush=True)
+time.sleep(1000)
+"""
+
+
+def test_segments_of_the_dead_are_swept(segment: Segment) -> None:
+    child = subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        path = segment.path.with_name(child.stdout.readline().strip())
+        sweep_orphans()
+        assert path.exists(), "its owner lives"
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        assert path.exists()
+        assert sweep_orphans() >= 1
+        assert not path.exists()
+        assert segment.path.exists(), "our own stay"
+    finally:
+        child.kill()
+        child.wait()
