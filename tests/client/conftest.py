@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from paceline.client import Client, DraftOptions, RetryOptions
+from paceline.client._pace import Pace
 
 from .fakes import World, running
 
@@ -20,6 +21,12 @@ def socket_folder() -> Iterator[Path]:
 async def world(socket_folder: Path) -> AsyncIterator[World]:
     async with running(socket_folder) as world:
         yield world
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every round asks for a tree, whatever the clock says."""
+    monkeypatch.setattr(Pace, "steps", lambda self: 0)
 
 
 @pytest.fixture

@@ -69,6 +69,7 @@ async def test_generate_reads_files_and_stdin(
     assert capsys.readouterr().out == 2 * (TEXT + "\n")
 
 
+@pytest.mark.usefixtures("eager")
 async def test_generate_tells_what_it_cost(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,11 +129,13 @@ def demo_arguments(**changed: Any) -> argparse.Namespace:
     return args
 
 
+@pytest.mark.usefixtures("eager")
 async def test_the_demo_colours_what_was_drafted(world: World, client: Client) -> None:
     """Coloured on a terminal, plain elsewhere, and the same text in both."""
     for terminal in (True, False):
         screen = io.StringIO()
-        console = Console(file=screen, force_terminal=terminal, color_system="standard")
+        colours = "standard" if terminal else "auto"
+        console = Console(file=screen, width=120, force_terminal=terminal, color_system=colours)
         await demo._stream(console, client, "hi", "fake", demo_arguments())
         shown = screen.getvalue()
         drafted = re.findall(r"\x1b\[1;32m(.*?)\x1b\[0m", shown.partition("hi")[2], re.DOTALL)

@@ -44,6 +44,7 @@ async def started(client: Client, **options: object) -> tuple[Generation, asynci
     return generation, task
 
 
+@pytest.mark.usefixtures("eager")
 async def test_chunks_make_up_the_result(world: World, client: Client) -> None:
     generation = client.generate(PROMPT, max_new_tokens=120, seed=SEED, logprobs=3)
     chunks = [chunk async for chunk in generation]
@@ -85,6 +86,7 @@ async def test_an_empty_prompt_is_refused(client: Client, prompt: str | list[int
         await client.generate(prompt)
 
 
+@pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("drafter", ["none", "fake"])
 @pytest.mark.parametrize("span", [1, 2, 5])
 async def test_a_stop_string_ends_text_and_tokens(

@@ -135,9 +135,8 @@ async def _stream(
             zip(chunk.pieces, chunk.proposed_by, strict=False), key=itemgetter(1)
         ):
             style = _DRAFTED if proposer == "drafter" else None
-            console.out(
-                *(piece for piece, _ in pieces), sep="", style=style, highlight=False, end=""
-            )
+            text = "".join(piece for piece, _ in pieces)
+            console.out(text, style=style, highlight=False, end="")
     console.print()
 
 
