@@ -338,7 +338,17 @@ def test_wrong_options_are_refused(folder: Path, options: dict[str, str], says: 
 
 def test_only_safetensors_of_known_models_are_loaded(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m")
-    change_config(folder, model_type="gpt2")
+    weights = (folder / "model.safetensors").read_bytes()
+    for damaged in (weights[:-100], b"no weights at all", b""):
+        (folder / "model.safetensors").write_bytes(damaged)
+        with pytest.raises(LoadError, match="cannot load"):
+            load(folder)
+    (folder / "model.safetensors").write_bytes(weights)
+    for wrong in ({"vocab_size": "many"}, {"vocab_size": None}, {"paceline": []}):
+        change_config(folder, **{"vocab_size": VOCAB, "paceline": {}, **wrong})
+        with pytest.raises(LoadError, match=r"config\.json"):
+            load(folder)
+    change_config(folder, vocab_size=VOCAB, paceline={}, model_type="gpt2")
     with pytest.raises(LoadError, match="not supported"):
         load(folder)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")

@@ -30,7 +30,7 @@ def read_fit(folder: Path) -> Fit:
             "convert them first",
         )
     section = config.get("paceline", {})
-    declared = section.get("tokenizer_digest", "")
+    declared = str(section.get("tokenizer_digest", ""))
     tokenizer = folder / TOKENIZER_FILE
     found = hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.is_file() else ""
     if declared and found and declared != found:
@@ -40,10 +40,19 @@ def read_fit(folder: Path) -> Fit:
             f"{found}; restore the one the drafter was trained with",
         )
     return Fit(
-        target_fingerprint=section.get("target_fingerprint", ""),
+        target_fingerprint=str(section.get("target_fingerprint", "")),
         tokenizer_digest=declared or found,
-        vocab_size=int(config.get("vocab_size", 0)),
+        vocab_size=_vocab_size(config, folder),
     )
+
+
+def _vocab_size(config: dict[str, Any], folder: Path) -> int:
+    size = config.get("vocab_size")
+    if not isinstance(size, int) or size <= 0:
+        raise LoadError(
+            "NO_CONFIG", f"config.json of {folder} has the vocab_size {size!r}, expected a number"
+        )
+    return size
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

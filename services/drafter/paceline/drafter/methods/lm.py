@@ -14,7 +14,7 @@ from typing import ClassVar, cast
 
 import torch
 
-from paceline.decoder import Decoder, UnsupportedModelError
+from paceline.decoder import Decoder
 from paceline.drafter.checkpoint import read_fit
 from paceline.drafter.methods.base import (
     Budget,
@@ -59,7 +59,7 @@ class LmDrafter(Drafter):
         dtype = parsed.dtype if parsed.dtype == "auto" else getattr(torch, parsed.dtype)
         try:
             decoder = Decoder.load(folder, dtype, resources.device)
-        except (UnsupportedModelError, OSError, ValueError) as error:
+        except Exception as error:  # damaged files make the libraries raise anything
             raise LoadError("UNSUPPORTED_MODEL", f"cannot load {folder}: {error}") from error
         weight_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         return cls(decoder, parsed, fit, weight_bytes)
