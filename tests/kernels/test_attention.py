@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import HEADS, PREFIXES, attend, make_case, trees
 
-from paceline.kernels import TreeSegment, backend_for, plan_trees, tree_attention
-from paceline.kernels._dense import DenseBackend
+from paceline.kernels import TreeSegment, plan_trees, tree_attention
 from paceline.kernels.reference import reference_attention
 
 WINDOWS = [None, None, 1, 40, 256, 300, 1000]
@@ -113,24 +112,3 @@ def test_shapes_that_do_not_fit_are_refused(change: dict[str, object], message: 
     arguments = {"q": case.q, "keys": [case.key], "values": [case.value], "window": None} | change
     with pytest.raises(ValueError, match=message):
         tree_attention(plan=plan_trees([case.segment]), scale=1.0, **arguments)  # type: ignore[call-overload]
-
-
-def test_an_unknown_device_is_a_clear_error() -> None:
-    with pytest.raises(RuntimeError, match="no attention backend for device type 'meta'"):
-        backend_for("meta")
-
-
-@pytest.mark.parametrize("window", [None, 40, 300])
-def test_the_dense_backend_agrees_with_the_reference(window: int | None) -> None:
-    """What devices without a backend of their own run, here on the CPU."""
-    case = make_case(3, 300, (-1, 0, 0, 1, 2, -1, 5), window=window)
-    plan = plan_trees([case.segment])
-    out, lse = torch.full_like(case.q, float("nan")), torch.empty(case.q.shape[:2])
-    DenseBackend().attend(
-        case.q, [case.key], [case.value], plan, scale=case.scale, window=window, out=out, lse=lse
-    )
-    expected, expected_lse = reference_attention(
-        case.q, [case.key], [case.value], plan, scale=case.scale, window=window
-    )
-    torch.testing.assert_close(out.double(), expected, atol=2e-5, rtol=1e-5)
-    torch.testing.assert_close(lse.double(), expected_lse, atol=2e-5, rtol=1e-5)

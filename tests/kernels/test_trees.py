@@ -15,7 +15,7 @@ def test_depths_and_positions_of_a_tree() -> None:
 
 def test_ancestors_mark_the_path() -> None:
     seen = TreeSegment(0, 0, (-1, 0, 0, 2), 4).ancestors()
-    assert seen.int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
+    assert seen.astype(int).tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
 
 
 def test_a_chain_may_leave_its_parents_out() -> None:
@@ -23,7 +23,7 @@ def test_a_chain_may_leave_its_parents_out() -> None:
     assert short.is_chain
     assert spelled.is_chain
     assert short.depths == spelled.depths
-    assert short.ancestors().equal(spelled.ancestors())
+    assert (short.ancestors() == spelled.ancestors()).all()
 
 
 def test_a_plan_packs_segments_row_after_row() -> None:

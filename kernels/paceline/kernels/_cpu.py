@@ -91,7 +91,7 @@ def attend_block(
 ) -> None:
     """Attention of the nodes of one block, ``[nodes, Hq, D]``, into ``out``."""
     layout, scores = work.layout, work.scores
-    work.packed_by_node.copy_(q.view(work.by_node))
+    work.packed_by_node.copy_(q.reshape(work.by_node))
     _multiply_keys(work, key, scale)
     if layout.hidden is not None:
         work.maskable.masked_fill_(layout.hidden, float("-inf"))

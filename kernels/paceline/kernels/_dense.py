@@ -59,7 +59,7 @@ def _hidden(plan: TreePlan, index: int, window: int | None) -> Tensor:
 
 def _seen(segment: TreeSegment, window: int | None) -> Tensor:
     seen = torch.ones(segment.length, segment.stop, dtype=torch.bool)
-    seen[:, segment.start :] = segment.ancestors()
+    seen[:, segment.start :] = torch.from_numpy(segment.ancestors())
     if window is not None:
         at = torch.tensor(segment.depths) + segment.start
         seen &= torch.cat([torch.arange(segment.start), at])[None, :] > at[:, None] - window

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.kernels.trees import CHUNK, TreeSegment
+
+_Bools = NDArray[np.bool_]
+_Ints = NDArray[np.int64]
 
 ROW_MULTIPLE = 4
 """Rows are padded to this: below it, matrix products take another path, with other bits."""
@@ -91,11 +96,13 @@ def lay_out(
     hidden: Tensor | None = None
     crossings: tuple[Crossing, ...] = ()
     if segment.length > 1 or window is not None:
-        mine = slice(first, first + nodes)
+        at = np.array(segment.depths) + segment.start
+        ancestors = segment.ancestors()
         begin = (own_chunk if window is None else first_chunk) * CHUNK
-        seen = _sight(segment, begin, window)[mine]
-        hidden = None if bool(seen.all()) else _per_row(~seen, group)
-        crossings = _crossings(segment, group, window, mine)
+        unseen = ~_sight(segment, at, ancestors, begin, window)[first : first + nodes]
+        if unseen.any():
+            hidden = torch.from_numpy(_per_row(unseen, group))
+        crossings = _crossings(segment, at, ancestors, group, window, range(first, first + nodes))
     return BlockLayout(
         first=first,
         nodes=nodes,
@@ -109,56 +116,66 @@ def lay_out(
     )
 
 
-def _sight(segment: TreeSegment, begin: int, window: int | None) -> Tensor:
-    """Bool ``[length, stop - begin]``: which slots each node sees in whole chunks and its own.
+def _sight(
+    segment: TreeSegment, at: _Ints, ancestors: _Bools, begin: int, window: int | None
+) -> _Bools:
+    """``[length, stop - begin]``: which slots each node sees in whole chunks and its own.
 
     A node beyond the border of the chunk where the prefix ends does not see that chunk here: it
     is not whole in the cache, but gathered along the node's path (see :class:`Crossing`).
     """
-    at = torch.tensor(segment.depths) + segment.start
-    slot_at = torch.cat([torch.arange(begin, segment.start), at])
-    seen = torch.ones(segment.length, slot_at.numel(), dtype=torch.bool)
-    seen[:, segment.start - begin :] = segment.ancestors()
+    slot_at = np.concatenate([np.arange(begin, segment.start), at])
+    seen = np.ones((segment.length, slot_at.size), np.bool_)
+    seen[:, segment.start - begin :] = ancestors
     border = segment.start // CHUNK * CHUNK
-    seen &= (slot_at < border) | (slot_at // CHUNK == (at // CHUNK)[:, None])
+    if at.max() >= border + CHUNK:
+        seen &= (slot_at < border) | (slot_at // CHUNK == (at // CHUNK)[:, None])
     if window is not None:
-        seen &= slot_at > at[:, None] - window
+        seen &= slot_at > (at - window)[:, None]
     return seen
 
 
 def _crossings(
-    segment: TreeSegment, group: int, window: int | None, mine: slice
+    segment: TreeSegment,
+    at: _Ints,
+    ancestors: _Bools,
+    group: int,
+    window: int | None,
+    mine: range,
 ) -> tuple[Crossing, ...]:
     """Group nodes beyond the border by the ancestor that stands on the last position before it."""
     begin = segment.start // CHUNK * CHUNK
     last = begin + CHUNK - 1
-    at = [segment.start + depth for depth in segment.depths]
-    if max(at) <= last:
+    if at.max() <= last:
         return ()
     parents = segment.parents or range(-1, segment.length - 1)
     gates: list[int] = []
     members: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):
         gates.append(node if at[node] <= last else gates[parent])
-        if at[node] > last and mine.start <= node < mine.stop:
+        if at[node] > last and node in mine:
             members.setdefault(gates[node], []).append(node)
-    seen = segment.ancestors()
     crossings: list[Crossing] = []
     for gate, nodes in members.items():
-        path = seen[gate].nonzero()[:, 0] + segment.start
-        slots = torch.cat([torch.arange(begin, segment.start), path])
-        rows = [(node - mine.start) * group + head for node in nodes for head in range(group)]
-        rows += rows[-1:] * (-len(rows) % ROW_MULTIPLE)
-        hidden: Tensor | None = None
-        if window is not None:
-            where = torch.tensor([at[mine.start + row // group] for row in rows])
-            outside = torch.arange(begin, begin + CHUNK) <= where[:, None] - window
-            hidden = outside if bool(outside.any()) else None
-        crossings.append(Crossing(torch.tensor(rows), slots, hidden))
+        path = ancestors[gate].nonzero()[0] + segment.start
+        slots = np.concatenate([np.arange(begin, segment.start), path])
+        first_rows = (np.array(nodes) - mine.start) * group
+        rows = (first_rows[:, None] + np.arange(group)).reshape(-1)
+        rows = np.pad(rows, (0, -rows.size % ROW_MULTIPLE), mode="edge")
+        outside = _outside(at[mine.start + rows // group], begin, window)
+        crossings.append(Crossing(torch.from_numpy(rows), torch.from_numpy(slots), outside))
     return tuple(crossings)
 
 
-def _per_row(mask: Tensor, group: int) -> Tensor:
+def _outside(at: _Ints, begin: int, window: int | None) -> Tensor | None:
+    """Which positions of a chunk lie before the windows of rows at ``at``, if any do."""
+    if window is None:
+        return None
+    outside = np.arange(begin, begin + CHUNK) <= (at - window)[:, None]
+    return torch.from_numpy(outside) if outside.any() else None
+
+
+def _per_row(mask: _Bools, group: int) -> _Bools:
     """Repeat a per-node mask for every query head of the group; padding rows hide nothing."""
-    rows = mask.repeat_interleave(group, 0)
-    return torch.nn.functional.pad(rows, (0, 0, 0, -rows.shape[0] % ROW_MULTIPLE), value=False)
+    rows = mask.repeat(group, 0)
+    return np.pad(rows, ((0, -rows.shape[0] % ROW_MULTIPLE), (0, 0)))

@@ -108,13 +108,18 @@ class Workspace:
         self._lay_out_whole(scratch, kv_heads, dim, copy)
         self.result_by_node = self._nodes_first(self.result)
         self.mass_by_node = self._nodes_first(self.mass.unsqueeze(-1))
-        self.peaks_by_node = self._nodes_first(self.peaks)
+
+    @property
+    def peaks_by_node(self) -> Tensor:
+        """Largest score of every row, ``[nodes, Hkv, group, 1]``."""
+        return self._nodes_first(self.peaks)
 
     def _nodes_first(self, x: Tensor) -> Tensor:
         """View ``[Hkv, R, n]`` as ``[nodes, Hkv, group, n]``."""
-        nodes, _, group, _ = self.by_node
-        used: Tensor = x[:, : self.layout.rows].unflatten(1, (nodes, group))
-        return used.transpose(0, 1)
+        nodes, kv_heads, group, _ = self.by_node
+        by_head, by_row, by_column = x.stride()
+        strides = (group * by_row, by_head, by_row, by_column)
+        return x.as_strided((nodes, kv_heads, group, x.shape[2]), strides, x.storage_offset())
 
     def _key_steps(
         self, scratch: Scratch, kv_heads: int, dim: int, copy: bool

@@ -21,7 +21,9 @@ from torch import Tensor
 
 _ROUNDS = 10
 _MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
+_WEYL_STEPS = np.arange(_ROUNDS, dtype=np.uint64)[:, None, None] * np.array(
+    [[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64
+)
 _LOW = np.uint64(0xFFFFFFFF)
 _HIGH_SHIFT = np.uint64(32)
 _BLOCK = 4096  # counters per pass: the working arrays stay in the first two cache levels
@@ -117,13 +119,11 @@ def _rounds(even: _U64, odd: _U64, key: tuple[int, int]) -> tuple[_U64, _U64]:
     round ends with is made by handing the rows on in reverse.
     """
     product = np.empty_like(even)
-    for turn in range(_ROUNDS):
-        words = np.array(
-            [[(key[0] + turn * _WEYL[0]) & 0xFFFFFFFF], [(key[1] + turn * _WEYL[1]) & 0xFFFFFFFF]],
-            dtype=np.uint64,
-        )
+    words = np.array([[[key[0]], [key[1]]]], dtype=np.uint64) + _WEYL_STEPS
+    words &= _LOW
+    for word in words:
         np.multiply(even, _MULTIPLIERS, out=product)
-        odd ^= words
+        odd ^= word
         np.right_shift(product, _HIGH_SHIFT, out=even)
         even = even[::-1]
         even ^= odd

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 MAX_TREE_NODES = 256
@@ -84,16 +85,18 @@ class TreeSegment:
         """One past the last cache slot the segment fills."""
         return self.start + self.length
 
-    def ancestors(self) -> Tensor:
-        """Ancestor-or-self relation, bool ``[length, length]``: row i marks the path of node i."""
+    def ancestors(self) -> NDArray[np.bool_]:
+        """Ancestor-or-self relation, ``[length, length]``: row i marks the path of node i."""
         if self.is_chain:
-            return torch.ones(self.length, self.length, dtype=torch.bool).tril_()
+            return np.tri(self.length, dtype=np.bool_)
         assert self.parents is not None
-        seen = np.eye(self.length, dtype=np.bool_)
+        paths: list[int] = []  # one bit a node
         for node, parent in enumerate(self.parents):
-            if parent >= 0:
-                seen[node] |= seen[parent]
-        return torch.from_numpy(seen)
+            paths.append(1 << node | (paths[parent] if parent >= 0 else 0))
+        size = (self.length + 7) // 8
+        packed = b"".join(path.to_bytes(size, "little") for path in paths)
+        bits = np.frombuffer(packed, np.uint8).reshape(self.length, size)
+        return np.unpackbits(bits, axis=1, count=self.length, bitorder="little").view(np.bool_)
 
 
 @dataclass
