@@ -62,7 +62,7 @@ class Stats:
     prefill_ms: float = 0.0
     """Time the verifier spent on prompts, those prefilled again after a restart included."""
     first_token_ms: float = 0.0
-    """From the start of the generation to its first token."""
+    """From the request for a cache to the first token."""
     total_ms: float = 0.0
     """From the start of the generation to its end."""
 
