@@ -61,3 +61,10 @@ def test_paths_must_rise(cache: LocalCache, path: list[int]) -> None:
 def test_paths_must_lie_in_reserved_slots(cache: LocalCache) -> None:
     with pytest.raises(ValueError, match="slots are reserved"):
         cache.commit([0, cache.capacity])
+
+
+def test_a_cache_grown_in_inference_mode_can_be_used_outside(cache: LocalCache) -> None:
+    with torch.inference_mode():
+        cache.reserve(cache.capacity)
+    cache.commit([1, 2])
+    assert len(cache) == 12

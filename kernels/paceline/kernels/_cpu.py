@@ -53,6 +53,10 @@ class CpuBackend:
         lse: Tensor | None,
     ) -> None:
         """See :func:`paceline.kernels.tree_attention`."""
+        if not torch.is_inference_mode_enabled():  # scratch is made and written in that mode only
+            with torch.inference_mode():
+                self.attend(q, keys, values, plan, scale=scale, window=window, out=out, lse=lse)
+            return
         heads = (q.shape[1], keys[0].shape[0], q.shape[2])
         copy = keys[0].dtype != torch.float32
         blocks = plan.prepared.get((heads, copy, window))

@@ -101,6 +101,6 @@ class LocalCache:
         self._views = [(both[0], both[1]) for both in store]
 
     def _allocate(self, capacity: int) -> Tensor:
-        return torch.zeros(
-            *self._shape, capacity, self._dim, dtype=self._dtype, device=self._device
-        )
+        with torch.inference_mode(False):  # or it could only be written in inference mode
+            shape = (*self._shape, capacity, self._dim)
+            return torch.zeros(shape, dtype=self._dtype, device=self._device)

@@ -16,7 +16,7 @@ from paceline.decoder.config import DecoderConfig, load_config
 from paceline.decoder.linear import Linear
 from paceline.decoder.norm import RmsNorm
 from paceline.decoder.rope import Rope, rotate
-from paceline.decoder.weights import load_weights, take
+from paceline.decoder.weights import Checkpoint, take
 from paceline.kernels import TreePlan, tree_attention
 
 
@@ -91,7 +91,7 @@ class Decoder:
         """
         config = load_config(folder, dtype)
         with torch.inference_mode():
-            return Decoder(config, load_weights(folder, config.dtype, device), device)
+            return Decoder(config, Checkpoint(folder, config.dtype, device), device)
 
     @property
     def embedding(self) -> Tensor:

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,20 +38,35 @@ def weight_files(folder: str | Path) -> list[Path]:
     )
 
 
-def load_weights(
-    folder: str | Path, dtype: torch.dtype, device: torch.device | str
-) -> dict[str, Tensor]:
-    """All tensors of a folder by name, floating ones converted to ``dtype``."""
-    return {name: tensor.to(device, dtype) for name, tensor in _tensors(folder)}
+class Checkpoint(Mapping[str, Tensor]):
+    """Tensors of a folder by name, each read when asked for and not kept."""
 
+    def __init__(
+        self, folder: str | Path, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
+        """Open the weight files of a folder; tensors come as ``dtype`` on ``device``.
 
-def _tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
-    from safetensors import safe_open
+        Raises:
+            UnsupportedModelError: The folder has no safetensors weights, or a shard is missing.
+        """
+        from safetensors import safe_open
 
-    for path in weight_files(folder):
-        with safe_open(str(path), framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a mapping
-                yield name, file.get_tensor(name)
+        self._files: dict[str, Any] = {}
+        for path in weight_files(folder):
+            file: Any = safe_open(str(path), framework="pt")
+            self._files.update(dict.fromkeys(file.keys(), file))
+        self._dtype = dtype
+        self._device = device
+
+    def __getitem__(self, name: str) -> Tensor:
+        found: Tensor = self._files[name].get_tensor(name)
+        return found.to(self._device, self._dtype, copy=True)  # a copy outlives the file
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
 
 
 def take(weights: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
