@@ -82,7 +82,8 @@ def load_config(folder: str | Path, dtype: torch.dtype | str = "auto") -> Decode
 
     Args:
         folder: Hugging Face model folder.
-        dtype: float32 or bfloat16, or "auto" for the type the folder names.
+        dtype: float32 or bfloat16, or "auto" for what the folder names (bfloat16 for
+            float16).
 
     Raises:
         UnsupportedModelError: Architecture, feature or data type that is not supported.

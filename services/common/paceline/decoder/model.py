@@ -82,7 +82,8 @@ class Decoder:
 
         Args:
             folder: The model folder.
-            dtype: float32, bfloat16, or "auto" for what the folder names.
+            dtype: float32, bfloat16, or "auto" for what the folder names (bfloat16 for
+                float16).
             device: Where to run.
 
         Raises:
