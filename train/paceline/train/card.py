@@ -62,18 +62,12 @@ def target_card(facts: Facts, numbers: TargetNumbers) -> str:
     losses = "\n".join(f"| {_SPLITS[s]} | {value:.2f} |" for s, value in numbers.loss.items())
     texts = f"{len(facts.corpus.train)} files of the {facts.corpus.source}"
     shown = [
-        f"| {r.prompt} | {r.split} | {r.greedy:.2f} | {r.sampled:.2f} |" for r in numbers.repetition
+        f"| {r.prompt} | {_SPLITS[r.split]} | {r.greedy:.2f} | {r.sampled:.2f} |"
+        for r in numbers.repetition
+    ] + [
+        f"| median of 32 random places | {_SPLITS[s]} | {value:.2f} | |"
+        for s, value in numbers.anywhere.items()
     ]
-    repetition = (
-        "\nShare of distinct 4-grams in the "
-        f"{GENERATED_TOKENS} tokens that follow each demo prompt (1: nothing repeats; text caught "
-        "in a loop falls below 0.3):\n\n"
-        "| prompt | file was | greedy | temperature 0.8 |\n| --- | --- | --- | --- |\n"
-        + "\n".join(shown)
-        + "\n"
-        if shown
-        else ""
-    )
     return f"""{_header(facts)}# Paceline demo target
 
 A small Llama-type language model that writes Python source. It exists so that speculative
@@ -95,7 +89,14 @@ and then a linear fall.
 
 The gap between the first row and the last is recitation: guesses about text from files trained on
 are much easier than guesses about anything else, so state which kind a measurement used.
-{repetition}"""
+
+Share of distinct 4-grams in the {GENERATED_TOKENS} tokens that follow a prompt (1: nothing
+repeats; text caught in a loop of one line falls below 0.3):
+
+| prompt | from | greedy | temperature 0.8 |
+| --- | --- | --- | --- |
+{chr(10).join(shown)}
+"""
 
 
 def drafter_card(facts: Facts, numbers: DrafterNumbers) -> str:

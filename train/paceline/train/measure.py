@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import mean
+from statistics import mean, median
 from typing import Any
+
+import numpy as np
 
 from paceline.train.evaluate import (
     Documents,
@@ -13,6 +15,7 @@ from paceline.train.evaluate import (
     text_loss,
     top1_hits,
 )
+from paceline.train.own_text import PROMPT, random_prompts, until, write
 from paceline.train.prompts import Prompt
 
 GENERATED_TOKENS = 256
@@ -34,10 +37,12 @@ class Repetition:
 
 @dataclass(frozen=True)
 class TargetNumbers:
-    """Loss per split in nats per token, and repetition per prompt."""
+    """Loss per split in nats per token, and repetition per prompt and at random places."""
 
     loss: dict[str, float]
     repetition: list[Repetition]
+    anywhere: dict[str, float]
+    """Median share of distinct 4-grams in greedy texts from 32 random places, per split."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,18 @@ def measure_target(
             distinct_ngrams(continuation(model, ids, GENERATED_TOKENS, heat)) for heat in (0, 0.8)
         )
         repetition.append(Repetition(prompt.id, prompt.split, greedy, sampled))
-    return TargetNumbers(loss, repetition)
+    anywhere = {
+        split: _median_distinct(model, files, tokenizer.eos_token_id)
+        for split, files in texts.items()
+        if any(len(ids) >= PROMPT for ids in files)
+    }
+    return TargetNumbers(loss, repetition, anywhere)
+
+
+def _median_distinct(model: Any, documents: Documents, separator: int) -> float:
+    prompts = random_prompts(documents, np.random.default_rng(0))
+    texts = write(model, prompts, separator, greedy=True, length=PROMPT + GENERATED_TOKENS)
+    return median(distinct_ngrams(until(separator, ids)) for ids in texts[:, PROMPT:].tolist())
 
 
 def measure_drafter(

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from paceline.train.evaluate import Documents
 
-_PROMPT, _LENGTH, _ROWS = 128, 512, 32  # tokens of a prompt, of a whole text, texts at a time
+PROMPT = 128
+"""Tokens of a random prompt."""
+_LENGTH, _ROWS = 512, 32  # tokens of a whole text, texts at a time
 
 
 def own_texts(
@@ -34,7 +36,7 @@ def own_texts(
         groups = range(-(-count // _ROWS))
         rows = torch.cat(
             [
-                _write(target, _prompts(documents, draw), separator, greedy=number % 2 == 0)
+                write(target, random_prompts(documents, draw), separator, greedy=number % 2 == 0)
                 for number in track(groups, "the target's own text")
             ]
         )
@@ -43,33 +45,46 @@ def own_texts(
         save_file({"tokens": rows[:count].contiguous()}, partial)
         os.replace(partial, path)
     texts: list[list[int]] = load_file(path)["tokens"].tolist()
-    return [text[: text.index(separator)] if separator in text else text for text in texts]
+    return [until(separator, text) for text in texts]
 
 
-def _prompts(documents: Documents, draw: np.random.Generator) -> Tensor:
-    """Windows from random places of random documents, int64 [32, 128]."""
-    long = [ids for ids in documents if len(ids) >= _PROMPT]
+def random_prompts(documents: Documents, draw: np.random.Generator) -> Tensor:
+    """Windows from random places of random documents, int64 [32, 128].
+
+    Raises ValueError where no document is as long as a window.
+    """
+    long = [ids for ids in documents if len(ids) >= PROMPT]
     if not long:
-        raise ValueError(f"no document has {_PROMPT} tokens to start a text with: give longer ones")
+        raise ValueError(f"no document has {PROMPT} tokens to start a text with: give longer ones")
     prompts = []
     for _ in range(_ROWS):
         ids = long[draw.integers(len(long))]
-        start = int(draw.integers(len(ids) - _PROMPT + 1))
-        prompts.append(ids[start : start + _PROMPT])
+        start = int(draw.integers(len(ids) - PROMPT + 1))
+        prompts.append(ids[start : start + PROMPT])
     return torch.tensor(prompts)
 
 
 @torch.no_grad()
-def _write(target: Any, prompts: Tensor, separator: int, greedy: bool) -> Tensor:
-    """Prompts with the target's text after them, int32 [32, 512] on the CPU, `separator` behind."""
+def write(
+    target: Any, prompts: Tensor, separator: int, greedy: bool, length: int = _LENGTH
+) -> Tensor:
+    """What `target` makes of `prompts` (int64 [rows, tokens]): int32 [rows, length] on the CPU.
+
+    Rows hold prompt and text; behind a text that ends early stands `separator`.
+    """
     prompts = prompts.to(target.device)
     how: dict[str, Any] = {"do_sample": False} if greedy else {"do_sample": True, "top_k": 0}
     written = target.eval().generate(
         prompts,
         attention_mask=torch.ones_like(prompts),
-        max_new_tokens=_LENGTH - _PROMPT,
+        max_new_tokens=length - prompts.shape[1],
         pad_token_id=separator,
         **how,
     )
-    missing = _LENGTH - written.shape[1]
+    missing = length - written.shape[1]
     return torch.nn.functional.pad(written, (0, missing), value=separator).to("cpu", torch.int32)
+
+
+def until(separator: int, text: list[int]) -> list[int]:
+    """`text` up to its first `separator`."""
+    return text[: text.index(separator)] if separator in text else text
