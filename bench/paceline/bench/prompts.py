@@ -7,6 +7,9 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 
+_EXCERPT = 88  # tokens
+
+
 @dataclass(frozen=True)
 class Prompt:
     """Token ids under a set's name."""
@@ -19,8 +22,8 @@ class Prompt:
 def load(folder: Path, target: Path, *, length: int = 384, copies: int = 4) -> list[Prompt]:
     """The demo prompts as they are, and `copying` prompts made from the held-out files.
 
-    A copying prompt is an excerpt followed by the first third of itself, so that a model goes on
-    with what stands above. `length` is the longest prompt, in tokens.
+    A copying prompt is a short excerpt over and over, cut off in the middle, so that a model goes
+    on with what stands above. `length` is the longest prompt, in tokens.
     """
     tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
     prompts = []
@@ -32,6 +35,7 @@ def load(folder: Path, target: Path, *, length: int = 384, copies: int = 4) -> l
     for file in sorted((folder / "heldout").glob("*"))[:copies]:
         ids = tokenizer.encode(file.read_text(errors="replace")).ids
         if len(ids) >= length:
-            excerpt = ids[: 3 * length // 4]
-            prompts.append(Prompt("copying", file.name, excerpt + excerpt[: length // 4]))
+            excerpt = ids[length // 2 : length // 2 + _EXCERPT]
+            repeated = excerpt * (length // _EXCERPT) + excerpt[: length % _EXCERPT]
+            prompts.append(Prompt("copying", file.name, repeated))
     return prompts
