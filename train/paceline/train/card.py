@@ -59,7 +59,10 @@ class Facts:
 
 def target_card(facts: Facts, numbers: TargetNumbers) -> str:
     """The README.md of a target's folder."""
-    losses = "\n".join(f"| {_SPLITS[s]} | {value:.2f} |" for s, value in numbers.loss.items())
+    losses = "\n".join(
+        f"| {_SPLITS[s]} | {value:.2f} | {_shown(numbers.long_loss.get(s))} |"
+        for s, value in numbers.loss.items()
+    )
     texts = f"{len(facts.corpus.train)} files of the {facts.corpus.source}"
     shown = [
         f"| {r.prompt} | {_SPLITS[r.split]} | {r.greedy:.2f} | {r.sampled:.2f} |"
@@ -83,15 +86,17 @@ and then a linear fall.
 {_schedule(facts)}
 ## Measured
 
-| text | loss, nats per token |
-| --- | --- |
+| text | loss, nats per token, windows of 1024 tokens | windows of {facts.preset.context} |
+| --- | --- | --- |
 {losses}
 
 The gap between the first row and the last is recitation: guesses about text from files trained on
 are much easier than guesses about anything else, so state which kind a measurement used.
+Where the second number is higher, the model is worse at late positions: few steps showed it any.
 
 Share of distinct 4-grams in the {GENERATED_TOKENS} tokens that follow a prompt (1: nothing
-repeats; text caught in a loop of one line falls below 0.3):
+repeats; text caught in a loop of one line falls below 0.3). Demo prompts are chosen ones; the
+medians tell what to expect elsewhere.
 
 | prompt | from | greedy | temperature 0.8 |
 | --- | --- | --- | --- |
@@ -160,6 +165,10 @@ def _data(facts: Facts, texts: str) -> str:
         f"{texts}: {facts.stream:,} tokens. {len(facts.corpus.heldout)} files are held out. "
         f"The target's `corpus.json` lists all files with digests. {licence}\n"
     )
+
+
+def _shown(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
 
 
 def _schedule(facts: Facts) -> str:

@@ -23,6 +23,7 @@ TRAINED, EARLY, HELDOUT = "trained", "early", "heldout"
 """Splits of text: trained on to the end, in the first part of the run only, never."""
 _FILE_TOKENS = 2048  # of each measured file, from its start
 _FILES = 12
+_LONG_FILES = 4  # that fill the context: attention makes these dear
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,9 @@ class TargetNumbers:
     """Loss per split in nats per token, and repetition per prompt and at random places."""
 
     loss: dict[str, float]
+    """In windows of 1024 tokens."""
+    long_loss: dict[str, float]
+    """In windows of the whole context, of files that fill it; splits without such files lack."""
     repetition: list[Repetition]
     anywhere: dict[str, float]
     """Median share of distinct 4-grams in greedy texts from 32 random places, per split."""
@@ -64,6 +68,15 @@ def measure_target(
 ) -> TargetNumbers:
     """Measure an HF target; `texts` are token ids per split. Takes a minute or two on a CPU."""
     loss = {name: text_loss(model, part) for name, part in _sample(texts).items()}
+    context: int = model.config.max_position_embeddings
+    filling = {
+        split: [ids for ids in files if len(ids) > context] for split, files in texts.items()
+    }
+    long_loss = {
+        split: text_loss(model, [ids[: context + 1] for ids in files[:_LONG_FILES]], context)
+        for split, files in filling.items()
+        if files
+    }
     repetition = []
     for prompt in prompts:
         ids = tokenizer.encode(prompt.text)
@@ -76,7 +89,7 @@ def measure_target(
         for split, files in texts.items()
         if any(len(ids) >= PROMPT for ids in files)
     }
-    return TargetNumbers(loss, repetition, anywhere)
+    return TargetNumbers(loss, long_loss, repetition, anywhere)
 
 
 def _median_distinct(model: Any, documents: Documents, separator: int) -> float:
