@@ -31,13 +31,14 @@ class FakeSequence(DraftSequence):
         self.drafter = drafter
         self.text = list(generation.tokens)
         self.pending = len(self.text)
+        self.stuck = False
         self.updates: list[Update] = []
         self.threads: set[str] = set()
         self.closed = 0
 
     @property
     def backlog(self) -> int:
-        return self.pending
+        return 10**15 if self.stuck else self.pending
 
     def warm(self, limit: int) -> None:
         self.threads.add(threading.current_thread().name)
