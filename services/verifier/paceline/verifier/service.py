@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -37,15 +38,26 @@ class VerifierService:
 
     def __init__(self, target: Path, options: VerifierOptions) -> None:
         """Load the model; see :func:`build_service`."""
-        if options.threads is not None:
-            torch.set_num_threads(options.threads)
-        decoder = Decoder.load(target, options.dtype, options.device)
+        threads = options.threads or torch.get_num_threads()
+        # OpenMP keeps a team of workers for each thread that computes. A second team would
+        # outnumber the cores, and its workers then sleep and wake at every operation, which doubles
+        # the time of a step. So this thread gets none, and the loading one takes its own along.
+        torch.set_num_threads(1)
+        with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
+            decoder = pool.submit(Decoder.load, target, options.dtype, options.device).result()
+            facts = pool.submit(
+                read_facts,
+                target,
+                decoder,
+                max_context=options.max_context,
+                lease_seconds=options.lease_seconds,
+            ).result()
         config = decoder.config
         self.engine = Engine(
             decoder,
             step_tokens=options.step_token_limit,
             prefill_tokens=options.prefill_token_limit,
-            threads=options.threads,
+            threads=threads,
         )
         self.store = CacheStore(
             KvLayout(config.layers, config.kv_heads, config.head_dim, config.dtype),
@@ -56,12 +68,7 @@ class VerifierService:
         )
         self._gate = Gate()
         self._servicer = VerifierServicer(
-            read_facts(
-                target,
-                decoder,
-                max_context=options.max_context,
-                lease_seconds=options.lease_seconds,
-            ),
+            facts,
             self.store,
             self.engine,
             self._gate,
