@@ -6,7 +6,6 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-
 _EXCERPT = 88  # tokens
 
 
