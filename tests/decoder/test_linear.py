@@ -1,0 +1,22 @@
+"""Rows of a linear layer do not depend on one another."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paceline.decoder.linear import Linear
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("ins", "outs"), [(48, 80), (1024, 384), (4864, 896), (8192, 256)])
+def test_a_row_has_the_same_bits_in_any_company(ins: int, outs: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(ins)
+    weight = torch.randn(outs, ins, generator=generator).mul_(ins**-0.5).to(dtype)
+    layer = Linear(weight, torch.randn(outs, generator=generator).to(dtype))
+    x = torch.randn(64, ins, generator=generator).to(dtype)
+    together = layer(x)
+    for row in range(64):
+        assert torch.equal(layer(x[row : row + 1])[0], together[row]), row
+    for rows in (2, 3, 5, 9, 16, 33):
+        assert torch.equal(layer(x[:rows]), together[:rows]), rows
