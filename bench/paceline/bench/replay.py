@@ -53,7 +53,7 @@ class Efficiency:
 
 
 async def measure(
-    work: Path, *, acceptance: float = 0.8, nodes: int = 8, tokens: int = 160, prompt: int = 256
+    work: Path, *, acceptance: float = 0.8, nodes: int = 8, tokens: int = 256, prompt: int = 256
 ) -> dict[str, object]:
     """Measure `Efficiency` on a target of 0.5B shape with random weights in bf16.
 
@@ -74,7 +74,8 @@ async def measure(
     spec = f"replay=replay:{recording},p={acceptance},max_nodes={nodes},seed=1"
     with Services(target, [spec], "bfloat16") as services:
         async with services.client() as client:
-            await generate(client, text, 8, "none")
+            # Warm up, and let the client learn what plain and drafted rounds cost.
+            await generate(client, text, 32, "replay")
             plain = await generate(client, text, tokens, "none")
             drafted = await generate(client, text, tokens, "replay")
     rounds = [entry for entry in drafted.stats.rounds if entry.drafted]
