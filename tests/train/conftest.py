@@ -24,8 +24,7 @@ def preset() -> Preset:
         context=128,
         files=6,
         heldout_files=2,
-        rows=4,
-        length=32,
+        shapes=((0, 4, 32), (0.9, 1, 128)),
         vocabulary=320,
     )
 

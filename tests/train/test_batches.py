@@ -48,3 +48,20 @@ def test_fewer_documents_are_the_first_ones() -> None:
 def test_a_corpus_too_short_for_a_batch_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot fill 4 rows of 512 tokens"):
         Batches(DOCUMENTS, separator=0).next(4, 512)
+
+
+def test_copied_rows_end_with_a_copy_of_what_stands_before_it() -> None:
+    batches = Batches([list(range(1, 2001))], separator=0, copied=1.0)
+    for _ in range(30):
+        row = batches.stream[batches.next(1, 64)][0].tolist()
+        at = len(row) - 1 - row[::-1].index(0)
+        copied = row[at + 1 :]
+        assert 65 // 8 <= len(copied) <= 32
+        assert any(row[i : i + len(copied)] == copied for i in range(at))
+
+
+def test_a_share_of_the_rows_is_copied() -> None:
+    batches = Batches([list(range(1, 64001))], separator=0, copied=0.25)
+    rows = batches.stream[batches.next(900, 64)]
+    copied = (rows[:, 1:] == 0).any(1).float().mean().item()
+    assert 0.18 < copied < 0.32  # 4.8 standard deviations either way

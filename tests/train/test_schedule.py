@@ -17,8 +17,9 @@ def test_rates_warm_up_stay_and_fall(preset: Preset) -> None:
 @pytest.mark.parametrize("preset", PRESETS.values(), ids=list(PRESETS))
 def test_the_last_rows_fill_the_context(preset: Preset) -> None:
     schedule = Schedule(preset, minutes=10, steps=1000)
-    assert schedule.shape(0.5) == (preset.rows, preset.length)
-    assert schedule.shape(0.99) == (preset.long_rows, preset.context)
+    assert schedule.shape(0.0) == preset.shapes[0][1:]
+    assert schedule.shape(0.99) == preset.shapes[-1][1:]
+    assert preset.shapes[-1][2] == preset.context
     assert preset.context >= 4096
 
 
@@ -39,4 +40,4 @@ def test_a_pause_within_a_step_is_not_counted() -> None:
 
 def test_rows_longer_than_the_context_are_refused() -> None:
     with pytest.raises(ValueError, match="do not fit"):
-        Preset(**{**vars(PRESETS["cpu"]), "length": 8192})
+        Preset(**{**vars(PRESETS["cpu"]), "shapes": ((0, 1, 8192),)})

@@ -4,8 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+IntArray = npt.NDArray[np.int64]
+_SEPARATOR_PLACE = 0  # every document, so the stream, begins with a separator
 
 
 @dataclass
@@ -25,9 +29,18 @@ class Batches:
     batch holds places in that stream, so that whatever is known about a token (the token itself,
     a teacher's opinion of the next one) can be looked up for it. The order of documents, and of
     the rows cut from them, is a function of (seed, epoch) alone.
+
+    A share `copied` of the rows ends with a separator and a second copy of a piece of the row:
+    text that appears once gives a model no reason to learn to look back and copy.
     """
 
-    def __init__(self, documents: Sequence[Sequence[int]], separator: int, seed: int = 0) -> None:
+    def __init__(
+        self,
+        documents: Sequence[Sequence[int]],
+        separator: int,
+        seed: int = 0,
+        copied: float = 0.0,
+    ) -> None:
         """`documents` are token ids without separators."""
         pieces = [[separator, *ids] for ids in documents]
         ends = np.cumsum([len(piece) for piece in pieces])
@@ -35,6 +48,7 @@ class Batches:
         self.position = Position()
         self._places = np.split(np.arange(len(self.stream)), ends[:-1])
         self._seed = seed
+        self._copied = copied
         self._rows: Tensor | None = None
 
     def next(self, rows: int, length: int, documents: int | None = None) -> Tensor:
@@ -74,4 +88,16 @@ class Batches:
                 "give more files or shorter rows"
             )
         starts = order.permutation(count) * length
-        return torch.from_numpy(shuffled[starts[:, None] + np.arange(length + 1)])
+        cut = shuffled[starts[:, None] + np.arange(length + 1)]
+        for i in np.flatnonzero(order.random(count) < self._copied):
+            _end_with_copy(cut[i], order)
+        return torch.from_numpy(cut)
+
+
+def _end_with_copy(row: IntArray, random: np.random.Generator) -> None:
+    """Let the row of places end with a separator and a copy of an eighth to a half of it."""
+    length = int(random.integers(len(row) // 8, (len(row) - 1) // 2 + 1))
+    kept = len(row) - 1 - length
+    start = int(random.integers(0, kept - length + 1))
+    row[kept] = _SEPARATOR_PLACE
+    row[kept + 1 :] = row[start : start + length]

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from paceline.train.checkpoint import Progress
 from paceline.train.corpus import Corpus
 from paceline.train.measure import (
     EARLY,
@@ -44,17 +43,23 @@ class Facts:
     parameters: int
     corpus: Corpus
     preset: Preset
-    progress: Progress
+    runs: list[dict[str, float]]
+    """Steps, tokens and minutes of each run, oldest first."""
     stream: int
     """Tokens of the training text, separators included."""
 
     @classmethod
     def collect(
-        cls, model: nn.Module, corpus: Corpus, preset: Preset, progress: Progress, stream: int
+        cls,
+        model: nn.Module,
+        corpus: Corpus,
+        preset: Preset,
+        runs: list[dict[str, float]],
+        stream: int,
     ) -> "Facts":
         """Gather the facts of a finished run."""
         parameters = sum(p.numel() for p in model.parameters())
-        return cls(parameters, corpus, preset, progress, stream)
+        return cls(parameters, corpus, preset, runs, stream)
 
 
 def target_card(facts: Facts, numbers: TargetNumbers) -> str:
@@ -92,7 +97,7 @@ and then a linear fall.
 
 The gap between the first row and the last is recitation: guesses about text from files trained on
 are much easier than guesses about anything else, so state which kind a measurement used.
-Where the second number is higher, the model is worse at late positions: few steps showed it any.
+Where the second number is higher, the model is worse at late positions.
 
 Share of distinct 4-grams in the {GENERATED_TOKENS} tokens that follow a prompt (1: nothing
 repeats; text caught in a loop of one line falls below 0.3). Demo prompts are chosen ones; the
@@ -172,15 +177,26 @@ def _shown(value: float | None) -> str:
 
 
 def _schedule(facts: Facts) -> str:
-    p, run = facts.preset, facts.progress
+    p = facts.preset
     focus = (
         f" After {p.focus_from:.0%} of the time only the first {p.focus_files} files of "
         "`corpus.json` are read: the model writes better for knowing some text well."
         if p.focus_from < 1
         else ""
     )
-    return (
-        f"{run.step:,} steps, {run.tokens / 1e6:.1f} M tokens, {run.elapsed / 60:.0f} minutes. "
-        f"Steps of {p.rows} × {p.length} tokens; in the last {p.long_share:.0%} of the time "
-        f"{p.long_rows} × {p.context}, so that late positions are seen.{focus}\n"
+    copies = (
+        f" {p.copy_share:.0%} of the rows end with a second copy of a piece of themselves: that "
+        "teaches copying."
+        if p.copy_share
+        else ""
     )
+    shapes = ", ".join(
+        f"{rows} × {length} tokens" + (f" from {start:.0%} of the time on" if start else "")
+        for start, rows, length in p.shapes
+    )
+    runs = "; then, from its weights, ".join(
+        f"{run['steps']:,} steps, {run['tokens'] / 1e6:.1f} M tokens, {run['minutes']:.0f} minutes"
+        for run in facts.runs
+    )
+    last = " of the last run" if len(facts.runs) > 1 else ""
+    return f"{runs}.\nSteps{last}: {shapes}.{focus}{copies}\n"

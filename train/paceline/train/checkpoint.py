@@ -1,5 +1,6 @@
 """Working checkpoints of a run, and the final weights."""
 
+import json
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from paceline.train.batches import Batches, Position
 from paceline.train.optim import Optimizer
 
 _NAME = "run.pt"
+_RUNS = "training.json"
 
 
 @dataclass
@@ -23,6 +25,14 @@ class Progress:
     tokens: int = 0
     elapsed: float = 0.0
     log: list[dict[str, float]] = field(default_factory=list)
+
+    def summary(self) -> dict[str, float]:
+        """Steps, tokens and minutes of this run."""
+        return {
+            "steps": self.step,
+            "tokens": self.tokens,
+            "minutes": round(self.elapsed / 60, 1),
+        }
 
     def note(self, **values: float) -> None:
         """Add one row to the log; `values` are losses in nats per token."""
@@ -74,6 +84,18 @@ def load_run(
     batches.seek(Position(**state["position"]))
     torch.set_rng_state(state["rng"])
     return Progress(**state["progress"])
+
+
+def earlier_runs(folder: Path) -> list[dict[str, float]]:
+    """The runs that made the model in `folder`, oldest first: steps, tokens and minutes of each."""
+    path = folder / _RUNS
+    runs: list[dict[str, float]] = json.loads(path.read_text()) if path.is_file() else []
+    return runs
+
+
+def write_runs(folder: Path, runs: list[dict[str, float]]) -> None:
+    """Keep beside a model which runs made it."""
+    (folder / _RUNS).write_text(json.dumps(runs, indent=1) + "\n")
 
 
 def save_model(

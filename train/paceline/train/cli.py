@@ -13,8 +13,11 @@ _DEMO = Path("models/demo")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the sub-commands of `paceline train` to `parser`."""
     commands = parser.add_subparsers(dest="train_command", required=True, metavar="MODEL")
-    target = commands.add_parser("target", help="train a target from nothing")
+    target = commands.add_parser("target", help="train a target")
     _add_common(target, preset="cpu", out=_DEMO / "target")
+    target.add_argument(
+        "--from", dest="start", type=Path, help="model folder to train further, not from nothing"
+    )
     lm = commands.add_parser("lm", help="distil a target into a small drafter LM")
     _add_common(lm, preset="lm", out=_DEMO / "lm")
     lm.add_argument(
@@ -45,7 +48,7 @@ def main(args: argparse.Namespace) -> int:
         corpus = load_corpus(args.data, preset.files, preset.heldout_files, preset.wide)
         prompts = load_prompts(args.prompts) if args.prompts.is_dir() else []
         if args.train_command == "target":
-            train_target(corpus, preset, run, args.out, prompts)
+            train_target(corpus, preset, run, args.out, prompts, args.start)
         else:
             train_lm(args.target, corpus, preset, run, args.out, prompts)
     except KeyboardInterrupt as stop:

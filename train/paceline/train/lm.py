@@ -65,6 +65,6 @@ def train_lm(
     model = save_model(out, model, tokenizer)
     texts = {TRAINED: known, HELDOUT: heldout}
     measured = measure_drafter(model, target, tokenizer, texts, prompts)
-    facts = Facts.collect(model, corpus, preset, progress, len(batches.stream))
+    facts = Facts.collect(model, corpus, preset, [progress.summary()], len(batches.stream))
     (out / "README.md").write_text(drafter_card(facts, measured))
     return model

@@ -25,10 +25,10 @@ class Preset:
     # small model writes better for knowing some text well than for having seen more of it once.
     minutes: float
     steps: int
-    rows: int
-    length: int
-    long_rows: int
-    long_share: float  # the last share of the run trains `long_rows` rows of `context` tokens
+    shapes: tuple[tuple[float, int, int], ...]
+    """(share of the run it starts at, rows, length in tokens) of a step's batch, in order."""
+    copy_share: float = 0.0
+    """Share of rows that end with a second copy of a piece of themselves: teaches copying."""
     focus_files: int | None = None
     focus_from: float = 1.0
     own_texts: int = 0  # texts by the target itself that a drafter is taught with as well
@@ -42,11 +42,14 @@ class Preset:
     head_width: int = 64
 
     def __post_init__(self) -> None:
-        if self.length > self.context:
+        longest = max(length for _, _, length in self.shapes)
+        if longest > self.context:
             raise ValueError(
-                f"rows of {self.length} tokens do not fit a context of {self.context}: "
-                "lower `length` or raise `context`"
+                f"rows of {longest} tokens do not fit a context of {self.context}: "
+                "lower the lengths in `shapes` or raise `context`"
             )
+        if self.shapes[0][0] != 0:
+            raise ValueError(f"the first shape must start at 0, not at {self.shapes[0][0]}")
 
 
 PRESETS: dict[str, Preset] = {
@@ -54,19 +57,20 @@ PRESETS: dict[str, Preset] = {
     "cpu": Preset(
         width=384, layers=8, heads=6, kv_heads=2, ff=1024, context=4096,
         files=120, heldout_files=12, focus_files=48, focus_from=0.4,
-        minutes=80, steps=5000, rows=4, length=512, long_rows=1, long_share=0.13,
+        minutes=80, steps=5000, copy_share=0.15,
+        shapes=((0, 4, 512), (0.35, 1, 2048), (0.85, 1, 4096)),
     ),
     # 1.1 M parameters: the drafter, distilled from the target above on the files that one knows
     # well and on its own text.
     "lm": Preset(
         width=128, layers=3, heads=2, kv_heads=1, ff=384, context=4096,
         files=120, heldout_files=12, focus_files=48, own_texts=256,
-        minutes=9, steps=3000, rows=4, length=512, long_rows=1, long_share=0.10,
+        minutes=9, steps=3000, shapes=((0, 4, 512), (0.9, 1, 4096)),
     ),
     # 25.7 M parameters on one H200 in under ten minutes, on the whole standard library.
     "gpu": Preset(
         width=512, layers=9, heads=8, kv_heads=2, ff=1280, context=8192,
         files=4000, heldout_files=12, wide=True,
-        minutes=8, steps=6000, rows=16, length=2048, long_rows=4, long_share=0.14,
+        minutes=8, steps=6000, copy_share=0.15, shapes=((0, 16, 2048), (0.86, 4, 8192)),
     ),
 }  # fmt: skip

@@ -50,7 +50,6 @@ class Schedule:
         return self.preset.focus_files if progress >= self.preset.focus_from else None
 
     def shape(self, progress: float) -> tuple[int, int]:
-        """(rows, length in tokens) of the next batch: long rows at the end of the run."""
-        if progress >= 1 - self.preset.long_share:
-            return self.preset.long_rows, self.preset.context
-        return self.preset.rows, self.preset.length
+        """(rows, length in tokens) of the next batch."""
+        begun = [(rows, length) for start, rows, length in self.preset.shapes if start <= progress]
+        return begun[-1]

@@ -8,7 +8,7 @@ from transformers import LlamaForCausalLM
 
 from paceline.train.batches import Batches
 from paceline.train.card import Facts, target_card
-from paceline.train.checkpoint import save_model
+from paceline.train.checkpoint import earlier_runs, save_model, write_runs
 from paceline.train.corpus import Corpus
 from paceline.train.evaluate import next_token_loss, text_loss
 from paceline.train.loop import Run, train
@@ -22,24 +22,39 @@ _HELDOUT_TOKENS = 2048  # tokens of each held-out file read at a checkpoint
 
 
 def train_target(
-    corpus: Corpus, preset: Preset, run: Run, out: Path, prompts: Sequence[Prompt] = ()
+    corpus: Corpus,
+    preset: Preset,
+    run: Run,
+    out: Path,
+    prompts: Sequence[Prompt] = (),
+    start: Path | None = None,
 ) -> LlamaForCausalLM:
     """Train a tokenizer and a target on `corpus`; write an HF model folder with a card to `out`.
 
     The tokenizer is kept beside the checkpoints in `run.work`, so that a resumed run uses the
-    same one. `prompts` are what the card measures repetition on. Returns the model, in bf16.
+    same one. `prompts` are what the card measures repetition on. With `start`, a model folder,
+    weights and tokenizer are taken from there and trained further. Returns the model, in bf16.
+
+    Raises OSError where `start` holds no model, RuntimeError where it is of another shape.
     """
     kept = run.work / "tokenizer"
     if (kept / "tokenizer.json").is_file():
         tokenizer = load_tokenizer(kept)
+    elif start is not None:
+        tokenizer = load_tokenizer(start)
+        tokenizer.save_pretrained(kept)
     else:
         read = (document.text for document in corpus.train)
         tokenizer = train_tokenizer(read, preset.vocabulary, preset.context)
         tokenizer.save_pretrained(kept)
     trained, heldout = (encode_all(tokenizer, part) for part in (corpus.train, corpus.heldout))
-    batches = Batches(trained, tokenizer.eos_token_id)
+    batches = Batches(trained, tokenizer.eos_token_id, copied=preset.copy_share)
     stream = batches.stream.to(run.device)
     model = build_model(preset, tokenizer.eos_token_id)
+    runs = []
+    if start is not None:
+        model.load_state_dict(LlamaForCausalLM.from_pretrained(start).state_dict())
+        runs = earlier_runs(start)
 
     def loss(forward: nn.Module, places: Tensor) -> Tensor:
         return next_token_loss(forward, stream[places.to(run.device)])
@@ -50,9 +65,11 @@ def train_target(
     progress = train(model, loss, batches, preset, run, heldout_loss)
     model = save_model(out, model, tokenizer)
     corpus.write_manifest(out / "corpus.json")
+    runs.append(progress.summary())
+    write_runs(out, runs)
     focus = preset.focus_files or len(trained)
     texts = {TRAINED: trained[:focus], EARLY: trained[focus:], HELDOUT: heldout}
     measured = measure_target(model, tokenizer, texts, prompts)
-    facts = Facts.collect(model, corpus, preset, progress, len(stream))
+    facts = Facts.collect(model, corpus, preset, runs, len(stream))
     (out / "README.md").write_text(target_card(facts, measured))
     return model
