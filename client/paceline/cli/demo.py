@@ -10,6 +10,7 @@ from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -20,6 +21,7 @@ from paceline.cli.processes import ProcessFailed, ServiceProcess
 from paceline.client import Client, GenerationResult, PacelineError
 
 _DRAFTED = "bold green"
+_PROMPTS = Path("prompts", "heldout.jsonl")
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         models = args.models or _demo_models()
         target = args.target or models / "target"
         load = args.load or _drafters(models)
-        prompt = _prompt(args.prompts or models / "prompts" / "heldout.jsonl", args.prompt_id)
+        prompt = _prompt(args.prompts or models / _PROMPTS, args.prompt_id)
         if not (target / "config.json").is_file():
             raise FileNotFoundError(f"{target} holds no model: give --target a model folder")
     except (OSError, ValueError) as error:
@@ -195,10 +197,15 @@ def _drafters(models: Path) -> list[str]:
 
 
 def _prompt(file: Path, wanted: str | None) -> str:
-    """The text of a prompt in a JSON-lines file."""
-    entries = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line]
+    """The text of the prompt with that id; without one, of the first."""
+    entries = _entries(file)
     for entry in entries:
         if wanted is None or entry.get("id") == wanted:
             return str(entry["text"])
     known = ", ".join(str(entry.get("id")) for entry in entries)
     raise ValueError(f"{file} has no prompt {wanted!r}; it has: {known or 'none'}")
+
+
+def _entries(file: Path) -> list[dict[str, Any]]:
+    """The prompts of a JSON-lines file."""
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line]
