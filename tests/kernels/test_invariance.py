@@ -10,6 +10,7 @@ from kernel_cases import HEADS, PREFIXES, Case, attend, make_case, trees
 
 from paceline.kernels import TreeSegment
 
+pytestmark = pytest.mark.usefixtures("cpu_backend")
 DTYPES = [torch.float32, torch.bfloat16]
 
 

@@ -11,6 +11,7 @@ from paceline.kernels.attention import (
 )
 from paceline.kernels.history import History
 from paceline.kernels.noise import gumbel_noise, gumbel_noise_at, philox
+from paceline.kernels.rows import Norm, RowKernels, row_kernels
 from paceline.kernels.sampling import SamplingParams, choose_token, filter_logits, raw_logprobs
 from paceline.kernels.trees import CHUNK, MAX_TREE_NODES, TreePlan, TreeSegment, plan_trees
 
@@ -19,6 +20,8 @@ __all__ = [
     "MAX_TREE_NODES",
     "AttentionBackend",
     "History",
+    "Norm",
+    "RowKernels",
     "SamplingParams",
     "TreePlan",
     "TreeSegment",
@@ -31,5 +34,6 @@ __all__ = [
     "plan_trees",
     "raw_logprobs",
     "register_backend",
+    "row_kernels",
     "tree_attention",
 ]

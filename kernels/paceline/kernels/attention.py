@@ -160,8 +160,14 @@ def _check(
 
 def _cpu() -> AttentionBackend:
     from paceline.kernels._cpu import CpuBackend
+    from paceline.kernels._native import library
 
-    return CpuBackend()
+    native = library()
+    if native is None:
+        return CpuBackend()
+    from paceline.kernels._native_attention import NativeBackend
+
+    return NativeBackend(native, fallback=CpuBackend())
 
 
 def _dense() -> AttentionBackend:

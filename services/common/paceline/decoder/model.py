@@ -9,15 +9,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
 
 from paceline.decoder.cache import KVCacheView
 from paceline.decoder.config import DecoderConfig, load_config
 from paceline.decoder.linear import Linear
-from paceline.decoder.norm import RmsNorm
-from paceline.decoder.rope import Rope, rotate
+from paceline.decoder.rope import Rope
 from paceline.decoder.weights import Checkpoint, take
-from paceline.kernels import TreePlan, tree_attention
+from paceline.kernels import Norm, TreePlan, row_kernels, tree_attention
 
 
 @dataclass(frozen=True)
@@ -35,11 +33,11 @@ class ForwardResult:
 
 @dataclass(frozen=True)
 class _Layer:
-    attention_norm: RmsNorm
+    attention_norm: Norm
     qkv: Linear
-    qk_norm: RmsNorm | None
+    head_norms: tuple[Norm, Norm] | None  # of a query head, of a key head
     out: Linear
-    mlp_norm: RmsNorm
+    mlp_norm: Norm
     gate_up: Linear
     down: Linear
     window: int | None
@@ -62,14 +60,14 @@ class Decoder:
         self._embedding = take(
             weights, "model.embed_tokens.weight", (config.vocab_size, config.hidden)
         )
-        norm = take(weights, "model.norm.weight", (config.hidden,))
-        self._norm = RmsNorm(norm, config.norm_eps, config.dtype)
+        self._norm = _norm(config, weights, "model.norm", config.hidden)
         head = self._embedding
         if not config.tied:
             head = take(weights, "lm_head.weight", (config.vocab_size, config.hidden))
         self._head = Linear(head)
         self._layers = [_layer(config, weights, index) for index in range(config.layers)]
         self._rope = Rope(config, device)
+        self._rows = row_kernels(device)
         self._scale = config.head_dim**-0.5
 
     @staticmethod
@@ -126,18 +124,28 @@ class Decoder:
         """
         if tokens.shape != (plan.rows,):
             raise ValueError(f"tokens have shape {tuple(tokens.shape)}, plan has {plan.rows} rows")
-        factors = self._rope.rows(plan.positions, plan.longest)
+        table = self._rope.table(plan.longest)
         x = self._embedding[tokens].float()
+        if self._head.packed and plan.rows == 1:  # see Linear: pay for the second row once
+            x = torch.cat([x, x])
         tapped: dict[int, Tensor] = {}
+        delta: Tensor | None = None
         for index, layer in enumerate(self._layers):
-            self._attend(layer, index, x, plan, caches, factors)
-            gate, up = layer.gate_up(layer.mlp_norm(x)).chunk(2, dim=-1)
-            x += layer.down(silu(gate).mul_(up))
-            if index in taps:
-                tapped[index] = x.to(self.config.dtype, copy=True)
+            inputs = self._rows.add_norm(x, delta, layer.attention_norm, self.config.dtype)
+            if index - 1 in taps:
+                tapped[index - 1] = x[: plan.rows].to(self.config.dtype, copy=True)
+            attended = self._attend(layer, index, inputs, plan, caches, table)
+            inputs = self._rows.add_norm(x, attended, layer.mlp_norm, self.config.dtype)
+            delta = layer.down(self._rows.gate(layer.gate_up(inputs)))
+        if delta is not None:
+            x += delta
+        x = x[: plan.rows]
+        if len(self._layers) - 1 in taps:
+            tapped[len(self._layers) - 1] = x.to(self.config.dtype, copy=True)
         if logit_rows is not None:
             x = x[logit_rows]
-        return ForwardResult(self._head(self._norm(x)), tuple(tapped[i] for i in taps))
+        hidden = self._rows.add_norm(x, None, self._norm, self.config.dtype)
+        return ForwardResult(self._head(hidden), tuple(tapped[i] for i in taps))
 
     def with_layers(self, indices: Sequence[int]) -> Decoder:
         """A decoder over some of the layers, sharing the weights; caches are as deep as it is."""
@@ -155,41 +163,28 @@ class Decoder:
         self,
         layer: _Layer,
         index: int,
-        x: Tensor,
+        inputs: Tensor,
         plan: TreePlan,
         caches: Sequence[KVCacheView],
-        factors: tuple[Tensor, Tensor],
-    ) -> None:
-        """Attention half of a layer: writes keys and values, adds to the residual stream ``x``."""
-        config = self.config
-        rows = x.shape[0]
-        heads = layer.qkv(layer.attention_norm(x)).view(rows, -1, config.head_dim)
-        turning, v = heads.split((config.q_heads + config.kv_heads, config.kv_heads), dim=1)
-        if layer.qk_norm is not None:
-            turning = layer.qk_norm(turning.float())
-        q, k = rotate(turning, factors).split((config.q_heads, config.kv_heads), dim=1)
-        keys, values = _write(k, v, index, plan, caches)
-        attended = x.new_empty(rows, config.q_heads, config.head_dim, dtype=config.dtype)
-        tree_attention(q, keys, values, plan, scale=self._scale, window=layer.window, out=attended)
-        x += layer.out(attended.view(rows, -1))
+        table: Tensor,
+    ) -> Tensor:
+        """Attention half: writes keys and values, returns what to add, ``[rows, hidden]``."""
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        for cache in caches:
+            key, value = cache.layer(index)
+            keys.append(key)
+            values.append(value)
+        heads = layer.qkv(inputs)
+        q = self._rows.turn(heads, layer.head_norms, table, plan, keys, values)
+        attended = inputs.new_zeros(inputs.shape[0], layer.out.in_features)
+        out = attended[: plan.rows].view(q.shape)
+        tree_attention(q, keys, values, plan, scale=self._scale, window=layer.window, out=out)
+        return layer.out(attended)
 
 
-def _write(
-    k: Tensor, v: Tensor, index: int, plan: TreePlan, caches: Sequence[KVCacheView]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Write packed ``[M, Hkv, D]`` keys and values into the slots of their blocks."""
-    keys: list[Tensor] = []
-    values: list[Tensor] = []
-    for cache in caches:
-        key, value = cache.layer(index)
-        keys.append(key)
-        values.append(value)
-    k, v = k.transpose(0, 1), v.transpose(0, 1)
-    for segment, row in zip(plan.segments, plan.offsets, strict=False):
-        start, count = segment.start, segment.length
-        keys[segment.sequence].narrow(1, start, count).copy_(k.narrow(1, row, count))
-        values[segment.sequence].narrow(1, start, count).copy_(v.narrow(1, row, count))
-    return keys, values
+def _norm(config: DecoderConfig, weights: Mapping[str, Tensor], name: str, width: int) -> Norm:
+    return Norm(take(weights, f"{name}.weight", (width,)).float(), config.norm_eps)
 
 
 def _layer(config: DecoderConfig, weights: Mapping[str, Tensor], index: int) -> _Layer:
@@ -208,24 +203,19 @@ def _layer(config: DecoderConfig, weights: Mapping[str, Tensor], index: int) -> 
         biases = [take(weights, f"{base}{n}.bias", (o,)) for n, o in zip(names, outs, strict=True)]
         return Linear(weight, torch.cat(biases))
 
-    def norm(name: str) -> RmsNorm:
-        weight = take(weights, f"{base}{name}.weight", (hidden,))
-        return RmsNorm(weight, config.norm_eps, config.dtype)
+    def norm(name: str, width: int) -> Norm:
+        return _norm(config, weights, base + name, width)
 
-    def qk_norm() -> RmsNorm:
-        each = [take(weights, f"{base}self_attn.{n}_norm.weight", (dim,)) for n in "qk"]
-        weight = torch.cat(
-            [w.expand(n, -1) for w, n in zip(each, (config.q_heads, config.kv_heads), strict=True)]
-        )
-        return RmsNorm(weight, config.norm_eps, torch.float32)
-
+    head_norms = None
+    if config.qk_norm:
+        head_norms = (norm("self_attn.q_norm", dim), norm("self_attn.k_norm", dim))
     attention = [f"self_attn.{name}_proj" for name in "qkv"]
     return _Layer(
-        attention_norm=norm("input_layernorm"),
+        attention_norm=norm("input_layernorm", hidden),
         qkv=fused(attention, (q, kv, kv), hidden, config.qkv_bias),
-        qk_norm=qk_norm() if config.qk_norm else None,
+        head_norms=head_norms,
         out=fused(["self_attn.o_proj"], (hidden,), q, config.o_bias),
-        mlp_norm=norm("post_attention_layernorm"),
+        mlp_norm=norm("post_attention_layernorm", hidden),
         gate_up=fused(["mlp.gate_proj", "mlp.up_proj"], (wide, wide), hidden, config.mlp_bias),
         down=fused(["mlp.down_proj"], (hidden,), wide, config.mlp_bias),
         window=config.windows[index],

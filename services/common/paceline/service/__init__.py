@@ -1,6 +1,7 @@
 """Runtime shared by the gRPC services: lifecycle, health, drain, identity, errors and logs.
 
-Imports no torch and knows neither verifier nor drafter.
+Imports no torch and knows neither verifier nor drafter. :mod:`paceline.service.sampling`, which
+does import torch, is to be imported by itself.
 """
 
 from paceline.service.errors import ServiceError

@@ -1,0 +1,187 @@
+"""CPU backend of tree attention in C; ``native/attention.c`` says what fixes its bits."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.kernels._native import LANES
+from paceline.kernels.attention import AttentionBackend
+from paceline.kernels.trees import TreePlan, TreeSegment
+
+_TYPES = (torch.float32, torch.bfloat16)
+# Scores of a tile should stay in a core's cache; with few rows, transposing keys is a waste.
+_TILE_BYTES = 512 << 10
+_TILE_ROWS = (16, 64)
+
+
+class _Block(ctypes.Structure):
+    _fields_ = [
+        *[(name, ctypes.c_int64) for name in ("sequence", "start", "length", "row")],
+        *[(name, ctypes.c_void_p) for name in ("depths", "paths", "path_starts")],
+    ]
+
+
+class _Plan(ctypes.Structure):
+    _fields_ = [
+        *[(name, ctypes.c_int64) for name in ("q_heads", "kv_heads", "dim", "window")],
+        *[(name, ctypes.c_int64) for name in ("q_bf16", "kv_bf16", "out_bf16")],
+        ("blocks", ctypes.c_int64),
+        ("block", ctypes.c_void_p),
+        ("tiles", ctypes.c_int64),
+        ("tile", ctypes.c_void_p),
+        ("scale", ctypes.c_float),
+    ]
+
+
+class CacheTable:
+    """Where the kernels find the caches of a plan: per sequence address and strides."""
+
+    def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        self._rows = (ctypes.c_int64 * (6 * len(keys)))()
+        self.keys = ctypes.addressof(self._rows)
+        self.values = self.keys + 24 * len(keys)
+        self._shown: Sequence[Tensor] | None = None
+        self._show(keys, values)
+
+    @classmethod
+    def of(cls, plan: TreePlan, keys: Sequence[Tensor], values: Sequence[Tensor]) -> CacheTable:
+        """The plan's table, showing the caches of one layer."""
+        table: CacheTable | None = plan.prepared.get(cls)
+        if table is None:
+            table = plan.prepared[cls] = cls(keys, values)
+        elif table._shown is not keys:
+            table._show(keys, values)
+        return table
+
+    def _show(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        rows, at = self._rows, 0
+        for cache in (*keys, *values):
+            rows[at] = cache.data_ptr()
+            rows[at + 1], rows[at + 2], _ = cache.stride()
+            at += 3
+        self._shown = keys
+
+
+class NativeBackend:
+    """Attention compiled for this machine; ``fallback`` does what the kernels have no code for."""
+
+    name = "native"
+
+    def __init__(self, library: ctypes.CDLL, fallback: AttentionBackend) -> None:
+        self._fallback = fallback
+        self._attend = library.paceline_attend
+        self._attend.argtypes = [ctypes.c_void_p] * 6
+        self._attend.restype = ctypes.c_int64
+
+    def attend(
+        self,
+        q: Tensor,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        plan: TreePlan,
+        *,
+        scale: float,
+        window: int | None,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        """See :func:`paceline.kernels.tree_attention`.
+
+        Raises:
+            MemoryError: The scores of a tile did not fit.
+        """
+        key = ("native", q.shape[1], q.dtype, keys[0].dtype, out.dtype, window, scale)
+        prepared = plan.prepared.get(key)
+        if prepared is None:
+            prepared = _supported(q, keys, values, out) and _prepare(
+                plan, q, keys[0], out, scale, window
+            )
+            plan.prepared[key] = prepared
+        if not prepared:
+            self._fallback.attend(
+                q, keys, values, plan, scale=scale, window=window, out=out, lse=lse
+            )
+            return
+        q = q.contiguous()
+        dense = out if out.is_contiguous() else torch.empty_like(q, dtype=out.dtype)
+        table = CacheTable.of(plan, keys, values)
+        failed = self._attend(
+            prepared[0], table.keys, table.values, q.data_ptr(), dense.data_ptr(),
+            None if lse is None else lse.data_ptr(),
+        )  # fmt: skip
+        if failed:
+            raise MemoryError(f"no memory for the scores of {plan.rows} rows: send smaller batches")
+        if dense is not out:
+            out.copy_(dense)
+
+
+def _supported(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], out: Tensor) -> bool:
+    caches = [*keys, *values]
+    return (
+        q.shape[2] % LANES == 0
+        and {q.dtype, out.dtype} <= set(_TYPES)
+        and keys[0].dtype in _TYPES
+        and all(c.dtype == keys[0].dtype and c.stride(2) == 1 for c in caches)
+    )
+
+
+def _prepare(
+    plan: TreePlan, q: Tensor, key: Tensor, out: Tensor, scale: float, window: int | None
+) -> tuple[int, list[Any]]:
+    """Address of the plan for the kernels, and what must live as long."""
+    heads, kv_heads = q.shape[1], key.shape[0]
+    blocks = (_Block * len(plan.segments))()
+    tiles: list[tuple[int, int, int]] = []
+    kept: list[Any] = [blocks]
+    for index, (segment, row) in enumerate(zip(plan.segments, plan.offsets, strict=False)):
+        block = blocks[index]
+        block.sequence, block.start = segment.sequence, segment.start
+        block.length, block.row = segment.length, row
+        if not segment.is_chain:
+            kept.append(_fill_tree(block, segment))
+        most = _tile_nodes(heads // kv_heads, segment, window)
+        tiles += [
+            (index, node, min(most, segment.length - node))
+            for node in range(0, segment.length, most)
+        ]
+    table = np.array(tiles, np.int64)
+    made = _Plan(
+        q_heads=heads,
+        kv_heads=kv_heads,
+        dim=q.shape[2],
+        window=window or 0,
+        q_bf16=q.dtype == torch.bfloat16,
+        kv_bf16=key.dtype == torch.bfloat16,
+        out_bf16=out.dtype == torch.bfloat16,
+        blocks=len(blocks),
+        block=ctypes.addressof(blocks),
+        tiles=len(tiles),
+        tile=table.ctypes.data,
+        scale=scale,
+    )
+    return ctypes.addressof(made), [made, table, *kept]
+
+
+def _fill_tree(block: _Block, segment: TreeSegment) -> list[Any]:
+    """Give ``block`` the depths and root-first paths of a tree; returns the arrays."""
+    nodes, ancestors = np.nonzero(segment.ancestors())
+    depths = np.array(segment.depths, np.int32)
+    paths = ancestors.astype(np.int32)
+    starts = np.searchsorted(nodes, np.arange(segment.length + 1)).astype(np.int32)
+    block.depths, block.paths = depths.ctypes.data, paths.ctypes.data
+    block.path_starts = starts.ctypes.data
+    return [depths, paths, starts]
+
+
+def _tile_nodes(group: int, segment: TreeSegment, window: int | None) -> int:
+    """Nodes that one thread works on at once."""
+    columns = segment.stop if window is None else min(segment.stop, window + segment.length)
+    least, most = _TILE_ROWS
+    rows = min(most, max(least, _TILE_BYTES // (4 * columns)))
+    return max(1, rows // group)

@@ -1,0 +1,118 @@
+"""Row kernels in C, see ``native/rows.c``."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.kernels._native import LANES
+from paceline.kernels._native_attention import CacheTable
+from paceline.kernels.rows import Norm, RowKernels
+from paceline.kernels.trees import TreePlan
+
+_WIDEST_HEAD = 512
+_BF16 = torch.bfloat16
+
+
+class _Turn(ctypes.Structure):
+    _fields_ = [
+        *[(name, ctypes.c_int64) for name in ("rows", "q_heads", "kv_heads", "dim")],
+        *[(name, ctypes.c_int64) for name in ("heads_bf16", "kv_bf16")],
+        *[(name, ctypes.c_void_p) for name in ("sequence", "slot", "position")],
+        ("eps", ctypes.c_float),
+    ]
+
+
+class NativeRows:
+    """Compiled for this machine; ``fallback`` does widths that fill no whole vectors."""
+
+    def __init__(self, library: ctypes.CDLL, fallback: RowKernels) -> None:
+        self._fallback = fallback
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        self._add_norm = library.paceline_add_norm
+        self._add_norm.argtypes = (*[pointer] * 3, ctypes.c_float, pointer, *[number] * 4)
+        self._gate = library.paceline_gate
+        self._gate.argtypes = (*[pointer] * 2, *[number] * 3)
+        self._turn = library.paceline_turn
+        self._turn.argtypes = [pointer] * 8
+        for function in (self._add_norm, self._gate, self._turn):
+            function.restype = None
+
+    def add_norm(self, x: Tensor, delta: Tensor | None, norm: Norm, dtype: torch.dtype) -> Tensor:
+        """See :class:`RowKernels`."""
+        rows, width = x.shape
+        if width % LANES:
+            return self._fallback.add_norm(x, delta, norm, dtype)
+        out = torch.empty(rows, width, dtype=dtype)
+        self._add_norm(
+            x.data_ptr(), None if delta is None else delta.data_ptr(), norm.weight.data_ptr(),
+            norm.eps, out.data_ptr(), rows, width,
+            delta is not None and delta.dtype is _BF16, dtype is _BF16,
+        )  # fmt: skip
+        return out
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """See :class:`RowKernels`."""
+        rows, both = gate_up.shape
+        if both % (2 * LANES):
+            return self._fallback.gate(gate_up)
+        out = torch.empty(rows, both // 2, dtype=gate_up.dtype)
+        bf16 = gate_up.dtype is _BF16
+        self._gate(gate_up.data_ptr(), out.data_ptr(), rows, both // 2, bf16)
+        return out
+
+    def turn(
+        self,
+        heads: Tensor,
+        norms: tuple[Norm, Norm] | None,
+        table: Tensor,
+        plan: TreePlan,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+    ) -> Tensor:
+        """See :class:`RowKernels`."""
+        dim, kv_heads = table.shape[1], keys[0].shape[0]
+        if dim % LANES or dim > _WIDEST_HEAD:
+            return self._fallback.turn(heads, norms, table, plan, keys, values)
+        q_heads = heads.shape[1] // dim - 2 * kv_heads
+        prepared = plan.prepared.get("turn")
+        if prepared is None:
+            prepared = plan.prepared["turn"] = _prepare(plan, heads, keys[0], q_heads, norms)
+        q = torch.empty(plan.rows, q_heads, dim)
+        caches = CacheTable.of(plan, keys, values)
+        of_q, of_k = (None, None)
+        if norms is not None:
+            of_q, of_k = (norm.weight.data_ptr() for norm in norms)
+        self._turn(
+            prepared[0], heads.data_ptr(), of_q, of_k, table.data_ptr(), q.data_ptr(),
+            caches.keys, caches.values,
+        )  # fmt: skip
+        return q
+
+
+def _prepare(
+    plan: TreePlan, heads: Tensor, key: Tensor, q_heads: int, norms: tuple[Norm, Norm] | None
+) -> tuple[int, list[Any]]:
+    """Address of what the kernel must know of the plan, and what must live as long."""
+    lengths = [segment.length for segment in plan.segments]
+    sequence = np.repeat(np.array([s.sequence for s in plan.segments], np.int64), lengths)
+    slot = np.concatenate([np.arange(s.start, s.stop) for s in plan.segments])
+    position = plan.positions.numpy()
+    made = _Turn(
+        rows=plan.rows,
+        q_heads=q_heads,
+        kv_heads=key.shape[0],
+        dim=key.shape[2],
+        heads_bf16=heads.dtype is _BF16,
+        kv_bf16=key.dtype is _BF16,
+        sequence=sequence.ctypes.data,
+        slot=slot.ctypes.data,
+        position=position.ctypes.data,
+        eps=norms[0].eps if norms else 0.0,
+    )
+    return ctypes.addressof(made), [made, sequence, slot, position]

@@ -1,0 +1,148 @@
+"""What a transformer does to each row by itself between its matrix products.
+
+Norms, rotary position, gated activation: little arithmetic in many small steps, so each is one
+call here. All arithmetic is float32 whatever the types in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from paceline.kernels.trees import TreePlan
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Root mean square norm ``x / rms(x) * weight`` (Zhang and Sennrich 2019).
+
+    Attributes:
+        weight: float32 ``[width]``.
+        eps: Added to the mean square.
+    """
+
+    weight: Tensor
+    eps: float
+
+
+class RowKernels(Protocol):
+    """What a device must offer. M: packed rows; tensors are dense."""
+
+    def add_norm(self, x: Tensor, delta: Tensor | None, norm: Norm, dtype: torch.dtype) -> Tensor:
+        """``x += delta`` in place, then the norm of it.
+
+        Args:
+            x: Residual stream, float32 ``[M, width]``.
+            delta: fp32 or bf16 ``[M, width]``, or None to add nothing.
+            norm: The norm.
+            dtype: Of the result.
+
+        Returns:
+            ``[M, width]``.
+        """
+        ...
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """``silu(gate) * up`` for ``[M, 2 width]``, gates first; returns ``[M, width]``."""
+        ...
+
+    def turn(
+        self,
+        heads: Tensor,
+        norms: tuple[Norm, Norm] | None,
+        table: Tensor,
+        plan: TreePlan,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+    ) -> Tensor:
+        """Rotate queries and keys by their positions, and write keys and values to their slots.
+
+        Args:
+            heads: ``[at least M, (Hq + 2 Hkv) D]``: queries, keys, values.
+            norms: Of single query and key heads, before the rotation; None for none.
+            table: float32 ``[positions, D]``: cosines of every angle, then sines.
+            plan: Says positions, sequences and slots of the M rows.
+            keys: Per sequence, a layer's key cache ``[Hkv, capacity, D]``.
+            values: Per sequence, its value cache.
+
+        Returns:
+            Rotated queries, float32 ``[M, Hq, D]``.
+        """
+        ...
+
+
+class TorchRows:
+    """The same in torch operations, on any device."""
+
+    def add_norm(self, x: Tensor, delta: Tensor | None, norm: Norm, dtype: torch.dtype) -> Tensor:
+        """See :class:`RowKernels`."""
+        if delta is not None:
+            x += delta
+        return _normalised(x, norm).to(dtype)
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """See :class:`RowKernels`."""
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        return silu(gate).mul_(up).to(gate_up.dtype)
+
+    def turn(
+        self,
+        heads: Tensor,
+        norms: tuple[Norm, Norm] | None,
+        table: Tensor,
+        plan: TreePlan,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+    ) -> Tensor:
+        """See :class:`RowKernels`."""
+        dim, kv_heads = table.shape[1], keys[0].shape[0]
+        heads = heads[: plan.rows].view(plan.rows, -1, dim)
+        q_heads = heads.shape[1] - 2 * kv_heads
+        q, k, v = heads.split((q_heads, kv_heads, kv_heads), dim=1)
+        q, k = q.float(), k.float()
+        if norms is not None:
+            q, k = _normalised(q, norms[0]), _normalised(k, norms[1])
+        factors = plan.prepared.get("factors")
+        if factors is None:
+            cos, sin = table[plan.positions].unsqueeze(1).chunk(2, dim=-1)
+            factors = (torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))
+            plan.prepared["factors"] = factors
+        q, k = _rotated(q, factors), _rotated(k, factors)
+        k, v = k.transpose(0, 1), v.transpose(0, 1)
+        for segment, row in zip(plan.segments, plan.offsets, strict=False):
+            start, count = segment.start, segment.length
+            keys[segment.sequence].narrow(1, start, count).copy_(k.narrow(1, row, count))
+            values[segment.sequence].narrow(1, start, count).copy_(v.narrow(1, row, count))
+        return q
+
+
+def row_kernels(device: torch.device | str) -> RowKernels:
+    """The row kernels of a device, chosen in this one place."""
+    if torch.device(device).type == "cpu":
+        from paceline.kernels._native import library
+
+        found = library()
+        if found is not None:
+            from paceline.kernels._native_rows import NativeRows
+
+            return NativeRows(found, TorchRows())
+    return TorchRows()
+
+
+def _normalised(x: Tensor, norm: Norm) -> Tensor:
+    # Not mean(): it adds a row up in an order that depends on the number of rows.
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    scale = length.square_().mul_(1.0 / x.shape[-1]).add_(norm.eps).rsqrt_()
+    scaled: Tensor = x * scale
+    return scaled.mul_(norm.weight)
+
+
+def _rotated(heads: Tensor, factors: tuple[Tensor, Tensor]) -> Tensor:
+    cos, sin = factors
+    swapped = heads.roll(heads.shape[-1] // 2, -1)
+    return (heads * cos).addcmul_(swapped, sin)
