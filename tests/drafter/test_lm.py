@@ -18,9 +18,9 @@ from paceline.decoder import LocalCache
 from paceline.drafter.methods.base import Budget, Generation, LoadError, Resources, Update
 from paceline.drafter.methods.lm import LmDrafter
 from paceline.drafter.methods.lm_sequence import LmSequence, chain_segments
-from paceline.drafter.methods.ranking import sampling_params
 from paceline.drafter.tree import Tree
 from paceline.kernels import History, choose_token, filter_logits, gumbel_noise, plan_trees
+from paceline.service.sampling import sampling_params
 from paceline.v1 import sampling_pb2
 
 from .conftest import drafting, failure

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from paceline.kernels import SamplingParams
 from paceline.service import ServiceError
+from paceline.service.sampling import sampling_params
 from paceline.v1 import sampling_pb2, tree_pb2, verifier_pb2
 from paceline.verifier.engine.acceptance import Finish
 from paceline.verifier.engine.job import Emission
@@ -114,17 +115,7 @@ def read_sampling(message: sampling_pb2.SamplingParams, limits: Limits) -> Sampl
         if not math.isfinite(bias):
             raise _invalid("BAD_SAMPLING", f"logit_bias of token {token} is {bias}, not finite")
     try:
-        return SamplingParams(
-            temperature=message.temperature,
-            top_k=message.top_k,
-            top_p=message.top_p or 1.0,
-            min_p=message.min_p,
-            repetition_penalty=message.repetition_penalty or 1.0,
-            presence_penalty=message.presence_penalty,
-            frequency_penalty=message.frequency_penalty,
-            logit_bias=tuple(sorted(message.logit_bias.items())),
-            seed=message.seed,
-        )
+        return sampling_params(message)
     except ValueError as error:
         raise _invalid("BAD_SAMPLING", str(error)) from error
 

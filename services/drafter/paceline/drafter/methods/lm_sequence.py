@@ -10,9 +10,10 @@ from torch import Tensor
 from paceline.decoder import LocalCache
 from paceline.drafter.methods.base import Budget, DraftSequence, Generation, Update
 from paceline.drafter.methods.beam import Beam
-from paceline.drafter.methods.ranking import Ranker, sampling_params
+from paceline.drafter.methods.ranking import Ranker
 from paceline.drafter.tree import Tree
 from paceline.kernels import CHUNK, TreeSegment, plan_trees
+from paceline.service.sampling import sampling_params
 
 if TYPE_CHECKING:
     from paceline.drafter.methods.lm import LmDrafter

@@ -8,26 +8,6 @@ import torch
 from torch import Tensor
 
 from paceline.kernels import History, SamplingParams, filter_logits, gumbel_noise_at
-from paceline.v1 import sampling_pb2
-
-
-def sampling_params(message: sampling_pb2.SamplingParams) -> SamplingParams:
-    """The message as the kernels take it; fields that are 0 where 0 means off are filled in.
-
-    Raises:
-        ValueError: A value is out of range.
-    """
-    return SamplingParams(
-        temperature=message.temperature,
-        top_k=message.top_k,
-        top_p=message.top_p or 1.0,
-        min_p=message.min_p,
-        repetition_penalty=message.repetition_penalty or 1.0,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
-        logit_bias=tuple(message.logit_bias.items()),
-        seed=message.seed,
-    )
 
 
 class Ranker:
