@@ -7,7 +7,7 @@ import pytest
 from paceline.client import Client, DraftOptions, RetryOptions
 from paceline.client._pace import Pace
 
-from .fakes import World, running
+from .world import World, running
 
 
 @pytest.fixture

@@ -18,7 +18,8 @@ from paceline.cli import demo
 from paceline.cli.main import main
 from paceline.client import Client
 
-from .fakes import World, continuation
+from .fake_target import TOKENIZER, continuation
+from .world import World
 
 TEXT = bytes(continuation([*b"hi"], 40, 5)).decode()
 
@@ -212,8 +213,6 @@ def first_prompt() -> dict[str, Any]:
 def write_tiny_model(folder: Path) -> None:
     """A random Llama with a byte tokenizer."""
     from transformers import AutoModelForCausalLM, LlamaConfig
-
-    from .fakes import TOKENIZER
 
     config = LlamaConfig(
         vocab_size=257,

@@ -1,47 +1,14 @@
-"""What a user does with a generation: stream it, await it, stop it, leave it."""
-
-import asyncio
-import gc
+"""What a user does with a generation: stream it, await it, keep its cache."""
 
 import pytest
 
-from paceline.client import (
-    Client,
-    ClientClosedError,
-    DeadlineError,
-    Generation,
-    InvalidRequestError,
-)
+from paceline.client import Client, InvalidRequestError
 
-from .fakes import World, continuation
+from .fake_target import continuation
+from .world import World
 
 PROMPT = [104, 105, 106]
 SEED = 5
-LONG = 100_000
-
-
-async def freed(world: World) -> bool:
-    """Whether all caches go within a while."""
-    for _ in range(400):
-        if not world.verifier.caches:
-            return True
-        await asyncio.sleep(0.01)
-    return False
-
-
-async def started(client: Client, **options: object) -> tuple[Generation, asyncio.Task[None]]:
-    """A long generation in mid-stream, and the task that reads it."""
-    generation = client.generate(PROMPT, max_new_tokens=LONG, seed=SEED, **options)  # type: ignore[arg-type]
-    reading = asyncio.Event()
-
-    async def read() -> None:
-        async for chunk in generation:
-            if chunk.round > 1:
-                reading.set()
-
-    task = asyncio.create_task(read())
-    await reading.wait()
-    return generation, task
 
 
 @pytest.mark.usefixtures("eager")
@@ -135,111 +102,11 @@ async def test_progress_of_the_prefill_is_told(client: Client) -> None:
     assert told == [(5, 10), (10, 10)]
 
 
-async def test_cancel_gives_what_there_is(world: World, client: Client) -> None:
-    generation, task = await started(client)
-    generation.cancel()
-    result = await generation
-    await task
-    assert result.finish_reason == "cancelled"
-    assert result.token_ids == continuation(PROMPT, len(result.token_ids), SEED)
-    assert result.token_ids
-    assert not world.verifier.caches
-
-
-async def test_cancel_before_the_start_and_after_the_end(world: World, client: Client) -> None:
-    generation = client.generate(PROMPT)
-    generation.cancel()
-    assert (await generation).finish_reason == "cancelled"
-    generation = client.generate(PROMPT, max_new_tokens=5)
-    result = await generation
-    generation.cancel()
-    assert (await generation) is result
-    assert result.finish_reason == "length"
-    assert len(world.verifier.creates) == 1
-
-
-async def test_cancel_at_any_moment_leaves_nothing(world: World, client: Client) -> None:
-    for pause in range(12):
-        generation = client.generate(PROMPT, max_new_tokens=LONG, seed=SEED)
-        task = asyncio.ensure_future(generation)
-        await asyncio.sleep(pause * 0.002)
-        generation.cancel()
-        assert (await task).finish_reason == "cancelled"
-    assert await freed(world)
-
-
-@pytest.mark.parametrize("drafter", ["none", "fake"])
-async def test_cancelling_the_task_frees_the_cache(
-    world: World, client: Client, drafter: str
-) -> None:
-    _, reader = await started(client, drafter=drafter)
-    reader.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await reader
-    assert await freed(world)
-    waiter = asyncio.ensure_future(client.generate(PROMPT, max_new_tokens=LONG))
-    await world.verifier.wait_for_rounds(len(world.verifier.rounds) + 2)
-    waiter.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiter
-    assert await freed(world)
-
-
-async def test_leaving_the_loop_frees_the_cache(world: World, client: Client) -> None:
-    async for chunk in client.generate(PROMPT, max_new_tokens=LONG, seed=SEED):
-        if chunk.round > 2:
-            break
-    gc.collect()
-    assert await freed(world)
-
-
-async def test_an_exception_in_the_loop_frees_the_cache(world: World, client: Client) -> None:
-    async def fail() -> None:
-        async for chunk in client.generate(PROMPT, max_new_tokens=LONG, seed=SEED):
-            raise ZeroDivisionError(chunk.text)
-
-    with pytest.raises(ZeroDivisionError):
-        await fail()
-    gc.collect()
-    assert await freed(world)
-
-
-async def test_aclose_frees_the_cache_before_it_returns(world: World, client: Client) -> None:
-    generation, task = await started(client)
-    await generation.aclose()
-    assert not world.verifier.caches
-    await task
-    await generation.aclose()
-
-
-async def test_closing_the_client_ends_all(world: World) -> None:
-    async with Client(*world.addresses, cache_dir=None) as client:
-        _, task = await started(client)
-        waiting = client.generate(PROMPT)
-    with pytest.raises(ClientClosedError):
-        await waiting
-    with pytest.raises(ClientClosedError):
-        await task
-    assert not world.verifier.caches
-    with pytest.raises(ClientClosedError):
-        client.generate(PROMPT)
-    with pytest.raises(ClientClosedError):
-        await client.model()
-    await client.aclose()
-
-
 async def test_a_generation_can_be_iterated_once(client: Client) -> None:
     generation = client.generate(PROMPT, max_new_tokens=5)
     await generation
     with pytest.raises(RuntimeError, match="iterate first"):
         aiter(generation)
-
-
-async def test_an_error_reaches_the_reader(world: World, client: Client) -> None:
-    world.verifier.step_seconds = 0.02
-    with pytest.raises(DeadlineError):
-        async for _ in client.generate(PROMPT, max_new_tokens=LONG, deadline=0.2):
-            pass
 
 
 @pytest.mark.parametrize("drafter", ["none", "fake"])

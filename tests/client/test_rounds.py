@@ -7,7 +7,8 @@ import pytest
 
 from paceline.client import Client, DraftOptions
 
-from .fakes import World, continuation
+from .fake_target import continuation
+from .world import World
 
 PROMPT = [104, 105, 106]
 SEED = 5

@@ -11,7 +11,8 @@ from paceline.client import Client, PreconditionError, _tokenizer
 from paceline.client._options import user_cache_dir
 from paceline.client._tokenizer import TokenizerCache
 
-from .fakes import DIGEST, TOKENIZER, World
+from .fake_target import DIGEST, TOKENIZER
+from .world import World
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,9 @@ from paceline.client import (
 )
 from paceline.v1 import verifier_pb2_grpc
 
-from .fakes import FakeVerifier, World, continuation
+from .fake_target import continuation
+from .fake_verifier import FakeVerifier
+from .world import World
 
 PROMPT = [104, 105, 106]
 QUICK = RetryOptions(budget=0.3, first_delay=0.05)

@@ -17,7 +17,9 @@ from paceline.client import (
     UnavailableError,
 )
 
-from .fakes import World, continuation, status
+from .fake_target import continuation
+from .statuses import status
+from .world import World
 
 PROMPT = [104, 105, 106]
 SEED = 5

@@ -6,6 +6,7 @@ import asyncio
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -122,6 +123,14 @@ def failure(error: pytest.ExceptionInfo[grpc.aio.AioRpcError]) -> tuple[grpc.Sta
     assert status.details[0].Unpack(info)
     assert info.domain == "paceline"
     return error.value.code(), info.reason
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model for `lm`."""
+    from .models import write_model  # slow to import, and most tests do not need it
+
+    return write_model(tmp_path_factory.mktemp("lm") / "model")
 
 
 @pytest.fixture

@@ -1,14 +1,25 @@
-"""Random tiny models, and a dense reference for what a drafter makes of them."""
+"""Random tiny models, and dense references for what the drafter makes of them."""
 
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from paceline.decoder import LocalCache
+from paceline.drafter.methods.base import Generation, Resources
+from paceline.drafter.methods.lm import LmDrafter
+from paceline.drafter.methods.lm_sequence import LmSequence, chain_segments
+from paceline.drafter.tree import Tree
+from paceline.kernels import History, choose_token, filter_logits, gumbel_noise, plan_trees
+from paceline.service.sampling import sampling_params
+from paceline.v1 import sampling_pb2
 
 VOCAB = 96
 
@@ -23,6 +34,20 @@ _SHAPE: dict[str, Any] = {
     # Sharper than the usual initialisation, so that choices differ clearly.
     "initializer_range": 0.3,
 }
+
+GREEDY = sampling_pb2.SamplingParams()
+SAMPLINGS = {
+    "greedy": GREEDY,
+    "T=1": sampling_pb2.SamplingParams(temperature=1.0, seed=2**63 + 5),
+    "filtered": sampling_pb2.SamplingParams(
+        temperature=0.7, top_p=0.9, top_k=20, min_p=0.01, seed=3
+    ),
+    "penalised": sampling_pb2.SamplingParams(
+        temperature=0.9, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2,
+        logit_bias={4: 2.0, 5: -3.0}, seed=9,
+    ),
+    "greedy penalised": sampling_pb2.SamplingParams(repetition_penalty=1.5, logit_bias={7: 1.0}),
+}  # fmt: skip
 
 
 def write_model(folder: Path, family: str = "llama", seed: int = 0, **shape: Any) -> Path:
@@ -44,3 +69,89 @@ def change_config(folder: Path, **fields: Any) -> None:
     """Rewrite fields of config.json."""
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def load(folder: Path, **options: str) -> LmDrafter:
+    """The method `lm` on a model."""
+    return LmDrafter.load(folder, options, Resources())
+
+
+def start(
+    drafter: LmDrafter, text: Sequence[int], sampling: sampling_pb2.SamplingParams = GREEDY
+) -> LmSequence:
+    """A generation that has nothing but its prompt."""
+    return drafter.start(Generation(text, len(text), VOCAB, sampling))
+
+
+def text_of(length: int, seed: int = 0) -> list[int]:
+    """Random tokens."""
+    draws = random.Random(seed)
+    return [draws.randrange(VOCAB) for _ in range(length)]
+
+
+def forward(drafter: LmDrafter, text: Sequence[int]) -> tuple[torch.Tensor, LocalCache]:
+    """Logits after the text, and its KV, by one pass over all of it."""
+    cache = LocalCache(drafter.decoder.config)
+    cache.reserve(len(text))
+    plan = plan_trees(chain_segments(0, 0, len(text)))
+    last = torch.tensor([len(text) - 1])
+    return drafter.decoder.forward(torch.tensor(text), plan, [cache], logit_rows=last).logits[
+        0
+    ], cache
+
+
+class Oracle:
+    """The model itself as the target, one token at a time by a fresh forward over the text."""
+
+    def __init__(
+        self, drafter: LmDrafter, prompt: Sequence[int], sampling: sampling_pb2.SamplingParams
+    ) -> None:
+        self.text = list(prompt)
+        self._prompt = len(prompt)
+        self._drafter = drafter
+        self._params = sampling_params(sampling)
+
+    def next_token(self, beyond: Sequence[int] = ()) -> int:
+        text = [*self.text, *beyond]
+        logits, _ = forward(self._drafter, text)
+        history = History(text[: self._prompt], text[self._prompt :])
+        return choose_token(logits, self._params, len(text), history)
+
+    def verify(self, tree: Tree) -> list[int]:
+        """Tokens a verifier would emit for this tree; they join the text."""
+        node, emitted = -1, []
+        while True:
+            token = self.next_token(emitted)
+            emitted.append(token)
+            right = [child for child in tree.children(node) if tree.tokens[child] == token]
+            if not right:
+                break
+            node = right[0]
+        self.text += emitted
+        return emitted
+
+
+def dense_tree(
+    model: Any, text: list[int], sampling: sampling_pb2.SamplingParams, widths: Sequence[int]
+) -> dict[tuple[int, ...], float]:
+    """Beam search with transformers, every path run alone: path to log survival."""
+    params = sampling_params(sampling)
+    tree: dict[tuple[int, ...], float] = {}
+    frontier: dict[tuple[int, ...], float] = {(): 0.0}
+    for level, width in enumerate(widths):
+        found: dict[tuple[int, ...], float] = {}
+        for path, score in frontier.items():
+            so_far = [*text, *path]
+            with torch.inference_mode():
+                logits = model(torch.tensor([so_far])).logits[0, -1].float()
+            history = History(text, path)
+            scores = filter_logits(logits, params, history)
+            if not params.greedy:
+                scores = scores + gumbel_noise(params.seed, len(text) + level, VOCAB)
+            logs = scores.log_softmax(0)
+            for token in logs.topk(width).indices.tolist():
+                found[(*path, token)] = score + float(logs[token])
+        best = sorted(found, key=lambda path: -found[path])[:width]
+        frontier = {path: found[path] for path in best}
+        tree |= frontier
+    return tree

@@ -13,10 +13,9 @@ import pytest
 from paceline.v1 import drafter_pb2
 
 from .conftest import Drafting, drafting, failure
-from .fakes import METHODS, FakeDrafter, SlowLoad
+from .fakes import METHODS, TESTING, FakeDrafter, SlowLoad
 
 CODE = grpc.StatusCode
-TESTING: dict[str, Any] = {"test_methods": METHODS, "allow_test_methods": True}
 
 
 async def load(service: Drafting, name: str, method: str, **fields: Any) -> drafter_pb2.DrafterInfo:

@@ -1,68 +1,20 @@
-"""A verifier and a drafter over real gRPC whose model is a hash of the text."""
+"""A verifier that keeps the contract of the real one, and breaks where a test says so."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gzip
 import hashlib
-import zlib
-from array import array
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import grpc
-from google.protobuf import any_pb2, duration_pb2
-from google.rpc import error_details_pb2, status_pb2
-from grpc_status import rpc_status
 
-from paceline.client import MockTransport
-from paceline.v1 import (
-    drafter_pb2,
-    drafter_pb2_grpc,
-    sampling_pb2,
-    tree_pb2,
-    verifier_pb2,
-    verifier_pb2_grpc,
-)
+from paceline.v1 import sampling_pb2, verifier_pb2, verifier_pb2_grpc
 
-END = MockTransport.END
-TOKENIZER = MockTransport("")._json
-DIGEST = hashlib.sha256(TOKENIZER).hexdigest()
-LETTERS = b"abcdefgh "
-
-
-def next_token(tokens: list[int], seed: int = 0) -> int:
-    """The fake target: one letter, a function of all tokens before it."""
-    return LETTERS[zlib.crc32(array("I", tokens).tobytes(), seed % 2**32) % len(LETTERS)]
-
-
-def continuation(prompt: list[int], length: int, seed: int = 0) -> list[int]:
-    """What every generation must emit."""
-    tokens = list(prompt)
-    for _ in range(length):
-        tokens.append(next_token(tokens, seed))
-    return tokens[len(prompt) :]
-
-
-def status(
-    code: grpc.StatusCode, reason: str, message: str, retry_after: float | None = None
-) -> Any:
-    """A rich status as the real services send it."""
-    details = [error_details_pb2.ErrorInfo(reason=reason, domain="paceline", metadata={"k": "v"})]
-    if retry_after is not None:
-        delay = duration_pb2.Duration()
-        delay.FromMilliseconds(int(retry_after * 1000))
-        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
-    packed = []
-    for detail in details:
-        packed.append(any_pb2.Any())
-        packed[-1].Pack(detail)
-    return rpc_status.to_status(
-        status_pb2.Status(code=code.value[0], message=message, details=packed)
-    )
+from .fake_target import DIGEST, END, TOKENIZER, next_token
+from .statuses import status
 
 
 @dataclass
@@ -301,133 +253,3 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             await context.abort(self.release_faults.pop(), "scripted")
         released = self.caches.pop(request.handle, None) is not None
         return verifier_pb2.ReleaseCacheResponse(released=released)
-
-
-class FakeDrafter(drafter_pb2_grpc.DrafterServiceServicer):
-    """Drafts with the target's own function, spoilt in the way a test names."""
-
-    def __init__(self) -> None:
-        self.mode = "good"
-        self.seconds = 0.0
-        self.attaches: list[drafter_pb2.DraftAttach] = []
-        self.asked = 0
-        self.out_of_step = 0
-
-    async def Draft(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        text: list[int] = []
-        seed = 0
-        async for request in requests:
-            if request.HasField("attach"):
-                self.attaches.append(request.attach)
-                if self.mode == "refusing":
-                    await context.abort_with_status(
-                        status(grpc.StatusCode.FAILED_PRECONDITION, "WRONG_TARGET", "not for it")
-                    )
-                text = list(request.attach.tokens)
-                seed = request.attach.sampling.seed
-                name = request.attach.drafter or "fake"
-                yield drafter_pb2.DraftResponse(
-                    attached=drafter_pb2.DraftAttached(drafter=name, version="1", max_nodes=32)
-                )
-                continue
-            self.asked += 1
-            ask = request.round
-            text.extend(ask.new_tokens)
-            self.out_of_step += len(text) != ask.total_length
-            if self.mode == "dying" and self.asked % 3 == 0:
-                await context.abort(grpc.StatusCode.UNAVAILABLE, "scripted death")
-            if self.mode == "silent":
-                continue
-            await asyncio.sleep(self.seconds)
-            if self.mode == "stray":
-                stray = tree_pb2.TokenTree(tokens=[1, 2], parents=[-1])
-                yield drafter_pb2.DraftResponse(
-                    tree=drafter_pb2.DraftTree(round_id=ask.round_id + 100, tree=stray)
-                )
-            tree = self.tree(text, seed, ask.node_budget)
-            yield drafter_pb2.DraftResponse(
-                tree=drafter_pb2.DraftTree(
-                    round_id=ask.round_id, tree=tree, draft_us=10, version="1"
-                )
-            )
-
-    def tree(self, text: list[int], seed: int, budget: int) -> tree_pb2.TokenTree:
-        """A chain of 4 right tokens, each with a wrong sister, or what the mode says."""
-        chain = continuation(text, 4, seed)
-        match self.mode:
-            case "empty":
-                return tree_pb2.TokenTree()
-            case "wrong":
-                return tree_pb2.TokenTree(tokens=[1] * 8, parents=[-1] * 8)
-            case "huge":
-                return tree_pb2.TokenTree(tokens=[1] * 10_000, parents=[-1] * 10_000)
-            case "lengths":
-                return tree_pb2.TokenTree(tokens=chain, parents=[-1])
-            case "forward":
-                return tree_pb2.TokenTree(tokens=chain, parents=[1, 2, 3, 4])
-        tokens, parents, last = [], [], -1
-        for token in chain:
-            tokens += [255, token]
-            parents += [last, last]
-            last = len(tokens) - 1
-        return tree_pb2.TokenTree(tokens=tokens[:budget], parents=parents[:budget])
-
-
-class Service:
-    """A servicer on a unix socket that can be stopped hard and started again."""
-
-    def __init__(self, path: Path, register: Callable[[grpc.aio.Server], None]) -> None:
-        self.address = f"unix:{path}"
-        self._register = register
-        self._server: grpc.aio.Server | None = None
-
-    async def start(self) -> None:
-        self._server = grpc.aio.server()
-        self._register(self._server)
-        self._server.add_insecure_port(self.address)
-        await self._server.start()
-
-    async def stop(self) -> None:
-        if self._server is not None:
-            await self._server.stop(None)
-            self._server = None
-
-
-@dataclass
-class World:
-    """Both fakes, running."""
-
-    verifier: FakeVerifier
-    drafter: FakeDrafter
-    verifier_service: Service
-    drafter_service: Service
-
-    @property
-    def addresses(self) -> tuple[str, str]:
-        return self.verifier_service.address, self.drafter_service.address
-
-
-@contextlib.asynccontextmanager
-async def running(folder: Path) -> AsyncIterator[World]:
-    verifier, drafter = FakeVerifier(), FakeDrafter()
-    world = World(
-        verifier,
-        drafter,
-        Service(
-            folder / "v",
-            lambda server: verifier_pb2_grpc.add_VerifierServiceServicer_to_server(
-                verifier, server
-            ),
-        ),
-        Service(
-            folder / "d",
-            lambda server: drafter_pb2_grpc.add_DrafterServiceServicer_to_server(drafter, server),
-        ),
-    )
-    await world.verifier_service.start()
-    await world.drafter_service.start()
-    try:
-        yield world
-    finally:
-        await world.drafter_service.stop()
-        await world.verifier_service.stop()

@@ -1,0 +1,75 @@
+"""Both fakes over real gRPC on unix sockets."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from paceline.v1 import drafter_pb2_grpc, verifier_pb2_grpc
+
+from .fake_drafter import FakeDrafter
+from .fake_verifier import FakeVerifier
+
+
+class Service:
+    """A servicer on a unix socket that can be stopped hard and started again."""
+
+    def __init__(self, path: Path, register: Callable[[grpc.aio.Server], None]) -> None:
+        self.address = f"unix:{path}"
+        self._register = register
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self) -> None:
+        self._server = grpc.aio.server()
+        self._register(self._server)
+        self._server.add_insecure_port(self.address)
+        await self._server.start()
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.stop(None)
+            self._server = None
+
+
+@dataclass
+class World:
+    """Both fakes, running."""
+
+    verifier: FakeVerifier
+    drafter: FakeDrafter
+    verifier_service: Service
+    drafter_service: Service
+
+    @property
+    def addresses(self) -> tuple[str, str]:
+        return self.verifier_service.address, self.drafter_service.address
+
+
+@contextlib.asynccontextmanager
+async def running(folder: Path) -> AsyncIterator[World]:
+    verifier, drafter = FakeVerifier(), FakeDrafter()
+    world = World(
+        verifier,
+        drafter,
+        Service(
+            folder / "v",
+            lambda server: verifier_pb2_grpc.add_VerifierServiceServicer_to_server(
+                verifier, server
+            ),
+        ),
+        Service(
+            folder / "d",
+            lambda server: drafter_pb2_grpc.add_DrafterServiceServicer_to_server(drafter, server),
+        ),
+    )
+    await world.verifier_service.start()
+    await world.drafter_service.start()
+    try:
+        yield world
+    finally:
+        await world.drafter_service.stop()
+        await world.verifier_service.stop()

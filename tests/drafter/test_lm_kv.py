@@ -1,0 +1,78 @@
+"""The KV that the tree drafter keeps: that of the text, within its limit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.drafter.methods.base import Budget, Update
+from paceline.drafter.methods.lm_sequence import LmSequence
+
+from .hashing import check_hashes, hashing_drafter
+from .models import VOCAB, forward, load, start, text_of
+
+
+def random_rounds(
+    sequence: LmSequence, rounds: int, most: int, draws: random.Random
+) -> Iterator[int]:
+    """Rounds that accept some path or nothing; yields after each how many drafted nodes stayed."""
+    while rounds > 0 and len(sequence.text) < most:
+        rounds -= 1
+        tree = sequence.draft(Budget(draws.randint(0, 16), draws.randint(0, 5)))
+        new = [draws.randrange(VOCAB) for _ in range(draws.randint(0, 3))]
+        if tree and draws.random() < 0.8:
+            new = [*tree.path(draws.randrange(len(tree))), draws.randrange(VOCAB)]
+        text, before = [*sequence.text, *new], sequence.cached
+        sequence.extend(Update(tuple(new)))
+        assert sequence.text == text
+        yield sequence.cached - before
+
+
+@pytest.mark.parametrize("widths", ["4,4,4,4", "1,1,1", "1,3,3"])
+def test_the_kv_stays_that_of_the_text(folder: Path, widths: str) -> None:
+    """Bit by bit, with the real decoder."""
+    drafter = load(folder, widths=widths, min_survival="0")
+    sequence = start(drafter, text_of(200))
+    assert sum(random_rounds(sequence, 80, 2000, random.Random(0))) > 20
+    _, expected = forward(drafter, sequence.text)
+    for layer in range(drafter.decoder.config.layers):
+        for ours, theirs in zip(sequence.cache.layer(layer), expected.layer(layer), strict=True):
+            assert torch.equal(ours[:, : sequence.cached], theirs[:, : sequence.cached])
+
+
+@pytest.mark.parametrize(
+    ("widths", "rounds"), [("4,4,4,4", 2000), ("1,1,1", 600), ("1,3,3", 600), ("8", 600)]
+)
+def test_after_thousands_of_rounds_the_kv_is_that_of_the_text(widths: str, rounds: int) -> None:
+    """With a decoder whose KV is a hash of the text: any slot out of place shows."""
+    drafter = hashing_drafter(widths=widths, min_survival="0")
+    sequence = start(drafter, text_of(50))
+    kept = 0
+    for count, stayed in enumerate(random_rounds(sequence, rounds, 20_000, random.Random(1))):
+        kept += stayed
+        if count % 50 == 0:
+            check_hashes(sequence)
+    check_hashes(sequence)
+    assert kept > rounds / 3 or widths == "8"  # a tree of one level feeds no node
+
+
+def test_kv_beyond_the_limit_is_given_up(folder: Path) -> None:
+    drafter = load(folder, kv_gib="0.001")
+    assert drafter.kv.limit == 2**30 // 1000 // drafter.decoder.config.kv_bytes_per_token
+    drafter.kv.limit = limit = 2048
+    first, second = start(drafter, text_of(1000)), start(drafter, text_of(1500, 1))
+    assert first.draft(Budget(16, 4))
+    assert drafter.kv.used == first.cache.capacity
+    assert not second.draft(Budget(16, 4))
+    second.extend(Update([1]))
+    assert not second.draft(Budget(16, 4))
+    assert 0 < drafter.kv.used <= limit
+    first.extend(Update([1]))
+    assert first.draft(Budget(16, 4))
+    first.close()
+    second.close()
+    assert drafter.kv.used == 0

@@ -1,0 +1,73 @@
+"""What the tree drafter loads, and for which targets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import grpc
+import pytest
+
+from paceline.drafter.methods.base import LoadError
+
+from .conftest import drafting, failure
+from .models import VOCAB, change_config, load, write_model
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"width": "4"}, "known are widths"),
+        ({"widths": "4,x"}, "list of whole numbers"),
+        ({"widths": "0"}, "out of range"),
+        ({"widths": "64,64,64,64,64"}, "at most 256"),
+        ({"dtype": "float16"}, "expected auto"),
+    ],
+)
+def test_wrong_options_are_refused(folder: Path, options: dict[str, str], says: str) -> None:
+    with pytest.raises(LoadError, match=says):
+        load(folder, **options)
+
+
+def test_only_safetensors_of_known_models_are_loaded(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m")
+    weights = (folder / "model.safetensors").read_bytes()
+    for damaged in (weights[:-100], b"no weights at all", b""):
+        (folder / "model.safetensors").write_bytes(damaged)
+        with pytest.raises(LoadError, match="cannot load"):
+            load(folder)
+    (folder / "model.safetensors").write_bytes(weights)
+    for wrong in ({"vocab_size": "many"}, {"vocab_size": None}, {"paceline": []}):
+        change_config(folder, **{"vocab_size": VOCAB, "paceline": {}, **wrong})
+        with pytest.raises(LoadError, match=r"config\.json"):
+            load(folder)
+    change_config(folder, vocab_size=VOCAB, paceline={}, model_type="gpt2")
+    with pytest.raises(LoadError, match="not supported"):
+        load(folder)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(LoadError, match=r"no \*.safetensors"):
+        load(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(LoadError, match="cannot read"):
+        load(folder)
+
+
+async def test_another_target_or_tokenizer_is_refused(tmp_path: Path, folder: Path) -> None:
+    bound = write_model(tmp_path / "bound")
+    change_config(bound, paceline={"target_fingerprint": "f" * 64})
+    digest = load(folder).fit.tokenizer_digest
+    async with drafting(f"free=lm:{folder}", f"bound=lm:{bound}") as service:
+        stream = await service.attach([1, 2], vocab_size=VOCAB, tokenizer_digest=digest)
+        assert len((await stream.round([3])).tree.tokens) > 0
+        await stream.end()
+        for fields, reason in (
+            ({"tokenizer_digest": "0" * 64}, "TOKENIZER_MISMATCH"),
+            ({"vocab_size": VOCAB + 1}, "TOKENIZER_MISMATCH"),
+            ({"drafter": "bound", "target_fingerprint": "e" * 64}, "TARGET_MISMATCH"),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await service.attach([1, 2], **{"vocab_size": VOCAB, **fields})
+            assert failure(error) == (grpc.StatusCode.FAILED_PRECONDITION, reason)
+    (bound / "tokenizer.json").write_text("{}")
+    change_config(bound, paceline={"tokenizer_digest": digest})
+    with pytest.raises(LoadError, match="restore"):
+        load(bound)
