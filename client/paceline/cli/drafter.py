@@ -74,6 +74,7 @@ def _build(args: argparse.Namespace) -> Service:
         roots=args.root,
         test_methods=dict(args.test_method),
         allow_test_methods=args.allow_test_methods,
+        threads=args.threads,
         **given,
     )
 

@@ -63,4 +63,4 @@ def _build(args: argparse.Namespace) -> Service:
     given: dict[str, Any] = {
         name: value for name in OPTIONS if (value := getattr(args, name)) is not None
     }
-    return build_service(args.target, **given)
+    return build_service(args.target, threads=args.threads, **given)

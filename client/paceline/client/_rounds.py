@@ -21,8 +21,9 @@ _PLAIN_RUN, _WAITING_RUN = 64, 16
 class Rounds:
     """Drives a verifier session and perhaps a drafter session.
 
-    As soon as a round's tokens are known the next tree is asked for; reading the tokens as text and
-    handing them out happens while the drafter works. Nothing decided here changes a token.
+    As soon as a round's tokens are known the next tree is asked for. Reading the tokens as text and
+    handing them out takes about as long as a quick drafter does, so it waits until the verifier has
+    its next round to work on. Nothing decided here changes a token.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Rounds:
         self._asked = False
         self._round_began = perf_counter()
         self._grant = b""
+        self._unpublished: tuple[verifier_pb2.RoundResult, int] | None = None
 
     async def run(self) -> int:
         """Generates until the output's finish_reason is set.
@@ -61,20 +63,28 @@ class Rounds:
         created = await self._verifier.open()
         self._stats.first_token_ms = (perf_counter() - began) * 1000
         await self._accept(created.first)
-        self._publish(created.first)
-        while not self._output.finish_reason:
-            if self._outlet.full:
-                await self._wait_for_reader()
-            tree = await self._drafted_tree()
-            if tree is None:
-                await self._free_run()
-            else:
-                await self._verify(tree)
+        self._publish(created.first, 0)
+        try:
+            while not self._output.finish_reason:
+                if self._outlet.full:
+                    await self._wait_for_reader()
+                tree = await self._drafted_tree()
+                if tree is None:
+                    self._publish_waiting()
+                    if not self._output.finish_reason:
+                        await self._free_run()
+                else:
+                    await self._verify(tree)
+        finally:
+            self._publish_waiting()
         return created.reused_tokens
 
     async def _verify(self, tree: drafter_pb2.DraftTree) -> None:
         """One round with a tree."""
         await self._verifier.start(tree.tree, 0)
+        self._publish_waiting()
+        if self._output.finish_reason:
+            return  # a stop string: what this round brings would come after it
         response = await self._verifier.receive()
         seconds = perf_counter() - self._round_began
         result = response.result
@@ -96,11 +106,12 @@ class Rounds:
             )
         )
         self._node_budget = response.node_budget
+        self._unpublished = (result, len(self._stats.rounds))
         await self._accept(result)
-        self._publish(result)
 
     async def _free_run(self) -> None:
         """One round without a tree: plain steps, published as they are made."""
+        self._asked = False
         began = perf_counter()
         emitted, verify_us, queue_us = 0, 0, 0
         left = self._options.max_new_tokens - len(self._output.token_ids)
@@ -135,8 +146,10 @@ class Rounds:
                     )
                 )
                 self._node_budget = response.node_budget
+            self._unpublished = (result, len(self._stats.rounds) + (not last))
             await self._accept(result, plan=last)
-            self._publish(result, index=len(self._stats.rounds) + (not last))
+            if not self._asked:
+                self._publish_waiting()
 
     async def _accept(self, result: verifier_pb2.RoundResult, *, plan: bool = True) -> None:
         """Takes in tokens and, where more are to come, sets the next round going."""
@@ -184,8 +197,14 @@ class Rounds:
         self._steps = self._pace.steps()
         return None
 
-    def _publish(self, result: verifier_pb2.RoundResult, index: int | None = None) -> None:
-        chunk = self._output.publish(result, len(self._stats.rounds) if index is None else index)
+    def _publish_waiting(self) -> None:
+        """Publishes what a drafted round brought, if that is still to do."""
+        if self._unpublished is not None:
+            (result, index), self._unpublished = self._unpublished, None
+            self._publish(result, index)
+
+    def _publish(self, result: verifier_pb2.RoundResult, index: int) -> None:
+        chunk = self._output.publish(result, index)
         if chunk.token_ids or chunk.text:
             self._outlet.put(chunk)
 
