@@ -1,8 +1,10 @@
 """The command table, and what each command needs to be installed."""
 
+import argparse
 import os
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 
@@ -104,3 +106,17 @@ print(torch.get_num_threads(), os.environ["GOMP_SPINCOUNT"], os.environ["KMP_BLO
         check=True,
     )
     assert done.stdout.split() == ["1", "20000", "7"]
+
+
+@pytest.mark.parametrize("name", ["verifier", "drafter"])
+def test_threads_reach_the_service(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = import_module(f"paceline.cli.{name}")
+    given: list[int | None] = []
+    monkeypatch.setattr(
+        f"paceline.{name}.build_service", lambda *_, threads, **__: given.append(threads)
+    )
+    for words in (["--threads", "3"], []):
+        parser = argparse.ArgumentParser()
+        command.add_arguments(parser)
+        command._build(parser.parse_args([*words, *(["--target=x"] if name == "verifier" else [])]))
+    assert given == [3, None]

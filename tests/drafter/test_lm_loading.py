@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
+import torch
 
 from paceline.drafter.methods.base import LoadError
+from paceline.drafter.methods.lm import LmDrafter
 
 from .conftest import drafting, failure
 from .models import VOCAB, change_config, load, write_model
@@ -49,6 +52,27 @@ def test_only_safetensors_of_known_models_are_loaded(tmp_path: Path) -> None:
     (folder / "config.json").unlink()
     with pytest.raises(LoadError, match="cannot read"):
         load(folder)
+
+
+async def test_drafting_has_the_threads_it_was_given(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, found = torch.get_num_threads(), []
+    draft_many = LmDrafter.draft_many
+
+    def spy(self: LmDrafter, rounds: Any) -> Any:
+        found.append(torch.get_num_threads())
+        return draft_many(self, rounds)
+
+    monkeypatch.setattr(LmDrafter, "draft_many", spy)
+    try:
+        async with drafting(f"lm:{folder}", threads=before + 2) as service:
+            stream = await service.attach([1, 2], vocab_size=VOCAB)
+            await stream.round([3])
+            await stream.end()
+    finally:
+        torch.set_num_threads(before)
+    assert found == [before + 2]
 
 
 async def test_another_target_or_tokenizer_is_refused(tmp_path: Path, folder: Path) -> None:

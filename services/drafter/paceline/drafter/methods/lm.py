@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar, cast
 
@@ -54,11 +55,13 @@ class LmDrafter(Drafter):
             raise LoadError("FOLDER_MISSING", "lm needs a model folder: lm:DIR")
         parsed = parse_options(LmOptions, options)
         fit = read_fit(folder)
-        if resources.threads is not None:
-            torch.set_num_threads(resources.threads)
+        threads = resources.threads or torch.get_num_threads()
         dtype = parsed.dtype if parsed.dtype == "auto" else getattr(torch, parsed.dtype)
         try:
-            decoder = Decoder.load(folder, dtype, resources.device)
+            # On a thread that ends and takes its team of OpenMP workers along: beside the drafting
+            # thread's own, a second team would outnumber the cores and slow every operation.
+            with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,)) as p:
+                decoder = p.submit(Decoder.load, folder, dtype, resources.device).result()
         except Exception as error:  # damaged files make the libraries raise anything
             raise LoadError("UNSUPPORTED_MODEL", f"cannot load {folder}: {error}") from error
         weight_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
