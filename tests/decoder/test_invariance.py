@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.decoder import Decoder, LocalCache, is_batch_invariant
+from paceline.decoder.linear import Linear
 from paceline.kernels import TreeSegment, plan_trees
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -41,6 +42,24 @@ def test_the_self_check_notices(models: dict[str, Path], monkeypatch: pytest.Mon
     attention = model.tree_attention
     monkeypatch.setattr(model, "tree_attention", leaky)
     assert not is_batch_invariant(load(models, "llama", torch.float32))
+
+
+def test_the_self_check_notices_a_single_row_summed_another_way(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As oneDNN does in wide layers where a row alone is not given company."""
+    call = Linear.__call__
+
+    def careless(layer: Linear, x: Tensor) -> Tensor:
+        out = call(layer, x)
+        if x.shape[0] == 1 and layer is down:
+            out[0, -1] *= 1 + 2**-20
+        return out
+
+    decoder = load(models, "llama", torch.float32)
+    down = decoder.linears()[3]
+    monkeypatch.setattr(Linear, "__call__", careless)
+    assert not is_batch_invariant(decoder)
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))

@@ -147,6 +147,11 @@ class Decoder:
         hidden = self._rows.add_norm(x, None, self._norm, self.config.dtype)
         return ForwardResult(self._head(hidden), tuple(tapped[i] for i in taps))
 
+    def linears(self) -> list[Linear]:
+        """One linear layer of every kind: those of the first layer, and the LM head."""
+        first = self._layers[0]
+        return [first.qkv, first.out, first.gate_up, first.down, self._head]
+
     def with_layers(self, indices: Sequence[int]) -> Decoder:
         """A decoder over some of the layers, sharing the weights; caches are as deep as it is."""
         windows = tuple(self.config.windows[index] for index in indices)
