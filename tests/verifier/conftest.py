@@ -10,11 +10,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from verifier_support import LAYOUT, Client, make_model, serving
+from verifier_support import FAMILIES, LAYOUT, Client, make_model, serving
 
 from paceline.verifier.kv.segment import Segment
-
-FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 
 
 @pytest.fixture(scope="session")

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAMILIES
-from verifier_support import VOCAB, Tree, serving
+from verifier_support import FAMILIES, VOCAB, Tree, serving
 
 
 def reference(folder: Path, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:

@@ -20,6 +20,7 @@ from paceline.v1 import tree_pb2, verifier_pb2, verifier_pb2_grpc
 from paceline.verifier import VerifierService, build_service
 from paceline.verifier.kv.layout import KvLayout
 
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 VOCAB = 61
 LAYOUT = KvLayout(layers=2, kv_heads=3, head_dim=8, dtype=torch.float32)
 CONTEXT = 2048
