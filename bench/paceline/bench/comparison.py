@@ -24,21 +24,32 @@ class Runs:
     identical: bool = True
 
     def summary(self) -> dict[str, object]:
-        """Medians over prompts and repeats, and the split of a drafted round."""
+        """Medians over prompts and repeats, how much was drafted, the split of a drafted round.
+
+        `drafted_share` is the share of all tokens that a drafter guessed. Rounds without a tree are
+        free runs, of up to some dozen tokens each.
+        """
         figures: dict[str, object] = {
             "runs": len(self.rates),
             "tokens_per_second": statistics.median(self.rates),
-            "against_transformers_greedy": statistics.median(self.against_greedy),
             "against_paceline_none": statistics.median(self.against_plain),
             "identical_to_paceline_none": self.identical,
         }
-        rounds = [entry for s in self.samples for entry in s.stats.rounds if entry.drafted]
+        if self.against_greedy:
+            figures["against_transformers_greedy"] = statistics.median(self.against_greedy)
+        every = [entry for sample in self.samples for entry in sample.stats.rounds]
+        rounds = [entry for entry in every if entry.drafted]
+        if every:
+            figures["rounds"] = len(every)
+            figures["drafted_rounds"] = len(rounds)
+            figures["free_run_tokens"] = sum(s.stats.free_run_tokens for s in self.samples)
+            figures["drafted_share"] = sum(s.stats.accepted for s in self.samples) / sum(
+                len(s.tokens) for s in self.samples
+            )
         if rounds:
             emitted = sum(entry.emitted for entry in rounds)
             figures["accepted_length"] = emitted / len(rounds)
             figures["accepted_length_without_bonus"] = emitted / len(rounds) - 1
-            figures["drafted_rounds"] = len(rounds)
-            figures["free_run_tokens"] = sum(s.stats.free_run_tokens for s in self.samples)
             split: dict[str, Callable[..., float]] = {
                 "round_ms": lambda e: e.round_ms,
                 "draft_ms": lambda e: e.draft_ms,
@@ -64,7 +75,10 @@ async def compare(
     repeats: int,
     progress: Callable[[str], None],
 ) -> dict[str, dict[str, dict[str, object]]]:
-    """Greedy continuations of `tokens` tokens by every mode; summaries by prompt set and mode.
+    """Continuations of `tokens` tokens by every mode; summaries by prompt set and mode.
+
+    Sampled continuations have no rows of transformers: its noise is another one, and with it the
+    text, so that rates would compare two texts.
 
     `drafters` maps names to specifications for `paceline drafter --load`. Modes take turns prompt
     by prompt, so that a drift of the machine's speed meets all of them; ratios are taken within a
@@ -86,11 +100,18 @@ async def compare(
                     progress(f"{prompt.set} {prompt.name}, {repeat + 1} of {repeats}")
                     rates: dict[str, float] = {}
                     samples: dict[str, Sample] = {}
-                    for mode in baseline.modes():
+                    for mode in baseline.modes() if prompt.temperature == 0 else ():
                         output, seconds = baseline.generate(mode, prompt.tokens, tokens)
                         rates[mode] = len(output) / seconds
                     for drafter in served:
-                        sample = await generate(client, prompt.tokens, tokens, drafter)
+                        sample = await generate(
+                            client,
+                            prompt.tokens,
+                            tokens,
+                            drafter,
+                            temperature=prompt.temperature,
+                            seed=prompt.seed,
+                        )
                         mode = f"paceline {drafter}"
                         rates[mode] = len(sample.tokens) / sample.seconds
                         samples[mode] = sample
@@ -105,7 +126,8 @@ def _note(runs: dict[str, Runs], rates: dict[str, float], samples: dict[str, Sam
     for mode, rate in rates.items():
         entry = runs[mode]
         entry.rates.append(rate)
-        entry.against_greedy.append(rate / rates[MODES[0]])
+        if MODES[0] in rates:
+            entry.against_greedy.append(rate / rates[MODES[0]])
         entry.against_plain.append(rate / rates[PLAIN])
         if mode in samples:
             entry.samples.append(samples[mode])

@@ -18,17 +18,27 @@ def show(results: dict[str, Any], console: Console) -> None:
 
 def _comparison(name: str, modes: dict[str, Any]) -> Table:
     table = Table(title=f"prompts: {name}")
-    for heading in ("mode", "tokens/s", "x transformers", "x plain", "accepted", "identical"):
+    if not any(mode.startswith("transformers") for mode in modes):
+        table.caption = "sampled: transformers, with other noise, would write another text"
+    for heading in (
+        *("mode", "tokens/s", "x transformers", "x plain"),
+        *("rounds with a tree", "accepted", "drafted", "identical"),
+    ):
         table.add_column(heading, justify="left" if heading == "mode" else "right")
     for mode, figures in modes.items():
-        length = figures.get("accepted_length")
+        against, length = (
+            f"{figures[key]:.2f}" if key in figures else ""
+            for key in ("against_transformers_greedy", "accepted_length")
+        )
         served = mode.startswith("paceline")
         table.add_row(
             mode,
             f"{figures['tokens_per_second']:.1f}",
-            f"{figures['against_transformers_greedy']:.2f}",
+            against,
             f"{figures['against_paceline_none']:.2f}",
-            f"{length:.2f}" if length else "",
+            f"{figures['drafted_rounds']} of {figures['rounds']}" if served else "",
+            length,
+            f"{figures['drafted_share']:.0%}" if served else "",
             ("yes" if figures["identical_to_paceline_none"] else "NO") if served else "",
         )
     return table
