@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import grpc
+
 from paceline.service import Gate, ServiceError, owner_of
 from paceline.v1 import kv_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 from paceline.verifier.cache import CAPABILITY_BYTES, Cache
@@ -55,15 +57,15 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             self._store.renew(cache)
 
     async def Verify(self, request_iterator: Any, context: Any) -> None:
-        """Rounds of one cache."""
-        first = await anext(request_iterator, None)
-        if first is None:
+        """Rounds of one cache. Reads by itself: a round has no time for an iterator's layers."""
+        first = await context.read()
+        if first is grpc.aio.EOF:
             return
         cache = self._find(first.handle, owner_of(context))
         stream = VerifyStream(
             cache, self._store, self._engine, self._facts.limits, self._node_budget
         )
-        await stream.serve(first, request_iterator, context)
+        await stream.serve(first, context)
 
     async def RenewLease(
         self, request: verifier_pb2.RenewLeaseRequest, context: Any

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from time import perf_counter
 from typing import Any
+
+import grpc
 
 from paceline.service import ServiceError
 from paceline.v1 import verifier_pb2
@@ -36,8 +37,8 @@ class VerifyStream:
         self._limits = limits
         self._node_budget = node_budget
 
-    async def serve(self, first: Request, later: AsyncIterator[Request], context: Any) -> None:
-        """Answer rounds: ``first``, then those that come ``later``.
+    async def serve(self, first: Request, context: Any) -> None:
+        """Answer rounds: ``first``, then those that ``context`` still brings.
 
         Raises:
             ServiceError: A round was wrong, could not be computed, or the stream was superseded
@@ -49,9 +50,10 @@ class VerifyStream:
             cache.stream.cancel()
         cache.stream = task
         try:
-            await self._round(first, context)
-            async for request in later:
+            request = first
+            while request is not grpc.aio.EOF:
                 await self._round(request, context)
+                request = await context.read()
         except asyncio.CancelledError:
             if cache.stream is task:
                 raise

@@ -197,7 +197,8 @@ class Engine:
             self._fail(job, StepFailed(f"the round could not be settled: {outcome.error}"))
             return
         job.take(outcome.emission(began, ended, batch_tokens), began, ended)
-        self._news.append(job)
+        if job.telling:
+            self._news.append(job)
         if isinstance(job, Prefill) and not job.done:
             self._prefills.append(job)
         elif isinstance(job, Round) and not job.done:

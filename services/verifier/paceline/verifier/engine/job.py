@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from paceline.verifier.engine.sequence import Sequence
 
 
+# Tokens of a free run come in messages at least this far apart. Telling of each one as it is made
+# takes turns with the next step on the same interpreter, and wakes the client's process beside it.
+# Unit: seconds.
+_MESSAGE_GAP = 0.010
+
+
 @dataclass(frozen=True, slots=True)
 class Emission:
     """What one engine step gave one sequence.
@@ -53,6 +59,7 @@ class Job:
         done: No step will be run for it any more.
         stop: Set by the event loop: the answer is no longer wanted. It ends after the running step.
         ready_at: When it began to wait for its next step (time.perf_counter).
+        telling: Whether the event loop should hear of the newest step now.
     """
 
     def __init__(self, sequence: Sequence) -> None:
@@ -61,6 +68,7 @@ class Job:
         self.done = False
         self.stop = False
         self.ready_at = perf_counter()
+        self.telling = True
         self._news = asyncio.Event()
 
     def take(self, emission: Emission | None, began: float, ended: float) -> None:
@@ -154,6 +162,7 @@ class Round(Job):
         self.steps = steps
         self.deadline = deadline
         self.emissions: list[Emission] = []
+        self._told_at = float("-inf")
 
     def take(self, emission: Emission | None, began: float, ended: float) -> None:
         """Note the tokens of a step. Engine thread."""
@@ -163,6 +172,9 @@ class Round(Job):
         self.emissions.append(emission)
         late = self.deadline is not None and ended >= self.deadline
         self.done = self.steps == 0 or emission.finish is not None or self.stop or late
+        self.telling = self.done or ended - self._told_at >= _MESSAGE_GAP
+        if self.telling:
+            self._told_at = ended
 
 
 def microseconds(seconds: float) -> int:
