@@ -30,6 +30,7 @@ from paceline.client import (
         ({"presence_penalty": float("inf")}, "presence_penalty"),
         ({"frequency_penalty": float("nan")}, "frequency_penalty"),
         ({"logit_bias": {-1: 0.0}}, "logit_bias key"),
+        ({"logit_bias": {1: float("inf")}}, "logit_bias value"),
         ({"logit_bias": {1: float("nan")}}, "logit_bias value"),
         ({"seed": 2**64}, "seed"),
         ({"seed": -1}, "seed"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     },
     "greedy with penalties": {"repetition_penalty": 1.5, "frequency_penalty": 0.5},
     "filters": {"temperature": 0.7, "top_p": 0.8, "min_p": 0.02, "top_k": 20, "seed": 3},
-    "bias": {"temperature": 1.3, "logit_bias": {4: 3.0, 9: -5.0}, "seed": 11},
+    "bias": {"temperature": 1.3, "logit_bias": {4: 3.0, 9: -math.inf}, "seed": 11},
 }
 
 

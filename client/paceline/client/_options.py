@@ -124,7 +124,7 @@ class GenerationOptions:
             _require(finite(getattr(self, name)), name, "finite", getattr(self, name))
         for token, bias in self.logit_bias.items():
             _require(token_id(token), "a logit_bias key", "a token id", token)
-            _require(not math.isnan(bias), "a logit_bias value", "a number", bias)
+            _require(bias < math.inf, "a logit_bias value", "a number or -inf (never)", bias)
         _require(0 <= self.seed < 2**64, "seed", "in [0, 2**64)", self.seed)
         for text in self.stop:
             _require(text != "", "a stop string", "non-empty", text)

@@ -57,7 +57,7 @@ PRESETS: dict[str, Preset] = {
     "cpu": Preset(
         width=384, layers=8, heads=6, kv_heads=2, ff=1024, context=4096,
         files=120, heldout_files=12, focus_files=48, focus_from=0.4,
-        minutes=80, steps=5000, copy_share=0.15,
+        minutes=80, steps=5000, copy_share=0.5,
         shapes=((0, 4, 512), (0.35, 1, 2048), (0.85, 1, 4096)),
     ),
     # 1.1 M parameters: the drafter, distilled from the target above on the files that one knows
