@@ -46,7 +46,11 @@ def _comparison(name: str, modes: dict[str, Any]) -> Table:
 
 def _rounds(results: dict[str, Any]) -> Table:
     echo = results["echo_us"]["median"] / 1e3
-    table = Table(title=f"one drafted round, median ms (a bare echo: {echo:.3f} ms)")
+    cold = results["echo_between_steps_us"]["median"] / 1e3
+    table = Table(
+        title=f"one drafted round, median ms (a bare echo: {echo:.3f} ms back to back, "
+        f"{cold:.3f} ms between steps)"
+    )
     columns = ("draft_ms", "verify_ms", "queue_ms", "transport_ms", "round_ms", "overhead_ms")
     table.add_column("prompts")
     table.add_column("drafter")

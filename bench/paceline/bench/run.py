@@ -22,12 +22,8 @@ def run(args: argparse.Namespace) -> int:
     results: dict[str, Any] = {"machine": machine.describe(), "dtype": args.dtype}
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as scratch:
         work = Path(scratch)
-        times = sorted(echo.echo_times(work))
-        results["echo_us"] = {
-            "median": statistics.median(times),
-            "p10": times[len(times) // 10],
-            "p90": times[9 * len(times) // 10],
-        }
+        results["echo_us"] = _spread(echo.echo_times(work))
+        results["echo_between_steps_us"] = _spread(echo.echo_times(work, 200, between_steps=True))
         if "comparison" in parts:
             results["comparison"] = uvloop.run(_compare(args, console))
         if "replay" in parts:
@@ -40,6 +36,15 @@ def run(args: argparse.Namespace) -> int:
     output.write_text(json.dumps(results, indent=1) + "\n")
     console.print(f"written to {output}")
     return 0
+
+
+def _spread(times: list[float]) -> dict[str, float]:
+    times = sorted(times)
+    return {
+        "median": statistics.median(times),
+        "p10": times[len(times) // 10],
+        "p90": times[9 * len(times) // 10],
+    }
 
 
 async def _compare(args: argparse.Namespace, console: Console) -> dict[str, Any]:
