@@ -1,6 +1,5 @@
 """The benchmark's prompt sets, as the repository's own models give them."""
 
-from itertools import pairwise
 from pathlib import Path
 
 from paceline.bench.prompts import Prompt, load
@@ -22,8 +21,14 @@ def test_only_the_set_without_matches_is_sampled() -> None:
     assert [prompt.tokens for prompt in sampled] == heldout[:4]
 
 
-def test_copying_prompts_end_in_the_middle_of_what_they_copy() -> None:
-    for prompt in of("copying", load(DEMO / "prompts", DEMO / "target", length=200, copies=2)):
-        assert len(prompt.tokens) == 200
-        last = (prompt.tokens[-2], prompt.tokens[-1])
-        assert list(pairwise(prompt.tokens)).count(last) >= 2
+def test_copying_prompts_end_with_the_beginning_of_what_they_hold() -> None:
+    prompts = load(DEMO / "prompts", DEMO / "target")
+    whole = {prompt.name: prompt.tokens for prompt in of("trained", prompts)}
+    copying = of("copying", prompts)
+    assert {prompt.name for prompt in copying} == set(whole)
+    for prompt in copying:
+        text = whole[prompt.name]
+        again = prompt.tokens[len(text) + 1 :]
+        assert prompt.tokens[: len(text)] == text
+        assert 0 < len(again) < len(text)
+        assert again == text[: len(again)]

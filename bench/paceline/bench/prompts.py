@@ -6,7 +6,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-_EXCERPT = 88  # tokens
+_RETOLD = 40  # tokens of a text that a copying prompt gives again
+_SEPARATOR = "<|endoftext|>"  # between texts, in the demo target's training
 _HOT = 2.0  # temperature at which hardly any two tokens follow each other twice
 
 
@@ -21,15 +22,14 @@ class Prompt:
     seed: int = 0
 
 
-def load(
-    folder: Path, target: Path, *, length: int = 384, copies: int = 4, matchless: int = 4
-) -> list[Prompt]:
-    """The demo prompts as they are, and two sets made from what is held out.
+def load(folder: Path, target: Path, *, length: int = 384, matchless: int = 4) -> list[Prompt]:
+    """The demo prompts as they are, and two sets made from them.
 
-    A `copying` prompt is a short excerpt over and over, cut off in the middle, so that a model goes
-    on with what stands above. `no match` is the other end: a held-out prompt whose continuation is
-    sampled so hot that what was written before is no guide to what follows, and prompt lookup can
-    only cost. `length` is the longest prompt, in tokens.
+    A `copying` prompt holds a text whole and then its beginning once more, so that what follows
+    stands in the prompt already; from files the demo target was trained on, because a model so
+    small copies what it knows and little else. `no match` is the other end: a held-out prompt whose
+    continuation is sampled so hot that what was written before is no guide to what follows, and
+    prompt lookup can only cost. `length` is the longest demo prompt, in tokens.
     """
     tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
     prompts = []
@@ -41,10 +41,8 @@ def load(
     heldout = [prompt for prompt in prompts if prompt.set == "heldout"]
     for seed, prompt in enumerate(heldout[:matchless], 1):
         prompts.append(Prompt("no match", prompt.name, prompt.tokens, _HOT, seed))
-    for file in sorted((folder / "heldout").glob("*"))[:copies]:
-        ids = tokenizer.encode(file.read_text(errors="replace")).ids
-        if len(ids) >= length:
-            excerpt = ids[length // 2 : length // 2 + _EXCERPT]
-            repeated = excerpt * (length // _EXCERPT) + excerpt[: length % _EXCERPT]
-            prompts.append(Prompt("copying", file.name, repeated))
+    separator = tokenizer.token_to_id(_SEPARATOR)
+    for prompt in [prompt for prompt in prompts if prompt.set == "trained"]:
+        retold = [*prompt.tokens, separator, *prompt.tokens[:_RETOLD]]
+        prompts.append(Prompt("copying", prompt.name, retold))
     return prompts
