@@ -22,7 +22,7 @@ from verifier_support import (
     serving,
 )
 
-from paceline.v1 import kv_pb2, kv_pb2_grpc, sampling_pb2, tree_pb2, verifier_pb2
+from paceline.v1 import sampling_pb2, tree_pb2, verifier_pb2
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 PROMPT = [3, 1, 4, 1, 5]
@@ -195,11 +195,3 @@ async def test_too_many_sequences(model: Path, tmp_path: Path) -> None:
         error = await failure(client.stub.CreateCache(request))
         assert reason_of(error) == "KV_FULL"
         await client.release(cache.handle)
-
-
-async def test_kv_exchange_is_not_built(client: Client) -> None:
-    stub: Any = kv_pb2_grpc.KvExchangeServiceStub(client.channel)  # type: ignore[no-untyped-call]
-    for call in (stub.MapCache(kv_pb2.MapCacheRequest()), stub.FollowCache()):
-        error = await failure(call)
-        assert error.code() == grpc.StatusCode.UNIMPLEMENTED
-        assert reason_of(error) == "KV_EXCHANGE_NOT_BUILT"
