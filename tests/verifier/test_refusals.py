@@ -22,6 +22,7 @@ from verifier_support import (
     serving,
 )
 
+from paceline.shm import HEADER_BYTES
 from paceline.v1 import sampling_pb2, tree_pb2, verifier_pb2
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
@@ -164,8 +165,8 @@ async def test_bytes_that_are_no_message(client: Client) -> None:
 
 
 async def test_a_full_verifier_says_when_to_come_back(model: Path, tmp_path: Path) -> None:
-    # One cache of 512 + 256 slots: 2 layers x 2 kinds x 2 heads x 16 elements of 4 bytes.
-    one = 768 * 2 * 2 * 2 * 16 * 4
+    # One cache of 512 + 256 slots: 2 layers x 2 kinds x 2 heads x 16 elements of 4 bytes; a header.
+    one = 768 * 2 * 2 * 2 * 16 * 4 + HEADER_BYTES
     async with serving(model, tmp_path / "v.sock", kv_bytes=2 * one + 1) as client:
         caches = [await client.create([1] * 500, max_new_tokens=12) for _ in range(2)]
         request = verifier_pb2.CreateCacheRequest(prompt_tokens=[1] * 500, max_new_tokens=12)

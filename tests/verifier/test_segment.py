@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -116,7 +117,10 @@ def test_segments_of_the_dead_are_swept(segment: Segment) -> None:
         child.send_signal(signal.SIGKILL)
         child.wait()
         assert path.exists()
+        reader = os.open(path, os.O_RDONLY)
+        fcntl.flock(reader, fcntl.LOCK_SH)  # as a reader does that asks whether the owner lives
         assert sweep_orphans() >= 1
+        os.close(reader)
         assert not path.exists()
         assert segment.path.exists(), "our own stay"
     finally:

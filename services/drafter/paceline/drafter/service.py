@@ -111,7 +111,8 @@ def build_service(
 
     Raises:
         LoadError: Test methods without leave, or under a name that is taken.
-        OSError: A TLS file cannot be read.
+        OptionsError: The TLS authorities of ``access`` cannot be read.
+        OSError: Another TLS file of it cannot be read.
     """
     if test_methods and not allow_test_methods:
         raise LoadError(

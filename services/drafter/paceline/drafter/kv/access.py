@@ -7,6 +7,8 @@ from pathlib import Path
 
 import grpc
 
+from paceline.service.credentials import check_authorities
+
 
 @dataclass(frozen=True)
 class VerifierAccess:
@@ -32,10 +34,12 @@ class VerifierAccess:
         """TLS credentials, or None for plain connections.
 
         Raises:
-            OSError: A file cannot be read.
+            OptionsError: ``tls_ca`` cannot be read, or holds no certificate.
+            OSError: Another file cannot be read.
         """
         if self.tls_ca is None:
             return None
+        check_authorities(self.tls_ca)
         return grpc.ssl_channel_credentials(
             root_certificates=self.tls_ca.read_bytes(),
             private_key=self.tls_key.read_bytes() if self.tls_key else None,

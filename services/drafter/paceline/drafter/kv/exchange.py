@@ -39,7 +39,8 @@ class KvExchange:
         """Make an exchange without connections.
 
         Raises:
-            OSError: A TLS file cannot be read.
+            OptionsError: The TLS authorities cannot be read.
+            OSError: Another TLS file cannot be read.
         """
         self._metadata = access.metadata()
         self._credentials = access.credentials()

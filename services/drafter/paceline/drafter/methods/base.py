@@ -103,8 +103,9 @@ class Generation:
 
     kv: SharedKv | None = None
     """The layers of :attr:`Needs.kv_layers`, mapped; None if it has none. The service closes it,
-    after the sequence. A sequence reads below ``kv.committed``, and calls ``kv.check()`` before it
-    uses what it read: it lets :class:`KvGone` pass, which ends the stream."""
+    after the sequence. A sequence reads below ``kv.committed``, which may run ahead of the text it
+    was told, and calls ``kv.check()`` before it uses what it read: it lets :class:`KvGone` pass,
+    which ends the stream."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,8 @@ class Update:
     """Tokens emitted since the last update; the last is the new anchor."""
 
     committed_length: int = 0
-    """Positions whose KV may be read. Unit: tokens."""
+    """Positions whose KV is final, as the client says. What of :attr:`Generation.kv` may be read
+    says that itself. Unit: tokens."""
 
     hidden_states: Sequence[verifier_pb2.HiddenStates] = ()
     """Hidden states of newly committed positions, if the method needs any."""
