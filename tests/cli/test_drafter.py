@@ -24,6 +24,8 @@ class Mine(NgramDrafter):
         (["--load", "none=ngram"], "none"),
         (["--load", "x=ngram,no_such_option=1"], "no_such_option"),
         (["--load", "x=lm:/nowhere/at/all"], "/nowhere/at/all"),
+        (["--load", "x=ngram", "--verifier-tls-ca", "/nowhere/ca.pem"], "/nowhere/ca.pem"),
+        (["--load", "x=ngram", "--verifier-tls-ca", __file__], "no PEM certificates"),
         (["--test-method", "mine"], "NAME=MODULE:CLASS"),
         (["--test-method", "mine=m:C"], "--allow-test-methods"),
         (["--allow-test-methods", "--test-method=mine=nowhere:C", "--load=mine"], "nowhere"),

@@ -125,3 +125,16 @@ def test_both_die_with_it(serve: Callable[..., Serve]) -> None:
     for child in children:
         child.wait(60)
         assert not child.is_running()
+
+
+def test_the_drafter_trusts_the_verifiers_certificate(
+    serve: Callable[..., Serve], short_folder: Path
+) -> None:
+    """So that it can read the verifier's KV over TLS."""
+    cert, key = short_folder / "cert", short_folder / "key"
+    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+    command = ["openssl", "req", "-x509", *curve, "-subj", "/CN=x", "-keyout", key, "-out", cert]
+    subprocess.run(command, check=True, capture_output=True)
+    running = serve(f"--tls-cert={cert}", f"--tls-key={key}")
+    running.addresses()
+    assert f"--verifier-tls-ca={cert}" in running.child("drafter").cmdline()

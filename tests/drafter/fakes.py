@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from paceline.drafter import (
     Budget,
     Drafter,
@@ -29,6 +31,8 @@ class FakeSequence(DraftSequence):
 
     def __init__(self, drafter: FakeDrafter, generation: Generation) -> None:
         self.drafter = drafter
+        self.kv = generation.kv
+        self.prefixes: list[list[Tensor]] = []
         self.text = list(generation.tokens)
         self.pending = len(self.text)
         self.stuck = False
@@ -56,11 +60,17 @@ class FakeSequence(DraftSequence):
         self.threads.add(threading.current_thread().name)
         self.drafter.journal.append(("draft", len(self.text)))
         self.pending = 0
+        if self.kv is not None:
+            committed = self.kv.committed
+            pairs = [self.kv.layer(index) for index in self.kv.layers]
+            self.prefixes.append([plane[:, :committed] for pair in pairs for plane in pair])
+            self.kv.check()
         if self.text[-1] == self.drafter.poison:
             raise RuntimeError("poisoned")
         return Tree((self.text[-1],), (-1,))
 
     def close(self) -> None:
+        assert self.kv is None or self.kv.committed >= 0, "its KV was closed before it"
         self.closed += 1
 
 
@@ -94,7 +104,9 @@ class FakeDrafter(Drafter):
             vocab_size=int(options.get("vocab", "0")),
         )
         if "kv" in options:
-            made.needs = Needs(kv_layers=(-1,), hidden_state_layers=(1, 2), hidden_state_window=7)
+            made.needs = Needs(kv_layers=tuple(map(int, options["kv"].split("/"))))
+        if "hidden" in options:
+            made.needs = Needs(hidden_state_layers=(1, 2), hidden_state_window=7)
         return made
 
     def start(self, generation: Generation) -> FakeSequence:

@@ -85,12 +85,9 @@ async def test_same_tokenizer_with_another_padding_is_taken_up_to_the_smaller() 
         assert failure(error) == (CODE.INVALID_ARGUMENT, "TOKEN_OUT_OF_VOCABULARY")
 
 
-async def test_a_method_that_reads_kv_asks_for_the_grant() -> None:
-    async with drafting("x=fake,kv=yes", **TESTING) as service:
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await service.attach([1])
-        assert failure(error) == (CODE.FAILED_PRECONDITION, "KV_NOT_SHARED")
-        stream = await service.attach([1], read_grant=b"g" * 16, verifier_address="unix:/v")
+async def test_a_method_tells_which_hidden_states_it_wants() -> None:
+    async with drafting("x=fake,hidden=yes", **TESTING) as service:
+        stream = await service.attach([1])
         assert list(stream.attached.hidden_state_layers) == [1, 2]
         assert stream.attached.hidden_state_window == 7
         await stream.end()

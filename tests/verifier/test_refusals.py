@@ -22,7 +22,8 @@ from verifier_support import (
     serving,
 )
 
-from paceline.v1 import kv_pb2, kv_pb2_grpc, sampling_pb2, tree_pb2, verifier_pb2
+from paceline.shm import HEADER_BYTES
+from paceline.v1 import sampling_pb2, tree_pb2, verifier_pb2
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 PROMPT = [3, 1, 4, 1, 5]
@@ -165,8 +166,8 @@ async def test_bytes_that_are_no_message(client: Client) -> None:
 
 
 async def test_a_full_verifier_says_when_to_come_back(model: Path, tmp_path: Path) -> None:
-    # One cache of 512 + 256 slots: 2 layers x 2 kinds x 2 heads x 16 elements of 4 bytes.
-    one = 768 * 2 * 2 * 2 * 16 * 4
+    # One cache of 512 + 256 slots: 2 layers x 2 kinds x 2 heads x 16 elements of 4 bytes; a header.
+    one = 768 * 2 * 2 * 2 * 16 * 4 + HEADER_BYTES
     async with serving(model, tmp_path / "v.sock", kv_bytes=2 * one + 1) as client:
         caches = [await client.create([1] * 500, max_new_tokens=12) for _ in range(2)]
         request = verifier_pb2.CreateCacheRequest(prompt_tokens=[1] * 500, max_new_tokens=12)
@@ -196,11 +197,3 @@ async def test_too_many_sequences(model: Path, tmp_path: Path) -> None:
         error = await failure(client.stub.CreateCache(request))
         assert reason_of(error) == "KV_FULL"
         await client.release(cache.handle)
-
-
-async def test_kv_exchange_is_not_built(client: Client) -> None:
-    stub: Any = kv_pb2_grpc.KvExchangeServiceStub(client.channel)  # type: ignore[no-untyped-call]
-    for call in (stub.MapCache(kv_pb2.MapCacheRequest()), stub.FollowCache()):
-        error = await failure(call)
-        assert error.code() == grpc.StatusCode.UNIMPLEMENTED
-        assert reason_of(error) == "KV_EXCHANGE_NOT_BUILT"

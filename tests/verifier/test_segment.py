@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 import torch
 from verifier_support import LAYOUT
 
+from paceline.shm import HEADER_BYTES
 from paceline.verifier.kv.segment import OutOfMemory, Segment, sweep_orphans
 
 
@@ -22,12 +24,14 @@ def test_memory_comes_when_reserved(segment: Segment) -> None:
 
     assert segment.path.stat().st_size == LAYOUT.byte_size(1024) == segment.byte_size
     assert segment.path.stat().st_mode & 0o777 == 0o600
-    assert pages() == 0
+    assert pages() == HEADER_BYTES
     segment.reserve(1)
     assert segment.reserved == 256
-    assert pages() == 256 * LAYOUT.token_bytes
+    assert pages() == HEADER_BYTES + 256 * LAYOUT.token_bytes
     segment.kv[..., :256, :] = 1.0
-    assert pages() == 256 * LAYOUT.token_bytes, "writing took no memory beyond the reservation"
+    assert pages() == HEADER_BYTES + 256 * LAYOUT.token_bytes, (
+        "writing took no memory beyond the reservation"
+    )
     segment.reserve(300)
     assert segment.reserved == 512
     segment.reserve(10_000)
@@ -53,7 +57,8 @@ def test_the_file_holds_what_the_tensor_shows(segment: Segment) -> None:
     """Others can map it by offset and strides alone."""
     segment.reserve(256)
     segment.kv[:, :, :, :256] = torch.randn(2, 2, 3, 256, 8)
-    raw = torch.frombuffer(bytearray(segment.path.read_bytes()), dtype=torch.float32)
+    planes = bytearray(segment.path.read_bytes()[HEADER_BYTES:])
+    raw = torch.frombuffer(planes, dtype=torch.float32)
     assert torch.equal(raw.view(2, 2, 3, 1024, 8), segment.kv)
 
 
@@ -112,7 +117,10 @@ def test_segments_of_the_dead_are_swept(segment: Segment) -> None:
         child.send_signal(signal.SIGKILL)
         child.wait()
         assert path.exists()
+        reader = os.open(path, os.O_RDONLY)
+        fcntl.flock(reader, fcntl.LOCK_SH)  # as a reader does that asks whether the owner lives
         assert sweep_orphans() >= 1
+        os.close(reader)
         assert not path.exists()
         assert segment.path.exists(), "our own stay"
     finally:

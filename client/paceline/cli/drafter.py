@@ -11,6 +11,7 @@ from paceline.cli.service_process import (
     run_service,
 )
 from paceline.service import Service
+from paceline.service.options import read_token
 
 _OPTIONS = ("max_context", "max_streams")
 
@@ -39,6 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-streams", type=int, metavar="N", help="most generations attached at a time"
     )
     group.add_argument(
+        "--verifier-tls-ca",
+        type=Path,
+        metavar="PEM",
+        help="speak TLS with verifiers on this machine whose KV a drafter reads, trusting these "
+        "roots; --tls-cert is shown to those that ask for a certificate",
+    )
+    group.add_argument(
         "--test-method",
         action="append",
         default=[],
@@ -64,17 +72,24 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _build(args: argparse.Namespace) -> Service:
-    from paceline.drafter import DrafterSpec, build_service
+    from paceline.drafter import DrafterSpec, VerifierAccess, build_service
 
     given: dict[str, Any] = {
         name: value for name in _OPTIONS if (value := getattr(args, name)) is not None
     }
+    access = VerifierAccess(
+        token=read_token(args.token_file),
+        tls_ca=args.verifier_tls_ca,
+        tls_cert=args.tls_cert,
+        tls_key=args.tls_key,
+    )
     return build_service(
         [DrafterSpec.parse(text) for text in args.load],
         roots=args.root,
         test_methods=dict(args.test_method),
         allow_test_methods=args.allow_test_methods,
         threads=args.threads,
+        access=access,
         **given,
     )
 

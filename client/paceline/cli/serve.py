@@ -56,9 +56,11 @@ def run(args: argparse.Namespace) -> int:
         show_log=True,
         ready_seconds=float("inf"),
     )
+    # They serve with one certificate; the drafter need trust no other to read the verifier's KV.
+    trust = [] if args.tls_cert is None else [f"--verifier-tls-ca={args.tls_cert}"]
     drafter = ServiceProcess(
         "drafter",
-        [*(f"--load={spec}" for spec in args.drafter or ["ngram"]), *shared],
+        [*(f"--load={spec}" for spec in args.drafter or ["ngram"]), *trust, *shared],
         address=args.drafter_address,
         show_log=True,
         ready_seconds=float("inf"),

@@ -23,7 +23,7 @@ def server_credentials(options: ServerOptions) -> grpc.ServerCredentials | None:
     pair = (options.tls_key.read_bytes(), options.tls_cert.read_bytes())
     if options.tls_client_ca is None:
         return grpc.ssl_server_credentials([pair])
-    _check_authorities(options.tls_client_ca)
+    check_authorities(options.tls_client_ca)
     return grpc.ssl_server_credentials(
         [pair],
         root_certificates=options.tls_client_ca.read_bytes(),
@@ -43,7 +43,12 @@ def _check_pair(cert: Path, key: Path) -> None:
         ) from error
 
 
-def _check_authorities(file: Path) -> None:
+def check_authorities(file: Path) -> None:
+    """Make sure that a file holds certificates of authorities, which gRPC would not say.
+
+    Raises:
+        OptionsError: It cannot be read, or holds none.
+    """
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(file)
     except OSError as error:

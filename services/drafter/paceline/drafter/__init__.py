@@ -4,6 +4,7 @@ Imports no torch until a method that needs it is loaded. What a drafter drafts c
 of a generation, never its tokens.
 """
 
+from paceline.drafter.kv import KvGone, KvNotShared, VerifierAccess
 from paceline.drafter.methods import method_names, register_method
 from paceline.drafter.methods.base import (
     Budget,
@@ -28,11 +29,14 @@ __all__ = [
     "DrafterSpec",
     "Fit",
     "Generation",
+    "KvGone",
+    "KvNotShared",
     "LoadError",
     "Needs",
     "Resources",
     "Tree",
     "Update",
+    "VerifierAccess",
     "build_service",
     "method_names",
     "register_method",

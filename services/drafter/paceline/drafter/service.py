@@ -7,6 +7,7 @@ from pathlib import Path
 
 import grpc
 
+from paceline.drafter.kv import KvExchange, VerifierAccess
 from paceline.drafter.methods import register_method
 from paceline.drafter.methods.base import LoadError, Resources
 from paceline.drafter.registry import Registry
@@ -32,17 +33,23 @@ class DrafterService:
         load: Sequence[DrafterSpec],
         roots: Roots,
         resources: Resources,
+        access: VerifierAccess,
         *,
         max_context: int,
         max_streams: int,
     ) -> None:
         self._load = tuple(load)
+        self._exchange = KvExchange(access)
         self._worker = DraftWorker()
         self._registry = Registry(
             roots, resources, lambda drafter: self._worker.post(drafter.close)
         )
         self._drafting = DrafterServicer(
-            self._registry, self._worker, max_context=max_context, max_streams=max_streams
+            self._registry,
+            self._worker,
+            self._exchange,
+            max_context=max_context,
+            max_streams=max_streams,
         )
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -68,7 +75,8 @@ class DrafterService:
         await self._drafting.gate.drained()
 
     async def stop(self) -> None:
-        """Free all drafters and end the worker."""
+        """Free all drafters, end the worker, and leave the verifiers."""
+        await self._exchange.close()
         await self._registry.close()
         self._worker.stop()
 
@@ -81,6 +89,7 @@ def build_service(
     threads: int | None = None,
     max_context: int = 1 << 20,
     max_streams: int = 1024,
+    access: VerifierAccess | None = None,
     test_methods: Mapping[str, str] | None = None,
     allow_test_methods: bool = False,
 ) -> Service:
@@ -95,12 +104,15 @@ def build_service(
         threads: Threads of the math library for methods with weights; None: as it is set.
         max_context: Longest text a stream may have. Unit: tokens.
         max_streams: Most generations attached at once; further ones get RESOURCE_EXHAUSTED.
+        access: How it shows itself to verifiers whose KV it reads; None: without token or TLS.
         test_methods: Methods from outside the package, name to ``module:Class``. They run code of
             the caller's choice, so they need ``allow_test_methods``. For tests only.
         allow_test_methods: Says that ``test_methods`` are wanted.
 
     Raises:
         LoadError: Test methods without leave, or under a name that is taken.
+        OptionsError: The TLS authorities of ``access`` cannot be read.
+        OSError: Another TLS file of it cannot be read.
     """
     if test_methods and not allow_test_methods:
         raise LoadError(
@@ -119,6 +131,7 @@ def build_service(
         load,
         Roots(allowed),
         Resources(device=device, threads=threads),
+        access or VerifierAccess(),
         max_context=max_context,
         max_streams=max_streams,
     )

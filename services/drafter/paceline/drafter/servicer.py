@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
+from paceline.drafter.kv import KvExchange, KvGone, KvNotShared
 from paceline.drafter.methods.base import Budget, Drafter, Generation, Update
 from paceline.drafter.registry import Registry, Version
 from paceline.drafter.session import Session
@@ -28,6 +29,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         self,
         registry: Registry,
         worker: DraftWorker,
+        exchange: KvExchange,
         *,
         max_context: int,
         max_streams: int,
@@ -36,6 +38,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         """Streams in flight."""
         self._registry = registry
         self._worker = worker
+        self._exchange = exchange
         self._max_context = max_context
         self._max_streams = max_streams
 
@@ -71,10 +74,14 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         self._registry.attach(version, eviction)
         session: Session | None = None
         try:
-            session = self._start(attach, version)
+            session = await self._start(attach, version)
             await context.write(_attached(version))
             await session.warm()
             await self._rounds(session, vocab_size, context)
+        except KvGone as error:
+            raise ServiceError.unavailable(
+                "KV_GONE", f"{error}; attach again with the read grant of the cache in use"
+            ) from error
         except asyncio.CancelledError:
             eviction.raise_if_done()
             raise
@@ -83,7 +90,19 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
                 session.close()
             self._registry.detach(version, eviction)
 
-    def _start(self, attach: drafter_pb2.DraftAttach, version: Version) -> Session:
+    async def _start(self, attach: drafter_pb2.DraftAttach, version: Version) -> Session:
+        kv = None
+        if layers := version.drafter.needs.kv_layers:
+            try:
+                kv = await self._exchange.map_cache(
+                    attach.verifier_address, attach.read_grant, layers
+                )
+            except KvNotShared as error:
+                raise ServiceError.failed_precondition(
+                    "KV_NOT_SHARED",
+                    f"drafter {version.spec.name!r} reads the target's KV, but {error}; go on "
+                    "with a drafter that needs tokens only",
+                ) from error
         generation = Generation(
             tokens=list(attach.tokens),
             prompt_length=attach.prompt_length,
@@ -91,9 +110,15 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
             sampling=attach.sampling,
             read_grant=attach.read_grant,
             verifier_address=attach.verifier_address,
+            kv=kv,
         )
-        sequence = version.drafter.start(generation)
-        return Session(version, sequence, len(generation.tokens), self._worker)
+        try:
+            sequence = version.drafter.start(generation)
+        except BaseException:
+            if kv is not None:
+                kv.close()
+            raise
+        return Session(version, sequence, len(generation.tokens), self._worker, kv)
 
     async def _rounds(self, session: Session, vocab_size: int, context: Context) -> None:
         version = session.version

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import TYPE_CHECKING
 
 from paceline.drafter.methods.base import Budget, DraftSequence, Update
 from paceline.drafter.registry import Version
 from paceline.drafter.tree import EMPTY
 from paceline.drafter.worker import Drafted, DraftWorker
+
+if TYPE_CHECKING:
+    from paceline.drafter.kv.shared import SharedKv
 
 INLINE_SLICE = 32
 """Tokens of backlog that a method may work off on the event loop in one go."""
@@ -19,16 +23,22 @@ class Session:
 
     Belongs to the stream's handler, which closes it however the stream ends; nothing may be asked
     of it then. A sequence of an inline method lives on the event loop; all others are handed to the
-    worker.
+    worker. The KV that the sequence reads is closed after it, where it was.
     """
 
     def __init__(
-        self, version: Version, sequence: DraftSequence, length: int, worker: DraftWorker
+        self,
+        version: Version,
+        sequence: DraftSequence,
+        length: int,
+        worker: DraftWorker,
+        kv: SharedKv | None = None,
     ) -> None:
         self.version = version
         self.length = length
         """Tokens of the text so far."""
         self._sequence = sequence
+        self._kv = kv
         self._worker = worker
         self._inline = version.drafter.inline
 
@@ -59,7 +69,13 @@ class Session:
 
     def close(self) -> None:
         """Free the sequence, after the round it may still be in."""
-        if self._inline:
-            self._sequence.close()
-        else:
+        if not self._inline:
             self._worker.close(self._sequence)
+            if self._kv is not None:
+                self._worker.post(self._kv.close)
+            return
+        try:
+            self._sequence.close()
+        finally:
+            if self._kv is not None:
+                self._kv.close()

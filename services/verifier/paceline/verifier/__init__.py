@@ -1,8 +1,9 @@
 """The verifier: target model, KV caches, and the decision which drafted tokens stand."""
 
+from paceline.verifier.kv_exchange import KvExchangeServicer
 from paceline.verifier.options import VerifierOptions
 from paceline.verifier.service import VerifierService, build_service
-from paceline.verifier.servicer import KvExchangeServicer, VerifierServicer
+from paceline.verifier.servicer import VerifierServicer
 
 __all__ = [
     "KvExchangeServicer",

@@ -45,6 +45,7 @@ class Cache:
         self.stream: object | None = None
         self.released = False
         self._answered: Round | None = None
+        sequence.segment.header.open(generation, digest(self.read_grant))
 
     @property
     def busy(self) -> bool:

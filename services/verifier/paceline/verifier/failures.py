@@ -30,6 +30,15 @@ def as_service_errors() -> Iterator[None]:
         raise ServiceError.internal("STEP_FAILED", str(error)) from error
 
 
+def grant_not_found() -> ServiceError:
+    """Unknown, expired and released: all look the same."""
+    return ServiceError.not_found(
+        "CACHE_NOT_FOUND",
+        "no cache has this read grant: it was released, its lease ran out, or the verifier was "
+        "restarted; attach again with the grant of the cache in use",
+    )
+
+
 def cache_not_found() -> ServiceError:
     """Unknown, expired, released and someone else's: all look the same."""
     return ServiceError.not_found(

@@ -18,9 +18,10 @@ from paceline.v1 import kv_pb2_grpc, verifier_pb2_grpc
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.kv.layout import KvLayout
 from paceline.verifier.kv.segment import sweep_orphans
+from paceline.verifier.kv_exchange import KvExchangeServicer
 from paceline.verifier.model import read_facts
 from paceline.verifier.options import VerifierOptions
-from paceline.verifier.servicer import KvExchangeServicer, VerifierServicer
+from paceline.verifier.servicer import VerifierServicer
 from paceline.verifier.store import CacheStore, default_kv_bytes
 
 _DRAIN_POLL_SECONDS = 0.02
@@ -82,7 +83,7 @@ class VerifierService:
         add_verifier: Any = verifier_pb2_grpc.add_VerifierServiceServicer_to_server
         add_kv_exchange: Any = kv_pb2_grpc.add_KvExchangeServiceServicer_to_server
         add_verifier(self._servicer, server)
-        add_kv_exchange(KvExchangeServicer(), server)
+        add_kv_exchange(KvExchangeServicer(self.store), server)
 
     async def start(self) -> None:
         """Remove what dead verifiers left in /dev/shm, then start the engine and the sweep."""

@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 
 from paceline.service import Gate, ServiceError, owner_of
-from paceline.v1 import kv_pb2_grpc, verifier_pb2, verifier_pb2_grpc
+from paceline.v1 import verifier_pb2, verifier_pb2_grpc
 from paceline.verifier.cache import CAPABILITY_BYTES, Cache
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.job import Prefill
@@ -117,25 +117,6 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             prefill_us=prefill.step_us,
         )
         return verifier_pb2.CreateCacheResponse(created=created)
-
-
-class KvExchangeServicer(kv_pb2_grpc.KvExchangeServiceServicer):
-    """KvExchangeService, registered so that a drafter that asks for KV is told clearly."""
-
-    async def MapCache(self, request: Any, context: Any) -> Any:
-        """Not built yet."""
-        raise _no_kv_exchange()
-
-    async def FollowCache(self, request_iterator: Any, context: Any) -> None:
-        """Not built yet."""
-        raise _no_kv_exchange()
-
-
-def _no_kv_exchange() -> ServiceError:
-    return ServiceError.unimplemented(
-        "KV_EXCHANGE_NOT_BUILT",
-        "this verifier does not share its KV yet; use a drafter that needs tokens only",
-    )
 
 
 def _checked(handle: bytes) -> bytes:

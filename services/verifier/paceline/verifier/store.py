@@ -9,10 +9,11 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from itertools import count
 
+from paceline.shm import SHM
 from paceline.verifier.cache import Cache, digest
 from paceline.verifier.engine.sequence import Generation, Sequence
 from paceline.verifier.kv.layout import KvLayout
-from paceline.verifier.kv.segment import SHM, Segment, own_segments
+from paceline.verifier.kv.segment import Segment, own_segments
 
 _log = logging.getLogger(__name__)
 
@@ -123,6 +124,26 @@ class CacheStore:
         self.renew(cache)
         return cache
 
+    def find_granted(self, read_grant: bytes) -> Cache:
+        """The cache of a read grant, whoever shows it: a drafter need not be who made the cache.
+
+        Its lease is *not* renewed: who may only read keeps nothing alive.
+
+        Raises:
+            CacheNotFound: The grant is unknown, or the lease ran out.
+        """
+        cache = self._grants.get(digest(read_grant))
+        if cache is None or self._lapsed(cache):
+            raise CacheNotFound("no cache has this read grant")
+        return cache
+
+    def lease_left(self, cache: Cache) -> float:
+        """How long a cache lives on without use. Unit: seconds."""
+        return self.lease_seconds if cache.busy else max(0.0, cache.expires - self._clock())
+
+    def _lapsed(self, cache: Cache) -> bool:
+        return not cache.busy and self._clock() >= cache.expires
+
     def renew(self, cache: Cache) -> None:
         """Start a cache's lease anew."""
         cache.expires = self._clock() + self.lease_seconds
@@ -162,12 +183,11 @@ class CacheStore:
         Returns:
             The number of caches freed.
         """
-        now = self._clock()
         expired: list[Cache] = []
         for cache in self:
             if cache.busy:
                 self.renew(cache)
-            elif now >= cache.expires:
+            elif self._lapsed(cache):
                 expired.append(cache)
         for cache in expired:
             _log.info("lease ran out", extra={"generation": cache.generation})
@@ -215,6 +235,9 @@ def _rules(cache: Cache) -> dict[str, bool]:
     return {
         "its segment is closed": not segment.closed,
         "it was released": not cache.released,
+        "its header tells something else": segment.closed
+        or (segment.header.generation, segment.header.committed)
+        == (cache.generation, sequence.committed),
         "committed beyond what is reserved": sequence.committed <= segment.reserved,
         "reserved beyond its capacity": segment.reserved <= segment.capacity,
         "text and history differ": len(sequence.history) == len(sequence.tokens),

@@ -7,10 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from paceline.drafter.tree import Tree
 from paceline.v1 import sampling_pb2, verifier_pb2
+
+if TYPE_CHECKING:
+    from paceline.drafter.kv.shared import SharedKv
 
 
 class LoadError(Exception):
@@ -27,7 +30,8 @@ class Needs:
     """What a method needs from the verifier besides tokens."""
 
     kv_layers: tuple[int, ...] = ()
-    """Target layers whose committed K and V it reads; negative ones count from the last."""
+    """Target layers whose committed K and V it reads; negative ones count from the last. Every
+    generation then comes with a mapping of them (:attr:`Generation.kv`), or is refused."""
 
     hidden_state_layers: tuple[int, ...] = ()
     """Target layers whose hidden states it wants with each round."""
@@ -97,6 +101,12 @@ class Generation:
     verifier_address: str = ""
     """Where to read it."""
 
+    kv: SharedKv | None = None
+    """The layers of :attr:`Needs.kv_layers`, mapped; None if it has none. The service closes it,
+    after the sequence. A sequence reads below ``kv.committed``, which may run ahead of the text it
+    was told, and calls ``kv.check()`` before it uses what it read: it lets :class:`KvGone` pass,
+    which ends the stream."""
+
 
 @dataclass(frozen=True)
 class Update:
@@ -106,7 +116,8 @@ class Update:
     """Tokens emitted since the last update; the last is the new anchor."""
 
     committed_length: int = 0
-    """Positions whose KV may be read. Unit: tokens."""
+    """Positions whose KV is final, as the client says. What of :attr:`Generation.kv` may be read
+    says that itself. Unit: tokens."""
 
     hidden_states: Sequence[verifier_pb2.HiddenStates] = ()
     """Hidden states of newly committed positions, if the method needs any."""
@@ -130,6 +141,9 @@ class DraftSequence(ABC):
 
         Without duplicate siblings, tokens below the target's vocabulary, and empty rather than
         late. Does what is left of the backlog first.
+
+        Raises:
+            KvGone: The cache whose KV it reads is gone.
         """
 
     @property

@@ -44,7 +44,6 @@ class Sequence:
         generation: What was asked for.
         segment: Its KV; closed by the engine when the sequence is released.
         tokens: Prompt and output.
-        committed: Positions whose KV is final. Unit: tokens.
         finish: Why the generation ended, if it did.
     """
 
@@ -53,8 +52,18 @@ class Sequence:
         self.segment = segment
         self.tokens: list[int] = [*generation.prompt, *generation.output]
         self.history = History(generation.prompt, generation.output)
-        self.committed = 0
+        self._committed = 0
         self.finish: Finish | None = None
+
+    @property
+    def committed(self) -> int:
+        """Positions whose KV is final. Setting it tells readers in other processes. Unit: tokens"""
+        return self._committed
+
+    @committed.setter
+    def committed(self, tokens: int) -> None:
+        self._committed = tokens
+        self.segment.publish(tokens)
 
     @property
     def room(self) -> int:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.shm import HEADER_BYTES
+
 BLOCK_TOKENS = 256
 """Memory is reserved, and capacities are rounded up, in steps of this many tokens."""
 
@@ -23,7 +25,8 @@ class KvLayout:
     """Shape of the KV of one model: planes of ``[capacity, head_dim]`` by layer, kind and head.
 
     The planes come in the order ``[layers, 2 (keys, values), kv_heads]``, so that each of them is
-    contiguous in tokens and one gather-assign moves a path of all layers.
+    contiguous in tokens and one gather-assign moves a path of all layers. Before the first lies the
+    header that readers look at.
 
     Attributes:
         layers: Decoder layers.
@@ -57,5 +60,9 @@ class KvLayout:
         return round_up(text_tokens) + TREE_TOKENS
 
     def byte_size(self, capacity: int) -> int:
-        """Bytes of a cache of ``capacity`` slots."""
-        return capacity * self.token_bytes
+        """Bytes of a cache of ``capacity`` slots, its header included."""
+        return HEADER_BYTES + capacity * self.token_bytes
+
+    def offset(self, plane: int, capacity: int) -> int:
+        """Where a plane begins. Unit: bytes from the start of the file."""
+        return HEADER_BYTES + plane * capacity * self.row_bytes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import mmap
 import os
@@ -15,10 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from paceline.shm import HEADER_BYTES, PREFIX, SHM, SegmentHeader, claim, is_orphan
 from paceline.verifier.kv.layout import KvLayout, round_up
 
-SHM = Path("/dev/shm")
-_PREFIX = "paceline-"
 _log = logging.getLogger(__name__)
 
 
@@ -29,15 +27,19 @@ class OutOfMemory(Exception):
 class Segment:
     """KV memory of one sequence: a sparse shared-memory file, mapped once, reserved step by step.
 
+    The file begins with a :class:`paceline.shm.SegmentHeader`; the planes follow (KvLayout).
+
     Safety contract:
 
     - Only the engine thread writes, and only below ``reserved``: nothing may touch a slot before
       ``reserve()`` has given it memory. Writing beyond would end the process by SIGBUS.
     - Only the engine thread frees (``close()``), between two steps, so that no forward pass ever
       runs over memory that goes away.
-    - Other processes may map the file read-only and read positions below the committed length,
-      which only grows; positions at or above it change at any time. A mapping taken before
-      ``close()`` stays valid memory afterwards: readers compare the cache's generation to know.
+    - Other processes of the same user (mode 0600) may map the file read-only and read positions
+      below the header's committed length, which only grows; positions at or above it change at any
+      time, and those beyond ``reserved`` have no memory. A mapping taken before ``close()`` stays
+      valid memory afterwards, never written again: the header's generation tells its reader.
+    - No reader can keep a segment from being closed: its pages go with the last mapping of them.
     - The file is locked (flock) as long as its owner lives: who gets the lock may remove it.
 
     Attributes:
@@ -45,10 +47,11 @@ class Segment:
         kv: ``[layers, 2, kv_heads, capacity, head_dim]`` over the mapping; 0 is keys, 1 values.
         capacity: Slots. Unit: tokens.
         reserved: Slots that have memory. Unit: tokens.
+        header: What readers in other processes see; of no use once closed.
     """
 
     def __init__(self, layout: KvLayout, capacity: int) -> None:
-        """Make a segment; it has an address range but no memory yet.
+        """Make a segment; it has an address range but no memory yet, but for its header's.
 
         Args:
             layout: Shape of the model's KV.
@@ -67,8 +70,9 @@ class Segment:
         except OSError as error:
             raise OutOfMemory(f"cannot make {self.path}: {error.strerror}") from error
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX)
+            claim(self._file)
             os.ftruncate(self._file, self.byte_size)
+            os.posix_fallocate(self._file, 0, HEADER_BYTES)
             mapping = mmap.mmap(self._file, self.byte_size)
         except (OSError, ValueError) as error:
             os.unlink(self.path)
@@ -77,7 +81,9 @@ class Segment:
                 f"cannot map {self.byte_size} bytes of {self.path}: {error}"
             ) from error
         shape = (layout.layers, 2, layout.kv_heads, capacity, layout.head_dim)
-        self.kv: Tensor = torch.frombuffer(mapping, dtype=layout.dtype).view(shape)
+        self.header = SegmentHeader(mapping)
+        planes = torch.frombuffer(mapping, dtype=layout.dtype, offset=HEADER_BYTES)
+        self.kv: Tensor = planes.view(shape)
         self._layers = [(layer[0], layer[1]) for layer in self.kv]
 
     @property
@@ -106,7 +112,7 @@ class Segment:
         row = self.layout.row_bytes
         try:
             for plane in range(self.layout.planes):
-                start = (plane * self.capacity + self.reserved) * row
+                start = self.layout.offset(plane, self.capacity) + self.reserved * row
                 os.posix_fallocate(self._file, start, (target - self.reserved) * row)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
@@ -131,6 +137,11 @@ class Segment:
         moved = self.kv.index_select(3, torch.tensor(slots))
         self.kv[..., start : start + len(slots), :] = moved
 
+    def publish(self, committed: int) -> None:
+        """Tell readers how many positions are final; their KV must be written. Unit: tokens."""
+        if not self.closed:
+            self.header.commit(committed)
+
     def close(self) -> None:
         """Unlink the file and let go of the memory. Closing twice is safe.
 
@@ -139,6 +150,8 @@ class Segment:
         """
         if self.closed:
             return
+        self.header.close()
+        self.header.release()
         with suppress(FileNotFoundError):
             os.unlink(self.path)
         os.close(self._file)
@@ -153,7 +166,7 @@ def own_prefix() -> str:
     """What the names of all segments of this process begin with."""
     # The 22nd field of stat, counted after the parenthesised name, which may hold spaces.
     ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
-    return f"{_PREFIX}{os.getpid()}-{ticks}-"
+    return f"{PREFIX}{os.getpid()}-{ticks}-"
 
 
 def own_segments() -> set[str]:
@@ -164,13 +177,11 @@ def own_segments() -> set[str]:
 def sweep_orphans() -> int:
     """Remove segments whose owner is gone: nobody holds their lock.
 
-    Process ids mean nothing between containers that share /dev/shm, the lock does.
-
     Returns:
         The number of segments removed.
     """
     removed = 0
-    for path in SHM.glob(f"{_PREFIX}*"):
+    for path in SHM.glob(f"{PREFIX}*"):
         if path.name.startswith(own_prefix()):
             continue
         try:
@@ -178,9 +189,9 @@ def sweep_orphans() -> int:
         except OSError:  # removed meanwhile, or of another user
             continue
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
-            removed += 1
+            if is_orphan(file):
+                path.unlink()
+                removed += 1
         except OSError:
             continue
         finally:

@@ -1,0 +1,119 @@
+"""The drafter's side of the KvExchangeService."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from paceline.drafter.kv.access import VerifierAccess
+from paceline.drafter.kv.errors import KvNotShared
+from paceline.service.locality import is_local_address
+from paceline.v1 import kv_pb2, kv_pb2_grpc
+
+if TYPE_CHECKING:
+    from paceline.drafter.kv.shared import SharedKv
+
+CALL_SECONDS = 2.0
+"""An attach waits no longer for its verifier."""
+
+MAX_CHANNELS = 8
+"""Verifiers a drafter stays connected to; clients name them, so their number must have a limit."""
+
+_OPTIONS: tuple[tuple[str, Any], ...] = (
+    ("grpc.max_receive_message_length", 4 << 20),
+    # The address comes from a client: it must lead where it says, and one's back-off is not
+    # another's.
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+class KvExchange:
+    """Maps caches of verifiers on this machine. Belongs to one event loop."""
+
+    def __init__(self, access: VerifierAccess) -> None:
+        """Make an exchange without connections.
+
+        Raises:
+            OptionsError: The TLS authorities cannot be read.
+            OSError: Another TLS file cannot be read.
+        """
+        self._metadata = access.metadata()
+        self._credentials = access.credentials()
+        self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def map_cache(self, address: str, read_grant: bytes, layers: Sequence[int]) -> SharedKv:
+        """Map layers of the cache of a read grant. Whoever asked closes it.
+
+        Negative layers count from the last: since only the verifier knows how many there are, it
+        is then asked for all, of which no more than those wanted are looked at.
+
+        Args:
+            address: Of the verifier: ``unix:/path``, or ``host:port`` on the loopback.
+            read_grant: As the verifier gave it out.
+            layers: At least one.
+
+        Raises:
+            KvNotShared: The verifier is elsewhere, does not answer in time, refuses, or describes
+                what cannot be mapped.
+        """
+        # Here, since drafters that read no KV need no torch.
+        from paceline.drafter.kv.shared import SharedKv
+
+        if not is_local_address(address):
+            raise KvNotShared(
+                f"the verifier's address {address[:80]} is not on this machine; name it by "
+                "unix:/path or a loopback address"
+            )
+        every = any(layer < 0 for layer in layers)
+        request = kv_pb2.MapCacheRequest(
+            read_grant=read_grant, layers=() if every else sorted(set(layers))
+        )
+        return SharedKv.open(await self._call(address, request), read_grant, layers)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        while self._channels:
+            await self._channels.popitem()[1].close()
+        await asyncio.gather(*self._closing)
+
+    async def _call(self, address: str, request: kv_pb2.MapCacheRequest) -> kv_pb2.MapCacheResponse:
+        stub: Any = kv_pb2_grpc.KvExchangeServiceStub(self._channel(address))
+        try:
+            response: kv_pb2.MapCacheResponse = await stub.MapCache(
+                request, timeout=CALL_SECONDS, metadata=self._metadata
+            )
+        except grpc.aio.AioRpcError as error:
+            if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                self._drop(address)  # so that the next attach connects without a back-off
+            raise KvNotShared(
+                f"the verifier at {address} did not share its KV: "
+                f"{error.code().name}: {error.details()}"
+            ) from error
+        return response
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        if address not in self._channels:
+            while len(self._channels) >= MAX_CHANNELS:
+                self._drop(next(iter(self._channels)))
+            self._channels[address] = self._connect(address)
+        self._channels.move_to_end(address)
+        return self._channels[address]
+
+    def _connect(self, address: str) -> grpc.aio.Channel:
+        if self._credentials is None:
+            return grpc.aio.insecure_channel(address, options=_OPTIONS)
+        return grpc.aio.secure_channel(address, self._credentials, options=_OPTIONS)
+
+    def _drop(self, address: str) -> None:
+        """Forget a channel; calls in flight on it may still end."""
+        channel = self._channels.pop(address, None)
+        if channel is not None:
+            task = asyncio.create_task(channel.close(CALL_SECONDS))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)

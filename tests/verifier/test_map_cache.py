@@ -1,0 +1,171 @@
+"""MapCache: what a read grant shows, to whom, and that it can do nothing else."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from test_store import Clock, new_store
+from verifier_support import LAYOUT, Client, failure, reason_of, serving, until
+
+from paceline.service import ServiceError
+from paceline.v1 import kv_pb2, kv_pb2_grpc, verifier_pb2
+from paceline.verifier.engine.sequence import Generation
+from paceline.verifier.kv_exchange import KvExchangeServicer
+from paceline.verifier.store import CacheNotFound
+
+PROMPT = [3, 1, 4, 1, 5]
+CODE = grpc.StatusCode
+
+
+def exchange(client: Client) -> Any:
+    return kv_pb2_grpc.KvExchangeServiceStub(client.channel)  # type: ignore[no-untyped-call]
+
+
+def content(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
+
+
+async def map_cache(client: Client, read_grant: bytes, *layers: int) -> kv_pb2.MapCacheResponse:
+    request = kv_pb2.MapCacheRequest(read_grant=read_grant, layers=layers)
+    response: kv_pb2.MapCacheResponse = await exchange(client).MapCache(request)
+    return response
+
+
+async def test_the_answer_leads_to_every_element(client: Client) -> None:
+    """Read by offsets and strides from the file alone; the header says the rest."""
+    created = await client.create(PROMPT)
+    (cache,) = client.service.store
+    answer = await map_cache(client, created.read_grant)
+    assert answer.dtype == kv_pb2.KV_DTYPE_FLOAT32
+    assert answer.committed_length == len(PROMPT)
+    assert answer.generation == created.generation
+    assert 0 < answer.lease_ms <= created.lease_ms
+    assert [(s.layer, s.is_value) for s in answer.segments] == [
+        *((0, False), (0, True), (1, False), (1, True))
+    ]
+    file = content("/dev/shm" + answer.segments[0].posix.name)
+    for segment in answer.segments:
+        assert segment.posix.byte_size == len(file)
+        theirs = cache.sequence.segment.layer(segment.layer)[segment.is_value]
+        assert (segment.heads, segment.capacity, segment.head_dim) == theirs.shape
+        for head in range(segment.heads):
+            for position in range(len(PROMPT)):
+                at = segment.offset + head * segment.head_stride
+                at += position * segment.position_stride
+                row = struct.unpack_from(f"{segment.head_dim}f", file, at)
+                assert torch.equal(torch.tensor(row), theirs[head, position])
+    assert file[:8] == struct.pack("=Q", int.from_bytes(b"PACEKV\0\1", "big"))
+    assert struct.unpack_from("=2Q", file, 8) == (created.generation, len(PROMPT))
+    await client.release(created.handle)
+
+
+async def test_only_layers_asked_for_are_described(client: Client) -> None:
+    created = await client.create(PROMPT)
+    answer = await map_cache(client, created.read_grant, 1, 1, 1)
+    assert [(s.layer, s.is_value) for s in answer.segments] == [(1, False), (1, True)]
+    for layers in ((2,), (0, 2**32 - 1)):
+        request = kv_pb2.MapCacheRequest(read_grant=created.read_grant, layers=layers)
+        error = await failure(exchange(client).MapCache(request))
+        assert (error.code(), reason_of(error)) == (CODE.INVALID_ARGUMENT, "LAYER_OUT_OF_RANGE")
+    await client.release(created.handle)
+
+
+async def test_nothing_but_the_grant_opens_it(client: Client) -> None:
+    created, other = await client.create(PROMPT), await client.create(PROMPT)
+    assert (await map_cache(client, other.read_grant)).generation == other.generation
+    await client.release(other.handle)
+    wrong = {
+        created.handle: (CODE.NOT_FOUND, "CACHE_NOT_FOUND"),
+        other.read_grant: (CODE.NOT_FOUND, "CACHE_NOT_FOUND"),
+        bytes(16): (CODE.NOT_FOUND, "CACHE_NOT_FOUND"),
+        b"": (CODE.INVALID_ARGUMENT, "BAD_GRANT"),
+        created.read_grant + b"x": (CODE.INVALID_ARGUMENT, "BAD_GRANT"),
+    }
+    for grant, expected in wrong.items():
+        request = kv_pb2.MapCacheRequest(read_grant=grant)
+        error = await failure(exchange(client).MapCache(request))
+        assert (error.code(), reason_of(error)) == expected
+    await client.release(created.handle)
+
+
+async def test_the_grant_does_nothing_else(client: Client) -> None:
+    """It neither releases nor renews, and whoever holds it need not have made the cache."""
+    created = await client.create(PROMPT)
+    assert not await client.release(created.read_grant)
+    renew = verifier_pb2.RenewLeaseRequest(handle=created.read_grant)
+    assert reason_of(await failure(client.stub.RenewLease(renew))) == "CACHE_NOT_FOUND"
+    request = kv_pb2.MapCacheRequest(read_grant=created.read_grant)
+    metadata = (("authorization", "Bearer somebody-else"),)
+    answer = await exchange(client).MapCache(request, metadata=metadata)
+    assert answer.generation == created.generation
+    assert await client.release(created.handle)
+
+
+async def test_mapping_does_not_keep_a_cache_alive(model: Path, tmp_path: Path) -> None:
+    async with serving(model, tmp_path / "v.sock", kv_bytes=1 << 28, lease_seconds=0.3) as client:
+        created = await client.create(PROMPT)
+
+        async def keep_asking() -> None:
+            while True:
+                await map_cache(client, created.read_grant)
+
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await keep_asking()
+        assert error.value.code() is CODE.NOT_FOUND
+        await until(lambda: len(client.service.store) == 0)
+
+
+async def test_a_lapsed_lease_shows_nothing_even_before_the_sweep() -> None:
+    clock = Clock()
+    store = new_store(clock)
+    cache = store.admit(Generation((1,), length_limit=9), "me")
+    clock.now = 6.0
+    assert store.find_granted(cache.read_grant) is cache
+    assert store.lease_left(cache) == 4.0
+    clock.now = 10.0
+    with pytest.raises(CacheNotFound):
+        store.find_granted(cache.read_grant)
+    assert store.lease_left(cache) == 0.0
+    assert await store.sweep() == 1
+    store.check_integrity()
+
+
+async def test_a_caller_from_elsewhere_is_told_so() -> None:
+    store = new_store(Clock())
+    cache = store.admit(Generation((1,), length_limit=9), "me")
+    servicer = KvExchangeServicer(store)
+    request = kv_pb2.MapCacheRequest(read_grant=cache.read_grant)
+    away, here = (
+        SimpleNamespace(peer=lambda peer=peer: peer)
+        for peer in ("ipv4:10.1.2.3:4567", "ipv4:127.0.0.1:4567")
+    )
+    with pytest.raises(ServiceError) as error:
+        await servicer.MapCache(request, away)
+    assert (error.value.code, error.value.reason) == (CODE.FAILED_PRECONDITION, "KV_NOT_LOCAL")
+    answer = await servicer.MapCache(request, here)
+    assert len(answer.segments) == 2 * LAYOUT.layers
+    await store.release(cache)
+
+
+async def test_the_integrity_check_compares_the_header() -> None:
+    store = new_store(Clock())
+    cache = store.admit(Generation((1,), length_limit=9), "me")
+    store.check_integrity()
+    cache.sequence.segment.publish(3)
+    with pytest.raises(AssertionError, match="its header tells something else"):
+        store.check_integrity()
+    cache.sequence.segment.publish(0)
+    await store.release(cache)
+    store.check_integrity()
+
+
+async def test_following_is_not_built(client: Client) -> None:
+    error = await failure(exchange(client).FollowCache())
+    assert (error.code(), reason_of(error)) == (CODE.UNIMPLEMENTED, "FOLLOW_CACHE_NOT_BUILT")
