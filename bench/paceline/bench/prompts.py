@@ -30,6 +30,8 @@ def load(folder: Path, target: Path, *, length: int = 384, matchless: int = 4) -
     small copies what it knows and little else. `no match` is the other end: a held-out prompt whose
     continuation is sampled so hot that what was written before is no guide to what follows, and
     prompt lookup can only cost. `length` is the longest demo prompt, in tokens.
+
+    Raises ValueError where the target's tokenizer has no separator of texts.
     """
     tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
     prompts = []
@@ -42,6 +44,8 @@ def load(folder: Path, target: Path, *, length: int = 384, matchless: int = 4) -
     for seed, prompt in enumerate(heldout[:matchless], 1):
         prompts.append(Prompt("no match", prompt.name, prompt.tokens, _HOT, seed))
     separator = tokenizer.token_to_id(_SEPARATOR)
+    if separator is None:
+        raise ValueError(f"{target} has no token {_SEPARATOR}: bench the demo target")
     for prompt in [prompt for prompt in prompts if prompt.set == "trained"]:
         retold = [*prompt.tokens, separator, *prompt.tokens[:_RETOLD]]
         prompts.append(Prompt("copying", prompt.name, retold))
