@@ -7,10 +7,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain
+from pathlib import Path
 
 from paceline.drafter.methods import method_class
 from paceline.drafter.methods.base import Drafter, LoadError, Resources
-from paceline.drafter.spec import DrafterSpec, Roots
+from paceline.drafter.spec import FOLDER_OPTIONS, DrafterSpec, Roots
 from paceline.service import ServiceError
 from paceline.v1 import drafter_pb2
 
@@ -227,8 +228,12 @@ class Registry:
 
     def _load_now(self, spec: DrafterSpec) -> Drafter:
         folder = self._roots.check(spec.folder) if spec.folder else None
+        options = {
+            name: str(self._roots.check(Path(text))) if name in FOLDER_OPTIONS else text
+            for name, text in spec.options.items()
+        }
         try:
-            return method_class(spec.method).load(folder, spec.options, self._resources)
+            return method_class(spec.method).load(folder, options, self._resources)
         except LoadError as error:
             raise LoadError(error.reason, f"drafter {spec.name!r}: {error}") from error
 

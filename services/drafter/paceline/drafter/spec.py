@@ -12,6 +12,9 @@ from paceline.drafter.methods.base import LoadError
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _RESERVED = ("none",)
 
+FOLDER_OPTIONS = ("target",)
+"""Options of any method that name a folder: what holds for a drafter's own folder holds for it."""
+
 
 @dataclass(frozen=True)
 class DrafterSpec:
@@ -42,6 +45,12 @@ class DrafterSpec:
                 )
         if not self.method:
             raise LoadError("UNKNOWN_METHOD", f"drafter {self.name!r} names no method")
+
+    @property
+    def folders(self) -> list[Path]:
+        """All folders it reads."""
+        named = [Path(self.options[name]) for name in FOLDER_OPTIONS if self.options.get(name)]
+        return named if self.folder is None else [self.folder, *named]
 
     @classmethod
     def parse(cls, text: str) -> DrafterSpec:

@@ -9,6 +9,7 @@ from paceline.drafter.methods.base import Drafter, LoadError
 _METHODS: dict[str, str] = {
     "ngram": "paceline.drafter.methods.ngram:NgramDrafter",
     "lm": "paceline.drafter.methods.lm:LmDrafter",
+    "longspec": "paceline.drafter.methods.longspec:LongSpecDrafter",
     "replay": "paceline.drafter.methods.replay:ReplayDrafter",
 }
 
