@@ -38,7 +38,6 @@ TARGETS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "yarn": ("qwen3", {"rope_parameters": {"rope_theta": 1e4, **_YARN}}, {"window": 30}),
     "llama3": ("llama", {"rope_parameters": {"rope_theta": 1e4, **_LLAMA3}}, {"window": 30}),
 }
-SMALL = TARGETS["compiled"]
 
 
 def write_pair(folder: Path, name: str, seed: int = 1) -> tuple[Path, Path]:
@@ -78,14 +77,14 @@ def test_trees_equal_a_dense_beam_search(pair: tuple[Path, Path], widths: str) -
 
 
 @given(data=st.data())
-def test_any_tree_gets_the_logits_of_the_dense_layer(small: tuple[Path, Path], data: Any) -> None:
+def test_any_tree_gets_the_logits_of_the_dense_layer(pair: tuple[Path, Path], data: Any) -> None:
     """One dense pass over text and tree, with every mask written out; the tree comes in levels."""
-    drafter, dense = _loaded(small)
+    drafter, dense = _loaded(pair)
     length = data.draw(st.integers(1, 40), label="text")
     committed = data.draw(st.integers(0, length - 1), label="committed")
-    above = data.draw(st.lists(st.integers(0, 99), max_size=12), label="tree")
+    draws = data.draw(st.lists(st.integers(0, 99), max_size=12), label="tree")
     warmed = data.draw(st.integers(0, length), label="warmed")
-    parents = [draw % (node + 1) - 1 for node, draw in enumerate(above)]
+    parents = [draw % (node + 1) - 1 for node, draw in enumerate(draws)]
     tokens = text_of(length + len(parents), 5)
     paths: list[tuple[int, ...]] = []
     for node, parent in enumerate(parents):
@@ -96,12 +95,9 @@ def test_any_tree_gets_the_logits_of_the_dense_layer(small: tuple[Path, Path], d
     window = dense.config.window
     seen = torch.zeros(len(tokens), len(tokens), dtype=torch.bool)
     for s, place in enumerate(positions):
-        own = (
-            range(s + 1)
-            if s < length
-            else [*range(length), *(length + n for n in paths[s - length])]
-        )
-        for t in own:
+        above = range(s + 1) if s < length else range(length)
+        tree = () if s < length else [length + node for node in paths[s - length]]
+        for t in (*above, *tree):
             seen[s, t] = positions[t] > place - window
     kv = made_up_kv(dense.config, committed)
     expected = dense.logits(tokens, positions, seen, kv, committed)
@@ -157,7 +153,8 @@ def test_sequences_drafted_together_get_their_own_trees(pair: tuple[Path, Path])
     alone = [start(drafter, t, kv, s).draft(budget) for t, kv, s, budget in given]
     together = drafter.draft_many([(start(drafter, t, kv, s), b) for t, kv, s, b in given])
     assert together == alone
-    assert [tree.depth for tree in together] == [4, pytest.approx(2, abs=2), 2, 0, 1]
+    assert [bool(tree) for tree in together] == [True, True, True, False, True]
+    assert together[-1].depth == 1  # it was late already
 
 
 @given(data=st.data())
@@ -211,7 +208,9 @@ def test_a_generation_without_kv_is_refused(small: tuple[Path, Path]) -> None:
 
 def test_nothing_is_drafted_beyond_the_target_s_context(tmp_path: Path) -> None:
     target = write_model(tmp_path / "target", max_position_embeddings=64)
-    drafter = load(write_longspec(tmp_path / "drafter", target), target)
-    for length, depth in ((60, 4), (63, 2), (64, 1), (65, 0), (80, 0)):
+    drafter = load(
+        write_longspec(tmp_path / "drafter", target), target, widths="1,1,1,1", min_survival="0"
+    )
+    for length, depth in ((60, 4), (62, 3), (63, 2), (64, 1), (65, 0), (80, 0)):
         kv = made_up_kv(drafter.layer.config, length - 1)
         assert start(drafter, text_of(length), kv).draft(Budget(16, 4)).depth == depth

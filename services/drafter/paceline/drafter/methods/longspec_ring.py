@@ -81,12 +81,18 @@ class Ring:
         Returns:
             float32 ``[tokens, slots]``: 0 or -inf. Slots from there on are none of theirs.
         """
-        oldest = max(0, position - self.window + 1)
-        slots = self.window + max((path[-1] + 1 for path in paths if path), default=0)
-        mask = torch.full((len(paths), slots), float("-inf"))
-        for slot, count in self.text_runs(oldest, length):
+        mask = torch.full((len(paths), self._slots(paths)), float("-inf"))
+        for slot, count in self.text_runs(max(0, position - self.window + 1), length):
             mask[:, slot : slot + count] = 0.0
-        rows = [row for row, path in enumerate(paths) for _ in path]
-        if rows:
-            mask[rows, [self.window + node for path in paths for node in path]] = 0.0
+        seen = [
+            (row, self.window + node)
+            for row, path in enumerate(paths)
+            for node in path[-self.window :]
+        ]
+        if seen:
+            rows, slots = zip(*seen, strict=True)
+            mask[list(rows), list(slots)] = 0.0
         return mask
+
+    def _slots(self, paths: Sequence[Sequence[int]]) -> int:
+        return self.window + max((path[-1] + 1 for path in paths if path), default=0)
