@@ -88,7 +88,7 @@ def write_longspec(folder: Path, target: Path, seed: int = 0, **shape: Any) -> P
     return folder
 
 
-def load(folder: Path, target: Path, **options: str) -> LongSpecDrafter:
+def load(folder: Path, target: Path, /, **options: str) -> LongSpecDrafter:
     """The method `longspec` on a folder."""
     return LongSpecDrafter.load(folder, {"target": str(target), **options}, Resources())
 

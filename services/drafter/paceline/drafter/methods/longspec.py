@@ -64,7 +64,10 @@ class LongSpecDrafter(Drafter):
     ) -> LongSpecDrafter:
         if folder is None:
             raise LoadError("FOLDER_MISSING", "longspec needs its folder: longspec:DIR,target=DIR")
-        parsed = parse_options(LongSpecOptions, options).for_device(resources.device)
+        try:
+            parsed = parse_options(LongSpecOptions, options).for_device(resources.device)
+        except ValueError as error:  # a depth that is too much for the widths of the device
+            raise LoadError("INVALID_OPTION", str(error)) from error
         fit = read_fit(folder)
         target = Path(parsed.target) if parsed.target else None
         threads = resources.threads or torch.get_num_threads()
