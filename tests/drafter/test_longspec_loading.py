@@ -173,13 +173,11 @@ async def test_the_target_must_lie_where_drafters_may_be_loaded_from(
         listed = await service.registry.ListDrafters(drafter_pb2.ListDraftersRequest())
         assert listed.drafters[0].target_fingerprint
         other = write_model(tmp_path.parent / f"{tmp_path.name}-elsewhere")
+        asked = drafter_pb2.LoadDrafterRequest(
+            name="other", method="longspec", folder=str(folder), options={"target": str(other)}
+        )
         with pytest.raises(grpc.aio.AioRpcError) as error:
-            options = {"target": str(other)}
-            await service.registry.LoadDrafter(
-                drafter_pb2.LoadDrafterRequest(
-                    name="other", method="longspec", folder=str(folder), options=options
-                )
-            )
+            await service.registry.LoadDrafter(asked)
         assert failure(error) == (grpc.StatusCode.INVALID_ARGUMENT, "FOLDER_NOT_ALLOWED")
 
 
