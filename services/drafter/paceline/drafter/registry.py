@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
-from paceline.drafter.methods import method_class
+from paceline.drafter.methods import folder_options, method_class
 from paceline.drafter.methods.base import Drafter, LoadError, Resources
-from paceline.drafter.spec import FOLDER_OPTIONS, DrafterSpec, Roots
+from paceline.drafter.spec import DrafterSpec, Roots
 from paceline.service import ServiceError
 from paceline.v1 import drafter_pb2
 
@@ -228,8 +228,9 @@ class Registry:
 
     def _load_now(self, spec: DrafterSpec) -> Drafter:
         folder = self._roots.check(spec.folder) if spec.folder else None
+        folders = folder_options(spec.method)
         options = {
-            name: str(self._roots.check(Path(text))) if name in FOLDER_OPTIONS else text
+            name: str(self._roots.check(Path(text))) if name in folders and text else text
             for name, text in spec.options.items()
         }
         try:

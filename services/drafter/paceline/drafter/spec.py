@@ -7,13 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from paceline.drafter.methods import folder_options
 from paceline.drafter.methods.base import LoadError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _RESERVED = ("none",)
-
-FOLDER_OPTIONS = ("target",)
-"""Options of any method that name a folder: what holds for a drafter's own folder holds for it."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,8 @@ class DrafterSpec:
     @property
     def folders(self) -> list[Path]:
         """All folders it reads."""
-        named = [Path(self.options[name]) for name in FOLDER_OPTIONS if self.options.get(name)]
+        options = (self.options.get(name) for name in folder_options(self.method))
+        named = [Path(option) for option in options if option]
         return named if self.folder is None else [self.folder, *named]
 
     @classmethod

@@ -14,9 +14,17 @@ _METHODS: dict[str, str] = {
 }
 
 
+_FOLDER_OPTIONS: dict[str, tuple[str, ...]] = {"longspec": ("target",)}
+
+
 def method_names() -> list[str]:
     """Names of all methods, sorted."""
     return sorted(_METHODS)
+
+
+def folder_options(name: str) -> tuple[str, ...]:
+    """Options of a method that name a folder: they are held to the roots, as its own folder is."""
+    return _FOLDER_OPTIONS.get(name, ())
 
 
 def register_method(name: str, path: str) -> None:
