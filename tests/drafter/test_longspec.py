@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.drafter.methods.base import Budget, Generation, Update
@@ -76,6 +76,7 @@ def test_trees_equal_a_dense_beam_search(pair: tuple[Path, Path], widths: str) -
             )
 
 
+@settings(deadline=None)
 @given(data=st.data())
 def test_any_tree_gets_the_logits_of_the_dense_layer(pair: tuple[Path, Path], data: Any) -> None:
     """One dense pass over text and tree, with every mask written out; the tree comes in levels."""
@@ -157,6 +158,7 @@ def test_sequences_drafted_together_get_their_own_trees(pair: tuple[Path, Path])
     assert together[-1].depth == 1  # it was late already
 
 
+@settings(deadline=None)
 @given(data=st.data())
 def test_trees_are_good_ones(small: tuple[Path, Path], data: Any) -> None:
     drafter, dense = _loaded(small)
