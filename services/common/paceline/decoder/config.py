@@ -98,7 +98,7 @@ def load_config(folder: str | Path, dtype: torch.dtype | str = "auto") -> Decode
     except (ValueError, KeyError) as error:
         raise UnsupportedModelError(f"cannot read {folder}/config.json: {error}") from error
     _refuse_unsupported(hf)
-    inv_freq, rope_scaling = _rope(hf)
+    inv_freq, rope_scaling = rope_frequencies(hf)
     head_dim = _head_dim(hf)
     return DecoderConfig(
         model_type=hf.model_type,
@@ -132,13 +132,7 @@ def _refuse_unsupported(hf: Any) -> None:
         )
     if hf.hidden_act != "silu":
         raise UnsupportedModelError(f"activation {hf.hidden_act!r} is not supported, only 'silu'")
-    rope_type = hf.rope_parameters.get("rope_type", "default")
-    if rope_type not in SUPPORTED_ROPE:
-        raise UnsupportedModelError(
-            f"rope type {rope_type!r} is not supported, expected one of {SUPPORTED_ROPE}"
-        )
-    if float(hf.rope_parameters.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise UnsupportedModelError("partial rotary embeddings are not supported")
+    check_rope(hf)
     if getattr(hf, "quantization_config", None):
         raise UnsupportedModelError(
             "quantised checkpoints are not supported; use a float32 or bfloat16 one"
@@ -150,11 +144,34 @@ def _refuse_unsupported(hf: Any) -> None:
         )
 
 
+def check_rope(hf: Any) -> None:
+    """Refuse rotary embeddings that :func:`rope_frequencies` does not know.
+
+    Raises:
+        UnsupportedModelError: Another type, or a partial one.
+    """
+    rope_type = hf.rope_parameters.get("rope_type", "default")
+    if rope_type not in SUPPORTED_ROPE:
+        raise UnsupportedModelError(
+            f"rope type {rope_type!r} is not supported, expected one of {SUPPORTED_ROPE}"
+        )
+    if float(hf.rope_parameters.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise UnsupportedModelError("partial rotary embeddings are not supported")
+
+
 def _head_dim(hf: Any) -> int:
     return int(getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads)
 
 
-def _rope(hf: Any) -> tuple[Tensor, float]:
+def rope_frequencies(hf: Any) -> tuple[Tensor, float]:
+    """Inverse frequencies of the rotary embedding after scaling, and the factor on cos and sin.
+
+    Args:
+        hf: A transformers config.
+
+    Returns:
+        float32 ``[head_dim / 2]``, and 1 but for YaRN.
+    """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     kind = hf.rope_parameters.get("rope_type", "default")

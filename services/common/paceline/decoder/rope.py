@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
-from paceline.decoder.config import DecoderConfig
-
 _FIRST_ROWS = 4096
+
+
+class RopeShape(Protocol):
+    """What a table needs to know of a model; see :class:`paceline.decoder.DecoderConfig`."""
+
+    @property
+    def rope_inv_freq(self) -> tuple[float, ...]: ...
+
+    @property
+    def rope_scaling(self) -> float: ...
+
+    @property
+    def max_position(self) -> int: ...
 
 
 class Rope:
     """The table of a model, grown on demand; angles in float32 as in transformers."""
 
-    def __init__(self, config: DecoderConfig, device: torch.device | str) -> None:
+    def __init__(self, config: RopeShape, device: torch.device | str) -> None:
         """Prepare the table of a model."""
         self._inv_freq = torch.tensor(config.rope_inv_freq, dtype=torch.float32, device=device)
         self._scaling = config.rope_scaling

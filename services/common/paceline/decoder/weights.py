@@ -62,6 +62,16 @@ class Checkpoint(Mapping[str, Tensor]):
         found: Tensor = self._files[name].get_tensor(name)
         return found.to(self._device, self._dtype, copy=True)  # a copy outlives the file
 
+    def mapped(self, name: str) -> Tensor:
+        """A tensor where it lies in the file, for weights that several processes share.
+
+        It is mapped, so that all processes that use it share the page cache, and must not be
+        changed, nor the file rewritten in place (replacing it is fine). Where type or device are
+        not the file's there is nothing to share: it is converted, and private.
+        """
+        found: Tensor = self._files[name].get_tensor(name)
+        return found.to(self._device, self._dtype)
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
 

@@ -47,7 +47,8 @@ def read_fit(folder: Path) -> Fit:
 
 
 def _vocab_size(config: dict[str, Any], folder: Path) -> int:
-    size = config.get("vocab_size")
+    layer = config.get("transformer_layer_config")  # there the speculators format has it
+    size = config.get("vocab_size", layer.get("vocab_size") if isinstance(layer, dict) else None)
     if not isinstance(size, int) or size <= 0:
         raise LoadError(
             "NO_CONFIG", f"config.json of {folder} has the vocab_size {size!r}, expected a number"

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain
+from pathlib import Path
 
-from paceline.drafter.methods import method_class
+from paceline.drafter.methods import folder_options, method_class
 from paceline.drafter.methods.base import Drafter, LoadError, Resources
 from paceline.drafter.spec import DrafterSpec, Roots
 from paceline.service import ServiceError
@@ -227,8 +228,13 @@ class Registry:
 
     def _load_now(self, spec: DrafterSpec) -> Drafter:
         folder = self._roots.check(spec.folder) if spec.folder else None
+        folders = folder_options(spec.method)
+        options = {
+            name: str(self._roots.check(Path(text))) if name in folders and text else text
+            for name, text in spec.options.items()
+        }
         try:
-            return method_class(spec.method).load(folder, spec.options, self._resources)
+            return method_class(spec.method).load(folder, options, self._resources)
         except LoadError as error:
             raise LoadError(error.reason, f"drafter {spec.name!r}: {error}") from error
 

@@ -125,7 +125,7 @@ def build_service(
             register_method(name, path)
         except ValueError as error:
             raise LoadError("INVALID_METHOD", str(error)) from error
-    folders = [spec.folder for spec in load if spec.folder is not None]
+    folders = [folder for spec in load for folder in spec.folders]
     allowed = [*roots, *folders] if roots else [f for each in folders for f in (each, each.parent)]
     return DrafterService(
         load,

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from paceline.drafter.methods import folder_options
 from paceline.drafter.methods.base import LoadError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -42,6 +43,13 @@ class DrafterSpec:
                 )
         if not self.method:
             raise LoadError("UNKNOWN_METHOD", f"drafter {self.name!r} names no method")
+
+    @property
+    def folders(self) -> list[Path]:
+        """All folders it reads."""
+        options = (self.options.get(name) for name in folder_options(self.method))
+        named = [Path(option) for option in options if option]
+        return named if self.folder is None else [self.folder, *named]
 
     @classmethod
     def parse(cls, text: str) -> DrafterSpec:

@@ -9,13 +9,22 @@ from paceline.drafter.methods.base import Drafter, LoadError
 _METHODS: dict[str, str] = {
     "ngram": "paceline.drafter.methods.ngram:NgramDrafter",
     "lm": "paceline.drafter.methods.lm:LmDrafter",
+    "longspec": "paceline.drafter.methods.longspec:LongSpecDrafter",
     "replay": "paceline.drafter.methods.replay:ReplayDrafter",
 }
+
+
+_FOLDER_OPTIONS: dict[str, tuple[str, ...]] = {"longspec": ("target",)}
 
 
 def method_names() -> list[str]:
     """Names of all methods, sorted."""
     return sorted(_METHODS)
+
+
+def folder_options(name: str) -> tuple[str, ...]:
+    """Options of a method that name a folder: they are held to the roots, as its own folder is."""
+    return _FOLDER_OPTIONS.get(name, ())
 
 
 def register_method(name: str, path: str) -> None:

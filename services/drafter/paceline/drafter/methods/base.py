@@ -7,13 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from paceline.drafter.tree import Tree
 from paceline.v1 import sampling_pb2, verifier_pb2
 
 if TYPE_CHECKING:
-    from paceline.drafter.kv.shared import SharedKv
+    from torch import Tensor
 
 
 class LoadError(Exception):
@@ -79,6 +79,27 @@ class Budget:
     """After this a tree is worthless. Unit: seconds of time.monotonic()."""
 
 
+class TargetKv(Protocol):
+    """The target's committed keys and values of one generation, as a method may read them."""
+
+    @property
+    def committed(self) -> int:
+        """Positions below this may be read, and do not change while :meth:`check` passes."""
+        ...
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Keys after RoPE and values of a target layer, each ``[Hkv, capacity, D]``, read-only.
+
+        Args:
+            index: As in ``needs.kv_layers`` of the drafter; 0 for the first layer.
+        """
+        ...
+
+    def check(self) -> None:
+        """Raise unless all read since the last check was the generation's own KV."""
+        ...
+
+
 @dataclass(frozen=True)
 class Generation:
     """What a drafter learns about a generation when it attaches."""
@@ -101,7 +122,7 @@ class Generation:
     verifier_address: str = ""
     """Where to read it."""
 
-    kv: SharedKv | None = None
+    kv: TargetKv | None = None
     """The layers of :attr:`Needs.kv_layers`, mapped; None if it has none. The service closes it,
     after the sequence. A sequence reads below ``kv.committed``, which may run ahead of the text it
     was told, and calls ``kv.check()`` before it uses what it read: it lets :class:`KvGone` pass,

@@ -1,0 +1,196 @@
+"""Shape and constants of a LongSpec layer, and how a config.json says them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from paceline.decoder import UnsupportedModelError
+from paceline.decoder.config import check_rope, rope_frequencies
+
+_LAYER_FIELDS = {
+    "hidden_size": "hidden",
+    "intermediate_size": "intermediate",
+    "num_attention_heads": "q_heads",
+    "num_key_value_heads": "kv_heads",
+    "head_dim": "head_dim",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "max_position",
+    "sliding_window": "window",
+}
+
+
+@dataclass(frozen=True)
+class LongSpecConfig:
+    """A LongSpec layer and the place in its target that it reads.
+
+    Heads, their width and the rotary embedding are the target's: the layer's cross-attention reads
+    the target's keys as they are. No projection has a bias, and heads are not normalised, whatever
+    the target does.
+
+    Attributes:
+        hidden: Width of the residual stream, the target's.
+        intermediate: Width of the feed-forward block.
+        q_heads: Query heads.
+        kv_heads: Key and value heads; divides ``q_heads``.
+        head_dim: Width of a head.
+        vocab_size: Rows of the target's embedding.
+        max_position: Longest context of the target. Unit: tokens.
+        norm_eps: Epsilon of every RMS norm.
+        rope_parameters: The target's, as transformers names them.
+        target_layer: Target layer whose keys and values are read, 0 for the first.
+        target_layers: Layers of the target, so that "the last" cannot be misread.
+        window: Positions that self-attention sees, the token's own included. Unit: tokens.
+        final_norm: Whether there is a norm before the LM head; the paper's own layer has none.
+    """
+
+    hidden: int
+    intermediate: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position: int
+    norm_eps: float
+    rope_parameters: Mapping[str, Any]
+    target_layer: int
+    target_layers: int
+    window: int = 512
+    final_norm: bool = True
+
+    def __post_init__(self) -> None:
+        for name in (*_LAYER_FIELDS.values(), "target_layers"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise UnsupportedModelError(f"{name} is {value!r}, expected a number above 0")
+        if self.q_heads % self.kv_heads:
+            raise UnsupportedModelError(
+                f"{self.q_heads} query heads are not a multiple of {self.kv_heads} kv heads"
+            )
+        if not 0 <= self.target_layer < self.target_layers:
+            raise UnsupportedModelError(
+                f"target_layer is {self.target_layer}, expected 0 to {self.target_layers - 1}: the "
+                f"target has {self.target_layers} layers"
+            )
+
+    @property
+    def group(self) -> int:
+        """Query heads per kv head."""
+        return self.q_heads // self.kv_heads
+
+    @property
+    def rope_inv_freq(self) -> tuple[float, ...]:
+        """Inverse frequencies after scaling, one per pair of dimensions."""
+        return self._rope[0]
+
+    @property
+    def rope_scaling(self) -> float:
+        """Factor on cosine and sine (YaRN's attention factor), else 1."""
+        return self._rope[1]
+
+    @cached_property
+    def _rope(self) -> tuple[tuple[float, ...], float]:
+        from transformers import LlamaConfig
+
+        hf = LlamaConfig(
+            hidden_size=self.hidden,
+            num_attention_heads=self.q_heads,
+            head_dim=self.head_dim,
+            max_position_embeddings=self.max_position,
+            rope_parameters=dict(self.rope_parameters),
+        )
+        check_rope(hf)
+        frequencies, scaling = rope_frequencies(hf)
+        return tuple(frequencies.tolist()), scaling
+
+    @classmethod
+    def for_target(
+        cls,
+        folder: str | Path,
+        *,
+        layer: int = -1,
+        window: int = 512,
+        intermediate: int | None = None,
+        final_norm: bool = True,
+    ) -> LongSpecConfig:
+        """A layer for a target.
+
+        Args:
+            folder: The target's Hugging Face folder.
+            layer: Target layer to read; negative ones count from the last.
+            window: See the class. Unit: tokens.
+            intermediate: Width of the feed-forward block; None: the target's.
+            final_norm: See the class.
+
+        Raises:
+            UnsupportedModelError: The decoder does not support the target, or it lacks the layer.
+            FileNotFoundError: The folder has no config.json.
+        """
+        from transformers import AutoConfig
+
+        from paceline.decoder import load_config
+
+        target = load_config(folder)
+        hf = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+        return cls(
+            hidden=target.hidden,
+            intermediate=intermediate or target.intermediate,
+            q_heads=target.q_heads,
+            kv_heads=target.kv_heads,
+            head_dim=target.head_dim,
+            vocab_size=target.vocab_size,
+            max_position=target.max_position,
+            norm_eps=target.norm_eps,
+            rope_parameters=dict(hf.rope_parameters),
+            target_layer=layer + target.layers if layer < 0 else layer,
+            target_layers=target.layers,
+            window=window,
+            final_norm=final_norm,
+        )
+
+    def to_json(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """``transformer_layer_config`` of the speculators format, and what else there is to say."""
+        layer: dict[str, Any] = {key: getattr(self, name) for key, name in _LAYER_FIELDS.items()}
+        layer |= {
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.norm_eps,
+            "rope_parameters": dict(self.rope_parameters),
+        }
+        rest = {
+            "target_layer": self.target_layer,
+            "target_layers": self.target_layers,
+            "final_norm": self.final_norm,
+        }
+        return layer, rest
+
+    @classmethod
+    def from_json(cls, layer: Mapping[str, Any], rest: Mapping[str, Any]) -> LongSpecConfig:
+        """The inverse of :meth:`to_json`; nothing is guessed.
+
+        Raises:
+            UnsupportedModelError: Something is missing or of another kind.
+        """
+        if layer.get("hidden_act") != "silu":
+            raise UnsupportedModelError(
+                f"activation {layer.get('hidden_act')!r} is not supported, only 'silu'"
+            )
+        try:
+            return cls(
+                **{name: layer[key] for key, name in _LAYER_FIELDS.items()},
+                norm_eps=float(layer["rms_norm_eps"]),
+                rope_parameters=dict(layer["rope_parameters"]),
+                target_layer=int(rest["target_layer"]),
+                target_layers=int(rest["target_layers"]),
+                final_norm=bool(rest["final_norm"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, UnsupportedModelError):
+                raise
+            raise UnsupportedModelError(
+                f"config.json lacks or misstates a field of the layer: {error!r}"
+            ) from error

@@ -1,0 +1,171 @@
+"""Random LongSpec drafters, targets whose KV is made up, and a dense reference of their trees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.decoder import Decoder, LocalCache, load_config
+from paceline.decoder.weights import Checkpoint
+from paceline.drafter.methods.base import Generation, Resources
+from paceline.drafter.methods.lm_sequence import chain_segments
+from paceline.drafter.methods.longspec import LongSpecDrafter
+from paceline.drafter.methods.longspec_sequence import LongSpecSequence
+from paceline.kernels import History, filter_logits, gumbel_noise, plan_trees
+from paceline.longspec import (
+    LongSpecConfig,
+    LongSpecModel,
+    TargetRef,
+    read_longspec,
+    save_longspec,
+    window_mask,
+)
+from paceline.service.sampling import sampling_params
+from paceline.v1 import sampling_pb2
+
+from .models import GREEDY, VOCAB
+
+WIDE_HEADS = {"hidden_size": 64, "head_dim": 32}
+"""Shape of a target whose heads the compiled kernels take."""
+
+
+@dataclass
+class FakeKv:
+    """A target's KV that lies in memory."""
+
+    keys: Tensor
+    values: Tensor
+    committed: int
+    gone: bool = False
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.keys, self.values
+
+    def check(self) -> None:
+        if self.gone:
+            raise ConnectionError("the cache is gone")
+
+
+def made_up_kv(config: LongSpecConfig, committed: int, seed: int = 0) -> FakeKv:
+    """Random KV, with room for nothing more."""
+    draws = torch.Generator().manual_seed(seed)
+    shape = (2, config.kv_heads, committed, config.head_dim)
+    keys, values = torch.randn(shape, generator=draws)
+    return FakeKv(keys, values, committed)
+
+
+def target_kv(target: Path, config: LongSpecConfig, text: Sequence[int]) -> FakeKv:
+    """What the target's layer holds when all but the newest token of a text is committed.
+
+    Behind it lie numbers that must not be read.
+    """
+    decoder = Decoder.load(target)
+    cache = LocalCache(decoder.config)
+    cache.reserve(len(text) + 50)
+    plan = plan_trees(chain_segments(0, 0, len(text)))
+    decoder.forward(torch.tensor(text), plan, [cache], logit_rows=torch.tensor([0]))
+    keys, values = (each.clone() for each in cache.layer(config.target_layer))
+    keys[:, len(text) - 1 :] = values[:, len(text) - 1 :] = torch.nan
+    return FakeKv(keys, values, len(text) - 1)
+
+
+def write_longspec(folder: Path, target: Path, seed: int = 0, **shape: Any) -> Path:
+    """Save a random LongSpec drafter for a target, in fp32."""
+    config = LongSpecConfig.for_target(target, **shape)
+    torch.manual_seed(seed)
+    model = LongSpecModel(config)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, 0.0, 0.3)
+        else:
+            parameter.data += 0.2 * torch.randn_like(parameter)
+    save_longspec(folder, config, model.state_dict(), TargetRef.of(target), dtype=torch.float32)
+    return folder
+
+
+def load(folder: Path, target: Path, /, **options: str) -> LongSpecDrafter:
+    """The method `longspec` on a folder."""
+    return LongSpecDrafter.load(folder, {"target": str(target), **options}, Resources())
+
+
+def start(
+    drafter: LongSpecDrafter,
+    text: Sequence[int],
+    kv: FakeKv,
+    sampling: sampling_pb2.SamplingParams = GREEDY,
+) -> LongSpecSequence:
+    """A generation that has nothing but its prompt."""
+    return drafter.start(Generation(text, len(text), VOCAB, sampling, kv=kv))
+
+
+class Dense:
+    """The same drafter in plain dense PyTorch."""
+
+    def __init__(self, folder: Path, target: Path) -> None:
+        self.config, dtype = read_longspec(folder)
+        self.model = LongSpecModel(self.config)
+        self.model.load_state_dict(dict(Checkpoint(folder, dtype)))
+        weights = Checkpoint(target, torch.float32)
+        self.embedding = weights["model.embed_tokens.weight"]
+        tied = load_config(target).tied
+        self.head = self.embedding if tied else weights["lm_head.weight"]
+
+    @torch.inference_mode()
+    def logits(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        seen: Tensor,
+        kv: FakeKv,
+        committed: int,
+    ) -> Tensor:
+        """``[S, V]`` for tokens that see one another as ``[S, S]`` says and all committed KV."""
+        hidden = self.model(
+            self.embedding[torch.tensor(tokens)][None],
+            torch.tensor(positions),
+            seen,
+            kv.keys[None, :, :committed],
+            kv.values[None, :, :committed],
+            torch.ones(len(tokens), committed, dtype=torch.bool),
+        )
+        out: Tensor = hidden[0] @ self.head.T
+        return out
+
+    def after(self, text: Sequence[int], path: Sequence[int], kv: FakeKv, committed: int) -> Tensor:
+        """Logits after a drafted path, ``[V]``, by one pass over all of it."""
+        tokens = [*text, *path]
+        seen = window_mask(len(tokens), self.config.window)
+        return self.logits(tokens, range(len(tokens)), seen, kv, committed)[-1]
+
+    def tree(
+        self,
+        text: list[int],
+        kv: FakeKv,
+        sampling: sampling_pb2.SamplingParams,
+        widths: Sequence[int],
+    ) -> dict[tuple[int, ...], float]:
+        """Beam search, every path run alone: path to log survival."""
+        params = sampling_params(sampling)
+        committed = min(kv.committed, len(text) - 1)
+        tree: dict[tuple[int, ...], float] = {}
+        frontier: dict[tuple[int, ...], float] = {(): 0.0}
+        for level, width in enumerate(widths):
+            found: dict[tuple[int, ...], float] = {}
+            for path, score in frontier.items():
+                history = History(text, path)
+                scores = filter_logits(self.after(text, path, kv, committed), params, history)
+                if not params.greedy:
+                    scores = scores + gumbel_noise(params.seed, len(text) + level, VOCAB)
+                logs = scores.log_softmax(0)
+                for token in logs.topk(width).indices.tolist():
+                    if logs[token] > -torch.inf:
+                        found[(*path, token)] = score + float(logs[token])
+            best = sorted(found, key=lambda path: -found[path])[:width]
+            frontier = {path: found[path] for path in best}
+            tree |= frontier
+        return tree

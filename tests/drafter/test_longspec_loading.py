@@ -1,0 +1,188 @@
+"""What the LongSpec drafter loads, for which targets, and what it shares with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from paceline.drafter.methods.base import Budget, LoadError, Resources
+from paceline.drafter.methods.longspec import LongSpecDrafter
+from paceline.longspec import read_longspec
+from paceline.v1 import drafter_pb2
+
+from .conftest import drafting, failure
+from .longspec_models import load, made_up_kv, start, write_longspec
+from .models import VOCAB, change_config, text_of, write_model
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("longspec") / "target", num_hidden_layers=3)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, target: Path) -> Path:
+    return write_longspec(tmp_path / "drafter", target)
+
+
+def change_section(folder: Path, section: str, **fields: Any) -> None:
+    """Rewrite fields of a section of config.json; None takes one out."""
+    found = json.loads((folder / "config.json").read_text())[section] | fields
+    change_config(folder, **{section: {k: v for k, v in found.items() if v is not None}})
+
+
+def test_what_it_says_of_itself(folder: Path, target: Path) -> None:
+    drafter = load(folder, target)
+    assert drafter.needs.kv_layers == (2,)
+    assert drafter.needs.hidden_state_layers == ()
+    assert drafter.fit.vocab_size == VOCAB
+    assert len(drafter.fit.target_fingerprint) == len(drafter.fit.tokenizer_digest) == 64
+    assert (drafter.max_nodes, drafter.max_depth) == (16, 4)
+    wide = load(folder, target, widths="2,3", depth="4", max_nodes="99")
+    assert (wide.max_nodes, wide.max_depth) == (11, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"width": "4"}, "known are target"),
+        ({"widths": "4,x"}, "list of whole numbers"),
+        ({"widths": "0"}, "out of range"),
+        ({"widths": "64,64,64,64,64"}, "at most 255"),
+        ({"depth": "64"}, "at most 255"),
+        ({"dtype": "float16"}, "expected auto"),
+        ({"target": ""}, "option target=DIR"),
+        ({"target": "/nowhere"}, "cannot load"),
+    ],
+)
+def test_wrong_options_are_refused(
+    folder: Path, target: Path, options: dict[str, str], says: str
+) -> None:
+    with pytest.raises(LoadError, match=says):
+        load(folder, target, **options)
+
+
+@pytest.mark.parametrize(
+    ("section", "fields", "says"),
+    [
+        ("paceline", {"method": "dspark"}, "method 'dspark'"),
+        ("paceline", {"format": 2}, "format 2"),
+        ("paceline", {"target_layer": None}, "target_layer"),
+        ("paceline", {"target_layer": 3}, "0 to 2"),
+        ("transformer_layer_config", {"num_key_value_heads": 3}, "multiple"),
+        ("transformer_layer_config", {"hidden_size": 48}, "expected"),
+        ("transformer_layer_config", {"sliding_window": None}, "sliding_window"),
+        ("transformer_layer_config", {"hidden_act": "gelu"}, "only 'silu'"),
+        ("transformer_layer_config", {"rope_parameters": {"rope_type": "new"}}, "cannot load"),
+    ],
+)
+def test_folders_that_do_not_say_what_they_must_are_refused(
+    folder: Path, target: Path, section: str, fields: dict[str, Any], says: str
+) -> None:
+    change_section(folder, section, **fields)
+    with pytest.raises(LoadError, match=says):
+        load(folder, target)
+
+
+def test_only_whole_safetensors_are_loaded(folder: Path, target: Path) -> None:
+    weights = folder / "model.safetensors"
+    whole = load_file(weights)
+    for name in ("norm.weight", "layers.0.cross_attn.q_proj.weight"):
+        save_file({k: v for k, v in whole.items() if k != name}, weights)
+        with pytest.raises(LoadError, match=name):
+            load(folder, target)
+    weights.write_bytes(b"no weights at all")
+    with pytest.raises(LoadError, match="cannot load"):
+        load(folder, target)
+    weights.rename(folder / "pytorch_model.bin")
+    with pytest.raises(LoadError, match=r"no \*.safetensors"):
+        load(folder, target)
+    with pytest.raises(LoadError, match="longspec:DIR"):
+        LongSpecDrafter.load(None, {}, Resources())
+
+
+def test_another_target_is_refused(folder: Path, tmp_path: Path) -> None:
+    other = write_model(tmp_path / "other", seed=7, num_hidden_layers=3)
+    with pytest.raises(LoadError, match="made for a target with weights") as error:
+        load(folder, other)
+    assert error.value.reason == "TARGET_MISMATCH"
+    change_section(folder, "paceline", target_fingerprint="")
+    assert load(folder, other)
+    (other / "tokenizer.json").write_text("{}")
+    with pytest.raises(LoadError, match="made for a target with the tokenizer") as error:
+        load(folder, other)
+    assert error.value.reason == "TOKENIZER_MISMATCH"
+
+
+def test_a_folder_with_its_own_embedding_needs_no_target(folder: Path, target: Path) -> None:
+    expected = first_tree(load(folder, target))
+    theirs, ours = load_file(target / "model.safetensors"), load_file(folder / "model.safetensors")
+    ours["embed_tokens.weight"] = theirs["model.embed_tokens.weight"]
+    ours["lm_head.weight"] = theirs["lm_head.weight"]
+    save_file(ours, folder / "model.safetensors")
+    assert first_tree(LongSpecDrafter.load(folder, {}, Resources())) == expected
+
+
+@pytest.mark.parametrize("pack", ["0", "16"])
+def test_embedding_and_head_stay_in_the_target_s_file(
+    folder: Path, target: Path, pack: str
+) -> None:
+    """Mapped, not read: processes that use one target share the memory."""
+    drafter = load(folder, target, pack_head_mib=pack)
+    frozen = drafter.layer._frozen
+    spans = [
+        tuple(int(end, 16) for end in line.split()[0].split("-"))
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if line.endswith(str(target / "model.safetensors"))
+    ]
+    for tensor in (frozen.embedding, frozen._head):
+        assert any(low <= tensor.data_ptr() < high for low, high in spans)
+    tree, expected = first_tree(drafter), first_tree(load(folder, target))
+    assert (tree.tokens, tree.parents) == (expected.tokens, expected.parents)
+    assert frozen.private_bytes == (0 if pack == "0" else 4 * VOCAB * 32)
+
+
+def test_bfloat16_is_close_to_float32(folder: Path, target: Path) -> None:
+    exact, rough = (load(folder, target, dtype=d, widths="1") for d in ("float32", "bfloat16"))
+    assert rough.layer.dtype == torch.bfloat16
+    text = text_of(40)
+    kv = made_up_kv(exact.layer.config, 39)
+    logits = []
+    for drafter in (exact, rough):
+        sequence = start(drafter, text, kv)
+        assert sequence.begin(Budget(1, 1))
+        logits.append(drafter.layer.forward([sequence.feed()]).float())
+    assert (logits[0] - logits[1]).norm() < 0.03 * logits[0].norm()
+
+
+def first_tree(drafter: LongSpecDrafter) -> Any:
+    text = text_of(40)
+    return start(drafter, text, made_up_kv(drafter.layer.config, 39)).draft(Budget(16, 4))
+
+
+async def test_the_target_must_lie_where_drafters_may_be_loaded_from(
+    folder: Path, target: Path, tmp_path: Path
+) -> None:
+    async with drafting(f"longspec:{folder},target={target}") as service:
+        listed = await service.registry.ListDrafters(drafter_pb2.ListDraftersRequest())
+        assert listed.drafters[0].target_fingerprint
+        other = write_model(tmp_path.parent / f"{tmp_path.name}-elsewhere")
+        asked = drafter_pb2.LoadDrafterRequest(
+            name="other", method="longspec", folder=str(folder), options={"target": str(other)}
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await service.registry.LoadDrafter(asked)
+        assert failure(error) == (grpc.StatusCode.INVALID_ARGUMENT, "FOLDER_NOT_ALLOWED")
+
+
+def test_a_folder_says_what_it_was_made_from(folder: Path, target: Path) -> None:
+    config, dtype = read_longspec(folder)
+    assert (config.target_layer, config.target_layers, dtype) == (2, 3, torch.float32)
+    text = (folder / "config.json").read_text()
+    assert str(target.parent) not in text

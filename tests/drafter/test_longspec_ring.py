@@ -1,0 +1,174 @@
+"""The ring of the LongSpec drafter: what is in it, what is seen of it, and what it takes."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from paceline.drafter.methods.base import Budget, Update
+from paceline.drafter.methods.longspec import LongSpecDrafter
+from paceline.drafter.methods.longspec_ring import Ring
+from paceline.drafter.methods.longspec_sequence import LongSpecSequence
+from paceline.longspec import LongSpecConfig
+
+from .longspec_models import WIDE_HEADS, FakeKv, load, made_up_kv, start, write_longspec
+from .models import VOCAB, text_of, write_model
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_masks_show_the_window_along_each_path(data: Any) -> None:
+    """Against a list of what lies where after a text was written in arbitrary parts."""
+    window = data.draw(st.integers(1, 12), label="window")
+    ring = Ring(1, 1, window, 10, torch.float32, "cpu")
+    lies: dict[int, int] = {}
+    length = data.draw(st.integers(1, 40), label="length")
+    while ring.length < length:
+        begin = max(ring.length, length - window)
+        end = data.draw(st.integers(begin + 1, length), label="written to")
+        slots = [slot + i for slot, count in ring.text_runs(begin, end) for i in range(count)]
+        lies |= dict(zip(slots, range(begin, end), strict=True))
+        ring.length = end
+    draws = data.draw(st.lists(st.integers(0, 99), max_size=10), label="tree")
+    paths: list[tuple[int, ...]] = [()]
+    for node, draw in enumerate(draws):
+        paths.append((*paths[draw % len(paths)], node))
+
+    level = data.draw(st.sampled_from(sorted({len(path) for path in paths})), label="level")
+    asked = [path for path in paths if len(path) == level]
+    position = length - 1 + level
+    mask = ring.mask(position, length, asked)
+    for row, path in zip(mask.tolist(), asked, strict=True):
+        seen = [slot for slot, bias in enumerate(row) if bias == 0.0]
+        assert {*seen} | {slot for slot, bias in enumerate(row) if bias == -torch.inf} == {
+            *range(len(row))
+        }
+        in_text = sorted(lies[slot] for slot in seen if slot < window)
+        in_tree = [slot - window for slot in seen if slot >= window]
+        places = [*in_text, *(length - 1 + len(paths[node + 1]) for node in in_tree)]
+        assert places == list(range(max(0, position - window + 1), position + 1))
+        assert tuple(in_tree) == path[-window:]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("ring") / "target", **WIDE_HEADS, **_LONG)
+
+
+_LONG = {"max_position_embeddings": 1 << 20}
+
+
+def make(target: Path, folder: Path, window: int, **options: str) -> LongSpecDrafter:
+    return load(write_longspec(folder, target, window=window), target, **options)
+
+
+def endless_kv(config: LongSpecConfig) -> FakeKv:
+    """KV whose every position holds the same: it is as long as anyone asks."""
+    few = made_up_kv(config, 1)
+    shape = (config.kv_heads, 1 << 18, config.head_dim)
+    return FakeKv(few.keys.expand(shape), few.values.expand(shape), 0)
+
+
+def random_rounds(
+    sequence: LongSpecSequence, rounds: int, draws: random.Random
+) -> Iterator[list[int]]:
+    """Rounds that accept some path or nothing; yields the tokens that came."""
+    kv = sequence.kv
+    assert isinstance(kv, FakeKv)
+    for _ in range(rounds):
+        kv.committed = min(sequence.length - 1, 40)  # how much there is makes no difference here
+        tree = sequence.draft(Budget(draws.randint(0, 16), draws.randint(0, 5)))
+        new = [draws.randrange(VOCAB) for _ in range(draws.randint(0, 3))]
+        if tree and draws.random() < 0.8:
+            new = [*tree.path(draws.randrange(len(tree))), draws.randrange(VOCAB)]
+        sequence.extend(Update(tuple(new)))
+        if draws.random() < 0.2:
+            sequence.warm(draws.randint(0, 4))
+        yield new
+
+
+@pytest.mark.parametrize("window", [3, 8, 64])
+def test_after_thousands_of_rounds_the_ring_is_that_of_the_text(
+    target: Path, tmp_path: Path, window: int
+) -> None:
+    """Bit by bit, and in the same memory as at first."""
+    drafter = make(target, tmp_path, window, widths="4,4,4,4", min_survival="0")
+    kv = endless_kv(drafter.layer.config)
+    text = text_of(5)
+    sequence = start(drafter, text, kv)
+    place, size = sequence.ring.keys.data_ptr(), sequence.ring.nbytes
+    for count, new in enumerate(random_rounds(sequence, 1500, random.Random(window))):
+        text += new
+        if count % 100 == 0:
+            check_ring(drafter, sequence, text)
+    check_ring(drafter, sequence, text)
+    assert len(text) > 3000
+    assert (sequence.ring.keys.data_ptr(), sequence.ring.nbytes) == (place, size)
+    kv.committed = 40
+    assert sequence.draft(Budget(16, 4)) == start(drafter, text, kv).draft(Budget(16, 4))
+
+
+def check_ring(drafter: LongSpecDrafter, sequence: LongSpecSequence, text: list[int]) -> None:
+    """The ring holds what one pass over the text would leave, as far as it was written."""
+    written = sequence.ring.length
+    fresh = start(drafter, [*text[:written], 0], endless_kv(drafter.layer.config))
+    fresh.warm(written)
+    window = sequence.ring.window
+    slots = [p % window for p in range(max(0, written - window + 1), written)]
+    for ours, theirs in (
+        (sequence.ring.keys, fresh.ring.keys),
+        (sequence.ring.values, fresh.ring.values),
+    ):
+        assert torch.equal(ours[:, slots], theirs[:, slots])
+
+
+def test_a_sequence_takes_the_same_memory_at_1k_and_at_128k(target: Path, tmp_path: Path) -> None:
+    drafter = make(target, tmp_path, 512)
+    sizes = []
+    for length in (1 << 10, 1 << 17):
+        text = text_of(length)
+        kv = endless_kv(drafter.layer.config)
+        kv.committed = length - 1
+        sequence = start(drafter, text, kv)
+        while sequence.backlog:
+            sequence.warm(256)
+        for _ in range(3):
+            tree = sequence.draft(Budget(16, 4))
+            sequence.extend(Update(tree.path(0)))
+        sizes.append(bytes_of(sequence, {id(drafter), id(kv)}))
+    config = drafter.layer.config
+    slots = 512 + drafter.options.drafted
+    assert sizes[0] == sizes[1]
+    ring = 2 * 4 * slots * config.kv_heads * config.head_dim
+    assert ring < sizes[0] < 1.2 * ring
+
+
+def bytes_of(thing: Any, seen: set[int]) -> int:
+    """Bytes of an object and all it holds but what was seen; token ids count as 8 each."""
+    if id(thing) in seen or thing is None or isinstance(thing, type):
+        return 0
+    seen.add(id(thing))
+    if isinstance(thing, Tensor):
+        storage = thing.untyped_storage()
+        if storage.data_ptr() in seen:
+            return 0
+        seen.add(storage.data_ptr())
+        return storage.nbytes()
+    if isinstance(thing, (int, float)):
+        return 8
+    size = sys.getsizeof(thing)
+    if isinstance(thing, dict):
+        return size + sum(bytes_of(each, seen) for each in thing.values())
+    if isinstance(thing, (list, tuple, set, frozenset, deque)):
+        return size + sum(8 if isinstance(each, int) else bytes_of(each, seen) for each in thing)
+    return size + bytes_of(getattr(thing, "__dict__", None), seen)
