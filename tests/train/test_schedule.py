@@ -8,7 +8,7 @@ from paceline.train.schedule import Clock, Schedule
 def test_rates_warm_up_stay_and_fall(preset: Preset) -> None:
     schedule = Schedule(preset, minutes=10, steps=1000)
     assert schedule.rate(0, 0.0) < 0.1
-    assert schedule.rate(300, 0.3) == 1
+    assert schedule.rate(300, preset.decay_from) == 1
     falling = [schedule.rate(900, share / 100) for share in range(50, 101, 10)]
     assert falling == sorted(falling, reverse=True)
     assert falling[-1] == pytest.approx(preset.final_rate)

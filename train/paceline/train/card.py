@@ -178,8 +178,9 @@ def _shown(value: float | None) -> str:
 
 def _schedule(facts: Facts) -> str:
     p = facts.preset
+    when = f"After {p.focus_from:.0%} of the time" if p.focus_from else "All the time"
     focus = (
-        f" After {p.focus_from:.0%} of the time only the first {p.focus_files} files of "
+        f" {when} only the first {p.focus_files} files of "
         "`corpus.json` are read: the model writes better for knowing some text well."
         if p.focus_from < 1
         else ""
@@ -188,6 +189,12 @@ def _schedule(facts: Facts) -> str:
         f" {p.copy_share:.0%} of the rows end with a second copy of a piece of themselves: that "
         "teaches copying."
         if p.copy_share
+        else ""
+    )
+    unlikely = (
+        f" In {p.unlikely_share:.0%} of the steps the model writes greedy text, and what repeats "
+        "itself there is made less likely (sequence-level unlikelihood, Welleck et al. 2020)."
+        if p.unlikely_share
         else ""
     )
     shapes = ", ".join(
@@ -199,4 +206,4 @@ def _schedule(facts: Facts) -> str:
         for run in facts.runs
     )
     last = " of the last run" if len(facts.runs) > 1 else ""
-    return f"{runs}.\nSteps{last}: {shapes}.{focus}{copies}\n"
+    return f"{runs}.\nSteps{last}: {shapes}.{focus}{copies}{unlikely}\n"

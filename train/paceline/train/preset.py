@@ -32,6 +32,8 @@ class Preset:
     focus_files: int | None = None
     focus_from: float = 1.0
     own_texts: int = 0  # texts by the target itself that a drafter is taught with as well
+    unlikely_share: float = 0.0
+    """Share of steps in which the model also learns not to repeat itself in its own greedy text."""
     decay_from: float = 0.5  # share of the run after which the learning rates fall linearly
     final_rate: float = 0.03  # what is left of the learning rates at the very end
     muon_rate: float = 0.02
@@ -59,6 +61,13 @@ PRESETS: dict[str, Preset] = {
         files=120, heldout_files=12, focus_files=48, focus_from=0.4,
         minutes=80, steps=5000, copy_share=0.5,
         shapes=((0, 4, 512), (0.35, 1, 2048), (0.85, 1, 4096)),
+    ),
+    # A last run over the weights of "cpu": few steps at low rates, less looping.
+    "cpu-polish": Preset(
+        width=384, layers=8, heads=6, kv_heads=2, ff=1024, context=4096,
+        files=120, heldout_files=12, focus_files=48, focus_from=0.0, unlikely_share=0.25,
+        minutes=15, steps=5000, shapes=((0, 4, 512), (0.6, 1, 4096)),
+        muon_rate=0.006, adamw_rate=1e-3, decay_from=0.2,
     ),
     # 1.1 M parameters: the drafter, distilled from the target above on the files that one knows
     # well and on its own text.

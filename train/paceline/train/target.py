@@ -17,6 +17,7 @@ from paceline.train.model import build_model
 from paceline.train.preset import Preset
 from paceline.train.prompts import Prompt
 from paceline.train.tokenizer import encode_all, load_tokenizer, train_tokenizer
+from paceline.train.unlikelihood import Unlikelihood
 
 _HELDOUT_TOKENS = 2048  # tokens of each held-out file read at a checkpoint
 
@@ -56,8 +57,11 @@ def train_target(
         model.load_state_dict(LlamaForCausalLM.from_pretrained(start).state_dict())
         runs = earlier_runs(start)
 
+    unlikelihood = Unlikelihood(trained, tokenizer.eos_token_id, preset.unlikely_share)
+
     def loss(forward: nn.Module, places: Tensor) -> Tensor:
-        return next_token_loss(forward, stream[places.to(run.device)])
+        likelihood = next_token_loss(forward, stream[places.to(run.device)])
+        return likelihood + unlikelihood(model, batches.position.documents)
 
     def heldout_loss(measured: nn.Module) -> float:
         return text_loss(measured, [ids[:_HELDOUT_TOKENS] for ids in heldout])
