@@ -46,6 +46,19 @@ def test_any_tree_agrees_with_the_reference(
     torch.testing.assert_close(lse.double(), expected_lse, atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("window", [1, 3, 8])
+def test_windows_that_lie_within_the_tree(window: int) -> None:
+    """Deep nodes see nothing of the chunk in which the prefix ends."""
+    parents = tuple(max(-1, node - 1 - node % 2) for node in range(120))
+    case = make_case(7, 250, parents, window=window)
+    out, _ = case.run()
+    plan = plan_trees([case.segment])
+    expected, _ = reference_attention(
+        case.q, [case.key], [case.value], plan, scale=case.scale, window=window
+    )
+    torch.testing.assert_close(out.double(), expected, atol=2e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("window", [None, 100])
 def test_prefill_in_blocks_agrees_with_the_reference(window: int | None) -> None:
     case = make_case(0, 0, (-1, *range(255)), window=window, spare=200)

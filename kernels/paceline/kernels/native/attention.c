@@ -211,7 +211,9 @@ static int attend_tile(const Plan *p, const Block *b, int64_t head, int64_t node
   }
   Tile t = {.rows = nodes * (p->q_heads / p->kv_heads), .group = p->q_heads / p->kv_heads};
   t.padded = (t.rows + ROWS - 1) / ROWS * ROWS;
-  t.base = p->window && least >= p->window ? (least - p->window + 1) / CHUNK * CHUNK : 0;
+  int64_t first = p->window && least >= p->window ? least - p->window + 1 : 0;
+  if (!chain && first > b->start) first = b->start; /* paths begin there, however short the window */
+  t.base = first / CHUNK * CHUNK;
   t.prefix = chain ? b->start + node + nodes : b->start; /* slots that are their own position */
   t.columns = (b->start + deepest + 1 - t.base + KEYS - 1) / KEYS * KEYS;
   t.stride = t.columns + KEYS; /* a tile of scores may reach over the prefix */
