@@ -133,11 +133,12 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             reused_tokens=7 if request.parent_handle else 0,
         )
         self._emit(cache, created.first)
-        yield verifier_pb2.CreateCacheResponse(created=created)
         try:
+            yield verifier_pb2.CreateCacheResponse(created=created)
             await asyncio.sleep(0.001)
-        except asyncio.CancelledError:
-            # As the real one: whoever leaves this call early has no use for the cache.
+        except BaseException:
+            # As the real one: whoever leaves this call early, even while the answer is being sent,
+            # has no use for the cache.
             self.caches.pop(handle, None)
             raise
 
