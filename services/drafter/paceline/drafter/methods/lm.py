@@ -7,7 +7,6 @@ rejected ones are overwritten. Rounds that wait together share every forward pas
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,10 +25,11 @@ from paceline.drafter.methods.base import (
     LoadError,
     Resources,
 )
+from paceline.drafter.methods.growth import grow
 from paceline.drafter.methods.lm_options import LmOptions
 from paceline.drafter.methods.lm_sequence import KvAccount, LmSequence
 from paceline.drafter.methods.options import parse_options
-from paceline.drafter.tree import EMPTY, Tree
+from paceline.drafter.tree import Tree
 from paceline.kernels import TreeSegment, plan_trees
 
 
@@ -71,24 +71,7 @@ class LmDrafter(Drafter):
         return LmSequence(self, generation)
 
     def draft_many(self, rounds: Sequence[tuple[DraftSequence, Budget]]) -> list[Tree]:
-        sequences = [cast(LmSequence, sequence) for sequence, _ in rounds]
-        deadlines = {id(sequence): budget.deadline for sequence, budget in rounds}
-        growing = [
-            sequence
-            for sequence, (_, budget) in zip(sequences, rounds, strict=True)
-            if sequence.begin(budget)
-        ]
-        while growing:
-            begun = time.monotonic()
-            self._grow_level(growing)
-            now = time.monotonic()
-            next_end = now + (now - begun)
-            growing = [
-                sequence
-                for sequence in growing
-                if sequence.wants_level and next_end < deadlines[id(sequence)]
-            ]
-        return [s.beam.tree() if s.beam is not None else EMPTY for s in sequences]
+        return grow(cast(Sequence[tuple[LmSequence, Budget]], rounds), self._grow_level)
 
     def _grow_level(self, growing: Sequence[LmSequence]) -> None:
         """One forward pass over the frontiers of all, and one more level for each."""

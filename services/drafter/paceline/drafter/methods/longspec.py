@@ -10,7 +10,6 @@ in :mod:`paceline.drafter.methods.beam`.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,12 +30,13 @@ from paceline.drafter.methods.base import (
     Needs,
     Resources,
 )
+from paceline.drafter.methods.growth import grow
 from paceline.drafter.methods.longspec_frozen import Frozen
 from paceline.drafter.methods.longspec_layer import LongSpecLayer
 from paceline.drafter.methods.longspec_options import LongSpecOptions
 from paceline.drafter.methods.longspec_sequence import LongSpecSequence
 from paceline.drafter.methods.options import parse_options
-from paceline.drafter.tree import EMPTY, Tree
+from paceline.drafter.tree import Tree
 from paceline.longspec import read_longspec
 from paceline.longspec.folder import tokenizer_digest
 
@@ -96,29 +96,17 @@ class LongSpecDrafter(Drafter):
         return LongSpecSequence(self, generation, generation.kv)
 
     def draft_many(self, rounds: Sequence[tuple[DraftSequence, Budget]]) -> list[Tree]:
-        sequences = [cast(LongSpecSequence, sequence) for sequence, _ in rounds]
-        deadlines = {id(sequence): budget.deadline for sequence, budget in rounds}
-        growing = [
-            sequence
-            for sequence, (_, budget) in zip(sequences, rounds, strict=True)
-            if sequence.begin(budget)
-        ]
-        while growing:
-            begun = time.monotonic()
-            feeds = [sequence.feed() for sequence in growing]
-            logits = self.layer.forward(feeds).cpu().split([len(feed.mask) for feed in feeds])
-            for sequence, part in zip(growing, logits, strict=True):
-                sequence.add_level(part)
-            now = time.monotonic()
-            next_end = now + (now - begun)
-            growing = [
-                sequence
-                for sequence in growing
-                if sequence.wants_level and next_end < deadlines[id(sequence)]
-            ]
-        for sequence in sequences:
+        own = cast(Sequence[tuple[LongSpecSequence, Budget]], rounds)
+        trees = grow(own, self._grow_level)
+        for sequence, _ in own:
             sequence.end()
-        return [s.beam.tree() if s.beam is not None else EMPTY for s in sequences]
+        return trees
+
+    def _grow_level(self, growing: Sequence[LongSpecSequence]) -> None:
+        feeds = [sequence.feed() for sequence in growing]
+        logits = self.layer.forward(feeds).cpu().split([len(feed.mask) for feed in feeds])
+        for sequence, part in zip(growing, logits, strict=True):
+            sequence.add_level(part)
 
 
 def _read(
