@@ -21,6 +21,7 @@ from paceline.longspec import (
     LongSpecConfig,
     LongSpecModel,
     TargetRef,
+    context_parts,
     read_longspec,
     save_longspec,
     window_mask,
@@ -104,10 +105,11 @@ def start(
 
 
 class Dense:
-    """The same drafter in plain dense PyTorch."""
+    """The same drafter in plain dense PyTorch, reading ``context`` target positions."""
 
-    def __init__(self, folder: Path, target: Path) -> None:
+    def __init__(self, folder: Path, target: Path, context: int = 0) -> None:
         self.config, dtype = read_longspec(folder)
+        self.context = context
         self.model = LongSpecModel(self.config)
         self.model.load_state_dict(dict(Checkpoint(folder, dtype)))
         weights = Checkpoint(target, torch.float32)
@@ -124,14 +126,17 @@ class Dense:
         kv: FakeKv,
         committed: int,
     ) -> Tensor:
-        """``[S, V]`` for tokens that see one another as ``[S, S]`` says and all committed KV."""
+        """``[S, V]`` for tokens that see one another as ``[S, S]`` says, and the same of the KV."""
+        read = torch.zeros(len(tokens), committed, dtype=torch.bool)
+        for part in context_parts(committed, self.context):
+            read[:, part.start : part.stop] = True
         hidden = self.model(
             self.embedding[torch.tensor(tokens)][None],
             torch.tensor(positions),
             seen,
             kv.keys[None, :, :committed],
             kv.values[None, :, :committed],
-            torch.ones(len(tokens), committed, dtype=torch.bool),
+            read,
         )
         out: Tensor = hidden[0] @ self.head.T
         return out

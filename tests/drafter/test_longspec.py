@@ -57,11 +57,15 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return write_pair(tmp_path_factory.mktemp("longspec"), "compiled")
 
 
-@pytest.mark.parametrize("widths", ["4,4,4", "2,5", "1,1,1,1", "1,3,2"])
-def test_trees_equal_a_dense_beam_search(pair: tuple[Path, Path], widths: str) -> None:
+@pytest.mark.parametrize(
+    ("widths", "context"), [("4,4,4", 0), ("2,5", 1024), ("1,1,1,1", 5), ("1,3,2", 20)]
+)
+def test_trees_equal_a_dense_beam_search(
+    pair: tuple[Path, Path], widths: str, context: int
+) -> None:
     """On the target's own KV, with all samplings, for texts shorter and longer than the window."""
-    drafter = load(*pair, widths=widths, min_survival="0", max_nodes="64")
-    dense = Dense(*pair)
+    drafter = load(*pair, widths=widths, min_survival="0", max_nodes="64", context=str(context))
+    dense = Dense(*pair, context)
     levels = [int(width) for width in widths.split(",")]
     for seed, (length, sampling) in enumerate(zip((1, 4, 17, 40, 90), SAMPLINGS, strict=True)):
         text = text_of(length, seed)
@@ -81,6 +85,7 @@ def test_trees_equal_a_dense_beam_search(pair: tuple[Path, Path], widths: str) -
 def test_any_tree_gets_the_logits_of_the_dense_layer(pair: tuple[Path, Path], data: Any) -> None:
     """One dense pass over text and tree, with every mask written out; the tree comes in levels."""
     drafter, dense = _loaded(pair)
+    dense.context = data.draw(st.sampled_from([0, 5, 9, 39, 40]), label="context")
     length = data.draw(st.integers(1, 40), label="text")
     committed = data.draw(st.integers(0, length - 1), label="committed")
     draws = data.draw(st.lists(st.integers(0, 99), max_size=12), label="tree")
@@ -105,7 +110,7 @@ def test_any_tree_gets_the_logits_of_the_dense_layer(pair: tuple[Path, Path], da
 
     sequence = start(drafter, tokens[:length], kv)
     sequence.warm(warmed)
-    ring, context = sequence.ring, Context.of(kv.keys, kv.values, committed)
+    ring, context = sequence.ring, Context.of(kv.keys, kv.values, committed, dense.context)
     begin = max(0, length - window)
     text = Feed(
         tokens[begin:length], range(begin, length), ring.text_runs(begin, length), ring,
@@ -186,6 +191,21 @@ def test_the_future_of_the_target_is_not_read(small: tuple[Path, Path]) -> None:
     tree = start(drafter, text, ahead).draft(Budget(16, 4))
     assert tree == start(drafter, text, level).draft(Budget(16, 4))
     assert len(tree) > 4
+
+
+def test_nothing_but_the_context_is_read(pair: tuple[Path, Path]) -> None:
+    """A part of the target's KV bounds what a draft costs, whatever else there is."""
+    drafter, dense = load(*pair, widths="4,4,4,4", context="50"), _loaded(pair)[1]
+    text = text_of(300)
+    kv = made_up_kv(dense.config, 299)
+    tree = start(drafter, text, kv).draft(Budget(16, 4))
+    kv.keys[:, 4:253] = kv.values[:, 4:253] = torch.nan
+    assert start(drafter, text, kv).draft(Budget(16, 4)) == tree
+    assert len(tree) > 4
+    for read in (3, 253):
+        kv = made_up_kv(dense.config, 299)
+        kv.keys[:, read] = torch.nan
+        assert start(drafter, text, kv).draft(Budget(16, 4)) != tree
 
 
 def test_kv_that_is_gone_is_an_error_and_no_harm(small: tuple[Path, Path]) -> None:

@@ -56,6 +56,8 @@ def test_what_it_says_of_itself(folder: Path, target: Path) -> None:
         ({"widths": "0"}, "out of range"),
         ({"widths": "64,64,64,64,64"}, "at most 255"),
         ({"depth": "64"}, "at most 255"),
+        ({"context": "4"}, "expected more than 4"),
+        ({"context": "-1"}, "out of range"),
         ({"dtype": "float16"}, "expected auto"),
         ({"target": ""}, "option target=DIR"),
         ({"target": "/nowhere"}, "cannot load"),

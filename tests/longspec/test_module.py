@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.longspec import LongSpecConfig, LongSpecModel, lag_mask, window_mask
+from paceline.longspec import (
+    LongSpecConfig,
+    LongSpecModel,
+    context_parts,
+    lag_mask,
+    window_mask,
+)
 
 CONFIG = LongSpecConfig(
     hidden=24, intermediate=40, q_heads=6, kv_heads=2, head_dim=8, vocab_size=50, max_position=4096,
@@ -83,17 +89,20 @@ def test_one_token_by_hand(model: LongSpecModel) -> None:
     torch.testing.assert_close(found, out, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("context", [0, 5, 7])
 @pytest.mark.parametrize("lag", [1, 2, 5])
-def test_a_lagged_text_is_what_drafting_sees(model: LongSpecModel, lag: int) -> None:
+def test_a_lagged_text_is_what_drafting_sees(model: LongSpecModel, lag: int, context: int) -> None:
     """Row p of one training pass equals drafting it with all but the last lag positions known."""
     x, keys, values = inputs(1, 12, 12)
     at = torch.arange(12)
     window = window_mask(12, CONFIG.window)
-    trained = model(x, at, window, keys, values, lag_mask(12, lag))
+    trained = model(x, at, window, keys, values, lag_mask(12, lag, context))
     for p in range(12):
         known = max(0, p - lag + 1)
-        all_of_it = torch.ones(12, known, dtype=torch.bool)
-        drafted = model(x, at, window, keys[:, :, :known], values[:, :, :known], all_of_it)
+        read = torch.zeros(12, known, dtype=torch.bool)
+        for part in context_parts(known, context):
+            read[:, part.start : part.stop] = True
+        drafted = model(x, at, window, keys[:, :, :known], values[:, :, :known], read)
         torch.testing.assert_close(trained[0, p], drafted[0, p], rtol=1e-4, atol=1e-5)
 
 

@@ -5,6 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+SINKS = 4
+"""First target positions, seen whatever the context: attention leans on them (Xiao et al.,
+"Efficient Streaming Language Models with Attention Sinks"), and training with anchor offsets
+(LongSpec, section 3.2) leaves them in their places."""
+
 
 def window_mask(length: int, window: int) -> Tensor:
     """Self-attention of a text: each token sees itself and the ``window - 1`` before it.
@@ -16,7 +21,24 @@ def window_mask(length: int, window: int) -> Tensor:
     return seen.triu(1 - window)
 
 
-def lag_mask(length: int, lag: int) -> Tensor:
+def context_parts(known: int, context: int) -> tuple[range, ...]:
+    """Which of the target's positions are read: all, or ``SINKS`` first and the newest.
+
+    Args:
+        known: Positions that may be read.
+        context: How many of them to read at most, more than ``SINKS``; 0 for all.
+
+    Returns:
+        One or two ranges, none of them empty; nothing if nothing is known.
+    """
+    if known == 0:
+        return ()
+    if not 0 < context < known:
+        return (range(known),)
+    return range(SINKS), range(known - context + SINKS, known)
+
+
+def lag_mask(length: int, lag: int, context: int = 0) -> Tensor:
     """Cross-attention of a text whose token at position p sees target positions up to ``p - lag``.
 
     While drafting, the anchor sees all before it (lag 1) and a node of level d all before the
@@ -25,10 +47,16 @@ def lag_mask(length: int, lag: int) -> Tensor:
     Args:
         length: Tokens.
         lag: 1 or more: a token's own KV is never there yet.
+        context: See :func:`context_parts`.
 
     Returns:
         bool ``[length, length]``, rows are queries; the first ``lag`` rows see nothing.
     """
     if lag < 1:
         raise ValueError(f"lag is {lag}, expected 1 or more: a token never sees its own target KV")
-    return torch.ones(length, length, dtype=torch.bool).tril(-lag)
+    seen = torch.ones(length, length, dtype=torch.bool).tril(-lag)
+    if context:
+        near = seen.triu(SINKS + 1 - lag - context)
+        near[:, :SINKS] = seen[:, :SINKS]
+        return near
+    return seen

@@ -2,9 +2,10 @@
 
 After Yang et al., "LongSpec: Long-Context Lossless Speculative Decoding with Efficient Drafting and
 Verification", section 3.1 and appendix D. A token of the text or of a tree sees, in its own keys,
-the last ``window`` positions up to itself along its path; at the target, all that the round may
-read: the committed positions before the anchor, the same for every level. Training has that as
-lags (see :func:`paceline.longspec.lag_mask`). Scores carry the verifier's noise, and trees grow as
+the last ``window`` positions up to itself along its path; at the target, the committed positions
+before the anchor, the same for every level: all of them, or so many of the first and the newest
+that a round's cost is bounded (:func:`paceline.longspec.context_parts`). Training has that as lags
+(:func:`paceline.longspec.lag_mask`). Scores carry the verifier's noise, and trees grow as
 in :mod:`paceline.drafter.methods.beam`.
 """
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from paceline.decoder.weights import take
 from paceline.drafter.methods.longspec_frozen import Frozen
 from paceline.drafter.methods.longspec_ring import Ring, Run
 from paceline.kernels import Norm, TreePlan, TreeSegment, plan_trees, row_kernels, tree_attention
-from paceline.longspec import LongSpecConfig
+from paceline.longspec import LongSpecConfig, context_parts
 
 
 @dataclass(frozen=True)
@@ -23,22 +24,38 @@ class Context:
     """What a round of one generation may read of the target.
 
     Attributes:
-        keys: Of all positions that may be read, at least one, ``[Hkv, committed, D]``.
+        keys: Views of one or two ranges of positions, each ``[Hkv, positions, D]``.
         values: Like ``keys``.
-        plan: For the attention; kept, because every level of a round asks for the same.
+        plan: For the attention; kept, because every level of a round asks for the same. One row
+            for each range, which sees all of it.
     """
 
-    keys: Tensor
-    values: Tensor
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
     plan: TreePlan
 
     @classmethod
-    def of(cls, keys: Tensor, values: Tensor, committed: int) -> Context | None:
-        """The first positions of a target layer's cache; None if there are none yet."""
-        if committed == 0:
+    def of(cls, keys: Tensor, values: Tensor, committed: int, context: int = 0) -> Context | None:
+        """Parts of a target layer's cache, as :func:`paceline.longspec.context_parts` names them.
+
+        Args:
+            keys: The layer's cache, ``[Hkv, capacity, D]``.
+            values: Like ``keys``.
+            committed: Positions that may be read.
+            context: Positions to read at most; 0 for all.
+
+        Returns:
+            None if there are no positions yet.
+        """
+        parts = context_parts(committed, context)
+        if not parts:
             return None
-        plan = plan_trees([TreeSegment(0, committed - 1, None, 1)], device=keys.device)
-        return cls(keys[:, :committed], values[:, :committed], plan)
+        segments = [TreeSegment(at, len(part) - 1, None, 1) for at, part in enumerate(parts)]
+        return cls(
+            tuple(keys[:, part.start : part.stop] for part in parts),
+            tuple(values[:, part.start : part.stop] for part in parts),
+            plan_trees(segments, device=keys.device),
+        )
 
 
 @dataclass(frozen=True)
@@ -192,20 +209,19 @@ class LongSpecLayer:
         """Attention to the target's keys.
 
         All rows see the same of them. So they pass as many query heads of one row, the last
-        committed position, which sees itself and all before it: keys are read once for all rows,
-        and no mask is needed.
+        position of a range, which sees itself and all before it: keys are read once for all rows,
+        and no mask is needed. Ranges are merged by log-sum-exp.
         """
         context = feed.context
         if context is None:
             return torch.zeros_like(q)
-        out = tree_attention(
-            q.view(1, -1, q.shape[-1]),
-            [context.keys],
-            [context.values],
-            context.plan,
-            scale=self._scale,
-        )
-        return out.view(q.shape)
+        keys, values, plan = context.keys, context.values, context.plan
+        heads = q.view(1, -1, q.shape[-1])
+        if plan.rows == 1:
+            return tree_attention(heads, keys, values, plan, scale=self._scale).view(q.shape)
+        heads = heads.expand(plan.rows, -1, -1)
+        parts, lse = tree_attention(heads, keys, values, plan, scale=self._scale, return_lse=True)
+        return (parts * lse.softmax(0).unsqueeze(-1)).sum(0).view(q.shape)
 
     def _turned(self, heads: Tensor, factors: Tensor) -> Tensor:
         """Queries ``[R, Hq D]`` rotated by rows of the table ``[R, D]``: float32 ``[R, Hq, D]``."""
@@ -222,10 +238,12 @@ def _plan(feeds: Sequence[Feed], device: torch.device) -> TreePlan:
         for slot, count in feed.runs
     ]
     positions = [position for feed in feeds for position in feed.positions]
-    return replace(
-        plan_trees(segments, device=device),
+    return TreePlan(
+        segments=tuple(segments),
+        offsets=tuple(accumulate((segment.length for segment in segments), initial=0)),
         positions=torch.tensor(positions, dtype=torch.int64, device=device),
         longest=max(positions),
+        device=device,
     )
 
 

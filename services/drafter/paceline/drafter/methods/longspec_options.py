@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from paceline.drafter.methods.options import check_range
 from paceline.kernels import MAX_TREE_NODES
+from paceline.longspec import SINKS
 
 GPU_WIDTHS = (4, 16, 16, 16, 16)
 """The paper's (LongSpec, appendix D)."""
@@ -31,6 +32,10 @@ class LongSpecOptions:
 
     max_nodes: int = 0
     """Most nodes of a tree: the likeliest of those drafted; 0: 16 on a CPU, elsewhere all."""
+
+    context: int = 1024
+    """Target positions that a round reads at most: the first 4 and the newest; 0: all of them.
+    What it reads bounds what it costs, so that a draft takes as long at 1k as at 128k."""
 
     min_survival: float = 0.01
     """Nodes less likely than this to be accepted get no children."""
@@ -66,6 +71,7 @@ class LongSpecOptions:
             check_range("widths", width, 1, 64)
         check_range("depth", self.depth, 0, 64)
         check_range("max_nodes", self.max_nodes, 0, MAX_TREE_NODES - 1)
+        check_range("context", self.context, 0, 1 << 30)
         check_range("min_survival", self.min_survival, 0.0, 1.0)
         check_range("candidates", self.candidates, 1, 1 << 20)
         check_range("pack_head_mib", self.pack_head_mib, 0.0, 1 << 20)
@@ -73,6 +79,11 @@ class LongSpecOptions:
             raise ValueError(
                 f"widths {self.widths} at depth {self.levels} draft {self.drafted} nodes, expected "
                 f"at most {MAX_TREE_NODES - 1}"
+            )
+        if 0 < self.context <= SINKS:
+            raise ValueError(
+                f"option context={self.context}: expected more than {SINKS}, because the first "
+                f"{SINKS} positions are always read, or 0 for all"
             )
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise ValueError(f"option dtype={self.dtype!r}: expected auto, float32 or bfloat16")

@@ -88,7 +88,8 @@ class LongSpecSequence(DraftSequence):
         self.kv.check()
         # The verifier may be ahead of this text; what it knows of the future is not read.
         committed = min(self.kv.committed, self.length - 1)
-        self._context = Context.of(*self.kv.layer(config.target_layer), committed)
+        layer = self.kv.layer(config.target_layer)
+        self._context = Context.of(*layer, committed, options.context)
         limits = Budget(nodes=min(budget.nodes, options.max_nodes), depth=depth)
         self.beam = Beam(limits, options.widths, options.min_survival)
         self._paths = []

@@ -72,13 +72,14 @@ class Ranker:
         scores = self._filtered(logits[:, : self._vocab_size], paths)
         width = min(width, scores.shape[1])
         if self._params.greedy:
-            best, ids = scores.topk(width)
-            return ids, best - scores.logsumexp(-1, keepdim=True)
+            # Logs only after the choice, where rounding could make two scores one.
+            ids = scores.topk(width).indices
+            return ids, scores.log_softmax(-1).gather(1, ids)
         best, ids = scores.topk(min(self._candidates, scores.shape[1]))
         noise = gumbel_noise_at(self._params.seed, position, ids.flatten())
         perturbed = best + noise.view_as(best)
-        best, order = perturbed.topk(min(width, ids.shape[1]))
-        return ids.gather(1, order), best - perturbed.logsumexp(-1, keepdim=True)
+        order = perturbed.topk(min(width, ids.shape[1])).indices
+        return ids.gather(1, order), perturbed.log_softmax(-1).gather(1, order)
 
     def _filtered(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         if self._by_row:
