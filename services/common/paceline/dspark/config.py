@@ -1,0 +1,220 @@
+"""Shape and constants of a DSpark drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.decoder import UnsupportedModelError
+from paceline.decoder.config import check_rope, rope_frequencies
+
+MARKOV_HEADS = ("vanilla", "gated", "rnn")
+
+_COUNTS = (
+    "hidden",
+    "intermediate",
+    "layers",
+    "q_heads",
+    "kv_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position",
+    "block",
+)
+
+
+@dataclass(frozen=True)
+class DSparkConfig:
+    """A DSpark drafter and what of its target it reads.
+
+    The backbone's layers are of the Qwen3 kind: heads normalised, no biases. Embedding and LM head
+    are the target's, so ``hidden`` and ``vocab_size`` are too.
+
+    Attributes:
+        hidden: Width of the residual stream and of the target's hidden states.
+        intermediate: Width of the feed-forward blocks.
+        layers: Layers of the backbone.
+        q_heads: Query heads.
+        kv_heads: Key and value heads; divides ``q_heads``.
+        head_dim: Width of a head.
+        vocab_size: Rows of the target's embedding.
+        max_position: Longest context. Unit: tokens.
+        norm_eps: Epsilon of every RMS norm.
+        rope_parameters: As transformers names them.
+        taps: Target layers whose outputs are read, 0 for the first, strictly rising.
+        target_layers: Layers of the target; 0 where a folder does not say.
+        block: Tokens fed in one pass: the anchor, and masks behind it.
+        mask_token: Token id that stands for a token to be drafted.
+        from_anchor: The anchor's own place predicts the first token, and each mask's place the
+            token behind it (DSpark); false: a mask's place predicts that place's token, and the
+            anchor's nothing (DFlash).
+        window: Only so many positions before the anchor are seen; 0: all. Unit: tokens.
+        markov_rank: Rank of the sequential head (equation 5); 0: none.
+        markov_head: ``vanilla`` (equation 5), ``gated`` by the hidden state, or ``rnn``
+            (equation 6).
+        confidence: Whether there is a confidence head (equation 7).
+        confidence_markov: Whether it sees the embedding of the token before; needs a
+            ``markov_rank``.
+    """
+
+    hidden: int
+    intermediate: int
+    layers: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position: int
+    norm_eps: float
+    rope_parameters: Mapping[str, Any]
+    taps: tuple[int, ...]
+    target_layers: int
+    block: int
+    mask_token: int
+    from_anchor: bool = True
+    window: int = 0
+    markov_rank: int = 0
+    markov_head: str = "vanilla"
+    confidence: bool = False
+    confidence_markov: bool = False
+
+    def __post_init__(self) -> None:
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise UnsupportedModelError(f"{name} is {value!r}, expected a number above 0")
+        for name in ("window", "markov_rank", "target_layers"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 0:
+                raise UnsupportedModelError(f"{name} is {value!r}, expected 0 or more")
+        self._check()
+
+    def _check(self) -> None:
+        if self.q_heads % self.kv_heads:
+            raise UnsupportedModelError(
+                f"{self.q_heads} query heads are not a multiple of {self.kv_heads} kv heads"
+            )
+        ends = (-1, *self.taps, *((self.target_layers,) if self.target_layers else ()))
+        if not self.taps or any(high <= low for low, high in pairwise(ends)):
+            count = self.target_layers or "an unknown number of"
+            raise UnsupportedModelError(
+                f"hidden states of target layers {list(self.taps)} are wanted, expected strictly "
+                f"rising numbers from 0: the target has {count} layers"
+            )
+        if not 0 <= self.mask_token < self.vocab_size:
+            raise UnsupportedModelError(
+                f"the mask token is {self.mask_token}, expected 0 to {self.vocab_size - 1}"
+            )
+        if self.levels < 1:
+            raise UnsupportedModelError("a block of 1 that does not begin at the anchor is empty")
+        if self.markov_head not in MARKOV_HEADS:
+            raise UnsupportedModelError(
+                f"markov head {self.markov_head!r} is not known, expected one of {MARKOV_HEADS}"
+            )
+        if self.confidence_markov and not (self.confidence and self.markov_rank):
+            raise UnsupportedModelError(
+                "a confidence head that sees the Markov embedding needs a markov_rank above 0"
+            )
+
+    @property
+    def levels(self) -> int:
+        """Tokens drafted in one pass: the depth of a draft. Unit: tokens."""
+        return self.block if self.from_anchor else self.block - 1
+
+    @property
+    def group(self) -> int:
+        """Query heads per kv head."""
+        return self.q_heads // self.kv_heads
+
+    @property
+    def rope_inv_freq(self) -> tuple[float, ...]:
+        """Inverse frequencies after scaling, one per pair of dimensions."""
+        return self._rope[0]
+
+    @property
+    def rope_scaling(self) -> float:
+        """Factor on cosine and sine (YaRN's attention factor), else 1."""
+        return self._rope[1]
+
+    @cached_property
+    def _rope(self) -> tuple[tuple[float, ...], float]:
+        from transformers import Qwen3Config
+
+        hf = Qwen3Config(
+            hidden_size=self.hidden,
+            num_attention_heads=self.q_heads,
+            head_dim=self.head_dim,
+            max_position_embeddings=self.max_position,
+            rope_parameters=dict(self.rope_parameters),
+        )
+        check_rope(hf)
+        with torch.device("cpu"):  # also where a model is only made for the shapes of its tensors
+            frequencies, scaling = rope_frequencies(hf)
+        return tuple(frequencies.tolist()), scaling
+
+    @classmethod
+    def for_target(
+        cls,
+        folder: str | Path,
+        *,
+        taps: tuple[int, ...],
+        block: int,
+        mask_token: int,
+        layers: int = 1,
+        intermediate: int | None = None,
+        window: int = 0,
+        markov_rank: int = 0,
+        markov_head: str = "vanilla",
+        confidence: bool = True,
+    ) -> DSparkConfig:
+        """A drafter for a target, with the target's heads and rotary embedding.
+
+        Args:
+            folder: The target's Hugging Face folder.
+            taps: See the class; negative ones count from the last layer.
+            block: See the class.
+            mask_token: See the class.
+            layers: See the class.
+            intermediate: Width of the feed-forward blocks; None: the target's.
+            window: See the class.
+            markov_rank: See the class.
+            markov_head: See the class.
+            confidence: See the class; it sees the Markov embedding if there is one.
+
+        Raises:
+            UnsupportedModelError: The decoder does not support the target, or it lacks a layer.
+            FileNotFoundError: The folder has no config.json.
+        """
+        from transformers import AutoConfig
+
+        from paceline.decoder import load_config
+
+        target = load_config(folder)
+        hf = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+        return cls(
+            hidden=target.hidden,
+            intermediate=intermediate or target.intermediate,
+            layers=layers,
+            q_heads=target.q_heads,
+            kv_heads=target.kv_heads,
+            head_dim=target.head_dim,
+            vocab_size=target.vocab_size,
+            max_position=target.max_position,
+            norm_eps=target.norm_eps,
+            rope_parameters=dict(hf.rope_parameters),
+            taps=tuple(tap + target.layers if tap < 0 else tap for tap in taps),
+            target_layers=target.layers,
+            block=block,
+            mask_token=mask_token,
+            window=window,
+            markov_rank=markov_rank,
+            markov_head=markov_head,
+            confidence=confidence,
+            confidence_markov=confidence and markov_rank > 0,
+        )

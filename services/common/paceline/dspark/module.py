@@ -1,0 +1,158 @@
+"""The DSpark backbone in plain dense PyTorch: for training, and to test the fast one against."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from paceline.dspark.config import DSparkConfig
+from paceline.dspark.heads import ConfidenceHead, MarkovHead
+
+
+class Attention(nn.Module):
+    """Attention of a block to the context and, in both directions, to itself (equation 3)."""
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__()
+        q, kv = config.q_heads * config.head_dim, config.kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden, q, bias=False)
+        self.k_proj = nn.Linear(config.hidden, kv, bias=False)
+        self.v_proj = nn.Linear(config.hidden, kv, bias=False)
+        self.o_proj = nn.Linear(q, config.hidden, bias=False)
+        self.q_norm = nn.RMSNorm(config.head_dim, config.norm_eps)
+        self.k_norm = nn.RMSNorm(config.head_dim, config.norm_eps)
+        self._dim, self._kv_heads = config.head_dim, config.kv_heads
+
+    def keys_values(self, x: Tensor, factors: Factors) -> tuple[Tensor, Tensor]:
+        """``[..., hidden]`` to keys after RoPE and values, each ``[..., Hkv, D]``."""
+        keys = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self._dim)))
+        return turned(keys, factors), self.v_proj(x).unflatten(-1, (-1, self._dim))
+
+    def forward(
+        self, x: Tensor, factors: Factors, context: tuple[Tensor, Tensor], seen: Tensor
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            x: Blocks, ``[N, block, hidden]``.
+            factors: Of their positions.
+            context: Keys and values of the context, each ``[U, Hkv, D]``.
+            seen: For each block the rows of the context that it sees, -1 for none, ``[N, C]``.
+        """
+        blocks, places, _ = x.shape
+        q = turned(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self._dim))), factors)
+        own = self.keys_values(x, factors)
+        rows = seen.clamp(min=0)
+        k, v = (
+            torch.cat([F.embedding(rows, there.flatten(1)).unflatten(-1, here.shape[2:]), here], 1)
+            for there, here in zip(context, own, strict=True)
+        )
+        # All places of a block see the same: with the heads of a group they are rows of one mask.
+        q = q.unflatten(2, (self._kv_heads, -1)).permute(0, 2, 1, 3, 4).flatten(2, 3)
+        mask = F.pad(seen >= 0, (0, places), value=True)[:, None, None]
+        out = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), mask)
+        out = out.unflatten(2, (places, -1)).permute(0, 2, 1, 3, 4).reshape(blocks, places, -1)
+        attended: Tensor = self.o_proj(out)
+        return attended
+
+
+class Mlp(nn.Module):
+    """Gated feed-forward block."""
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden, config.intermediate, bias=False)
+        self.up_proj = nn.Linear(config.hidden, config.intermediate, bias=False)
+        self.down_proj = nn.Linear(config.intermediate, config.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., hidden]`` to the same."""
+        down: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return down
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward block, each behind its norm."""
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden, config.norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden, config.norm_eps)
+        self.mlp = Mlp(config)
+
+
+class DSparkModel(nn.Module):
+    """Backbone and heads (DSpark, section 3); no embedding and no LM head.
+
+    Parameters have the names of the folders' tensors. Blocks of any number of texts are packed: a
+    block is told by indices what context it sees, so that cost depends on blocks and what they see,
+    not on how long the texts are (section 5.1, anchor-bounded sequence packing).
+    """
+
+    rope_inv_freq: Tensor
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(len(config.taps) * config.hidden, config.hidden, bias=False)
+        self.hidden_norm = nn.RMSNorm(config.hidden, config.norm_eps)
+        self.layers = nn.ModuleList([Layer(config) for _ in range(config.layers)])
+        self.norm = nn.RMSNorm(config.hidden, config.norm_eps)
+        self.markov_head = MarkovHead(config) if config.markov_rank else None
+        self.confidence_head = ConfidenceHead(config) if config.confidence else None
+        # Not in the state dict: config.json says it.
+        self.register_buffer("rope_inv_freq", torch.tensor(config.rope_inv_freq), persistent=False)
+
+    def forward(
+        self,
+        embedded: Tensor,
+        anchors: Tensor,
+        taps: Tensor,
+        tap_positions: Tensor,
+        seen: Tensor,
+    ) -> Tensor:
+        """The backbone: one pass over blocks.
+
+        Args:
+            embedded: The target's embedding of anchor and masks, ``[N, block, hidden]``.
+            anchors: Positions of the anchors, int64 ``[N]``.
+            taps: Outputs of the tapped layers, side by side, ``[U, taps * hidden]``.
+            tap_positions: Where each of them stands in its text, int64 ``[U]``.
+            seen: For each block the rows of ``taps`` that it sees, in any order, -1 for none, int64
+                ``[N, C]``. They belong to positions before the anchor.
+
+        Returns:
+            Hidden states of the places that predict, for the target's LM head, ``[N, levels,
+            hidden]``.
+        """
+        config = self.config
+        context = self.hidden_norm(self.fc(taps))
+        there = self._factors(tap_positions)
+        offsets = torch.arange(config.block, device=anchors.device)
+        here = self._factors(anchors[:, None] + offsets)
+        x = embedded
+        for layer in self.layers:
+            assert isinstance(layer, Layer)
+            attention = layer.self_attn
+            kept = attention.keys_values(context, there)
+            x = x + attention(layer.input_layernorm(x), here, kept, seen)
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        hidden: Tensor = self.norm(x[:, config.block - config.levels :])
+        return hidden
+
+    def _factors(self, positions: Tensor) -> Factors:
+        angles = positions[..., None, None].float() * self.rope_inv_freq
+        return angles.cos() * self.config.rope_scaling, angles.sin() * self.config.rope_scaling
+
+
+Factors = tuple[Tensor, Tensor]
+"""Cosines and sines of positions, each ``[..., 1, D / 2]``."""
+
+
+def turned(x: Tensor, factors: Factors) -> Tensor:
+    """Rotary embedding of heads ``[..., H, D]``."""
+    cos, sin = factors
+    low, high = x.float().chunk(2, dim=-1)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x.dtype)
