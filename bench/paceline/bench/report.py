@@ -14,6 +14,9 @@ def show(results: dict[str, Any], console: Console) -> None:
         console.print(_rounds(results))
     if "replay" in results:
         console.print(_replay(results["replay"]))
+    if "draft" in results:
+        console.print(_draft_by_context(results["draft"]))
+        console.print(_draft_by_tree(results["draft"]))
 
 
 def _comparison(name: str, modes: dict[str, Any]) -> Table:
@@ -72,5 +75,37 @@ def _replay(figures: dict[str, Any]) -> Table:
     for key, value in figures.items():
         table.add_row(
             key.replace("_", " "), f"{value:.3f}" if isinstance(value, float) else str(value)
+        )
+    return table
+
+
+def _draft_by_context(figures: dict[str, Any]) -> Table:
+    rows = figures["by_context"]
+    table = Table(
+        title=f"longspec by context, {rows[0]['nodes']} nodes, {figures['threads']} threads, "
+        "median ms, no services between"
+    )
+    for heading in ("context", "draft", "reading all", "target", "settle"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        times = ("draft_ms", "draft_all_ms", "target_ms", "settle_ms")
+        table.add_row(f"{row['context']:,}", *(f"{row[name]:.2f}" for name in times))
+    return table
+
+
+def _draft_by_tree(figures: dict[str, Any]) -> Table:
+    table = Table(title="longspec by tree, mean ms, no services between")
+    for heading in ("T", "prompts", "widths"):
+        table.add_column(heading)
+    for heading in ("most nodes", "accepted", "draft", "target", "tokens/s"):
+        table.add_column(heading, justify="right")
+    for row in figures["by_tree"]:
+        table.add_row(
+            row["temperature"],
+            row["prompts"],
+            row["widths"],
+            str(row["max_nodes"]),
+            *(f"{row[name]:.2f}" for name in ("accepted_length", "draft_ms", "target_ms")),
+            f"{row['tokens_per_second']:.1f}",
         )
     return table

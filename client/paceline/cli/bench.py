@@ -9,7 +9,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--part",
         action="append",
-        choices=("echo", "comparison", "replay"),
+        choices=("echo", "comparison", "replay", "draft"),
         help="measure only this part (repeatable); default: all",
     )
     parser.add_argument("--models", type=Path, default=Path("models/demo"), help="demo models")
@@ -18,7 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="passes over the prompts")
     parser.add_argument("--work", type=Path, help="keep the 0.5B random target here")
     parser.add_argument(
-        "--output", type=Path, help="JSON file; default: bench/results/MACHINE.json"
+        "--output",
+        type=Path,
+        help="JSON file; default: bench/results/MACHINE.json, with the parts' names if not all",
     )
 
 
