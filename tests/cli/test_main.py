@@ -118,5 +118,6 @@ def test_threads_reach_the_service(name: str, monkeypatch: pytest.MonkeyPatch) -
     for words in (["--threads", "3"], []):
         parser = argparse.ArgumentParser()
         command.add_arguments(parser)
-        command._build(parser.parse_args([*words, *(["--target=x"] if name == "verifier" else [])]))
+        target = ["--target=x"] if name == "verifier" else []
+        command._build(parser.parse_args([*words, *target]), None)
     assert given == [3, None]

@@ -2,8 +2,10 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -138,3 +140,15 @@ def test_the_drafter_trusts_the_verifiers_certificate(
     running = serve(f"--tls-cert={cert}", f"--tls-key={key}")
     running.addresses()
     assert f"--verifier-tls-ca={cert}" in running.child("drafter").cmdline()
+
+
+def test_metrics_of_both_are_on_ports_next_to_each_other(serve: Callable[..., Serve]) -> None:
+    with socket.socket() as one, socket.socket() as other:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+        other.bind(("127.0.0.1", port + 1))
+    serve(f"--metrics-address=127.0.0.1:{port}").addresses()
+    for offset, name in ((0, b"specdec_engine_steps_total"), (1, b"specdec_drafter_streams")):
+        url = f"http://127.0.0.1:{port + offset}/metrics"
+        with urllib.request.urlopen(url, timeout=10) as response:
+            assert name in response.read()

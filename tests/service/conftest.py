@@ -12,11 +12,45 @@ import grpc
 import pytest
 
 from paceline.service import ServerOptions, run_server
+from paceline.service.metrics import new_registry
 
 from . import toy
 from .toy import Toy
 
 Serve = Callable[..., Awaitable["Served"]]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A certificate and its key."""
+
+    cert: Path
+    key: Path
+
+
+@pytest.fixture(scope="session")
+def pki(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
+    """An authority, a server and a client it signed, and a stranger who signed itself."""
+    folder = tmp_path_factory.mktemp("pki")
+
+    def openssl(*words: str) -> None:
+        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
+
+    def new(name: str, *more: str) -> Pair:
+        curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+        output = ("-keyout", f"{name}.key", "-out", f"{name}.pem")
+        openssl("req", "-x509", *curve, "-days", "2", "-subj", f"/CN={name}", *output, *more)
+        return Pair(folder / f"{name}.pem", folder / f"{name}.key")
+
+    signed = ("-CA", "authority.pem", "-CAkey", "authority.key")
+    host = ("-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost")
+    return {
+        "authority": new("authority"),
+        "server": new("server", *signed, *host),
+        "client": new("client", *signed),
+        "colleague": new("colleague", *signed),
+        "stranger": new("stranger"),
+    }
 
 
 @dataclass
@@ -38,7 +72,13 @@ async def served(options: ServerOptions) -> AsyncIterator[Served]:
     service, stop = Toy(), asyncio.Event()
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     running = asyncio.create_task(
-        run_server(service, options, on_ready=ready.set_result, stop_event=stop)
+        run_server(
+            service,
+            options,
+            metrics=new_registry() if options.metrics_address else None,
+            on_ready=ready.set_result,
+            stop_event=stop,
+        )
     )
     await asyncio.wait({running, ready}, return_when=asyncio.FIRST_COMPLETED)
     if running.done():

@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-from paceline.service import SERVER_ARGUMENTS, OptionsError, ServerOptions, add_server_arguments
+from paceline.service import (
+    SERVER_ARGUMENTS,
+    OptionsError,
+    ServerOptions,
+    add_server_arguments,
+)
+from paceline.service.options import METRICS_ARGUMENTS
 
 TLS: dict[str, Any] = {"tls_cert": Path("cert.pem"), "tls_key": Path("key.pem")}
 
@@ -86,7 +92,7 @@ def test_arguments_become_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         parse(
             *("--address", "0.0.0.0:1", "--tls-cert", "c", "--tls-key", "k", "--tls-client-ca=a"),
             *("--token-file", str(secret), "--max-message-mib", "8", "--drain-seconds", "5"),
-            *("--max-concurrent-streams", "7"),
+            *("--max-concurrent-streams", "7", "--metrics-address", "[::1]:9431"),
         )
     )
     assert options == ServerOptions(
@@ -98,13 +104,38 @@ def test_arguments_become_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         max_message_bytes=8 * 2**20,
         max_concurrent_streams=7,
         drain_seconds=5.0,
+        metrics_address="[::1]:9431",
     )
 
 
 def test_defaults_of_arguments_and_options_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PACELINE_TOKEN", raising=False)
     assert ServerOptions.from_args(parse()) == ServerOptions("127.0.0.1:0")
-    assert {*SERVER_ARGUMENTS, "address"} == set(vars(parse()))
+    assert {*SERVER_ARGUMENTS, *METRICS_ARGUMENTS, "address"} == set(vars(parse()))
+
+
+def test_metrics_leave_this_machine_as_calls_do_or_when_told_to() -> None:
+    here, everywhere = "127.0.0.1:9431", "0.0.0.0:9431"
+    assert ServerOptions(here, metrics_address=here).metrics_host_and_port == ("127.0.0.1", 9431)
+    for options in ({}, {"token": "t"}, TLS):
+        with pytest.raises(OptionsError, match=r"refusing to serve metrics .* --insecure-metrics"):
+            ServerOptions(here, metrics_address=everywhere, **options)
+    ServerOptions(here, metrics_address=everywhere, **TLS, token="t")
+    ServerOptions(here, metrics_address=everywhere, insecure_metrics=True)
+    # Saying so for metrics says nothing about calls.
+    with pytest.raises(OptionsError, match="refusing to listen"):
+        ServerOptions(everywhere, metrics_address=everywhere, insecure_metrics=True)
+
+
+@pytest.mark.parametrize("address", ["unix:/x", "127.0.0.1", "127.0.0.1:99999", ""])
+def test_a_metrics_address_of_no_known_form_is_refused(address: str) -> None:
+    with pytest.raises(OptionsError, match=r"address|TCP"):
+        ServerOptions("127.0.0.1:0", metrics_address=address)
+
+
+def test_insecure_metrics_without_an_address_is_refused() -> None:
+    with pytest.raises(OptionsError, match="without --metrics-address"):
+        ServerOptions("127.0.0.1:0", insecure_metrics=True)
 
 
 def test_a_token_file_without_a_token_is_refused(tmp_path: Path) -> None:

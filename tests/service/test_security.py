@@ -1,8 +1,6 @@
 """TLS, client certificates, tokens, and who a caller is."""
 
-import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,43 +12,10 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from paceline.service import OptionsError
 from paceline.service.identity import owner_from
 
-from .conftest import Serve
+from .conftest import Pair, Serve
 from .toy import ask
 
 TOKEN = "a-token-only-tests-know"
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A certificate and its key."""
-
-    cert: Path
-    key: Path
-
-
-@pytest.fixture(scope="module")
-def pki(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
-    """An authority, a server and a client it signed, and a stranger who signed itself."""
-    folder = tmp_path_factory.mktemp("pki")
-
-    def openssl(*words: str) -> None:
-        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
-
-    def new(name: str, *more: str) -> Pair:
-        curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
-        output = ("-keyout", f"{name}.key", "-out", f"{name}.pem")
-        openssl("req", "-x509", *curve, "-days", "2", "-subj", f"/CN={name}", *output, *more)
-        return Pair(folder / f"{name}.pem", folder / f"{name}.key")
-
-    signed = ("-CA", "authority.pem", "-CAkey", "authority.key")
-    host = ("-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost")
-    return {
-        "authority": new("authority"),
-        "server": new("server", *signed, *host),
-        "client": new("client", *signed),
-        "colleague": new("colleague", *signed),
-        "stranger": new("stranger"),
-    }
 
 
 @pytest.fixture

@@ -1,8 +1,10 @@
 """`paceline drafter`: serves drafters."""
 
+from __future__ import annotations
+
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.cli.service_process import (
     DRAFTER_ADDRESS,
@@ -12,6 +14,9 @@ from paceline.cli.service_process import (
 )
 from paceline.service import Service
 from paceline.service.options import read_token
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
 
 _OPTIONS = ("max_context", "max_streams")
 
@@ -66,12 +71,12 @@ def run(args: argparse.Namespace) -> int:
     from paceline.drafter import LoadError
 
     try:
-        return run_service(args, lambda: _build(args))
+        return run_service(args, lambda metrics: _build(args, metrics))
     except LoadError as error:
         return refuse(error)
 
 
-def _build(args: argparse.Namespace) -> Service:
+def _build(args: argparse.Namespace, metrics: CollectorRegistry | None) -> Service:
     from paceline.drafter import DrafterSpec, VerifierAccess, build_service
 
     given: dict[str, Any] = {
@@ -90,6 +95,7 @@ def _build(args: argparse.Namespace) -> Service:
         allow_test_methods=args.allow_test_methods,
         threads=args.threads,
         access=access,
+        metrics=metrics,
         **given,
     )
 

@@ -37,7 +37,7 @@ COMMANDS = (
 # Modules that only the extras install; anything else missing is a fault and shows its traceback.
 _OF_EXTRAS = (
     *("accelerate", "grpc_health", "grpc_reflection", "numpy"),
-    *("opentelemetry", "safetensors", "torch", "transformers"),
+    *("opentelemetry", "prometheus_client", "safetensors", "torch", "transformers"),
 )
 
 

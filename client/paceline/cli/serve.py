@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     shared = _flags(args, SHARED_ARGUMENTS)
     verifier = ServiceProcess(
         "verifier",
-        [*_flags(args, ("target", *OPTIONS)), *shared],
+        [*_flags(args, ("target", *OPTIONS)), *shared, *_metrics_flags(args, 0)],
         address=args.verifier_address,
         show_log=True,
         ready_seconds=float("inf"),
@@ -60,12 +60,26 @@ def run(args: argparse.Namespace) -> int:
     trust = [] if args.tls_cert is None else [f"--verifier-tls-ca={args.tls_cert}"]
     drafter = ServiceProcess(
         "drafter",
-        [*(f"--load={spec}" for spec in args.drafter or ["ngram"]), *trust, *shared],
+        [
+            *(f"--load={spec}" for spec in args.drafter or ["ngram"]),
+            *(*trust, *shared, *_metrics_flags(args, 1)),
+        ],
         address=args.drafter_address,
         show_log=True,
         ready_seconds=float("inf"),
     )
     return Supervisor(verifier, drafter, lambda: _tell(verifier, drafter, args.ready_file)).run()
+
+
+def _metrics_flags(args: argparse.Namespace, offset: int) -> list[str]:
+    """Where one of the services shows its metrics: `offset` ports above the first."""
+    if args.metrics_address is None:
+        return ["--insecure-metrics"] if args.insecure_metrics else []
+    host, colon, port = args.metrics_address.rpartition(":")
+    if port.isdecimal() and int(port):
+        port = str(int(port) + offset)
+    insecure = ["--insecure-metrics"] if args.insecure_metrics else []
+    return [f"--metrics-address={host}{colon}{port}", *insecure]
 
 
 def _tell(verifier: ServiceProcess, drafter: ServiceProcess, ready_file: Path | None) -> None:

@@ -1,5 +1,7 @@
 """What `paceline verifier` and `paceline drafter` share: the life of a service process."""
 
+from __future__ import annotations
+
 import argparse
 import asyncio
 import logging
@@ -9,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.service import (
     SERVER_ARGUMENTS,
@@ -21,6 +23,9 @@ from paceline.service import (
     configure_logging,
     run_server,
 )
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
 
 logger = logging.getLogger("paceline.cli")
 
@@ -72,13 +77,16 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_service(args: argparse.Namespace, build: Callable[[], Service]) -> int:
+def run_service(
+    args: argparse.Namespace, build: Callable[[CollectorRegistry | None], Service]
+) -> int:
     """Build and serve until a signal; 0 after a drain, 2 for options that cannot be served.
 
     Args:
         args: parsed from `add_process_arguments`.
-        build: makes the service. Called after the thread settings are in the environment, so it
-            may import torch; nothing may have imported it before.
+        build: makes the service, whose metrics go into the registry if there is one. Called after
+            the thread settings are in the environment, so it may import torch; nothing may have
+            imported it before.
     """
     configure_logging(args.log_format, args.log_level)
     try:
@@ -86,14 +94,26 @@ def run_service(args: argparse.Namespace, build: Callable[[], Service]) -> int:
         set_thread_environment(args.threads)
         if args.stop_with_stdin:
             _stop_with_stdin()
-        service = build()
+        metrics = _metrics(options)
+        service = build(metrics)
     except (OptionsError, ServiceError, ValueError, OSError) as error:
         return refuse(error)
     try:
-        _run(run_server(service, options, on_ready=lambda address: _ready(args, address)))
+        serving = run_server(
+            service, options, metrics=metrics, on_ready=lambda address: _ready(args, address)
+        )
+        _run(serving)
     except (OptionsError, ServiceError) as error:
         return refuse(error)
     return 0
+
+
+def _metrics(options: ServerOptions) -> CollectorRegistry | None:
+    if options.metrics_address is None:
+        return None
+    from paceline.service.metrics import new_registry
+
+    return new_registry()
 
 
 def refuse(error: Exception) -> int:

@@ -1,12 +1,17 @@
 """`paceline verifier`: serves a target model."""
 
+from __future__ import annotations
+
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.cli.service_process import VERIFIER_ADDRESS, add_process_arguments, run_service
 from paceline.cli.units import byte_count
 from paceline.service import Service
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
 
 # Options of the service, and the arguments that `paceline serve` hands down with the target.
 OPTIONS = (
@@ -54,13 +59,13 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal; the exit code."""
-    return run_service(args, lambda: _build(args))
+    return run_service(args, lambda metrics: _build(args, metrics))
 
 
-def _build(args: argparse.Namespace) -> Service:
+def _build(args: argparse.Namespace, metrics: CollectorRegistry | None) -> Service:
     from paceline.verifier import build_service
 
     given: dict[str, Any] = {
         name: value for name in OPTIONS if (value := getattr(args, name)) is not None
     }
-    return build_service(args.target, threads=args.threads, **given)
+    return build_service(args.target, threads=args.threads, metrics=metrics, **given)

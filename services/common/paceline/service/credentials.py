@@ -31,6 +31,19 @@ def server_credentials(options: ServerOptions) -> grpc.ServerCredentials | None:
     )
 
 
+def https_context(options: ServerOptions) -> ssl.SSLContext | None:
+    """The same for HTTP, or None where no TLS is asked for. Call `server_credentials` before: it
+    says what is wrong with the files."""
+    if options.tls_cert is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(options.tls_cert, options.tls_key)
+    if options.tls_client_ca is not None:
+        context.load_verify_locations(options.tls_client_ca)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
 def _check_pair(cert: Path, key: Path) -> None:
     # gRPC itself would take wrong files and fail each handshake without a word to the operator.
     try:

@@ -26,6 +26,8 @@ logger = logging.getLogger("paceline.service")
 
 Behaviour = Callable[[Any, Any], Any]
 Deserializer = Callable[[bytes], Any]
+OnEnd = Callable[[str, str, str], None]
+"""Takes method ("unknown" if there is no such), status code and reason ("" if none) of a call."""
 
 _HEALTH = "/grpc.health.v1.Health/"
 _REQUEST_ID_KEY = "x-request-id"
@@ -39,8 +41,15 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     wrapper's own loop, in place of the one grpc would run. Health passes untouched.
     """
 
-    def __init__(self, token: str | None) -> None:
+    def __init__(self, token: str | None, on_end: OnEnd | None = None) -> None:
+        """Make an interceptor.
+
+        Args:
+            token: what callers must show; None: nothing.
+            on_end: told of every call that ended.
+        """
         self._token = token
+        self._on_end = on_end
         self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -62,9 +71,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if self._token is not None and not token_matches(
             bearer_token(handler_call_details.invocation_metadata or ()), self._token
         ):
-            return self._refusing(method, _unauthenticated())
+            return self._refusing(method, _unauthenticated(), known=handler is not None)
         if handler is None:
-            return self._refusing(method, _no_such_method(method))
+            return self._refusing(method, _no_such_method(method), known=False)
         return self._wrapped(method, handler)
 
     def _wrapped(self, method: str, handler: Any) -> grpc.RpcMethodHandler:
@@ -100,14 +109,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             response_serializer=handler.response_serializer,
         )
 
-    def _refusing(self, method: str, error: ServiceError) -> grpc.RpcMethodHandler:
+    def _refusing(self, method: str, error: ServiceError, *, known: bool) -> grpc.RpcMethodHandler:
         async def refuse(_request: Any, _context: Any) -> None:
             raise error
 
         # This kind fits calls of every kind: it answers before any message has come.
-        return grpc.stream_stream_rpc_method_handler(self._guarded(method, refuse))
+        return grpc.stream_stream_rpc_method_handler(self._guarded(method, refuse, known=known))
 
-    def _guarded(self, method: str, call: Behaviour) -> Behaviour:
+    def _guarded(self, method: str, call: Behaviour, *, known: bool = True) -> Behaviour:
         async def guarded(request: Any, context: Any) -> Any:
             token = request_id.set(_request_id_of(context))
             started = time.monotonic()
@@ -133,6 +142,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                     outcome = error.code.name
                 self._leave()
                 _log_call(method, outcome, time.monotonic() - started, error)
+                if self._on_end is not None:
+                    # Callers choose the names of methods that are not there: keep none of those.
+                    name = method if known else "unknown"
+                    self._on_end(name, outcome, error.reason if error is not None else "")
                 request_id.reset(token)
             return await context.abort_with_status(rpc_status.to_status(error.to_status()))
 

@@ -15,6 +15,7 @@ SERVER_ARGUMENTS = (
     *("tls_cert", "tls_key", "tls_client_ca", "token_file"),
     *("max_message_mib", "max_concurrent_streams", "drain_seconds"),
 )
+METRICS_ARGUMENTS = ("metrics_address", "insecure_metrics")
 
 
 class OptionsError(ValueError):
@@ -46,6 +47,10 @@ class ServerOptions:
     """Calls in flight on one connection; more of them wait in the client."""
     drain_seconds: float = 30.0
     """How long in-flight generations may go on after SIGTERM."""
+    metrics_address: str | None = None
+    """`host:port` or `[v6]:port` for Prometheus to scrape; None: no metrics are kept."""
+    insecure_metrics: bool = False
+    """Serve metrics without the TLS and the token of the service, on any address."""
 
     def __post_init__(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -69,6 +74,26 @@ class ServerOptions:
                 f"--tls-key and --token-file (or {TOKEN_VARIABLE}), or listen on 127.0.0.1 or "
                 "unix:/path"
             )
+        if self.metrics_address is not None:
+            self._check_metrics(self.metrics_address, secured)
+        elif self.insecure_metrics:
+            raise OptionsError("--insecure-metrics says nothing without --metrics-address")
+
+    def _check_metrics(self, address: str, secured: bool) -> None:
+        if _socket_path(address) is not None:
+            raise OptionsError(f"metrics are served over TCP only: {address} is no host:port")
+        local = _stays_on_this_machine(address)
+        if not (local or secured or self.insecure_metrics):
+            raise OptionsError(
+                f"refusing to serve metrics on {address} without TLS and a token: give --tls-cert, "
+                f"--tls-key and --token-file (or {TOKEN_VARIABLE}), serve them on 127.0.0.1, or "
+                "say --insecure-metrics if everyone who reaches that address may read them"
+            )
+
+    @property
+    def metrics_host_and_port(self) -> tuple[str, int] | None:
+        """Where to serve metrics; None: nowhere."""
+        return None if self.metrics_address is None else _split(self.metrics_address)
 
     @property
     def socket_path(self) -> Path | None:
@@ -91,11 +116,14 @@ class ServerOptions:
             max_message_bytes=args.max_message_mib * MEBIBYTE,
             max_concurrent_streams=args.max_concurrent_streams,
             drain_seconds=args.drain_seconds,
+            metrics_address=args.metrics_address,
+            insecure_metrics=args.insecure_metrics,
         )
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what `ServerOptions.from_args` reads (SERVER_ARGUMENTS), but for `--address`."""
+    """Add what `ServerOptions.from_args` reads (SERVER_ARGUMENTS and METRICS_ARGUMENTS), but for
+    `--address`."""
     security = parser.add_argument_group("security")
     security.add_argument("--tls-cert", type=Path, metavar="PEM", help="certificate of the server")
     security.add_argument("--tls-key", type=Path, metavar="PEM", help="private key of the server")
@@ -129,6 +157,17 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         default=30.0,
         metavar="S",
         help="how long generations may go on after SIGTERM (default: %(default)s)",
+    )
+    metrics = parser.add_argument_group("metrics")
+    metrics.add_argument(
+        "--metrics-address",
+        metavar="HOST:PORT",
+        help="serve metrics for Prometheus here, under /metrics (default: none are kept)",
+    )
+    metrics.add_argument(
+        "--insecure-metrics",
+        action="store_true",
+        help="serve metrics to everyone who reaches --metrics-address, without TLS and token",
     )
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Protocol
 
 import grpc
 
 from paceline.service.credentials import server_credentials
-from paceline.service.interceptor import CallInterceptor
+from paceline.service.interceptor import CallInterceptor, OnEnd
 from paceline.service.options import OptionsError, ServerOptions
 from paceline.service.stopping import Stop
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
 
 logger = logging.getLogger("paceline.service")
 
@@ -57,6 +60,7 @@ async def run_server(
     service: Service,
     options: ServerOptions,
     *,
+    metrics: CollectorRegistry | None = None,
     on_ready: Callable[[str], None] | None = None,
     stop_event: asyncio.Event | None = None,
 ) -> None:
@@ -68,18 +72,21 @@ async def run_server(
     the signals.
 
     Args:
+        metrics: served at `options.metrics_address`, with the calls of this server added to it;
+            None: no metrics are served.
         on_ready: called with the bound address ("127.0.0.1:41234") once calls are answered.
 
     Raises:
-        OptionsError: if the address cannot be bound or a TLS file is bad.
+        OptionsError: if an address cannot be bound or a TLS file is bad.
         SystemExit: with 128 + signal number, after the clean-up that a second signal asked for.
     """
     stop = Stop(stop_event)
     with stop.on_signals():
         try:
             credentials = server_credentials(options)
-            if await stop.unless(stop.soft, service.start()):
-                await _serve(service, options, credentials, on_ready, stop)
+            async with _metrics_served(options, metrics) as on_end:
+                if await stop.unless(stop.soft, service.start()):
+                    await _serve(service, options, credentials, on_end, on_ready, stop)
         finally:
             await service.stop()
             logger.info("stopped")
@@ -87,17 +94,36 @@ async def run_server(
         raise SystemExit(128 + stop.signal)
 
 
+@asynccontextmanager
+async def _metrics_served(
+    options: ServerOptions, registry: CollectorRegistry | None
+) -> AsyncIterator[OnEnd | None]:
+    """Serve a registry for the body, which gets what counts calls in it."""
+    if registry is None:
+        yield None
+        return
+    # Here, because only servers that keep metrics need it.
+    from paceline.service.metrics import count_calls, serve_metrics
+
+    endpoint = serve_metrics(options, registry)
+    try:
+        yield count_calls(registry)
+    finally:
+        await asyncio.to_thread(endpoint.close)
+
+
 async def _serve(
     service: Service,
     options: ServerOptions,
     credentials: grpc.ServerCredentials | None,
+    on_end: OnEnd | None,
     on_ready: Callable[[str], None] | None,
     stop: Stop,
 ) -> None:
     # Here, because a client-only install reads this package's options and has no grpc_health.
     from paceline.service.health import HealthStatus
 
-    interceptor = CallInterceptor(options.token)
+    interceptor = CallInterceptor(options.token, on_end)
     server = grpc.aio.server(interceptors=[interceptor], options=_channel_arguments(options))
     service.register(server)
     status = await HealthStatus.serving(service.service_names, server)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -17,6 +18,11 @@ from paceline.drafter.spec import DrafterSpec, Roots
 from paceline.drafter.worker import DraftWorker
 from paceline.service import Service
 from paceline.v1 import drafter_pb2_grpc
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+    from paceline.drafter.metrics import DrafterMetrics
 
 
 class DrafterService:
@@ -37,6 +43,7 @@ class DrafterService:
         *,
         max_context: int,
         max_streams: int,
+        metrics: CollectorRegistry | None = None,
     ) -> None:
         self._load = tuple(load)
         self._exchange = KvExchange(access)
@@ -50,7 +57,14 @@ class DrafterService:
             self._exchange,
             max_context=max_context,
             max_streams=max_streams,
+            metrics=None if metrics is None else self._measured(metrics),
         )
+
+    def _measured(self, metrics: CollectorRegistry) -> DrafterMetrics:
+        # Here, because only a drafter that keeps metrics needs it.
+        from paceline.drafter.metrics import DrafterMetrics
+
+        return DrafterMetrics(metrics, self._registry, self._worker)
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add both servicers."""
@@ -90,6 +104,7 @@ def build_service(
     max_context: int = 1 << 20,
     max_streams: int = 1024,
     access: VerifierAccess | None = None,
+    metrics: CollectorRegistry | None = None,
     test_methods: Mapping[str, str] | None = None,
     allow_test_methods: bool = False,
 ) -> Service:
@@ -104,6 +119,7 @@ def build_service(
         threads: Threads of the math library for methods with weights; None: as it is set.
         max_context: Longest text a stream may have. Unit: tokens.
         max_streams: Most generations attached at once; further ones get RESOURCE_EXHAUSTED.
+        metrics: Where its metrics are added; None: none are kept.
         access: How it shows itself to verifiers whose KV it reads; None: without token or TLS.
         test_methods: Methods from outside the package, name to ``module:Class``. They run code of
             the caller's choice, so they need ``allow_test_methods``. For tests only.
@@ -134,4 +150,5 @@ def build_service(
         access or VerifierAccess(),
         max_context=max_context,
         max_streams=max_streams,
+        metrics=metrics,
     )

@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
 
@@ -18,6 +18,9 @@ from paceline.drafter.validation import check_attach, check_fit, check_length, c
 from paceline.drafter.worker import Drafted, DraftWorker
 from paceline.service import Gate, ServiceError
 from paceline.v1 import drafter_pb2, drafter_pb2_grpc
+
+if TYPE_CHECKING:
+    from paceline.drafter.metrics import DrafterMetrics
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -33,6 +36,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         *,
         max_context: int,
         max_streams: int,
+        metrics: DrafterMetrics | None = None,
     ) -> None:
         self.gate = Gate()
         """Streams in flight."""
@@ -41,6 +45,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         self._exchange = exchange
         self._max_context = max_context
         self._max_streams = max_streams
+        self._metrics = metrics
 
     async def Draft(
         self,
@@ -75,6 +80,8 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         session: Session | None = None
         try:
             session = await self._start(attach, version)
+            if self._metrics is not None:
+                self._metrics.mapped(session.kv_bytes)
             await context.write(_attached(version))
             await session.warm()
             await self._rounds(session, vocab_size, context)
@@ -88,6 +95,8 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         finally:
             if session is not None:
                 session.close()
+                if self._metrics is not None:
+                    self._metrics.mapped(-session.kv_bytes)
             self._registry.detach(version, eviction)
 
     async def _start(self, attach: drafter_pb2.DraftAttach, version: Version) -> Session:
@@ -144,6 +153,8 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
             update = Update(tuple(asked.new_tokens), asked.committed_length, asked.hidden_states)
             drafted = await session.round(update, _budget(asked, version.drafter, arrived))
             await context.write(_answer(asked.round_id, drafted, version))
+            if self._metrics is not None:
+                self._metrics.drafted(version, drafted)
 
 
 class _Eviction:

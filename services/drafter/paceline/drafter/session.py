@@ -41,6 +41,8 @@ class Session:
         self._kv = kv
         self._worker = worker
         self._inline = version.drafter.inline
+        self.kv_bytes = 0 if kv is None else kv.byte_size
+        """KV of the verifier that is mapped for it. Unit: bytes."""
 
     async def warm(self) -> None:
         """Begin with the backlog; inline methods also end with it."""

@@ -61,6 +61,11 @@ class DraftWorker:
         self._behind: list[Job] = []
         self._cold: dict[DraftSequence, None] = {}
 
+    @property
+    def waiting(self) -> int:
+        """Rounds that wait for the thread. Any thread may ask."""
+        return len(self._jobs) + len(self._behind)
+
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from typing import TYPE_CHECKING
 
 from paceline.verifier.engine.job import Job, Round
 from paceline.verifier.engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from paceline.verifier.metrics import Request
 
 CAPABILITY_BYTES = 16
 
@@ -31,6 +35,7 @@ class Cache:
         answered: The newest round that emitted something: its answer can be asked for again.
         stream: Whoever serves it now; a newer stream takes its place.
         released: Its capabilities are gone.
+        request: Its times, where metrics are kept.
     """
 
     def __init__(self, sequence: Sequence, owner: str, generation: int) -> None:
@@ -44,6 +49,7 @@ class Cache:
         self.job: Job | None = None
         self.stream: object | None = None
         self.released = False
+        self.request: Request | None = None
         self._answered: Round | None = None
         sequence.segment.header.open(generation, digest(self.read_grant))
 

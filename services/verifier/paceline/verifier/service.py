@@ -7,7 +7,7 @@ import gc
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import torch
@@ -19,10 +19,15 @@ from paceline.verifier.engine.engine import Engine
 from paceline.verifier.kv.layout import KvLayout
 from paceline.verifier.kv.segment import sweep_orphans
 from paceline.verifier.kv_exchange import KvExchangeServicer
-from paceline.verifier.model import read_facts
+from paceline.verifier.model import ModelFacts, read_facts
 from paceline.verifier.options import VerifierOptions
 from paceline.verifier.servicer import VerifierServicer
 from paceline.verifier.store import CacheStore, default_kv_bytes
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+    from paceline.verifier.metrics import VerifierMetrics
 
 _DRAIN_POLL_SECONDS = 0.02
 
@@ -37,7 +42,9 @@ class VerifierService:
 
     service_names = ("paceline.v1.VerifierService", "paceline.v1.KvExchangeService")
 
-    def __init__(self, target: Path, options: VerifierOptions) -> None:
+    def __init__(
+        self, target: Path, options: VerifierOptions, metrics: CollectorRegistry | None = None
+    ) -> None:
         """Load the model; see :func:`build_service`."""
         threads = options.threads or torch.get_num_threads()
         # OpenMP keeps a team of workers for each thread that computes. A second team would
@@ -74,8 +81,18 @@ class VerifierService:
             self.engine,
             self._gate,
             options.node_budget,
+            None if metrics is None else self._measured(metrics, facts),
         )
         self._sweeper: asyncio.Task[None] | None = None
+
+    def _measured(self, registry: CollectorRegistry, facts: ModelFacts) -> VerifierMetrics:
+        # Here, because only a verifier that keeps metrics needs it.
+        from paceline.verifier.metrics import VerifierMetrics
+
+        metrics = VerifierMetrics(registry, facts.message, self.store, self.engine)
+        self.engine.on_step = metrics.step
+        self.store.on_release = metrics.released
+        return metrics
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the servicers to a server."""
@@ -136,11 +153,14 @@ class VerifierService:
             await self.store.sweep()
 
 
-def build_service(target: Path, **options: Any) -> VerifierService:
+def build_service(
+    target: Path, *, metrics: CollectorRegistry | None = None, **options: Any
+) -> VerifierService:
     """Load a model and make a verifier of it, ready for ``paceline.service.run_server``.
 
     Args:
         target: Hugging Face folder of the target model.
+        metrics: Where its metrics are added; None: none are kept.
         options: Fields of :class:`VerifierOptions`.
 
     Raises:
@@ -148,4 +168,4 @@ def build_service(target: Path, **options: Any) -> VerifierService:
         FileNotFoundError: ``target`` has no config.json.
         TypeError: An option is unknown.
     """
-    return VerifierService(target, VerifierOptions(**options))
+    return VerifierService(target, VerifierOptions(**options), metrics)

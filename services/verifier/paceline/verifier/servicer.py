@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -17,18 +18,28 @@ from paceline.verifier.model import ModelFacts
 from paceline.verifier.store import CacheNotFound, CacheStore
 from paceline.verifier.stream import VerifyStream
 
+if TYPE_CHECKING:
+    from paceline.verifier.metrics import VerifierMetrics
+
 
 class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
     """VerifierService: checks, then store and engine, then messages."""
 
     def __init__(
-        self, facts: ModelFacts, store: CacheStore, engine: Engine, gate: Gate, node_budget: int
+        self,
+        facts: ModelFacts,
+        store: CacheStore,
+        engine: Engine,
+        gate: Gate,
+        node_budget: int,
+        metrics: VerifierMetrics | None = None,
     ) -> None:
         self._facts = facts
         self._store = store
         self._engine = engine
         self._gate = gate
         self._node_budget = node_budget
+        self._metrics = metrics
 
     async def GetModel(
         self, request: verifier_pb2.GetModelRequest, context: Any
@@ -45,14 +56,18 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             if request.parent_handle:
                 parent = self._find(request.parent_handle, owner).sequence
             cache = self._store.admit(generation, owner)
+            if self._metrics is not None:
+                self._metrics.admitted(cache)
             try:
                 prefill = Prefill(cache.sequence)
+                if self._metrics is not None:
+                    prefill.on_done = partial(self._metrics.prefilled, cache, prefill)
                 cache.job = prefill
                 self._engine.prefill(prefill, parent)
                 await self._send_progress(prefill, context)
                 await context.write(self._created(cache, prefill))
-            except BaseException:  # cancelled too: nobody else knows the handle
-                await self._store.release(cache)
+            except BaseException as error:  # cancelled too: nobody else knows the handle
+                await self._store.release(cache, type(error).__name__)
                 raise
             self._store.renew(cache)
 
@@ -63,7 +78,12 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             return
         cache = self._find(first.handle, owner_of(context))
         stream = VerifyStream(
-            cache, self._store, self._engine, self._facts.limits, self._node_budget
+            cache,
+            self._store,
+            self._engine,
+            self._facts.limits,
+            self._node_budget,
+            self._metrics,
         )
         await stream.serve(first, context)
 

@@ -42,6 +42,11 @@ class CacheStore:
 
     A lease is a promise of a shortest life: it is renewed by every use of the handle and while the
     engine works for the cache; ``sweep()`` frees what nobody used for a whole lease.
+
+    Attributes:
+        used_bytes: Memory admitted. Unit: bytes.
+        expired: Caches freed by ``sweep()`` so far.
+        on_release: Told of each cache that goes, and of the error it goes for, if any.
     """
 
     def __init__(
@@ -69,6 +74,8 @@ class CacheStore:
         self.kv_bytes = kv_bytes
         self.max_sequences = max_sequences
         self.used_bytes = 0
+        self.expired = 0
+        self.on_release: Callable[[Cache, str], None] | None = None
         self._free = free
         self._clock = clock
         self._caches: dict[bytes, Cache] = {}
@@ -148,10 +155,11 @@ class CacheStore:
         """Start a cache's lease anew."""
         cache.expires = self._clock() + self.lease_seconds
 
-    async def release(self, cache: Cache) -> None:
+    async def release(self, cache: Cache, error: str = "") -> None:
         """Make the capabilities unknown at once, and free the memory when no step uses it.
 
-        Safe to call twice, and to be cancelled: the memory is freed all the same.
+        Safe to call twice, and to be cancelled: the memory is freed all the same. ``error`` names
+        what ended the generation, if it was a fault.
         """
         if not cache.released:
             cache.released = True
@@ -159,6 +167,8 @@ class CacheStore:
             del self._grants[digest(cache.read_grant)]
             if cache.job is not None:
                 cache.job.stop = True
+            if self.on_release is not None:
+                self.on_release(cache, error)
             self._leaving[cache] = asyncio.create_task(self._reclaim(cache))
         if cache in self._leaving:
             await asyncio.shield(self._leaving[cache])
@@ -191,7 +201,8 @@ class CacheStore:
                 expired.append(cache)
         for cache in expired:
             _log.info("lease ran out", extra={"generation": cache.generation})
-            await self.release(cache)
+            self.expired += 1
+            await self.release(cache, "lease_expired")
         return len(expired)
 
     @property

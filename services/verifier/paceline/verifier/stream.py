@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -16,6 +17,9 @@ from paceline.verifier.engine.job import Emission, Round
 from paceline.verifier.failures import as_service_errors, cache_not_found
 from paceline.verifier.messages import Limits, read_tree, write_result
 from paceline.verifier.store import CacheStore
+
+if TYPE_CHECKING:
+    from paceline.verifier.metrics import VerifierMetrics
 
 Request = verifier_pb2.VerifyRequest
 
@@ -29,13 +33,20 @@ class VerifyStream:
     """
 
     def __init__(
-        self, cache: Cache, store: CacheStore, engine: Engine, limits: Limits, node_budget: int
+        self,
+        cache: Cache,
+        store: CacheStore,
+        engine: Engine,
+        limits: Limits,
+        node_budget: int,
+        metrics: VerifierMetrics | None = None,
     ) -> None:
         self._cache = cache
         self._store = store
         self._engine = engine
         self._limits = limits
         self._node_budget = node_budget
+        self._metrics = metrics
 
     async def serve(self, first: Request, context: Any) -> None:
         """Answer rounds: ``first``, then those that ``context`` still brings.
@@ -114,6 +125,8 @@ class VerifyStream:
             steps=min(max(1, request.free_run_steps), sequence.room),
             deadline=deadline,
         )
+        if self._metrics is not None:
+            round_.on_done = partial(self._metrics.answered, self._cache, round_)
         self._cache.job = round_
         self._engine.verify(round_)
         return round_

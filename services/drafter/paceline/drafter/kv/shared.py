@@ -125,6 +125,12 @@ class SharedKv:
         return self._file < 0
 
     @property
+    def byte_size(self) -> int:
+        """Bytes of the mapped layers' keys and values, at their largest."""
+        position = self.heads * self.head_dim * self.dtype.itemsize
+        return 2 * len(self.layers) * self.capacity * position
+
+    @property
     def committed(self) -> int:
         """Positions that may be read now; grows with each round, without a call. Unit: tokens.
 

@@ -60,8 +60,17 @@ class Engine:
         self._rounds: deque[Round] = deque()
         self._prefills: deque[Prefill] = deque()
         self._news: list[Job] = []
+        self._batch: Batch | None = None
         self._stopping = False
+        self.on_step: Callable[[float, int], None] | None = None
+        """Told of each step: its time in seconds, and its tokens. Called on the engine thread."""
         self._thread: threading.Thread | None = None
+
+    @property
+    def in_step(self) -> list[Job]:
+        """Jobs that the running step serves; all others wait. Any thread may ask."""
+        batch = self._batch
+        return [] if batch is None else [share.job for share in batch.shares]
 
     def start(self) -> None:
         """Start the thread. Its answers go to the running event loop."""
@@ -133,6 +142,7 @@ class Engine:
             self._gather_prefills(batch)
             if not batch.shares:
                 return
+            self._batch = batch
             logits = batch.forward(self._decoder)
             outcomes = [settle(share, logits[share.logits]) for share in batch.shares]
         except Exception as error:
@@ -140,9 +150,13 @@ class Engine:
             for share in batch.shares:
                 self._fail(share.job, StepFailed(f"the model could not be run: {error}"))
             return
+        finally:
+            self._batch = None
         ended = perf_counter()
         for outcome in outcomes:
             self._answer(outcome, began, ended, len(batch))
+        if self.on_step is not None:
+            self.on_step(ended - began, len(batch))
 
     def _gather_rounds(self, batch: Batch) -> None:
         for _ in range(len(self._rounds)):

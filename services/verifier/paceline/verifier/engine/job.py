@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -60,6 +61,7 @@ class Job:
         stop: Set by the event loop: the answer is no longer wanted. It ends after the running step.
         ready_at: When it began to wait for its next step (time.perf_counter).
         telling: Whether the event loop should hear of the newest step now.
+        on_done: Called once on the event loop when it is done, after who waits for it had its turn.
     """
 
     def __init__(self, sequence: Sequence) -> None:
@@ -69,6 +71,7 @@ class Job:
         self.stop = False
         self.ready_at = perf_counter()
         self.telling = True
+        self.on_done: Callable[[], None] | None = None
         self._news = asyncio.Event()
 
     def take(self, emission: Emission | None, began: float, ended: float) -> None:
@@ -83,6 +86,9 @@ class Job:
     def wake(self) -> None:
         """Tell the waiting handler that there is news. Event loop."""
         self._news.set()
+        if self.on_done is not None and self.done:
+            asyncio.get_running_loop().call_soon(self.on_done)
+            self.on_done = None
 
     async def news(self) -> None:
         """Wait until something happened since the last call. Event loop; one waiter at a time."""

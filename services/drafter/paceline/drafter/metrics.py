@@ -1,0 +1,157 @@
+"""What a drafter service counts for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import Metric as Family
+from prometheus_client.registry import Collector
+
+from paceline.drafter.registry import Registry, Version
+from paceline.drafter.worker import Drafted, DraftWorker
+from paceline.telemetry.names import Metric
+
+_LABELS = ("drafter", "version", "method")
+_SECONDS = (
+    *(0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.008, 0.012, 0.02, 0.05, 0.1, 0.2),
+    *(0.5, 1.0, 2.0),
+)
+_STATES = ("active", "standby", "draining")
+Labels = tuple[str, str, str]
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """The counters of one version."""
+
+    rounds: Counter
+    tokens: Counter
+    seconds: Histogram
+    queued: Histogram
+
+
+class DrafterMetrics(Collector):
+    """Counters and histograms by version; what is only a state is read when scraped.
+
+    Belongs to the event loop, but for `collect`. The series of a version go when it is unloaded,
+    so that a service that is fed new ones for months does not keep them all.
+    """
+
+    def __init__(self, metrics: CollectorRegistry, drafters: Registry, worker: DraftWorker) -> None:
+        """Add the metrics of a drafter service to a registry of metrics.
+
+        Args:
+            metrics: Where to.
+            drafters: What is loaded.
+            worker: The thread that drafts.
+        """
+        self._drafters = drafters
+        self._worker = worker
+        metrics.register(self)  # first: what it forgets must not be shown once more
+        self._rounds = Counter(
+            Metric.DRAFTER_ROUNDS,
+            "Rounds answered, empty trees included",
+            _LABELS,
+            registry=metrics,
+        )
+        self._tokens = Counter(
+            Metric.DRAFTER_DRAFT_TOKENS, "Tokens drafted", _LABELS, registry=metrics
+        )
+        self._seconds = Histogram(
+            Metric.DRAFTER_DRAFT_SECONDS,
+            "Time to draft a tree",
+            _LABELS,
+            registry=metrics,
+            buckets=_SECONDS,
+        )
+        self._queued = Histogram(
+            Metric.DRAFTER_QUEUE_SECONDS,
+            "Wait of a round for other sequences",
+            _LABELS,
+            registry=metrics,
+            buckets=_SECONDS,
+        )
+        self._mapped = Gauge(
+            Metric.DRAFTER_MAPPED_KV_BYTES,
+            "KV of verifiers that is mapped, at its largest: their memory, not this process's",
+            registry=metrics,
+        )
+        self._bound: dict[Labels, _Bound] = {}
+
+    def drafted(self, version: Version, drafted: Drafted) -> None:
+        """A round was answered."""
+        bound = self._of(_labels(version))
+        bound.rounds.inc()
+        bound.tokens.inc(len(drafted.tree.tokens))
+        bound.seconds.observe(drafted.draft_seconds)
+        bound.queued.observe(drafted.queue_seconds)
+
+    def mapped(self, byte_size: int) -> None:
+        """KV was mapped, or let go of if `byte_size` is negative."""
+        self._mapped.inc(byte_size)
+
+    def collect(self) -> Iterator[Family]:
+        """State of all versions, and of the queue. On the endpoint's thread."""
+        versions = self._drafters.versions()
+        self._forget_all_but({_labels(version) for version in versions})
+        yield _family(
+            Metric.DRAFTER_STREAMS,
+            "Generations attached",
+            {_labels(version): len(version.evictions) for version in versions},
+        )
+        yield _family(
+            Metric.DRAFTER_TRAFFIC_SHARE,
+            "Share of new generations of its name, 0 to 1",
+            {_labels(version): version.share for version in versions},
+        )
+        yield _family(
+            Metric.DRAFTER_WEIGHT_BYTES,
+            "Memory of its weights",
+            {_labels(version): version.drafter.weight_bytes for version in versions},
+        )
+        states = GaugeMetricFamily(
+            Metric.DRAFTER_STATE, "1 for the state it is in", labels=[*_LABELS, "state"]
+        )
+        for version in versions:
+            for state in _STATES:
+                states.add_metric([*_labels(version), state], state == _state(version))
+        yield states
+        yield GaugeMetricFamily(
+            Metric.DRAFTER_QUEUE, "Rounds that wait for the drafting thread", self._worker.waiting
+        )
+
+    def _of(self, labels: Labels) -> _Bound:
+        if labels not in self._bound:
+            self._bound[labels] = _Bound(
+                self._rounds.labels(*labels),
+                self._tokens.labels(*labels),
+                self._seconds.labels(*labels),
+                self._queued.labels(*labels),
+            )
+        return self._bound[labels]
+
+    def _forget_all_but(self, loaded: set[Labels]) -> None:
+        for labels in set(self._bound) - loaded:
+            del self._bound[labels]
+            for metric in (self._rounds, self._tokens, self._seconds, self._queued):
+                metric.remove(*labels)
+
+
+def _labels(version: Version) -> Labels:
+    return version.spec.name, version.version, version.spec.method
+
+
+def _state(version: Version) -> str:
+    if version.draining:
+        return "draining"
+    return "active" if version.share else "standby"
+
+
+def _family(name: str, what: str, values: dict[Labels, float]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, what, labels=_LABELS)
+    for labels, value in values.items():
+        family.add_metric(labels, value)
+    return family

@@ -1,0 +1,290 @@
+"""What a verifier counts for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from time import perf_counter
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import Metric as Family
+from prometheus_client.registry import Collector
+
+from paceline.telemetry.names import PROVIDER, Metric, Span
+from paceline.v1 import verifier_pb2
+from paceline.verifier.cache import Cache
+from paceline.verifier.engine.engine import Engine
+from paceline.verifier.engine.job import Prefill, Round
+from paceline.verifier.store import CacheStore
+
+_STEP_SECONDS = (
+    *(0.0005, 0.001, 0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05),
+    *(0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0),
+)
+# As the conventions for generative AI advise; the last one with finer steps at its lower end.
+_REQUEST_SECONDS = tuple(0.01 * 2**power for power in range(14))
+_FIRST_TOKEN_SECONDS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+)
+_TOKEN_SECONDS = (
+    *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5),
+    *(0.75, 1.0, 2.5),
+)
+_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
+_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+
+
+class Request:
+    """The times of one generation (time.perf_counter) and what it emitted."""
+
+    __slots__ = ("began", "ended", "first", "newest", "tokens")
+
+    def __init__(self, began: float) -> None:
+        self.began = began
+        self.first = self.newest = began
+        self.tokens = 0
+        self.ended = False
+
+    def emitted(self, tokens: int) -> None:
+        """Tokens came out just now."""
+        self.newest = perf_counter()
+        if not self.tokens:
+            self.first = self.newest
+        self.tokens += tokens
+
+
+class VerifierMetrics:
+    """Counters and histograms of one verifier; what is only a state is read when scraped.
+
+    Belongs to the event loop, but for `step`, which the engine thread calls.
+    """
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        model: verifier_pb2.GetModelResponse,
+        store: CacheStore,
+        engine: Engine,
+    ) -> None:
+        """Add the metrics of a verifier to a registry.
+
+        Args:
+            registry: Where to.
+            model: What is served.
+            store: Its caches.
+            engine: The thread that serves them.
+        """
+
+        def counter(name: str, what: str) -> Counter:
+            return Counter(name, what, ("model_name",), registry=registry).labels(model.name)
+
+        def seconds(name: str, what: str) -> Histogram:
+            labels = ("model_name",)
+            metric = Histogram(name, what, labels, registry=registry, buckets=_STEP_SECONDS)
+            return metric.labels(model.name)
+
+        self._drafts = counter(Metric.NUM_DRAFTS, "Trees checked")
+        self._draft_tokens = counter(Metric.NUM_DRAFT_TOKENS, "Drafted tokens checked")
+        self._accepted = counter(Metric.NUM_ACCEPTED, "Drafted tokens accepted")
+        self._per_position = Counter(
+            Metric.NUM_ACCEPTED_PER_POS,
+            "Trees whose drafted token at that depth was accepted, the first depth being 0",
+            ("model_name", "position"),
+            registry=registry,
+        )
+        self._positions: list[Counter] = []
+        self._prompt_tokens = counter(Metric.PROMPT_TOKENS, "Prompt tokens prefilled or reused")
+        self._tokens = counter(Metric.GENERATION_TOKENS, "Tokens emitted")
+        self._free_tokens = counter(Metric.FREE_RUN_TOKENS, "Tokens emitted without a tree")
+        self._rounds = counter(Metric.ROUNDS, "Rounds answered, free runs included")
+        self._verify = seconds(Metric.VERIFY_SECONDS, "Engine time of a round with a tree")
+        self._queued = seconds(Metric.VERIFY_QUEUE_SECONDS, "Wait of a round for the engine")
+        self._prefill = seconds(Metric.PREFILL_SECONDS, "Engine time of a prompt")
+        self._prefill_queued = seconds(
+            Metric.PREFILL_QUEUE_SECONDS, "Wait of a prompt for its first engine step"
+        )
+        self._length = Histogram(
+            Metric.EMITTED_PER_ROUND,
+            "Tokens emitted by a round with a tree, the verifier's own included",
+            ("model_name",),
+            registry=registry,
+            buckets=_LENGTHS,
+        ).labels(model.name)
+        self._batch = Histogram(
+            Metric.ENGINE_BATCH_TOKENS,
+            "Tokens of all sequences in an engine step",
+            ("model_name",),
+            registry=registry,
+            buckets=_BATCHES,
+        ).labels(model.name)
+        self._busy = counter(Metric.ENGINE_BUSY_SECONDS, "Time the engine spent in steps")
+        self._steps = counter(Metric.ENGINE_STEPS, "Engine steps")
+        self._model_name = model.name
+        self._conventional = _Conventional(registry, model.name)
+        target = Gauge(
+            f"{Metric.TARGET}_info",
+            "What is served",
+            ("model_name", "architecture", "dtype", "fingerprint", "batch_invariant"),
+            registry=registry,
+        )
+        invariant = str(model.batch_invariant).lower()
+        target.labels(
+            model.name, model.architecture, model.dtype, model.target_fingerprint, invariant
+        ).set(1)
+        registry.register(_State(store, engine, model.name))
+
+    def admitted(self, cache: Cache) -> None:
+        """A cache was admitted; its generation begins."""
+        cache.request = Request(perf_counter())
+
+    def prefilled(self, cache: Cache, prefill: Prefill) -> None:
+        """A prompt was taken in and its first token emitted, or it could not be."""
+        if prefill.first is None:
+            return
+        self._prompt_tokens.inc(len(cache.sequence.generation.prompt))
+        self._tokens.inc()
+        self._prefill.observe(prefill.step_us / 1e6)
+        self._prefill_queued.observe(prefill.queue_us / 1e6)
+        request = cache.request
+        if request is not None:
+            request.emitted(1)
+            self._conventional.first_token.observe(request.first - request.began)
+            self._finish(cache)
+
+    def answered(self, cache: Cache, round_: Round) -> None:
+        """A round came to its end. One that emitted nothing was none: it comes again."""
+        emissions = round_.emissions
+        if not emissions:
+            return
+        emitted = sum(len(emission.tokens) for emission in emissions)
+        drafted = len(round_.tree) - 1
+        self._rounds.inc()
+        self._tokens.inc(emitted)
+        self._queued.observe(sum(emission.queue_us for emission in emissions) / 1e6)
+        if drafted:
+            (emission,) = emissions
+            accepted = len(emission.accepted)
+            self._drafts.inc()
+            self._draft_tokens.inc(drafted)
+            self._accepted.inc(accepted)
+            for position in range(accepted):
+                self._position(position).inc()
+            self._length.observe(emitted)
+            self._verify.observe(emission.step_us / 1e6)
+        else:
+            self._free_tokens.inc(emitted)
+        if cache.request is not None:
+            cache.request.emitted(emitted)
+            self._finish(cache)
+
+    def released(self, cache: Cache, error: str) -> None:
+        """A cache is gone; `error` says why its generation ended early, if it was by a fault."""
+        if cache.request is not None and not cache.request.ended:
+            cache.request.ended = True
+            self._conventional.ended(cache.request, error)
+
+    def step(self, seconds: float, tokens: int) -> None:
+        """The engine ran a step. Engine thread."""
+        self._steps.inc()
+        self._busy.inc(seconds)
+        self._batch.observe(tokens)
+
+    def _finish(self, cache: Cache) -> None:
+        if cache.sequence.finish is not None:
+            self.released(cache, "")
+
+    def _position(self, position: int) -> Counter:
+        while len(self._positions) <= position:
+            labels = (self._model_name, str(len(self._positions)))
+            self._positions.append(self._per_position.labels(*labels))
+        return self._positions[position]
+
+
+class _Conventional:
+    """The server metrics of OpenTelemetry's conventions for generative AI."""
+
+    def __init__(self, registry: CollectorRegistry, model: str) -> None:
+        labels = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model")
+        values = (Span.GENERATION, PROVIDER, model)
+        self._values = values
+        self._duration = Histogram(
+            Metric.REQUEST_DURATION,
+            "From the request for a cache to the last token",
+            (*labels, "error_type"),
+            registry=registry,
+            buckets=_REQUEST_SECONDS,
+        )
+        self.first_token = Histogram(
+            Metric.TIME_TO_FIRST_TOKEN,
+            "From the request for a cache to its first token",
+            labels,
+            registry=registry,
+            buckets=_FIRST_TOKEN_SECONDS,
+        ).labels(*values)
+        self._per_token = Histogram(
+            Metric.TIME_PER_OUTPUT_TOKEN,
+            "Time per token after the first, mean over a generation",
+            labels,
+            registry=registry,
+            buckets=_TOKEN_SECONDS,
+        ).labels(*values)
+
+    def ended(self, request: Request, error: str) -> None:
+        """A generation ended."""
+        self._duration.labels(*self._values, error).observe(request.newest - request.began)
+        if request.tokens > 1:
+            seconds = request.newest - request.first
+            self._per_token.observe(seconds / (request.tokens - 1))
+
+
+class _State(Collector):
+    """Caches and queues as they are at the moment of a scrape."""
+
+    def __init__(self, store: CacheStore, engine: Engine, model: str) -> None:
+        self._store = store
+        self._engine = engine
+        self._model = model
+
+    def collect(self) -> Iterator[Family]:
+        """Read on the endpoint's thread: single values and copies only."""
+        store, engine = self._store, self._engine
+        caches = list(store)
+        segments = [cache.sequence.segment for cache in caches]
+        reserved = sum(store.layout.byte_size(segment.reserved) for segment in segments)
+        in_step = engine.in_step
+        waiting = [cache.job for cache in caches if cache.busy and cache.job not in in_step]
+        prefills = sum(isinstance(job, Prefill) for job in waiting)
+        running = sum(cache.sequence.finish is None for cache in caches)
+        for name, what, value in (
+            (Metric.REQUESTS_RUNNING, "Generations that have not ended", running),
+            (Metric.REQUESTS_WAITING, "Generations waiting for the engine", len(waiting)),
+            (Metric.LEASES, "Caches whose lease runs", len(caches)),
+            (Metric.LEASES_LIMIT, "Most caches at once", store.max_sequences),
+        ):
+            yield self._gauge(name, what, value)
+        for name, what, value in (
+            (
+                Metric.KV_USED_BYTES,
+                "KV memory admitted, caches at their largest",
+                store.used_bytes,
+            ),
+            (Metric.KV_RESERVED_BYTES, "KV memory that caches take now", reserved),
+            (Metric.KV_LIMIT_BYTES, "Most KV memory to be admitted", store.kv_bytes),
+        ):
+            yield self._gauge(name, what, value, device="cpu")
+        rounds = len(waiting) - prefills
+        queue = self._gauge(
+            Metric.ENGINE_QUEUE, "Jobs that wait for an engine step", rounds, kind="round"
+        )
+        queue.add_metric([self._model, "prefill"], prefills)
+        yield queue
+        expired = CounterMetricFamily(
+            Metric.LEASES_EXPIRED, "Caches freed because nobody used them", labels=["model_name"]
+        )
+        expired.add_metric([self._model], store.expired)
+        yield expired
+
+    def _gauge(self, name: str, what: str, value: float, **labels: str) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(name, what, labels=["model_name", *labels])
+        family.add_metric([self._model, *labels.values()], value)
+        return family

@@ -1,0 +1,169 @@
+"""The metrics endpoint of a server, scraped over a real socket."""
+
+import asyncio
+import http.client
+import socket
+import ssl
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
+from prometheus_client.parser import text_string_to_metric_families
+
+from paceline.service import OptionsError
+
+from .conftest import Pair, Serve
+from .toy import ask
+
+TOKEN = "a-token-only-tests-know"
+
+
+def free_address() -> str:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+def get(
+    address: str, path: str = "/metrics", tls: ssl.SSLContext | None = None, **headers: str
+) -> http.client.HTTPResponse:
+    host, _, port = address.rpartition(":")
+    if tls is None:
+        connection = http.client.HTTPConnection(host, int(port), timeout=10)
+    else:
+        connection = http.client.HTTPSConnection(host, int(port), timeout=10, context=tls)
+    connection.request("GET", path, headers=headers)
+    return connection.getresponse()
+
+
+def rpcs(address: str, **headers: str) -> dict[tuple[str, str, str], float]:
+    """Calls by method, code and reason."""
+    text = get(address, **headers).read().decode()
+    return {
+        (s.labels["rpc_method"], s.labels["code"], s.labels["reason"]): s.value
+        for family in text_string_to_metric_families(text)
+        for s in family.samples
+        if s.name == "specdec_rpcs_total"
+    }
+
+
+async def test_calls_are_counted_by_how_they_ended(serve: Serve) -> None:
+    address = free_address()
+    served = await serve(metrics_address=address)
+    async with served.channel() as channel:
+        for order in ("one", "two", "fail", "bug"):
+            try:
+                await ask(channel, "UnaryUnary", order)
+            except grpc.aio.AioRpcError:
+                assert order in ("fail", "bug")
+        await ask(channel, "StreamStream", "three")
+        for name in ("made-up", "another"):  # what callers make up is no series of its own
+            with pytest.raises(grpc.aio.AioRpcError):
+                await channel.unary_unary(f"/toy.Toy/{name}")(b"")
+    await asyncio.sleep(0)
+    assert await asyncio.to_thread(rpcs, address) == {
+        ("UnaryUnary", "OK", ""): 2,
+        ("UnaryUnary", "RESOURCE_EXHAUSTED", "FULL"): 1,
+        ("UnaryUnary", "INTERNAL", "INTERNAL_ERROR"): 1,
+        ("StreamStream", "OK", ""): 1,
+        ("unknown", "UNIMPLEMENTED", "METHOD_UNKNOWN"): 2,
+    }
+
+
+async def test_both_formats_and_no_other_path(serve: Serve) -> None:
+    address = free_address()
+    await serve(metrics_address=address)
+
+    def scrape() -> None:
+        plain = get(address).read().decode()
+        assert any("process" in f.name for f in text_string_to_metric_families(plain))
+        response = get(address, accept="application/openmetrics-text; version=1.0.0")
+        assert "openmetrics" in (response.headers["content-type"] or "")
+        assert any("process" in f.name for f in open_metrics(response.read().decode()))
+        assert get(address, "/metrics?x=1").status == 200
+        assert get(address, "/").status == 404
+
+    await asyncio.to_thread(scrape)
+
+
+@pytest.mark.parametrize("insecure", [False, True])
+async def test_readers_show_the_token_unless_told_otherwise(serve: Serve, insecure: bool) -> None:
+    address = free_address()
+    await serve(token=TOKEN, metrics_address=address, insecure_metrics=insecure)
+
+    def scrape() -> list[int]:
+        headers: list[dict[str, str]] = [
+            {},
+            {"authorization": "Bearer wrong"},
+            {"authorization": f"Bearer {TOKEN}"},
+        ]
+        return [get(address, **each).status for each in headers]
+
+    assert await asyncio.to_thread(scrape) == ([200] * 3 if insecure else [401, 401, 200])
+
+
+async def test_readers_speak_tls_and_show_certificates(serve: Serve, pki: dict[str, Pair]) -> None:
+    address = free_address()
+    server = pki["server"]
+    authority = pki["authority"].cert
+    await serve(
+        tls_cert=server.cert, tls_key=server.key, tls_client_ca=authority, metrics_address=address
+    )
+
+    def context(who: str | None) -> ssl.SSLContext:
+        context = ssl.create_default_context(cafile=authority)
+        if who is not None:
+            context.load_cert_chain(pki[who].cert, pki[who].key)
+        return context
+
+    def scrape() -> None:
+        assert get(address, tls=context("client")).status == 200
+        for tls in (None, context(None), context("stranger")):
+            with pytest.raises((OSError, http.client.HTTPException)):
+                get(address, tls=tls).read()
+        assert get(address, tls=context("client")).status == 200
+
+    await asyncio.to_thread(scrape)
+
+
+async def test_a_caller_that_says_nothing_holds_up_nobody(serve: Serve) -> None:
+    address = free_address()
+    await serve(metrics_address=address)
+    host, _, port = address.rpartition(":")
+
+    def scrape() -> int:
+        with socket.create_connection((host, int(port))):
+            return get(address).status
+
+    assert await asyncio.to_thread(scrape) == 200
+
+
+async def test_an_address_in_use_is_refused(serve: Serve) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(OptionsError, match=f"cannot serve metrics on {address}: .*in use"):
+            await serve(metrics_address=address)
+
+
+async def test_without_an_address_nothing_is_imported(tmp_path: Path) -> None:
+    """Neither the endpoint nor the Prometheus client: what nobody asked for costs nothing."""
+    program = """
+import asyncio, sys
+from paceline.service import ServerOptions, run_server
+from service.toy import Toy
+async def main():
+    stop = asyncio.Event()
+    await run_server(Toy(), ServerOptions("127.0.0.1:0"), on_ready=lambda _: stop.set(),
+                     stop_event=stop)
+asyncio.run(main())
+print([name for name in sys.modules if name.startswith(("prometheus", "opentelemetry"))])
+"""
+    run: Any = await asyncio.create_subprocess_exec(
+        *("python", "-c", program), stdout=asyncio.subprocess.PIPE, cwd=Path(__file__).parents[1]
+    )
+    output, _ = await run.communicate()
+    assert output.decode().strip() == "[]"

@@ -1,0 +1,159 @@
+"""What the services count, scraped from real processes, against what the client saw."""
+
+import asyncio
+import socket
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+from prometheus_client.parser import text_string_to_metric_families
+from system_support import make_prompts
+
+from paceline.cli.processes import ServiceProcess
+from paceline.client import Client, GenerationResult
+from paceline.v1 import drafter_pb2, drafter_pb2_grpc
+
+TOKENS = 48
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def free_address() -> str:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+class Endpoint:
+    """Metrics of one service."""
+
+    def __init__(self) -> None:
+        self.address = free_address()
+        self.arguments = ["--metrics-address", self.address]
+        self._samples: Samples = {}
+
+    def scrape(self) -> None:
+        """Look again."""
+        with urllib.request.urlopen(f"http://{self.address}/metrics", timeout=10) as response:
+            text = response.read().decode()
+        self._samples = {
+            (sample.name, frozenset(sample.labels.items())): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+
+    def value(self, name: str, **labels: str) -> float:
+        """Sum of a metric's samples that have these labels."""
+        found = [v for (n, has), v in self._samples.items() if n == name and labels.items() <= has]
+        assert found, f"no {name} with {labels}"
+        return sum(found)
+
+    async def eventually(self, true: Callable[[], bool]) -> None:
+        """Scrape until something is true: counting lags behind answering, by a loop's turn."""
+        for _ in range(200):
+            await asyncio.to_thread(self.scrape)
+            if true():
+                return
+            await asyncio.sleep(0.02)
+        raise AssertionError("it never came true")
+
+
+async def test_numbers_equal_the_clients(models: dict[str, Path]) -> None:
+    verifier, drafter = Endpoint(), Endpoint()
+    target = ["--target", str(models["llama"]), "--dtype", "float32", "--kv-bytes", "64MiB"]
+    # The target drafts for itself, so that much is accepted, at every depth.
+    load = ["--load", f"lm=lm:{models['llama']}", "--load", "ngram=ngram"]
+    async with (
+        ServiceProcess("verifier", [*target, *verifier.arguments]) as served,
+        ServiceProcess("drafter", [*load, *drafter.arguments]) as drafting,
+    ):
+        async with Client(served.address, drafter=drafting.address) as client:
+            prompts = make_prompts(6)
+            generations = [
+                client.generate(prompt, max_new_tokens=TOKENS, drafter=name)
+                for prompt in prompts
+                for name in ("lm", "ngram", "none")
+            ]
+            results = await asyncio.gather(*generations)
+            await verifier.eventually(lambda: verifier.value("specdec_leases") == 0)
+            expect_verifier(verifier, results, sum(map(len, prompts)) * 3)
+            await expect_caches(verifier, client)
+            await drafter.eventually(lambda: drafter.value("specdec_drafter_streams") == 0)
+            expect_drafter(drafter, results)
+        await expect_unloaded(drafter, drafting.address)
+
+
+def expect_verifier(
+    endpoint: Endpoint, results: list[GenerationResult], prompt_tokens: int
+) -> None:
+    endpoint.scrape()
+    stats = [result.stats for result in results]
+    value = endpoint.value
+    assert value("specdec_num_drafts_total") == sum(s.drafted_rounds for s in stats) > 0
+    assert value("specdec_num_draft_tokens_total") == sum(s.drafted for s in stats)
+    assert value("specdec_num_accepted_tokens_total") == sum(s.accepted for s in stats) > 0
+    depths = max(len(s.accepted_per_position) for s in stats)
+    for position in range(depths):
+        expected = sum(sum(s.accepted_per_position[position : position + 1]) for s in stats)
+        name = "specdec_num_accepted_tokens_per_pos_total"
+        assert value(name, position=str(position)) == expected
+    assert value("specdec_rounds_total") == sum(len(s.rounds) for s in stats)
+    assert value("specdec_free_run_tokens_total") == sum(s.free_run_tokens for s in stats)
+    assert value("specdec_generation_tokens_total") == len(results) * TOKENS
+    assert value("specdec_prompt_tokens_total") == prompt_tokens
+    labels = {"gen_ai_request_model": "llama", "gen_ai_operation_name": "text_completion"}
+    for name in ("request_duration", "time_to_first_token", "time_per_output_token"):
+        assert value(f"gen_ai_server_{name}_seconds_count", **labels) == len(results)
+    assert value("gen_ai_server_request_duration_seconds_count", error_type="") == len(results)
+    verify_ms = sum(r.verify_ms for s in stats for r in s.rounds if r.drafted)
+    assert abs(value("specdec_verify_seconds_sum") - verify_ms / 1e3) < 1e-3
+    assert value("specdec_engine_steps_total") <= value("specdec_engine_batch_tokens_sum")
+    assert value("specdec_target_info", model_name="llama", batch_invariant="true") == 1
+
+
+async def expect_caches(endpoint: Endpoint, client: Client) -> None:
+    """Memory and leases of a cache that is kept, and after it went."""
+    kept = client.generate(make_prompts(1)[0], max_new_tokens=300, keep_cache=True)
+    await kept
+    await asyncio.to_thread(endpoint.scrape)
+    value = endpoint.value
+    assert value("specdec_leases") == 1
+    assert value("specdec_num_requests_running") == value("specdec_num_requests_waiting") == 0
+    assert value("specdec_kv_cache_limit_bytes", device="cpu") == 64 << 20
+    reserved = value("specdec_kv_cache_reserved_bytes", device="cpu")
+    assert 0 < reserved <= value("specdec_kv_cache_used_bytes", device="cpu") < 64 << 20
+    await kept.aclose()
+    await endpoint.eventually(lambda: value("specdec_kv_cache_used_bytes") == 0)
+    assert value("specdec_leases") == value("specdec_kv_cache_reserved_bytes") == 0
+    assert value("specdec_leases_expired_total") == 0
+
+
+def expect_drafter(endpoint: Endpoint, results: list[GenerationResult]) -> None:
+    """Late and unused trees are the drafter's too, so it may have drawn more than were checked."""
+    value = endpoint.value
+    for name in ("lm", "ngram"):
+        labels = {"drafter": name, "version": "1", "method": name}
+        stats = [r.stats for r in results if r.stats.drafter_versions == [f"{name}@1"]]
+        assert value("specdec_drafter_rounds_total", **labels) >= sum(
+            s.drafted_rounds for s in stats
+        )
+        drafted = sum(s.drafted for s in stats)
+        assert value("specdec_drafter_draft_tokens_total", **labels) >= drafted
+        rounds = value("specdec_drafter_rounds_total", **labels)
+        assert value("specdec_drafter_draft_seconds_count", **labels) == rounds
+        assert value("specdec_drafter_traffic_share", **labels) == 1
+        assert value("specdec_drafter_state", **labels, state="active") == 1
+        assert value("specdec_drafter_state", **labels, state="draining") == 0
+    assert value("specdec_drafter_draft_tokens_total", drafter="lm") > 0
+    assert value("specdec_drafter_weight_bytes", drafter="lm") > 0
+    assert value("specdec_drafter_queue_length") == 0
+
+
+async def expect_unloaded(endpoint: Endpoint, address: str) -> None:
+    """The series of a version go with it."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = drafter_pb2_grpc.DrafterRegistryServiceStub(channel)
+        await stub.UnloadDrafter(drafter_pb2.UnloadDrafterRequest(name="lm"))
+    await asyncio.to_thread(endpoint.scrape)
+    assert not any(("drafter", "lm") in labels for _, labels in endpoint._samples)
+    assert endpoint.value("specdec_drafter_rounds_total", drafter="ngram") > 0
