@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from paceline.drafter import DrafterSpec, LoadError, register_method
 from paceline.drafter.methods.base import Drafter, Resources
-from paceline.drafter.registry import Registry
+from paceline.drafter.registry import Registry, Sample
+from paceline.drafter.registry.loader import Loader
 from paceline.drafter.spec import Roots
 from paceline.service import ServiceError
 
@@ -38,7 +39,7 @@ def disposed() -> Disposed:
 
 @pytest.fixture
 async def registry(disposed: Disposed) -> AsyncIterator[Registry]:
-    made = Registry(Roots([]), Resources(), disposed)
+    made = Registry(Loader(Roots([]), Resources()), disposed)
     yield made
     SlowLoad.go_on.set()
     await made.close()
@@ -133,7 +134,7 @@ async def test_wrong_activations_are_refused(registry: Registry) -> None:
 @given(share=st.floats(0.01, 0.99), count=st.integers(1, 60))
 def test_shares_are_kept_exactly(share: float, count: int) -> None:
     async def chosen() -> Counter[str]:
-        registry = Registry(Roots([]), Resources(), lambda _: None)
+        registry = Registry(Loader(Roots([]), Resources()), lambda _: None)
         try:
             await registry.load(spec("x=fake"))
             await registry.load(spec("x=fake"))
@@ -161,7 +162,7 @@ async def test_unloading_waits_for_streams(registry: Registry, disposed: Dispose
     assert "unloaded" in refused("DRAFTER_DRAINING", lambda: registry.choose("x", "1"))
     refused("DRAINING", lambda: registry.activate("x", "1", 1.0))
     assert disposed == []
-    registry.detach(version, evict)
+    registry.detach(version, evict, Sample())
     assert disposed == [version.drafter]
     assert evicted == []
     assert registry.unload("x") is True
@@ -173,7 +174,7 @@ async def test_force_ends_the_streams(registry: Registry, disposed: Disposed) ->
     version = await registry.load(spec("x=fake"))
 
     def evict() -> None:
-        registry.detach(version, evict)
+        registry.detach(version, evict, Sample())
 
     registry.attach(version, evict)
     assert registry.unload("x", force=True) is False
@@ -186,7 +187,7 @@ async def test_while_all_versions_drain_a_name_is_unavailable(registry: Registry
     registry.attach(version, print)
     registry.unload("x")
     refused("DRAFTER_DRAINING", lambda: registry.choose("x"))
-    registry.detach(version, print)
+    registry.detach(version, print, Sample())
     refused("DRAFTER_NOT_FOUND", lambda: registry.choose("x"))
 
 
@@ -228,7 +229,7 @@ async def test_only_allowed_folders_are_loaded(tmp_path: Path) -> None:
     inside.mkdir(parents=True)
     outside.mkdir()
     (tmp_path / "in" / "link").symlink_to(outside)
-    registry = Registry(Roots([tmp_path / "in"]), Resources(), lambda _: None)
+    registry = Registry(Loader(Roots([tmp_path / "in"]), Resources()), lambda _: None)
     try:
         for folder in (outside, inside / ".." / ".." / "out", tmp_path / "in" / "link", tmp_path):
             with pytest.raises(LoadError, match="not below") as error:

@@ -51,10 +51,10 @@ async def test_versions_come_and_go_while_text_streams() -> None:
         assert (await old.round([30])).version == "1"
         assert await listed(service) == [("x", "1", 0.0, 1, False), ("x", "2", 1.0, 1, False)]
         assert await unload(service, "x", "1") is False
-        assert (await old.round([31])).version == "1"
         assert await listed(service) == [("x", "1", 0.0, 1, True), ("x", "2", 1.0, 1, False)]
+        assert (await old.round([31])).version == "2"
+        assert await listed(service) == [("x", "2", 1.0, 2, False)]
         await old.end()
-        assert await listed(service) == [("x", "2", 1.0, 1, False)]
         await new.end()
         assert await unload(service, "x") is True
         assert await listed(service) == []

@@ -18,7 +18,7 @@ from paceline.service.options import read_token
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-_OPTIONS = ("max_context", "max_streams")
+_OPTIONS = ("max_context", "max_streams", "state_dir", "recordings")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +43,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-context", type=int, metavar="N", help="longest text, in tokens")
     group.add_argument(
         "--max-streams", type=int, metavar="N", help="most generations attached at a time"
+    )
+    group.add_argument(
+        "--state-dir",
+        type=Path,
+        metavar="DIR",
+        help="keep what is loaded here, and take it up again after a restart with the same --load",
+    )
+    group.add_argument(
+        "--recordings",
+        type=Path,
+        metavar="FILE",
+        help='JSON lines {"prompt": [...], "tokens": [...]} of token ids: every version must draft '
+        "along these texts before it gets traffic",
     )
     group.add_argument(
         "--verifier-tls-ca",

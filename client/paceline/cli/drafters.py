@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import grpc
+from google.protobuf.message import Message
 from rich.console import Console
 from rich.table import Table
 
@@ -20,7 +21,7 @@ Call = Callable[[str, Any], Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the four sub-commands."""
+    """Add the sub-commands."""
     commands = parser.add_subparsers(metavar="ACTION", required=True)
 
     listing = _add(commands, "list", "show all loaded versions", _list)
@@ -49,6 +50,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--share", type=float, default=1.0, metavar="S", help="of new generations, in (0, 1]"
     )
     activate.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+    trial = _add(commands, "try", "give a version a share, then promote it or roll it back", _try)
+    trial.add_argument("name")
+    trial.add_argument("version")
+    trial.add_argument(
+        "--share", type=float, default=0.1, metavar="S", help="of new generations (default: 0.1)"
+    )
+    trial.add_argument(
+        "--confidence",
+        type=float,
+        default=0.99,
+        metavar="C",
+        help="of the verdict (default: %(default)s)",
+    )
+    trial.add_argument(
+        "--length-margin",
+        type=float,
+        default=0.05,
+        metavar="M",
+        help="share of accepted tokens a round that may be lost (default: %(default)s)",
+    )
+    trial.add_argument(
+        "--time-margin",
+        type=float,
+        default=0.25,
+        metavar="M",
+        help="share by which drafts may take longer (default: %(default)s)",
+    )
+    trial.add_argument(
+        "--max-generations",
+        type=int,
+        default=256,
+        metavar="N",
+        help="roll it back if there is no verdict by then (default: %(default)s)",
+    )
+    trial.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+    trials = _add(commands, "trials", "show the last trial of each name", _trials)
+    trials.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
     unload = _add(commands, "unload", "remove a version once its generations have ended", _unload)
     unload.add_argument("name")
@@ -121,6 +161,21 @@ def _activate(args: argparse.Namespace, call: Call) -> None:
     _show([call("ActivateDrafter", request).drafter], "", args.json)
 
 
+def _try(args: argparse.Namespace, call: Call) -> None:
+    request = drafter_pb2.ActivateDrafterRequest(
+        name=args.name,
+        version=args.version,
+        traffic_share=args.share,
+        trial=drafter_pb2.TrialSettings(
+            confidence=args.confidence,
+            length_margin=args.length_margin,
+            time_margin=args.time_margin,
+            max_generations=args.max_generations,
+        ),
+    )
+    _show([call("ActivateDrafter", request).drafter], "", args.json)
+
+
 def _unload(args: argparse.Namespace, call: Call) -> None:
     request = drafter_pb2.UnloadDrafterRequest(
         name=args.name, version=args.version, force=args.force
@@ -140,7 +195,9 @@ def _show(drafters: Sequence[drafter_pb2.DrafterInfo], default: str, as_json: bo
     if as_json:
         print(json.dumps([_as_dict(info) for info in drafters], indent=2))
         return
-    table = Table("name", "version", "method", "share", "streams", "weights", "state", box=None)
+    table = Table(
+        "name", "version", "method", "share", "streams", "weights", "check", "state", box=None
+    )
     for info in drafters:
         table.add_row(
             info.name + (" (default)" if info.name == default else ""),
@@ -149,13 +206,41 @@ def _show(drafters: Sequence[drafter_pb2.DrafterInfo], default: str, as_json: bo
             f"{info.traffic_share:.0%}",
             str(info.active_streams),
             f"{info.weight_bytes / 2**20:.1f} MiB" if info.weight_bytes else "-",
+            f"{info.check.accepted_length:.2f} accepted, {info.check.draft_us / 1e3:.2f} ms"
+            if info.HasField("check")
+            else "-",
             "draining" if info.draining else "active" if info.traffic_share else "idle",
         )
     Console(highlight=False).print(table)
 
 
-def _as_dict(info: drafter_pb2.DrafterInfo) -> dict[str, object]:
-    return {field.name: getattr(info, field.name) for field in info.DESCRIPTOR.fields}
+def _trials(args: argparse.Namespace, call: Call) -> None:
+    trials = call("ListDrafters", drafter_pb2.ListDraftersRequest()).trials
+    if args.json:
+        print(json.dumps([_as_dict(trial) for trial in trials], indent=2))
+        return
+    table = Table("trial", "of", "beside", "generations", "accepted", "draft", "state", box=None)
+    for trial in trials:
+        new, old = trial.candidate_figures, trial.baseline_figures
+        state = drafter_pb2.TrialState.Name(trial.state).removeprefix("TRIAL_STATE_").lower()
+        table.add_row(
+            trial.name,
+            trial.candidate,
+            trial.baseline,
+            f"{new.generations} / {old.generations}",
+            f"{new.accepted_length:.2f} / {old.accepted_length:.2f}",
+            f"{new.draft_us / 1e3:.2f} / {old.draft_us / 1e3:.2f} ms",
+            state.replace("_", " ") + (f": {trial.reason}" if trial.reason else ""),
+        )
+    Console(highlight=False).print(table)
+
+
+def _as_dict(message: Message) -> dict[str, object]:
+    values = {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
+    return {
+        name: _as_dict(value) if isinstance(value, Message) else value
+        for name, value in values.items()
+    }
 
 
 def _fail(message: str, code: int) -> int:

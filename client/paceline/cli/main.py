@@ -28,7 +28,7 @@ COMMANDS = (
     Command("verifier", "paceline.cli.verifier", "run a verifier: the target model", "server"),
     Command("drafter", "paceline.cli.drafter", "run a drafter", "server"),
     Command("generate", "paceline.cli.generate", "generate text through running services"),
-    Command("drafters", "paceline.cli.drafters", "list, load, activate and unload drafters"),
+    Command("drafters", "paceline.cli.drafters", "list, load, try, activate and unload drafters"),
     Command("demo", "paceline.cli.demo", "start both services and watch them generate", "server"),
     Command("bench", "paceline.cli.bench", "measure speed beside other generators", "server"),
     Command("train", "paceline.cli.train", "train targets and drafters", "train"),

@@ -2,12 +2,26 @@ from paceline.v1 import sampling_pb2 as _sampling_pb2
 from paceline.v1 import tree_pb2 as _tree_pb2
 from paceline.v1 import verifier_pb2 as _verifier_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class TrialState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TRIAL_STATE_UNSPECIFIED: _ClassVar[TrialState]
+    TRIAL_STATE_RUNNING: _ClassVar[TrialState]
+    TRIAL_STATE_PROMOTED: _ClassVar[TrialState]
+    TRIAL_STATE_ROLLED_BACK: _ClassVar[TrialState]
+    TRIAL_STATE_CANCELLED: _ClassVar[TrialState]
+TRIAL_STATE_UNSPECIFIED: TrialState
+TRIAL_STATE_RUNNING: TrialState
+TRIAL_STATE_PROMOTED: TrialState
+TRIAL_STATE_ROLLED_BACK: TrialState
+TRIAL_STATE_CANCELLED: TrialState
 
 class DraftRequest(_message.Message):
     __slots__ = ("attach", "round")
@@ -106,15 +120,17 @@ class ListDraftersRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ListDraftersResponse(_message.Message):
-    __slots__ = ("drafters", "default_drafter")
+    __slots__ = ("drafters", "default_drafter", "trials")
     DRAFTERS_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    TRIALS_FIELD_NUMBER: _ClassVar[int]
     drafters: _containers.RepeatedCompositeFieldContainer[DrafterInfo]
     default_drafter: str
-    def __init__(self, drafters: _Optional[_Iterable[_Union[DrafterInfo, _Mapping]]] = ..., default_drafter: _Optional[str] = ...) -> None: ...
+    trials: _containers.RepeatedCompositeFieldContainer[DrafterTrial]
+    def __init__(self, drafters: _Optional[_Iterable[_Union[DrafterInfo, _Mapping]]] = ..., default_drafter: _Optional[str] = ..., trials: _Optional[_Iterable[_Union[DrafterTrial, _Mapping]]] = ...) -> None: ...
 
 class DrafterInfo(_message.Message):
-    __slots__ = ("name", "version", "method", "folder", "traffic_share", "active_streams", "target_fingerprint", "tokenizer_digest", "weight_bytes", "draining")
+    __slots__ = ("name", "version", "method", "folder", "traffic_share", "active_streams", "target_fingerprint", "tokenizer_digest", "weight_bytes", "draining", "check")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
@@ -125,6 +141,7 @@ class DrafterInfo(_message.Message):
     TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    CHECK_FIELD_NUMBER: _ClassVar[int]
     name: str
     version: str
     method: str
@@ -135,7 +152,20 @@ class DrafterInfo(_message.Message):
     tokenizer_digest: str
     weight_bytes: int
     draining: bool
-    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., method: _Optional[str] = ..., folder: _Optional[str] = ..., traffic_share: _Optional[float] = ..., active_streams: _Optional[int] = ..., target_fingerprint: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., draining: _Optional[bool] = ...) -> None: ...
+    check: DrafterCheck
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., method: _Optional[str] = ..., folder: _Optional[str] = ..., traffic_share: _Optional[float] = ..., active_streams: _Optional[int] = ..., target_fingerprint: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., draining: _Optional[bool] = ..., check: _Optional[_Union[DrafterCheck, _Mapping]] = ...) -> None: ...
+
+class DrafterCheck(_message.Message):
+    __slots__ = ("texts", "rounds", "accepted_length", "draft_us")
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_US_FIELD_NUMBER: _ClassVar[int]
+    texts: int
+    rounds: int
+    accepted_length: float
+    draft_us: int
+    def __init__(self, texts: _Optional[int] = ..., rounds: _Optional[int] = ..., accepted_length: _Optional[float] = ..., draft_us: _Optional[int] = ...) -> None: ...
 
 class LoadDrafterRequest(_message.Message):
     __slots__ = ("name", "version", "method", "folder", "options", "activate")
@@ -167,14 +197,60 @@ class LoadDrafterResponse(_message.Message):
     def __init__(self, drafter: _Optional[_Union[DrafterInfo, _Mapping]] = ...) -> None: ...
 
 class ActivateDrafterRequest(_message.Message):
-    __slots__ = ("name", "version", "traffic_share")
+    __slots__ = ("name", "version", "traffic_share", "trial")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     TRAFFIC_SHARE_FIELD_NUMBER: _ClassVar[int]
+    TRIAL_FIELD_NUMBER: _ClassVar[int]
     name: str
     version: str
     traffic_share: float
-    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., traffic_share: _Optional[float] = ...) -> None: ...
+    trial: TrialSettings
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., traffic_share: _Optional[float] = ..., trial: _Optional[_Union[TrialSettings, _Mapping]] = ...) -> None: ...
+
+class TrialSettings(_message.Message):
+    __slots__ = ("confidence", "length_margin", "time_margin", "max_generations")
+    CONFIDENCE_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_MARGIN_FIELD_NUMBER: _ClassVar[int]
+    TIME_MARGIN_FIELD_NUMBER: _ClassVar[int]
+    MAX_GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    confidence: float
+    length_margin: float
+    time_margin: float
+    max_generations: int
+    def __init__(self, confidence: _Optional[float] = ..., length_margin: _Optional[float] = ..., time_margin: _Optional[float] = ..., max_generations: _Optional[int] = ...) -> None: ...
+
+class DrafterTrial(_message.Message):
+    __slots__ = ("name", "candidate", "baseline", "settings", "state", "reason", "candidate_figures", "baseline_figures")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATE_FIELD_NUMBER: _ClassVar[int]
+    BASELINE_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATE_FIGURES_FIELD_NUMBER: _ClassVar[int]
+    BASELINE_FIGURES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    candidate: str
+    baseline: str
+    settings: TrialSettings
+    state: TrialState
+    reason: str
+    candidate_figures: TrialFigures
+    baseline_figures: TrialFigures
+    def __init__(self, name: _Optional[str] = ..., candidate: _Optional[str] = ..., baseline: _Optional[str] = ..., settings: _Optional[_Union[TrialSettings, _Mapping]] = ..., state: _Optional[_Union[TrialState, str]] = ..., reason: _Optional[str] = ..., candidate_figures: _Optional[_Union[TrialFigures, _Mapping]] = ..., baseline_figures: _Optional[_Union[TrialFigures, _Mapping]] = ...) -> None: ...
+
+class TrialFigures(_message.Message):
+    __slots__ = ("generations", "rounds", "accepted_length", "draft_us")
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_US_FIELD_NUMBER: _ClassVar[int]
+    generations: int
+    rounds: int
+    accepted_length: float
+    draft_us: int
+    def __init__(self, generations: _Optional[int] = ..., rounds: _Optional[int] = ..., accepted_length: _Optional[float] = ..., draft_us: _Optional[int] = ...) -> None: ...
 
 class ActivateDrafterResponse(_message.Message):
     __slots__ = ("drafter",)

@@ -152,14 +152,14 @@ class DrafterRegistryServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ActivateDrafter(self, request, context):
-        """Sends new generations to a version, all of them or a share.
+        """Sends new generations to a version, all of them or a share, for good or on trial.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadDrafter(self, request, context):
-        """Removes a version.
+        """Removes a version. Its running generations go on with another one from their next round.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from paceline.drafter.check import LoadCheck, Recording, read_recordings
 from paceline.drafter.kv import KvExchange, VerifierAccess
 from paceline.drafter.methods import register_method
 from paceline.drafter.methods.base import LoadError, Resources
-from paceline.drafter.registry import Registry
-from paceline.drafter.registry_servicer import DrafterRegistryServicer
+from paceline.drafter.registry import Registry, StateFile
+from paceline.drafter.registry.keeper import Keeper
+from paceline.drafter.registry.loader import Loader
+from paceline.drafter.registry.servicer import DrafterRegistryServicer
 from paceline.drafter.servicer import DrafterServicer
 from paceline.drafter.spec import DrafterSpec, Roots
 from paceline.drafter.worker import DraftWorker
@@ -44,12 +47,18 @@ class DrafterService:
         max_context: int,
         max_streams: int,
         metrics: CollectorRegistry | None = None,
+        state: StateFile | None = None,
+        recordings: Sequence[Recording] = (),
     ) -> None:
-        self._load = tuple(load)
+        self._load = list(load)
+        self._state = state
         self._exchange = KvExchange(access)
         self._worker = DraftWorker()
         self._registry = Registry(
-            roots, resources, lambda drafter: self._worker.post(drafter.close)
+            Loader(roots, resources),
+            lambda drafter: self._worker.post(drafter.close),
+            check=LoadCheck(recordings, self._worker) if recordings else None,
+            keeper=Keeper(state) if state is not None else None,
         )
         self._drafting = DrafterServicer(
             self._registry,
@@ -74,14 +83,14 @@ class DrafterService:
         )
 
     async def start(self) -> None:
-        """Load the drafters given at the start.
+        """Load the drafters given at the start, or those that were there before a restart.
 
         Raises:
-            LoadError: One of them cannot be loaded.
+            LoadError: One of those given cannot be loaded.
         """
         self._worker.start()
-        for spec in self._load:
-            await self._registry.load(spec)
+        state = self._state.read() if self._state is not None else None
+        await self._registry.begin(self._load, state)
 
     async def drain(self) -> None:
         """Refuse new streams, and return when those attached have ended."""
@@ -105,6 +114,8 @@ def build_service(
     max_streams: int = 1024,
     access: VerifierAccess | None = None,
     metrics: CollectorRegistry | None = None,
+    state_dir: Path | None = None,
+    recordings: Path | None = None,
     test_methods: Mapping[str, str] | None = None,
     allow_test_methods: bool = False,
 ) -> Service:
@@ -121,14 +132,19 @@ def build_service(
         max_streams: Most generations attached at once; further ones get RESOURCE_EXHAUSTED.
         metrics: Where its metrics are added; None: none are kept.
         access: How it shows itself to verifiers whose KV it reads; None: without token or TLS.
+        state_dir: Folder of this service's own where it keeps what is loaded over a restart; made
+            if need be. A start with the same ``load`` takes that up. None: each start is a new one.
+        recordings: Texts that every version without needs for KV drafts along before it is listed
+            (:func:`paceline.drafter.check.read_recordings`). None: versions are not checked.
         test_methods: Methods from outside the package, name to ``module:Class``. They run code of
             the caller's choice, so they need ``allow_test_methods``. For tests only.
         allow_test_methods: Says that ``test_methods`` are wanted.
 
     Raises:
-        LoadError: Test methods without leave, or under a name that is taken.
+        LoadError: Test methods without leave, or under a name that is taken; or the recordings
+            cannot be read.
         OptionsError: The TLS authorities of ``access`` cannot be read.
-        OSError: Another TLS file of it cannot be read.
+        OSError: Another TLS file of it cannot be read, or the state folder cannot be made.
     """
     if test_methods and not allow_test_methods:
         raise LoadError(
@@ -151,4 +167,6 @@ def build_service(
         max_context=max_context,
         max_streams=max_streams,
         metrics=metrics,
+        state=StateFile(state_dir) if state_dir is not None else None,
+        recordings=read_recordings(recordings) if recordings is not None else (),
     )

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
 
-from paceline.drafter.kv import KvExchange, KvGone, KvNotShared
-from paceline.drafter.methods.base import Budget, Drafter, Generation, Update
+from paceline.drafter.kv import KvExchange, KvGone
+from paceline.drafter.methods.base import Budget, Drafter, Update
 from paceline.drafter.registry import Registry, Version
-from paceline.drafter.session import Session
+from paceline.drafter.stream import Stream
 from paceline.drafter.validation import check_attach, check_fit, check_length, check_tokens
 from paceline.drafter.worker import Drafted, DraftWorker
 from paceline.service import Gate, ServiceError
@@ -74,63 +74,27 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         attach = first.attach
         check_attach(attach, self._max_context)
         version = self._registry.choose(attach.drafter, attach.version)
-        vocab_size = _check_drafter(attach, version)
-        eviction = _Eviction(version)
-        self._registry.attach(version, eviction)
-        session: Session | None = None
+        check_fit(attach, version.drafter, version.spec.name)
+        stream = Stream(
+            attach, version, self._registry, self._worker, self._exchange, self._metrics
+        )
         try:
-            session = await self._start(attach, version)
-            if self._metrics is not None:
-                self._metrics.mapped(session.kv_bytes)
+            check_tokens("tokens", stream.tokens, stream.vocab_size)
+            await stream.open()
             await context.write(_attached(version))
-            await session.warm()
-            await self._rounds(session, vocab_size, context)
+            await stream.warm()
+            await self._rounds(stream, context)
         except KvGone as error:
             raise ServiceError.unavailable(
                 "KV_GONE", f"{error}; attach again with the read grant of the cache in use"
             ) from error
         except asyncio.CancelledError:
-            eviction.raise_if_done()
+            stream.raise_if_evicted()
             raise
         finally:
-            if session is not None:
-                session.close()
-                if self._metrics is not None:
-                    self._metrics.mapped(-session.kv_bytes)
-            self._registry.detach(version, eviction)
+            stream.close()
 
-    async def _start(self, attach: drafter_pb2.DraftAttach, version: Version) -> Session:
-        kv = None
-        if layers := version.drafter.needs.kv_layers:
-            try:
-                kv = await self._exchange.map_cache(
-                    attach.verifier_address, attach.read_grant, layers
-                )
-            except KvNotShared as error:
-                raise ServiceError.failed_precondition(
-                    "KV_NOT_SHARED",
-                    f"drafter {version.spec.name!r} reads the target's KV, but {error}; go on "
-                    "with a drafter that needs tokens only",
-                ) from error
-        generation = Generation(
-            tokens=list(attach.tokens),
-            prompt_length=attach.prompt_length,
-            vocab_size=attach.vocab_size,
-            sampling=attach.sampling,
-            read_grant=attach.read_grant,
-            verifier_address=attach.verifier_address,
-            kv=kv,
-        )
-        try:
-            sequence = version.drafter.start(generation)
-        except BaseException:
-            if kv is not None:
-                kv.close()
-            raise
-        return Session(version, sequence, len(generation.tokens), self._worker, kv)
-
-    async def _rounds(self, session: Session, vocab_size: int, context: Context) -> None:
-        version = session.version
+    async def _rounds(self, stream: Stream, context: Context) -> None:
         while True:
             request = await context.read()
             if request is grpc.aio.EOF:
@@ -141,8 +105,9 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
                 raise ServiceError.invalid_argument(
                     "ALREADY_ATTACHED", "after the attach every message must be a round"
                 )
-            check_tokens("new_tokens", asked.new_tokens, vocab_size)
-            length = session.length + len(asked.new_tokens)
+            await stream.follow()
+            check_tokens("new_tokens", asked.new_tokens, stream.vocab_size)
+            length = len(stream.tokens) + len(asked.new_tokens)
             if asked.total_length != length:
                 raise ServiceError.failed_precondition(
                     "OUT_OF_STEP",
@@ -151,45 +116,10 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
                 )
             check_length(length, self._max_context)
             update = Update(tuple(asked.new_tokens), asked.committed_length, asked.hidden_states)
-            drafted = await session.round(update, _budget(asked, version.drafter, arrived))
-            await context.write(_answer(asked.round_id, drafted, version))
+            drafted = await stream.round(update, _budget(asked, stream.version.drafter, arrived))
+            await context.write(_answer(asked.round_id, drafted, stream.version))
             if self._metrics is not None:
-                self._metrics.drafted(version, drafted)
-
-
-class _Eviction:
-    """Ends a stream from outside: cancels its handler, which then says why."""
-
-    def __init__(self, version: Version) -> None:
-        self._version = version
-        self._task = asyncio.current_task()
-        self._done = False
-
-    def __call__(self) -> None:
-        self._done = True
-        if self._task is not None:
-            self._task.cancel()
-
-    def raise_if_done(self) -> None:
-        """Raise UNAVAILABLE with DRAFTER_UNLOADED if it was this that cancelled the handler."""
-        if not self._done:
-            return
-        if self._task is not None:
-            self._task.uncancel()
-        version = self._version
-        raise ServiceError.unavailable(
-            "DRAFTER_UNLOADED",
-            f"version {version.version!r} of drafter {version.spec.name!r} was unloaded; "
-            "attach again to get another version",
-        )
-
-
-def _check_drafter(attach: drafter_pb2.DraftAttach, version: Version) -> int:
-    """Check attach and drafter against each other; returns how many token ids both know."""
-    check_fit(attach, version.drafter, version.spec.name)
-    vocab_size = min(attach.vocab_size, version.drafter.fit.vocab_size or attach.vocab_size)
-    check_tokens("tokens", attach.tokens, vocab_size)
-    return vocab_size
+                self._metrics.drafted(stream.version, drafted)
 
 
 def _attached(version: Version) -> drafter_pb2.DraftResponse:

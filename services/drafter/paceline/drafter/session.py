@@ -1,14 +1,15 @@
-"""One attached stream: where its text stands, and the way of a round to the method and back."""
+"""A version at work on one generation: the way of a round to the method and back."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from paceline.drafter.methods.base import Budget, DraftSequence, Update
-from paceline.drafter.registry import Version
-from paceline.drafter.tree import EMPTY
+from paceline.drafter.methods.base import Budget, Drafter, DraftSequence, Update
+from paceline.drafter.registry import Sample
+from paceline.drafter.tree import EMPTY, Tree
 from paceline.drafter.worker import Drafted, DraftWorker
 
 if TYPE_CHECKING:
@@ -19,30 +20,30 @@ INLINE_SLICE = 32
 
 
 class Session:
-    """A version's sequence for one stream.
+    """A drafter's sequence for one generation.
 
-    Belongs to the stream's handler, which closes it however the stream ends; nothing may be asked
-    of it then. A sequence of an inline method lives on the event loop; all others are handed to the
+    Belongs to who made it, who closes it however the generation ends; nothing may be asked of it
+    then. A sequence of an inline method lives on the event loop; all others are handed to the
     worker. The KV that the sequence reads is closed after it, where it was.
     """
 
     def __init__(
         self,
-        version: Version,
+        drafter: Drafter,
         sequence: DraftSequence,
-        length: int,
         worker: DraftWorker,
         kv: SharedKv | None = None,
     ) -> None:
-        self.version = version
-        self.length = length
-        """Tokens of the text so far."""
+        self.sample = Sample()
+        """What came of the rounds so far."""
+        self._drafter = drafter
         self._sequence = sequence
         self._kv = kv
         self._worker = worker
-        self._inline = version.drafter.inline
         self.kv_bytes = 0 if kv is None else kv.byte_size
         """KV of the verifier that is mapped for it. Unit: bytes."""
+        self._inline = drafter.inline
+        self._last: Drafted | None = None
 
     async def warm(self) -> None:
         """Begin with the backlog; inline methods also end with it."""
@@ -55,19 +56,10 @@ class Session:
 
     async def round(self, update: Update, budget: Budget) -> Drafted:
         """Take in the update and draft a tree, empty if nodes or time are out."""
-        self.length += len(update.tokens)
-        if not self._inline:
-            return await self._worker.submit(self.version.drafter, self._sequence, update, budget)
-        sequence = self._sequence
-        begun = time.monotonic()
-        sequence.extend(update)
-        while sequence.backlog > INLINE_SLICE and time.monotonic() < budget.deadline:
-            sequence.warm(INLINE_SLICE)
-            await asyncio.sleep(0)
-        if budget.nodes <= 0 or time.monotonic() >= budget.deadline:
-            return Drafted(EMPTY, 0.0, 0.0)
-        (tree,) = self.version.drafter.draft_many([(sequence, budget)])
-        return Drafted(tree, time.monotonic() - begun, 0.0)
+        self._judge(update.tokens)
+        drafted = await self._draft(update, budget)
+        self._last = drafted if budget.nodes > 0 else None
+        return drafted
 
     def close(self) -> None:
         """Free the sequence, after the round it may still be in."""
@@ -81,3 +73,45 @@ class Session:
         finally:
             if self._kv is not None:
                 self._kv.close()
+
+    async def _draft(self, update: Update, budget: Budget) -> Drafted:
+        if not self._inline:
+            return await self._worker.submit(self._drafter, self._sequence, update, budget)
+        sequence = self._sequence
+        begun = time.monotonic()
+        sequence.extend(update)
+        while sequence.backlog > INLINE_SLICE and time.monotonic() < budget.deadline:
+            sequence.warm(INLINE_SLICE)
+            await asyncio.sleep(0)
+        if budget.nodes <= 0 or time.monotonic() >= budget.deadline:
+            return Drafted(EMPTY, 0.0, 0.0)
+        (tree,) = self._drafter.draft_many([(sequence, budget)])
+        return Drafted(tree, time.monotonic() - begun, 0.0)
+
+    def _judge(self, tokens: Sequence[int]) -> None:
+        """What the last tree was worth: how much of the text that followed it held.
+
+        The text does not depend on trees, so this is what acceptance came to, also where the client
+        had no time for the tree.
+        """
+        last, self._last = self._last, None
+        if last is None or not tokens:
+            return
+        self.sample.rounds += 1
+        self.sample.accepted += agreement(last.tree, tokens)
+        self.sample.draft_seconds += last.draft_seconds
+
+
+def agreement(tree: Tree, tokens: Sequence[int]) -> int:
+    """Length of the longest path of a tree that a text goes on with."""
+    depth, reached = 0, {-1}
+    for token in tokens:
+        reached = {
+            node
+            for node, parent in enumerate(tree.parents)
+            if parent in reached and tree.tokens[node] == token
+        }
+        if not reached:
+            break
+        depth += 1
+    return depth

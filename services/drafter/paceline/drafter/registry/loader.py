@@ -1,0 +1,44 @@
+"""Loads drafters in a thread of its own, while everything else goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from paceline.drafter.methods import folder_options, method_class
+from paceline.drafter.methods.base import Drafter, LoadError, Resources
+from paceline.drafter.spec import DrafterSpec, Roots
+
+
+class Loader:
+    """One load at a time, from allowed folders only."""
+
+    def __init__(self, roots: Roots, resources: Resources) -> None:
+        self._roots = roots
+        self._resources = resources
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="drafter-load")
+
+    async def load(self, spec: DrafterSpec) -> Drafter:
+        """The drafter that a spec describes.
+
+        Raises:
+            LoadError: The method, a folder or an option is wrong.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._load, spec)
+
+    async def close(self) -> None:
+        """End the thread, after the load it is at."""
+        await asyncio.to_thread(self._thread.shutdown, wait=True, cancel_futures=True)
+
+    def _load(self, spec: DrafterSpec) -> Drafter:
+        folder = self._roots.check(spec.folder) if spec.folder else None
+        folders = folder_options(spec.method)
+        options = {
+            name: str(self._roots.check(Path(text))) if name in folders and text else text
+            for name, text in spec.options.items()
+        }
+        try:
+            return method_class(spec.method).load(folder, options, self._resources)
+        except LoadError as error:
+            raise LoadError(error.reason, f"drafter {spec.name!r}: {error}") from error
