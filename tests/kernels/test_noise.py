@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.kernels import gumbel_noise, gumbel_noise_at, philox
+from paceline.kernels._native import library
+from paceline.kernels.noise import _mantissas, _slow_mantissas
 
 # Known answers of philox4x32-10 from the Random123 distribution: counter, key, output.
 KNOWN = [
@@ -56,6 +58,22 @@ def test_noise_follows_the_documented_layout(seed: int, position: int, vocab: in
     assert noise.shape == (vocab,)
     for token in {0, vocab // 2, vocab - 1}:
         assert noise[token].item() == pytest.approx(spelled_out(seed, position, token), abs=1e-6)
+
+
+@settings(deadline=None)
+@given(
+    seed=st.integers(0, 2**64 - 1),
+    position=st.integers(0, 2**64 - 1),
+    ids=st.lists(st.integers(0, 2**31), max_size=40),
+)
+def test_with_a_compiler_and_without_it_is_the_same(
+    seed: int, position: int, ids: list[int]
+) -> None:
+    if library() is None:
+        pytest.skip("no gcc")
+    tokens = np.array(ids, np.int64)
+    found = _mantissas(seed, position, tokens)
+    assert found.tolist() == _slow_mantissas(seed, position, tokens).tolist()
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 8191, 8192, 8193, 20001])

@@ -14,10 +14,14 @@ Exact layout, so that any other implementation gives the same bits:
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from paceline.kernels._native import library
 
 _ROUNDS = 10
 _MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
@@ -26,7 +30,7 @@ _WEYL_STEPS = np.arange(_ROUNDS, dtype=np.uint64)[:, None, None] * np.array(
 )
 _LOW = np.uint64(0xFFFFFFFF)
 _HIGH_SHIFT = np.uint64(32)
-_BLOCK = 4096  # counters per pass: the working arrays stay in the first two cache levels
+_BLOCK = 8192  # ids per pass: the working arrays stay in the first two cache levels
 
 _U64 = NDArray[np.uint64]
 
@@ -63,11 +67,9 @@ def gumbel_noise(seed: int, position: int, vocab: int) -> Tensor:
     """
     _check(seed, position)
     out = np.empty(vocab, dtype=np.float32)
-    for begin in range(0, (vocab + 1) // 2, _BLOCK):
-        end = min(begin + _BLOCK, (vocab + 1) // 2)
-        pairs = np.arange(begin, end, dtype=np.uint64)
-        draws = _gumbel(_mantissas(seed, position, pairs).T.reshape(-1))
-        out[2 * begin : 2 * end] = draws[: min(2 * end, vocab) - 2 * begin]
+    for begin in range(0, vocab, _BLOCK):
+        ids = np.arange(begin, min(begin + _BLOCK, vocab))
+        out[begin : begin + _BLOCK] = _gumbel(_mantissas(seed, position, ids))
     return torch.from_numpy(out)
 
 
@@ -86,9 +88,8 @@ def gumbel_noise_at(seed: int, position: int, ids: Tensor) -> Tensor:
         ValueError: Seed or position out of range.
     """
     _check(seed, position)
-    tokens = ids.cpu().numpy()
-    both = _mantissas(seed, position, (tokens >> 1).astype(np.uint64))
-    return torch.from_numpy(_gumbel(both[tokens & 1, np.arange(tokens.size)]).astype(np.float32))
+    tokens = np.ascontiguousarray(ids.cpu().numpy())
+    return torch.from_numpy(_gumbel(_mantissas(seed, position, tokens)).astype(np.float32))
 
 
 def _check(seed: int, position: int) -> None:
@@ -98,18 +99,34 @@ def _check(seed: int, position: int) -> None:
         raise ValueError(f"position is {position}, expected 0 to 2**64 - 1")
 
 
-def _mantissas(seed: int, position: int, pairs: _U64) -> _U64:
-    """The 52-bit integers k of ids ``2 * pairs`` (row 0) and ``2 * pairs + 1`` (row 1)."""
-    even = np.empty((2, pairs.size), dtype=np.uint64)
+def _mantissas(seed: int, position: int, ids: NDArray[np.int64]) -> _U64:
+    """The 52-bit integers k of token ids."""
+    native = library()
+    if native is None:
+        return _slow_mantissas(seed, position, ids)
+    out = np.empty(ids.size, dtype=np.uint64)
+    native.paceline_mantissas(
+        *map(ctypes.c_uint64, (seed, position)),
+        ctypes.c_void_p(ids.ctypes.data),
+        ctypes.c_int64(ids.size),
+        ctypes.c_void_p(out.ctypes.data),
+    )
+    return out
+
+
+def _slow_mantissas(seed: int, position: int, ids: NDArray[np.int64]) -> _U64:
+    """The same without a compiler."""
+    even = np.empty((2, ids.size), dtype=np.uint64)
     even[0] = position & 0xFFFFFFFF
-    even[1] = pairs
-    odd = np.zeros((2, pairs.size), dtype=np.uint64)
+    even[1] = ids >> 1
+    odd = np.zeros((2, ids.size), dtype=np.uint64)
     odd[0] = position >> 32
     even, odd = _rounds(even, odd, (seed & 0xFFFFFFFF, seed >> 32))
     even <<= np.uint64(20)
     odd >>= np.uint64(12)
     even |= odd
-    return even
+    chosen: _U64 = np.where(ids & 1, even[1], even[0])
+    return chosen
 
 
 def _rounds(even: _U64, odd: _U64, key: tuple[int, int]) -> tuple[_U64, _U64]:
