@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,6 +75,24 @@ def test_a_home_that_cannot_be_written_is_survived(
     folder = _native._folder()
     assert folder.is_dir()
     assert os.access(folder, os.W_OK)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="compiled ahead for x86-64 only")
+def test_one_compiled_ahead_needs_no_compiler(fresh: Path) -> None:
+    if shutil.which("gcc") is None:
+        pytest.skip("no gcc")
+    ahead = fresh / "ahead"
+    built = _native.build_ahead(ahead)
+    # The loader reads LD_LIBRARY_PATH when a process starts.
+    probe = "from paceline.kernels import _native; print(_native.library()._name)"
+    found = subprocess.run(
+        [sys.executable, "-c", probe],
+        env={**os.environ, "LD_LIBRARY_PATH": str(ahead), "CC": "no-such-compiler"},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert found.stdout.strip() == built[0].name
 
 
 @pytest.mark.parametrize("heads", [(6, 2, 24), (4, 1, 8)])

@@ -1,6 +1,12 @@
-"""How client commands reach a service: address, TLS and token."""
+"""How client commands reach a service: address, TLS and token.
+
+Environment variables stand in for arguments that are not given, so that a deployment names its
+services once: `PACELINE_VERIFIER_ADDRESS`, `PACELINE_DRAFTER_ADDRESS`, `PACELINE_TLS_CA`, and
+`PACELINE_TOKEN` or `PACELINE_TOKEN_FILE`.
+"""
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +16,27 @@ from paceline.client import TlsOptions
 from paceline.service.options import OptionsError, read_token
 
 
+def verifier_address() -> str:
+    """Where the verifier is, if no argument says."""
+    return os.environ.get("PACELINE_VERIFIER_ADDRESS") or "127.0.0.1:7431"
+
+
+def drafter_address() -> str:
+    """Where the drafter is, if no argument says."""
+    return os.environ.get("PACELINE_DRAFTER_ADDRESS") or "127.0.0.1:7432"
+
+
 def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the TLS and token arguments of a client."""
     group = parser.add_argument_group("security")
     group.add_argument("--tls", action="store_true", help="speak TLS, trusting the system's roots")
-    group.add_argument("--tls-ca", type=Path, metavar="PEM", help="speak TLS, trusting these roots")
+    group.add_argument(
+        "--tls-ca",
+        type=Path,
+        default=os.environ.get("PACELINE_TLS_CA") or None,
+        metavar="PEM",
+        help="speak TLS, trusting these roots (or set PACELINE_TLS_CA)",
+    )
     group.add_argument("--tls-cert", type=Path, metavar="PEM", help="own certificate, for mTLS")
     group.add_argument("--tls-key", type=Path, metavar="PEM", help="private key of --tls-cert")
     group.add_argument(
@@ -24,7 +46,7 @@ def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
         "--token-file",
         type=Path,
         metavar="FILE",
-        help="file with the bearer token (or set PACELINE_TOKEN)",
+        help="file with the bearer token (or set PACELINE_TOKEN or PACELINE_TOKEN_FILE)",
     )
 
 

@@ -11,7 +11,12 @@ from google.protobuf.message import Message
 from rich.console import Console
 from rich.table import Table
 
-from paceline.cli.connection import add_connection_arguments, metadata_of, open_channel
+from paceline.cli.connection import (
+    add_connection_arguments,
+    drafter_address,
+    metadata_of,
+    open_channel,
+)
 from paceline.client._errors import PacelineError, from_rpc_error
 from paceline.service.options import OptionsError
 from paceline.v1 import drafter_pb2, drafter_pb2_grpc
@@ -123,7 +128,7 @@ def _add(
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=help)
     parser.add_argument(
-        "--address", default="127.0.0.1:7432", help="of the drafter (default: %(default)s)"
+        "--address", default=drafter_address(), help="of the drafter (default: %(default)s)"
     )
     parser.add_argument(
         "--timeout",

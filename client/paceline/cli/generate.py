@@ -9,7 +9,13 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline.cli.connection import add_connection_arguments, tls_of, token_of
+from paceline.cli.connection import (
+    add_connection_arguments,
+    drafter_address,
+    tls_of,
+    token_of,
+    verifier_address,
+)
 from paceline.client import Client, Generation, GenerationResult, PacelineError, RetryOptions
 from paceline.service.options import OptionsError
 
@@ -25,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_generation_arguments(parser)
 
     services = parser.add_argument_group("services")
-    services.add_argument("--verifier-address", default="127.0.0.1:7431", metavar="A")
-    services.add_argument("--drafter-address", default="127.0.0.1:7432", metavar="B")
+    services.add_argument("--verifier-address", default=verifier_address(), metavar="A")
+    services.add_argument("--drafter-address", default=drafter_address(), metavar="B")
     services.add_argument(
         "--retry-seconds",
         type=float,

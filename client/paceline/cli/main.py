@@ -29,6 +29,7 @@ COMMANDS = (
     Command("drafter", "paceline.cli.drafter", "run a drafter", "server"),
     Command("generate", "paceline.cli.generate", "generate text through running services"),
     Command("drafters", "paceline.cli.drafters", "list, load, try, activate and unload drafters"),
+    Command("health", "paceline.cli.health", "ask a service whether it serves", "server"),
     Command("demo", "paceline.cli.demo", "start both services and watch them generate", "server"),
     Command("bench", "paceline.cli.bench", "measure speed beside other generators", "server"),
     Command("train", "paceline.cli.train", "train targets and drafters", "train"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Self
 
 TOKEN_VARIABLE = "PACELINE_TOKEN"
+TOKEN_FILE_VARIABLE = "PACELINE_TOKEN_FILE"
 MEBIBYTE = 1 << 20
 
 SERVER_ARGUMENTS = (
@@ -134,7 +135,8 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         "--token-file",
         type=Path,
         metavar="FILE",
-        help=f"file with the bearer token clients must send (or set {TOKEN_VARIABLE})",
+        help=f"file with the bearer token clients must send "
+        f"(or set {TOKEN_VARIABLE} or {TOKEN_FILE_VARIABLE})",
     )
     server = parser.add_argument_group("server")
     server.add_argument(
@@ -172,13 +174,17 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_token(file: Path | None) -> str | None:
-    """The token from `file`, else from the environment, else None.
+    """The token from `file`, else from the environment or a file it names, else None.
 
     Raises:
         OptionsError: if the file cannot be read or holds no token.
     """
+    if file is None and (token := os.environ.get(TOKEN_VARIABLE, "").strip()):
+        return token
+    if file is None and (named := os.environ.get(TOKEN_FILE_VARIABLE)):
+        file = Path(named)
     if file is None:
-        return os.environ.get(TOKEN_VARIABLE, "").strip() or None
+        return None
     try:
         token = file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:

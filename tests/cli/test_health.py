@@ -1,0 +1,42 @@
+"""`paceline health`, and the environment variables that name a deployment once."""
+
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.main import main
+from paceline.cli.processes import ServiceProcess
+
+
+def test_a_service_that_serves(
+    registry: ServiceProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["health", registry.address]) == 0, "health asks for no token"
+    assert capsys.readouterr().out == f"{registry.address}: SERVING\n"
+
+
+def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["health", "unix:/nowhere.sock", "--timeout", "5"]) == 1
+    assert "unix:/nowhere.sock: UNAVAILABLE" in capsys.readouterr().err
+
+
+def test_the_environment_names_roots(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PACELINE_TLS_CA", "/nowhere.pem")
+    assert main(["health", "127.0.0.1:1"]) == 2
+    assert "/nowhere.pem" in capsys.readouterr().err
+
+
+def test_the_environment_names_the_drafter_and_a_token_file(
+    registry: ServiceProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret\n")
+    monkeypatch.delenv("PACELINE_TOKEN", raising=False)
+    monkeypatch.setenv("PACELINE_DRAFTER_ADDRESS", registry.address)
+    assert main(["drafters", "list"]) == 1, "it wants a token"
+    monkeypatch.setenv("PACELINE_TOKEN_FILE", str(token))
+    assert main(["drafters", "list"]) == 0
+    monkeypatch.setenv("PACELINE_TOKEN", "wrong")
+    assert main(["drafters", "list"]) == 1, "a token itself comes before a file of one"
