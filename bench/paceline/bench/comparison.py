@@ -9,6 +9,7 @@ from pathlib import Path
 from paceline.bench.baseline import MODES, Transformers
 from paceline.bench.prompts import Prompt
 from paceline.bench.served import Sample, Services, generate, overhead_ms
+from paceline.client import Stats
 
 PLAIN = "paceline none"
 
@@ -58,10 +59,20 @@ class Runs:
                 "transport_ms": lambda e: e.transport_ms,
                 "overhead_ms": overhead_ms,
             }
+            between = [_between_rounds_ms(sample.stats) for sample in self.samples]
             figures["round"] = {
-                name: statistics.median(map(value, rounds)) for name, value in split.items()
+                **{name: statistics.median(map(value, rounds)) for name, value in split.items()},
+                "client_ms": statistics.median(between),
             }
+            seconds = sum(entry.round_ms for entry in rounds) / 1e3
+            figures["tokens_per_second_while_drafting"] = emitted / seconds
         return figures
+
+
+def _between_rounds_ms(stats: Stats) -> float:
+    """A client's own time a round: what neither the first token nor any round accounts for."""
+    rest = stats.total_ms - stats.first_token_ms - stats.round_ms
+    return rest / len(stats.rounds)
 
 
 async def compare(

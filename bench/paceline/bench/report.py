@@ -5,13 +5,23 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from paceline.bench import accepted
+
 
 def show(results: dict[str, Any], console: Console) -> None:
     """Print what `paceline bench` wrote as JSON."""
-    for name, modes in results.get("comparison", {}).items():
-        console.print(_comparison(name, modes))
-    if "comparison" in results:
-        console.print(_rounds(results))
+    for part, title in (("comparison", "prompts: {}"), ("stretched", "stretched target, {}")):
+        if part in results:
+            for name, modes in results[part].items():
+                console.print(_comparison(title.format(name), modes))
+            console.print(_rounds(results[part], results))
+    if "stretched" in results:
+        console.print(_STRETCHED)
+    if "acceptance" in results:
+        console.print(accepted.lengths(results["acceptance"]))
+        console.print(accepted.positions(results["acceptance"]))
+    if "coupling" in results:
+        console.print(accepted.coupling(results["coupling"]))
     if "replay" in results:
         console.print(_replay(results["replay"]))
     if "draft" in results:
@@ -19,19 +29,30 @@ def show(results: dict[str, Any], console: Console) -> None:
         console.print(_draft_by_tree(results["draft"]))
 
 
-def _comparison(name: str, modes: dict[str, Any]) -> Table:
-    table = Table(title=f"prompts: {name}")
+_STRETCHED = (
+    "A stretched target is the demo target with added layers and feed-forward columns whose output "
+    "weights are zero: it computes\nthe same function, so it writes the same text and accepts the "
+    "same trees, at what a step of a 0.4B model costs.\n"
+)
+
+
+def _comparison(title: str, modes: dict[str, Any]) -> Table:
+    table = Table(title=title)
     if not any(mode.startswith("transformers") for mode in modes):
         table.caption = "sampled: transformers, with other noise, would write another text"
     for heading in (
-        *("mode", "tokens/s", "x transformers", "x plain"),
+        *("mode", "tokens/s", "x transformers", "x plain", "while drafting"),
         *("rounds with a tree", "accepted", "drafted", "identical"),
     ):
         table.add_column(heading, justify="left" if heading == "mode" else "right")
     for mode, figures in modes.items():
-        against, length = (
-            f"{figures[key]:.2f}" if key in figures else ""
-            for key in ("against_transformers_greedy", "accepted_length")
+        against, drafting, length = (
+            f"{figures[key]:.{digits}f}" if key in figures else ""
+            for key, digits in (
+                ("against_transformers_greedy", 2),
+                ("tokens_per_second_while_drafting", 1),
+                ("accepted_length", 2),
+            )
         )
         served = mode.startswith("paceline")
         table.add_row(
@@ -39,6 +60,7 @@ def _comparison(name: str, modes: dict[str, Any]) -> Table:
             f"{figures['tokens_per_second']:.1f}",
             against,
             f"{figures['against_paceline_none']:.2f}",
+            drafting,
             f"{figures['drafted_rounds']} of {figures['rounds']}" if served else "",
             length,
             f"{figures['drafted_share']:.0%}" if served else "",
@@ -47,23 +69,24 @@ def _comparison(name: str, modes: dict[str, Any]) -> Table:
     return table
 
 
-def _rounds(results: dict[str, Any]) -> Table:
+def _rounds(part: dict[str, Any], results: dict[str, Any]) -> Table:
     echo = results["echo_us"]["median"] / 1e3
     cold = results["echo_between_steps_us"]["median"] / 1e3
     table = Table(
         title=f"one drafted round, median ms (a bare echo: {echo:.3f} ms back to back, "
-        f"{cold:.3f} ms between steps)"
+        f"{cold:.3f} ms between steps)",
+        caption="round = draft + queue + verify + transport; client: its own time between rounds",
     )
-    columns = ("draft_ms", "verify_ms", "queue_ms", "transport_ms", "round_ms", "overhead_ms")
+    columns = ("draft_ms", "queue_ms", "verify_ms", "transport_ms", "client_ms", "round_ms")
     table.add_column("prompts")
     table.add_column("drafter")
-    for column in (*columns, "overhead / 2 echoes"):
+    for column in (*columns, "overhead_ms", "overhead / 2 echoes"):
         table.add_column(column.removesuffix("_ms"), justify="right")
-    for name, modes in results["comparison"].items():
+    for name, modes in part.items():
         for mode, figures in modes.items():
             if "round" in figures:
                 split = figures["round"]
-                cells = [f"{split[column]:.3f}" for column in columns]
+                cells = [f"{split[column]:.3f}" for column in (*columns, "overhead_ms")]
                 table.add_row(name, mode, *cells, f"{split['overhead_ms'] / (2 * echo):.2f}")
     return table
 

@@ -1,9 +1,12 @@
 """One run of the benchmark: measure, print, record."""
 
 import argparse
+import hashlib
 import json
 import statistics
 import tempfile
+from collections.abc import Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,36 +14,205 @@ import torch
 import uvloop
 from rich.console import Console
 
-from paceline.bench import comparison, draft, echo, machine, prompts, replay, report
+from paceline.bench import (
+    acceptance,
+    comparison,
+    coupling,
+    draft,
+    echo,
+    machine,
+    prompts,
+    replay,
+    report,
+    stretched,
+    texts,
+)
 
-PARTS = ("echo", "comparison", "replay", "draft")
+_WIDTH = 170  # columns where there is no terminal to ask: the widest table is shown whole
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the parts asked for; write JSON to `args.output` and print tables."""
     console = Console()
-    parts = args.part or list(PARTS)
-    results: dict[str, Any] = {"machine": machine.describe(), "dtype": args.dtype}
+    if not console.is_terminal:
+        console.width = max(console.width, _WIDTH)
+    described = machine.describe()
+    output: Path = args.output or Path("bench/results") / f"{described['kind']}.json"
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as scratch:
-        work = Path(scratch)
-        if "echo" in parts or "comparison" in parts:
-            results["echo_us"] = _spread(echo.echo_times(work))
-            between = echo.echo_times(work, 200, between_steps=True)
-            results["echo_between_steps_us"] = _spread(between)
-        if "comparison" in parts:
-            results["comparison"] = uvloop.run(_compare(args, console))
-        if "replay" in parts:
-            console.log("replay on a 0.5B shape with random weights")
-            results["replay"] = uvloop.run(replay.measure(args.work or work))
-        if "draft" in parts and args.models.joinpath("longspec", "config.json").exists():
-            results["draft"] = _draft(args, work, console)
+        bench = Bench(args, Path(scratch), console)
+        results: dict[str, Any] = {
+            "machine": described,
+            "dtype": args.dtype,
+            "longspec": bench.longspec_digest(),
+            "echo_us": _spread(echo.echo_times(bench.work)),
+            "echo_between_steps_us": _spread(echo.echo_times(bench.work, 200, between_steps=True)),
+        }
+        for part in args.part or PARTS:
+            console.log(f"part {part}")
+            found = PARTS[part](bench)
+            if found is not None:
+                results[part] = found
     report.show(results, console)
-    name = "-".join([str(results["machine"]["kind"]), *(args.part or ())])
-    output: Path = args.output or Path("bench/results") / f"{name}.json"
+    if args.part:
+        results = _with_earlier(results, output)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(results, indent=1) + "\n")
     console.print(f"written to {output}")
     return 0
+
+
+@dataclass
+class Bench:
+    """What all parts of a run share."""
+
+    args: argparse.Namespace
+    work: Path
+    console: Console
+
+    @property
+    def target(self) -> Path:
+        """The demo target."""
+        return Path(self.args.models) / "target"
+
+    @property
+    def small(self) -> Path | None:
+        """A small model of the target's text, if there is one."""
+        folder = Path(self.args.models) / "lm"
+        return folder if (folder / "config.json").exists() else None
+
+    @property
+    def longspec(self) -> Path | None:
+        """The LongSpec drafter, if there is one."""
+        folder: Path = self.args.longspec or Path(self.args.models) / "longspec"
+        return folder if (folder / "config.json").exists() else None
+
+    def longspec_digest(self) -> str | None:
+        """SHA-256 of its weights: which drafter the figures are of."""
+        if self.longspec is None:
+            self.console.log("there is no LongSpec drafter: its rows are left out")
+            return None
+        return hashlib.sha256((self.longspec / "model.safetensors").read_bytes()).hexdigest()
+
+    def drafters(self) -> dict[str, str]:
+        """Specifications, METHOD[:DIR][,key=value...], by name."""
+        found = {"ngram": "ngram"}
+        if self.small is not None:
+            found["lm"] = f"lm:{self.small}"
+        if self.longspec is not None:
+            found["longspec"] = f"longspec:{self.longspec},target={self.target}"
+        return found
+
+    def wanted(self, name: str) -> bool:
+        """Whether to measure this set of prompts."""
+        return not self.args.set or name in self.args.set
+
+    def texts(self) -> list[texts.Text]:
+        """Long prompts of the sets asked for."""
+        sets = [name for name in texts.SETS if self.wanted(name)]
+        return texts.load(self.args.models, self.args.texts, sets=sets)
+
+    def prompts(self) -> list[prompts.Prompt]:
+        """Short prompts of the sets asked for."""
+        found = prompts.load(Path(self.args.models) / "prompts", self.target)
+        return [prompt for prompt in found if self.wanted(prompt.set)]
+
+
+def _comparison(bench: Bench) -> dict[str, Any]:
+    return _wait(
+        comparison.compare(
+            bench.prompts(),
+            bench.target,
+            bench.small,
+            bench.drafters(),
+            dtype=bench.args.dtype,
+            tokens=bench.args.tokens,
+            repeats=bench.args.repeats,
+            progress=bench.console.log,
+        )
+    )
+
+
+def _stretched(bench: Bench) -> dict[str, Any]:
+    return _wait(
+        stretched.measure(
+            [prompt for prompt in bench.prompts() if prompt.set in stretched.SETS],
+            bench.target,
+            bench.longspec,
+            bench.args.work or bench.work,
+            tokens=bench.args.tokens,
+            progress=bench.console.log,
+        )
+    )
+
+
+def _acceptance(bench: Bench) -> dict[str, Any]:
+    specs = bench.drafters()
+    if "longspec" in specs:
+        wide = f"widths={coupling.WIDTHS},max_nodes={coupling.NODES}"
+        specs[f"longspec, {coupling.NODES} nodes"] = f"{specs['longspec']},{wide}"
+    return acceptance.measure(
+        bench.target,
+        bench.texts(),
+        specs,
+        dtype=bench.args.dtype,
+        tokens=bench.args.tokens,
+        progress=bench.console.log,
+    )
+
+
+def _coupling(bench: Bench) -> dict[str, Any] | None:
+    if bench.longspec is None:
+        return None
+    return coupling.measure(
+        bench.target,
+        bench.longspec,
+        bench.texts(),
+        dtype=bench.args.dtype,
+        tokens=bench.args.tokens,
+        progress=bench.console.log,
+    )
+
+
+def _draft(bench: Bench) -> dict[str, Any] | None:
+    if bench.longspec is None:
+        return None
+    dtype, pair = bench.args.dtype, (bench.target, bench.longspec)
+    contexts = draft.by_context(*pair, bench.work, dtype, repeats=bench.args.repeats)
+    chosen = [prompt for prompt in bench.prompts() if prompt.set in draft.PROMPT_SETS]
+    trees = draft.by_tree(*pair, chosen, dtype, progress=bench.console.log)
+    return {"threads": torch.get_num_threads(), "by_context": contexts, "by_tree": trees}
+
+
+def _replay(bench: Bench) -> dict[str, Any]:
+    return _wait(replay.measure(bench.args.work or bench.work))
+
+
+PARTS = {
+    "echo": lambda bench: None,  # measured in every run
+    "comparison": _comparison,
+    "stretched": _stretched,
+    "replay": _replay,
+    "draft": _draft,
+    "acceptance": _acceptance,
+    "coupling": _coupling,
+}
+
+
+def _wait(measuring: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = uvloop.run(measuring)
+    return found
+
+
+def _with_earlier(results: dict[str, Any], output: Path) -> dict[str, Any]:
+    """With the parts and prompt sets that this run left out, if the file has them for the same."""
+    if not output.exists():
+        return results
+    earlier = json.loads(output.read_text())
+    if any(earlier.get(key) != results[key] for key in ("machine", "dtype", "longspec")):
+        return results
+    by_set = ("comparison", "stretched", "acceptance", "coupling")
+    merged = {k: {**earlier.get(k, {}), **results[k]} for k in by_set if k in results}
+    return {**earlier, **results, **merged}
 
 
 def _spread(times: list[float]) -> dict[str, float]:
@@ -50,35 +222,3 @@ def _spread(times: list[float]) -> dict[str, float]:
         "p10": times[len(times) // 10],
         "p90": times[9 * len(times) // 10],
     }
-
-
-def _draft(args: argparse.Namespace, work: Path, console: Console) -> dict[str, Any]:
-    target, drafter = args.models / "target", args.models / "longspec"
-    console.log("drafts of longspec by context")
-    contexts = draft.by_context(target, drafter, work, args.dtype, repeats=args.repeats)
-    trees = draft.by_tree(
-        target,
-        drafter,
-        [p for p in prompts.load(args.models / "prompts", target) if p.set in draft.PROMPT_SETS],
-        args.dtype,
-        progress=console.log,
-    )
-    return {"threads": torch.get_num_threads(), "by_context": contexts, "by_tree": trees}
-
-
-async def _compare(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    demo: Path = args.models
-    small = demo / "lm"
-    drafters = {"ngram": "ngram"}
-    if small.joinpath("config.json").exists():
-        drafters["lm"] = f"lm:{small}"
-    return await comparison.compare(
-        prompts.load(demo / "prompts", demo / "target"),
-        demo / "target",
-        small if "lm" in drafters else None,
-        drafters,
-        dtype=args.dtype,
-        tokens=args.tokens,
-        repeats=args.repeats,
-        progress=console.log,
-    )

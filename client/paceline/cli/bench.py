@@ -9,18 +9,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--part",
         action="append",
-        choices=("echo", "comparison", "replay", "draft"),
-        help="measure only this part (repeatable); default: all",
+        choices=("echo", "comparison", "stretched", "replay", "draft", "acceptance", "coupling"),
+        help="measure only this part (repeatable), and keep the others of the file; default: all",
+    )
+    parser.add_argument(
+        "--set", action="append", help="measure only this set of prompts (repeatable)"
     )
     parser.add_argument("--models", type=Path, default=Path("models/demo"), help="demo models")
+    parser.add_argument(
+        "--longspec", type=Path, help="LongSpec drafter of the target; default: MODELS/longspec"
+    )
     parser.add_argument("--dtype", default="bfloat16", help="of the target: bfloat16 or float32")
     parser.add_argument("--tokens", type=int, default=256, help="new tokens a prompt")
     parser.add_argument("--repeats", type=int, default=3, help="passes over the prompts")
-    parser.add_argument("--work", type=Path, help="keep the 0.5B random target here")
     parser.add_argument(
-        "--output",
-        type=Path,
-        help="JSON file; default: bench/results/MACHINE.json, with the parts' names if not all",
+        "--texts", type=int, default=8, help="long prompts of each set and context length"
+    )
+    parser.add_argument("--work", type=Path, help="keep the made-up large targets here")
+    parser.add_argument(
+        "--output", type=Path, help="JSON file; default: bench/results/MACHINE.json"
     )
 
 

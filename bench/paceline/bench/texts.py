@@ -1,0 +1,74 @@
+"""Long prompts from the demo target's own corpus: files it never saw, and files it knows."""
+
+import hashlib
+import json
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from paceline.train.preset import PRESETS
+
+CONTEXTS = (300, 1000, 2000, 3800)
+"""Prompt lengths. Unit: tokens. The demo target's context is 4096."""
+
+SETS = ("heldout", "trained")
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt: a piece of one file; `set` says whether the target was trained on the file."""
+
+    set: str
+    file: str
+    tokens: list[int]
+
+
+def load(
+    models: Path, each: int, contexts: Sequence[int] = CONTEXTS, sets: Sequence[str] = SETS
+) -> list[Text]:
+    """`each` prompts of every set and context length, spread over files and over places in them.
+
+    Files come from the standard library of this Python if they are those of the target's
+    `corpus.json` by their digests, held-out ones else from the repository's copies; so with another
+    Python there are fewer held-out files, and none of the trained set.
+    """
+    target = models / "target"
+    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+    corpus = json.loads((target / "corpus.json").read_text())
+    known = corpus["train"][: PRESETS["cpu"].focus_files]  # trained on to the end
+    found = []
+    for name, entries in (("heldout", corpus["heldout"]), ("trained", known)):
+        if name in sets:
+            files = {
+                entry["path"]: tokenizer.encode(text).ids
+                for entry, text in _read(entries, models / "prompts" / name)
+            }
+            for length in contexts:
+                found += [Text(name, file, ids) for file, ids in _pieces(files, length, each)]
+    return found
+
+
+def _read(entries: list[dict[str, str]], copies: Path) -> Iterator[tuple[dict[str, str], str]]:
+    library = Path(sysconfig.get_paths()["stdlib"])
+    for entry in entries:
+        name = entry["path"].removesuffix(".py").replace("/", ".")
+        original, copy = library / entry["path"], copies / f"{name}.txt"
+        data = original.read_bytes() if original.is_file() else b""
+        if hashlib.sha256(data).hexdigest() == entry["sha256"]:
+            yield entry, data.decode()
+        elif copy.is_file():
+            yield entry, copy.read_text()
+
+
+def _pieces(
+    files: dict[str, list[int]], length: int, count: int
+) -> Iterator[tuple[str, list[int]]]:
+    """In turns from every file that is long enough, the first from its start, the last its end."""
+    fitting = [(file, ids) for file, ids in files.items() if len(ids) >= length]
+    for index in range(count if fitting else 0):
+        file, ids = fitting[index % len(fitting)]
+        start = (len(ids) - length) * index // max(1, count - 1)
+        yield file, ids[start : start + length]
