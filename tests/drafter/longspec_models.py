@@ -12,16 +12,16 @@ from torch import Tensor
 
 from paceline.decoder import Decoder, LocalCache, load_config
 from paceline.decoder.weights import Checkpoint
+from paceline.drafter.kv.shared import streaming_parts
 from paceline.drafter.methods.base import Generation, Resources
 from paceline.drafter.methods.lm_sequence import chain_segments
 from paceline.drafter.methods.longspec import LongSpecDrafter
 from paceline.drafter.methods.longspec_sequence import LongSpecSequence
-from paceline.kernels import History, filter_logits, gumbel_noise, plan_trees
+from paceline.kernels import History, filter_logits, gumbel_noise, plan_trees, streaming
 from paceline.longspec import (
     LongSpecConfig,
     LongSpecModel,
     TargetRef,
-    context_parts,
     read_longspec,
     save_longspec,
     window_mask,
@@ -44,8 +44,8 @@ class FakeKv:
     committed: int
     gone: bool = False
 
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.keys, self.values
+    def parts(self, index: int, below: int, budget: int) -> list[tuple[Tensor, Tensor]]:
+        return streaming_parts((self.keys, self.values), min(self.committed, below), budget)
 
     def check(self) -> None:
         if self.gone:
@@ -128,7 +128,7 @@ class Dense:
     ) -> Tensor:
         """``[S, V]`` for tokens that see one another as ``[S, S]`` says, and the same of the KV."""
         read = torch.zeros(len(tokens), committed, dtype=torch.bool)
-        for part in context_parts(committed, self.context):
+        for part in streaming(committed, self.context):
             read[:, part.start : part.stop] = True
         hidden = self.model(
             self.embedding[torch.tensor(tokens)][None],

@@ -51,7 +51,7 @@ def test_what_it_says_of_itself(folder: Path, target: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"width": "4"}, "known are target"),
+        ({"width": "4"}, "known are kv"),
         ({"widths": "4,x"}, "list of whole numbers"),
         ({"widths": "0"}, "out of range"),
         ({"widths": "64,64,64,64,64"}, "at most 255"),

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from paceline.kernels import streaming
 from paceline.longspec import (
     LongSpecConfig,
     LongSpecModel,
-    context_parts,
     lag_mask,
     window_mask,
 )
@@ -100,7 +100,7 @@ def test_a_lagged_text_is_what_drafting_sees(model: LongSpecModel, lag: int, con
     for p in range(12):
         known = max(0, p - lag + 1)
         read = torch.zeros(12, known, dtype=torch.bool)
-        for part in context_parts(known, context):
+        for part in streaming(known, context):
             read[:, part.start : part.stop] = True
         drafted = model(x, at, window, keys[:, :, :known], values[:, :, :known], read)
         torch.testing.assert_close(trained[0, p], drafted[0, p], rtol=1e-4, atol=1e-5)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.decoder import Decoder
+from paceline.drafter.kv.shared import streaming_parts
 from paceline.drafter.methods.base import Budget, Drafter, Generation, Update
 from paceline.service.sampling import sampling_params
 from paceline.v1 import sampling_pb2
@@ -57,12 +58,9 @@ class _Kv:
     def __init__(self, text: Text) -> None:
         self._text = text
 
-    @property
-    def committed(self) -> int:
-        return self._text.committed
-
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        return self._text.segment.layer(index)
+    def parts(self, index: int, below: int, budget: int) -> list[tuple[Tensor, Tensor]]:
+        text = self._text
+        return streaming_parts(text.segment.layer(index), min(text.committed, below), budget)
 
     def check(self) -> None:
         """Nothing: it lasts as long as the rounds."""

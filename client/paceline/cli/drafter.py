@@ -58,11 +58,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "along these texts before it gets traffic",
     )
     group.add_argument(
+        "--verifier",
+        action="append",
+        default=[],
+        metavar="HOST:PORT",
+        help="verifier on another machine, by the address that clients use, whose KV may be "
+        "followed; may be repeated (those on this machine need not be named)",
+    )
+    group.add_argument(
         "--verifier-tls-ca",
         type=Path,
         metavar="PEM",
-        help="speak TLS with verifiers on this machine whose KV a drafter reads, trusting these "
-        "roots; --tls-cert is shown to those that ask for a certificate",
+        help="speak TLS with verifiers whose KV a drafter reads, trusting these roots; "
+        "--tls-cert is shown to those that ask for a certificate",
     )
     group.add_argument(
         "--test-method",
@@ -96,6 +104,7 @@ def _build(args: argparse.Namespace, metrics: CollectorRegistry | None) -> Servi
         name: value for name in _OPTIONS if (value := getattr(args, name)) is not None
     }
     access = VerifierAccess(
+        remote=tuple(args.verifier),
         token=read_token(args.token_file),
         tls_ca=args.verifier_tls_ca,
         tls_cert=args.tls_cert,

@@ -103,6 +103,7 @@ class Rounds:
                 draft_ms=tree.draft_us / 1000,
                 verify_ms=response.verify_us / 1000,
                 queue_ms=(tree.queue_us + response.queue_us) / 1000,
+                kv_bytes=tree.kv_bytes,
             )
         )
         self._node_budget = response.node_budget

@@ -24,6 +24,8 @@ class RoundStats:
     """Time of the verifier's steps."""
     queue_ms: float
     """Time the round waited for other sequences, in drafter and verifier."""
+    kv_bytes: int = 0
+    """Bytes of the target's KV that came to the drafter over a wire; 0 where it is mapped."""
 
     @property
     def transport_ms(self) -> float:

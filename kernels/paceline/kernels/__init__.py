@@ -1,4 +1,4 @@
-"""Attention over token trees, sampling noise and filters: one public function each.
+"""Attention over token trees, KV selection, sampling noise and filters: one public function each.
 
 Backends are chosen by device in :func:`backend_for`. Imports nothing but torch and numpy.
 """
@@ -13,11 +13,13 @@ from paceline.kernels.history import History
 from paceline.kernels.noise import gumbel_noise, gumbel_noise_at, philox
 from paceline.kernels.rows import Norm, RowKernels, row_kernels
 from paceline.kernels.sampling import SamplingParams, choose_token, filter_logits, raw_logprobs
+from paceline.kernels.selection import SINKS, streaming
 from paceline.kernels.trees import CHUNK, MAX_TREE_NODES, TreePlan, TreeSegment, plan_trees
 
 __all__ = [
     "CHUNK",
     "MAX_TREE_NODES",
+    "SINKS",
     "AttentionBackend",
     "History",
     "Norm",
@@ -35,5 +37,6 @@ __all__ = [
     "raw_logprobs",
     "register_backend",
     "row_kernels",
+    "streaming",
     "tree_attention",
 ]

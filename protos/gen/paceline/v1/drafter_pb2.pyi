@@ -86,34 +86,38 @@ class DraftResponse(_message.Message):
     def __init__(self, attached: _Optional[_Union[DraftAttached, _Mapping]] = ..., tree: _Optional[_Union[DraftTree, _Mapping]] = ...) -> None: ...
 
 class DraftAttached(_message.Message):
-    __slots__ = ("drafter", "version", "method", "hidden_state_layers", "hidden_state_window", "max_nodes")
+    __slots__ = ("drafter", "version", "method", "hidden_state_layers", "hidden_state_window", "max_nodes", "kv_transport")
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_STATE_LAYERS_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_STATE_WINDOW_FIELD_NUMBER: _ClassVar[int]
     MAX_NODES_FIELD_NUMBER: _ClassVar[int]
+    KV_TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     drafter: str
     version: str
     method: str
     hidden_state_layers: _containers.RepeatedScalarFieldContainer[int]
     hidden_state_window: int
     max_nodes: int
-    def __init__(self, drafter: _Optional[str] = ..., version: _Optional[str] = ..., method: _Optional[str] = ..., hidden_state_layers: _Optional[_Iterable[int]] = ..., hidden_state_window: _Optional[int] = ..., max_nodes: _Optional[int] = ...) -> None: ...
+    kv_transport: str
+    def __init__(self, drafter: _Optional[str] = ..., version: _Optional[str] = ..., method: _Optional[str] = ..., hidden_state_layers: _Optional[_Iterable[int]] = ..., hidden_state_window: _Optional[int] = ..., max_nodes: _Optional[int] = ..., kv_transport: _Optional[str] = ...) -> None: ...
 
 class DraftTree(_message.Message):
-    __slots__ = ("round_id", "tree", "draft_us", "queue_us", "version")
+    __slots__ = ("round_id", "tree", "draft_us", "queue_us", "version", "kv_bytes")
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     TREE_FIELD_NUMBER: _ClassVar[int]
     DRAFT_US_FIELD_NUMBER: _ClassVar[int]
     QUEUE_US_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     round_id: int
     tree: _tree_pb2.TokenTree
     draft_us: int
     queue_us: int
     version: str
-    def __init__(self, round_id: _Optional[int] = ..., tree: _Optional[_Union[_tree_pb2.TokenTree, _Mapping]] = ..., draft_us: _Optional[int] = ..., queue_us: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
+    kv_bytes: int
+    def __init__(self, round_id: _Optional[int] = ..., tree: _Optional[_Union[_tree_pb2.TokenTree, _Mapping]] = ..., draft_us: _Optional[int] = ..., queue_us: _Optional[int] = ..., version: _Optional[str] = ..., kv_bytes: _Optional[int] = ...) -> None: ...
 
 class ListDraftersRequest(_message.Message):
     __slots__ = ()

@@ -136,35 +136,57 @@ class FollowAck(_message.Message):
     def __init__(self, update_id: _Optional[int] = ..., budget: _Optional[int] = ...) -> None: ...
 
 class FollowCacheResponse(_message.Message):
-    __slots__ = ("update_id", "chunks", "dropped_chunk_ids", "committed_length", "generation", "last")
+    __slots__ = ("update_id", "chunks", "committed_length", "generation", "last", "drops", "shape")
     UPDATE_ID_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
-    DROPPED_CHUNK_IDS_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_LENGTH_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
+    DROPS_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
     update_id: int
     chunks: _containers.RepeatedCompositeFieldContainer[KvChunk]
-    dropped_chunk_ids: _containers.RepeatedScalarFieldContainer[int]
     committed_length: int
     generation: int
     last: bool
-    def __init__(self, update_id: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[KvChunk, _Mapping]]] = ..., dropped_chunk_ids: _Optional[_Iterable[int]] = ..., committed_length: _Optional[int] = ..., generation: _Optional[int] = ..., last: _Optional[bool] = ...) -> None: ...
+    drops: _containers.RepeatedCompositeFieldContainer[KvDrop]
+    shape: KvShape
+    def __init__(self, update_id: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[KvChunk, _Mapping]]] = ..., committed_length: _Optional[int] = ..., generation: _Optional[int] = ..., last: _Optional[bool] = ..., drops: _Optional[_Iterable[_Union[KvDrop, _Mapping]]] = ..., shape: _Optional[_Union[KvShape, _Mapping]] = ...) -> None: ...
+
+class KvShape(_message.Message):
+    __slots__ = ("layers", "heads", "head_dim", "dtype", "wire_dtype")
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    HEADS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    WIRE_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    layers: int
+    heads: int
+    head_dim: int
+    dtype: KvDtype
+    wire_dtype: KvDtype
+    def __init__(self, layers: _Optional[int] = ..., heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[_Union[KvDtype, str]] = ..., wire_dtype: _Optional[_Union[KvDtype, str]] = ...) -> None: ...
 
 class KvChunk(_message.Message):
-    __slots__ = ("chunk_id", "layer", "positions", "keys", "values", "key_scales", "value_scales")
-    CHUNK_ID_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("layer", "positions", "keys", "values", "key_scales", "value_scales")
     LAYER_FIELD_NUMBER: _ClassVar[int]
     POSITIONS_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     VALUES_FIELD_NUMBER: _ClassVar[int]
     KEY_SCALES_FIELD_NUMBER: _ClassVar[int]
     VALUE_SCALES_FIELD_NUMBER: _ClassVar[int]
-    chunk_id: int
     layer: int
     positions: _containers.RepeatedScalarFieldContainer[int]
     keys: bytes
     values: bytes
     key_scales: _containers.RepeatedScalarFieldContainer[float]
     value_scales: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, chunk_id: _Optional[int] = ..., layer: _Optional[int] = ..., positions: _Optional[_Iterable[int]] = ..., keys: _Optional[bytes] = ..., values: _Optional[bytes] = ..., key_scales: _Optional[_Iterable[float]] = ..., value_scales: _Optional[_Iterable[float]] = ...) -> None: ...
+    def __init__(self, layer: _Optional[int] = ..., positions: _Optional[_Iterable[int]] = ..., keys: _Optional[bytes] = ..., values: _Optional[bytes] = ..., key_scales: _Optional[_Iterable[float]] = ..., value_scales: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class KvDrop(_message.Message):
+    __slots__ = ("layer", "positions")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    positions: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, layer: _Optional[int] = ..., positions: _Optional[_Iterable[int]] = ...) -> None: ...

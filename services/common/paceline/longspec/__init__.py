@@ -8,15 +8,13 @@ drafter's fast one (``paceline.drafter.methods.longspec``) is tested against it.
 
 from paceline.longspec.config import LongSpecConfig
 from paceline.longspec.folder import TargetRef, read_longspec, save_longspec
-from paceline.longspec.masks import SINKS, context_parts, lag_mask, window_mask
+from paceline.longspec.masks import lag_mask, window_mask
 from paceline.longspec.module import LongSpecModel
 
 __all__ = [
-    "SINKS",
     "LongSpecConfig",
     "LongSpecModel",
     "TargetRef",
-    "context_parts",
     "lag_mask",
     "read_longspec",
     "save_longspec",

@@ -5,10 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-SINKS = 4
-"""First target positions, seen whatever the context: attention leans on them (Xiao et al.,
-"Efficient Streaming Language Models with Attention Sinks"), and training with anchor offsets
-(LongSpec, section 3.2) leaves them in their places."""
+from paceline.kernels import SINKS
 
 
 def window_mask(length: int, window: int) -> Tensor:
@@ -21,23 +18,6 @@ def window_mask(length: int, window: int) -> Tensor:
     return seen.triu(1 - window)
 
 
-def context_parts(known: int, context: int) -> tuple[range, ...]:
-    """Which of the target's positions are read: all, or ``SINKS`` first and the newest.
-
-    Args:
-        known: Positions that may be read.
-        context: How many of them to read at most, more than ``SINKS``; 0 for all.
-
-    Returns:
-        One or two ranges, none of them empty; nothing if nothing is known.
-    """
-    if known == 0:
-        return ()
-    if not 0 < context < known:
-        return (range(known),)
-    return range(SINKS), range(known - context + SINKS, known)
-
-
 def lag_mask(length: int, lag: int, context: int = 0) -> Tensor:
     """Cross-attention of a text whose token at position p sees target positions up to ``p - lag``.
 
@@ -47,7 +27,7 @@ def lag_mask(length: int, lag: int, context: int = 0) -> Tensor:
     Args:
         length: Tokens.
         lag: 1 or more: a token's own KV is never there yet.
-        context: See :func:`context_parts`.
+        context: Positions seen at most, as by :func:`paceline.kernels.streaming`; 0 for all.
 
     Returns:
         bool ``[length, length]``, rows are queries; the first ``lag`` rows see nothing.

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from paceline.decoder import Decoder, LocalCache
+from paceline.drafter.kv.shared import streaming_parts
 from paceline.drafter.methods.base import Budget, Drafter, Generation, Update
 from paceline.drafter.methods.lm_sequence import chain_segments
 from paceline.drafter.tree import Tree
@@ -36,9 +37,9 @@ class RecordedKv:
         """Positions that may be read. Unit: tokens."""
         self._cache = cache
 
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Keys and values, each ``[Hkv, capacity, D]``."""
-        return self._cache.layer(index)
+    def parts(self, index: int, below: int, budget: int) -> list[tuple[Tensor, Tensor]]:
+        """See :meth:`TargetKv.parts`: the first and the newest positions."""
+        return streaming_parts(self._cache.layer(index), min(self.committed, below), budget)
 
     def check(self) -> None:
         """Nothing: it is there as long as the recording."""

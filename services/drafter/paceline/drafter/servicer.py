@@ -81,7 +81,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         try:
             check_tokens("tokens", stream.tokens, stream.vocab_size)
             await stream.open()
-            await context.write(_attached(version))
+            await context.write(_attached(version, stream.kv_transport))
             await stream.warm()
             await self._rounds(stream, context)
         except KvGone as error:
@@ -117,12 +117,12 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
             check_length(length, self._max_context)
             update = Update(tuple(asked.new_tokens), asked.committed_length, asked.hidden_states)
             drafted = await stream.round(update, _budget(asked, stream.version.drafter, arrived))
-            await context.write(_answer(asked.round_id, drafted, stream.version))
+            await context.write(_answer(asked.round_id, drafted, stream))
             if self._metrics is not None:
                 self._metrics.drafted(stream.version, drafted)
 
 
-def _attached(version: Version) -> drafter_pb2.DraftResponse:
+def _attached(version: Version, kv_transport: str) -> drafter_pb2.DraftResponse:
     needs = version.drafter.needs
     return drafter_pb2.DraftResponse(
         attached=drafter_pb2.DraftAttached(
@@ -132,6 +132,7 @@ def _attached(version: Version) -> drafter_pb2.DraftResponse:
             hidden_state_layers=needs.hidden_state_layers,
             hidden_state_window=needs.hidden_state_window,
             max_nodes=version.drafter.max_nodes,
+            kv_transport=kv_transport,
         )
     )
 
@@ -144,13 +145,14 @@ def _budget(asked: drafter_pb2.DraftRound, drafter: Drafter, arrived: float) -> 
     )
 
 
-def _answer(round_id: int, drafted: Drafted, version: Version) -> drafter_pb2.DraftResponse:
+def _answer(round_id: int, drafted: Drafted, stream: Stream) -> drafter_pb2.DraftResponse:
     return drafter_pb2.DraftResponse(
         tree=drafter_pb2.DraftTree(
             round_id=round_id,
             tree=drafted.tree.to_proto(),
             draft_us=round(drafted.draft_seconds * 1e6),
             queue_us=round(drafted.queue_seconds * 1e6),
-            version=version.version,
+            version=stream.version.version,
+            kv_bytes=stream.new_kv_bytes(),
         )
     )

@@ -13,6 +13,7 @@ from paceline.drafter.tree import EMPTY, Tree
 from paceline.drafter.worker import Drafted, DraftWorker
 
 if TYPE_CHECKING:
+    from paceline.drafter.kv.followed import FollowedKv
     from paceline.drafter.kv.shared import SharedKv
 
 INLINE_SLICE = 32
@@ -32,18 +33,31 @@ class Session:
         drafter: Drafter,
         sequence: DraftSequence,
         worker: DraftWorker,
-        kv: SharedKv | None = None,
+        kv: SharedKv | FollowedKv | None = None,
     ) -> None:
         self.sample = Sample()
         """What came of the rounds so far."""
         self._drafter = drafter
         self._sequence = sequence
         self._kv = kv
+        self._received = 0
         self._worker = worker
         self.kv_bytes = 0 if kv is None else kv.byte_size
         """KV of the verifier that is mapped for it. Unit: bytes."""
         self._inline = drafter.inline
         self._last: Drafted | None = None
+
+    @property
+    def kv_transport(self) -> str:
+        """How it reads the target's KV: map, follow, or empty for not at all."""
+        return "" if self._kv is None else self._kv.transport
+
+    def newly_received(self) -> int:
+        """Bytes of the target's KV that came over a wire since it was last asked."""
+        if self._kv is None:
+            return 0
+        before, self._received = self._received, self._kv.received
+        return self._received - before
 
     async def warm(self) -> None:
         """Begin with the backlog; inline methods also end with it."""

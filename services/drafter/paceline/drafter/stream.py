@@ -26,7 +26,7 @@ class Stream:
     When its version is unloaded, the stream goes to the one that takes over, between two rounds and
     with its whole text, as if it had just attached. It stays where it is, until it ends, if its
     client asked for this very version, or if the other does not fit: another target, hidden states
-    that the client was not asked for, KV that cannot be mapped.
+    that the client was not asked for, KV that cannot be read.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Stream:
             version: As the registry chose it, in the same step of the event loop.
             registry: Knows who takes over, and hears how versions do.
             worker: Drafts.
-            exchange: Maps KV.
+            exchange: Maps KV, or follows it.
             metrics: Hears what is mapped; None: nobody does.
         """
         self.tokens = array("I", attach.tokens)
@@ -68,6 +68,15 @@ class Stream:
         """Token ids that both target and version know."""
         target = self._attach.vocab_size
         return min(target, self.version.drafter.fit.vocab_size or target)
+
+    @property
+    def kv_transport(self) -> str:
+        """How the version reads the target's KV: map, follow, or empty for not at all."""
+        return "" if self._session is None else self._session.kv_transport
+
+    def new_kv_bytes(self) -> int:
+        """Bytes of the target's KV that came over a wire since it was last asked."""
+        return 0 if self._session is None else self._session.newly_received()
 
     async def open(self) -> None:
         """Start the version's sequence.
@@ -163,10 +172,15 @@ class Stream:
 
     async def _start(self, version: Version) -> Session:
         attach, kv = self._attach, None
-        if layers := version.drafter.needs.kv_layers:
+        needs = version.drafter.needs
+        if needs.kv_layers:
             try:
-                kv = await self._exchange.map_cache(
-                    attach.verifier_address, attach.read_grant, layers
+                kv = await self._exchange.open(
+                    attach.verifier_address,
+                    attach.read_grant,
+                    needs.kv_layers,
+                    needs.kv_options,
+                    needs.kv_budget,
                 )
             except KvNotShared as error:
                 raise ServiceError.failed_precondition(

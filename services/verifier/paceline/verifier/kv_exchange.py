@@ -5,15 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import grpc
 import torch
 
+from paceline.kvwire import WIRE_TYPES
 from paceline.service import ServiceError
 from paceline.service.locality import is_local_peer
 from paceline.v1 import kv_pb2, kv_pb2_grpc
 from paceline.verifier.cache import CAPABILITY_BYTES, Cache
 from paceline.verifier.failures import grant_not_found
+from paceline.verifier.follow import FollowStream
 from paceline.verifier.kv.segment import Segment
+from paceline.verifier.selection import Selection, Streaming
 from paceline.verifier.store import CacheNotFound, CacheStore
+
+MAX_FOLLOWERS = 16
+"""Streams that may follow one cache."""
 
 _DTYPES = {
     torch.float32: kv_pb2.KV_DTYPE_FLOAT32,
@@ -23,11 +30,12 @@ _DTYPES = {
 
 
 class KvExchangeServicer(kv_pb2_grpc.KvExchangeServiceServicer):
-    """Tells holders of read grants where KV lies. Nothing here changes a cache or its lease.
+    """Gives holders of read grants committed KV. Nothing here changes a cache or its lease.
 
-    Who may read: whoever shows the grant, calls from this machine, and can open the segment's file,
+    Who may map: whoever shows the grant, calls from this machine, and can open the segment's file,
     which is the verifier's user alone. What is answered stays true as long as the generation does;
-    what guards reading is the segment's header (:class:`paceline.shm.SegmentHeader`).
+    what guards reading is the segment's header (:class:`paceline.shm.SegmentHeader`). Who may
+    follow, from anywhere: whoever shows the grant.
     """
 
     def __init__(self, store: CacheStore) -> None:
@@ -48,12 +56,37 @@ class KvExchangeServicer(kv_pb2_grpc.KvExchangeServiceServicer):
         return self._answer(cache, layers)
 
     async def FollowCache(self, request_iterator: Any, context: Any) -> None:
-        """Not built yet."""
-        raise ServiceError.unimplemented(
-            "FOLLOW_CACHE_NOT_BUILT",
-            "this verifier sends no copies of its KV yet; use a drafter on its own machine, or one "
-            "that needs tokens only",
+        """Selected positions, and what changes about them after each round."""
+        first = await context.read()
+        if first is grpc.aio.EOF:
+            return
+        if first.WhichOneof("event") != "subscribe":
+            raise ServiceError.invalid_argument(
+                "NOT_SUBSCRIBED", "the first message of a FollowCache stream must subscribe"
+            )
+        asked = first.subscribe
+        cache = self._find(asked.read_grant)
+        layout = self._store.layout
+        layers = _layers([n + layout.layers if n < 0 else n for n in asked.layers], layout.layers)
+        if not asked.budget:
+            raise ServiceError.invalid_argument(
+                "NO_BUDGET", "the budget is 0; say how many positions are to be held at most"
+            )
+        if len(cache.sequence.listeners) >= MAX_FOLLOWERS:
+            raise ServiceError.resource_exhausted(
+                "TOO_MANY_FOLLOWERS",
+                f"{MAX_FOLLOWERS} streams follow this cache already; end one of them",
+            )
+        own = _DTYPES[layout.dtype]
+        stream = FollowStream(
+            cache,
+            layers,
+            _selection(asked.policy, len(layers)),
+            asked.budget,
+            _wire_dtype(asked.wire_dtype) or own,
+            own,
         )
+        await stream.serve(context)
 
     def _find(self, read_grant: bytes) -> Cache:
         if len(read_grant) != CAPABILITY_BYTES:
@@ -81,13 +114,30 @@ class KvExchangeServicer(kv_pb2_grpc.KvExchangeServiceServicer):
 def _layers(wanted: Iterable[int], count: int) -> list[int]:
     """The layers asked for, each once; all if none was named."""
     layers = list(dict.fromkeys(wanted))
-    if layers and max(layers) >= count:
-        raise ServiceError.invalid_argument(
-            "LAYER_OUT_OF_RANGE",
-            f"layer {max(layers)} was asked for, but the model has {count}, counted from 0; is the "
-            "drafter made for another target?",
-        )
+    for layer in layers:
+        if not 0 <= layer < count:
+            raise ServiceError.invalid_argument(
+                "LAYER_OUT_OF_RANGE",
+                f"layer {layer} was asked for, but the model has {count}, counted from 0; is the "
+                "drafter made for another target?",
+            )
     return layers or list(range(count))
+
+
+def _selection(policy: kv_pb2.SelectionPolicy, layers: int) -> Selection:
+    if policy in (kv_pb2.SELECTION_POLICY_UNSPECIFIED, kv_pb2.SELECTION_POLICY_STREAMING):
+        return Streaming(layers)
+    raise ServiceError.unimplemented(
+        "POLICY_NOT_BUILT", f"this verifier does not choose by policy {policy}; ask for streaming"
+    )
+
+
+def _wire_dtype(asked: kv_pb2.KvDtype) -> kv_pb2.KvDtype:
+    if asked and asked not in WIRE_TYPES:
+        raise ServiceError.invalid_argument(
+            "BAD_WIRE_DTYPE", f"there is no KV type {asked}, expected one of {sorted(WIRE_TYPES)}"
+        )
+    return asked
 
 
 def _describe(segment: Segment, layer: int, kind: int) -> kv_pb2.KvSegment:

@@ -170,6 +170,7 @@ class CacheStore:
             if self.on_release is not None:
                 self.on_release(cache, error)
             self._leaving[cache] = asyncio.create_task(self._reclaim(cache))
+            cache.sequence.tell_listeners()
         if cache in self._leaving:
             await asyncio.shield(self._leaving[cache])
 

@@ -12,7 +12,13 @@ from paceline.service.credentials import check_authorities
 
 @dataclass(frozen=True)
 class VerifierAccess:
-    """Token and TLS for calls to verifiers on this machine."""
+    """Token and TLS for calls to verifiers, and which of them may be called.
+
+    Clients name the verifier; without a list any client could have the token sent anywhere.
+    """
+
+    remote: tuple[str, ...] = ()
+    """Addresses of verifiers on other machines, as clients name them, that may be called too."""
 
     token: str | None = None
     """Bearer token; the deployment's own, which clients know too."""

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 
 class KvNotShared(Exception):
-    """The KV of a cache cannot be mapped here; the message says why."""
+    """The KV of a cache cannot be read here; the message says why."""
+
+
+class VerifierSilent(KvNotShared):
+    """The verifier cannot be reached."""
 
 
 class KvGone(Exception):

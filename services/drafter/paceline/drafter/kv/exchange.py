@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,12 +11,16 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from paceline.drafter.kv.access import VerifierAccess
-from paceline.drafter.kv.errors import KvNotShared
+from paceline.drafter.kv.errors import KvGone, KvNotShared, VerifierSilent
+from paceline.drafter.kv.wanted import MOST_POSITIONS, POLICIES, WIRES, KvOptions
 from paceline.service.locality import is_local_address
 from paceline.v1 import kv_pb2, kv_pb2_grpc
 
 if TYPE_CHECKING:
+    from paceline.drafter.kv.followed import FollowedKv
     from paceline.drafter.kv.shared import SharedKv
+
+logger = logging.getLogger("paceline.drafter")
 
 CALL_SECONDS = 2.0
 """An attach waits no longer for its verifier."""
@@ -29,11 +34,17 @@ _OPTIONS: tuple[tuple[str, Any], ...] = (
     # another's.
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),
+    # A link that is dead must be known to be: nothing is written on it for as long as it is.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
 )
 
 
 class KvExchange:
-    """Maps caches of verifiers on this machine. Belongs to one event loop."""
+    """Maps caches of verifiers on this machine, and follows those of others it was told of.
+
+    Belongs to one event loop.
+    """
 
     def __init__(self, access: VerifierAccess) -> None:
         """Make an exchange without connections.
@@ -43,9 +54,80 @@ class KvExchange:
             OSError: Another TLS file cannot be read.
         """
         self._metadata = access.metadata()
+        self._remote = frozenset(access.remote)
         self._credentials = access.credentials()
         self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
+        self._closed = False
         self._closing: set[asyncio.Task[None]] = set()
+
+    async def open(
+        self,
+        address: str,
+        read_grant: bytes,
+        layers: Sequence[int],
+        options: KvOptions,
+        budget: int,
+    ) -> SharedKv | FollowedKv:
+        """Map layers of a cache or follow them, as the options say. Whoever asked closes it.
+
+        Args:
+            address: Of the verifier: ``unix:/path``, ``host:port`` on the loopback, or one of
+                ``VerifierAccess.remote``.
+            read_grant: As the verifier gave it out.
+            layers: At least one; negative ones count from the last.
+            options: The method's.
+            budget: Positions to follow at most at the beginning; 0: all.
+
+        Raises:
+            KvNotShared: The verifier is somewhere else, does not answer in time, or refuses.
+        """
+        if options.kv == "follow":
+            return await self.follow_cache(address, read_grant, layers, options, budget)
+        try:
+            return await self.map_cache(address, read_grant, layers)
+        except VerifierSilent:
+            raise
+        except KvNotShared as error:
+            if options.kv == "map":
+                raise
+            not_mapped = error
+        logger.debug("following the KV of %s, since it cannot be mapped: %s", address, not_mapped)
+        try:
+            return await self.follow_cache(address, read_grant, layers, options, budget)
+        except KvNotShared as error:
+            raise KvNotShared(f"{not_mapped}; nor can it be followed: {error}") from error
+
+    async def follow_cache(
+        self,
+        address: str,
+        read_grant: bytes,
+        layers: Sequence[int],
+        options: KvOptions,
+        budget: int,
+    ) -> FollowedKv:
+        """Follow chosen positions of layers. See :meth:`open`."""
+        from paceline.drafter.kv.followed import FollowedKv
+
+        if not is_local_address(address) and address not in self._remote:
+            raise KvNotShared(
+                f"the verifier's address {address[:80]} is not on this machine, and not one that "
+                "this drafter was told of; start it with --verifier ADDRESS to have it followed"
+            )
+        subscribe = kv_pb2.FollowSubscribe(
+            read_grant=read_grant,
+            layers=layers,
+            budget=budget or MOST_POSITIONS,
+            policy=POLICIES[options.kv_policy],
+            wire_dtype=WIRES[options.kv_wire],
+        )
+
+        def connect() -> Any:
+            if self._closed:
+                raise KvGone("the drafter is stopping")
+            stub: Any = kv_pb2_grpc.KvExchangeServiceStub(self._channel(address))
+            return stub.FollowCache(metadata=self._metadata)
+
+        return await FollowedKv.open(connect, subscribe, layers, CALL_SECONDS)
 
     async def map_cache(self, address: str, read_grant: bytes, layers: Sequence[int]) -> SharedKv:
         """Map layers of the cache of a read grant. Whoever asked closes it.
@@ -59,8 +141,8 @@ class KvExchange:
             layers: At least one.
 
         Raises:
-            KvNotShared: The verifier is elsewhere, does not answer in time, refuses, or describes
-                what cannot be mapped.
+            KvNotShared: The verifier is elsewhere, refuses, or describes what cannot be mapped;
+                as VerifierSilent, it does not answer in time.
         """
         # Here, since drafters that read no KV need no torch.
         from paceline.drafter.kv.shared import SharedKv
@@ -77,7 +159,8 @@ class KvExchange:
         return SharedKv.open(await self._call(address, request), read_grant, layers)
 
     async def close(self) -> None:
-        """Close all connections."""
+        """Close all connections; what is followed stays as it is."""
+        self._closed = True
         while self._channels:
             await self._channels.popitem()[1].close()
         await asyncio.gather(*self._closing)
@@ -89,12 +172,14 @@ class KvExchange:
                 request, timeout=CALL_SECONDS, metadata=self._metadata
             )
         except grpc.aio.AioRpcError as error:
-            if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                self._drop(address)  # so that the next attach connects without a back-off
-            raise KvNotShared(
+            said = (
                 f"the verifier at {address} did not share its KV: "
                 f"{error.code().name}: {error.details()}"
-            ) from error
+            )
+            if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                self._drop(address)  # so that the next attach connects without a back-off
+                raise VerifierSilent(said) from error
+            raise KvNotShared(said) from error
         return response
 
     def _channel(self, address: str) -> grpc.aio.Channel:

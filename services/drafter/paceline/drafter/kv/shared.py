@@ -8,12 +8,14 @@ import os
 import stat
 import warnings
 from collections.abc import Iterable
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from paceline.drafter.kv.description import KvDescription, Plane, read_description
 from paceline.drafter.kv.errors import KvGone, KvNotShared
+from paceline.kernels import streaming
 from paceline.shm import SegmentHeader, is_orphan
 from paceline.v1 import kv_pb2
 
@@ -48,7 +50,11 @@ class SharedKv:
         capacity: Slots of every tensor. Unit: tokens.
         head_dim: Elements a head.
         dtype: Of the tensors: float32, float16 or bfloat16.
+        received: Bytes that came over a wire: none.
     """
+
+    transport: ClassVar[str] = "map"
+    received = 0
 
     def __init__(
         self,
@@ -155,6 +161,14 @@ class SharedKv:
         """
         return self._views[index]
 
+    def parts(self, index: int, below: int, budget: int) -> list[tuple[Tensor, Tensor]]:
+        """See :meth:`paceline.drafter.methods.base.TargetKv.parts`: views, nothing is copied.
+
+        Raises:
+            KvGone: The mapping was closed.
+        """
+        return streaming_parts(self.layer(index), min(self.committed, below), budget)
+
     def check(self) -> None:
         """Make sure that the cache is still there: a look at the header, and one at the owner.
 
@@ -176,6 +190,23 @@ class SharedKv:
         self._file = -1
         self._views = {}
         self._header.release()
+
+
+def streaming_parts(
+    planes: tuple[Tensor, Tensor], length: int, budget: int
+) -> list[tuple[Tensor, Tensor]]:
+    """Views of the positions that :func:`paceline.kernels.streaming` chooses of the first ones.
+
+    Args:
+        planes: Keys and values, each ``[Hkv, capacity, D]``.
+        length: Positions to choose from.
+        budget: Most positions; 0 for all.
+    """
+    keys, values = planes
+    return [
+        (keys[:, part.start : part.stop], values[:, part.start : part.stop])
+        for part in streaming(length, budget)
+    ]
 
 
 def _open(description: KvDescription) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
+from paceline.drafter.kv.wanted import KvOptions
 from paceline.drafter.tree import Tree
 from paceline.v1 import sampling_pb2, verifier_pb2
 
@@ -31,7 +32,13 @@ class Needs:
 
     kv_layers: tuple[int, ...] = ()
     """Target layers whose committed K and V it reads; negative ones count from the last. Every
-    generation then comes with a mapping of them (:attr:`Generation.kv`), or is refused."""
+    generation then comes with them (:attr:`Generation.kv`), or is refused."""
+
+    kv_options: KvOptions = field(default_factory=KvOptions)
+    """How it gets them."""
+
+    kv_budget: int = 0
+    """Positions of a layer that it will ask for at most; 0: all. Unit: tokens."""
 
     hidden_state_layers: tuple[int, ...] = ()
     """Target layers whose hidden states it wants with each round."""
@@ -82,16 +89,21 @@ class Budget:
 class TargetKv(Protocol):
     """The target's committed keys and values of one generation, as a method may read them."""
 
-    @property
-    def committed(self) -> int:
-        """Positions below this may be read, and do not change while :meth:`check` passes."""
-        ...
+    def parts(self, index: int, below: int, budget: int) -> list[tuple[Tensor, Tensor]]:
+        """Keys after RoPE and values of chosen positions of a target layer, read-only.
 
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Keys after RoPE and values of a target layer, each ``[Hkv, capacity, D]``, read-only.
+        Positions chosen are the first and the newest of those in shared memory, and those that
+        the verifier chose of a cache that is followed. It may know of fewer than there are.
 
         Args:
             index: As in ``needs.kv_layers`` of the drafter; 0 for the first layer.
+            below: Only positions below this are wanted: what the verifier knows of the future of
+                the text is not. Unit: tokens.
+            budget: Most positions wanted, 0 for all; it may change between rounds. Unit: tokens.
+
+        Returns:
+            Keys and values of one part after the other, each ``[Hkv, n, D]`` with n > 0. They stay
+            as they are until the next call.
         """
         ...
 
@@ -123,10 +135,9 @@ class Generation:
     """Where to read it."""
 
     kv: TargetKv | None = None
-    """The layers of :attr:`Needs.kv_layers`, mapped; None if it has none. The service closes it,
-    after the sequence. A sequence reads below ``kv.committed``, which may run ahead of the text it
-    was told, and calls ``kv.check()`` before it uses what it read: it lets :class:`KvGone` pass,
-    which ends the stream."""
+    """The layers of :attr:`Needs.kv_layers`, mapped or followed; None if it has none. The service
+    closes it, after the sequence. A sequence calls ``kv.check()`` before it uses what it read: it
+    lets :class:`KvGone` pass, which ends the stream."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ After Yang et al., "LongSpec: Long-Context Lossless Speculative Decoding with Ef
 Verification", section 3.1 and appendix D. A token of the text or of a tree sees, in its own keys,
 the last ``window`` positions up to itself along its path; at the target, the committed positions
 before the anchor, the same for every level: all of them, or so many of the first and the newest
-that a round's cost is bounded (:func:`paceline.longspec.context_parts`). Training has that as lags
+that a round's cost is bounded (:func:`paceline.kernels.streaming`). Training has that as lags
 (:func:`paceline.longspec.lag_mask`). Scores carry the verifier's noise, and trees grow as
 in :mod:`paceline.drafter.methods.beam`.
 """
@@ -54,7 +54,7 @@ class LongSpecDrafter(Drafter):
         self.layer = layer
         self.options = options
         self.fit = fit
-        self.needs = Needs(kv_layers=(layer.config.target_layer,))
+        self.needs = Needs((layer.config.target_layer,), options, options.context)
         self.max_nodes = min(options.max_nodes, options.drafted)
         self.max_depth = options.levels
         self.weight_bytes = weight_bytes

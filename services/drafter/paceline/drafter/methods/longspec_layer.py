@@ -16,7 +16,7 @@ from paceline.decoder.weights import take
 from paceline.drafter.methods.longspec_frozen import Frozen
 from paceline.drafter.methods.longspec_ring import Ring, Run
 from paceline.kernels import Norm, TreePlan, TreeSegment, plan_trees, row_kernels, tree_attention
-from paceline.longspec import LongSpecConfig, context_parts
+from paceline.longspec import LongSpecConfig
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Context:
     """What a round of one generation may read of the target.
 
     Attributes:
-        keys: Views of one or two ranges of positions, each ``[Hkv, positions, D]``.
+        keys: One or more parts of the positions, each ``[Hkv, n, D]``.
         values: Like ``keys``.
         plan: For the attention; kept, because every level of a round asks for the same. One row
-            for each range, which sees all of it.
+            for each part, which sees all of it.
     """
 
     keys: tuple[Tensor, ...]
@@ -35,27 +35,15 @@ class Context:
     plan: TreePlan
 
     @classmethod
-    def of(cls, keys: Tensor, values: Tensor, committed: int, context: int = 0) -> Context | None:
-        """Parts of a target layer's cache, as :func:`paceline.longspec.context_parts` names them.
-
-        Args:
-            keys: The layer's cache, ``[Hkv, capacity, D]``.
-            values: Like ``keys``.
-            committed: Positions that may be read.
-            context: Positions to read at most; 0 for all.
-
-        Returns:
-            None if there are no positions yet.
-        """
-        parts = context_parts(committed, context)
+    def of(cls, parts: Sequence[tuple[Tensor, Tensor]]) -> Context | None:
+        """Keys and values as :meth:`TargetKv.parts` gives them; None if there are none yet."""
         if not parts:
             return None
-        segments = [TreeSegment(at, len(part) - 1, None, 1) for at, part in enumerate(parts)]
-        return cls(
-            tuple(keys[:, part.start : part.stop] for part in parts),
-            tuple(values[:, part.start : part.stop] for part in parts),
-            plan_trees(segments, device=keys.device),
-        )
+        segments = [
+            TreeSegment(index, keys.shape[1] - 1, None, 1) for index, (keys, _) in enumerate(parts)
+        ]
+        keys, values = zip(*parts, strict=True)
+        return cls(keys, values, plan_trees(segments, device=parts[0][0].device))
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from paceline.drafter.kv import KvOptions
 from paceline.drafter.methods.options import check_range
-from paceline.kernels import MAX_TREE_NODES
-from paceline.longspec import SINKS
+from paceline.kernels import MAX_TREE_NODES, SINKS
 
 GPU_WIDTHS = (4, 16, 16, 16, 16)
 """The paper's (LongSpec, appendix D)."""
@@ -18,7 +18,7 @@ below 8, and the target's own step of 17 rows 8.3. Not yet weighed against accep
 
 
 @dataclass(frozen=True)
-class LongSpecOptions:
+class LongSpecOptions(KvOptions):
     """Settings of ``longspec``."""
 
     target: str = ""
@@ -67,6 +67,7 @@ class LongSpecOptions:
         return replace(filled, max_nodes=self.max_nodes or (16 if cpu else filled.drafted))
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for width in self.widths:
             check_range("widths", width, 1, 64)
         check_range("depth", self.depth, 0, 64)

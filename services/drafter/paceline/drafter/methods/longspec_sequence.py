@@ -86,10 +86,8 @@ class LongSpecSequence(DraftSequence):
         if budget.nodes <= 0 or depth <= 0:
             return False
         self.kv.check()
-        # The verifier may be ahead of this text; what it knows of the future is not read.
-        committed = min(self.kv.committed, self.length - 1)
-        layer = self.kv.layer(config.target_layer)
-        self._context = Context.of(*layer, committed, options.context)
+        below = self.length - 1  # the verifier may know of the future already
+        self._context = Context.of(self.kv.parts(config.target_layer, below, options.context))
         limits = Budget(nodes=min(budget.nodes, options.max_nodes), depth=depth)
         self.beam = Beam(limits, options.widths, options.min_survival)
         self._paths = []

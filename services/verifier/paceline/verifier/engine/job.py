@@ -84,8 +84,9 @@ class Job:
         self.done = True
 
     def wake(self) -> None:
-        """Tell the waiting handler that there is news. Event loop."""
+        """Tell the waiting handler that there is news, then whoever listens. Event loop."""
         self._news.set()
+        self.sequence.tell_listeners()
         if self.on_done is not None and self.done:
             asyncio.get_running_loop().call_soon(self.on_done)
             self.on_done = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from paceline.kernels import History, SamplingParams
@@ -45,6 +46,7 @@ class Sequence:
         segment: Its KV; closed by the engine when the sequence is released.
         tokens: Prompt and output.
         finish: Why the generation ended, if it did.
+        listeners: Called on the event loop, which owns them, after steps and at the release.
     """
 
     def __init__(self, generation: Generation, segment: Segment) -> None:
@@ -54,6 +56,12 @@ class Sequence:
         self.history = History(generation.prompt, generation.output)
         self._committed = 0
         self.finish: Finish | None = None
+        self.listeners: set[Callable[[], None]] = set()
+
+    def tell_listeners(self) -> None:
+        """Call them all. Event loop."""
+        for listener in tuple(self.listeners):
+            listener()
 
     @property
     def committed(self) -> int:

@@ -1,0 +1,183 @@
+"""One FollowCache stream: what its follower holds, and what is sent to it next."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import grpc
+import torch
+from torch import Tensor
+
+from paceline.kvwire import encode, position_bytes
+from paceline.service import ServiceError
+from paceline.v1 import kv_pb2
+from paceline.verifier.cache import Cache
+from paceline.verifier.failures import grant_not_found
+from paceline.verifier.selection import Selection
+
+MESSAGE_BYTES = 1 << 20
+"""KV in one message: small enough that the event loop is never held up for long."""
+
+UPDATES_AHEAD = 2
+"""Updates on their way that the follower has not taken in yet. A slower link skips rounds."""
+
+
+class FollowStream:
+    """Keeps one follower in step with a cache, as fast as the follower takes it in.
+
+    Belongs to the event loop. It reads committed positions only, which never change, and keeps no
+    view of them over an await. A release ends it at the await it is in: the memory goes later.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        layers: Sequence[int],
+        selection: Selection,
+        budget: int,
+        wire: kv_pb2.KvDtype,
+        cache_dtype: kv_pb2.KvDtype,
+    ) -> None:
+        """Begin with a follower that holds nothing.
+
+        Args:
+            cache: What is followed.
+            layers: Layers sent, counted from 0.
+            selection: Chooses positions.
+            budget: Most positions of a layer, at least 1. Unit: tokens.
+            wire: Type of the chunks.
+            cache_dtype: Type of the cache.
+        """
+        layout = cache.sequence.segment.layout
+        self._cache = cache
+        self._layers = layers
+        self._selection = selection
+        self._budget = budget
+        self._wire = wire
+        self._held = [torch.empty(0, dtype=torch.int64) for _ in layers]
+        self._shape = kv_pb2.KvShape(
+            layers=len(layers),
+            heads=layout.kv_heads,
+            head_dim=layout.head_dim,
+            dtype=cache_dtype,
+            wire_dtype=wire,
+        )
+        row = position_bytes(layout.kv_heads, layout.head_dim, wire)
+        self._most = max(1, MESSAGE_BYTES // row)
+        self._sent = 0
+        self._acknowledged = 0
+        self._told: tuple[int, int] | None = None
+        self._news = asyncio.Event()
+        self._left = False
+
+    async def serve(self, context: Any) -> None:
+        """Send the shape, then updates until the follower leaves or the cache is gone.
+
+        Raises:
+            ServiceError: The cache is gone, or the follower sent what it must not.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+
+        def listen() -> None:
+            self._news.set()
+            if self._cache.released:
+                task.cancel()  # it may be waiting for a follower that takes nothing more
+
+        self._cache.sequence.listeners.add(listen)
+        reading = asyncio.create_task(self._read(context))
+        try:
+            await context.write(self._message(0, shape=self._shape))
+            while not self._left:
+                self._news.clear()
+                if self._due:
+                    for message in self._update():
+                        await context.write(message)
+                else:
+                    await self._news.wait()
+            await reading
+        except asyncio.CancelledError:
+            if not self._cache.released:
+                raise
+            task.uncancel()
+            raise grant_not_found() from None
+        finally:
+            self._cache.sequence.listeners.discard(listen)
+            reading.cancel()
+
+    @property
+    def _due(self) -> bool:
+        """Whether there is something to tell, and room for it on the way."""
+        news = (self._cache.sequence.committed, self._budget)
+        return self._told != news and self._sent - self._acknowledged < UPDATES_AHEAD
+
+    async def _read(self, context: Any) -> None:
+        """Take in acknowledgements."""
+        try:
+            while (request := await context.read()) is not grpc.aio.EOF:
+                if request.WhichOneof("event") != "ack":
+                    raise ServiceError.invalid_argument(
+                        "ALREADY_SUBSCRIBED", "after the first message every one must be an ack"
+                    )
+                if not self._acknowledged < request.ack.update_id <= self._sent:
+                    raise ServiceError.invalid_argument(
+                        "BAD_ACK",
+                        f"update {request.ack.update_id} was acknowledged, expected one of "
+                        f"{self._acknowledged + 1} to {self._sent}",
+                    )
+                self._acknowledged = request.ack.update_id
+                self._budget = request.ack.budget or self._budget
+                self._news.set()
+        finally:
+            self._left = True
+            self._news.set()
+
+    def _update(self) -> Iterator[kv_pb2.FollowCacheResponse]:
+        """The messages of the next update; each is made when the one before it was written."""
+        committed = self._cache.sequence.committed
+        self._told = (committed, self._budget)
+        self._sent += 1
+        chosen = self._selection.choose(committed, self._budget)
+        message = self._message(committed)
+        fresh: list[tuple[int, Tensor]] = []
+        for index, (held, wanted) in enumerate(zip(self._held, chosen, strict=True)):
+            gone = held[~torch.isin(held, wanted)]
+            if len(gone):
+                message.drops.add(layer=index, positions=gone.tolist())
+            new = wanted[~torch.isin(wanted, held)]
+            fresh += [(index, part) for part in new.split(self._most)]
+        self._held = chosen
+        room = self._most
+        for index, positions in fresh:
+            if not len(positions):
+                continue
+            if room < len(positions) and message.chunks:
+                yield message
+                message, room = self._message(committed), self._most
+            message.chunks.append(self._chunk(index, positions))
+            room -= len(positions)
+        message.last = True
+        yield message
+
+    def _message(self, committed: int, **fields: Any) -> kv_pb2.FollowCacheResponse:
+        return kv_pb2.FollowCacheResponse(
+            update_id=self._sent,
+            committed_length=committed,
+            generation=self._cache.generation,
+            **fields,
+        )
+
+    def _chunk(self, index: int, positions: Tensor) -> kv_pb2.KvChunk:
+        keys, values = self._cache.sequence.segment.layer(self._layers[index])
+        key_bytes, key_scales = encode(keys[:, positions], self._wire)
+        value_bytes, value_scales = encode(values[:, positions], self._wire)
+        return kv_pb2.KvChunk(
+            layer=index,
+            positions=positions.tolist(),
+            keys=key_bytes,
+            values=value_bytes,
+            key_scales=key_scales,
+            value_scales=value_scales,
+        )

@@ -1,0 +1,320 @@
+"""FollowCache: what a follower holds is the verifier's KV, within its budget."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import drafters
+import grpc
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from verifier_support import LAYOUT, Client, Round, failure, reason_of, serving, until
+
+from paceline.drafter.kv import KvExchange, KvGone, KvNotShared, KvOptions, VerifierAccess
+from paceline.drafter.kv import followed as followed_module
+from paceline.drafter.kv.followed import FollowedKv
+from paceline.drafter.kv.held import HeldKv
+from paceline.kernels import streaming
+from paceline.kvwire import SCALED, WIRE_TYPES, decode, encode, position_bytes
+from paceline.v1 import kv_pb2, kv_pb2_grpc
+from paceline.verifier import follow
+from paceline.verifier.cache import Cache
+from paceline.verifier.engine.sequence import Generation, Sequence
+from paceline.verifier.follow import FollowStream
+from paceline.verifier.kv.segment import Segment
+from paceline.verifier.selection import Selection, Streaming
+
+CODE = grpc.StatusCode
+FLOAT32 = kv_pb2.KV_DTYPE_FLOAT32
+
+
+class Scattered(Selection):
+    """Random positions, other ones in each layer and each time."""
+
+    def __init__(self, layers: int, seed: int) -> None:
+        self._layers = layers
+        self._draws = torch.Generator().manual_seed(seed)
+
+    def choose(self, committed: int, budget: int) -> list[torch.Tensor]:
+        return [
+            torch.randperm(committed, generator=self._draws)[:budget].sort().values
+            for _ in range(self._layers)
+        ]
+
+
+def new_cache(segment: Segment) -> Cache:
+    segment.reserve(1000)
+    segment.kv[..., : segment.reserved, :].normal_()
+    return Cache(Sequence(Generation((1,), length_limit=900), segment), "local", 1)
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    steps=st.lists(st.tuples(st.integers(1, 120), st.integers(1, 200)), min_size=1, max_size=6),
+    seed=st.integers(0, 99),
+    layers=st.sampled_from([(0, 1), (1,)]),
+    messages=st.sampled_from([1, 2000, 1 << 20]),
+)
+def test_updates_add_up_to_the_selection(
+    steps: list[tuple[int, int]], seed: int, layers: tuple[int, ...], messages: int
+) -> None:
+    """Growing texts, changing budgets, any selection, messages of any size."""
+    segment = Segment(LAYOUT, 1024)
+    cache, limit = new_cache(segment), follow.MESSAGE_BYTES
+    try:
+        follow.MESSAGE_BYTES = messages
+        selection = Scattered(len(layers), seed) if seed % 2 else Streaming(len(layers))
+        stream = FollowStream(cache, layers, selection, 1, FLOAT32, FLOAT32)
+        held = HeldKv(stream._shape)
+        row = position_bytes(LAYOUT.kv_heads, LAYOUT.head_dim, FLOAT32)
+        for grown, budget in steps:
+            cache.sequence.committed += grown
+            stream._budget = budget
+            update = list(stream._update())
+            assert [message.last for message in update] == [False] * (len(update) - 1) + [True]
+            for message in update:
+                positions = sum(len(chunk.positions) for chunk in message.chunks)
+                assert positions * row <= max(messages, row)
+            held.apply(update, budget)
+            assert len(held) == min(budget, cache.sequence.committed)
+            for index, layer in enumerate(layers):
+                where = held.positions(index)
+                if not seed % 2:
+                    parts = streaming(cache.sequence.committed, budget)
+                    assert sorted(where.tolist()) == [p for part in parts for p in part]
+                for mine, plane in zip(held.layer(index), segment.layer(layer), strict=True):
+                    assert mine.equal(plane[:, where])
+    finally:
+        follow.MESSAGE_BYTES = limit
+        segment.close()
+
+
+def test_only_what_changed_is_sent_again(segment: Segment) -> None:
+    cache = new_cache(segment)
+    stream = FollowStream(cache, (0, 1), Streaming(2), 100, FLOAT32, FLOAT32)
+    cache.sequence.committed = 500
+    (first,) = stream._update()
+    assert [len(chunk.positions) for chunk in first.chunks] == [100, 100]
+    assert not first.drops
+    cache.sequence.committed = 503
+    (second,) = stream._update()
+    assert [list(chunk.positions) for chunk in second.chunks] == [[500, 501, 502]] * 2
+    assert [list(drop.positions) for drop in second.drops] == [[404, 405, 406]] * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda m: m.drops.add(layer=0, positions=[900]), "not held"),
+        (lambda m: m.chunks[0].positions.__setitem__(0, 450), "comes twice"),
+        (lambda m: m.chunks[0].positions.__setitem__(0, 503), "not below 503"),
+        (lambda m: setattr(m.chunks[0], "keys", b""), "cannot be"),
+        (lambda m: m.chunks[0].key_scales.append(1.0), "do not fit"),
+        (lambda m: setattr(m.chunks[0], "layer", 2), "layer 2"),
+        (lambda m: m.drops.pop(), "leaves"),
+        (lambda m: m.chunks.pop(), "leaves"),
+    ],
+)
+def test_a_lying_update_is_found_out(segment: Segment, change: Any, says: str) -> None:
+    cache = new_cache(segment)
+    stream = FollowStream(cache, (0, 1), Streaming(2), 103, FLOAT32, FLOAT32)
+    held = HeldKv(stream._shape)
+    for committed in (500, 503):
+        cache.sequence.committed = committed
+        (message,) = stream._update()
+        if committed == 503:
+            change(message)
+            with pytest.raises(KvGone, match=says):
+                held.apply([message], 103)
+        else:
+            held.apply([message], 103)
+
+
+@settings(deadline=None)
+@given(
+    wire=st.sampled_from(sorted(WIRE_TYPES)),
+    seed=st.integers(0, 99),
+    size=st.floats(1e-6, 1e4),
+)
+def test_types_on_the_wire(wire: Any, seed: int, size: float) -> None:
+    """A round trip is exact where the type allows, else as near as its steps are fine."""
+    plane = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(seed)) * size
+    plane[0, 0] = 0.0
+    data, scales = encode(plane, wire)
+    found = decode(data, scales, (2, 5, 8), wire, torch.float32)
+    assert 2 * (len(data) + 4 * len(scales)) == 5 * position_bytes(2, 8, wire)
+    if wire in SCALED:
+        most = plane.abs().amax(-1, keepdim=True)
+        step = {kv_pb2.KV_DTYPE_INT8: 1 / 250, kv_pb2.KV_DTYPE_FLOAT8_E4M3: 1 / 15}[wire]
+        assert ((found - plane).abs() <= most * step).all()
+    else:
+        assert found.equal(plane.to(WIRE_TYPES[wire]).float())
+
+
+async def following(
+    client: Client, created: Any, layers: tuple[int, ...] = (0, -1), budget: int = 64, **how: str
+) -> tuple[KvExchange, FollowedKv]:
+    exchange = KvExchange(VerifierAccess())
+    options = KvOptions(kv="follow", **how)
+    kv = await exchange.open(client.address, created.read_grant, layers, options, budget)
+    assert isinstance(kv, FollowedKv)
+    return exchange, kv
+
+
+async def caught_up(kv: FollowedKv, committed: int, budget: int = 64, held: int = 0) -> None:
+    """Until it took in what the verifier sent of so many positions, and holds so many."""
+
+    def caught_up() -> bool:
+        parts = kv.parts(0, committed, budget)
+        return bool(parts) and kv.committed == committed and held in (0, parts[0][0].shape[1])
+
+    await until(caught_up)
+
+
+@pytest.mark.parametrize("name", ["Llama", "bf16"])
+async def test_it_follows_a_generation(models: dict[str, Path], tmp_path: Path, name: str) -> None:
+    """After every round, trees and free runs alike, through changes of the budget."""
+    async with serving(models[name], tmp_path / "v.sock", kv_bytes=1 << 28) as client:
+        prompt = [random.Random(1).randrange(1, 61) for _ in range(230)]
+        created = await client.create(prompt, max_new_tokens=60, ignore_eos=True)
+        exchange, kv = await following(client, created)
+        (cache,) = client.service.store
+        stream, draw, rng = client.stub.Verify(), drafters.random_tree, random.Random(2)
+        tokens, budgets = list(created.first.tokens), [64, 64, 300, 300, 5, 5, 100, 0, 0, 7]
+        for number, budget in enumerate(budgets, 1):
+            await stream.write(Round.of(created.handle, number, draw([*prompt, *tokens], rng)))
+            tokens += (await stream.read()).result.tokens
+            committed = cache.sequence.committed
+            assert committed == len(prompt) + len(tokens) - 1
+            wanted = min(budget or committed, committed)
+            await caught_up(kv, committed, budget, wanted)
+            held = kv._held
+            assert held is not None
+            for index, layer in enumerate((0, 1)):
+                theirs = cache.sequence.segment.layer(layer)
+                for mine, plane in zip(held.layer(index), theirs, strict=True):
+                    assert mine.equal(plane[:, held.positions(index)])
+            kv.check()
+        assert kv.parts(0, 0, 7), "what is held stays, though nothing more is taken in"
+        kv.close()
+        await exchange.close()
+        await until(lambda: not cache.sequence.listeners)
+        await client.release(created.handle)
+
+
+async def test_a_follower_that_takes_nothing_in_is_sent_two_updates(client: Client) -> None:
+    created = await client.create([3, 1, 4], max_new_tokens=50, ignore_eos=True)
+    exchange, kv = await following(client, created)
+    stream = client.stub.Verify()
+    for number in range(1, 9):
+        await stream.write(Round.of(created.handle, number))
+        await stream.read()
+    await until(lambda: len(kv._pending) == 2)
+    await asyncio.sleep(0.05)
+    assert len(kv._pending) == 2
+    assert kv.parts(0, 3, 64)[0][0].shape[1] == 3, "an update ahead of the text waits"
+    assert len(kv._pending) == 1
+    await caught_up(kv, 11)
+    kv.close()
+    await exchange.close()
+
+
+async def test_a_released_cache_is_gone(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(followed_module, "FIRST_DELAY", 0.01)
+    created = await client.create([3, 1, 4])
+    exchange, kv = await following(client, created)
+    await client.release(created.handle)
+
+    def gone() -> bool:
+        try:
+            kv.check()
+        except KvGone as error:
+            return "CACHE_NOT_FOUND" in str(error) or "no cache has this read grant" in str(error)
+        return False
+
+    await until(gone)
+    kv.close()
+    await exchange.close()
+
+
+async def test_a_lost_stream_is_opened_again(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what it brings takes the place of what was held."""
+    monkeypatch.setattr(followed_module, "FIRST_DELAY", 0.01)
+    created = await client.create([3, 1, 4], max_new_tokens=50, ignore_eos=True)
+    exchange, kv = await following(client, created)
+    await caught_up(kv, 3)
+    exchange._drop(client.address)
+    await until(lambda: kv._stream > 1)
+    stream = client.stub.Verify()
+    await stream.write(Round.of(created.handle, 1))
+    await stream.read()
+    await caught_up(kv, 4)
+    kv.check()
+    kv.close()
+    await exchange.close()
+
+
+async def test_refusals(client: Client) -> None:
+    created = await client.create([3, 1, 4])
+    stub: Any = kv_pb2_grpc.KvExchangeServiceStub(client.channel)
+    good = {"read_grant": created.read_grant, "budget": 8}
+    for fields, code, reason in (
+        ({"read_grant": b"x"}, CODE.INVALID_ARGUMENT, "BAD_GRANT"),
+        ({"read_grant": created.handle}, CODE.NOT_FOUND, "CACHE_NOT_FOUND"),
+        ({"layers": [2]}, CODE.INVALID_ARGUMENT, "LAYER_OUT_OF_RANGE"),
+        ({"layers": [-3]}, CODE.INVALID_ARGUMENT, "LAYER_OUT_OF_RANGE"),
+        ({"budget": 0}, CODE.INVALID_ARGUMENT, "NO_BUDGET"),
+        ({"wire_dtype": 77}, CODE.INVALID_ARGUMENT, "BAD_WIRE_DTYPE"),
+        ({"policy": 77}, CODE.UNIMPLEMENTED, "POLICY_NOT_BUILT"),
+    ):
+        call = stub.FollowCache()
+        subscribe = kv_pb2.FollowSubscribe(**{**good, **fields})
+        await call.write(kv_pb2.FollowCacheRequest(subscribe=subscribe))
+        error = await failure(call)
+        assert (error.code(), reason_of(error)) == (code, reason)
+    requests = {
+        "NOT_SUBSCRIBED": [kv_pb2.FollowCacheRequest(ack=kv_pb2.FollowAck(update_id=1))],
+        "BAD_ACK": [{"ack": kv_pb2.FollowAck(update_id=9)}],
+        "ALREADY_SUBSCRIBED": [{"subscribe": kv_pb2.FollowSubscribe(**good)}],
+    }
+    for reason, messages in requests.items():
+        call = stub.FollowCache()
+        if reason != "NOT_SUBSCRIBED":
+            subscribe = kv_pb2.FollowSubscribe(**good)
+            await call.write(kv_pb2.FollowCacheRequest(subscribe=subscribe))
+            await call.read()
+        for message in messages:
+            wrapped = kv_pb2.FollowCacheRequest(**message) if isinstance(message, dict) else message
+            await call.write(wrapped)
+        assert reason_of(await failure(call)) == reason
+    calls = [stub.FollowCache() for _ in range(17)]
+    for call in calls:
+        await call.write(kv_pb2.FollowCacheRequest(subscribe=kv_pb2.FollowSubscribe(**good)))
+        first = await call.read() if call is not calls[-1] else None
+        assert first is None or first.shape.layers == 2
+    assert reason_of(await failure(calls[-1])) == "TOO_MANY_FOLLOWERS"
+    for call in calls:
+        call.cancel()
+    (cache,) = client.service.store
+    await until(lambda: not cache.sequence.listeners)
+
+
+async def test_only_known_verifiers_are_followed(client: Client) -> None:
+    """A client names the address: the drafter's token must not go wherever it points."""
+    exchange = KvExchange(VerifierAccess(remote=("192.0.2.7:1",)))
+    with pytest.raises(KvNotShared, match="--verifier"):
+        await exchange.open("192.0.2.8:1", bytes(16), (0,), KvOptions(), 8)
+    with pytest.raises(KvNotShared, match="not on this machine"):
+        await exchange.open("192.0.2.7:1", bytes(16), (0,), KvOptions(kv="map"), 8)
+    created = await client.create([3, 1, 4])
+    kv = await exchange.open(client.address, created.read_grant, (0,), KvOptions(), 8)
+    assert kv.transport == "map", "the same machine and user"
+    kv.close()
+    await exchange.close()
