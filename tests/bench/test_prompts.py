@@ -11,14 +11,18 @@ def of(name: str, prompts: list[Prompt]) -> list[Prompt]:
     return [prompt for prompt in prompts if prompt.set == name]
 
 
-def test_only_the_set_without_matches_is_sampled() -> None:
+def test_two_sets_are_heldout_prompts_sampled() -> None:
     prompts = load(DEMO / "prompts", DEMO / "target")
-    assert {prompt.set for prompt in prompts} == {"heldout", "trained", "copying", "no match"}
-    sampled = [prompt for prompt in prompts if prompt.temperature > 0]
-    assert sampled == of("no match", prompts)
-    assert len({prompt.seed for prompt in sampled}) == len(sampled) > 0
+    sets = {"heldout", "sampled", "trained", "copying", "no match"}
+    assert {prompt.set for prompt in prompts} == sets
     heldout = [prompt.tokens for prompt in of("heldout", prompts)]
-    assert [prompt.tokens for prompt in sampled] == heldout[:4]
+    for name, temperature in (("sampled", 1.0), ("no match", 2.0)):
+        sampled = of(name, prompts)
+        assert {prompt.temperature for prompt in sampled} == {temperature}
+        assert len({prompt.seed for prompt in sampled}) == len(sampled) == 4
+        assert [prompt.tokens for prompt in sampled] == heldout[:4]
+    greedy = [prompt for prompt in prompts if prompt.set not in ("sampled", "no match")]
+    assert {prompt.temperature for prompt in greedy} == {0.0}
 
 
 def test_copying_prompts_end_with_the_beginning_of_what_they_hold() -> None:

@@ -35,8 +35,10 @@ def measure(
     """
     decoder = Decoder.load(target, dtype)
     depth = len(WIDTHS.split(","))
-    tree = _load(target, layer, WIDTHS, NODES, decoder.config.vocab_size)
-    chain = _load(target, layer, ",".join(["1"] * depth), depth, decoder.config.vocab_size)
+    # Only with the whole vocabulary among its candidates is a drafted token a sample of q.
+    vocab = str(decoder.config.vocab_size)
+    tree = _load(target, layer, WIDTHS, NODES)
+    chain = _load(target, layer, ",".join(["1"] * depth), depth, candidates=vocab)
     found: dict[str, dict[str, list[list[int]]]] = {}
     for index, text in enumerate(texts):
         progress(f"{text.set} {text.file}, {len(text.tokens)} tokens")
@@ -62,12 +64,6 @@ def measure(
     }
 
 
-def _load(target: Path, layer: Path, widths: str, nodes: int, vocab: int) -> LongSpecDrafter:
-    options = {
-        "target": str(target),
-        "widths": widths,
-        "max_nodes": str(nodes),
-        "min_survival": "0",
-        "candidates": str(vocab),
-    }
-    return LongSpecDrafter.load(layer, options, Resources())
+def _load(target: Path, layer: Path, widths: str, nodes: int, **more: str) -> LongSpecDrafter:
+    options = {"target": str(target), "widths": widths, "max_nodes": str(nodes)}
+    return LongSpecDrafter.load(layer, options | {"min_survival": "0"} | more, Resources())

@@ -23,7 +23,9 @@ class Prompt:
 
 
 def load(folder: Path, target: Path, *, length: int = 384, matchless: int = 4) -> list[Prompt]:
-    """The demo prompts as they are, and two sets made from them.
+    """The demo prompts as they are, and three sets made from them.
+
+    `sampled` are the held-out ones at temperature 1.
 
     A `copying` prompt holds a text whole and then its beginning once more, so that what follows
     stands in the prompt already; from files the demo target was trained on, because a model so
@@ -41,6 +43,8 @@ def load(folder: Path, target: Path, *, length: int = 384, matchless: int = 4) -
             ids = tokenizer.encode(entry["text"]).ids[-length:]
             prompts.append(Prompt(entry["split"], entry["id"], ids))
     heldout = [prompt for prompt in prompts if prompt.set == "heldout"]
+    for seed, prompt in enumerate(heldout, 1):
+        prompts.append(Prompt("sampled", prompt.name, prompt.tokens, 1.0, seed))
     for seed, prompt in enumerate(heldout[:matchless], 1):
         prompts.append(Prompt("no match", prompt.name, prompt.tokens, _HOT, seed))
     separator = tokenizer.token_to_id(_SEPARATOR)

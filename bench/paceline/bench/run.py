@@ -155,7 +155,7 @@ def _acceptance(bench: Bench) -> dict[str, Any]:
         bench.texts(),
         specs,
         dtype=bench.args.dtype,
-        tokens=bench.args.tokens,
+        tokens=texts.WRITTEN,
         progress=bench.console.log,
     )
 
@@ -168,7 +168,7 @@ def _coupling(bench: Bench) -> dict[str, Any] | None:
         bench.longspec,
         bench.texts(),
         dtype=bench.args.dtype,
-        tokens=bench.args.tokens,
+        tokens=texts.WRITTEN,
         progress=bench.console.log,
     )
 

@@ -14,6 +14,9 @@ from paceline.train.preset import PRESETS
 CONTEXTS = (300, 1000, 2000, 3800)
 """Prompt lengths. Unit: tokens. The demo target's context is 4096."""
 
+WRITTEN = 128
+"""Tokens that the target writes after each."""
+
 SETS = ("heldout", "trained")
 
 

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=256, help="new tokens a prompt")
     parser.add_argument("--repeats", type=int, default=3, help="passes over the prompts")
     parser.add_argument(
-        "--texts", type=int, default=8, help="long prompts of each set and context length"
+        "--texts", type=int, default=4, help="long prompts of each set and context length"
     )
     parser.add_argument("--work", type=Path, help="keep the made-up large targets here")
     parser.add_argument(
