@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROTOS := $(wildcard protos/paceline/v1/*.proto)
 
-.PHONY: setup demo test lint types proto proto-check bench gpu-check gpu-train clean
+.PHONY: setup demo test lint types proto proto-check bench drills gpu-check gpu-train clean
 
 setup: .make/setup
 
@@ -40,6 +40,10 @@ proto-check: setup
 
 bench: setup
 	$(BIN)/paceline bench
+
+# Breaks things under load and records in bench/results what held: about a quarter of an hour.
+drills: setup
+	$(BIN)/paceline drills
 
 # The two GPU commands use the Python at hand with its own torch: nothing is downloaded.
 SOURCES := protos/gen:kernels:services/common:services/verifier:services/drafter:client:train:bench

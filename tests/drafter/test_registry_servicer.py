@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -205,3 +207,20 @@ async def test_a_drafter_that_cannot_be_loaded_stops_the_start() -> None:
             pytest.fail("it started")
     with pytest.raises(LoadError, match="allow-test-methods"):
         build_service([], test_methods=METHODS)
+
+
+async def test_an_unloaded_version_is_held_by_nobody() -> None:
+    FakeDrafter.loaded.clear()
+    async with drafting("x=fake", **TESTING) as service:
+        stream = await service.attach([1])
+        await stream.round([2])
+        await stream.end()
+        unloaded = weakref.ref(FakeDrafter.loaded.pop())
+        await load(service, "x", "fake", activate=True)
+        await unload(service, "x", "1")
+        for _ in range(100):
+            gc.collect()
+            if unloaded() is None:
+                break
+            await asyncio.sleep(0.02)
+        assert unloaded() is None, gc.get_referrers(unloaded())

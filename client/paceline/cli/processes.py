@@ -36,6 +36,7 @@ class ServiceProcess:
             `--ready-file` and `--stop-with-stdin` are added.
         address: where to listen; port 0 takes any free one.
         environment: variables over those of this process.
+        wrapper: command that runs it, such as `unshare` and its arguments; must exec it.
         show_log: let its log through to this stderr instead of keeping it.
         ready_seconds: how long it may take to get ready.
     """
@@ -47,12 +48,14 @@ class ServiceProcess:
         *,
         address: str = "127.0.0.1:0",
         environment: Mapping[str, str] | None = None,
+        wrapper: Sequence[str] = (),
         show_log: bool = False,
         ready_seconds: float = 120.0,
     ) -> None:
         self.kind = kind
         self.arguments = tuple(arguments)
         self.environment = dict(environment or {})
+        self._wrapper = tuple(wrapper)
         self._wanted_address = address
         self._bound_address: str | None = None
         self._show_log = show_log
@@ -96,6 +99,7 @@ class ServiceProcess:
             self._folder = Path(tempfile.mkdtemp(prefix=f"paceline-{self.kind}-"))
         self._ready_file.unlink(missing_ok=True)
         command = [
+            *self._wrapper,
             *(sys.executable, "-m", "paceline.cli.main", self.kind, *self.arguments),
             *("--address", self._bound_address or self._wanted_address),
             *("--ready-file", str(self._ready_file), "--stop-with-stdin"),

@@ -113,25 +113,29 @@ class DraftWorker:
             self._thread.join()
 
     def _run(self) -> None:
-        while True:
-            with self._wake:
-                while not (
-                    self._jobs or self._calls or self._stopping or self._behind or self._cold
-                ):
-                    self._wake.wait()
-                jobs, calls = list(self._jobs), list(self._calls)
-                self._jobs.clear()
-                self._calls.clear()
-                stopping = self._stopping
-            self._serve(jobs)
-            for call in calls:
-                _guard(call)
-            if stopping:
-                return
-            if self._behind:
-                self._warm_behind()
-            elif self._cold and not jobs:
-                self._warm_idle()
+        while self._turn():
+            pass
+
+    def _turn(self) -> bool:
+        """Do what there is to do; False at the end. A function, so that while the thread waits it
+        holds on to no drafter: an unloaded one is to be freed."""
+        with self._wake:
+            while not (self._jobs or self._calls or self._stopping or self._behind or self._cold):
+                self._wake.wait()
+            jobs, calls = list(self._jobs), deque(self._calls)
+            self._jobs.clear()
+            self._calls.clear()
+            stopping = self._stopping
+        self._serve(jobs)
+        while calls:
+            _guard(calls.popleft())
+        if stopping:
+            return False
+        if self._behind:
+            self._warm_behind()
+        elif self._cold and not jobs:
+            self._warm_idle()
+        return True
 
     def _serve(self, jobs: list[Job]) -> None:
         groups: dict[Drafter, list[Job]] = {}

@@ -1,0 +1,1 @@
+"""What must hold when things break: each drill breaks one thing under load and checks."""

@@ -1,0 +1,36 @@
+"""Drafters that draw garbage, or take their time."""
+
+from __future__ import annotations
+
+from paceline.bench.drills.drill import Drill, Outcome
+from paceline.bench.drills.world import World
+
+_ARGUMENTS = [
+    "--allow-test-methods",
+    "--test-method=garbage=paceline.bench.drills.hostile:Garbage",
+    "--test-method=slow=paceline.bench.drills.hostile:Slow",
+]
+
+
+def _drill(method: str, what: str) -> Drill:
+    async def run(world: World) -> Outcome:
+        outcome = Outcome()
+        half = max(1, world.scale.generations // 2)
+        async with world.services([method, "ngram"], drafter_arguments=_ARGUMENTS) as services:
+            # Two clients, so that neither learns from the other's drafter.
+            async with services.load("ngram", half) as others, services.load(method, half) as load:
+                await load.more(2 * world.scale.generations)
+            others.judge(outcome)
+            unaffected = all(outcome.checks.values()) and others.drafted_rounds > 0
+            load.judge(outcome)
+            outcome.checks["others unaffected"] = unaffected
+            await services.end(outcome)
+        return outcome
+
+    return Drill(f"drafter {method}", what, run)
+
+
+DRILLS = [
+    _drill("garbage", "every tree is malformed; half of the generations use a good drafter"),
+    _drill("slow", "a draft takes 0.3 s; half of the generations use a good drafter"),
+]

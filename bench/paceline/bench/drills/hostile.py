@@ -1,0 +1,69 @@
+"""Drafting methods for drills: one draws garbage, one takes its time."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar
+
+from paceline.drafter import (
+    Budget,
+    Drafter,
+    DraftSequence,
+    Generation,
+    Resources,
+    Tree,
+    Update,
+)
+
+
+class _Hostile(Drafter):
+    @classmethod
+    def load(cls, folder: Path | None, options: Mapping[str, str], resources: Resources) -> Drafter:
+        return cls()
+
+
+class _GarbageSequence(DraftSequence):
+    def __init__(self) -> None:
+        self._draws = random.Random(7)
+
+    def extend(self, update: Update) -> None:
+        """Does not listen."""
+
+    def draft(self, budget: Budget) -> Tree:
+        draws, nodes = self._draws, self._draws.randrange(1, 300)
+        return Tree(
+            tuple(draws.randrange(1 << 32) for _ in range(nodes)),
+            tuple(draws.randrange(-3, nodes) for _ in range(draws.choice((nodes, nodes - 1)))),
+            tuple(draws.choice((0.5, -1.0, 2.0, float("nan"))) for _ in range(nodes)),
+        )
+
+
+class Garbage(_Hostile):
+    """Foreign tokens, cycles, lengths that do not fit, NaN."""
+
+    method: ClassVar[str] = "garbage"
+    inline: ClassVar[bool] = True
+
+    def start(self, generation: Generation) -> DraftSequence:
+        return _GarbageSequence()
+
+
+class _SlowSequence(DraftSequence):
+    def extend(self, update: Update) -> None:
+        """Does not listen."""
+
+    def draft(self, budget: Budget) -> Tree:
+        time.sleep(0.3)
+        return Tree((1,), (-1,))
+
+
+class Slow(_Hostile):
+    """Holds the drafting thread for 0.3 s a round."""
+
+    method: ClassVar[str] = "slow"
+
+    def start(self, generation: Generation) -> DraftSequence:
+        return _SlowSequence()

@@ -1,0 +1,68 @@
+"""Runs the verifier out of its KV budget, and out of shared memory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+
+from paceline.bench.drills.drill import Drill, Outcome
+from paceline.bench.drills.world import Services, World
+from paceline.client import CapacityError
+
+_SHM_MIB = 10
+_MOUNT = f'mount -t tmpfs -o size={_SHM_MIB}m tmpfs /dev/shm && exec "$@"'
+
+
+async def out_of_kv(world: World) -> Outcome:
+    """A budget for three generations, and many more that want in."""
+    verifier = world.verifier_process("--kv-bytes=14MiB")
+    async with world.services(verifier=verifier) as services:
+        outcome = await _crowd(world, services)
+        # The whole context does not fit at all: told at once, and for good.
+        try:
+            await services.client.generate([1], max_new_tokens=4000)
+            told = False
+        except CapacityError as error:
+            told = error.retry_after is None
+        outcome.checks["what never fits is refused"] = told
+        await services.end(outcome)
+    return outcome
+
+
+async def full_shared_memory(world: World) -> Outcome:
+    """A /dev/shm of 10 MiB for the verifier alone, and no budget that heeds it."""
+    wrapper = _own_mounts()
+    if wrapper is None:
+        return Outcome(skipped="a mount namespace of one's own is not allowed here")
+    verifier = world.verifier_process("--kv-bytes=1GiB", wrapper=wrapper)
+    async with world.services(verifier=verifier) as services:
+        outcome = await _crowd(world, services)
+        await services.end(outcome)
+    return outcome
+
+
+async def _crowd(world: World, services: Services) -> Outcome:
+    outcome = Outcome()
+    async with services.load() as load:
+        await load.more(2 * world.scale.generations)
+    load.judge(outcome)
+    # Only a load that met the limit shows anything.
+    outcome.checks["it was full"] = load.fallbacks["verifier_full"] > 0
+    return outcome
+
+
+def _own_mounts() -> list[str] | None:
+    """A command that runs another with a small /dev/shm of its own; None if that is not allowed."""
+    if shutil.which("unshare") is None:
+        return None
+    user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+    wrapper = ["unshare", *user, "--mount", "sh", "-c", _MOUNT, "sh"]
+    tried = subprocess.run([*wrapper, "true"], capture_output=True)
+    return wrapper if tried.returncode == 0 else None
+
+
+DRILLS = [
+    Drill("verifier out of KV", "a KV budget for three generations at a time", out_of_kv),
+    Drill("full shared memory", "/dev/shm has no room left", full_shared_memory),
+]
