@@ -60,5 +60,5 @@ class Scale:
     """That are abandoned."""
 
 
-FULL = Scale(generations=16, tokens=64, swaps=50, hits=5, clients=1000)
-SHORT = Scale(generations=6, tokens=24, swaps=5, hits=1, clients=40)
+FULL = Scale(generations=16, tokens=64, swaps=50, hits=3, clients=1000)
+SHORT = Scale(generations=6, tokens=16, swaps=5, hits=1, clients=40)

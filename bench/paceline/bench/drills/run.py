@@ -6,6 +6,7 @@ import argparse
 import json
 import tempfile
 import time
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -38,50 +39,58 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     chosen = [DRILLS[name] for name in args.drill or DRILLS]
     scale = SHORT if args.short else FULL
-    outcomes = uvloop.run(run_all(chosen, scale, args.models, console))
-    _show(outcomes, console)
     described = machine.describe()
     output: Path = args.output or Path("bench/results") / f"drills-{described['kind']}.json"
     output.parent.mkdir(parents=True, exist_ok=True)
-    results = {
-        "machine": described,
-        "scale": vars(scale),
-        "drills": {
-            name: {"seconds": round(seconds, 1), "passed": outcome.passed, **vars(outcome)}
-            for name, (outcome, seconds) in outcomes.items()
-        },
-    }
-    output.write_text(json.dumps(results, indent=1) + "\n")
+    results: dict[str, Any] = {"machine": described, "scale": vars(scale), "drills": {}}
+
+    def record(name: str, outcome: Outcome, seconds: float) -> None:
+        results["drills"][name] = {
+            "passed": outcome.passed,
+            **vars(outcome),
+            "seconds": round(seconds, 1),
+        }
+        output.write_text(json.dumps(results, indent=1) + "\n")
+
+    uvloop.run(run_all(chosen, scale, args.models, record, console.log))
+    _show(results["drills"], console)
     console.print(f"written to {output}")
-    return 0 if all(o.passed or o.skipped for o, _ in outcomes.values()) else 1
+    return 0 if all(o["passed"] or o["skipped"] for o in results["drills"].values()) else 1
 
 
 async def run_all(
-    drills: list[Drill], scale: Scale, models: Path, console: Console
-) -> dict[str, tuple[Outcome, float]]:
-    """Outcome and seconds of each drill, by name."""
-    outcomes: dict[str, tuple[Outcome, float]] = {}
+    drills: list[Drill],
+    scale: Scale,
+    models: Path,
+    record: Callable[[str, Outcome, float], None],
+    progress: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Run drills; ``record`` is told name, outcome and seconds of each as it ends."""
     with tempfile.TemporaryDirectory(prefix="paceline-drills-") as scratch:
         world = World(models / "target", models / "prompts", Path(scratch), scale)
         await world.prepare()
         for drill in drills:
-            console.log(f"{drill.name}: {drill.what}")
+            progress(f"{drill.name}: {drill.what}")
             begun = time.monotonic()
-            outcomes[drill.name] = await drill.run(world), time.monotonic() - begun
-    return outcomes
+            try:
+                outcome = await drill.run(world)
+            except Exception as error:  # the others are to be run all the same
+                outcome = Outcome({"ran to its end": False}, {"error": repr(error)[:2000]})
+            record(drill.name, outcome, time.monotonic() - begun)
 
 
-def _show(outcomes: dict[str, tuple[Outcome, float]], console: Console) -> None:
+def _show(outcomes: dict[str, dict[str, Any]], console: Console) -> None:
     table = Table("drill", "must hold", "held", "figures", show_lines=True)
-    for name, (outcome, seconds) in outcomes.items():
-        if outcome.skipped:
-            table.add_row(name, "", "skipped", outcome.skipped)
+    for name, outcome in outcomes.items():
+        if outcome["skipped"]:
+            table.add_row(name, "", "skipped", outcome["skipped"])
             continue
-        figures: dict[str, Any] = {**outcome.figures, "seconds": round(seconds, 1)}
+        checks: dict[str, bool] = outcome["checks"]
+        figures = {**outcome["figures"], "seconds": outcome["seconds"]}
         table.add_row(
             name,
-            "\n".join(outcome.checks),
-            "\n".join("yes" if held else "NO" for held in outcome.checks.values()),
+            "\n".join(checks),
+            "\n".join("yes" if held else "NO" for held in checks.values()),
             "\n".join(f"{figure}: {value}" for figure, value in figures.items()),
         )
     console.print(table)

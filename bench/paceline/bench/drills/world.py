@@ -25,6 +25,7 @@ _LEASE_SECONDS = 5.0
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """Services that share few cores with each other and with the load hold each other up least so."""
 
+_READY_SECONDS = 400.0
 _SETTLE_SECONDS = 30.0
 """Longest time from the end of all load until nothing may be held any more: leases and more."""
 
@@ -125,6 +126,7 @@ class World:
             [*given, *lease, *arguments],
             environment={**_ONE_THREAD, **(environment or {})},
             wrapper=wrapper,
+            ready_seconds=_READY_SECONDS,
         )
 
     @asynccontextmanager
@@ -150,13 +152,14 @@ class World:
             "drafter",
             [*specs, *drafter_arguments],
             environment={**_ONE_THREAD, **(environment or {})},
+            ready_seconds=_READY_SECONDS,
         )
         async with verifier, drafter:
             client = Client(
                 verifier.address,
                 drafter=drafter.address,
                 # Longer than anything is down here, so that only a fault makes a request fail.
-                retry=RetryOptions(budget=180.0),
+                retry=RetryOptions(budget=_READY_SECONDS),
                 drafting=DraftOptions(first_delay=0.05, longest_delay=1.0),
             )
             async with client, grpc.aio.insecure_channel(drafter.address) as channel:
