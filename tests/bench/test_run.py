@@ -24,8 +24,11 @@ def test_a_run_of_parts_keeps_the_rest_of_the_file(tmp_path: Path) -> None:
 
 
 def test_figures_of_another_drafter_or_machine_are_not_kept(tmp_path: Path) -> None:
+    """But for replay, which has nothing to do with drafters."""
     output = tmp_path / "cpu.json"
-    output.write_text(json.dumps({**HEAD, "replay": 1}))
-    for change in ({"longspec": "cd"}, {"dtype": "float32"}, {"machine": {"kind": "other"}}):
+    output.write_text(json.dumps({**HEAD, "comparison": {"heldout": 1}, "replay": 1}))
+    for change in ({"dtype": "float32"}, {"machine": {"kind": "other"}}):
         later = {**HEAD, **change, "coupling": {"heldout": 2}}
         assert _with_earlier(later, output) == later
+    later = {**HEAD, "longspec": "cd", "coupling": {"heldout": 2}}
+    assert _with_earlier(later, output) == {**later, "replay": 1}

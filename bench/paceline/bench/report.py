@@ -27,6 +27,8 @@ def show(results: dict[str, Any], console: Console) -> None:
     if "draft" in results:
         console.print(_draft_by_context(results["draft"]))
         console.print(_draft_by_tree(results["draft"]))
+    if results.get("longspec") is None:
+        console.print("There is no LongSpec drafter here: its rows and tables are left out.")
 
 
 _STRETCHED = (

@@ -89,7 +89,6 @@ class Bench:
     def longspec_digest(self) -> str | None:
         """SHA-256 of its weights: which drafter the figures are of."""
         if self.longspec is None:
-            self.console.log("there is no LongSpec drafter: its rows are left out")
             return None
         return hashlib.sha256((self.longspec / "model.safetensors").read_bytes()).hexdigest()
 
@@ -208,8 +207,10 @@ def _with_earlier(results: dict[str, Any], output: Path) -> dict[str, Any]:
     if not output.exists():
         return results
     earlier = json.loads(output.read_text())
-    if any(earlier.get(key) != results[key] for key in ("machine", "dtype", "longspec")):
+    if any(earlier.get(key) != results[key] for key in ("machine", "dtype")):
         return results
+    if earlier.get("longspec") != results["longspec"]:
+        earlier = {key: value for key, value in earlier.items() if key == "replay"}
     by_set = ("comparison", "stretched", "acceptance", "coupling")
     merged = {k: {**earlier.get(k, {}), **results[k]} for k in by_set if k in results}
     return {**earlier, **results, **merged}
