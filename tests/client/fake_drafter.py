@@ -21,6 +21,7 @@ class FakeDrafter(drafter_pb2_grpc.DrafterServiceServicer):
         self.mode = "good"
         self.seconds = 0.0
         self.attaches: list[drafter_pb2.DraftAttach] = []
+        self.rounds: list[drafter_pb2.DraftRound] = []
         self.asked = 0
         self.out_of_step = 0
 
@@ -42,6 +43,7 @@ class FakeDrafter(drafter_pb2_grpc.DrafterServiceServicer):
                 )
                 continue
             self.asked += 1
+            self.rounds.append(request.round)
             ask = request.round
             text.extend(ask.new_tokens)
             self.out_of_step += len(text) != ask.total_length

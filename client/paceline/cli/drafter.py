@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     from paceline.drafter import LoadError
 
     try:
-        return run_service(args, lambda metrics: _build(args, metrics))
+        return run_service("drafter", args, lambda metrics: _build(args, metrics))
     except LoadError as error:
         return refuse(error)
 

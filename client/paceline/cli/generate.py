@@ -18,6 +18,7 @@ from paceline.cli.connection import (
 )
 from paceline.client import Client, Generation, GenerationResult, PacelineError, RetryOptions
 from paceline.service.options import OptionsError
+from paceline.telemetry.exporters import traced
 
 T = TypeVar("T")
 
@@ -76,6 +77,11 @@ def generation_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 def run(args: argparse.Namespace) -> int:
     """Generate; 0 when it came to an end, 1 when a service failed, 2 for bad arguments."""
+    with traced("paceline-client"):
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     try:
         prompt = _prompt(args)
         client = Client(

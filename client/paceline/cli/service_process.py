@@ -23,6 +23,7 @@ from paceline.service import (
     configure_logging,
     run_server,
 )
+from paceline.telemetry.exporters import traced
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -78,17 +79,25 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_service(
-    args: argparse.Namespace, build: Callable[[CollectorRegistry | None], Service]
+    kind: str, args: argparse.Namespace, build: Callable[[CollectorRegistry | None], Service]
 ) -> int:
     """Build and serve until a signal; 0 after a drain, 2 for options that cannot be served.
 
     Args:
+        kind: "verifier" or "drafter", for traces.
         args: parsed from `add_process_arguments`.
         build: makes the service, whose metrics go into the registry if there is one. Called after
             the thread settings are in the environment, so it may import torch; nothing may have
             imported it before.
     """
     configure_logging(args.log_format, args.log_level)
+    with traced(f"paceline-{kind}"):
+        return _build_and_serve(args, build)
+
+
+def _build_and_serve(
+    args: argparse.Namespace, build: Callable[[CollectorRegistry | None], Service]
+) -> int:
     try:
         options = ServerOptions.from_args(args)
         set_thread_environment(args.threads)

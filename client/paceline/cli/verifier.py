@@ -59,7 +59,7 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal; the exit code."""
-    return run_service(args, lambda metrics: _build(args, metrics))
+    return run_service("verifier", args, lambda metrics: _build(args, metrics))
 
 
 def _build(args: argparse.Namespace, metrics: CollectorRegistry | None) -> Service:

@@ -18,6 +18,7 @@ from paceline.v1 import drafter_pb2, sampling_pb2, tree_pb2, verifier_pb2
 from ._errors import PacelineError, UnavailableError
 from ._options import DraftOptions
 from ._stats import Stats
+from ._trace import GenerationTrace
 from ._transport import DraftStream, Transport
 
 logger = logging.getLogger("paceline.client")
@@ -84,6 +85,7 @@ class DrafterSession:
         options: DraftOptions,
         health: DrafterHealth,
         stats: Stats,
+        trace: GenerationTrace | None = None,
     ) -> None:
         self._transport = transport
         self._name = name
@@ -94,6 +96,7 @@ class DrafterSession:
         self._options = options
         self._health = health
         self._stats = stats
+        self._trace = trace
         self._state = _State.DETACHED
         self._stream: DraftStream | None = None
         self._pump: asyncio.Task[None] | None = None
@@ -120,6 +123,7 @@ class DrafterSession:
             sampling=self._sampling,
             read_grant=read_grant,
             verifier_address=self._transport.verifier_address,
+            traceparent="" if self._trace is None else self._trace.traceparent,
         )
         self._state = _State.ATTACHING
         self._asked_at = monotonic()
@@ -147,6 +151,7 @@ class DrafterSession:
                 deadline_ms=int(self._patience() * 1000),
                 committed_length=committed_length,
                 total_length=len(self._prompt) + len(self._output),
+                traceparent="" if self._trace is None else self._trace.begin_draft(),
             )
         )
         self._told = len(self._output)
@@ -164,6 +169,8 @@ class DrafterSession:
         Only sizes are checked here: the verifier checks everything else.
         """
         tree = await self._wait_for_news(self._patience())
+        if self._trace is not None:
+            self._trace.end_draft(tree, self._attached)
         if tree is None:
             if self._state is _State.ASKED:
                 self._stats.fallbacks["drafter_timeout"] += 1

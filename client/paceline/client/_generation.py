@@ -18,6 +18,7 @@ from ._pace import Pace
 from ._rounds import Rounds
 from ._shared import Shared
 from ._stats import Stats, Usage
+from ._trace import GenerationTrace
 from ._verifier import VerifierSession
 
 
@@ -67,6 +68,7 @@ class Generation:
         self._verifier: VerifierSession | None = None
         self._drafter: DrafterSession | None = None
         self._keeper: asyncio.Task[None] | None = None
+        self._trace: GenerationTrace | None = None
         self.stats = Stats()
         """Grows while the generation runs."""
 
@@ -138,8 +140,13 @@ class Generation:
         """The generation's task: generates, cleans up, reports."""
         began = perf_counter()
         self._shared.running.add(self)
+        self._trace = GenerationTrace.begin(self._options, self._shared.transport.verifier_address)
+        error: BaseException | None = None
         try:
             await self._generate()
+        except BaseException as raised:
+            error = raised
+            raise
         finally:
             self._at_work = False
             self._outlet.close()
@@ -147,6 +154,9 @@ class Generation:
             await asyncio.shield(self._shared.in_background(self._clean_up()))
             self.stats.total_ms = (perf_counter() - began) * 1000
             self._shared.running.discard(self)
+            if self._trace is not None:
+                reason = self._output.finish_reason
+                self._trace.finish(self._usage(), self.stats, reason, error)
         output = self._output
         return GenerationResult(
             text=output.text,
@@ -154,10 +164,13 @@ class Generation:
             logprobs=output.logprobs if self._options.logprobs else None,
             finish_reason=output.finish_reason,
             stop_string=output.stop_string,
-            usage=Usage(len(self._prompt_tokens), len(output.token_ids), self._reused),
+            usage=self._usage(),
             stats=self.stats,
             seed=self._options.seed,
         )
+
+    def _usage(self) -> Usage:
+        return Usage(len(self._prompt_tokens), len(self._output.token_ids), self._reused)
 
     async def _generate(self) -> None:
         """Runs to the end of the text, the deadline, or `cancel`, whichever comes first."""
@@ -170,6 +183,8 @@ class Generation:
                     raise asyncio.CancelledError
                 self._shared.check_open()
                 model = await self._shared.models.get()
+                if self._trace is not None:
+                    self._trace.served_by(model.facts.name)
                 await self._prepare(model)
                 self._reused = await self._rounds(model).run()
         except TimeoutError:
@@ -216,6 +231,7 @@ class Generation:
             shared.retry,
             self.stats,
             deadline,
+            self._trace,
         )
         name = options.drafter or ""
         if shared.transport.has_drafter and name != "none":
@@ -229,6 +245,7 @@ class Generation:
                 shared.drafting,
                 shared.health(name),
                 self.stats,
+                self._trace,
             )
         return Rounds(
             self._verifier,
@@ -239,6 +256,7 @@ class Generation:
             options,
             model.facts,
             self.stats,
+            self._trace,
         )
 
     async def _clean_up(self) -> None:

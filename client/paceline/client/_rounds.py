@@ -12,6 +12,7 @@ from ._outlet import Outlet
 from ._output import Output
 from ._pace import Pace
 from ._stats import RoundStats, Stats
+from ._trace import GenerationTrace
 from ._verifier import VerifierSession
 
 # Steps of a free run where no drafter is wanted, and where one is wanted but not at hand.
@@ -36,6 +37,7 @@ class Rounds:
         options: GenerationOptions,
         facts: verifier_pb2.GetModelResponse,
         stats: Stats,
+        trace: GenerationTrace | None = None,
     ) -> None:
         self._verifier = verifier
         self._drafter = drafter
@@ -45,6 +47,7 @@ class Rounds:
         self._options = options
         self._facts = facts
         self._stats = stats
+        self._trace = trace
         self._most_nodes = min(options.max_nodes or facts.max_tree_nodes, facts.max_tree_nodes)
         self._node_budget = self._most_nodes
         self._committed = 0
@@ -94,18 +97,17 @@ class Rounds:
         elif not self._verifier.disturbed:
             self._drafter.credit(tree)
             self._pace.drafted(len(result.tokens), seconds)
-        self._stats.add(
-            RoundStats(
-                drafted=0 if self._verifier.rejection else len(tree.tree.tokens),
-                accepted=len(result.accepted_nodes),
-                emitted=len(result.tokens),
-                round_ms=seconds * 1000,
-                draft_ms=tree.draft_us / 1000,
-                verify_ms=response.verify_us / 1000,
-                queue_ms=(tree.queue_us + response.queue_us) / 1000,
-                kv_bytes=tree.kv_bytes,
-            )
+        entry = RoundStats(
+            drafted=0 if self._verifier.rejection else len(tree.tree.tokens),
+            accepted=len(result.accepted_nodes),
+            emitted=len(result.tokens),
+            round_ms=seconds * 1000,
+            draft_ms=tree.draft_us / 1000,
+            verify_ms=response.verify_us / 1000,
+            queue_ms=(tree.queue_us + response.queue_us) / 1000,
+            kv_bytes=tree.kv_bytes,
         )
+        self._end_round(entry, response)
         self._node_budget = response.node_budget
         self._unpublished = (result, len(self._stats.rounds))
         await self._accept(result)
@@ -135,22 +137,26 @@ class Rounds:
                         self._pace.free_ran(emitted - first_tokens, now - first_at)
                     elif emitted:
                         self._pace.free_ran(emitted, seconds)
-                self._stats.add(
-                    RoundStats(
-                        drafted=0,
-                        accepted=0,
-                        emitted=emitted,
-                        round_ms=seconds * 1000,
-                        draft_ms=0.0,
-                        verify_ms=verify_us / 1000,
-                        queue_ms=queue_us / 1000,
-                    )
+                entry = RoundStats(
+                    drafted=0,
+                    accepted=0,
+                    emitted=emitted,
+                    round_ms=seconds * 1000,
+                    draft_ms=0.0,
+                    verify_ms=verify_us / 1000,
+                    queue_ms=queue_us / 1000,
                 )
+                self._end_round(entry, response)
                 self._node_budget = response.node_budget
             self._unpublished = (result, len(self._stats.rounds) + (not last))
             await self._accept(result, plan=last)
             if not self._asked:
                 self._publish_waiting()
+
+    def _end_round(self, entry: RoundStats, response: verifier_pb2.VerifyResponse) -> None:
+        self._stats.add(entry)
+        if self._trace is not None:
+            self._trace.end_round(len(self._stats.rounds), entry, response)
 
     async def _accept(self, result: verifier_pb2.RoundResult, *, plan: bool = True) -> None:
         """Takes in tokens and, where more are to come, sets the next round going."""
@@ -164,6 +170,8 @@ class Rounds:
     async def _plan(self) -> None:
         """Decides on a tree or a free run. A tree is asked for at once."""
         self._round_began = perf_counter()
+        if self._trace is not None:
+            self._trace.begin_round()
         self._asked = False
         self._steps = _PLAIN_RUN
         if self._drafter is None:
@@ -203,6 +211,8 @@ class Rounds:
         if self._unpublished is not None:
             (result, index), self._unpublished = self._unpublished, None
             self._publish(result, index)
+        if self._trace is not None:
+            self._trace.settle()
 
     def _publish(self, result: verifier_pb2.RoundResult, index: int) -> None:
         chunk = self._output.publish(result, index)

@@ -13,6 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
 
+from paceline.telemetry.tracing import current_metadata
 from paceline.v1 import drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 
 from ._errors import InvalidRequestError, rpc_errors
@@ -138,7 +139,7 @@ class GrpcTransport:
     ) -> verifier_pb2.GetModelResponse:
         with rpc_errors:
             model: verifier_pb2.GetModelResponse = await self._verifier.GetModel(
-                request, metadata=self._metadata
+                request, metadata=(*self._metadata, *current_metadata())
             )
             return model
 
@@ -161,7 +162,7 @@ class GrpcTransport:
     ) -> verifier_pb2.RenewLeaseResponse:
         with rpc_errors:
             lease: verifier_pb2.RenewLeaseResponse = await self._verifier.RenewLease(
-                request, metadata=self._metadata
+                request, metadata=(*self._metadata, *current_metadata())
             )
             return lease
 
@@ -170,7 +171,7 @@ class GrpcTransport:
     ) -> verifier_pb2.ReleaseCacheResponse:
         with rpc_errors:
             release: verifier_pb2.ReleaseCacheResponse = await self._verifier.ReleaseCache(
-                request, metadata=self._metadata
+                request, metadata=(*self._metadata, *current_metadata())
             )
             return release
 

@@ -22,6 +22,7 @@ from ._errors import (
 from ._options import GenerationOptions, RetryOptions
 from ._retry import Attempts
 from ._stats import Stats
+from ._trace import GenerationTrace
 from ._transport import Transport, VerifyStream
 
 logger = logging.getLogger("paceline.client")
@@ -51,6 +52,7 @@ class VerifierSession:
         retry: RetryOptions,
         stats: Stats,
         deadline: float | None,
+        trace: GenerationTrace | None = None,
     ) -> None:
         self._transport = transport
         self._facts = facts
@@ -59,6 +61,7 @@ class VerifierSession:
         self._output = output
         self._stats = stats
         self._deadline = deadline
+        self._trace = trace
         self._attempts = Attempts(retry)
         self._parent = options.parent_handle
         self._stream: VerifyStream | None = None
@@ -96,7 +99,10 @@ class VerifierSession:
     async def start(self, tree: tree_pb2.TokenTree | None, steps: int) -> None:
         """Sends a round: a tree to verify, or None for a free run of `steps`."""
         self._pending = verifier_pb2.VerifyRequest(
-            round_id=self._pending.round_id + 1, tree=tree, free_run_steps=steps
+            round_id=self._pending.round_id + 1,
+            tree=tree,
+            free_run_steps=steps,
+            traceparent="" if self._trace is None else self._trace.begin_verify(),
         )
         self._received = self._to_skip = 0
         self.disturbed = False
@@ -170,6 +176,7 @@ class VerifierSession:
             logprobs=options.logprobs,
             top_logprobs=options.top_logprobs,
             parent_handle=self._parent,
+            traceparent="" if self._trace is None else self._trace.begin_prefill(),
         )
         created: verifier_pb2.CacheCreated | None = None
         try:
@@ -181,8 +188,10 @@ class VerifierSession:
                     elif options.on_prefill is not None:
                         progress = response.progress
                         options.on_prefill(progress.prefilled_tokens, progress.total_tokens)
-        except PacelineError:
+        except PacelineError as error:
             if created is None:
+                if self._trace is not None:
+                    self._trace.end_prefill(error)
                 raise
         if created is None:
             raise ServerError("the verifier ended CreateCache without a cache: this is its fault")
@@ -194,6 +203,8 @@ class VerifierSession:
         self.lease_seconds = (created.lease_ms or self._facts.lease_ms or 30_000) / 1000
         self._stats.prefill_ms += created.prefill_us / 1000
         self._pending = verifier_pb2.VerifyRequest()
+        if self._trace is not None:
+            self._trace.end_prefill(created)
         return created
 
     async def _send(self) -> None:

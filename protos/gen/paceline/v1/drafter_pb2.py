@@ -27,7 +27,7 @@ from paceline.v1 import tree_pb2 as paceline_dot_v1_dot_tree__pb2
 from paceline.v1 import verifier_pb2 as paceline_dot_v1_dot_verifier__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19paceline/v1/drafter.proto\x12\x0bpaceline.v1\x1a\x1apaceline/v1/sampling.proto\x1a\x16paceline/v1/tree.proto\x1a\x1apaceline/v1/verifier.proto\"m\n\x0c\x44raftRequest\x12*\n\x06\x61ttach\x18\x01 \x01(\x0b\x32\x18.paceline.v1.DraftAttachH\x00\x12(\n\x05round\x18\x02 \x01(\x0b\x32\x17.paceline.v1.DraftRoundH\x00\x42\x07\n\x05\x65vent\"\xfd\x01\n\x0b\x44raftAttach\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x1a\n\x12target_fingerprint\x18\x03 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x0e\n\x06tokens\x18\x06 \x03(\r\x12-\n\x08sampling\x18\x07 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12\x12\n\nread_grant\x18\x08 \x01(\x0c\x12\x18\n\x10verifier_address\x18\t \x01(\t\x12\x15\n\rprompt_length\x18\n \x01(\r\"\xe6\x01\n\nDraftRound\x12\x10\n\x08round_id\x18\x01 \x01(\x04\x12\x12\n\nnew_tokens\x18\x02 \x03(\r\x12\x13\n\x0bnode_budget\x18\x03 \x01(\r\x12\x11\n\tmax_depth\x18\x04 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x05 \x01(\r\x12\x13\n\x0btraceparent\x18\x06 \x01(\t\x12\x18\n\x10\x63ommitted_length\x18\x07 \x01(\r\x12\x14\n\x0ctotal_length\x18\x08 \x01(\r\x12\x30\n\rhidden_states\x18\t \x03(\x0b\x32\x19.paceline.v1.HiddenStates\"p\n\rDraftResponse\x12.\n\x08\x61ttached\x18\x01 \x01(\x0b\x32\x1a.paceline.v1.DraftAttachedH\x00\x12&\n\x04tree\x18\x02 \x01(\x0b\x32\x16.paceline.v1.DraftTreeH\x00\x42\x07\n\x05\x65vent\"\xa4\x01\n\rDraftAttached\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0e\n\x06method\x18\x03 \x01(\t\x12\x1b\n\x13hidden_state_layers\x18\x04 \x03(\r\x12\x1b\n\x13hidden_state_window\x18\x05 \x01(\r\x12\x11\n\tmax_nodes\x18\x06 \x01(\r\x12\x14\n\x0ckv_transport\x18\x07 \x01(\t\"\x8a\x01\n\tDraftTree\x12\x10\n\x08round_id\x18\x01 \x01(\x04\x12$\n\x04tree\x18\x02 \x01(\x0b\x32\x16.paceline.v1.TokenTree\x12\x10\n\x08\x64raft_us\x18\x03 \x01(\x04\x12\x10\n\x08queue_us\x18\x04 \x01(\x04\x12\x0f\n\x07version\x18\x05 \x01(\t\x12\x10\n\x08kv_bytes\x18\x06 \x01(\x04\"\x15\n\x13ListDraftersRequest\"\x86\x01\n\x14ListDraftersResponse\x12*\n\x08\x64rafters\x18\x01 \x03(\x0b\x32\x18.paceline.v1.DrafterInfo\x12\x17\n\x0f\x64\x65\x66\x61ult_drafter\x18\x02 \x01(\t\x12)\n\x06trials\x18\x03 \x03(\x0b\x32\x19.paceline.v1.DrafterTrial\"\x83\x02\n\x0b\x44rafterInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0e\n\x06method\x18\x03 \x01(\t\x12\x0e\n\x06\x66older\x18\x04 \x01(\t\x12\x15\n\rtraffic_share\x18\x05 \x01(\x02\x12\x16\n\x0e\x61\x63tive_streams\x18\x06 \x01(\r\x12\x1a\n\x12target_fingerprint\x18\x07 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x08 \x01(\t\x12\x14\n\x0cweight_bytes\x18\t \x01(\x04\x12\x10\n\x08\x64raining\x18\n \x01(\x08\x12(\n\x05\x63heck\x18\x0b \x01(\x0b\x32\x19.paceline.v1.DrafterCheck\"X\n\x0c\x44rafterCheck\x12\r\n\x05texts\x18\x01 \x01(\r\x12\x0e\n\x06rounds\x18\x02 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_length\x18\x03 \x01(\x02\x12\x10\n\x08\x64raft_us\x18\x04 \x01(\x04\"\xd4\x01\n\x12LoadDrafterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0e\n\x06method\x18\x03 \x01(\t\x12\x0e\n\x06\x66older\x18\x04 \x01(\t\x12=\n\x07options\x18\x05 \x03(\x0b\x32,.paceline.v1.LoadDrafterRequest.OptionsEntry\x12\x10\n\x08\x61\x63tivate\x18\x06 \x01(\x08\x1a.\n\x0cOptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"@\n\x13LoadDrafterResponse\x12)\n\x07\x64rafter\x18\x01 \x01(\x0b\x32\x18.paceline.v1.DrafterInfo\"y\n\x16\x41\x63tivateDrafterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x15\n\rtraffic_share\x18\x03 \x01(\x02\x12)\n\x05trial\x18\x04 \x01(\x0b\x32\x1a.paceline.v1.TrialSettings\"h\n\rTrialSettings\x12\x12\n\nconfidence\x18\x01 \x01(\x02\x12\x15\n\rlength_margin\x18\x02 \x01(\x02\x12\x13\n\x0btime_margin\x18\x03 \x01(\x02\x12\x17\n\x0fmax_generations\x18\x04 \x01(\r\"\x92\x02\n\x0c\x44rafterTrial\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tcandidate\x18\x02 \x01(\t\x12\x10\n\x08\x62\x61seline\x18\x03 \x01(\t\x12,\n\x08settings\x18\x04 \x01(\x0b\x32\x1a.paceline.v1.TrialSettings\x12&\n\x05state\x18\x05 \x01(\x0e\x32\x17.paceline.v1.TrialState\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x34\n\x11\x63\x61ndidate_figures\x18\x07 \x01(\x0b\x32\x19.paceline.v1.TrialFigures\x12\x33\n\x10\x62\x61seline_figures\x18\x08 \x01(\x0b\x32\x19.paceline.v1.TrialFigures\"^\n\x0cTrialFigures\x12\x13\n\x0bgenerations\x18\x01 \x01(\r\x12\x0e\n\x06rounds\x18\x02 \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_length\x18\x03 \x01(\x02\x12\x10\n\x08\x64raft_us\x18\x04 \x01(\x04\"D\n\x17\x41\x63tivateDrafterResponse\x12)\n\x07\x64rafter\x18\x01 \x01(\x0b\x32\x18.paceline.v1.DrafterInfo\"D\n\x14UnloadDrafterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\")\n\x15UnloadDrafterResponse\x12\x10\n\x08unloaded\x18\x01 \x01(\x08*\x94\x01\n\nTrialState\x12\x1b\n\x17TRIAL_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13TRIAL_STATE_RUNNING\x10\x01\x12\x18\n\x14TRIAL_STATE_PROMOTED\x10\x02\x12\x1b\n\x17TRIAL_STATE_ROLLED_BACK\x10\x03\x12\x19\n\x15TRIAL_STATE_CANCELLED\x10\x04\x32T\n\x0e\x44rafterService\x12\x42\n\x05\x44raft\x12\x19.paceline.v1.DraftRequest\x1a\x1a.paceline.v1.DraftResponse(\x01\x30\x01\x32\xf5\x02\n\x16\x44rafterRegistryService\x12S\n\x0cListDrafters\x12 .paceline.v1.ListDraftersRequest\x1a!.paceline.v1.ListDraftersResponse\x12P\n\x0bLoadDrafter\x12\x1f.paceline.v1.LoadDrafterRequest\x1a .paceline.v1.LoadDrafterResponse\x12\\\n\x0f\x41\x63tivateDrafter\x12#.paceline.v1.ActivateDrafterRequest\x1a$.paceline.v1.ActivateDrafterResponse\x12V\n\rUnloadDrafter\x12!.paceline.v1.UnloadDrafterRequest\x1a\".paceline.v1.UnloadDrafterResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19paceline/v1/drafter.proto\x12\x0bpaceline.v1\x1a\x1apaceline/v1/sampling.proto\x1a\x16paceline/v1/tree.proto\x1a\x1apaceline/v1/verifier.proto\"m\n\x0c\x44raftRequest\x12*\n\x06\x61ttach\x18\x01 \x01(\x0b\x32\x18.paceline.v1.DraftAttachH\x00\x12(\n\x05round\x18\x02 \x01(\x0b\x32\x17.paceline.v1.DraftRoundH\x00\x42\x07\n\x05\x65vent\"\x92\x02\n\x0b\x44raftAttach\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x1a\n\x12target_fingerprint\x18\x03 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x0e\n\x06tokens\x18\x06 \x03(\r\x12-\n\x08sampling\x18\x07 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12\x12\n\nread_grant\x18\x08 \x01(\x0c\x12\x18\n\x10verifier_address\x18\t \x01(\t\x12\x15\n\rprompt_length\x18\n \x01(\r\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\"\xe6\x01\n\nDraftRound\x12\x10\n\x08round_id\x18\x01 \x01(\x04\x12\x12\n\nnew_tokens\x18\x02 \x03(\r\x12\x13\n\x0bnode_budget\x18\x03 \x01(\r\x12\x11\n\tmax_depth\x18\x04 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x05 \x01(\r\x12\x13\n\x0btraceparent\x18\x06 \x01(\t\x12\x18\n\x10\x63ommitted_length\x18\x07 \x01(\r\x12\x14\n\x0ctotal_length\x18\x08 \x01(\r\x12\x30\n\rhidden_states\x18\t \x03(\x0b\x32\x19.paceline.v1.HiddenStates\"p\n\rDraftResponse\x12.\n\x08\x61ttached\x18\x01 \x01(\x0b\x32\x1a.paceline.v1.DraftAttachedH\x00\x12&\n\x04tree\x18\x02 \x01(\x0b\x32\x16.paceline.v1.DraftTreeH\x00\x42\x07\n\x05\x65vent\"\xa4\x01\n\rDraftAttached\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0e\n\x06method\x18\x03 \x01(\t\x12\x1b\n\x13hidden_state_layers\x18\x04 \x03(\r\x12\x1b\n\x13hidden_state_window\x18\x05 \x01(\r\x12\x11\n\tmax_nodes\x18\x06 \x01(\r\x12\x14\n\x0ckv_transport\x18\x07 \x01(\t\"\x8a\x01\n\tDraftTree\x12\x10\n\x08round_id\x18\x01 \x01(\x04\x12$\n\x04tree\x18\x02 \x01(\x0b\x32\x16.paceline.v1.TokenTree\x12\x10\n\x08\x64raft_us\x18\x03 \x01(\x04\x12\x10\n\x08queue_us\x18\x04 \x01(\x04\x12\x0f\n\x07version\x18\x05 \x01(\t\x12\x10\n\x08kv_bytes\x18\x06 \x01(\x04\"\x15\n\x13ListDraftersRequest\"\x86\x01\n\x14ListDraftersResponse\x12*\n\x08\x64rafters\x18\x01 \x03(\x0b\x32\x18.paceline.v1.DrafterInfo\x12\x17\n\x0f\x64\x65\x66\x61ult_drafter\x18\x02 \x01(\t\x12)\n\x06trials\x18\x03 \x03(\x0b\x32\x19.paceline.v1.DrafterTrial\"\x83\x02\n\x0b\x44rafterInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0e\n\x06method\x18\x03 \x01(\t\x12\x0e\n\x06\x66older\x18\x04 \x01(\t\x12\x15\n\rtraffic_share\x18\x05 \x01(\x02\x12\x16\n\x0e\x61\x63tive_streams\x18\x06 \x01(\r\x12\x1a\n\x12target_fingerprint\x18\x07 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x08 \x01(\t\x12\x14\n\x0cweight_bytes\x18\t \x01(\x04\x12\x10\n\x08\x64raining\x18\n \x01(\x08\x12(\n\x05\x63heck\x18\x0b \x01(\x0b\x32\x19.paceline.v1.DrafterCheck\"X\n\x0c\x44rafterCheck\x12\r\n\x05texts\x18\x01 \x01(\r\x12\x0e\n\x06rounds\x18\x02 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_length\x18\x03 \x01(\x02\x12\x10\n\x08\x64raft_us\x18\x04 \x01(\x04\"\xd4\x01\n\x12LoadDrafterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0e\n\x06method\x18\x03 \x01(\t\x12\x0e\n\x06\x66older\x18\x04 \x01(\t\x12=\n\x07options\x18\x05 \x03(\x0b\x32,.paceline.v1.LoadDrafterRequest.OptionsEntry\x12\x10\n\x08\x61\x63tivate\x18\x06 \x01(\x08\x1a.\n\x0cOptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"@\n\x13LoadDrafterResponse\x12)\n\x07\x64rafter\x18\x01 \x01(\x0b\x32\x18.paceline.v1.DrafterInfo\"y\n\x16\x41\x63tivateDrafterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x15\n\rtraffic_share\x18\x03 \x01(\x02\x12)\n\x05trial\x18\x04 \x01(\x0b\x32\x1a.paceline.v1.TrialSettings\"h\n\rTrialSettings\x12\x12\n\nconfidence\x18\x01 \x01(\x02\x12\x15\n\rlength_margin\x18\x02 \x01(\x02\x12\x13\n\x0btime_margin\x18\x03 \x01(\x02\x12\x17\n\x0fmax_generations\x18\x04 \x01(\r\"\x92\x02\n\x0c\x44rafterTrial\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tcandidate\x18\x02 \x01(\t\x12\x10\n\x08\x62\x61seline\x18\x03 \x01(\t\x12,\n\x08settings\x18\x04 \x01(\x0b\x32\x1a.paceline.v1.TrialSettings\x12&\n\x05state\x18\x05 \x01(\x0e\x32\x17.paceline.v1.TrialState\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x34\n\x11\x63\x61ndidate_figures\x18\x07 \x01(\x0b\x32\x19.paceline.v1.TrialFigures\x12\x33\n\x10\x62\x61seline_figures\x18\x08 \x01(\x0b\x32\x19.paceline.v1.TrialFigures\"^\n\x0cTrialFigures\x12\x13\n\x0bgenerations\x18\x01 \x01(\r\x12\x0e\n\x06rounds\x18\x02 \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_length\x18\x03 \x01(\x02\x12\x10\n\x08\x64raft_us\x18\x04 \x01(\x04\"D\n\x17\x41\x63tivateDrafterResponse\x12)\n\x07\x64rafter\x18\x01 \x01(\x0b\x32\x18.paceline.v1.DrafterInfo\"D\n\x14UnloadDrafterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\")\n\x15UnloadDrafterResponse\x12\x10\n\x08unloaded\x18\x01 \x01(\x08*\x94\x01\n\nTrialState\x12\x1b\n\x17TRIAL_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13TRIAL_STATE_RUNNING\x10\x01\x12\x18\n\x14TRIAL_STATE_PROMOTED\x10\x02\x12\x1b\n\x17TRIAL_STATE_ROLLED_BACK\x10\x03\x12\x19\n\x15TRIAL_STATE_CANCELLED\x10\x04\x32T\n\x0e\x44rafterService\x12\x42\n\x05\x44raft\x12\x19.paceline.v1.DraftRequest\x1a\x1a.paceline.v1.DraftResponse(\x01\x30\x01\x32\xf5\x02\n\x16\x44rafterRegistryService\x12S\n\x0cListDrafters\x12 .paceline.v1.ListDraftersRequest\x1a!.paceline.v1.ListDraftersResponse\x12P\n\x0bLoadDrafter\x12\x1f.paceline.v1.LoadDrafterRequest\x1a .paceline.v1.LoadDrafterResponse\x12\\\n\x0f\x41\x63tivateDrafter\x12#.paceline.v1.ActivateDrafterRequest\x1a$.paceline.v1.ActivateDrafterResponse\x12V\n\rUnloadDrafter\x12!.paceline.v1.UnloadDrafterRequest\x1a\".paceline.v1.UnloadDrafterResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,50 +36,50 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_LOADDRAFTERREQUEST_OPTIONSENTRY']._loaded_options = None
   _globals['_LOADDRAFTERREQUEST_OPTIONSENTRY']._serialized_options = b'8\001'
-  _globals['_TRIALSTATE']._serialized_start=2723
-  _globals['_TRIALSTATE']._serialized_end=2871
+  _globals['_TRIALSTATE']._serialized_start=2744
+  _globals['_TRIALSTATE']._serialized_end=2892
   _globals['_DRAFTREQUEST']._serialized_start=122
   _globals['_DRAFTREQUEST']._serialized_end=231
   _globals['_DRAFTATTACH']._serialized_start=234
-  _globals['_DRAFTATTACH']._serialized_end=487
-  _globals['_DRAFTROUND']._serialized_start=490
-  _globals['_DRAFTROUND']._serialized_end=720
-  _globals['_DRAFTRESPONSE']._serialized_start=722
-  _globals['_DRAFTRESPONSE']._serialized_end=834
-  _globals['_DRAFTATTACHED']._serialized_start=837
-  _globals['_DRAFTATTACHED']._serialized_end=1001
-  _globals['_DRAFTTREE']._serialized_start=1004
-  _globals['_DRAFTTREE']._serialized_end=1142
-  _globals['_LISTDRAFTERSREQUEST']._serialized_start=1144
-  _globals['_LISTDRAFTERSREQUEST']._serialized_end=1165
-  _globals['_LISTDRAFTERSRESPONSE']._serialized_start=1168
-  _globals['_LISTDRAFTERSRESPONSE']._serialized_end=1302
-  _globals['_DRAFTERINFO']._serialized_start=1305
-  _globals['_DRAFTERINFO']._serialized_end=1564
-  _globals['_DRAFTERCHECK']._serialized_start=1566
-  _globals['_DRAFTERCHECK']._serialized_end=1654
-  _globals['_LOADDRAFTERREQUEST']._serialized_start=1657
-  _globals['_LOADDRAFTERREQUEST']._serialized_end=1869
-  _globals['_LOADDRAFTERREQUEST_OPTIONSENTRY']._serialized_start=1823
-  _globals['_LOADDRAFTERREQUEST_OPTIONSENTRY']._serialized_end=1869
-  _globals['_LOADDRAFTERRESPONSE']._serialized_start=1871
-  _globals['_LOADDRAFTERRESPONSE']._serialized_end=1935
-  _globals['_ACTIVATEDRAFTERREQUEST']._serialized_start=1937
-  _globals['_ACTIVATEDRAFTERREQUEST']._serialized_end=2058
-  _globals['_TRIALSETTINGS']._serialized_start=2060
-  _globals['_TRIALSETTINGS']._serialized_end=2164
-  _globals['_DRAFTERTRIAL']._serialized_start=2167
-  _globals['_DRAFTERTRIAL']._serialized_end=2441
-  _globals['_TRIALFIGURES']._serialized_start=2443
-  _globals['_TRIALFIGURES']._serialized_end=2537
-  _globals['_ACTIVATEDRAFTERRESPONSE']._serialized_start=2539
-  _globals['_ACTIVATEDRAFTERRESPONSE']._serialized_end=2607
-  _globals['_UNLOADDRAFTERREQUEST']._serialized_start=2609
-  _globals['_UNLOADDRAFTERREQUEST']._serialized_end=2677
-  _globals['_UNLOADDRAFTERRESPONSE']._serialized_start=2679
-  _globals['_UNLOADDRAFTERRESPONSE']._serialized_end=2720
-  _globals['_DRAFTERSERVICE']._serialized_start=2873
-  _globals['_DRAFTERSERVICE']._serialized_end=2957
-  _globals['_DRAFTERREGISTRYSERVICE']._serialized_start=2960
-  _globals['_DRAFTERREGISTRYSERVICE']._serialized_end=3333
+  _globals['_DRAFTATTACH']._serialized_end=508
+  _globals['_DRAFTROUND']._serialized_start=511
+  _globals['_DRAFTROUND']._serialized_end=741
+  _globals['_DRAFTRESPONSE']._serialized_start=743
+  _globals['_DRAFTRESPONSE']._serialized_end=855
+  _globals['_DRAFTATTACHED']._serialized_start=858
+  _globals['_DRAFTATTACHED']._serialized_end=1022
+  _globals['_DRAFTTREE']._serialized_start=1025
+  _globals['_DRAFTTREE']._serialized_end=1163
+  _globals['_LISTDRAFTERSREQUEST']._serialized_start=1165
+  _globals['_LISTDRAFTERSREQUEST']._serialized_end=1186
+  _globals['_LISTDRAFTERSRESPONSE']._serialized_start=1189
+  _globals['_LISTDRAFTERSRESPONSE']._serialized_end=1323
+  _globals['_DRAFTERINFO']._serialized_start=1326
+  _globals['_DRAFTERINFO']._serialized_end=1585
+  _globals['_DRAFTERCHECK']._serialized_start=1587
+  _globals['_DRAFTERCHECK']._serialized_end=1675
+  _globals['_LOADDRAFTERREQUEST']._serialized_start=1678
+  _globals['_LOADDRAFTERREQUEST']._serialized_end=1890
+  _globals['_LOADDRAFTERREQUEST_OPTIONSENTRY']._serialized_start=1844
+  _globals['_LOADDRAFTERREQUEST_OPTIONSENTRY']._serialized_end=1890
+  _globals['_LOADDRAFTERRESPONSE']._serialized_start=1892
+  _globals['_LOADDRAFTERRESPONSE']._serialized_end=1956
+  _globals['_ACTIVATEDRAFTERREQUEST']._serialized_start=1958
+  _globals['_ACTIVATEDRAFTERREQUEST']._serialized_end=2079
+  _globals['_TRIALSETTINGS']._serialized_start=2081
+  _globals['_TRIALSETTINGS']._serialized_end=2185
+  _globals['_DRAFTERTRIAL']._serialized_start=2188
+  _globals['_DRAFTERTRIAL']._serialized_end=2462
+  _globals['_TRIALFIGURES']._serialized_start=2464
+  _globals['_TRIALFIGURES']._serialized_end=2558
+  _globals['_ACTIVATEDRAFTERRESPONSE']._serialized_start=2560
+  _globals['_ACTIVATEDRAFTERRESPONSE']._serialized_end=2628
+  _globals['_UNLOADDRAFTERREQUEST']._serialized_start=2630
+  _globals['_UNLOADDRAFTERREQUEST']._serialized_end=2698
+  _globals['_UNLOADDRAFTERRESPONSE']._serialized_start=2700
+  _globals['_UNLOADDRAFTERRESPONSE']._serialized_end=2741
+  _globals['_DRAFTERSERVICE']._serialized_start=2894
+  _globals['_DRAFTERSERVICE']._serialized_end=2978
+  _globals['_DRAFTERREGISTRYSERVICE']._serialized_start=2981
+  _globals['_DRAFTERREGISTRYSERVICE']._serialized_end=3354
 # @@protoc_insertion_point(module_scope)

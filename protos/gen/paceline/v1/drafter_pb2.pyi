@@ -32,7 +32,7 @@ class DraftRequest(_message.Message):
     def __init__(self, attach: _Optional[_Union[DraftAttach, _Mapping]] = ..., round: _Optional[_Union[DraftRound, _Mapping]] = ...) -> None: ...
 
 class DraftAttach(_message.Message):
-    __slots__ = ("drafter", "version", "target_fingerprint", "tokenizer_digest", "vocab_size", "tokens", "sampling", "read_grant", "verifier_address", "prompt_length")
+    __slots__ = ("drafter", "version", "target_fingerprint", "tokenizer_digest", "vocab_size", "tokens", "sampling", "read_grant", "verifier_address", "prompt_length", "traceparent")
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     TARGET_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,7 @@ class DraftAttach(_message.Message):
     READ_GRANT_FIELD_NUMBER: _ClassVar[int]
     VERIFIER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     drafter: str
     version: str
     target_fingerprint: str
@@ -53,7 +54,8 @@ class DraftAttach(_message.Message):
     read_grant: bytes
     verifier_address: str
     prompt_length: int
-    def __init__(self, drafter: _Optional[str] = ..., version: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., read_grant: _Optional[bytes] = ..., verifier_address: _Optional[str] = ..., prompt_length: _Optional[int] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, drafter: _Optional[str] = ..., version: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., read_grant: _Optional[bytes] = ..., verifier_address: _Optional[str] = ..., prompt_length: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class DraftRound(_message.Message):
     __slots__ = ("round_id", "new_tokens", "node_budget", "max_depth", "deadline_ms", "traceparent", "committed_length", "total_length", "hidden_states")

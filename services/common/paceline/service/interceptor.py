@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -21,6 +21,10 @@ from grpc_status import rpc_status
 from paceline.service.errors import ServiceError
 from paceline.service.identity import bearer_token, token_matches
 from paceline.service.logs import request_id
+from paceline.service.tracing import traced_call
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
 
 logger = logging.getLogger("paceline.service")
 
@@ -41,15 +45,20 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     wrapper's own loop, in place of the one grpc would run. Health passes untouched.
     """
 
-    def __init__(self, token: str | None, on_end: OnEnd | None = None) -> None:
+    def __init__(
+        self, token: str | None, on_end: OnEnd | None = None, tracer: Tracer | None = None
+    ) -> None:
         """Make an interceptor.
 
         Args:
             token: what callers must show; None: nothing.
             on_end: told of every call that ended.
+            tracer: makes spans of calls with one request and one answer, where their metadata have
+                a traceparent; messages of streams have their own.
         """
         self._token = token
         self._on_end = on_end
+        self._tracer = tracer
         self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -94,7 +103,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 return None
             return await outcome
 
-        guarded = self._guarded(method, call)
+        seen: Behaviour = call
+        if self._tracer is not None and handler.unary_unary is not None:
+            seen = traced_call(self._tracer, method, call)
+        guarded = self._guarded(method, seen)
         if handler.request_streaming and handler.response_streaming:
             make = grpc.stream_stream_rpc_method_handler
         elif handler.request_streaming:

@@ -14,6 +14,7 @@ from paceline.service.credentials import server_credentials
 from paceline.service.interceptor import CallInterceptor, OnEnd
 from paceline.service.options import OptionsError, ServerOptions
 from paceline.service.stopping import Stop
+from paceline.telemetry.tracing import tracer
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -123,7 +124,7 @@ async def _serve(
     # Here, because a client-only install reads this package's options and has no grpc_health.
     from paceline.service.health import HealthStatus
 
-    interceptor = CallInterceptor(options.token, on_end)
+    interceptor = CallInterceptor(options.token, on_end, tracer())
     server = grpc.aio.server(interceptors=[interceptor], options=_channel_arguments(options))
     service.register(server)
     status = await HealthStatus.serving(service.service_names, server)

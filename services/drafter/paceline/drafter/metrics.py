@@ -19,7 +19,7 @@ _SECONDS = (
     *(0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.008, 0.012, 0.02, 0.05, 0.1, 0.2),
     *(0.5, 1.0, 2.0),
 )
-_STATES = ("active", "standby", "draining")
+_STATES = ("active", "trial", "standby", "draining")
 Labels = tuple[str, str, str]
 
 
@@ -147,6 +147,8 @@ def _labels(version: Version) -> Labels:
 def _state(version: Version) -> str:
     if version.draining:
         return "draining"
+    if version.on_trial:
+        return "trial"
     return "active" if version.share else "standby"
 
 

@@ -20,14 +20,14 @@ from paceline.drafter.registry.loader import Loader
 from paceline.drafter.registry.servicer import DrafterRegistryServicer
 from paceline.drafter.servicer import DrafterServicer
 from paceline.drafter.spec import DrafterSpec, Roots
+from paceline.drafter.telemetry import Telemetry
 from paceline.drafter.worker import DraftWorker
 from paceline.service import Service
+from paceline.telemetry.tracing import tracer
 from paceline.v1 import drafter_pb2_grpc
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
-
-    from paceline.drafter.metrics import DrafterMetrics
 
 
 class DrafterService:
@@ -68,18 +68,22 @@ class DrafterService:
             self._exchange,
             max_context=max_context,
             max_streams=max_streams,
-            metrics=None if metrics is None else self._measured(metrics),
+            telemetry=self._telemetry(metrics),
         )
 
     def _dispose(self, drafter: Drafter) -> None:
         self._worker.post(drafter.close)
         self._worker.post(_trim)
 
-    def _measured(self, metrics: CollectorRegistry) -> DrafterMetrics:
-        # Here, because only a drafter that keeps metrics needs it.
-        from paceline.drafter.metrics import DrafterMetrics
+    def _telemetry(self, registry: CollectorRegistry | None) -> Telemetry | None:
+        spans = tracer()
+        metrics = None
+        if registry is not None:
+            # Here, because only a drafter that keeps metrics needs it.
+            from paceline.drafter.metrics import DrafterMetrics
 
-        return DrafterMetrics(metrics, self._registry, self._worker)
+            metrics = DrafterMetrics(registry, self._registry, self._worker)
+        return Telemetry(metrics, spans) if metrics is not None or spans is not None else None
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add both servicers."""

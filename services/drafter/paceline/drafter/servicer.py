@@ -20,7 +20,7 @@ from paceline.service import Gate, ServiceError
 from paceline.v1 import drafter_pb2, drafter_pb2_grpc
 
 if TYPE_CHECKING:
-    from paceline.drafter.metrics import DrafterMetrics
+    from paceline.drafter.telemetry import Telemetry
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -36,7 +36,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         *,
         max_context: int,
         max_streams: int,
-        metrics: DrafterMetrics | None = None,
+        telemetry: Telemetry | None = None,
     ) -> None:
         self.gate = Gate()
         """Streams in flight."""
@@ -45,7 +45,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         self._exchange = exchange
         self._max_context = max_context
         self._max_streams = max_streams
-        self._metrics = metrics
+        self._telemetry = telemetry
 
     async def Draft(
         self,
@@ -76,7 +76,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         version = self._registry.choose(attach.drafter, attach.version)
         check_fit(attach, version.drafter, version.spec.name)
         stream = Stream(
-            attach, version, self._registry, self._worker, self._exchange, self._metrics
+            attach, version, self._registry, self._worker, self._exchange, self._telemetry
         )
         try:
             check_tokens("tokens", stream.tokens, stream.vocab_size)
@@ -118,8 +118,8 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
             update = Update(tuple(asked.new_tokens), asked.committed_length, asked.hidden_states)
             drafted = await stream.round(update, _budget(asked, stream.version.drafter, arrived))
             await context.write(_answer(asked.round_id, drafted, stream))
-            if self._metrics is not None:
-                self._metrics.drafted(stream.version, drafted)
+            if self._telemetry is not None:
+                self._telemetry.drafted(stream.version, drafted, asked.traceparent, arrived)
 
 
 def _attached(version: Version, kv_transport: str) -> drafter_pb2.DraftResponse:

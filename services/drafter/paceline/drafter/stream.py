@@ -17,7 +17,7 @@ from paceline.service import ServiceError
 from paceline.v1 import drafter_pb2
 
 if TYPE_CHECKING:
-    from paceline.drafter.metrics import DrafterMetrics
+    from paceline.drafter.telemetry import Telemetry
 
 
 class Stream:
@@ -36,7 +36,7 @@ class Stream:
         registry: Registry,
         worker: DraftWorker,
         exchange: KvExchange,
-        metrics: DrafterMetrics | None,
+        telemetry: Telemetry | None,
     ) -> None:
         """Count as attached to a version; :meth:`open` does the rest.
 
@@ -46,7 +46,7 @@ class Stream:
             registry: Knows who takes over, and hears how versions do.
             worker: Drafts.
             exchange: Maps KV, or follows it.
-            metrics: Hears what is mapped; None: nobody does.
+            telemetry: Hears who attaches and leaves; None: nobody does.
         """
         self.tokens = array("I", attach.tokens)
         """The text so far."""
@@ -57,7 +57,7 @@ class Stream:
         self._registry = registry
         self._worker = worker
         self._exchange = exchange
-        self._metrics = metrics
+        self._telemetry = telemetry
         self._session: Session | None = None
         self._unfit: Version | None = None
         self._eviction = _Eviction()
@@ -166,11 +166,19 @@ class Stream:
         if session is not None:
             sample = session.sample
             session.close()
-            if self._metrics is not None:
-                self._metrics.mapped(-session.kv_bytes)
+            if self._telemetry is not None:
+                self._telemetry.detached(session)
         self._registry.detach(version, self._eviction, sample)
 
     async def _start(self, version: Version) -> Session:
+        if self._telemetry is None:
+            return await self._new_session(version)
+        with self._telemetry.attaching(version, self._attach.traceparent):
+            session = await self._new_session(version)
+            self._telemetry.attached(session)
+            return session
+
+    async def _new_session(self, version: Version) -> Session:
         attach, kv = self._attach, None
         needs = version.drafter.needs
         if needs.kv_layers:
@@ -203,10 +211,7 @@ class Stream:
             if kv is not None:
                 kv.close()
             raise
-        session = Session(version.drafter, sequence, self._worker, kv)
-        if self._metrics is not None:
-            self._metrics.mapped(session.kv_bytes)
-        return session
+        return Session(version.drafter, sequence, self._worker, kv)
 
 
 class _Eviction:

@@ -14,6 +14,7 @@ import torch
 
 from paceline.decoder import Decoder
 from paceline.service import Gate
+from paceline.telemetry.tracing import tracer
 from paceline.v1 import kv_pb2_grpc, verifier_pb2_grpc
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.kv.layout import KvLayout
@@ -23,11 +24,10 @@ from paceline.verifier.model import ModelFacts, read_facts
 from paceline.verifier.options import VerifierOptions
 from paceline.verifier.servicer import VerifierServicer
 from paceline.verifier.store import CacheStore, default_kv_bytes
+from paceline.verifier.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
-
-    from paceline.verifier.metrics import VerifierMetrics
 
 _DRAIN_POLL_SECONDS = 0.02
 
@@ -81,18 +81,21 @@ class VerifierService:
             self.engine,
             self._gate,
             options.node_budget,
-            None if metrics is None else self._measured(metrics, facts),
+            self._telemetry(metrics, facts),
         )
         self._sweeper: asyncio.Task[None] | None = None
 
-    def _measured(self, registry: CollectorRegistry, facts: ModelFacts) -> VerifierMetrics:
-        # Here, because only a verifier that keeps metrics needs it.
-        from paceline.verifier.metrics import VerifierMetrics
+    def _telemetry(self, registry: CollectorRegistry | None, facts: ModelFacts) -> Telemetry | None:
+        spans = tracer()
+        metrics = None
+        if registry is not None:
+            # Here, because only a verifier that keeps metrics needs it.
+            from paceline.verifier.metrics import VerifierMetrics
 
-        metrics = VerifierMetrics(registry, facts.message, self.store, self.engine)
-        self.engine.on_step = metrics.step
-        self.store.on_release = metrics.released
-        return metrics
+            metrics = VerifierMetrics(registry, facts.message, self.store, self.engine)
+            self.engine.on_step = metrics.step
+            self.store.on_release = metrics.released
+        return Telemetry(metrics, spans) if metrics is not None or spans is not None else None
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the servicers to a server."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -19,7 +18,7 @@ from paceline.verifier.store import CacheNotFound, CacheStore
 from paceline.verifier.stream import VerifyStream
 
 if TYPE_CHECKING:
-    from paceline.verifier.metrics import VerifierMetrics
+    from paceline.verifier.telemetry import Telemetry
 
 
 class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
@@ -32,14 +31,14 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         engine: Engine,
         gate: Gate,
         node_budget: int,
-        metrics: VerifierMetrics | None = None,
+        telemetry: Telemetry | None = None,
     ) -> None:
         self._facts = facts
         self._store = store
         self._engine = engine
         self._gate = gate
         self._node_budget = node_budget
-        self._metrics = metrics
+        self._telemetry = telemetry
 
     async def GetModel(
         self, request: verifier_pb2.GetModelRequest, context: Any
@@ -56,12 +55,12 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             if request.parent_handle:
                 parent = self._find(request.parent_handle, owner).sequence
             cache = self._store.admit(generation, owner)
-            if self._metrics is not None:
-                self._metrics.admitted(cache)
+            if self._telemetry is not None:
+                self._telemetry.admitted(cache)
             try:
                 prefill = Prefill(cache.sequence)
-                if self._metrics is not None:
-                    prefill.on_done = partial(self._metrics.prefilled, cache, prefill)
+                if self._telemetry is not None:
+                    self._telemetry.watch(cache, prefill, request.traceparent)
                 cache.job = prefill
                 self._engine.prefill(prefill, parent)
                 await self._send_progress(prefill, context)
@@ -83,7 +82,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             self._engine,
             self._facts.limits,
             self._node_budget,
-            self._metrics,
+            self._telemetry,
         )
         await stream.serve(first, context)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from paceline.verifier.messages import Limits, read_tree, write_result
 from paceline.verifier.store import CacheStore
 
 if TYPE_CHECKING:
-    from paceline.verifier.metrics import VerifierMetrics
+    from paceline.verifier.telemetry import Telemetry
 
 Request = verifier_pb2.VerifyRequest
 
@@ -39,14 +38,14 @@ class VerifyStream:
         engine: Engine,
         limits: Limits,
         node_budget: int,
-        metrics: VerifierMetrics | None = None,
+        telemetry: Telemetry | None = None,
     ) -> None:
         self._cache = cache
         self._store = store
         self._engine = engine
         self._limits = limits
         self._node_budget = node_budget
-        self._metrics = metrics
+        self._telemetry = telemetry
 
     async def serve(self, first: Request, context: Any) -> None:
         """Answer rounds: ``first``, then those that ``context`` still brings.
@@ -125,8 +124,8 @@ class VerifyStream:
             steps=min(max(1, request.free_run_steps), sequence.room),
             deadline=deadline,
         )
-        if self._metrics is not None:
-            round_.on_done = partial(self._metrics.answered, self._cache, round_)
+        if self._telemetry is not None:
+            self._telemetry.watch(self._cache, round_, request.traceparent)
         self._cache.job = round_
         self._engine.verify(round_)
         return round_

@@ -14,6 +14,7 @@ from paceline.drafter.kv.access import VerifierAccess
 from paceline.drafter.kv.errors import KvGone, KvNotShared, VerifierSilent
 from paceline.drafter.kv.wanted import MOST_POSITIONS, POLICIES, WIRES, KvOptions
 from paceline.service.locality import is_local_address
+from paceline.telemetry.tracing import current_metadata
 from paceline.v1 import kv_pb2, kv_pb2_grpc
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ class KvExchange:
         stub: Any = kv_pb2_grpc.KvExchangeServiceStub(self._channel(address))
         try:
             response: kv_pb2.MapCacheResponse = await stub.MapCache(
-                request, timeout=CALL_SECONDS, metadata=self._metadata
+                request, timeout=CALL_SECONDS, metadata=(*self._metadata, *current_metadata())
             )
         except grpc.aio.AioRpcError as error:
             said = (

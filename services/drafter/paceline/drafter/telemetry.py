@@ -1,0 +1,73 @@
+"""What the drafter tells of its work to those who want to know: metrics, spans, or both."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from paceline.drafter.registry import Version
+from paceline.drafter.session import Session
+from paceline.drafter.worker import Drafted
+from paceline.telemetry.names import Attribute, Span
+from paceline.telemetry.tracing import Attributes, add_span, annotate, server_span
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
+
+    from paceline.drafter.metrics import DrafterMetrics
+
+
+class Telemetry:
+    """Where nobody wants to know there is none. Belongs to the event loop."""
+
+    def __init__(self, metrics: DrafterMetrics | None, tracer: Tracer | None) -> None:
+        self._metrics = metrics
+        self._tracer = tracer
+
+    @contextmanager
+    def attaching(self, version: Version, traceparent: str) -> Iterator[None]:
+        """The body attaches a generation: calls it makes belong to the trace."""
+        if self._tracer is None:
+            yield
+            return
+        facts = {
+            Attribute.DRAFTER_NAME: version.spec.name,
+            Attribute.DRAFTER_VERSION: version.version,
+            Attribute.DRAFTER_METHOD: version.spec.method,
+        }
+        with server_span(self._tracer, Span.DRAFTER_ATTACH, traceparent, facts):
+            yield
+
+    def attached(self, session: Session) -> None:
+        """A generation has what it needs. Inside `attaching`."""
+        if self._metrics is not None:
+            self._metrics.mapped(session.kv_bytes)
+        if self._tracer is not None:
+            annotate(
+                {
+                    Attribute.KV_TRANSPORT: session.kv_transport or "none",
+                    Attribute.KV_BYTES: session.kv_bytes,
+                }
+            )
+
+    def detached(self, session: Session) -> None:
+        """A generation left."""
+        if self._metrics is not None:
+            self._metrics.mapped(-session.kv_bytes)
+
+    def drafted(self, version: Version, drafted: Drafted, traceparent: str, arrived: float) -> None:
+        """A round was answered that came in at `arrived` (time.monotonic)."""
+        if self._metrics is not None:
+            self._metrics.drafted(version, drafted)
+        if self._tracer is not None and traceparent:
+            ended = time.time_ns()
+            began = ended - round((time.monotonic() - arrived) * 1e9)
+            facts: Attributes = {
+                Attribute.DRAFTER_VERSION: version.version,
+                Attribute.NUM_DRAFT_TOKENS: len(drafted.tree.tokens),
+                Attribute.QUEUE_US: round(drafted.queue_seconds * 1e6),
+                Attribute.COMPUTE_US: round(drafted.draft_seconds * 1e6),
+            }
+            add_span(self._tracer, Span.DRAFTER_ROUND, traceparent, began, ended, facts)

@@ -1,0 +1,68 @@
+"""Watches the engine's jobs for those who want to know: metrics, spans, or both."""
+
+from __future__ import annotations
+
+from functools import partial
+from time import time_ns
+from typing import TYPE_CHECKING
+
+from paceline.telemetry.names import Attribute, Span
+from paceline.telemetry.tracing import add_span
+from paceline.verifier.cache import Cache
+from paceline.verifier.engine.job import Job, Prefill, Round
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
+
+    from paceline.verifier.metrics import VerifierMetrics
+
+
+class Telemetry:
+    """What the servicers tell of their work. Where nobody wants to know there is none.
+
+    Belongs to the event loop. All is noted when a job is done and its answer on its way.
+    """
+
+    def __init__(self, metrics: VerifierMetrics | None, tracer: Tracer | None) -> None:
+        self._metrics = metrics
+        self._tracer = tracer
+
+    def admitted(self, cache: Cache) -> None:
+        """A generation begins."""
+        if self._metrics is not None:
+            self._metrics.admitted(cache)
+
+    def watch(self, cache: Cache, job: Job, traceparent: str) -> None:
+        """A job is about to go to the engine; `traceparent` is its caller's."""
+        job.on_done = partial(self._done, cache, job, traceparent, time_ns())
+
+    def _done(self, cache: Cache, job: Job, traceparent: str, began_ns: int) -> None:
+        if self._metrics is not None:
+            if isinstance(job, Prefill):
+                self._metrics.prefilled(cache, job)
+            elif isinstance(job, Round):
+                self._metrics.answered(cache, job)
+        if self._tracer is not None and traceparent:
+            name = Span.VERIFIER_PREFILL if isinstance(job, Prefill) else Span.VERIFIER_ROUND
+            facts = _facts(job) | {Attribute.CACHE_GENERATION: cache.generation}
+            add_span(self._tracer, name, traceparent, began_ns, time_ns(), facts, job.error)
+
+
+def _facts(job: Job) -> dict[str, int]:
+    if isinstance(job, Prefill):
+        return {
+            Attribute.INPUT_TOKENS: job.total,
+            Attribute.REUSED_TOKENS: job.reused,
+            Attribute.QUEUE_US: job.queue_us,
+            Attribute.COMPUTE_US: job.step_us,
+        }
+    assert isinstance(job, Round), "jobs are prefills or rounds"
+    return {
+        Attribute.ROUND_ID: job.number,
+        Attribute.NUM_DRAFT_TOKENS: len(job.tree) - 1,
+        Attribute.NUM_ACCEPTED: sum(len(emission.accepted) for emission in job.emissions),
+        Attribute.NUM_EMITTED: sum(len(emission.tokens) for emission in job.emissions),
+        Attribute.QUEUE_US: sum(emission.queue_us for emission in job.emissions),
+        Attribute.COMPUTE_US: sum(emission.step_us for emission in job.emissions),
+        Attribute.BATCH_TOKENS: max((e.batch_tokens for e in job.emissions), default=0),
+    }

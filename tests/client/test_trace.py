@@ -1,0 +1,193 @@
+"""The client's spans, against fakes."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
+from opentelemetry.trace import StatusCode
+
+from paceline.client import Client, InvalidRequestError, PacelineError
+from paceline.client._trace import _depth
+from paceline.v1 import tree_pb2
+
+from .fake_target import continuation
+from .world import World
+
+PROMPT = [104, 105, 106]
+SEED = 5
+
+
+class Recording:
+    """Spans of this process that ended."""
+
+    def __init__(self) -> None:
+        self.provider = TracerProvider()
+        self._exporter = InMemorySpanExporter()
+        self.provider.add_span_processor(SimpleSpanProcessor(self._exporter))
+
+    def named(self, name: str) -> list[ReadableSpan]:
+        return [span for span in self._exporter.get_finished_spans() if span.name == name]
+
+    def names(self) -> Counter[str]:
+        return Counter(span.name for span in self._exporter.get_finished_spans())
+
+
+@pytest.fixture
+def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
+    """Traces of this test only: a process can set its provider but once."""
+    recording = Recording()
+    source = recording.provider.get_tracer("test")
+    monkeypatch.setattr("paceline.client._trace.tracer", lambda: source)
+    yield recording
+    recording.provider.shutdown()
+
+
+def span_id(span: ReadableSpan) -> str:
+    return f"{span.get_span_context().span_id:016x}"  # type: ignore[union-attr]
+
+
+def facts(span: ReadableSpan) -> dict[str, object]:
+    return dict(span.attributes or {})
+
+
+@pytest.mark.usefixtures("eager")
+async def test_every_message_names_the_span_it_belongs_to(
+    world: World, client: Client, recording: Recording
+) -> None:
+    result = await client.generate(PROMPT, max_new_tokens=40, seed=SEED, drafter="fake")
+    (root,) = recording.named("text_completion fake")
+    rounds = recording.named("specdec.round")
+    drafts, verifies = recording.named("specdec.draft"), recording.named("specdec.verify")
+    (prefill,) = recording.named("specdec.prefill")
+    assert [r.traceparent[36:52] for r in world.verifier.rounds] == [span_id(s) for s in verifies]
+    assert [c.traceparent[36:52] for c in world.verifier.creates] == [span_id(prefill)]
+    assert [r.traceparent[36:52] for r in world.drafter.rounds] == [span_id(s) for s in drafts]
+    assert [a.traceparent[36:52] for a in world.drafter.attaches] == [span_id(root)]
+    unary = {metadata["traceparent"][36:52] for metadata in world.verifier.metadata}
+    assert span_id(root) in unary
+    ids = {span_id(span) for span in rounds}
+    assert {f"{span.parent.span_id:016x}" for span in (*drafts, *verifies)} <= ids
+    assert {f"{span.parent.span_id:016x}" for span in (*rounds, prefill)} == {span_id(root)}
+    assert [facts(span)["specdec.round.index"] for span in rounds] == list(
+        range(1, len(result.stats.rounds) + 1)
+    )
+    for span, entry in zip(rounds, result.stats.rounds, strict=True):
+        assert facts(span)["specdec.num_draft_tokens"] == entry.drafted
+        assert facts(span)["specdec.num_accepted_draft_tokens"] == entry.accepted
+        assert facts(span)["specdec.num_emitted_tokens"] == entry.emitted
+        if entry.drafted:
+            assert facts(span)["specdec.drafter.version"] == "1"
+    said = facts(root)
+    assert said["gen_ai.usage.output_tokens"] == 40
+    assert said["gen_ai.usage.input_tokens"] == len(PROMPT)
+    assert said["gen_ai.response.finish_reasons"] == ("length",)
+    assert said["gen_ai.provider.name"] == "paceline"
+    assert said["gen_ai.request.model"] == "fake"
+    assert root.status.status_code is StatusCode.UNSET
+    assert not [name for name in map(str, said) if "prompt" in name]
+
+
+async def test_it_is_part_of_the_callers_trace(
+    world: World, client: Client, recording: Recording
+) -> None:
+    outer = recording.provider.get_tracer("app").start_span("handle request")
+    with trace.use_span(outer, end_on_exit=True):
+        await client.generate(PROMPT, max_new_tokens=4, seed=SEED)
+        assert trace.get_current_span() is outer, "the generation's span stays in its own task"
+    (root,) = recording.named("text_completion fake")
+    assert root.parent == outer.get_span_context()
+
+
+async def test_a_trace_that_nobody_records_leaves_no_mark(
+    world: World, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = TracerProvider(sampler=ALWAYS_OFF).get_tracer("test")
+    monkeypatch.setattr("paceline.client._trace.tracer", lambda: source)
+    await client.generate(PROMPT, max_new_tokens=40, seed=SEED)
+    assert not any(request.traceparent for request in world.verifier.rounds)
+    assert not any(request.traceparent for request in world.drafter.rounds)
+    assert not any("traceparent" in metadata for metadata in world.verifier.metadata)
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("mode", ["wrong", "huge", "forward", "refusing", "dying", "silent"])
+async def test_all_spans_end_whatever_the_drafter_does(
+    world: World, client: Client, recording: Recording, mode: str
+) -> None:
+    world.drafter.mode = mode
+    result = await client.generate(PROMPT, max_new_tokens=60, seed=SEED)
+    assert result.token_ids == continuation(PROMPT, 60, SEED)
+    names = recording.names()
+    rounds = len(result.stats.rounds)
+    assert names["specdec.round"] == names["specdec.verify"] == rounds
+    assert names["text_completion fake"] == names["specdec.prefill"] == 1
+
+
+async def test_a_failed_prefill_and_its_generation_are_failed(
+    world: World, client: Client, recording: Recording
+) -> None:
+    world.verifier.full, world.verifier.retry_after = 1, None
+    with pytest.raises(PacelineError) as caught:
+        await client.generate(PROMPT, max_new_tokens=4, seed=SEED)
+    (prefill,) = recording.named("specdec.prefill")
+    (root,) = recording.named("text_completion fake")
+    for span in (prefill, root):
+        assert span.status.status_code is StatusCode.ERROR
+        assert span.status.description == str(caught.value)
+    assert facts(root)["error.type"]
+
+
+async def test_a_failure_before_the_model_is_known(client: Client, recording: Recording) -> None:
+    with pytest.raises(InvalidRequestError):
+        await client.generate([], max_new_tokens=4)
+    (root,) = recording.named("text_completion fake")
+    assert root.status.status_code is StatusCode.ERROR
+
+
+async def test_a_restarted_verifier_gets_another_prefill_in_the_round(
+    world: World, client: Client, recording: Recording
+) -> None:
+    restarts = iter([True])
+
+    def fault(round_id: int, messages: int) -> None:
+        if round_id == 2 and next(restarts, False):
+            world.verifier.restart()
+
+    world.verifier.fault = fault
+    result = await client.generate(PROMPT, max_new_tokens=150, seed=SEED)
+    assert result.token_ids == continuation(PROMPT, 150, SEED)
+    assert result.stats.fallbacks["verifier_restarted"] == 1
+    first, second = recording.named("specdec.prefill")
+    (root,) = recording.named("text_completion fake")
+    assert f"{first.parent.span_id:016x}" == span_id(root)
+    assert f"{second.parent.span_id:016x}" in {
+        span_id(span) for span in recording.named("specdec.round")
+    }
+
+
+async def test_a_generation_cut_short_ends_its_spans(
+    world: World, client: Client, recording: Recording
+) -> None:
+    generation = client.generate(PROMPT, max_new_tokens=150, seed=SEED)
+    async for _ in generation:
+        generation.cancel()
+        break
+    await client.aclose()
+    (root,) = recording.named("text_completion fake")
+    assert root.status.status_code is StatusCode.UNSET
+    assert facts(root)["gen_ai.response.finish_reasons"] == ("cancelled",)
+
+
+def test_depth_of_any_tree() -> None:
+    def depth(*parents: int) -> int:
+        return _depth(tree_pb2.TokenTree(parents=parents))
+
+    assert depth() == 0
+    assert depth(-1, -1) == 1
+    assert depth(-1, 0, 1, 0) == 3
+    assert depth(7, -9, 0) == 2  # of a tree that nobody checked

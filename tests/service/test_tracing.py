@@ -1,0 +1,95 @@
+"""Spans of single calls, made by the server's own interceptor."""
+
+from collections.abc import Iterator
+
+import grpc
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
+
+from .conftest import Serve
+from .toy import KINDS, ask
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+def sent(flags: str = "01", trace_id: str = TRACE) -> dict[str, object]:
+    return {"metadata": (("traceparent", f"00-{trace_id}-{PARENT}-{flags}"),)}
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
+    """Those that ended on servers started in the test."""
+    provider, exporter = TracerProvider(), InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    source = provider.get_tracer("test")
+    monkeypatch.setattr("paceline.service.runtime.tracer", lambda: source)
+    yield exporter
+    provider.shutdown()
+
+
+async def test_a_call_joins_its_callers_trace(serve: Serve, spans: InMemorySpanExporter) -> None:
+    served = await serve()
+    async with served.channel() as channel:
+        await ask(channel, "UnaryUnary", "hello", **sent())
+    (span,) = spans.get_finished_spans()
+    assert span.name == "toy.Toy/UnaryUnary"
+    assert span.kind is trace.SpanKind.SERVER
+    assert f"{span.context.trace_id:032x}" == TRACE
+    assert span.parent is not None
+    assert f"{span.parent.span_id:016x}" == PARENT
+    assert dict(span.attributes or {}) == {
+        "rpc.system": "grpc",
+        "rpc.service": "toy.Toy",
+        "rpc.method": "UnaryUnary",
+    }
+    assert span.status.status_code is StatusCode.UNSET
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, sent("00"), sent(trace_id="0" * 32), {"metadata": (("traceparent", "rubbish"),)}],
+    ids=["none", "not sampled", "no trace", "malformed"],
+)
+async def test_nobody_asked_for_a_span(
+    serve: Serve, spans: InMemorySpanExporter, options: dict[str, object]
+) -> None:
+    served = await serve()
+    async with served.channel() as channel:
+        for kind in KINDS:
+            assert await ask(channel, kind, "hello", **options) == "hello"
+    assert not spans.get_finished_spans()
+
+
+@pytest.mark.parametrize(
+    ("order", "error", "code"),
+    [("fail", "FULL", 8), ("bug", "KeyError", None), ("unbuilt", "NotImplementedError", None)],
+)
+async def test_failures_are_failed_spans(
+    serve: Serve, spans: InMemorySpanExporter, order: str, error: str, code: int | None
+) -> None:
+    served = await serve()
+    async with served.channel() as channel:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await ask(channel, "UnaryUnary", order, **sent())
+    (span,) = spans.get_finished_spans()
+    assert span.status.status_code is StatusCode.ERROR
+    assert said(span)["error.type"] == error
+    assert said(span).get("rpc.grpc.status_code") == code
+
+
+async def test_streams_have_no_span_for_all_of_them(
+    serve: Serve, spans: InMemorySpanExporter
+) -> None:
+    served = await serve()
+    async with served.channel() as channel:
+        for kind in KINDS[1:]:
+            assert await ask(channel, kind, "hello", **sent()) == "hello"
+    assert not spans.get_finished_spans()
+
+
+def said(span: ReadableSpan) -> dict[str, object]:
+    return dict(span.attributes or {})

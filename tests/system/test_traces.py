@@ -1,0 +1,196 @@
+"""Traces of real processes, exported over OTLP to a collector in this one."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from collector import Collector, Received, collecting
+
+from paceline.cli.processes import ServiceProcess
+
+PROMPT = "round and round and round and round"
+TOKENS = "40"
+
+
+def services(
+    models: dict[str, Path], environment: dict[str, str]
+) -> tuple[ServiceProcess, ServiceProcess]:
+    """A verifier, and a drafter with a method that guesses right and one that reads KV."""
+    methods = str(Path(__file__).parent.parent / "drafter")
+    paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), methods]))
+    target = ["--target", str(models["llama"]), "--dtype", "float32"]
+    load = [
+        *("--load", f"lm=lm:{models['llama']}", "--load=kv-reader", "--allow-test-methods"),
+        *("--test-method", "kv-reader=kv_reader:KvReader"),
+    ]
+    return (
+        ServiceProcess("verifier", target, environment=environment),
+        ServiceProcess("drafter", load, environment={**environment, "PYTHONPATH": paths}),
+    )
+
+
+@pytest.fixture(scope="module")
+def traced(
+    models: dict[str, Path],
+) -> Iterator[tuple[Collector, ServiceProcess, ServiceProcess]]:
+    """Services that export to a collector."""
+    with collecting() as collector:
+        verifier, drafter = services(models, collector.environment)
+        with verifier, drafter:
+            yield collector, verifier, drafter
+
+
+def generate(
+    verifier: ServiceProcess, drafter: ServiceProcess, name: str, environment: dict[str, str]
+) -> dict[str, Any]:
+    """`paceline generate` in a process of its own; what it printed."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "paceline.cli.main", "generate", PROMPT, "--json"),
+            *("--max-new-tokens", TOKENS, "--drafter", name, "--seed", "1"),
+            *("--verifier-address", verifier.address, "--drafter-address", drafter.address),
+        ],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def released(spans: list[Received]) -> bool:
+    names = {span.name.rpartition("/")[2] for span in spans}
+    return {"ReleaseCache", "text_completion llama"} <= names
+
+
+def test_three_processes_make_one_tree(models: dict[str, Path], collector: Collector) -> None:
+    verifier, drafter = services(models, collector.environment)
+    with verifier, drafter:
+        result = generate(verifier, drafter, "lm", collector.environment)
+        rounds = result["stats"]["rounds"]
+        collector.wait(
+            lambda spans: (
+                released(spans)
+                and Counter(span.name for span in spans)["specdec.verifier.round"] == rounds
+            )
+        )
+    tree = Tree(collector.spans)
+    assert tree.root.name == "text_completion llama"
+    assert tree.root.attributes["gen_ai.usage.output_tokens"] == int(TOKENS)
+    assert Counter(span.name for span in tree.children(tree.root)) == {
+        "paceline.v1.VerifierService/GetModel": 1,
+        "specdec.prefill": 1,
+        "specdec.drafter.attach": 1,
+        "specdec.round": rounds,
+        "paceline.v1.VerifierService/ReleaseCache": 1,
+    }
+    assert tree.parents("specdec.verifier.prefill") == {"specdec.prefill"}
+    assert tree.parents("specdec.draft") == tree.parents("specdec.verify") == {"specdec.round"}
+    assert tree.parents("specdec.verifier.round") == {"specdec.verify"}
+    assert tree.parents("specdec.drafter.round") == {"specdec.draft"}
+    for span in collector.spans:
+        assert not span.failed
+        assert span.began_ns <= span.ended_ns
+        part = span.name.removeprefix("specdec.").partition(".")[0]
+        if part in ("verifier", "drafter"):
+            assert (span.service, span.kind) == (f"paceline-{part}", "SERVER")
+    expect_numbers(tree, result["stats"])
+
+
+def expect_numbers(tree: "Tree", stats: dict[str, Any]) -> None:
+    """Both ends of a round say the same, and their sum is what the client's stats say."""
+    drafted = accepted = 0
+    for span in tree.named("specdec.round"):
+        facts = span.attributes
+        (verify,) = (s for s in tree.children(span) if s.name == "specdec.verify")
+        (seen,) = tree.children(verify)
+        for key in ("num_draft_tokens", "num_accepted_draft_tokens", "num_emitted_tokens"):
+            assert seen.attributes[f"specdec.{key}"] == facts[f"specdec.{key}"]
+        for key in ("compute_us", "queue_us"):
+            assert seen.attributes[f"specdec.{key}"] == verify.attributes[f"specdec.{key}"]
+        drafted += facts["specdec.num_draft_tokens"]
+        accepted += facts["specdec.num_accepted_draft_tokens"]
+        if facts["specdec.num_draft_tokens"]:
+            assert facts["specdec.drafter.version"] == "1"
+            assert facts["specdec.tree.depth"] >= facts["specdec.num_accepted_draft_tokens"]
+    assert (drafted, accepted) == (stats["drafted"], stats["accepted"])
+    assert accepted > 0, "the drafter never guessed right: the test shows little"
+
+
+def test_the_drafters_look_at_the_kv_belongs_to_it(
+    traced: tuple[Collector, ServiceProcess, ServiceProcess],
+) -> None:
+    collector, verifier, drafter = traced
+    collector.spans.clear()
+    generate(verifier, drafter, "kv-reader", collector.environment)
+    collector.wait(
+        lambda spans: released(spans) and any(s.name == "specdec.drafter.attach" for s in spans)
+    )
+    tree = Tree(collector.spans)
+    (attach,) = tree.named("specdec.drafter.attach")
+    assert tree.parents("paceline.v1.KvExchangeService/MapCache") == {"specdec.drafter.attach"}
+    assert attach.attributes["specdec.kv.transport"] == "posix_shm"
+    assert attach.attributes["specdec.kv.bytes"] > 0
+
+
+def test_a_collector_that_is_not_there_hurts_nothing(models: dict[str, Path]) -> None:
+    """The same tokens, and every process ends as it should."""
+    nowhere = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", "OTEL_BSP_SCHEDULE_DELAY": "20"}
+    verifier, drafter = services(models, nowhere)
+    with verifier, drafter:
+        traced, plain = (generate(verifier, drafter, "lm", e) for e in (nowhere, {}))
+        assert verifier.terminate() == 0, verifier.log_tail()
+        assert drafter.terminate() == 0, drafter.log_tail()
+    assert traced["token_ids"] == plain["token_ids"]
+    assert len(plain["token_ids"]) == int(TOKENS)
+
+
+def test_off_imports_nothing() -> None:
+    """Without the variables neither services nor client load OpenTelemetry's SDK, an exporter or
+    the Prometheus client."""
+    program = """
+import sys
+import paceline.cli.generate, paceline.cli.service_process
+import paceline.drafter.service, paceline.verifier.service
+from paceline.client import MockTransport, SyncClient
+from paceline.telemetry.exporters import traced
+with traced("test"), SyncClient(transport=MockTransport("fine")) as client:
+    client.generate("x")
+heavy = ("opentelemetry.sdk", "opentelemetry.exporter", "prometheus_client")
+print([name for name in sys.modules if name.startswith(heavy)])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
+
+
+class Tree:
+    """Spans of one trace."""
+
+    def __init__(self, spans: list[Received]) -> None:
+        assert len({span.trace for span in spans}) == 1
+        self._spans = {span.span: span for span in spans}
+        assert len(self._spans) == len(spans)
+        (self.root,) = (span for span in spans if not span.parent)
+
+    def named(self, name: str) -> list[Received]:
+        return [span for span in self._spans.values() if span.name == name]
+
+    def children(self, parent: Received) -> list[Received]:
+        return [span for span in self._spans.values() if span.parent == parent.span]
+
+    def parents(self, name: str) -> set[str]:
+        """Names of the parents of all spans of a name, which must have some."""
+        spans = self.named(name)
+        assert spans, f"there is no {name}"
+        return {self._spans[span.parent].name for span in spans}
