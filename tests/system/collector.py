@@ -52,7 +52,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
             "OTEL_BSP_SCHEDULE_DELAY": "50",
         }
 
-    def wait(self, enough: Callable[[list[Received]], bool], seconds: float = 30.0) -> None:
+    def wait(self, enough: Callable[[list[Received]], bool], seconds: float = 120.0) -> None:
         """Wait until the spans received are enough."""
         deadline = time.monotonic() + seconds
         while not enough(self.spans):

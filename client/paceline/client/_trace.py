@@ -207,9 +207,7 @@ def _prefill(created: verifier_pb2.CacheCreated) -> _Values:
     }
 
 
-def _draft(
-    tree: drafter_pb2.DraftTree | None, drafter: drafter_pb2.DraftAttached
-) -> _Values:
+def _draft(tree: drafter_pb2.DraftTree | None, drafter: drafter_pb2.DraftAttached) -> _Values:
     if tree is None:
         return {Attribute.DRAFTER_NAME: drafter.drafter}
     return {
