@@ -28,11 +28,11 @@ def make_layer(target: Path, folder: Path) -> Path:
 async def test_tokens_are_those_of_no_drafter(
     family: str, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """12 texts at once, greedy and sampled; the layer's window is shorter than the texts."""
+    """12 texts at once, greedy and sampled; what the layer sees is shorter than the texts."""
     target = models[family]
     layer = make_layer(target, tmp_path / "layer")
     prompts = make_prompts(12, seed=3)
-    load = f"longspec=longspec:{layer},target={target}"
+    load = f"longspec=longspec:{layer},target={target},context=20"
     with (
         ServiceProcess("verifier", ["--target", str(target)], environment=THREADS) as served,
         ServiceProcess("drafter", ["--load", load], environment=THREADS) as drafter,

@@ -29,6 +29,9 @@ TREES = (
 )  # fmt: skip
 """Widths, and most nodes of the tree."""
 
+REACHES = (0, 2048, 1024, 512, 256)
+"""Target positions that a draft reads; 0: all."""
+
 PROMPT_SETS = ("heldout", "trained")
 """Sets that say what a drafter is worth; the others are made for prompt lookup."""
 

@@ -22,6 +22,8 @@ def show(results: dict[str, Any], console: Console) -> None:
         console.print(accepted.positions(results["acceptance"]))
     if "coupling" in results:
         console.print(accepted.coupling(results["coupling"]))
+    if "reach" in results:
+        console.print(accepted.lengths(results["reach"]))
     if "replay" in results:
         console.print(_replay(results["replay"]))
     if "draft" in results:

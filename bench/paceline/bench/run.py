@@ -182,6 +182,21 @@ def _draft(bench: Bench) -> dict[str, Any] | None:
     return {"threads": torch.get_num_threads(), "by_context": contexts, "by_tree": trees}
 
 
+def _reach(bench: Bench) -> dict[str, Any] | None:
+    """What a LongSpec drafter loses, or gains, by reading a part of the target's KV."""
+    if bench.longspec is None:
+        return None
+    spec = bench.drafters()["longspec"]
+    return acceptance.measure(
+        bench.target,
+        bench.texts(),
+        {f"reads {n or 'all'}": f"{spec},context={n}" for n in draft.REACHES},
+        dtype=bench.args.dtype,
+        tokens=bench.args.tokens,
+        progress=bench.console.log,
+    )
+
+
 def _replay(bench: Bench) -> dict[str, Any]:
     return _wait(replay.measure(bench.args.work or bench.work))
 
@@ -194,6 +209,7 @@ PARTS = {
     "draft": _draft,
     "acceptance": _acceptance,
     "coupling": _coupling,
+    "reach": _reach,
 }
 
 
@@ -211,7 +227,7 @@ def _with_earlier(results: dict[str, Any], output: Path) -> dict[str, Any]:
         return results
     if earlier.get("longspec") != results["longspec"]:
         earlier = {key: value for key, value in earlier.items() if key == "replay"}
-    by_set = ("comparison", "stretched", "acceptance", "coupling")
+    by_set = ("comparison", "stretched", "acceptance", "coupling", "reach")
     merged = {k: {**earlier.get(k, {}), **results[k]} for k in by_set if k in results}
     return {**earlier, **results, **merged}
 

@@ -9,7 +9,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--part",
         action="append",
-        choices=("echo", "comparison", "stretched", "replay", "draft", "acceptance", "coupling"),
+        choices=(
+            *("echo", "comparison", "stretched", "replay", "draft"),
+            *("acceptance", "coupling", "reach"),
+        ),
         help="measure only this part (repeatable), and keep the others of the file; default: all",
     )
     parser.add_argument(

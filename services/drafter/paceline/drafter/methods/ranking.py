@@ -7,7 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.kernels import History, SamplingParams, filter_logits, gumbel_noise_at
+from paceline.kernels import (
+    History,
+    SamplingParams,
+    filter_logits,
+    gumbel_noise,
+    gumbel_noise_at,
+)
+
+_SMALL_VOCAB = 1 << 14
+"""Up to here, noise for all tokens takes less time than finding candidates in every row."""
 
 
 class Ranker:
@@ -38,7 +47,8 @@ class Ranker:
             prompt: Prompt tokens; penalties look at them.
             output: Emitted tokens.
             vocab_size: Ids that may be drafted: those below it.
-            candidates: At T > 0, noise is added to so many likeliest tokens; the rest is left out.
+            candidates: At T > 0, noise is added to so many likeliest tokens; the rest is left out,
+                unless the vocabulary is so small that this would be slower.
         """
         self._params = params
         self._vocab_size = vocab_size
@@ -70,16 +80,21 @@ class Ranker:
             ``[F, w]``; -inf where the filter left nothing. w is at most ``width``.
         """
         scores = self._filtered(logits[:, : self._vocab_size], paths)
-        width = min(width, scores.shape[1])
-        if self._params.greedy:
-            # Logs only after the choice, where rounding could make two scores one.
-            ids = scores.topk(width).indices
-            return ids, scores.log_softmax(-1).gather(1, ids)
-        best, ids = scores.topk(min(self._candidates, scores.shape[1]))
-        noise = gumbel_noise_at(self._params.seed, position, ids.flatten())
-        perturbed = best + noise.view_as(best)
-        order = perturbed.topk(min(width, ids.shape[1])).indices
-        return ids.gather(1, order), perturbed.log_softmax(-1).gather(1, order)
+        ids: Tensor | None = None
+        if not self._params.greedy:
+            scores, ids = self._perturbed(scores, position)
+        # Logs only after the choice: rounding could make two scores one.
+        best = scores.topk(min(width, scores.shape[1])).indices
+        logs = scores.log_softmax(-1).gather(1, best)
+        return best if ids is None else ids.gather(1, best), logs
+
+    def _perturbed(self, scores: Tensor, position: int) -> tuple[Tensor, Tensor | None]:
+        """Scores with noise, and whose they are; None for all tokens'."""
+        seed, vocab = self._params.seed, scores.shape[1]
+        if vocab <= max(_SMALL_VOCAB, self._candidates):
+            return scores + gumbel_noise(seed, position, vocab), None
+        likely, ids = scores.topk(self._candidates)
+        return likely + gumbel_noise_at(seed, position, ids.flatten()).view_as(likely), ids
 
     def _filtered(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         if self._by_row:
