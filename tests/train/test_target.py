@@ -17,8 +17,10 @@ from paceline.train.corpus import Corpus
 from paceline.train.evaluate import next_token_loss
 from paceline.train.loop import Run, train
 from paceline.train.model import build_model
+from paceline.train.optim import Optimizer
 from paceline.train.preset import Preset
 from paceline.train.prompts import Prompt
+from paceline.train.schedule import Schedule
 from paceline.train.target import train_target
 
 MakeRun = Callable[..., Run]
@@ -33,11 +35,13 @@ def fit(
     batches = Batches(DOCUMENTS, separator=0)
     steps = count()
 
-    def loss(forward: nn.Module, places: Tensor) -> Tensor:
+    def loss(forward: nn.Module, places: Tensor, done: float) -> Tensor:
         at_step(next(steps))
         return next_token_loss(forward, batches.stream[places])
 
-    progress = train(model, loss, batches, preset, run)
+    plan = Schedule(preset, run.minutes, run.steps)
+    optimizer = Optimizer(model, preset.muon_rate, preset.adamw_rate)
+    progress = train(model, loss, batches, optimizer, plan, run)
     return model, [row["loss"] for row in progress.log if "loss" in row]
 
 

@@ -24,9 +24,11 @@ _TEMPLATE = (
 class Bar:
     """Shows share done, losses (nats per token), speed and time spent; a context manager."""
 
-    def __init__(self, title: str, minutes: float, console: Console | None = None) -> None:
+    def __init__(
+        self, title: str, minutes: float, console: Console | None = None, quiet: bool = False
+    ) -> None:
         """`minutes` is the time budget; `console` defaults to standard output."""
-        self._console = console or Console()
+        self._console = console or Console(quiet=quiet)
         self._plain = not self._console.is_terminal
         self._bar = RichProgress(
             TextColumn("{task.description}"),

@@ -1,56 +1,53 @@
-"""`paceline train target` and `paceline train lm`."""
+"""`paceline train target`, `paceline train lm` and `paceline train longspec`."""
+
+from __future__ import annotations
 
 import argparse
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from paceline.train.longspec.preset import PRESETS as LONGSPEC_PRESETS
 from paceline.train.preset import PRESETS
 
+if TYPE_CHECKING:
+    from paceline.train.loop import Run
+    from paceline.train.prompts import Prompt
+
 _DEMO = Path("models/demo")
+_HELDOUT_FILES = 12  # as in every preset: drafters are measured on what their target never saw
+_ALL_FILES = 1_000_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the sub-commands of `paceline train` to `parser`."""
     commands = parser.add_subparsers(dest="train_command", required=True, metavar="MODEL")
     target = commands.add_parser("target", help="train a target")
-    _add_common(target, preset="cpu", out=_DEMO / "target")
+    _add_common(target, sorted(PRESETS), preset="cpu", out=_DEMO / "target")
+    _add_prompts(target)
     target.add_argument(
         "--from", dest="start", type=Path, help="model folder to train further, not from nothing"
     )
     lm = commands.add_parser("lm", help="distil a target into a small drafter LM")
-    _add_common(lm, preset="lm", out=_DEMO / "lm")
-    lm.add_argument(
-        "--target", type=Path, default=_DEMO / "target", help="model folder of the target"
+    _add_common(lm, sorted(PRESETS), preset="lm", out=_DEMO / "lm")
+    _add_prompts(lm)
+    _add_target(lm)
+    longspec = commands.add_parser("longspec", help="train a LongSpec layer for a target")
+    _add_common(longspec, sorted(LONGSPEC_PRESETS), preset="cpu", out=_DEMO / "longspec")
+    _add_target(longspec)
+    longspec.add_argument(
+        "--no-offset", action="store_true", help="ablation: without anchor-offset indices"
+    )
+    longspec.add_argument(
+        "--no-noise", action="store_true", help="ablation: without flash noisy training"
     )
 
 
 def main(args: argparse.Namespace) -> int:
     """Run the sub-command in `args`; 0 when done, 1 on a bad argument, 130 when interrupted."""
-    # torch and transformers take seconds to import: not for `--help`.
-    import torch
-
-    from paceline.train.corpus import load_corpus
-    from paceline.train.lm import train_lm
-    from paceline.train.loop import Run
-    from paceline.train.prompts import load_prompts
-    from paceline.train.target import train_target
-
-    preset = PRESETS[args.preset]
-    run = Run(
-        work=args.work or _default_work() / f"{args.train_command}-{args.preset}",
-        minutes=args.minutes or preset.minutes,
-        steps=args.steps or preset.steps,
-        device=args.device or ("cuda" if torch.cuda.is_available() else "cpu"),
-        compile=args.compile,
-    )
     try:
-        corpus = load_corpus(args.data, preset.files, preset.heldout_files, preset.wide)
-        prompts = load_prompts(args.prompts) if args.prompts.is_dir() else []
-        if args.train_command == "target":
-            train_target(corpus, preset, run, args.out, prompts, args.start)
-        else:
-            train_lm(args.target, corpus, preset, run, args.out, prompts)
+        {"target": _target, "lm": _lm, "longspec": _longspec}[args.train_command](args)
     except KeyboardInterrupt as stop:
         print(f"{stop}; give the same command again to go on", file=sys.stderr)
         return 130
@@ -61,8 +58,68 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_common(parser: argparse.ArgumentParser, preset: str, out: Path) -> None:
-    parser.add_argument("--preset", choices=sorted(PRESETS), default=preset)
+# torch and transformers take seconds to import: not for `--help`.
+
+
+def _target(args: argparse.Namespace) -> None:
+    from paceline.train.corpus import load_corpus
+    from paceline.train.target import train_target
+
+    preset = PRESETS[args.preset]
+    run = _run(args, preset.minutes, preset.steps)
+    corpus = load_corpus(args.data, preset.files, preset.heldout_files, preset.wide)
+    train_target(corpus, preset, run, args.out, _prompts(args), args.start)
+
+
+def _lm(args: argparse.Namespace) -> None:
+    from paceline.train.corpus import load_corpus
+    from paceline.train.lm import train_lm
+
+    preset = PRESETS[args.preset]
+    run = _run(args, preset.minutes, preset.steps)
+    corpus = load_corpus(args.data, preset.files, preset.heldout_files, preset.wide)
+    train_lm(args.target, corpus, preset, run, args.out, _prompts(args))
+
+
+def _longspec(args: argparse.Namespace) -> None:
+    from paceline.train.corpus import load_corpus
+    from paceline.train.longspec.run import train_longspec
+
+    preset = LONGSPEC_PRESETS[args.preset]
+    run = _run(args, preset.minutes, preset.steps)
+    corpus = load_corpus(args.data, _ALL_FILES, _HELDOUT_FILES, wide=True)
+    preset = preset.ablated(offset=not args.no_offset, noise=not args.no_noise)
+    train_longspec(args.target, corpus, preset, run, args.out)
+
+
+def _run(args: argparse.Namespace, minutes: float, steps: int) -> Run:
+    import torch
+
+    from paceline.train.loop import Run
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and "LOCAL_RANK" in os.environ:  # started by `accelerate launch`
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+    return Run(
+        work=args.work or _default_work() / f"{args.train_command}-{args.preset}",
+        minutes=args.minutes or minutes,
+        steps=args.steps or steps,
+        device=args.device or device,
+        compile=args.compile,
+        accumulate=args.accumulate,
+    )
+
+
+def _prompts(args: argparse.Namespace) -> list[Prompt]:
+    from paceline.train.prompts import load_prompts
+
+    return load_prompts(args.prompts) if args.prompts.is_dir() else []
+
+
+def _add_common(
+    parser: argparse.ArgumentParser, presets: list[str], preset: str, out: Path
+) -> None:
+    parser.add_argument("--preset", choices=presets, default=preset)
     parser.add_argument("--data", default="stdlib", help="'stdlib' or a folder of text files")
     parser.add_argument("--minutes", type=float, help="time budget of stepping, in minutes")
     parser.add_argument("--steps", type=int, help="step budget")
@@ -70,11 +127,24 @@ def _add_common(parser: argparse.ArgumentParser, preset: str, out: Path) -> None
     parser.add_argument(
         "--work", type=Path, help="folder of checkpoints; a run found there goes on"
     )
+    parser.add_argument("--device", help="cpu, cuda or cuda:N; default: cuda where there is one")
+    parser.add_argument("--compile", action="store_true", help="compile the model first")
+    parser.add_argument(
+        "--accumulate", type=int, default=1, metavar="N",
+        help="parts in which a batch goes through the model, where memory is short",
+    )  # fmt: skip
+
+
+def _add_prompts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompts", type=Path, default=_DEMO / "prompts", help="what the card measures on"
     )
-    parser.add_argument("--device", help="cpu, cuda or cuda:N; default: cuda where there is one")
-    parser.add_argument("--compile", action="store_true", help="compile the model first")
+
+
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--target", type=Path, default=_DEMO / "target", help="model folder of the target"
+    )
 
 
 def _default_work() -> Path:

@@ -14,9 +14,11 @@ from paceline.train.corpus import Corpus
 from paceline.train.loop import Run, train
 from paceline.train.measure import HELDOUT, TRAINED, measure_drafter
 from paceline.train.model import build_model
+from paceline.train.optim import Optimizer
 from paceline.train.own_text import own_texts
 from paceline.train.preset import Preset
 from paceline.train.prompts import Prompt
+from paceline.train.schedule import Schedule
 from paceline.train.teacher import opinions_of
 from paceline.train.tokenizer import encode_all, load_tokenizer
 
@@ -55,13 +57,16 @@ def train_lm(
     batches = Batches(known + written, eos)
     opinions = opinions_of(target, batches.stream, eos, _KEPT, run.work / "opinions.safetensors")
     model = build_model(preset, eos)
+    model.to(torch.device(run.device))  # type: ignore[arg-type]
 
-    def loss(forward: nn.Module, places: Tensor) -> Tensor:
+    def loss(forward: nn.Module, places: Tensor, done: float) -> Tensor:
         tokens = batches.stream[places[:, :-1]].to(run.device)
         logits = forward(input_ids=tokens, use_cache=False).logits
         return opinions.loss(logits, places[:, :-1])
 
-    progress = train(model, loss, batches, preset, run)
+    plan = Schedule(preset, run.minutes, run.steps)
+    optimizer = Optimizer(model, preset.muon_rate, preset.adamw_rate)
+    progress = train(model, loss, batches, optimizer, plan, run)
     model = save_model(out, model, tokenizer)
     texts = {TRAINED: known, HELDOUT: heldout}
     measured = measure_drafter(model, target, tokenizer, texts, prompts)

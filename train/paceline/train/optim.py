@@ -4,31 +4,37 @@ from typing import Any
 
 from torch import nn, optim
 
-from paceline.train.preset import Preset
-
 
 class Optimizer:
     """Two optimizers that step as one, with learning rates scaled by a common factor."""
 
-    def __init__(self, model: nn.Module, preset: Preset) -> None:
-        """Split `model`'s parameters: 2-D ones outside the embedding go to Muon."""
+    def __init__(self, model: nn.Module, muon_rate: float | None, adamw_rate: float) -> None:
+        """Split `model`'s parameters: 2-D ones outside the embedding go to Muon.
+
+        `model` must be on its device by now. A `muon_rate` of None leaves all of it to AdamW.
+        """
         trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        matrices = [p for n, p in trained if p.ndim == 2 and "embed" not in n]
-        rest = [p for n, p in trained if p.ndim != 2 or "embed" in n]
+        by_muon = {n for n, p in trained if muon_rate and p.ndim == 2 and "embed" not in n}
+        self._parts: list[optim.Optimizer] = []
+        self._rates: list[float] = []
+        if muon_rate and by_muon:
+            matrices = [p for n, p in trained if n in by_muon]
+            self._parts.append(
+                optim.Muon(
+                    matrices,
+                    lr=muon_rate,
+                    momentum=0.95,
+                    weight_decay=0.01,
+                    adjust_lr_fn="original",
+                )
+            )
+            self._rates.append(muon_rate)
+        rest = [p for n, p in trained if n not in by_muon]
         fused = all(p.is_cuda for p in rest)
-        self._parts: list[optim.Optimizer] = [
-            optim.Muon(
-                matrices,
-                lr=preset.muon_rate,
-                momentum=0.95,
-                weight_decay=0.01,
-                adjust_lr_fn="original",
-            ),
-            optim.AdamW(
-                rest, lr=preset.adamw_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=fused
-            ),
-        ]
-        self._rates = [preset.muon_rate, preset.adamw_rate]
+        self._parts.append(
+            optim.AdamW(rest, lr=adamw_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=fused)
+        )
+        self._rates.append(adamw_rate)
         self._parameters = [p for _, p in trained]
 
     def step(self, factor: float) -> None:

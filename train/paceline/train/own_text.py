@@ -10,6 +10,9 @@ from rich.progress import track
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from paceline.decoder import Decoder
+from paceline.kernels.sampling import SamplingParams
+from paceline.train.author import Task, write_texts
 from paceline.train.evaluate import Documents
 
 PROMPT = 128
@@ -40,12 +43,37 @@ def own_texts(
                 for number in track(groups, "the target's own text")
             ]
         )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        save_file({"tokens": rows[:count].contiguous()}, partial)
-        os.replace(partial, path)
-    texts: list[list[int]] = load_file(path)["tokens"].tolist()
-    return [until(separator, text) for text in texts]
+        _keep(rows[:count].contiguous(), path)
+    return _kept(path, separator)
+
+
+def authored_texts(
+    decoder: Decoder, documents: Documents, count: int, separator: int, path: Path
+) -> list[list[int]]:
+    """Like `own_texts`, several times faster, with the tokens that a verifier would emit.
+
+    Every other text is greedy, the rest is sampled at temperature 1, each with a seed of its own.
+    """
+    if count == 0:
+        return []
+    if not path.is_file():
+        draw = np.random.default_rng(0)
+        prompts = [
+            ids for _ in range(-(-count // _ROWS)) for ids in random_prompts(documents, draw)
+        ]
+        tasks = [
+            Task(
+                ids.tolist(), SamplingParams(temperature=number % 2, seed=number), _LENGTH - PROMPT
+            )
+            for number, ids in enumerate(prompts[:count])
+        ]
+        rows = torch.full((count, _LENGTH), separator, dtype=torch.int32)
+        texts = write_texts(decoder, tasks, separator)
+        for number, text in track(texts, "the target's own text", total=count):
+            row = torch.tensor([*tasks[number].prompt, *text], dtype=torch.int32)
+            rows[number, : len(row)] = row
+        _keep(rows, path)
+    return _kept(path, separator)
 
 
 def random_prompts(documents: Documents, draw: np.random.Generator) -> Tensor:
@@ -83,6 +111,18 @@ def write(
     )
     missing = length - written.shape[1]
     return torch.nn.functional.pad(written, (0, missing), value=separator).to("cpu", torch.int32)
+
+
+def _keep(rows: Tensor, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    save_file({"tokens": rows}, partial)
+    os.replace(partial, path)
+
+
+def _kept(path: Path, separator: int) -> list[list[int]]:
+    texts: list[list[int]] = load_file(path)["tokens"].tolist()
+    return [until(separator, text) for text in texts]
 
 
 def until(separator: int, text: list[int]) -> list[int]:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
@@ -14,8 +15,10 @@ from paceline.train.evaluate import next_token_loss, text_loss
 from paceline.train.loop import Run, train
 from paceline.train.measure import EARLY, HELDOUT, TRAINED, measure_target
 from paceline.train.model import build_model
+from paceline.train.optim import Optimizer
 from paceline.train.preset import Preset
 from paceline.train.prompts import Prompt
+from paceline.train.schedule import Schedule
 from paceline.train.tokenizer import encode_all, load_tokenizer, train_tokenizer
 from paceline.train.unlikelihood import Unlikelihood
 
@@ -52,6 +55,7 @@ def train_target(
     batches = Batches(trained, tokenizer.eos_token_id, copied=preset.copy_share)
     stream = batches.stream.to(run.device)
     model = build_model(preset, tokenizer.eos_token_id)
+    model.to(torch.device(run.device))  # type: ignore[arg-type]
     runs = []
     if start is not None:
         model.load_state_dict(LlamaForCausalLM.from_pretrained(start).state_dict())
@@ -59,14 +63,16 @@ def train_target(
 
     unlikelihood = Unlikelihood(trained, tokenizer.eos_token_id, preset.unlikely_share)
 
-    def loss(forward: nn.Module, places: Tensor) -> Tensor:
+    def loss(forward: nn.Module, places: Tensor, done: float) -> Tensor:
         likelihood = next_token_loss(forward, stream[places.to(run.device)])
         return likelihood + unlikelihood(model, batches.position.documents)
 
     def heldout_loss(measured: nn.Module) -> float:
         return text_loss(measured, [ids[:_HELDOUT_TOKENS] for ids in heldout])
 
-    progress = train(model, loss, batches, preset, run, heldout_loss)
+    plan = Schedule(preset, run.minutes, run.steps)
+    optimizer = Optimizer(model, preset.muon_rate, preset.adamw_rate)
+    progress = train(model, loss, batches, optimizer, plan, run, heldout_loss)
     model = save_model(out, model, tokenizer)
     corpus.write_manifest(out / "corpus.json")
     runs.append(progress.summary())

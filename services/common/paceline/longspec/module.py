@@ -110,22 +110,22 @@ class LongSpecModel(nn.Module):
         """
         config, layer = self.config, self.layers[0]
         assert isinstance(layer, Layer)
-        factors = self._factors(positions)
+        factors = self.rope_factors(positions)
         x: Tensor = embedded
         inputs = layer.input_layernorm(x)
-        q = _turned(_heads(layer.self_attn.q_proj(inputs), config.head_dim), factors)
-        k = _turned(_heads(layer.self_attn.k_proj(inputs), config.head_dim), factors)
-        v = _heads(layer.self_attn.v_proj(inputs), config.head_dim)
+        q = turned(split_heads(layer.self_attn.q_proj(inputs), config.head_dim), factors)
+        k = turned(split_heads(layer.self_attn.k_proj(inputs), config.head_dim), factors)
+        v = split_heads(layer.self_attn.v_proj(inputs), config.head_dim)
         x = x + layer.self_attn.o_proj(_attend(q, k, v, self_mask))
         inputs = layer.cross_layernorm(x)
-        q = _turned(_heads(layer.cross_attn.q_proj(inputs), config.head_dim), factors)
+        q = turned(split_heads(layer.cross_attn.q_proj(inputs), config.head_dim), factors)
         x = x + layer.cross_attn.o_proj(_attend(q, keys.to(q), values.to(q), cross_mask))
         x = x + layer.mlp(layer.post_attention_layernorm(x))
         if self.norm is not None:
             x = self.norm(x)
         return x
 
-    def _factors(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def rope_factors(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions[..., None].float() * self.rope_inv_freq
         if angles.dim() == 2:
             angles = angles[None]
@@ -133,12 +133,12 @@ class LongSpecModel(nn.Module):
         return (angles.cos() * scaling)[:, None], (angles.sin() * scaling)[:, None]
 
 
-def _heads(x: Tensor, dim: int) -> Tensor:
+def split_heads(x: Tensor, dim: int) -> Tensor:
     """``[B, S, H D]`` to ``[B, H, S, D]``."""
     return x.view(*x.shape[:2], -1, dim).transpose(1, 2)
 
 
-def _turned(x: Tensor, factors: tuple[Tensor, Tensor]) -> Tensor:
+def turned(x: Tensor, factors: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = factors
     low, high = x.float().chunk(2, dim=-1)
     return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x.dtype)

@@ -1,0 +1,108 @@
+"""Text that a target writes, token for token what the verifier would emit, many texts at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.decoder import Decoder, LocalCache
+from paceline.kernels import TreeSegment, plan_trees
+from paceline.kernels.history import History
+from paceline.kernels.sampling import SamplingParams, choose_token
+from paceline.kernels.trees import MAX_TREE_NODES
+
+_TOGETHER = 48  # sequences a step: linear layers pay for their weights once
+
+
+@dataclass(frozen=True)
+class Task:
+    """A text to be written: token ids to go on from, how to sample, and how many tokens to add."""
+
+    prompt: Sequence[int]
+    params: SamplingParams
+    count: int
+
+
+class _Writing:
+    """A text being written."""
+
+    def __init__(self, number: int, task: Task, cache: LocalCache) -> None:
+        self.number, self.task, self.cache = number, task, cache
+        self.tokens = list(task.prompt)
+        self.history = History(task.prompt)
+
+    def add(self, logits: Tensor) -> int:
+        """Emit the token that the sampling contract names."""
+        token = choose_token(logits, self.task.params, len(self.tokens), self.history)
+        self.tokens.append(token)
+        self.history.push(token)
+        return token
+
+    @property
+    def written(self) -> list[int]:
+        return self.tokens[len(self.task.prompt) :]
+
+
+def write_texts(
+    decoder: Decoder,
+    tasks: Iterable[Task],
+    stop: int | None,
+    done: Callable[[int], None] = lambda number: None,
+) -> Iterator[tuple[int, list[int]]]:
+    """Yield (number of the task, the tokens added) as texts are finished, in no certain order.
+
+    A text ends at its count or with the token `stop`, which it then holds. `done` is called with
+    the tokens of each step.
+    """
+    waiting = enumerate(tasks)
+    active: list[_Writing] = []
+    for number, task in waiting:
+        writing = _Writing(number, task, LocalCache(decoder.config))
+        writing.add(_read_prompt(decoder, writing))
+        active.append(writing)
+        while len(active) == _TOGETHER:
+            yield from _finished(active, stop)
+            if len(active) == _TOGETHER:
+                done(_step(decoder, active))
+    while active:
+        yield from _finished(active, stop)
+        if active:
+            done(_step(decoder, active))
+
+
+def _finished(active: list[_Writing], stop: int | None) -> Iterator[tuple[int, list[int]]]:
+    """Take finished texts out of `active`."""
+    for writing in list(active):
+        if len(writing.written) >= writing.task.count or writing.tokens[-1] == stop:
+            active.remove(writing)
+            yield writing.number, writing.written
+
+
+def _read_prompt(decoder: Decoder, writing: _Writing) -> Tensor:
+    """Commit the prompt; returns the logits behind it, [vocabulary]."""
+    prompt, cache = writing.tokens, writing.cache
+    cache.reserve(len(prompt))
+    for start in range(0, len(prompt), MAX_TREE_NODES):
+        part = torch.tensor(prompt[start : start + MAX_TREE_NODES])
+        plan = plan_trees([TreeSegment(0, start, None, len(part))])
+        last = torch.tensor([len(part) - 1])
+        logits = decoder.forward(part, plan, [cache], logit_rows=last).logits[0]
+        cache.commit(range(len(part)))
+    return logits
+
+
+def _step(decoder: Decoder, active: Sequence[_Writing]) -> int:
+    """Add one token to each text; returns how many that were."""
+    for writing in active:
+        writing.cache.reserve(1)
+    blocks = [TreeSegment(i, len(w.cache), None, 1) for i, w in enumerate(active)]
+    tokens = torch.tensor([writing.tokens[-1] for writing in active])
+    caches = [writing.cache for writing in active]
+    logits = decoder.forward(tokens, plan_trees(blocks), caches, logit_rows=None).logits
+    for writing, row in zip(active, logits, strict=True):
+        writing.cache.commit([0])
+        writing.add(row)
+    return len(active)
