@@ -8,6 +8,7 @@ from time import time_ns
 from typing import TYPE_CHECKING, Any
 
 from paceline.telemetry.names import PROVIDER, Attribute, Span
+from paceline.telemetry.recorder import Note, Recorder, new_span_id
 from paceline.telemetry.tracing import fail, traceparent_of, tracer
 from paceline.v1 import drafter_pb2, tree_pb2, verifier_pb2
 
@@ -15,37 +16,47 @@ from ._options import GenerationOptions
 from ._stats import RoundStats, Stats, Usage
 
 if TYPE_CHECKING:
-    from opentelemetry import trace
-    from opentelemetry.context import Context
+    from opentelemetry.sdk.trace import Tracer
 
 _Values = dict[str, Any]
 
 
-class GenerationTrace:
-    """Begins spans when something begins and notes when it ends.
+class _Open:
+    """A span that has begun: its id, and what its children name as their parent."""
 
-    A span's id must be known before its message goes out. All else about it waits in a list for
-    `settle`, which a round calls while the verifier works: so no token waits for its own telemetry.
+    __slots__ = ("began_ns", "id", "parent", "traceparent")
+
+    def __init__(self, parent: str) -> None:
+        self.began_ns = time_ns()
+        self.id = new_span_id()
+        self.parent = parent
+        self.traceparent = f"{parent[:36]}{self.id:016x}-01"
+
+
+class GenerationTrace:
+    """Notes when something begins and ends; spans are made of it while the verifier works.
+
+    So no token waits for its own telemetry but for the time to draw an id.
     """
 
-    def __init__(self, source: trace.Tracer, options: GenerationOptions, address: str) -> None:
+    def __init__(self, source: Tracer, options: GenerationOptions, address: str) -> None:
         """Begin the generation's span, as a child of the current one. Use `begin`."""
         from opentelemetry import context, trace
 
-        self._clients = trace.SpanKind.CLIENT
-        self._under = trace.set_span_in_context
-        self._tracer = source
+        self._call, self._internal = trace.SpanKind.CLIENT, trace.SpanKind.INTERNAL
         attributes = _request(options, address)
-        self._root = source.start_span(Span.GENERATION, None, self._clients, attributes)
-        self._context = self._under(self._root)
-        self._parent = self._context
-        self._prefill: trace.Span | None = None
-        self._round: trace.Span | None = None
-        self._draft: trace.Span | None = None
-        self._verify: trace.Span | None = None
-        self._tree: drafter_pb2.DraftTree | None = None
-        self._ended: list[tuple[trace.Span, int, Callable[[], _Values]]] = []
+        self._root = source.start_span(Span.GENERATION, None, self._call, attributes)
+        self._recorder = Recorder(source)
+        self._context = trace.set_span_in_context(self._root)
         self._attach = context.attach
+        self.traceparent = traceparent_of(self._root)
+        """Of the generation."""
+        self._parent = self.traceparent
+        self._prefill: _Open | None = None
+        self._round: _Open | None = None
+        self._draft: _Open | None = None
+        self._verify: _Open | None = None
+        self._tree: drafter_pb2.DraftTree | None = None
 
     @classmethod
     def begin(cls, options: GenerationOptions, address: str) -> GenerationTrace | None:
@@ -59,11 +70,6 @@ class GenerationTrace:
         begun._attach(begun._context)
         return begun
 
-    @property
-    def traceparent(self) -> str:
-        """Of the generation."""
-        return traceparent_of(self._root)
-
     def served_by(self, model: str) -> None:
         """The model's name became known."""
         self._root.update_name(f"{Span.GENERATION} {model}")
@@ -72,44 +78,39 @@ class GenerationTrace:
 
     def begin_prefill(self) -> str:
         """A prompt goes out; the traceparent for it."""
-        self._prefill = self._start(Span.PREFILL, self._parent)
-        return traceparent_of(self._prefill)
+        self._prefill = _Open(self._parent)
+        return self._prefill.traceparent
 
     def end_prefill(self, outcome: verifier_pb2.CacheCreated | Exception) -> None:
         """A cache came, or none."""
-        span, self._prefill = self._prefill, None
-        if span is None:
-            return
         if isinstance(outcome, Exception):
-            fail(span, outcome)
-            span.end()
+            self._end(Span.PREFILL, self._prefill, dict, outcome)
         else:
-            self._end(span, partial(_prefill, outcome))
+            self._end(Span.PREFILL, self._prefill, partial(_prefill, outcome))
+        self._prefill = None
 
     def begin_round(self) -> None:
         """A round begins."""
-        self._round = self._tracer.start_span(Span.ROUND, self._context)
-        self._parent = self._under(self._round)
+        self._round = _Open(self.traceparent)
+        self._parent = self._round.traceparent
         self._tree = None
 
     def begin_draft(self) -> str:
         """A tree is asked for; the traceparent for it."""
-        self._draft = self._start(Span.DRAFT, self._parent)
-        return traceparent_of(self._draft)
+        self._draft = _Open(self._parent)
+        return self._draft.traceparent
 
     def end_draft(
         self, tree: drafter_pb2.DraftTree | None, drafter: drafter_pb2.DraftAttached
     ) -> None:
         """A tree came; None: it is waited for no longer."""
-        span, self._draft = self._draft, None
-        if span is not None:
-            self._tree = tree
-            self._end(span, partial(_draft, tree, drafter))
+        self._end(Span.DRAFT, self._draft, partial(_draft, tree, drafter))
+        self._tree, self._draft = tree, None
 
     def begin_verify(self) -> str:
         """A tree or a free run goes out; the traceparent for it."""
-        self._verify = self._start(Span.VERIFY, self._parent)
-        return traceparent_of(self._verify)
+        self._verify = _Open(self._parent)
+        return self._verify.traceparent
 
     def end_round(
         self, index: int, entry: RoundStats, response: verifier_pb2.VerifyResponse
@@ -121,41 +122,46 @@ class GenerationTrace:
             entry: What it came to.
             response: Its last answer.
         """
-        if self._verify is not None:
-            self._end(self._verify, partial(_verify, entry, response))
-        if self._round is not None:
-            tree = self._tree if entry.drafted else None
-            self._end(self._round, partial(_round, index, entry, response, tree))
+        tree = self._tree if entry.drafted else None
+        self._end(Span.VERIFY, self._verify, partial(_verify, entry, response))
+        self._end(Span.ROUND, self._round, partial(_round, index, entry, response, tree))
         self._verify = self._round = None
-        self._parent = self._context
+        self._parent = self.traceparent
 
     def settle(self) -> None:
-        """Finish what ended since the last call."""
-        for span, when, attributes in self._ended:
-            span.set_attributes(attributes())
-            span.end(when)
-        self._ended.clear()
+        """Make spans, if there are many to make: nobody waits for this task now."""
+        if self._recorder.full:
+            self._recorder.flush()
 
     def finish(
         self, usage: Usage, stats: Stats, finish_reason: str, error: BaseException | None
     ) -> None:
         """The generation is over; `error` says why it failed, if it did."""
-        self.settle()
-        for span in (self._prefill, self._draft, self._verify, self._round):
-            if span is not None:  # what a stop string, a cancellation or a failure cut short
-                if error is not None:
-                    fail(span, error)
-                span.end()
+        # What a stop string, a cancellation or a failure cut short.
+        self._end(Span.PREFILL, self._prefill, dict, error)
+        self._end(Span.DRAFT, self._draft, dict, error)
+        self._end(Span.VERIFY, self._verify, dict, error)
+        self._end(Span.ROUND, self._round, dict, error)
+        self._recorder.flush()
         self._root.set_attributes(_response(usage, stats, finish_reason))
         if error is not None:
             fail(self._root, error)
         self._root.end()
 
-    def _start(self, name: str, parent: Context) -> trace.Span:
-        return self._tracer.start_span(name, parent, self._clients)
-
-    def _end(self, span: trace.Span, attributes: Callable[[], _Values]) -> None:
-        self._ended.append((span, time_ns(), attributes))
+    def _end(
+        self,
+        name: str,
+        span: _Open | None,
+        attributes: Callable[[], _Values],
+        error: BaseException | None = None,
+    ) -> None:
+        if span is None:
+            return
+        kind = self._internal if name == Span.ROUND else self._call
+        began, ended = span.began_ns, time_ns()
+        self._recorder.add(
+            Note(name, span.parent, kind, began, ended, attributes, span.id, error, remote=False)
+        )
 
 
 def _request(options: GenerationOptions, address: str) -> Mapping[str, Any]:

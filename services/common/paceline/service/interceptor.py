@@ -24,7 +24,7 @@ from paceline.service.logs import request_id
 from paceline.service.tracing import traced_call
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import Tracer
+    from opentelemetry.sdk.trace import Tracer
 
 logger = logging.getLogger("paceline.service")
 

@@ -10,7 +10,7 @@ from paceline.telemetry.names import Attribute
 from paceline.telemetry.tracing import annotate, server_span
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import Tracer
+    from opentelemetry.sdk.trace import Tracer
 
 Call = Callable[[Any, Any], Awaitable[Any]]
 

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from paceline.telemetry.recorder import Recorder
+
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -46,6 +48,7 @@ def traced(service: str) -> Iterator[None]:
     try:
         yield
     finally:
+        Recorder.flush_all()
         _shut_down(provider)
 
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
-    from opentelemetry.trace import Span, SpanKind, Tracer
+    from opentelemetry.sdk.trace import Tracer
+    from opentelemetry.trace import Span
     from opentelemetry.util.types import AttributeValue
 
 Attributes = Mapping[str, "AttributeValue"]
@@ -22,17 +23,18 @@ Attributes = Mapping[str, "AttributeValue"]
 def tracer() -> Tracer | None:
     """Makes the spans of this process; None where nobody set up tracing.
 
-    Set it up by `paceline.telemetry.exporters.traced`, or with any OpenTelemetry tracer provider.
+    Set it up by `paceline.telemetry.exporters.traced`, or with a tracer provider of OpenTelemetry's
+    SDK. Each call gives another tracer.
     """
     # Whoever set up tracing has imported it; nobody else shall wait for that.
-    if "opentelemetry.trace" not in sys.modules:
+    if "opentelemetry.sdk.trace" not in sys.modules:
         return None
     from opentelemetry import trace
+    from opentelemetry.sdk.trace import Tracer
 
-    provider = trace.get_tracer_provider()
-    if isinstance(provider, (trace.ProxyTracerProvider, trace.NoOpTracerProvider)):
-        return None
-    return provider.get_tracer("paceline")
+    found = trace.get_tracer_provider().get_tracer("paceline")
+    # The SDK gives none where OTEL_SDK_DISABLED says so.
+    return found if isinstance(found, Tracer) else None
 
 
 def traceparent_of(span: Span) -> str:
@@ -51,8 +53,11 @@ def current_metadata() -> tuple[tuple[str, str], ...]:
     return (("traceparent", traceparent_of(span)),) if span.is_recording() else ()
 
 
-def remote_parent(traceparent: str) -> Context | None:
-    """The caller's span as a parent; None where it is malformed or not recorded."""
+def remote_parent(traceparent: str, *, remote: bool = True) -> Context | None:
+    """The caller's span as a parent; None where it is malformed or not recorded.
+
+    With `remote` false it is taken for a span of this process.
+    """
     if not traceparent:
         return None
     from opentelemetry import trace
@@ -60,36 +65,12 @@ def remote_parent(traceparent: str) -> Context | None:
 
     context = TraceContextTextMapPropagator().extract({"traceparent": traceparent})
     parent = trace.get_current_span(context).get_span_context()
-    return context if parent.is_valid and parent.trace_flags.sampled else None
-
-
-def add_span(
-    tracer: Tracer,
-    name: str,
-    traceparent: str,
-    began_ns: int,
-    ended_ns: int,
-    attributes: Attributes,
-    error: BaseException | None = None,
-) -> None:
-    """A service's span for work that is over, as a child of its caller's; nothing without one.
-
-    Args:
-        tracer: Of this process.
-        name: One of `names.Span`.
-        traceparent: As the caller sent it.
-        began_ns: When the work came in. Unit: nanoseconds since 1970.
-        ended_ns: When it was done.
-        attributes: By `names.Attribute`.
-        error: What went wrong, if something did.
-    """
-    parent = remote_parent(traceparent)
-    if parent is None:
-        return
-    span = tracer.start_span(name, parent, _server(), attributes, start_time=began_ns)
-    if error is not None:
-        fail(span, error)
-    span.end(ended_ns)
+    if not (parent.is_valid and parent.trace_flags.sampled):
+        return None
+    if remote:
+        return context
+    local = trace.SpanContext(parent.trace_id, parent.span_id, False, parent.trace_flags)
+    return trace.set_span_in_context(trace.NonRecordingSpan(local))
 
 
 @contextmanager
@@ -106,7 +87,7 @@ def server_span(
         return
     from opentelemetry import trace
 
-    span = tracer.start_span(name, parent, _server(), attributes)
+    span = tracer.start_span(name, parent, trace.SpanKind.SERVER, attributes)
     with trace.use_span(span, record_exception=False, set_status_on_exception=False):
         try:
             yield
@@ -133,9 +114,3 @@ def fail(span: Span, error: BaseException) -> None:
     reason = getattr(error, "reason", None)
     span.set_attribute(Attribute.ERROR_TYPE, reason or type(error).__name__)
     span.set_status(StatusCode.ERROR, str(error))
-
-
-def _server() -> SpanKind:
-    from opentelemetry.trace import SpanKind
-
-    return SpanKind.SERVER

@@ -5,16 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from paceline.drafter.registry import Version
 from paceline.drafter.session import Session
 from paceline.drafter.worker import Drafted
 from paceline.telemetry.names import Attribute, Span
-from paceline.telemetry.tracing import Attributes, add_span, annotate, server_span
+from paceline.telemetry.recorder import ServiceSpans
+from paceline.telemetry.tracing import Attributes, annotate, server_span
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import Tracer
+    from opentelemetry.sdk.trace import Tracer
 
     from paceline.drafter.metrics import DrafterMetrics
 
@@ -25,6 +27,7 @@ class Telemetry:
     def __init__(self, metrics: DrafterMetrics | None, tracer: Tracer | None) -> None:
         self._metrics = metrics
         self._tracer = tracer
+        self._spans = None if tracer is None else ServiceSpans(tracer)
 
     @contextmanager
     def attaching(self, version: Version, traceparent: str) -> Iterator[None]:
@@ -61,13 +64,16 @@ class Telemetry:
         """A round was answered that came in at `arrived` (time.monotonic)."""
         if self._metrics is not None:
             self._metrics.drafted(version, drafted)
-        if self._tracer is not None and traceparent:
-            ended = time.time_ns()
-            began = ended - round((time.monotonic() - arrived) * 1e9)
-            facts: Attributes = {
-                Attribute.DRAFTER_VERSION: version.version,
-                Attribute.NUM_DRAFT_TOKENS: len(drafted.tree.tokens),
-                Attribute.QUEUE_US: round(drafted.queue_seconds * 1e6),
-                Attribute.COMPUTE_US: round(drafted.draft_seconds * 1e6),
-            }
-            add_span(self._tracer, Span.DRAFTER_ROUND, traceparent, began, ended, facts)
+        if self._spans is not None and traceparent:
+            began = time.time_ns() - round((time.monotonic() - arrived) * 1e9)
+            facts = partial(_facts, version.version, drafted)
+            self._spans.add(Span.DRAFTER_ROUND, traceparent, began, facts)
+
+
+def _facts(version: str, drafted: Drafted) -> Attributes:
+    return {
+        Attribute.DRAFTER_VERSION: version,
+        Attribute.NUM_DRAFT_TOKENS: len(drafted.tree.tokens),
+        Attribute.QUEUE_US: round(drafted.queue_seconds * 1e6),
+        Attribute.COMPUTE_US: round(drafted.draft_seconds * 1e6),
+    }

@@ -7,12 +7,12 @@ from time import time_ns
 from typing import TYPE_CHECKING
 
 from paceline.telemetry.names import Attribute, Span
-from paceline.telemetry.tracing import add_span
+from paceline.telemetry.recorder import ServiceSpans
 from paceline.verifier.cache import Cache
 from paceline.verifier.engine.job import Job, Prefill, Round
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import Tracer
+    from opentelemetry.sdk.trace import Tracer
 
     from paceline.verifier.metrics import VerifierMetrics
 
@@ -25,7 +25,7 @@ class Telemetry:
 
     def __init__(self, metrics: VerifierMetrics | None, tracer: Tracer | None) -> None:
         self._metrics = metrics
-        self._tracer = tracer
+        self._spans = None if tracer is None else ServiceSpans(tracer)
 
     def admitted(self, cache: Cache) -> None:
         """A generation begins."""
@@ -42,13 +42,17 @@ class Telemetry:
                 self._metrics.prefilled(cache, job)
             elif isinstance(job, Round):
                 self._metrics.answered(cache, job)
-        if self._tracer is not None and traceparent:
+        if self._spans is not None and traceparent:
             name = Span.VERIFIER_PREFILL if isinstance(job, Prefill) else Span.VERIFIER_ROUND
-            facts = _facts(job) | {Attribute.CACHE_GENERATION: cache.generation}
-            add_span(self._tracer, name, traceparent, began_ns, time_ns(), facts, job.error)
+            facts = partial(_facts, job, cache.generation)
+            self._spans.add(name, traceparent, began_ns, facts, job.error)
 
 
-def _facts(job: Job) -> dict[str, int]:
+def _facts(job: Job, generation: int) -> dict[str, int]:
+    return {**_work(job), Attribute.CACHE_GENERATION: generation}
+
+
+def _work(job: Job) -> dict[str, int]:
     if isinstance(job, Prefill):
         return {
             Attribute.INPUT_TOKENS: job.total,
