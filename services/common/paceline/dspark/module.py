@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from paceline.dspark.config import DSparkConfig
 from paceline.dspark.heads import ConfidenceHead, MarkovHead
+from paceline.longspec.module import RmsNorm
 
 
 class Attention(nn.Module):
@@ -20,8 +21,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.hidden, kv, bias=False)
         self.v_proj = nn.Linear(config.hidden, kv, bias=False)
         self.o_proj = nn.Linear(q, config.hidden, bias=False)
-        self.q_norm = nn.RMSNorm(config.head_dim, config.norm_eps)
-        self.k_norm = nn.RMSNorm(config.head_dim, config.norm_eps)
+        self.q_norm = RmsNorm(config.head_dim, config.norm_eps)
+        self.k_norm = RmsNorm(config.head_dim, config.norm_eps)
         self._dim, self._kv_heads = config.head_dim, config.kv_heads
 
     def keys_values(self, x: Tensor, factors: Factors) -> tuple[Tensor, Tensor]:
@@ -77,9 +78,9 @@ class Layer(nn.Module):
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.hidden, config.norm_eps)
+        self.input_layernorm = RmsNorm(config.hidden, config.norm_eps)
         self.self_attn = Attention(config)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden, config.norm_eps)
+        self.post_attention_layernorm = RmsNorm(config.hidden, config.norm_eps)
         self.mlp = Mlp(config)
 
 
@@ -97,9 +98,9 @@ class DSparkModel(nn.Module):
         super().__init__()
         self.config = config
         self.fc = nn.Linear(len(config.taps) * config.hidden, config.hidden, bias=False)
-        self.hidden_norm = nn.RMSNorm(config.hidden, config.norm_eps)
+        self.hidden_norm = RmsNorm(config.hidden, config.norm_eps)
         self.layers = nn.ModuleList([Layer(config) for _ in range(config.layers)])
-        self.norm = nn.RMSNorm(config.hidden, config.norm_eps)
+        self.norm = RmsNorm(config.hidden, config.norm_eps)
         self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.confidence else None
         # Not in the state dict: config.json says it.

@@ -46,6 +46,28 @@ def read_fit(folder: Path) -> Fit:
     )
 
 
+def check_target(folder: Path, target: Path, fit: Fit) -> None:
+    """Refuse the folder of a target that the drafter in ``folder`` was not made for.
+
+    Raises:
+        LoadError: TARGET_MISMATCH or TOKENIZER_MISMATCH.
+    """
+    from paceline.decoder import weights_fingerprint  # here, since other methods need no torch
+    from paceline.longspec.folder import tokenizer_digest
+
+    pairs = (
+        ("TARGET_MISMATCH", "weights", fit.target_fingerprint, weights_fingerprint(target)),
+        ("TOKENIZER_MISMATCH", "the tokenizer", fit.tokenizer_digest, tokenizer_digest(target)),
+    )
+    for reason, what, expected, found in pairs:
+        if expected and expected != found:
+            raise LoadError(
+                reason,
+                f"{folder} was made for a target with {what} {expected}, but {target} has "
+                f"{found or 'none'}; give the folder of the target it was trained for",
+            )
+
+
 def _vocab_size(config: dict[str, Any], folder: Path) -> int:
     layer = config.get("transformer_layer_config")  # there the speculators format has it
     size = config.get("vocab_size", layer.get("vocab_size") if isinstance(layer, dict) else None)

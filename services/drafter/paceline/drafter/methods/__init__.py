@@ -10,11 +10,12 @@ _METHODS: dict[str, str] = {
     "ngram": "paceline.drafter.methods.ngram:NgramDrafter",
     "lm": "paceline.drafter.methods.lm:LmDrafter",
     "longspec": "paceline.drafter.methods.longspec:LongSpecDrafter",
+    "dspark": "paceline.drafter.methods.dspark:DSparkDrafter",
     "replay": "paceline.drafter.methods.replay:ReplayDrafter",
 }
 
 
-_FOLDER_OPTIONS: dict[str, tuple[str, ...]] = {"longspec": ("target",)}
+_FOLDER_OPTIONS: dict[str, tuple[str, ...]] = {"longspec": ("target",), "dspark": ("target",)}
 
 
 def method_names() -> list[str]:

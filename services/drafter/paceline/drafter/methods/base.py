@@ -41,7 +41,8 @@ class Needs:
     """Positions of a layer that it will ask for at most; 0: all. Unit: tokens."""
 
     hidden_state_layers: tuple[int, ...] = ()
-    """Target layers whose hidden states it wants with each round."""
+    """Target layers whose outputs it reads, 0 for the first, rising. Every generation then comes
+    with them (:attr:`Generation.states`), or is refused."""
 
     hidden_state_window: int = 0
     """Only the last so many positions of them; 0: all. Unit: tokens."""
@@ -112,6 +113,32 @@ class TargetKv(Protocol):
         ...
 
 
+class TargetStates(Protocol):
+    """The target's hidden states of one generation, as a method may read them."""
+
+    @property
+    def committed(self) -> int:
+        """Positions below this may be read: all, or the last ``needs.hidden_state_window``."""
+        ...
+
+    def read(self, begin: int, end: int) -> tuple[int, Tensor]:
+        """Outputs of the layers of ``needs.hidden_state_layers``, side by side.
+
+        Args:
+            begin: First position wanted.
+            end: One past the last, at most :attr:`committed`.
+
+        Returns:
+            The first position there is, ``begin`` or, where that is too old by now, a later one;
+            and a copy, ``[end - first, layers * hidden]``.
+        """
+        ...
+
+    def check(self) -> None:
+        """Raise unless the cache is still there."""
+        ...
+
+
 @dataclass(frozen=True)
 class Generation:
     """What a drafter learns about a generation when it attaches."""
@@ -138,6 +165,10 @@ class Generation:
     """The layers of :attr:`Needs.kv_layers`, mapped or followed; None if it has none. The service
     closes it, after the sequence. A sequence calls ``kv.check()`` before it uses what it read: it
     lets :class:`KvGone` pass, which ends the stream."""
+
+    states: TargetStates | None = None
+    """The hidden states of :attr:`Needs.hidden_state_layers`; None if it has none. As for ``kv``:
+    they may run ahead of the text, the service closes them, and the sequence calls ``check()``."""
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,8 @@ from typing import ClassVar, cast
 
 import torch
 
-from paceline.decoder import weights_fingerprint
 from paceline.decoder.weights import Checkpoint
-from paceline.drafter.checkpoint import read_fit
+from paceline.drafter.checkpoint import check_target, read_fit
 from paceline.drafter.methods.base import (
     Budget,
     Drafter,
@@ -39,7 +38,6 @@ from paceline.drafter.methods.longspec_sequence import LongSpecSequence
 from paceline.drafter.methods.options import parse_options
 from paceline.drafter.tree import Tree
 from paceline.longspec import read_longspec
-from paceline.longspec.folder import tokenizer_digest
 
 
 class LongSpecDrafter(Drafter):
@@ -117,24 +115,9 @@ def _read(
     if options.dtype != "auto":
         dtype = getattr(torch, options.dtype)
     if target is not None:
-        _check_target(folder, target, fit)
+        check_target(folder, target, fit)
     pack_bytes = int(options.pack_head_mib * (1 << 20))
     frozen = Frozen.read(folder, target, config, dtype, resources.device, pack_bytes)
     weights = Checkpoint(folder, dtype, resources.device)
     with torch.inference_mode():
         return LongSpecLayer(config, weights, frozen, dtype, resources.device), frozen
-
-
-def _check_target(folder: Path, target: Path, fit: Fit) -> None:
-    """Refuse a target that the drafter was not made for."""
-    pairs = (
-        ("TARGET_MISMATCH", "weights", fit.target_fingerprint, weights_fingerprint(target)),
-        ("TOKENIZER_MISMATCH", "the tokenizer", fit.tokenizer_digest, tokenizer_digest(target)),
-    )
-    for reason, what, expected, found in pairs:
-        if expected and expected != found:
-            raise LoadError(
-                reason,
-                f"{folder} was made for a target with {what} {expected}, but {target} has "
-                f"{found or 'none'}; give the folder of the target it was trained for",
-            )

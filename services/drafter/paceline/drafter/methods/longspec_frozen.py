@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,10 +12,19 @@ from torch.nn.functional import linear
 from paceline.decoder import UnsupportedModelError, load_config
 from paceline.decoder.linear import Linear
 from paceline.decoder.weights import Checkpoint
-from paceline.longspec import LongSpecConfig
 from paceline.longspec.folder import EMBEDDING, HEAD
 
 _TARGET_EMBEDDING = "model.embed_tokens.weight"
+
+
+class SharesTarget(Protocol):
+    """Shape of a drafter that shares its target's embedding and LM head."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def hidden(self) -> int: ...
 
 
 class Frozen:
@@ -47,7 +57,7 @@ class Frozen:
         cls,
         folder: Path,
         target: Path | None,
-        config: LongSpecConfig,
+        config: SharesTarget,
         dtype: torch.dtype,
         device: torch.device | str,
         pack_bytes: int,
@@ -57,7 +67,7 @@ class Frozen:
         Args:
             folder: The drafter's.
             target: The target's, if given.
-            config: The layer's.
+            config: The drafter's.
             dtype: Type of the model.
             device: Where it runs.
             pack_bytes: See :meth:`__init__`.

@@ -1,0 +1,159 @@
+"""Random DSpark drafters, hidden states that are made up, and a dense reference of their trees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.decoder import load_config
+from paceline.decoder.weights import Checkpoint
+from paceline.drafter.methods.base import Generation, Resources
+from paceline.drafter.methods.dspark import DSparkDrafter
+from paceline.drafter.methods.dspark_sequence import DSparkSequence
+from paceline.dspark import DSparkConfig, DSparkModel, read_dspark, save_dspark
+from paceline.dspark.folder import load_weights
+from paceline.kernels import History, filter_logits, gumbel_noise
+from paceline.longspec import TargetRef
+from paceline.service.sampling import sampling_params
+from paceline.v1 import sampling_pb2
+
+from .models import GREEDY, VOCAB
+
+
+@dataclass
+class FakeStates:
+    """A target's hidden states that lie in memory; ``kept`` of them are still there."""
+
+    states: Tensor
+    committed: int
+    kept: int = 1 << 30
+    gone: bool = False
+
+    def read(self, begin: int, end: int) -> tuple[int, Tensor]:
+        assert 0 <= begin < end <= self.committed
+        first = min(end, max(begin, self.committed - self.kept))
+        return first, self.states[first:end].clone()
+
+    def check(self) -> None:
+        if self.gone:
+            raise ConnectionError("the cache is gone")
+
+
+def made_up_states(config: DSparkConfig, committed: int, seed: int = 0) -> FakeStates:
+    """Random states, the same ones for the same position whatever ``committed`` is."""
+    draws = torch.Generator().manual_seed(seed)
+    width = len(config.taps) * config.hidden
+    return FakeStates(torch.randn(1024, width, generator=draws), committed)
+
+
+def write_dspark(folder: Path, target: Path, seed: int = 0, **shape: Any) -> Path:
+    """Save a random drafter for a target, in fp32."""
+    shape = {"taps": (0, 1), "block": 4, "mask_token": 3, **shape}
+    from_anchor = shape.pop("from_anchor", True)
+    config = DSparkConfig.for_target(target, **shape)
+    if not from_anchor:
+        config = DSparkConfig(**{**config.__dict__, "from_anchor": False})
+    torch.manual_seed(seed)
+    model = DSparkModel(config)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, 0.0, 0.3)
+        else:
+            parameter.data += 0.2 * torch.randn_like(parameter)
+    save_dspark(folder, config, model.state_dict(), TargetRef.of(target), dtype=torch.float32)
+    return folder
+
+
+def load(folder: Path, target: Path, /, **options: str) -> DSparkDrafter:
+    """The method `dspark` on a folder."""
+    return DSparkDrafter.load(folder, {"target": str(target), **options}, Resources())
+
+
+def start(
+    drafter: DSparkDrafter,
+    text: Sequence[int],
+    states: FakeStates,
+    sampling: sampling_pb2.SamplingParams = GREEDY,
+) -> DSparkSequence:
+    """A generation that has nothing but its prompt."""
+    return drafter.start(Generation(text, len(text), VOCAB, sampling, states=states))
+
+
+class Dense:
+    """The same drafter in plain dense PyTorch."""
+
+    def __init__(self, folder: Path, target: Path) -> None:
+        self.config, dtype = read_dspark(folder)
+        self.model = DSparkModel(self.config)
+        self.model.load_state_dict(load_weights(folder, self.config, dtype))
+        weights = Checkpoint(target, torch.float32)
+        self.embedding = weights["model.embed_tokens.weight"]
+        tied = load_config(target).tied
+        self.head = self.embedding if tied else weights["lm_head.weight"]
+
+    def block(self, text: Sequence[int], states: FakeStates) -> Tensor:
+        """The backbone's states of the places that predict, ``[levels, hidden]``."""
+        end = min(states.committed, len(text) - 1)
+        begin = max(0, end - self.config.window) if self.config.window else 0
+        fed = [text[-1], *[self.config.mask_token] * (self.config.block - 1)]
+        hidden: Tensor = self.model(
+            self.embedding[torch.tensor(fed)][None],
+            torch.tensor([end]),
+            states.states[begin:end],
+            torch.arange(begin, end),
+            torch.arange(end - begin)[None],
+        )
+        return hidden[0]
+
+    def after(self, hidden: Tensor, tokens: Sequence[int]) -> tuple[Tensor, float]:
+        """Logits of the place behind the anchor and a path, and the log confidence of the place."""
+        levels = len(tokens)
+        scores, confidence = self.head @ hidden[levels - 1], 0.0
+        rows = None
+        if self.model.markov_head is not None:
+            before = torch.tensor(tokens)[None]
+            bias, rows = self.model.markov_head(before, hidden[None, :levels])
+            scores = scores + bias[0, -1]
+        if self.model.confidence_head is not None:
+            logit = self.model.confidence_head(
+                hidden[levels - 1], None if rows is None else rows[0, -1]
+            )
+            confidence = float(torch.nn.functional.logsigmoid(logit))
+        return scores, confidence
+
+    @torch.inference_mode()
+    def tree(
+        self,
+        text: list[int],
+        states: FakeStates,
+        sampling: sampling_pb2.SamplingParams,
+        widths: Sequence[int],
+    ) -> dict[tuple[int, ...], float]:
+        """Beam search, every path by itself: path to log survival."""
+        params, hidden = sampling_params(sampling), self.block(text, states)
+        tree: dict[tuple[int, ...], float] = {}
+        frontier: dict[tuple[int, ...], float] = {(): 0.0}
+        for level, width in enumerate(widths):
+            found: dict[tuple[int, ...], float] = {}
+            for path, score in frontier.items():
+                logits, confidence = self.after(hidden, [text[-1], *path])
+                scores = filter_logits(logits, params, History(text, path))
+                if not params.greedy:
+                    scores = scores + gumbel_noise(params.seed, len(text) + level, VOCAB)
+                logs = scores.log_softmax(0)
+                if self.model.confidence_head is not None:
+                    chain = set(widths) == {1}
+                    best = float(logs.max())
+                    logs = logs + (confidence - best if chain else min(0.0, confidence - best))
+                for token in logs.topk(width).indices.tolist():
+                    if logs[token] > -torch.inf:
+                        found[(*path, token)] = score + float(logs[token])
+            best_paths = sorted(found, key=lambda path: -found[path])[:width]
+            frontier = {path: found[path] for path in best_paths}
+            tree |= frontier
+        return tree
