@@ -36,26 +36,46 @@ KV_DTYPE_INT8: KvDtype
 KV_DTYPE_FLOAT8_E4M3: KvDtype
 
 class MapCacheRequest(_message.Message):
-    __slots__ = ("read_grant", "layers")
+    __slots__ = ("read_grant", "layers", "hidden_state_layers")
     READ_GRANT_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_STATE_LAYERS_FIELD_NUMBER: _ClassVar[int]
     read_grant: bytes
     layers: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, read_grant: _Optional[bytes] = ..., layers: _Optional[_Iterable[int]] = ...) -> None: ...
+    hidden_state_layers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, read_grant: _Optional[bytes] = ..., layers: _Optional[_Iterable[int]] = ..., hidden_state_layers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class MapCacheResponse(_message.Message):
-    __slots__ = ("segments", "dtype", "committed_length", "generation", "lease_ms")
+    __slots__ = ("segments", "dtype", "committed_length", "generation", "lease_ms", "hidden_states")
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_LENGTH_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]
     segments: _containers.RepeatedCompositeFieldContainer[KvSegment]
     dtype: KvDtype
     committed_length: int
     generation: int
     lease_ms: int
-    def __init__(self, segments: _Optional[_Iterable[_Union[KvSegment, _Mapping]]] = ..., dtype: _Optional[_Union[KvDtype, str]] = ..., committed_length: _Optional[int] = ..., generation: _Optional[int] = ..., lease_ms: _Optional[int] = ...) -> None: ...
+    hidden_states: _containers.RepeatedCompositeFieldContainer[HiddenStateSegment]
+    def __init__(self, segments: _Optional[_Iterable[_Union[KvSegment, _Mapping]]] = ..., dtype: _Optional[_Union[KvDtype, str]] = ..., committed_length: _Optional[int] = ..., generation: _Optional[int] = ..., lease_ms: _Optional[int] = ..., hidden_states: _Optional[_Iterable[_Union[HiddenStateSegment, _Mapping]]] = ...) -> None: ...
+
+class HiddenStateSegment(_message.Message):
+    __slots__ = ("layer", "posix", "offset", "position_stride", "hidden_size", "slots")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    POSIX_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    POSITION_STRIDE_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    posix: PosixSharedMemory
+    offset: int
+    position_stride: int
+    hidden_size: int
+    slots: int
+    def __init__(self, layer: _Optional[int] = ..., posix: _Optional[_Union[PosixSharedMemory, _Mapping]] = ..., offset: _Optional[int] = ..., position_stride: _Optional[int] = ..., hidden_size: _Optional[int] = ..., slots: _Optional[int] = ...) -> None: ...
 
 class KvSegment(_message.Message):
     __slots__ = ("layer", "is_value", "posix", "cuda_ipc", "offset", "head_stride", "position_stride", "heads", "head_dim", "capacity", "page_table", "page_size")

@@ -3,7 +3,7 @@
 Imports no torch. The verifier makes segments, drafters on the same host read them.
 """
 
-from paceline.shm.header import HEADER_BYTES, SegmentHeader
+from paceline.shm.header import HEADER_BYTES, TAP_AHEAD, TAP_MARGIN, SegmentHeader
 from paceline.shm.names import PREFIX, SHM, segment_path
 from paceline.shm.owner import claim, is_orphan
 
@@ -11,6 +11,8 @@ __all__ = [
     "HEADER_BYTES",
     "PREFIX",
     "SHM",
+    "TAP_AHEAD",
+    "TAP_MARGIN",
     "SegmentHeader",
     "claim",
     "is_orphan",

@@ -9,6 +9,14 @@ HEADER_BYTES = 4096
 
 DIGEST_BYTES = 32
 
+TAP_MARGIN = 512
+"""Hidden states that are kept beyond a window, so that a reader of the window has time. Unit:
+tokens."""
+
+TAP_AHEAD = 256
+"""Most rows of hidden states that are written before they are committed, once there is a reader.
+Unit: tokens."""
+
 _MAGIC = int.from_bytes(b"PACEKV\0\1", "big")
 _MAGIC_WORD, _GENERATION_WORD, _COMMITTED_WORD, _DIGEST_WORD = 0, 1, 2, 4
 _WORDS = 8
@@ -36,6 +44,10 @@ class SegmentHeader:
     - Memory below the committed length is as the owner left it even after :meth:`close`: the file
       is unlinked and written no more, and a mapping keeps its pages. So a reader never reads what
       belongs to another cache; it can only be late, and word 1 tells.
+    - Hidden states, where some are kept, lie in rings: position p in slot p mod slots. Rows are
+      written before the committed length that covers them, at most ``TAP_AHEAD`` at a time. So a
+      position p read when the committed length was c, and is c' afterwards, was read whole if c' +
+      ``TAP_AHEAD`` - p is at most the number of slots.
     - Stores reach other cores in order on x86. Elsewhere a reader may see word 2 before the KV it
       speaks of: its guesses get worse for a round, no output changes.
     """

@@ -52,8 +52,13 @@ class KvExchangeServicer(kv_pb2_grpc.KvExchangeServiceServicer):
                 "is not it; use a drafter there, over loopback or a unix socket",
             )
         cache = self._find(request.read_grant)
-        layers = _layers(request.layers, self._store.layout.layers)
-        return self._answer(cache, layers)
+        wanted = list(request.hidden_state_layers)
+        layers: list[int] = []
+        if request.layers or not wanted:
+            layers = _layers(request.layers, self._store.layout.layers)
+        answer = self._answer(cache, layers)
+        answer.hidden_states.extend(_describe_states(cache.sequence.segment, wanted))
+        return answer
 
     async def FollowCache(self, request_iterator: Any, context: Any) -> None:
         """Selected positions, and what changes about them after each round."""
@@ -140,13 +145,40 @@ def _wire_dtype(asked: kv_pb2.KvDtype) -> kv_pb2.KvDtype:
     return asked
 
 
+def _describe_states(segment: Segment, wanted: Iterable[int]) -> list[kv_pb2.HiddenStateSegment]:
+    """Where the hidden states of the wanted layers lie."""
+    kept = segment.taps.layout.taps.layers if segment.taps is not None else ()
+    if missing := sorted(set(wanted) - set(kept)):
+        raise ServiceError.failed_precondition(
+            "HIDDEN_STATES_NOT_KEPT",
+            f"hidden states of layers {missing} were asked for, but this cache keeps those of "
+            f"{list(kept)}; create it with hidden_state_layers",
+        )
+    return [
+        kv_pb2.HiddenStateSegment(
+            layer=layer,
+            posix=_memory(segment),
+            offset=segment.taps_offset(layer),
+            position_stride=segment.taps.layout.row_bytes,
+            hidden_size=segment.taps.layout.hidden,
+            slots=segment.taps.layout.slots,
+        )
+        for layer in dict.fromkeys(wanted)
+        if segment.taps is not None
+    ]
+
+
+def _memory(segment: Segment) -> kv_pb2.PosixSharedMemory:
+    return kv_pb2.PosixSharedMemory(name=f"/{segment.name}", byte_size=segment.byte_size)
+
+
 def _describe(segment: Segment, layer: int, kind: int) -> kv_pb2.KvSegment:
     """Keys (``kind`` 0) or values (1) of a layer."""
     layout = segment.layout
     return kv_pb2.KvSegment(
         layer=layer,
         is_value=bool(kind),
-        posix=kv_pb2.PosixSharedMemory(name=f"/{segment.name}", byte_size=segment.byte_size),
+        posix=_memory(segment),
         offset=layout.offset((layer * 2 + kind) * layout.kv_heads, segment.capacity),
         head_stride=segment.capacity * layout.row_bytes,
         position_stride=layout.row_bytes,

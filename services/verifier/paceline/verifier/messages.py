@@ -13,6 +13,7 @@ from paceline.verifier.engine.acceptance import Finish
 from paceline.verifier.engine.job import Emission
 from paceline.verifier.engine.sequence import Generation
 from paceline.verifier.engine.tree import NO_TREE, DraftTree
+from paceline.verifier.kv.taps import Taps
 
 MAX_TREE_NODES = 255
 """Most drafted nodes of a round: with the anchor they fill one block of the attention."""
@@ -35,11 +36,13 @@ class Limits:
         vocab_size: Number of token ids.
         max_context: Longest text, prompt and output together. Unit: tokens.
         eos_token_ids: Tokens that end a generation unless it ignores them.
+        layers: Layers whose hidden states may be asked for.
     """
 
     vocab_size: int
     max_context: int
     eos_token_ids: tuple[int, ...]
+    layers: int = 0
 
 
 def read_generation(request: verifier_pb2.CreateCacheRequest, limits: Limits) -> Generation:
@@ -75,11 +78,6 @@ def read_generation(request: verifier_pb2.CreateCacheRequest, limits: Limits) ->
             "BAD_TOP_LOGPROBS",
             f"top_logprobs is {request.top_logprobs}, expected at most {MAX_TOP_LOGPROBS}",
         )
-    if request.hidden_state_layers:
-        raise ServiceError.unimplemented(
-            "HIDDEN_STATES_NOT_BUILT",
-            "hidden states are not served yet; leave hidden_state_layers empty",
-        )
     stop_ids = set(request.stop_token_ids)
     if not request.ignore_eos:
         stop_ids.update(limits.eos_token_ids)
@@ -91,6 +89,7 @@ def read_generation(request: verifier_pb2.CreateCacheRequest, limits: Limits) ->
         length_limit=limit,
         stop_ids=frozenset(stop_ids),
         top_logprobs=request.top_logprobs if wants_logprobs else None,
+        taps=_read_taps(request, limits),
     )
 
 
@@ -187,6 +186,21 @@ def write_result(emissions: Items[Emission]) -> verifier_pb2.RoundResult:
                 tokens=[token for token, _ in top], logprobs=[value for _, value in top]
             )
     return result
+
+
+def _read_taps(request: verifier_pb2.CreateCacheRequest, limits: Limits) -> Taps | None:
+    layers = sorted(set(request.hidden_state_layers))
+    if not layers:
+        return None
+    if layers[-1] >= limits.layers:
+        raise _invalid(
+            "LAYER_OUT_OF_RANGE",
+            f"hidden states of layer {layers[-1]} were asked for, but the model has "
+            f"{limits.layers} layers, counted from 0; is the drafter made for another target?",
+        )
+    # No text is longer than the context: a window of it is all.
+    window = request.hidden_state_window
+    return Taps(tuple(layers), window if window < limits.max_context else 0)
 
 
 def _check_tokens(name: str, tokens: Items[int], limits: Limits) -> None:

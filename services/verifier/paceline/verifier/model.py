@@ -81,7 +81,9 @@ def read_facts(
         lease_ms=round(lease_seconds * 1000),
     )
     return ModelFacts(
-        limits=Limits(config.vocab_size, context, tuple(config.eos_token_ids)),
+        limits=Limits(
+            config.vocab_size, context, tuple(config.eos_token_ids), layers=config.layers
+        ),
         message=message,
         tokenizer_gzip=gzip.compress(tokenizer, mtime=0) if tokenizer else b"",
     )

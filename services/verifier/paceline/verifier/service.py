@@ -68,7 +68,7 @@ class VerifierService:
             threads=threads,
         )
         self.store = CacheStore(
-            KvLayout(config.layers, config.kv_heads, config.head_dim, config.dtype),
+            KvLayout(config.layers, config.kv_heads, config.head_dim, config.dtype, config.hidden),
             self.engine.release,
             kv_bytes=default_kv_bytes() if options.kv_bytes is None else options.kv_bytes,
             max_sequences=options.max_sequences,

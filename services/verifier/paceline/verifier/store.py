@@ -14,6 +14,7 @@ from paceline.verifier.cache import Cache, digest
 from paceline.verifier.engine.sequence import Generation, Sequence
 from paceline.verifier.kv.layout import KvLayout
 from paceline.verifier.kv.segment import Segment, own_segments
+from paceline.verifier.kv.taps import TapLayout
 
 _log = logging.getLogger(__name__)
 
@@ -99,7 +100,10 @@ class CacheStore:
             OutOfMemory: The machine cannot map it.
         """
         capacity = self.layout.capacity(generation.length_limit)
-        needed = self.layout.byte_size(capacity)
+        taps = None
+        if generation.taps is not None:
+            taps = TapLayout.of(generation.taps, self.layout, capacity)
+        needed = self.layout.byte_size(capacity) + (taps.byte_size if taps is not None else 0)
         if needed > self.kv_bytes:
             raise StoreFull(
                 f"prompt and output need {needed} bytes of KV, but the verifier holds "
@@ -111,7 +115,7 @@ class CacheStore:
                 f"{len(self)} of {self.max_sequences} sequences hold {self.used_bytes} of "
                 f"{self.kv_bytes} bytes of KV, and this one needs {needed}; try again later"
             )
-        sequence = Sequence(generation, Segment(self.layout, capacity))
+        sequence = Sequence(generation, Segment(self.layout, capacity, taps))
         cache = Cache(sequence, owner, next(self._generations))
         self.used_bytes += cache.byte_size
         self._caches[digest(cache.handle)] = cache

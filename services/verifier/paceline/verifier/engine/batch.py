@@ -12,7 +12,7 @@ from torch import Tensor
 from paceline.decoder import Decoder
 from paceline.kernels import TreeSegment, plan_trees
 from paceline.verifier.engine.job import Job, Prefill, Round
-from paceline.verifier.engine.sequence import Sequence
+from paceline.verifier.engine.sequence import Sequence, States
 from paceline.verifier.engine.tree import NO_TREE, DraftTree
 from paceline.verifier.kv.segment import Segment
 
@@ -27,12 +27,14 @@ class Share:
         stop: End of its blocks. Unit: tokens.
         logits: Rows of the batch's logits that belong to it: one per node, or the one behind the
             text at the end of a prefill; none in the middle of a prefill.
+        rows: Rows of the batch that belong to it.
     """
 
     job: Job
     tree: DraftTree
     stop: int
     logits: slice
+    rows: slice
 
 
 class Batch:
@@ -49,6 +51,7 @@ class Batch:
         self._blocks: list[TreeSegment] = []
         self._caches: list[Segment] = []
         self._logit_rows: list[int] = []
+        self._taps: set[int] = set()
 
     def __len__(self) -> int:
         """Packed tokens."""
@@ -58,7 +61,8 @@ class Batch:
         """Add the block of a round: the anchor and the tree under it."""
         sequence = round_.sequence
         first, stop = len(self._logit_rows), sequence.committed + len(tree)
-        self.shares.append(Share(round_, tree, stop, slice(first, first + len(tree))))
+        logits, rows = slice(first, first + len(tree)), self._next_rows(len(tree))
+        self.shares.append(Share(round_, tree, stop, logits, rows))
         self._logit_rows.extend(range(len(self.tokens), len(self.tokens) + len(tree)))
         self._add_block(
             self._cache(sequence),
@@ -71,15 +75,21 @@ class Batch:
         """Add pieces of a prefill: the text between each border and the next."""
         text = prefill.sequence.tokens
         first, ends = len(self._logit_rows), borders[-1] == len(text)
-        self.shares.append(Share(prefill, NO_TREE, borders[-1], slice(first, first + ends)))
+        logits, rows = slice(first, first + ends), self._next_rows(borders[-1] - borders[0])
+        self.shares.append(Share(prefill, NO_TREE, borders[-1], logits, rows))
         cache = self._cache(prefill.sequence)
         for start, stop in pairwise(borders):
             self._add_block(cache, start, text[start:stop], None)
         if ends:
             self._logit_rows.append(len(self.tokens) - 1)
 
-    def forward(self, decoder: Decoder) -> Tensor:
-        """Run it: writes the KV of all blocks, and returns logits ``[rows, V]`` on the CPU."""
+    def forward(self, decoder: Decoder) -> tuple[Tensor, States]:
+        """Run it: writes the KV of all blocks.
+
+        Returns:
+            Logits ``[rows, V]`` on the CPU, and the outputs of all layers whose hidden states any
+            sequence keeps.
+        """
         every = len(self._logit_rows) == len(self.tokens)
         rows = torch.tensor(self._logit_rows, dtype=torch.int64, device=decoder.device)
         result = decoder.forward(
@@ -87,11 +97,17 @@ class Batch:
             plan_trees(self._blocks, device=decoder.device),
             self._caches,
             logit_rows=None if every else rows,
+            taps=sorted(self._taps),
         )
-        return result.logits.cpu()
+        return result.logits.cpu(), dict(zip(sorted(self._taps), result.taps, strict=True))
+
+    def _next_rows(self, count: int) -> slice:
+        return slice(len(self.tokens), len(self.tokens) + count)
 
     def _cache(self, sequence: Sequence) -> int:
         self._caches.append(sequence.segment)
+        if sequence.generation.taps is not None:
+            self._taps.update(sequence.generation.taps.layers)
         return len(self._caches) - 1
 
     def _add_block(

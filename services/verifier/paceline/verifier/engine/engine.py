@@ -143,8 +143,8 @@ class Engine:
             if not batch.shares:
                 return
             self._batch = batch
-            logits = batch.forward(self._decoder)
-            outcomes = [settle(share, logits[share.logits]) for share in batch.shares]
+            logits, states = batch.forward(self._decoder)
+            outcomes = [settle(share, logits[share.logits], states) for share in batch.shares]
         except Exception as error:
             _log.exception("step failed", extra={"batch_tokens": len(batch)})
             for share in batch.shares:

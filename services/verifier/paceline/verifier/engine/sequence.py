@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from paceline.kernels import History, SamplingParams
 from paceline.verifier.engine.acceptance import Finish, Walk
 from paceline.verifier.kv.segment import Segment
+from paceline.verifier.kv.taps import Taps
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,7 @@ class Generation:
         sampling: Sampling parameters.
         length_limit: Longest text, prompt included. Unit: tokens.
         stop_ids: Tokens that end it.
+        taps: Hidden states to keep for drafters; None: none.
         top_logprobs: Likeliest tokens to report with each emitted one; None: no log-probabilities.
     """
 
@@ -29,6 +33,11 @@ class Generation:
     length_limit: int = 1
     stop_ids: frozenset[int] = frozenset()
     top_logprobs: int | None = None
+    taps: Taps | None = None
+
+
+States = Mapping[int, Tensor]
+"""Outputs of tapped layers for the rows of a batch, ``[M, hidden]`` each, by layer."""
 
 
 class Sequence:
@@ -86,23 +95,44 @@ class Sequence:
     def common_prefix(self, other: Sequence) -> int:
         """Positions whose KV can be taken from another sequence. Unit: tokens.
 
-        The last token is left out: its logits are needed.
+        The last token is left out: its logits are needed. So are positions whose hidden states
+        are to be kept and are not there to be taken.
         """
         most = min(other.committed, len(self.tokens) - 1)
-        for position in range(most):
-            if self.tokens[position] != other.tokens[position]:
-                return position
-        return most
+        pairs = zip(self.tokens[:most], other.tokens, strict=False)
+        shared = next((at for at, (own, theirs) in enumerate(pairs) if own != theirs), most)
+        taps = self.segment.taps
+        if taps is None:
+            return shared
+        return taps.reusable(other.segment.taps, other.committed, shared)
 
-    def commit(self, walked: Walk) -> None:
+    def record(self, first: int, states: States, rows: slice | list[int]) -> None:
+        """Keep hidden states of positions about to be committed, if any are wanted.
+
+        Args:
+            first: Position of the first.
+            states: Outputs of tapped layers for a whole batch, by layer, ``[M, hidden]`` each.
+            rows: Which of the M rows they are, in order of positions.
+        """
+        if self.segment.taps is not None:
+            self.segment.taps.record(first, states, rows)
+
+    def commit(self, walked: Walk, states: States, row: int) -> None:
         """Take in the tokens of a step.
 
         KV of the accepted path moves up behind the anchor's, over that of rejected nodes.
+
+        Args:
+            walked: What came out.
+            states: As for :meth:`record`.
+            row: The anchor's row in them; its tree's nodes follow.
         """
         anchor = len(self.tokens) - 1
         stay = walked.path[: len(walked.tokens) - 1]
         if stay and stay[-1] != len(stay):
             self.segment.keep([anchor + node for node in stay], anchor + 1)
+        if anchor >= self.committed:  # not so behind a prefill, which committed the whole text
+            self.record(anchor, states, [row, *(row + node for node in stay)])
         self.tokens += walked.tokens
         self.finish = walked.finish
         self.committed = len(self.tokens) - 1

@@ -11,7 +11,7 @@ from paceline.verifier.engine.acceptance import Walk, walk
 from paceline.verifier.engine.batch import Share
 from paceline.verifier.engine.choice import Chooser
 from paceline.verifier.engine.job import Emission, Job, Prefill, microseconds
-from paceline.verifier.engine.sequence import Sequence
+from paceline.verifier.engine.sequence import Sequence, States
 
 _log = logging.getLogger(__name__)
 
@@ -54,22 +54,24 @@ class Outcome:
         )
 
 
-def settle(share: Share, logits: Tensor) -> Outcome:
+def settle(share: Share, logits: Tensor, states: States) -> Outcome:
     """Walk a share's tree and take the result into its sequence.
 
     Args:
         share: One job's part of the batch.
         logits: Its rows, ``[rows, V]``.
+        states: Outputs of tapped layers for the whole batch.
     """
     sequence = share.job.sequence
     try:
         if isinstance(share.job, Prefill):
+            sequence.record(sequence.committed, states, share.rows)
             sequence.committed = share.stop
             if share.stop < len(sequence.tokens):
                 return Outcome(share)
         chooser = Chooser(sequence, logits)
         walked = walk(share.tree, chooser, sequence.generation.stop_ids, sequence.room)
-        sequence.commit(walked)
+        sequence.commit(walked, states, share.rows.start)
     except Exception as error:
         _log.exception("a share could not be settled")
         _undo(sequence)

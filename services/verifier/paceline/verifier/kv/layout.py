@@ -33,12 +33,14 @@ class KvLayout:
         kv_heads: Key/value heads per layer.
         head_dim: Elements per head.
         dtype: Type of the elements.
+        hidden: Elements of a hidden state, which may be kept beside (kv/taps.py).
     """
 
     layers: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    hidden: int = 0
 
     @property
     def planes(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import mmap
 import os
 import secrets
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from paceline.shm import HEADER_BYTES, PREFIX, SHM, SegmentHeader, claim, is_orphan
 from paceline.verifier.kv.layout import KvLayout, round_up
+from paceline.verifier.kv.taps import TapLayout, TapPlanes
 
 _log = logging.getLogger(__name__)
 
@@ -27,7 +29,8 @@ class OutOfMemory(Exception):
 class Segment:
     """KV memory of one sequence: a sparse shared-memory file, mapped once, reserved step by step.
 
-    The file begins with a :class:`paceline.shm.SegmentHeader`; the planes follow (KvLayout).
+    The file begins with a :class:`paceline.shm.SegmentHeader`; the planes follow (KvLayout), and
+    those of the hidden states, if any are kept (TapLayout).
 
     Safety contract:
 
@@ -47,15 +50,17 @@ class Segment:
         kv: ``[layers, 2, kv_heads, capacity, head_dim]`` over the mapping; 0 is keys, 1 values.
         capacity: Slots. Unit: tokens.
         reserved: Slots that have memory. Unit: tokens.
+        taps: Hidden states that are kept; None: none.
         header: What readers in other processes see; of no use once closed.
     """
 
-    def __init__(self, layout: KvLayout, capacity: int) -> None:
+    def __init__(self, layout: KvLayout, capacity: int, taps: TapLayout | None = None) -> None:
         """Make a segment; it has an address range but no memory yet, but for its header's.
 
         Args:
             layout: Shape of the model's KV.
             capacity: Slots, a multiple of 256.
+            taps: Where hidden states are to lie; None: none are kept.
 
         Raises:
             OutOfMemory: /dev/shm takes no more files or cannot map one.
@@ -63,7 +68,8 @@ class Segment:
         self.layout = layout
         self.capacity = capacity
         self.reserved = 0
-        self.byte_size = layout.byte_size(capacity)
+        self._taps_offset = layout.byte_size(capacity)
+        self.byte_size = self._taps_offset + (0 if taps is None else taps.byte_size)
         self.name = f"{own_prefix()}{secrets.token_hex(8)}"
         try:
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -82,8 +88,9 @@ class Segment:
             ) from error
         shape = (layout.layers, 2, layout.kv_heads, capacity, layout.head_dim)
         self.header = SegmentHeader(mapping)
-        planes = torch.frombuffer(mapping, dtype=layout.dtype, offset=HEADER_BYTES)
-        self.kv: Tensor = planes.view(shape)
+        memory = torch.frombuffer(mapping, dtype=layout.dtype, offset=HEADER_BYTES)
+        self.kv: Tensor = memory[: math.prod(shape)].view(shape)
+        self.taps = None if taps is None else TapPlanes(taps, memory[math.prod(shape) :])
         self._layers = [(layer[0], layer[1]) for layer in self.kv]
 
     @property
@@ -100,6 +107,12 @@ class Segment:
         """Keys and values of a layer, each ``[kv_heads, capacity, head_dim]``."""
         return self._layers[index]
 
+    def taps_offset(self, layer: int) -> int:
+        """Where the hidden states of a kept layer begin. Unit: bytes from the file's start."""
+        assert self.taps is not None, "hidden states are kept"
+        layout = self.taps.layout
+        return self._taps_offset + layout.taps.layers.index(layer) * layout.plane_bytes
+
     def reserve(self, tokens: int) -> None:
         """Give memory to the first ``tokens`` slots, rounded up to steps of 256.
 
@@ -114,6 +127,7 @@ class Segment:
             for plane in range(self.layout.planes):
                 start = self.layout.offset(plane, self.capacity) + self.reserved * row
                 os.posix_fallocate(self._file, start, (target - self.reserved) * row)
+            self._reserve_taps(target)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 raise
@@ -131,6 +145,8 @@ class Segment:
         """
         self.reserve(tokens)
         self.kv[..., :tokens, :].copy_(source.kv[..., :tokens, :])
+        if tokens and self.taps is not None and source.taps is not None:
+            self.taps.copy_prefix(source.taps, tokens)
 
     def keep(self, slots: list[int], start: int) -> None:
         """Move the KV at ``slots`` (each at or after its goal) to ``start``, ``start + 1``, ..."""
@@ -159,6 +175,16 @@ class Segment:
         self.reserved = 0
         self._layers = []
         self.kv = torch.empty(0)
+        self.taps = None
+
+    def _reserve_taps(self, tokens: int) -> None:
+        if self.taps is None:
+            return
+        layout = self.taps.layout
+        done, goal = min(self.reserved, layout.slots), min(tokens, layout.slots)
+        for plane in range(len(layout.taps.layers) if done < goal else 0):
+            start = self._taps_offset + plane * layout.plane_bytes + done * layout.row_bytes
+            os.posix_fallocate(self._file, start, (goal - done) * layout.row_bytes)
 
 
 @lru_cache(maxsize=1)
