@@ -18,6 +18,7 @@ from paceline.v1 import drafter_pb2, sampling_pb2, tree_pb2, verifier_pb2
 from ._errors import PacelineError, UnavailableError
 from ._options import DraftOptions
 from ._stats import Stats
+from ._taps import TapSource
 from ._trace import GenerationTrace
 from ._transport import DraftStream, Transport
 
@@ -84,6 +85,7 @@ class DrafterSession:
         output: list[int],
         options: DraftOptions,
         health: DrafterHealth,
+        taps: TapSource,
         stats: Stats,
         trace: GenerationTrace | None = None,
     ) -> None:
@@ -95,6 +97,7 @@ class DrafterSession:
         self._output = output
         self._options = options
         self._health = health
+        self._taps = taps
         self._stats = stats
         self._trace = trace
         self._state = _State.DETACHED
@@ -234,11 +237,13 @@ class DrafterSession:
             if stream is self._stream:
                 unavailable = isinstance(error, UnavailableError)
                 reason = "drafter_unavailable" if unavailable else "drafter_refused"
+                self._taps.forget(self._name)
                 self._lose(reason, error, wrong=not unavailable)
 
     def _hear(self, response: drafter_pb2.DraftResponse) -> None:
         if self._state is _State.ATTACHING and response.HasField("attached"):
             self._attached = response.attached
+            self._taps.learn(self._name, response.attached)
             self._state = _State.READY
             _resolve(self._news, None)
         elif self._state is _State.ASKED and response.tree.round_id == self._ask_id:

@@ -18,6 +18,7 @@ from ._pace import Pace
 from ._rounds import Rounds
 from ._shared import Shared
 from ._stats import Stats, Usage
+from ._taps import NO_TAPS, Taps
 from ._trace import GenerationTrace
 from ._verifier import VerifierSession
 
@@ -186,7 +187,8 @@ class Generation:
                 if self._trace is not None:
                     self._trace.served_by(model.facts.name)
                 await self._prepare(model)
-                self._reused = await self._rounds(model).run()
+                taps = await self._drafters_taps()
+                self._reused = await self._rounds(model, taps).run()
         except TimeoutError:
             if not timeout.expired():
                 raise
@@ -218,7 +220,16 @@ class Generation:
             )
         self._output = Output(model.codec, self._options.stop)
 
-    def _rounds(self, model: Model) -> Rounds:
+    async def _drafters_taps(self) -> Taps:
+        """Hidden states that the drafter is going to read."""
+        shared, name = self._shared, self._options.drafter or ""
+        if name == "none" or not shared.transport.has_drafter:
+            return NO_TAPS
+        if not shared.health(name).may_attach():
+            return NO_TAPS
+        return await shared.taps.get(name)
+
+    def _rounds(self, model: Model, taps: Taps) -> Rounds:
         shared, options = self._shared, self._options
         prompt, output = self._prompt_tokens, self._output
         deadline = monotonic() + options.deadline if options.deadline is not None else None
@@ -232,6 +243,7 @@ class Generation:
             self.stats,
             deadline,
             self._trace,
+            taps,
         )
         name = options.drafter or ""
         if shared.transport.has_drafter and name != "none":
@@ -244,6 +256,7 @@ class Generation:
                 output.token_ids,
                 shared.drafting,
                 shared.health(name),
+                shared.taps,
                 self.stats,
                 self._trace,
             )

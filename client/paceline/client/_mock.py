@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from paceline.v1 import sampling_pb2, verifier_pb2
+from paceline.v1 import drafter_pb2, sampling_pb2, verifier_pb2
 
 from ._errors import NotFoundError, UnavailableError, UnimplementedError
 from ._transport import DraftStream, VerifyStream
@@ -99,6 +99,9 @@ class MockTransport:
         return verifier_pb2.ReleaseCacheResponse(released=released)
 
     def draft(self) -> DraftStream:
+        raise UnimplementedError("the mock has no drafter")
+
+    async def list_drafters(self) -> drafter_pb2.ListDraftersResponse:
         raise UnimplementedError("the mock has no drafter")
 
     async def close(self) -> None:

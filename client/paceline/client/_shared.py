@@ -11,6 +11,7 @@ from ._errors import ClientClosedError
 from ._model import ModelSource
 from ._options import DraftOptions, RetryOptions
 from ._pace import SharedSpeeds
+from ._taps import TapSource
 from ._tokenizer import TokenizerCache
 from ._transport import Transport
 
@@ -42,6 +43,7 @@ class Shared:
         self._background: set[asyncio.Task[None]] = set()
         self._health: dict[str, DrafterHealth] = {}
         self._speeds: dict[str, SharedSpeeds] = {}
+        self.taps = TapSource(transport)
         self.closed = False
 
     def check_open(self) -> None:

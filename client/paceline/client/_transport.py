@@ -77,6 +77,8 @@ class Transport(Protocol):
 
     def draft(self) -> DraftStream: ...
 
+    async def list_drafters(self) -> drafter_pb2.ListDraftersResponse: ...
+
     async def close(self) -> None: ...
 
 
@@ -123,7 +125,16 @@ class GrpcTransport:
     @cached_property
     def _drafter(self) -> Any:
         stub: Any = drafter_pb2_grpc.DrafterServiceStub
-        return stub(self._channel(self._drafter_address or ""))
+        return stub(self._drafter_channel)
+
+    @cached_property
+    def _registry(self) -> Any:
+        stub: Any = drafter_pb2_grpc.DrafterRegistryServiceStub
+        return stub(self._drafter_channel)
+
+    @cached_property
+    def _drafter_channel(self) -> Any:
+        return self._channel(self._drafter_address or "")
 
     def _channel(self, address: str) -> Any:
         """A channel, bound to the running event loop: hence not made before the first call."""
@@ -177,6 +188,13 @@ class GrpcTransport:
 
     def draft(self) -> DraftStream:
         return _GrpcStream(self._drafter.Draft(metadata=self._metadata))
+
+    async def list_drafters(self) -> drafter_pb2.ListDraftersResponse:
+        with rpc_errors:
+            listed: drafter_pb2.ListDraftersResponse = await self._registry.ListDrafters(
+                drafter_pb2.ListDraftersRequest(), metadata=self._metadata
+            )
+            return listed
 
     async def close(self) -> None:
         while self._channels:

@@ -22,6 +22,7 @@ from ._errors import (
 from ._options import GenerationOptions, RetryOptions
 from ._retry import Attempts
 from ._stats import Stats
+from ._taps import NO_TAPS, Taps
 from ._trace import GenerationTrace
 from ._transport import Transport, VerifyStream
 
@@ -53,6 +54,7 @@ class VerifierSession:
         stats: Stats,
         deadline: float | None,
         trace: GenerationTrace | None = None,
+        taps: Taps = NO_TAPS,
     ) -> None:
         self._transport = transport
         self._facts = facts
@@ -62,6 +64,7 @@ class VerifierSession:
         self._stats = stats
         self._deadline = deadline
         self._trace = trace
+        self._taps = taps
         self._attempts = Attempts(retry)
         self._parent = options.parent_handle
         self._stream: VerifyStream | None = None
@@ -177,6 +180,8 @@ class VerifierSession:
             top_logprobs=options.top_logprobs,
             parent_handle=self._parent,
             traceparent="" if self._trace is None else self._trace.begin_prefill(),
+            hidden_state_layers=self._taps.layers,
+            hidden_state_window=self._taps.window,
         )
         created: verifier_pb2.CacheCreated | None = None
         try:

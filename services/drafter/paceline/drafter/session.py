@@ -15,6 +15,7 @@ from paceline.drafter.worker import Drafted, DraftWorker
 if TYPE_CHECKING:
     from paceline.drafter.kv.followed import FollowedKv
     from paceline.drafter.kv.shared import SharedKv
+    from paceline.drafter.kv.states import SharedStates
 
 INLINE_SLICE = 32
 """Tokens of backlog that a method may work off on the event loop in one go."""
@@ -34,16 +35,18 @@ class Session:
         sequence: DraftSequence,
         worker: DraftWorker,
         kv: SharedKv | FollowedKv | None = None,
+        states: SharedStates | None = None,
     ) -> None:
         self.sample = Sample()
         """What came of the rounds so far."""
         self._drafter = drafter
         self._sequence = sequence
         self._kv = kv
+        self._states = states
         self._received = 0
         self._worker = worker
-        self.kv_bytes = 0 if kv is None else kv.byte_size
-        """KV of the verifier that is mapped for it. Unit: bytes."""
+        self.kv_bytes = sum(each.byte_size for each in (kv, states) if each is not None)
+        """Memory of the verifier that is mapped for it. Unit: bytes."""
         self._inline = drafter.inline
         self._last: Drafted | None = None
 
@@ -79,14 +82,16 @@ class Session:
         """Free the sequence, after the round it may still be in."""
         if not self._inline:
             self._worker.close(self._sequence)
-            if self._kv is not None:
-                self._worker.post(self._kv.close)
+            for each in (self._kv, self._states):
+                if each is not None:
+                    self._worker.post(each.close)
             return
         try:
             self._sequence.close()
         finally:
-            if self._kv is not None:
-                self._kv.close()
+            for each in (self._kv, self._states):
+                if each is not None:
+                    each.close()
 
     async def _draft(self, update: Update, budget: Budget) -> Drafted:
         if not self._inline:

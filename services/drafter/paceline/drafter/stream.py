@@ -196,6 +196,23 @@ class Stream:
                     f"drafter {version.spec.name!r} reads the target's KV, but {error}; go on "
                     "with a drafter that needs tokens only",
                 ) from error
+        states = None
+        if needs.hidden_state_layers:
+            try:
+                states = await self._exchange.map_states(
+                    attach.verifier_address,
+                    attach.read_grant,
+                    needs.hidden_state_layers,
+                    needs.hidden_state_window,
+                )
+            except KvNotShared as error:
+                if kv is not None:
+                    kv.close()
+                raise ServiceError.failed_precondition(
+                    "HIDDEN_STATES_NOT_SHARED",
+                    f"drafter {version.spec.name!r} reads the target's hidden states, but {error}; "
+                    "go on with a drafter that needs tokens only",
+                ) from error
         generation = Generation(
             tokens=list(self.tokens),
             prompt_length=attach.prompt_length,
@@ -204,14 +221,16 @@ class Stream:
             read_grant=attach.read_grant,
             verifier_address=attach.verifier_address,
             kv=kv,
+            states=states,
         )
         try:
             sequence = version.drafter.start(generation)
         except BaseException:
-            if kv is not None:
-                kv.close()
+            for each in (kv, states):
+                if each is not None:
+                    each.close()
             raise
-        return Session(version.drafter, sequence, self._worker, kv)
+        return Session(version.drafter, sequence, self._worker, kv, states)
 
 
 class _Eviction:

@@ -20,6 +20,7 @@ from paceline.v1 import kv_pb2, kv_pb2_grpc
 if TYPE_CHECKING:
     from paceline.drafter.kv.followed import FollowedKv
     from paceline.drafter.kv.shared import SharedKv
+    from paceline.drafter.kv.states import SharedStates
 
 logger = logging.getLogger("paceline.drafter")
 
@@ -148,16 +149,32 @@ class KvExchange:
         # Here, since drafters that read no KV need no torch.
         from paceline.drafter.kv.shared import SharedKv
 
-        if not is_local_address(address):
-            raise KvNotShared(
-                f"the verifier's address {address[:80]} is not on this machine; name it by "
-                "unix:/path or a loopback address"
-            )
+        _check_local(address)
         every = any(layer < 0 for layer in layers)
         request = kv_pb2.MapCacheRequest(
             read_grant=read_grant, layers=() if every else sorted(set(layers))
         )
         return SharedKv.open(await self._call(address, request), read_grant, layers)
+
+    async def map_states(
+        self, address: str, read_grant: bytes, layers: Sequence[int], window: int
+    ) -> SharedStates:
+        """Map hidden states of a cache that keeps them. Whoever asked closes it.
+
+        Args:
+            address: Of the verifier: ``unix:/path``, or ``host:port`` on the loopback.
+            read_grant: As the verifier gave it out.
+            layers: At least one, 0 for the first.
+            window: Positions before the committed length that are read at most; 0: all.
+
+        Raises:
+            KvNotShared: As for :meth:`map_cache`, or the cache does not keep them.
+        """
+        from paceline.drafter.kv.states import SharedStates
+
+        _check_local(address)
+        request = kv_pb2.MapCacheRequest(read_grant=read_grant, hidden_state_layers=layers)
+        return SharedStates.open(await self._call(address, request), read_grant, layers, window)
 
     async def close(self) -> None:
         """Close all connections; what is followed stays as it is."""
@@ -203,3 +220,11 @@ class KvExchange:
             task = asyncio.create_task(channel.close(CALL_SECONDS))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
+
+
+def _check_local(address: str) -> None:
+    if not is_local_address(address):
+        raise KvNotShared(
+            f"the verifier's address {address[:80]} is not on this machine; name it by "
+            "unix:/path or a loopback address"
+        )

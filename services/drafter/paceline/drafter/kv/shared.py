@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-import mmap
 import os
-import stat
-import warnings
 from collections.abc import Iterable
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from paceline.drafter.kv.description import KvDescription, Plane, read_description
 from paceline.drafter.kv.errors import KvGone, KvNotShared
+from paceline.drafter.kv.mapping import DTYPES, Mapped, map_segment
 from paceline.kernels import streaming
-from paceline.shm import SegmentHeader, is_orphan
+from paceline.shm import is_orphan
 from paceline.v1 import kv_pb2
-
-_DTYPES = {
-    kv_pb2.KV_DTYPE_FLOAT32: torch.float32,
-    kv_pb2.KV_DTYPE_FLOAT16: torch.float16,
-    kv_pb2.KV_DTYPE_BFLOAT16: torch.bfloat16,
-}
 
 
 class SharedKv:
@@ -60,9 +50,7 @@ class SharedKv:
         self,
         description: KvDescription,
         layers: Iterable[int],
-        mapping: mmap.mmap,
-        header: SegmentHeader,
-        file: int,
+        mapped: Mapped,
     ) -> None:
         """See :meth:`open`."""
         self.layers = tuple(layers)
@@ -70,10 +58,10 @@ class SharedKv:
         self.heads = description.heads
         self.capacity = description.capacity
         self.head_dim = description.head_dim
-        self.dtype = _DTYPES[description.dtype]
-        self._header = header
-        self._file = file
-        flat = _flat(mapping, self.dtype)
+        self.dtype = DTYPES[description.dtype]
+        self._header = mapped.header
+        self._file = mapped.file
+        flat = mapped.elements(self.dtype)
         shape = (self.heads, self.capacity, self.head_dim)
 
         def view(plane: Plane) -> Tensor:
@@ -107,23 +95,10 @@ class SharedKv:
         description = read_description(response)
         layers = tuple(layers)
         _resolve(layers, description)
-        file = _open(description)
-        try:
-            mapping = mmap.mmap(file, description.byte_size, prot=mmap.PROT_READ)
-            header = SegmentHeader(mapping)
-            digest = hashlib.sha256(read_grant).digest()
-            facts = (header.valid, header.generation, header.grant_digest)
-            if facts != (True, description.generation, digest):
-                raise KvNotShared(
-                    f"{description.path} is not, or no longer, the cache of this read grant"
-                )
-            return cls(description, layers, mapping, header, file)
-        except (OSError, ValueError) as error:
-            os.close(file)
-            raise KvNotShared(f"cannot map {description.path}: {error}") from error
-        except BaseException:
-            os.close(file)
-            raise
+        mapped = map_segment(
+            description.path, description.byte_size, description.generation, read_grant
+        )
+        return cls(description, layers, mapped)
 
     @property
     def closed(self) -> bool:
@@ -209,32 +184,6 @@ def streaming_parts(
     ]
 
 
-def _open(description: KvDescription) -> int:
-    """The segment's file: of this user, and as large as it was described."""
-    path = description.path
-    try:
-        # Not blocking: whatever may be there instead of a file, a pipe say, must not hold us up.
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        file = os.open(path, flags)
-    except OSError as error:
-        raise KvNotShared(
-            f"cannot open {path}: {error.strerror}; run drafter and verifier on one machine, as "
-            "one user, with one /dev/shm"
-        ) from error
-    facts = os.fstat(file)
-    wrong = None
-    if not stat.S_ISREG(facts.st_mode):
-        wrong = "is no regular file"
-    elif facts.st_uid != os.geteuid():
-        wrong = f"belongs to user {facts.st_uid}, expected {os.geteuid()}"
-    elif facts.st_size != description.byte_size:
-        wrong = f"has {facts.st_size} bytes, described were {description.byte_size}"
-    if wrong is not None:
-        os.close(file)
-        raise KvNotShared(f"{path} {wrong}")
-    return file
-
-
 def _resolve(layers: tuple[int, ...], description: KvDescription) -> list[int]:
     """Layers counted from 0."""
     count = max(description.layers) + 1
@@ -248,11 +197,3 @@ def _resolve(layers: tuple[int, ...], description: KvDescription) -> list[int]:
                 f"{len(description.layers)} layers without it; is it made for another target?"
             )
     return resolved
-
-
-def _flat(mapping: mmap.mmap, dtype: torch.dtype) -> Tensor:
-    """All elements of the file."""
-    with warnings.catch_warnings():
-        # That it is read-only is what we want; the contract above says what follows from it.
-        warnings.filterwarnings("ignore", "The given buffer is not writable")
-        return torch.frombuffer(mapping, dtype=dtype, count=len(mapping) // dtype.itemsize)

@@ -46,6 +46,8 @@ class Version:
             target_fingerprint=fit.target_fingerprint,
             tokenizer_digest=fit.tokenizer_digest,
             weight_bytes=self.drafter.weight_bytes,
+            hidden_state_layers=self.drafter.needs.hidden_state_layers,
+            hidden_state_window=self.drafter.needs.hidden_state_window,
             draining=self.draining,
             check=self.check,
         )

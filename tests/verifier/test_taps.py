@@ -1,0 +1,204 @@
+"""Hidden states for drafters: the right rows, only those asked for, and no token changed."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import drafters
+import pytest
+import torch
+from verifier_support import LAYOUT, Client, serving
+
+from paceline.decoder import Decoder, LocalCache
+from paceline.drafter.kv import KvExchange, KvGone, KvNotShared, VerifierAccess
+from paceline.drafter.kv.states import SharedStates
+from paceline.kernels import TreeSegment, plan_trees
+from paceline.shm import TAP_AHEAD
+from paceline.v1 import kv_pb2, tree_pb2, verifier_pb2
+from paceline.verifier.kv.segment import Segment
+from paceline.verifier.kv.taps import TapLayout, TapPlanes, Taps
+
+PROMPT = [3, 1, 4, 1, 5]
+FIELDS = {"max_new_tokens": 60, "ignore_eos": True}
+
+
+def outputs(folder: Path, tokens: list[int], layers: tuple[int, ...]) -> torch.Tensor:
+    """What the layers say of a text, one token at a time, side by side."""
+    decoder = Decoder.load(folder)
+    cache = LocalCache(decoder.config)
+    cache.reserve(len(tokens))
+    rows = []
+    for position, token in enumerate(tokens):
+        plan = plan_trees([TreeSegment(0, position, None, 1)])
+        found = decoder.forward(torch.tensor([token]), plan, [cache], logit_rows=None, taps=layers)
+        rows.append(torch.cat(found.taps, dim=1))
+        cache.commit([0])
+    return torch.cat(rows)
+
+
+async def mapping(client: Client, created: Any, *layers: int, window: int = 0) -> SharedStates:
+    exchange = KvExchange(VerifierAccess())
+    try:
+        return await exchange.map_states(client.address, created.read_grant, layers, window)
+    finally:
+        await exchange.close()
+
+
+@pytest.mark.parametrize(("name", "window"), [("Llama", 0), ("Llama", 20), ("bf16", 0)])
+async def test_they_are_the_layers_outputs_bit_for_bit(
+    models: dict[str, Path], tmp_path: Path, name: str, window: int
+) -> None:
+    """After rounds with rejected nodes, moved paths and free runs; tokens as without taps."""
+    async with serving(models[name], tmp_path / "v.sock", kv_bytes=1 << 28) as client:
+        prompt = [random.Random(1).randrange(1, 61) for _ in range(230)]
+        truth = await client.generate(prompt, drafters.nothing, **FIELDS)
+        created = await client.create(
+            prompt, hidden_state_layers=[1, 0], hidden_state_window=window, **FIELDS
+        )
+        states = await mapping(client, created, 0, 1, window=window)
+        expected = outputs(models[name], [*prompt, *truth], (0, 1))
+        draw = drafters.mixed(drafters.random_tree, drafters.free_run)
+        tokens, rng, number = list(created.first.tokens), random.Random(2), 0
+        stream = client.stub.Verify()
+        while len(tokens) < len(truth):
+            number += 1
+            draft = draw([*prompt, *tokens], rng)
+            request = verifier_pb2.VerifyRequest(handle=created.handle, round_id=number)
+            if isinstance(draft, int):
+                request.free_run_steps = draft
+            else:
+                request.tree.CopyFrom(tree_pb2.TokenTree(tokens=draft[0], parents=draft[1]))
+            await stream.write(request)
+            answer = await stream.read()
+            tokens += answer.result.tokens
+            while not answer.last:
+                answer = await stream.read()
+                tokens += answer.result.tokens
+            states.check()
+            committed = states.committed
+            assert committed == len(prompt) + len(tokens) - 1
+            first, rows = states.read(0, committed)
+            assert first == (committed - window if window else 0)
+            assert torch.equal(rows, expected[first:committed])
+        assert tokens == truth
+        await stream.done_writing()
+        await client.release(created.handle)
+        with pytest.raises(KvGone):
+            states.check()
+        states.close()
+
+
+async def test_only_what_was_asked_for_is_kept(client: Client) -> None:
+    plain = await client.create(PROMPT)
+    tapped = await client.create(PROMPT, hidden_state_layers=[1])
+    narrow = await client.create(PROMPT, hidden_state_layers=[1], hidden_state_window=16)
+    sizes = [cache.byte_size for cache in client.service.store]
+    hidden = 48 * 4  # bytes of a row
+    assert sizes[1] - sizes[0] == cache_slots(client) * hidden
+    assert sizes[2] - sizes[0] == (256 + 512) * hidden
+    for created, layers in ((plain, (0,)), (tapped, (0,)), (narrow, (0, 1))):
+        with pytest.raises(KvNotShared, match="create it with hidden_state_layers"):
+            await mapping(client, created, *layers)
+
+
+def cache_slots(client: Client) -> int:
+    (first, *_) = client.service.store
+    return first.sequence.segment.capacity
+
+
+@pytest.mark.parametrize(
+    ("window", "parent", "reused"),
+    [
+        (0, {"hidden_state_layers": [0, 1]}, 290),  # it has them all
+        (0, {"hidden_state_layers": [1]}, 0),  # not this layer
+        (0, {}, 0),
+        (40, {}, 250),  # the last 40 are computed again
+        (40, {"hidden_state_layers": [0], "hidden_state_window": 40}, 290),
+    ],
+)
+async def test_a_fork_has_its_states_too(
+    client: Client, model: Path, window: int, parent: dict[str, Any], reused: int
+) -> None:
+    """Taken from the parent where it has them, computed where not."""
+    prompt = [random.Random(4).randrange(1, 61) for _ in range(300)]
+    older = await client.create(prompt, **parent)
+    text = [*prompt[:290], 7, 8, 9]
+    fork = await client.create(
+        text, parent_handle=older.handle, hidden_state_layers=[0], hidden_state_window=window
+    )
+    assert fork.reused_tokens == reused
+    states = await mapping(client, fork, 0, window=window)
+    first, rows = states.read(0, len(text))
+    assert first == (len(text) - window if window else 0)
+    assert torch.equal(rows, outputs(model, text, (0,))[first:])
+    states.close()
+
+
+def test_rows_wrap_around_and_old_ones_go() -> None:
+    layout = TapLayout(Taps((3,), 10), 16, 2, torch.float32)
+    planes = TapPlanes(layout, torch.zeros(32))
+    rows = torch.arange(200.0).view(100, 2)
+    planes.record(0, {3: rows}, slice(0, 40))  # more than there is room for
+    planes.record(40, {3: rows}, [40, 41, 42])
+    for position in range(27, 43):
+        assert torch.equal(planes.rows[0, position % 16], rows[position])
+    assert planes.first_kept(43) == 27
+
+
+async def test_a_reader_knows_what_was_overwritten(client: Client) -> None:
+    created = await client.create(PROMPT, hidden_state_layers=[0], hidden_state_window=16)
+    states = await mapping(client, created, 0, window=16)
+    (cache,) = client.service.store
+    segment = cache.sequence.segment
+    assert segment.taps is not None
+    assert states.read(0, 5)[0] == 0
+    segment.header.commit(700)  # as if the text had grown meanwhile
+    first, rows = states.read(0, 5)
+    assert (first, len(rows)) == (5, 0)
+    first, rows = states.read(0, 700)
+    assert (first, len(rows)) == (684, 16)
+    segment.header.commit(len(PROMPT))
+    states.close()
+
+
+def test_memory_is_reserved_with_the_kv() -> None:
+    layout = LAYOUT.__class__(**{**LAYOUT.__dict__, "hidden": 32})
+    taps = TapLayout.of(Taps((0, 1), 100), layout, 4096)
+    assert taps.slots == 256 + 512
+    segment = Segment(layout, 4096, taps)
+    try:
+        before = segment.path.stat().st_blocks
+        segment.reserve(1024)
+        pages = (segment.path.stat().st_blocks - before) * 512
+        assert pages == 1024 * layout.token_bytes + taps.byte_size
+        assert segment.taps is not None
+        segment.taps.rows[:] = 1.0
+        assert not segment.kv[..., :1024, :].any()
+    finally:
+        segment.close()
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"slots": 16}, {"slots": 1 << 30}, {"hidden_size": 0}, {"offset": 8}, {"offset": 1 << 40},
+        {"position_stride": 2}, {"layer": 1}, {"name": "/etc/passwd"}, {"byte_size": 4096},
+    ],
+)  # fmt: skip
+async def test_lies_of_a_verifier_lead_nowhere(client: Client, lie: dict[str, Any]) -> None:
+    created = await client.create(PROMPT, hidden_state_layers=[0], hidden_state_window=16)
+    from paceline.v1 import kv_pb2_grpc
+
+    stub: Any = kv_pb2_grpc.KvExchangeServiceStub(client.channel)
+    answer = await stub.MapCache(
+        kv_pb2.MapCacheRequest(read_grant=created.read_grant, hidden_state_layers=[0])
+    )
+    (described,) = answer.hidden_states
+    assert described.slots >= 16 + TAP_AHEAD
+    SharedStates.open(answer, created.read_grant, [0], 16).close()
+    for name, value in lie.items():
+        setattr(described.posix if name in ("name", "byte_size") else described, name, value)
+    with pytest.raises(KvNotShared):
+        SharedStates.open(answer, created.read_grant, [0], 16)
