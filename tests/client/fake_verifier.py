@@ -64,6 +64,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         self.creates: list[verifier_pb2.CreateCacheRequest] = []
         self.models_asked: list[verifier_pb2.GetModelRequest] = []
         self.metadata: list[dict[str, str]] = []
+        self.clients: list[tuple[str, str]] = []
         self.lease_ms = 30_000
         self.node_budget = 64
         self.with_tokenizer = True
@@ -85,6 +86,9 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         async with self.arrival:
             await self.arrival.wait_for(lambda: self.renewals >= count)
 
+    def _called(self, rpc: str, context: Any) -> None:
+        self.clients.append((rpc, dict(context.invocation_metadata())["paceline-client"]))
+
     async def GetModel(self, request: Any, context: Any) -> Any:
         self.models_asked.append(request)
         self.metadata.append(dict(context.invocation_metadata()))
@@ -104,6 +108,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         )
 
     async def CreateCache(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        self._called("CreateCache", context)
         self.creates.append(request)
         if self.full > 0:
             self.full -= 1
@@ -155,6 +160,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         return reason
 
     async def Verify(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        self._called("Verify", context)
         handle = b""
         async for request in requests:
             async with self.arrival:
@@ -244,12 +250,14 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
                 return
 
     async def RenewLease(self, request: Any, context: Any) -> Any:
+        self._called("RenewLease", context)
         async with self.arrival:
             self.renewals += 1
             self.arrival.notify_all()
         return verifier_pb2.RenewLeaseResponse(lease_ms=self.lease_ms)
 
     async def ReleaseCache(self, request: Any, context: Any) -> Any:
+        self._called("ReleaseCache", context)
         if self.release_faults:
             await context.abort(self.release_faults.pop(), "scripted")
         released = self.caches.pop(request.handle, None) is not None

@@ -102,3 +102,18 @@ async def test_a_token_may_stay_on_this_machine(address: str) -> None:
     async with Client(address, token="secret", cache_dir=None, retry=QUICK) as client:
         with pytest.raises(UnavailableError):
             await client.generate(PROMPT)
+
+
+async def test_every_call_of_a_client_names_it_and_no_other_client_does(world: World) -> None:
+    names = set()
+    for _ in range(2):
+        world.verifier.clients.clear()
+        async with Client(*world.addresses, cache_dir=None) as client:
+            await client.generate(PROMPT, max_new_tokens=4)
+        assert {rpc for rpc, _ in world.verifier.clients} >= {
+            "CreateCache",
+            "Verify",
+            "ReleaseCache",
+        }
+        names.add(frozenset(name for _, name in world.verifier.clients))
+    assert [len(each) for each in names] == [1, 1]

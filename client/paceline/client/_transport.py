@@ -7,6 +7,7 @@ answers from memory. A transport raises this package's exceptions only.
 from __future__ import annotations
 
 import ipaddress
+import secrets
 from collections.abc import AsyncGenerator
 from functools import cached_property
 from typing import Any, Generic, Protocol, TypeVar
@@ -18,6 +19,9 @@ from paceline.v1 import drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb
 
 from ._errors import InvalidRequestError, rpc_errors
 from ._options import TlsOptions
+
+CLIENT_HEADER = "paceline-client"
+"""Metadata key of a client's random name; balancers are configured with it."""
 
 _aio: Any = grpc.aio
 _EOF = _aio.EOF
@@ -86,7 +90,9 @@ class GrpcTransport:
     """Talks to a verifier and, if there is one, a drafter. Connects with the first call.
 
     Addresses are "host:port" or "unix:/path". A bearer token goes with every call; it is refused
-    where others could read it: beyond loopback without TLS.
+    where others could read it: beyond loopback without TLS. So does `paceline-client`, a random
+    name of this transport: a balancer that hashes it sends all calls of a client to the verifier
+    that has its caches.
 
     Raises:
         InvalidRequestError: the token would travel in the open, or a TLS file cannot be read.
@@ -108,7 +114,10 @@ class GrpcTransport:
                 )
         self.verifier_address = verifier_address
         self._drafter_address = drafter_address
-        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._metadata = (
+            (CLIENT_HEADER, secrets.token_hex(8)),
+            *([("authorization", f"Bearer {token}")] if token else []),
+        )
         self._credentials = _credentials(tls) if tls else None
         self._options = _channel_options(max_message_bytes, tls.server_name if tls else None)
         self._channels: list[Any] = []
