@@ -80,6 +80,16 @@ async def test_a_method_reads_what_the_verifier_writes(
     await closed(sequence)
 
 
+async def test_a_drafter_beside_its_verifier_asks_nobody_else(verifier: KvVerifier) -> None:
+    FakeDrafter.loaded.clear()
+    access = VerifierAccess(beside=verifier.address)
+    async with drafting("x=fake,kv=0/-1", access=access, **TESTING) as service:
+        stream = await attach(service, verifier, verifier_address="balancer.example:7431")
+        assert len(verifier.requests) == 1
+        await stream.round()
+        await stream.end()
+
+
 async def test_streams_end_in_any_way_and_leave_no_mapping(
     service: Drafting, verifier: KvVerifier
 ) -> None:

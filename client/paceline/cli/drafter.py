@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "followed; may be repeated (those on this machine need not be named)",
     )
     group.add_argument(
+        "--kv-address",
+        default=os.environ.get("PACELINE_KV_ADDRESS") or None,
+        metavar="HOST:PORT",
+        help="read KV from the verifier here, whatever address clients know it by: for one in the "
+        "same pod (or set PACELINE_KV_ADDRESS)",
+    )
+    group.add_argument(
         "--verifier-tls-ca",
         type=Path,
         metavar="PEM",
@@ -105,6 +113,7 @@ def _build(args: argparse.Namespace, metrics: CollectorRegistry | None) -> Servi
     }
     access = VerifierAccess(
         remote=tuple(args.verifier),
+        beside=args.kv_address,
         token=read_token(args.token_file),
         tls_ca=args.verifier_tls_ca,
         tls_cert=args.tls_cert,

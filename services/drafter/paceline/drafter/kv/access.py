@@ -20,6 +20,10 @@ class VerifierAccess:
     remote: tuple[str, ...] = ()
     """Addresses of verifiers on other machines, as clients name them, that may be called too."""
 
+    beside: str | None = None
+    """Address of the one verifier to read KV from, whatever clients call it: of a drafter in the
+    verifier's pod, whose clients come through a balancer or a published port."""
+
     token: str | None = None
     """Bearer token; the deployment's own, which clients know too."""
 

@@ -57,6 +57,7 @@ class KvExchange:
         """
         self._metadata = access.metadata()
         self._remote = frozenset(access.remote)
+        self._beside = access.beside
         self._credentials = access.credentials()
         self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
         self._closed = False
@@ -74,7 +75,7 @@ class KvExchange:
 
         Args:
             address: Of the verifier: ``unix:/path``, ``host:port`` on the loopback, or one of
-                ``VerifierAccess.remote``.
+                ``VerifierAccess.remote``. With ``VerifierAccess.beside`` it does not matter.
             read_grant: As the verifier gave it out.
             layers: At least one; negative ones count from the last.
             options: The method's.
@@ -83,6 +84,7 @@ class KvExchange:
         Raises:
             KvNotShared: The verifier is somewhere else, does not answer in time, or refuses.
         """
+        address = self._beside or address
         if options.kv == "follow":
             return await self.follow_cache(address, read_grant, layers, options, budget)
         try:
