@@ -4,7 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROTOS := $(wildcard protos/paceline/v1/*.proto)
 
-.PHONY: setup demo test lint types proto proto-check bench drills gpu-check gpu-train clean
+.PHONY: setup demo test chart containers up down lint types proto proto-check bench drills \
+	gpu-check gpu-train clean
 
 setup: .make/setup
 
@@ -19,6 +20,23 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest
+
+# The Helm chart, where Helm and the schemas of Kubernetes can be installed.
+chart: setup
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt helm-python-sdk \
+	    kubernetes-validate || echo "chart: skipped: there is no Helm for this machine"
+	$(BIN)/python -m pytest tests/compose
+
+# The CPU deployment in real containers: where there is no Docker Engine, says so and does nothing.
+containers: setup
+	tests/containers/with_engine.sh $(BIN)/python -m pytest tests/containers
+
+# Verifier and drafter on the CPU, in containers.
+up:
+	cd compose && docker compose -f cpu.yml up --build --detach
+
+down:
+	cd compose && docker compose -f cpu.yml down
 
 lint: setup
 	$(BIN)/ruff check .

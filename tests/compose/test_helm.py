@@ -1,0 +1,218 @@
+"""The chart, rendered by Helm and held to the schemas of Kubernetes; `make chart` installs both."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from paceline.cli import drafter, verifier
+from paceline.client._transport import CLIENT_HEADER
+from paceline.telemetry.names import Metric
+
+helm = pytest.importorskip("helm_python", reason="no Helm: make chart installs it")
+kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="see make chart")
+
+CHART = Path(__file__).parents[2] / "compose" / "helm"
+KUBERNETES = ("1.27", "1.33")
+
+CANARY = [
+    {"name": "ngram", "version": "1", "load": "ngram=ngram", "weight": 90},
+    {"name": "ngram", "version": "2", "load": "ngram=ngram,max_nodes=4", "weight": 10},
+]
+SCALED = {"autoscaling": {"enabled": True, "maxReplicas": 3, "queueLength": 2}}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "as it comes": {},
+    "co-located": {"coLocated": True, "verifier": {"count": 3}},
+    "canary": {"drafters": CANARY, "metrics": {"insecure": True}},
+    "scaled": {"verifier": {"count": 2, **SCALED}, "drafters": [{**CANARY[0], **SCALED}]},
+    "own secret, no GPU": {"existingSecret": "mine", "verifier": {"gpu": ""}},
+}
+
+
+def render(values: dict[str, Any]) -> list[dict[str, Any]]:
+    """The objects that an installation makes."""
+    with helm.Chart.load(str(CHART)) as chart:
+        chart.validate_schema(values)
+        files = chart.render(copy.deepcopy(values), name="demo", namespace="prod")
+    texts = [text for file, text in files.items() if file.endswith(".yaml")]
+    return [found for text in texts for found in yaml.safe_load_all(text) if found]
+
+
+def of_kind(objects: list[dict[str, Any]], kind: str, part: str = "") -> dict[str, dict[str, Any]]:
+    named = {found["metadata"]["name"]: found for found in objects if found["kind"] == kind}
+    return {name: found for name, found in named.items() if part in name}
+
+
+def containers(deployment: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {each["name"]: each for each in deployment["spec"]["template"]["spec"]["containers"]}
+
+
+def envoy(objects: list[dict[str, Any]]) -> dict[str, Any]:
+    text = of_kind(objects, "ConfigMap")["demo-paceline-balancer"]["data"]["envoy.yaml"]
+    resources = yaml.safe_load(text)["static_resources"]
+    assert isinstance(resources, dict)
+    return resources
+
+
+def routes(objects: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """What each of Envoy's ports does with a call."""
+    found = {}
+    for listener in envoy(objects)["listeners"]:
+        (manager,) = listener["filter_chains"][0]["filters"]
+        (host,) = manager["typed_config"]["route_config"]["virtual_hosts"]
+        found[listener["address"]["socket_address"]["port_value"]] = host["routes"][0]["route"]
+    return found
+
+
+@pytest.fixture(params=SETTINGS)
+def objects(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return render(SETTINGS[request.param])
+
+
+def test_lint_finds_nothing() -> None:
+    assert not helm.lint(str(CHART))["errors"]
+
+
+@pytest.mark.parametrize("version", KUBERNETES)
+def test_kubernetes_takes_every_object(objects: list[dict[str, Any]], version: str) -> None:
+    for found in objects:
+        kubernetes_validate.validate(found, version, strict=True)
+
+
+def test_containers_gain_no_rights_and_their_ports_have_names(
+    objects: list[dict[str, Any]],
+) -> None:
+    for deployment in of_kind(objects, "Deployment").values():
+        pod = deployment["spec"]["template"]["spec"]
+        assert pod["securityContext"]["runAsNonRoot"]
+        ports = []
+        for container in pod["containers"]:
+            assert container["securityContext"]["readOnlyRootFilesystem"]
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+            ports += [port["name"] for port in container["ports"]]
+        assert len(set(ports)) == len(ports)
+        assert all(len(name) <= 15 for name in ports)
+
+
+def test_arguments_are_ones_that_the_services_take(objects: list[dict[str, Any]]) -> None:
+    seen = set()
+    for deployment in of_kind(objects, "Deployment").values():
+        for name, container in containers(deployment).items():
+            if name in ("verifier", "drafter"):
+                parser = argparse.ArgumentParser(exit_on_error=False)
+                {"verifier": verifier, "drafter": drafter}[name].add_arguments(parser)
+                parser.parse_args(container["args"])
+                seen.add(name)
+    assert seen == {"verifier", "drafter"}
+
+
+def test_selectors_and_services_meet_their_pods(objects: list[dict[str, Any]]) -> None:
+    pods = [each["spec"]["template"] for each in of_kind(objects, "Deployment").values()]
+    for found in objects:
+        if found["kind"] not in ("Service", "PodDisruptionBudget"):
+            continue
+        selector = found["spec"]["selector"]
+        wanted = selector.get("matchLabels", selector)
+        met = [pod for pod in pods if wanted.items() <= pod["metadata"]["labels"].items()]
+        assert met, found["metadata"]["name"]
+        for port in found["spec"].get("ports", []):
+            number = port.get("targetPort", port["port"])
+            for pod in met:
+                listed = [p for each in pod["spec"]["containers"] for p in each["ports"]]
+                assert any(number in (p["name"], p["containerPort"]) for p in listed)
+
+
+def test_envoy_finds_its_hosts_and_clusters(objects: list[dict[str, Any]]) -> None:
+    clusters = {each["name"]: each for each in envoy(objects)["clusters"]}
+    for route in routes(objects).values():
+        assert {each["name"] for each in route["weighted_clusters"]["clusters"]} <= set(clusters)
+    services = of_kind(objects, "Service")
+    for cluster in clusters.values():
+        for endpoint in cluster["load_assignment"]["endpoints"][0]["lb_endpoints"]:
+            address = endpoint["endpoint"]["address"]["socket_address"]
+            ports = services[address["address"]]["spec"]["ports"]
+            assert address["port_value"] in [port["port"] for port in ports]
+
+
+def test_each_gpu_has_a_deployment_of_its_own() -> None:
+    objects = render({"verifier": {"count": 3}})
+    verifiers = of_kind(objects, "Deployment", "-verifier-")
+    assert len(verifiers) == 3
+    for deployment in verifiers.values():
+        assert deployment["spec"]["replicas"] == 1
+        limits = containers(deployment)["verifier"]["resources"]["limits"]
+        assert limits == {"nvidia.com/gpu": 1}
+
+
+def test_calls_of_a_client_stay_together() -> None:
+    objects = render({"verifier": {"count": 2}})
+    assert routes(objects)[7431]["hash_policy"] == [{"header": {"header_name": CLIENT_HEADER}}]
+    (cluster,) = [each for each in envoy(objects)["clusters"] if each["name"] == "verifiers"]
+    assert cluster["lb_policy"] == "RING_HASH"
+
+
+def test_a_co_located_drafter_shares_the_pod_and_the_place_on_the_ring() -> None:
+    objects = render(SETTINGS["co-located"])
+    assert not of_kind(objects, "Deployment", "-drafter-")
+    for deployment in of_kind(objects, "Deployment", "-verifier-").values():
+        assert deployment["spec"]["template"]["spec"]["shareProcessNamespace"]
+        shared = {"name": "shared-memory", "mountPath": "/dev/shm"}
+        assert {*containers(deployment)} == {"verifier", "drafter"}
+        assert all(shared in each["volumeMounts"] for each in containers(deployment).values())
+    rings = [
+        [
+            (endpoint["metadata"]["filter_metadata"]["envoy.lb"]["hash_key"], cluster["lb_policy"])
+            for endpoint in cluster["load_assignment"]["endpoints"][0]["lb_endpoints"]
+        ]
+        for cluster in envoy(objects)["clusters"]
+    ]
+    assert len(rings) == 2
+    assert rings[0] == rings[1]
+
+
+def test_drafter_versions_share_traffic_by_weight() -> None:
+    objects = render(SETTINGS["canary"])
+    clusters = routes(objects)[7432]["weighted_clusters"]["clusters"]
+    assert [each["weight"] for each in clusters] == [90, 10]
+    assert len(of_kind(objects, "Deployment", "-drafter-")) == 2
+
+
+def test_pods_are_scaled_by_queues_that_the_services_report() -> None:
+    objects = render(SETTINGS["scaled"])
+    scalers = of_kind(objects, "HorizontalPodAutoscaler")
+    deployments = of_kind(objects, "Deployment")
+    assert len(scalers) == 3
+    for scaler in scalers.values():
+        (metric,) = scaler["spec"]["metrics"]
+        assert metric["pods"]["metric"]["name"] in (Metric.ENGINE_QUEUE, Metric.DRAFTER_QUEUE)
+        assert "replicas" not in deployments[scaler["spec"]["scaleTargetRef"]["name"]]["spec"]
+
+
+def test_an_own_secret_is_used_and_none_made() -> None:
+    objects = render({"existingSecret": "mine"})
+    assert not of_kind(objects, "Secret")
+    for deployment in of_kind(objects, "Deployment").values():
+        volumes = deployment["spec"]["template"]["spec"]["volumes"]
+        assert "mine" in [each["secret"]["secretName"] for each in volumes if "secret" in each]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"verifier": {"count": 0}},
+        {"nonsense": 1},
+        {"drafters": []},
+        {"drafters": [{**CANARY[0], "weight": 0}]},
+        {"drafters": [{**CANARY[0], "name": "Not A Name"}]},
+        {"coLocated": True, "verifier": SCALED},
+        {"coLocated": True, "drafters": CANARY},
+    ],
+)
+def test_values_that_cannot_be_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(helm.HelmError):
+        render(values)

@@ -1,0 +1,110 @@
+"""The CPU deployment in real containers, once for all tests; `make containers` runs them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+from testcontainers.compose import DockerCompose
+
+from paceline.client import Client, TlsOptions
+
+COMPOSE = Path(__file__).parents[2] / "compose"
+READY_SECONDS = 180.0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if os.environ.get("PACELINE_CONTAINERS") != "1":
+        skip = pytest.mark.skip(reason="needs a Docker Engine: make containers")
+        for item in items:
+            if Path(__file__).parent in item.path.parents:
+                item.add_marker(skip)
+
+
+class Deployment(DockerCompose):
+    """A running compose file, by whichever compose there is, and how to call its services."""
+
+    ports: dict[str, int]
+    ca: Path
+    token: str
+
+    @cached_property
+    def compose_command_property(self) -> list[str]:
+        command = super().compose_command_property
+        done = os.system("docker compose version > /dev/null 2>&1")
+        return command if done == 0 else ["docker-compose", *command[2:]]
+
+    def run(self, *words: str) -> str:
+        """Standard output of a compose command."""
+        return self._run_command([*self.compose_command_property, *words]).stdout.decode()
+
+    def cli(self, *words: str) -> str:
+        """Standard output of `paceline` in a container of its own, in the services' network."""
+        return self.run("run", "--rm", "-T", "cli", *words)
+
+    def client(self) -> Client:
+        """A client on this machine, through the published ports."""
+        verifier, drafter = (f"127.0.0.1:{self.ports[n]}" for n in ("VERIFIER", "DRAFTER"))
+        return Client(verifier, drafter=drafter, token=self.token, tls=TlsOptions(ca=self.ca))
+
+    def state(self, service: str) -> str:
+        """`healthy`, `starting`, `unhealthy`, or what the container is doing instead."""
+        container = self.run("ps", "--all", "--quiet", service).strip()
+        assert container, f"no container of {service}"
+        words = "{{if .State.Running}}{{.State.Health.Status}}{{else}}{{.State.Status}}{{end}}"
+        inspect = ["docker", "inspect", "--format", words, container]
+        return self._run_command(inspect).stdout.decode().strip()
+
+    def until(self, service: str, *states: str) -> None:
+        """Wait for a state of a service."""
+        wait_until(lambda: self.state(service) in states, f"{service} is {states}")
+
+
+def wait_until(true: Callable[[], bool], what: str, seconds: float = READY_SECONDS) -> None:
+    """Wait until `true()`; fail if it never is."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, f"it never came true that {what}"
+        time.sleep(0.2)
+
+
+@pytest.fixture(scope="session")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """`compose/cpu.yml`, built and serving, as a project of its own on free ports."""
+    ports = {name: free_port() for name in ("VERIFIER", "DRAFTER")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COMPOSE_PROJECT_NAME", f"paceline-test-{os.getpid()}")
+        # Where only the older builder is there, compose is not to ask for another.
+        patch.setenv("COMPOSE_DOCKER_CLI_BUILD", "0")
+        for name, port in ports.items():
+            patch.setenv(f"PACELINE_{name}_PORT", str(port))
+        files = ["cpu.yml", str(Path(__file__).with_name("small.yml"))]
+        running = Deployment(COMPOSE, files, build=True, wait=False)
+        running.ports = ports
+        with running:
+            try:
+                running.until("verifier", "healthy")
+                running.until("drafter", "healthy")
+                running.ca = tmp_path_factory.mktemp("secrets") / "tls.crt"
+                running.ca.write_text(secret(running, "tls.crt"))
+                running.token = secret(running, "token").strip()
+                yield running
+            finally:
+                print(running.run("logs", "--no-color", "--tail", "40"))
+
+
+def secret(deployment: Deployment, name: str) -> str:
+    """What the deployment made for itself."""
+    return deployment.run("exec", "-T", "verifier", "cat", f"/run/paceline/{name}")
+
+
+def free_port() -> int:
+    """A port of the loopback that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,131 @@
+"""Generating through `compose/cpu.yml`, and what a drafter container can do to it: nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import AsyncIterator
+
+import pytest
+
+from paceline.client import Client, PacelineError, TlsOptions
+
+from .conftest import Deployment
+
+# It repeats itself, so that ngram finds something to draft.
+PROMPT = "import asyncio\nimport collections\nimport contextlib\n" * 8
+WANTED = {"max_new_tokens": 96, "temperature": 0.0}
+SAMPLED = {"max_new_tokens": 96, "temperature": 0.7, "seed": 3}
+
+
+@pytest.fixture
+async def client(deployment: Deployment) -> AsyncIterator[Client]:
+    async with deployment.client() as client:
+        yield client
+
+
+@pytest.fixture
+async def plain(client: Client) -> list[int]:
+    """The tokens without any drafter."""
+    result = await client.generate(PROMPT, drafter="none", **WANTED)
+    return list(result.token_ids)
+
+
+async def test_tokens_are_the_same_with_and_without_a_drafter(
+    client: Client, plain: list[int]
+) -> None:
+    drafted = await client.generate(PROMPT, **WANTED)
+    assert drafted.token_ids == plain
+    assert drafted.stats.drafted_rounds
+    assert not drafted.stats.fallbacks
+    sampled = [await client.generate(PROMPT, drafter=name, **SAMPLED) for name in ("none", None)]
+    assert sampled[0].token_ids == sampled[1].token_ids != plain
+
+
+def test_the_command_line_generates_in_a_container(deployment: Deployment) -> None:
+    words = ("--max-new-tokens", "8", "--json")
+    result = json.loads(deployment.cli("generate", PROMPT, *words).splitlines()[-1])
+    assert result["usage"]["completion_tokens"] == 8
+
+
+async def test_nobody_gets_in_without_the_token_or_the_certificate(deployment: Deployment) -> None:
+    verifier = f"127.0.0.1:{deployment.ports['VERIFIER']}"
+    trusted = TlsOptions(ca=deployment.ca)
+    for refused in ({"tls": trusted}, {"tls": trusted, "token": "wrong"}, {"token": "x"}):
+        async with Client(verifier, **refused) as client:
+            with pytest.raises(PacelineError):
+                await client.generate(PROMPT, max_new_tokens=1, deadline=5)
+
+
+async def test_a_killed_drafter_container_costs_no_token(
+    deployment: Deployment, client: Client, plain: list[int]
+) -> None:
+    generation = client.generate(PROMPT, **WANTED)
+    chunks = aiter(generation)
+    await anext(chunks)
+    deployment.run("kill", "drafter")
+    async for _ in chunks:
+        pass
+    assert (await generation).token_ids == plain
+    assert deployment.state("drafter") == "exited"
+
+    without = await client.generate(PROMPT, **WANTED)
+    assert without.token_ids == plain
+    assert not without.stats.drafted_rounds
+
+    deployment.run("start", "drafter")
+    deployment.until("drafter", "healthy")
+    async with deployment.client() as fresh:
+        drafted = await fresh.generate(PROMPT, **WANTED)
+    assert drafted.token_ids == plain
+    assert drafted.stats.drafted_rounds
+
+
+async def test_a_drafter_is_swapped_while_text_streams(
+    deployment: Deployment, client: Client, plain: list[int]
+) -> None:
+    verifier = deployment.run("ps", "--quiet", "verifier")
+    generation = client.generate(PROMPT, **WANTED)
+    chunks = aiter(generation)
+    await anext(chunks)
+    load = ("load", "ngram", "ngram", "--version", "next", "--option", "max_nodes=4")
+    deployment.cli("drafters", *load, "--activate")
+    async for _ in chunks:
+        pass
+    assert (await generation).token_ids == plain
+    swapped = await client.generate(PROMPT, **WANTED)
+    assert swapped.token_ids == plain
+    assert [*swapped.stats.drafter_versions] == ["ngram@next"]
+    deployment.cli("drafters", "unload", "ngram", "1")
+    assert "ngram@1" not in deployment.cli("drafters", "list")
+    assert deployment.run("ps", "--quiet", "verifier") == verifier
+    assert deployment.state("verifier") == "healthy"
+
+
+def test_final_images_hold_no_build_tools_and_run_as_nobody_special(
+    deployment: Deployment,
+) -> None:
+    for service in ("verifier", "drafter"):
+        look = "id -u; command -v gcc cc ld pip || echo none; touch /x 2> /dev/null || echo sealed"
+        assert deployment.run("exec", "-T", service, "sh", "-c", look).split() == [
+            *("10001", "none", "sealed")
+        ]
+
+
+def test_kernels_were_compiled_with_the_image(deployment: Deployment) -> None:
+    probe = "from paceline.kernels import _native; print(_native.library()._name)"
+    name = deployment.run("exec", "-T", "verifier", "python", "-c", probe)
+    assert name.startswith("libpaceline-kernels-")
+
+
+def test_metrics_stay_inside(deployment: Deployment) -> None:
+    fetch = "import urllib.request as u; print(u.urlopen('http://verifier:9431/metrics').status)"
+    assert deployment.run("exec", "-T", "drafter", "python", "-c", fetch).strip() == "200"
+    open_ports = subprocess.run(
+        ["docker", "port", deployment.run("ps", "--quiet", "pod").strip()],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert all(line.split(" -> ")[1].startswith("127.0.0.1:") for line in open_ports.splitlines())
+    assert "9431" not in open_ports
