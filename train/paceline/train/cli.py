@@ -1,4 +1,4 @@
-"""`paceline train target`, `paceline train lm` and `paceline train longspec`."""
+"""`paceline train target`, `lm`, `longspec` and `dspark`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.train.dspark.preset import PRESETS as DSPARK_PRESETS
 from paceline.train.longspec.preset import PRESETS as LONGSPEC_PRESETS
 from paceline.train.preset import PRESETS
 
@@ -42,12 +43,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     longspec.add_argument(
         "--no-noise", action="store_true", help="ablation: without flash noisy training"
     )
+    dspark = commands.add_parser("dspark", help="train a DSpark drafter for a target")
+    _add_common(dspark, sorted(DSPARK_PRESETS), preset="cpu", out=_DEMO / "dspark")
+    _add_target(dspark)
+    dspark.add_argument(
+        "--no-heads", action="store_true", help="without sequential and confidence head: DFlash"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
     """Run the sub-command in `args`; 0 when done, 1 on a bad argument, 130 when interrupted."""
     try:
-        {"target": _target, "lm": _lm, "longspec": _longspec}[args.train_command](args)
+        _COMMANDS[args.train_command](args)
     except KeyboardInterrupt as stop:
         print(f"{stop}; give the same command again to go on", file=sys.stderr)
         return 130
@@ -90,6 +97,21 @@ def _longspec(args: argparse.Namespace) -> None:
     corpus = load_corpus(args.data, _ALL_FILES, _HELDOUT_FILES, wide=True)
     preset = preset.ablated(offset=not args.no_offset, noise=not args.no_noise)
     train_longspec(args.target, corpus, preset, run, args.out)
+
+
+def _dspark(args: argparse.Namespace) -> None:
+    from paceline.train.corpus import load_corpus
+    from paceline.train.dspark.run import train_dspark
+
+    preset = DSPARK_PRESETS[args.preset]
+    run = _run(args, preset.minutes, preset.steps)
+    corpus = load_corpus(args.data, _ALL_FILES, _HELDOUT_FILES, wide=True)
+    if args.no_heads:
+        preset = preset.without_heads()
+    train_dspark(args.target, corpus, preset, run, args.out)
+
+
+_COMMANDS = {"target": _target, "lm": _lm, "longspec": _longspec, "dspark": _dspark}
 
 
 def _run(args: argparse.Namespace, minutes: float, steps: int) -> Run:

@@ -1,7 +1,7 @@
 """The training loop, the same for every model: batches in, a loss out, checkpoints between."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,13 +72,13 @@ def train(
     optimizer: Optimizer,
     plan: Plan,
     run: Run,
-    heldout: Callable[[nn.Module], float] | None = None,
+    heldout: Callable[[nn.Module], Mapping[str, float]] | None = None,
 ) -> Progress:
     """Train `model` in place until the run's minutes or steps are used up.
 
     Where `run.work` holds a checkpoint it goes on from there; a finished run returns at once.
-    `heldout` measures a held-out figure before each checkpoint. On SIGTERM or Ctrl-C a checkpoint
-    is written and KeyboardInterrupt raised.
+    `heldout` measures what goes into the log before each checkpoint, a figure named `heldout` among
+    it. On SIGTERM or Ctrl-C a checkpoint is written and KeyboardInterrupt raised.
 
     Started by `accelerate launch` or `torchrun`, the processes share every batch: each takes its
     part of the rows, and of the `run.accumulate` parts that a batch is cut into. The first process
@@ -95,7 +95,7 @@ def train(
 
     def save() -> None:
         if heldout is not None:
-            progress.note(heldout=heldout(model))
+            progress.note(**heldout(model))
         save_run(run.work, model, optimizer, batches, progress)
 
     def agreed(done: float, stop: bool) -> tuple[float, bool]:

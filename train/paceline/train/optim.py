@@ -1,20 +1,23 @@
-"""The optimizer: Muon for the matrices of the layers, AdamW for embeddings and norms."""
+"""The optimizer: Muon for the matrices of the layers, AdamW for all else."""
 
 from typing import Any
 
 from torch import nn, optim
+
+# Rows of these belong to tokens, most of which a batch does not hold: no matrices to Muon.
+_TABLES = ("embed", "markov_w")
 
 
 class Optimizer:
     """Two optimizers that step as one, with learning rates scaled by a common factor."""
 
     def __init__(self, model: nn.Module, muon_rate: float | None, adamw_rate: float) -> None:
-        """Split `model`'s parameters: 2-D ones outside the embedding go to Muon.
+        """Split `model`'s parameters: matrices that are no tables of tokens go to Muon.
 
         `model` must be on its device by now. A `muon_rate` of None leaves all of it to AdamW.
         """
         trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        by_muon = {n for n, p in trained if muon_rate and p.ndim == 2 and "embed" not in n}
+        by_muon = {n for n, p in trained if muon_rate and _is_matrix(n, p)}
         self._parts: list[optim.Optimizer] = []
         self._rates: list[float] = []
         if muon_rate and by_muon:
@@ -54,3 +57,9 @@ class Optimizer:
         """Take up a state written by `state_dict`."""
         for part, kept in zip(self._parts, state["parts"], strict=True):
             part.load_state_dict(kept)
+
+
+def _is_matrix(name: str, parameter: nn.Parameter) -> bool:
+    if parameter.ndim != 2 or min(parameter.shape) == 1:
+        return False
+    return not any(table in name for table in _TABLES)

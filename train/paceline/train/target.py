@@ -67,8 +67,8 @@ def train_target(
         likelihood = next_token_loss(forward, stream[places.to(run.device)])
         return likelihood + unlikelihood(model, batches.position.documents)
 
-    def heldout_loss(measured: nn.Module) -> float:
-        return text_loss(measured, [ids[:_HELDOUT_TOKENS] for ids in heldout])
+    def heldout_loss(measured: nn.Module) -> dict[str, float]:
+        return {"heldout": text_loss(measured, [ids[:_HELDOUT_TOKENS] for ids in heldout])}
 
     plan = Schedule(preset, run.minutes, run.steps)
     optimizer = Optimizer(model, preset.muon_rate, preset.adamw_rate)

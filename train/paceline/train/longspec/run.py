@@ -62,7 +62,7 @@ def train_longspec(
 
     logged = prompts(heldout, _LOGGED_PROMPT)
     progress = train(
-        layer, loss, batches, optimizer, plan, run, lambda measured: logged.mean(model)
+        layer, loss, batches, optimizer, plan, run, lambda _: {"heldout": logged.mean(model)}
     )
     if not process.is_main_process:
         return model

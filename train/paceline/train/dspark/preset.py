@@ -1,0 +1,89 @@
+"""Shapes and schedules that `paceline train dspark` knows by name."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+_WARM_UP = 0.04  # share of the run in which the learning rates rise, as in the reference
+_FINAL_RATE = 0.03
+
+
+@dataclass(frozen=True)
+class DSparkPreset:
+    """A drafter's shape and how it is trained. Lengths are in tokens, shares of the run 0 to 1."""
+
+    taps: tuple[int, ...]
+    """Target layers whose outputs are read; negative ones count from the last."""
+    layers: int
+    block: int
+    markov_rank: int
+    minutes: float
+    steps: int
+    rows: int
+    length: int
+    anchors: int
+    """Blocks of a row, at random places."""
+    adamw_rate: float
+    muon_rate: float | None = None
+    """Learning rate of the matrices; None: AdamW for all."""
+    window: int = 0
+    markov_head: str = "vanilla"
+    confidence: bool = True
+    own_from: float = 1.0
+    """From this share of the run on, only the target's own texts are read."""
+    own_texts: int = 0
+    files: int = 1_000_000
+    ce: float = 0.1
+    """Weight of the cross-entropy (equation 12)."""
+    tv: float = 0.9
+    """Weight of the distance of the two distributions."""
+    certainty: float = 1.0
+    """Weight of the confidence head's loss."""
+
+    def without_heads(self) -> DSparkPreset:
+        """The same backbone with neither head: DFlash's shape."""
+        return replace(self, markov_rank=0, confidence=False)
+
+
+@dataclass(frozen=True)
+class DSparkPlan:
+    """The :class:`~paceline.train.loop.Plan` of a run; `own` documents come first in the stream."""
+
+    preset: DSparkPreset
+    minutes: float
+    steps: int
+    own: int
+
+    def progress(self, step: int, elapsed: float) -> float:
+        """Share of the run done, 0 to 1, after `step` steps and `elapsed` seconds of stepping."""
+        return min(1.0, max(step / self.steps, elapsed / (60 * self.minutes)))
+
+    def rate(self, step: int, progress: float) -> float:
+        """Factor on the learning rates: a linear rise, then a cosine."""
+        fall = _FINAL_RATE + (1 - _FINAL_RATE) * (1 + math.cos(math.pi * progress)) / 2
+        return fall * min(1.0, progress / _WARM_UP + 1 / (1 + _WARM_UP * self.steps))
+
+    def documents(self, progress: float) -> int | None:
+        """How many documents the next batch is drawn from; None: all."""
+        return self.own if self.own and progress >= self.preset.own_from else None
+
+    def shape(self, progress: float) -> tuple[int, int]:
+        """(rows, length in tokens) of the next batch."""
+        return self.preset.rows, self.preset.length
+
+
+PRESETS: dict[str, DSparkPreset] = {
+    # For the demo target on one CPU core.
+    "cpu": DSparkPreset(
+        taps=(1, 4, 6), layers=2, block=6, markov_rank=128, window=128,
+        minutes=40, steps=20_000, rows=2, length=512, anchors=64,
+        muon_rate=0.02, adamw_rate=3e-3, files=400, own_texts=1536, own_from=0.4,
+    ),
+    # The paper's for Qwen3-4B: 5 layers, block 7, the whole context, AdamW (section 4.1).
+    "paper": DSparkPreset(
+        taps=(1, 9, 17, 25, 33), layers=5, block=7, markov_rank=256,
+        minutes=72 * 60, steps=25_000, rows=512, length=4096, anchors=512, adamw_rate=6e-4,
+        own_texts=1_300_000, own_from=0.0,
+    ),
+}  # fmt: skip

@@ -1,0 +1,67 @@
+"""The frozen target, as training a DSpark drafter needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from paceline.decoder import Decoder, LocalCache
+from paceline.decoder.weights import Checkpoint
+from paceline.kernels import CHUNK, TreeSegment, plan_trees
+
+
+class TappedTarget:
+    """A target of which hidden states are read: those that a verifier of it would export.
+
+    Logits are made for the places that need them alone, where they are needed: what moves within a
+    step is hidden states (DSpark, section 5.1).
+    """
+
+    def __init__(self, folder: Path, device: str, taps: Sequence[int]) -> None:
+        """Load it; `taps` are layers, 0 for the first."""
+        self.decoder = Decoder.load(folder, device=device)
+        config = self.decoder.config
+        name = "model.embed_tokens.weight" if config.tied else "lm_head.weight"
+        self.head = Checkpoint(folder, config.dtype, device)[name]
+        """LM head `[V, hidden]`."""
+        self._taps = tuple(taps)
+        self._caches: list[LocalCache] = []
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token embedding, fp32 `[..., hidden]`."""
+        return self.decoder.embedding[tokens].float()
+
+    def read(self, tokens: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Read texts.
+
+        Args:
+            tokens: int64 `[B, S]`.
+            places: Where logits are wanted, numbered text after text, int64 `[P]`.
+
+        Returns:
+            Outputs of the tapped layers side by side, `[B * S, taps * hidden]`, and logits
+            `[P, V]`, both in the target's type.
+        """
+        texts, length = tokens.shape
+        while len(self._caches) < texts:
+            self._caches.append(LocalCache(self.decoder.config, self.decoder.device))
+        for cache in self._caches:
+            cache.truncate(0)
+            cache.reserve(length)
+        blocks = [
+            TreeSegment(text, start, None, min(CHUNK, length - start))
+            for text in range(texts)
+            for start in range(0, length, CHUNK)
+        ]
+        with torch.autocast(tokens.device.type, enabled=False):
+            result = self.decoder.forward(
+                tokens.flatten(),
+                plan_trees(blocks, device=self.decoder.device),
+                self._caches[:texts],
+                logit_rows=places,
+                taps=self._taps,
+            )
+        return torch.cat(result.taps, dim=-1), result.logits
