@@ -164,7 +164,8 @@ class KvExchange:
         """Map hidden states of a cache that keeps them. Whoever asked closes it.
 
         Args:
-            address: Of the verifier: ``unix:/path``, or ``host:port`` on the loopback.
+            address: Of the verifier: ``unix:/path``, or ``host:port`` on the loopback. With
+                ``VerifierAccess.beside`` it does not matter.
             read_grant: As the verifier gave it out.
             layers: At least one, 0 for the first.
             window: Positions before the committed length that are read at most; 0: all.
@@ -174,6 +175,7 @@ class KvExchange:
         """
         from paceline.drafter.kv.states import SharedStates
 
+        address = self._beside or address
         _check_local(address)
         request = kv_pb2.MapCacheRequest(read_grant=read_grant, hidden_state_layers=layers)
         return SharedStates.open(await self._call(address, request), read_grant, layers, window)
