@@ -216,3 +216,27 @@ class Tree:
         spans = self.named(name)
         assert spans, f"there is no {name}"
         return {self._spans[span.parent].name for span in spans}
+
+
+def test_paceline_trace_shows_a_generation_of_its_own(
+    traced: tuple[Collector, ServiceProcess, ServiceProcess], tmp_path: Path
+) -> None:
+    """Whatever the services export, and to whom."""
+    _, verifier, drafter = traced
+    page = tmp_path / "page.html"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "paceline.cli.main", "trace", PROMPT, "--html", str(page)),
+            *("--max-new-tokens", "20", "--drafter", "lm"),
+            *("--verifier-address", verifier.address, "--drafter-address", drafter.address),
+        ],
+        env={**os.environ, "COLUMNS": "170"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "20 tokens" in done.stdout
+    assert "prefill" in done.stdout
+    assert page.read_text().count("<tr>") > 2

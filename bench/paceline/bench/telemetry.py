@@ -9,6 +9,7 @@ go by the clock, and each mode be measured on rounds of its own choice.
 """
 
 import argparse
+import asyncio
 import json
 import multiprocessing
 import os
@@ -98,8 +99,7 @@ class Pair:
 
     async def enter(self, stack: AsyncExitStack) -> Client:
         """Start all of it, for as long as the stack."""
-        for process in self._processes:
-            await stack.enter_async_context(process)
+        await asyncio.gather(*map(stack.enter_async_context, self._processes))
         verifier, drafter = (process.address for process in self._processes)
         return await stack.enter_async_context(Client(verifier, drafter=drafter))
 
@@ -133,7 +133,8 @@ async def measure(
         stack.enter_context(mock.patch.object(Pace, "steps", return_value=0))
         plain = Pair(target, {}, metrics=False)
         seen = Pair(target, {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint}, metrics=True)
-        clients = {pair: await pair.enter(stack) for pair in (plain, seen)}
+        entered = await asyncio.gather(plain.enter(stack), seen.enter(stack))
+        clients = dict(zip((plain, seen), entered, strict=True))
         pairs = dict(zip(MODES, (plain, seen, seen), strict=True))
         for client in (*clients.values(), *clients.values()):
             await generate(client, texts[0].tokens, tokens, "ngram")

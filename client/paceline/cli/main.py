@@ -28,6 +28,7 @@ COMMANDS = (
     Command("verifier", "paceline.cli.verifier", "run a verifier: the target model", "server"),
     Command("drafter", "paceline.cli.drafter", "run a drafter", "server"),
     Command("generate", "paceline.cli.generate", "generate text through running services"),
+    Command("trace", "paceline.cli.trace", "show where the time of rounds goes", "telemetry"),
     Command("drafters", "paceline.cli.drafters", "list, load, try, activate and unload drafters"),
     Command("health", "paceline.cli.health", "ask a service whether it serves", "server"),
     Command("demo", "paceline.cli.demo", "start both services and watch them generate", "server"),

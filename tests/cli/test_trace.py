@@ -1,0 +1,124 @@
+"""Where the time of rounds went, from spans as collectors write them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from paceline.cli import waterfall
+from paceline.cli.main import main
+
+MS = 1_000_000
+
+
+def span(name: str, own: str, parent: str, began: float, ended: float, **facts: int) -> Any:
+    """A span in OTLP's JSON; times in milliseconds."""
+    return {
+        "name": name,
+        "traceId": "t1",
+        "spanId": own,
+        "parentSpanId": parent,
+        "startTimeUnixNano": str(round(began * MS)),
+        "endTimeUnixNano": str(round(ended * MS)),
+        "attributes": [
+            {"key": "specdec." + key.replace("__", "."), "value": {"intValue": str(value)}}
+            for key, value in facts.items()
+        ],
+    }
+
+
+ROUND = {
+    "round__index": 1,
+    "num_draft_tokens": 8,
+    "num_accepted_draft_tokens": 3,
+    "num_emitted_tokens": 4,
+}
+CLIENT = [
+    span("text_completion <m>", "root", "", 0, 40),
+    span("specdec.prefill", "p", "root", 1, 11, queue_us=2000, compute_us=6000),
+    span("specdec.round", "r", "root", 12, 30, **ROUND),
+    span("specdec.draft", "d", "r", 12, 18, queue_us=1000, compute_us=3000),
+    span("specdec.verify", "v", "r", 19, 30, queue_us=500, compute_us=7500),
+    span("specdec.round", "cut", "root", 31, 33),
+]
+SERVICES = [span("specdec.verifier.round", "s", "v", 19.5, 28)]
+
+
+def write(file: Path, *exports: list[Any]) -> Path:
+    """One export a line, as by several processes."""
+    lines = [json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": each}]}]}) for each in exports]
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+def test_time_is_split_into_parts(tmp_path: Path) -> None:
+    found = waterfall.rows(waterfall.read_spans(write(tmp_path / "f", CLIENT)))
+    prefill, first, cut = found
+    assert (prefill.label, first.label, cut.label) == ("prefill", "1", "cut short")
+    assert prefill.parts == (("transport", 1), ("queue", 2), ("verify", 6), ("transport", 1))
+    assert first.parts == (
+        *(("transport", 1), ("queue", 1), ("draft", 3), ("transport", 1)),
+        ("client", 1),
+        *(("transport", 1.5), ("queue", 0.5), ("verify", 7.5), ("transport", 1.5)),
+    )
+    assert (first.begins, first.total, cut.total) == (12, 18, 2)
+    assert (first.drafted, first.accepted, first.emitted) == (8, 3, 4)
+
+
+def test_services_know_when_a_message_came(tmp_path: Path) -> None:
+    spans = waterfall.read_spans(write(tmp_path / "f", SERVICES, CLIENT))
+    _, first, _ = waterfall.rows(spans)
+    assert first.parts[-4:] == (
+        *(("transport", 0.5), ("queue", 0.5), ("verify", 7.5), ("transport", 2.5)),
+    )
+
+
+def test_the_newest_generation_is_shown(tmp_path: Path) -> None:
+    older = [dict(each, traceId="t0", startTimeUnixNano="-5") for each in CLIENT]
+    spans = waterfall.read_spans(write(tmp_path / "f", CLIENT, older))
+    assert len(waterfall.rows(spans)) == 3
+
+
+def test_terminal_and_page_say_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    page = tmp_path / "page.html"
+    file = write(tmp_path / "f", CLIENT)
+    assert main(["trace", "--read", str(file), "--html", str(page)]) == 0
+    shown, text = capsys.readouterr().out, page.read_text()
+    for part in ("18.00", "3.00", "7.50", "3/8", "cut short"):
+        assert part in shown
+        assert f">{part}<" in text
+    assert "src=" not in text
+    assert "http" not in text
+
+
+def test_bars_end_where_they_belong() -> None:
+    """Rounding must not add up: bars of equal length have equal widths, whatever their parts."""
+    small = tuple(("transport", 0.3) for _ in range(100))
+    many = waterfall.Row("1", 0, small, 0, 0, 1)
+    one = waterfall.Row("2", 0, (("verify", many.total),), 0, 0, 1)
+    widths = [sum(width for _, width in waterfall._widths(row, 40)) for row in (many, one)]
+    assert widths[0] == widths[1] == round(30 / 40 * 56)
+    Console(file=None, quiet=True).print(waterfall.table([many, one], "x"))
+
+
+@pytest.mark.parametrize("content", ["{", '{"resourceSpans": [{}]}', "[]", '{"resourceSpans": 3}'])
+def test_other_files_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    file = tmp_path / "f"
+    file.write_text(content)
+    assert main(["trace", "--read", str(file)]) == 2
+    assert "does not hold spans" in capsys.readouterr().err
+
+
+def test_nothing_to_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", "--read", str(write(tmp_path / "f", SERVICES))]) == 2
+    assert "no generation among the spans" in capsys.readouterr().err
+    assert main(["trace", "--read", str(tmp_path / "missing")]) == 2
+    assert main(["trace"]) == 2
+    assert "give either a prompt or --read FILE" in capsys.readouterr().err
