@@ -54,6 +54,7 @@ def test_client_commands_need_no_extra(name: str) -> None:
     ("words", "extra"),
     [
         (["verifier", "--target", "x"], "server"),
+        (["trace", "x"], "telemetry"),
         (["drafter", "--load", "ngram"], "server"),
         (["train", "target", "--work", "x"], "train"),
     ],
