@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROTOS := $(wildcard protos/paceline/v1/*.proto)
 
-.PHONY: setup demo test chart containers up down lint types proto proto-check bench drills \
+.PHONY: setup demo test chart containers up down lint types proto proto-check bench drills fuzz audit \
 	gpu-check gpu-train clean
 
 setup: .make/setup
@@ -62,6 +62,18 @@ bench: setup
 # Breaks things under load and records in bench/results what held: about a quarter of an hour.
 drills: setup
 	$(BIN)/paceline drills
+
+# Nonsense to every RPC for FUZZ_SECONDS, from the seed FUZZ_SEED.
+FUZZ_SECONDS ?= 300
+FUZZ_SEED ?= 1
+fuzz: setup
+	PACELINE_FUZZ_SECONDS=$(FUZZ_SECONDS) PACELINE_FUZZ_SEED=$(FUZZ_SEED) \
+	    $(BIN)/python -m pytest tests/fuzz -s
+
+# Known holes in what constraints.txt pins; asks an advisory service, so it needs a network.
+audit: setup
+	$(BIN)/python -m pip install --quiet pip-audit
+	$(BIN)/pip-audit --requirement constraints.txt --no-deps --disable-pip
 
 # The two GPU commands use the Python at hand with its own torch: nothing is downloaded.
 SOURCES := protos/gen:kernels:services/common:services/verifier:services/drafter:client:train:bench

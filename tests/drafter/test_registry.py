@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.drafter import DrafterSpec, LoadError, register_method
@@ -80,6 +80,18 @@ async def test_versions_are_numbered_or_named(registry: Registry) -> None:
     assert (await registry.load(spec("x=fake"))).version == "4"
 
 
+async def test_there_is_an_end_to_loading(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.drafter.registry.registry.MOST_VERSIONS", 2)
+    await registry.load(spec("x=fake"))
+    await registry.load(spec("y=fake"))
+    with pytest.raises(ServiceError, match="unload one first"):
+        await registry.load(spec("x=fake"))
+    registry.unload("y")
+    await registry.load(spec("x=fake"))
+
+
 async def test_loading_activates_only_when_asked(registry: Registry) -> None:
     await registry.load(spec("x=fake"))
     await registry.load(spec("x=fake"))
@@ -131,6 +143,7 @@ async def test_wrong_activations_are_refused(registry: Registry) -> None:
     refused("DRAFTER_NOT_FOUND", lambda: registry.choose("x", "9"))
 
 
+@settings(deadline=None)  # it makes threads
 @given(share=st.floats(0.01, 0.99), count=st.integers(1, 60))
 def test_shares_are_kept_exactly(share: float, count: int) -> None:
     async def chosen() -> Counter[str]:

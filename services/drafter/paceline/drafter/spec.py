@@ -12,6 +12,7 @@ from paceline.drafter.methods.base import LoadError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _RESERVED = ("none",)
+_MOST_OPTIONS, _LONGEST_OPTION = 64, 4096
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,14 @@ class DrafterSpec:
                     f"{word[:80]!r} is not a {what} for a drafter: use letters, digits, '.', '-' "
                     "and '_', at most 64, starting with a letter or digit, and not 'none'",
                 )
+        if len(self.options) > _MOST_OPTIONS or any(
+            len(text) > _LONGEST_OPTION for pair in self.options.items() for text in pair
+        ):
+            raise LoadError(
+                "INVALID_OPTION",
+                f"drafter {self.name!r} has {len(self.options)} options, expected at most "
+                f"{_MOST_OPTIONS} of at most {_LONGEST_OPTION} characters",
+            )
         if not self.method:
             raise LoadError("UNKNOWN_METHOD", f"drafter {self.name!r} names no method")
 
@@ -95,14 +104,29 @@ class Roots:
         Raises:
             LoadError: It lies below none of the roots, or there is nothing there.
         """
-        found = folder.resolve()
+        try:
+            found = folder.resolve()
+        except (
+            OSError,
+            ValueError,
+            RuntimeError,
+        ) as error:  # too long, a zero byte, links in a ring
+            raise LoadError(
+                "FOLDER_MISSING", f"{str(folder)[:80]!r} is no path: {error}"
+            ) from error
         if not any(found.is_relative_to(root) for root in self._roots):
             listed = ", ".join(map(str, self._roots)) or "none: this service was given no folder"
             raise LoadError(
                 "FOLDER_NOT_ALLOWED",
-                f"{folder} is not below a folder that drafters may be loaded from ({listed}); "
-                "move it there or start the service with another root",
+                f"{str(folder)[:200]} is not below a folder that drafters may be loaded from "
+                f"({listed}); move it there or start the service with another root",
             )
-        if not found.exists():
-            raise LoadError("FOLDER_MISSING", f"there is no {folder} on the drafter's machine")
+        try:
+            there = found.exists()
+        except OSError:  # such as a name that is too long
+            there = False
+        if not there:
+            raise LoadError(
+                "FOLDER_MISSING", f"there is no {str(folder)[:200]} on the drafter's machine"
+            )
         return found

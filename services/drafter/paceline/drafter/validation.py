@@ -9,13 +9,17 @@ from paceline.drafter.methods.base import Drafter
 from paceline.service import ServiceError
 from paceline.v1 import drafter_pb2, sampling_pb2
 
+_NAMES = ("drafter", "version", "target_fingerprint", "tokenizer_digest", "verifier_address")
+_LONGEST_NAME = 4096
+_MOST_BIASES = 4096
+
 
 def check_attach(attach: drafter_pb2.DraftAttach, max_context: int) -> None:
     """Check an attach by itself.
 
     Raises:
         ServiceError: INVALID_ARGUMENT with EMPTY_TEXT, TEXT_TOO_LONG, INVALID_VOCABULARY,
-            TOKEN_OUT_OF_VOCABULARY, INVALID_PROMPT_LENGTH or INVALID_SAMPLING.
+            TOKEN_OUT_OF_VOCABULARY, INVALID_PROMPT_LENGTH, NAME_TOO_LONG or INVALID_SAMPLING.
     """
     if attach.vocab_size == 0:
         raise ServiceError.invalid_argument(
@@ -33,6 +37,17 @@ def check_attach(attach: drafter_pb2.DraftAttach, max_context: int) -> None:
             f"prompt_length is {attach.prompt_length}, but there are {len(attach.tokens)} tokens; "
             "send the number of prompt tokens among them",
         )
+    for field in (
+        "drafter",
+        "version",
+        "target_fingerprint",
+        "tokenizer_digest",
+        "verifier_address",
+    ):
+        if len(getattr(attach, field)) > _LONGEST_NAME:
+            raise ServiceError.invalid_argument(
+                "NAME_TOO_LONG", f"{field} is longer than {_LONGEST_NAME} characters"
+            )
     _check_sampling(attach.sampling, attach.vocab_size)
 
 
@@ -115,6 +130,11 @@ def _check_sampling(sampling: sampling_pb2.SamplingParams, vocab_size: int) -> N
             raise ServiceError.invalid_argument(
                 "INVALID_SAMPLING", f"{name} is {value}, expected a number from {low} to {high}"
             )
+    if len(sampling.logit_bias) > _MOST_BIASES:
+        raise ServiceError.invalid_argument(
+            "INVALID_SAMPLING",
+            f"logit_bias names {len(sampling.logit_bias)} tokens, expected at most {_MOST_BIASES}",
+        )
     for token, bias in sampling.logit_bias.items():
         if token >= vocab_size or math.isnan(bias) or bias == math.inf:
             raise ServiceError.invalid_argument(

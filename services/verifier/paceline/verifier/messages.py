@@ -19,6 +19,8 @@ MAX_TREE_NODES = 255
 """Most drafted nodes of a round: with the anchor they fill one block of the attention."""
 
 MAX_TOP_LOGPROBS = 20
+MAX_STOP_TOKENS = 1024
+MAX_LOGIT_BIAS = 4096
 
 _FINISH = {
     None: sampling_pb2.FINISH_REASON_UNSPECIFIED,
@@ -72,6 +74,12 @@ def read_generation(request: verifier_pb2.CreateCacheRequest, limits: Limits) ->
         )
     _check_tokens("prompt_tokens", prompt, limits)
     _check_tokens("output_tokens", output, limits)
+    if len(request.stop_token_ids) > MAX_STOP_TOKENS:
+        raise _invalid(
+            "TOO_MANY_STOP_TOKENS",
+            f"there are {len(request.stop_token_ids)} stop tokens, expected at most "
+            f"{MAX_STOP_TOKENS}",
+        )
     _check_tokens("stop_token_ids", request.stop_token_ids, limits)
     if request.top_logprobs > MAX_TOP_LOGPROBS:
         raise _invalid(
@@ -108,6 +116,11 @@ def read_sampling(message: sampling_pb2.SamplingParams, limits: Limits) -> Sampl
         sampling_pb2.ACCEPTANCE_MODE_INVARIANT,
     ):
         raise _invalid("INVALID_SAMPLING", f"mode {message.mode} is unknown, expected INVARIANT")
+    if len(message.logit_bias) > MAX_LOGIT_BIAS:
+        raise _invalid(
+            "INVALID_SAMPLING",
+            f"logit_bias names {len(message.logit_bias)} tokens, expected at most {MAX_LOGIT_BIAS}",
+        )
     _check_tokens("logit_bias", list(message.logit_bias), limits)
     try:
         return sampling_params(message)

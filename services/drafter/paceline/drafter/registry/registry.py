@@ -19,6 +19,9 @@ from paceline.v1 import drafter_pb2
 
 logger = logging.getLogger("paceline.drafter")
 
+MOST_VERSIONS = 256
+"""Loaded at a time, whoever asks for more."""
+
 Check = Callable[[DrafterSpec, Drafter], Awaitable[drafter_pb2.DrafterCheck | None]]
 """Tries a drafter out before it gets traffic. Raises LoadError if it is not fit for any."""
 
@@ -92,7 +95,7 @@ class Registry:
 
         Raises:
             LoadError: The method, the folder or an option is wrong, or the check failed.
-            ServiceError: ALREADY_LOADED, if the name has this version.
+            ServiceError: ALREADY_LOADED, if the name has this version; TOO_MANY_VERSIONS.
         """
         loaded = await self._load(spec)
         if activate:
@@ -261,6 +264,11 @@ class Registry:
                 "ALREADY_LOADED",
                 f"drafter {spec.name!r} has a version {version!r} already; unload it, choose "
                 "another version, or leave the version out to have it numbered",
+            )
+        if len(self.versions()) + len(self._loading) >= MOST_VERSIONS:
+            raise ServiceError.resource_exhausted(
+                "TOO_MANY_VERSIONS",
+                f"there are {MOST_VERSIONS} versions, the most there may be; unload one first",
             )
         self._loading.add((spec.name, version))
         try:

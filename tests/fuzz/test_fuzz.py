@@ -1,0 +1,231 @@
+"""Every RPC of both services, called with nonsense over real sockets, while texts are generated.
+
+`make fuzz` runs it for minutes. PACELINE_FUZZ_SECONDS says how long (without it nothing is run),
+PACELINE_FUZZ_SEED which.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import Counter
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message import Message
+from mutations import Fuzzer
+from system_support import VOCABULARY, make_prompts, write_model, write_tokenizer
+
+from paceline.cli.processes import ServiceProcess
+from paceline.client import Client
+from paceline.client._errors import from_rpc_error
+from paceline.v1 import (
+    drafter_pb2,
+    kv_pb2,
+    sampling_pb2,
+    tree_pb2,
+    verifier_pb2,
+    verifier_pb2_grpc,
+)
+
+SECONDS = float(os.environ.get("PACELINE_FUZZ_SECONDS", "0"))
+SEED = int(os.environ.get("PACELINE_FUZZ_SEED", "1"))
+AT_A_TIME = 4
+CALL_SECONDS = 20.0
+SERVICES = {
+    "verifier": ("VerifierService", "KvExchangeService"),
+    "drafter": ("DrafterService", "DrafterRegistryService"),
+}
+METHODS: dict[str, list[MethodDescriptor]] = {
+    kind: [
+        method
+        for file in (verifier_pb2, kv_pb2, drafter_pb2)
+        for name, service in file.DESCRIPTOR.services_by_name.items()
+        if name in names
+        for method in service.methods
+    ]
+    for kind, names in SERVICES.items()
+}
+
+
+async def call(channel: grpc.aio.Channel, method: MethodDescriptor, raws: list[bytes]) -> str:
+    """Send raw messages to a method and read until it ends; how it ended."""
+    path = f"/{method.containing_service.full_name}/{method.name}"
+    if method.client_streaming:
+        stream: Any = channel.stream_stream(path)(iter(raws), timeout=CALL_SECONDS)
+    else:
+        stream = channel.unary_stream(path)(raws[0], timeout=CALL_SECONDS)
+    try:
+        async for _ in stream:
+            pass
+    except grpc.aio.AioRpcError as error:
+        return f"{error.code().name} {from_rpc_error(error).reason}"
+    return "OK"
+
+
+pytestmark = pytest.mark.skipif(not SECONDS, reason="make fuzz runs it")
+
+
+async def test_nonsense_does_no_harm(tmp_path: Path) -> None:
+    for folder in ("target", "small"):
+        write_model("llama" if folder == "target" else "small", tmp_path / folder)
+        write_tokenizer(tmp_path / folder)
+    target, prompt = str(tmp_path / "target"), make_prompts(1)[0]
+    arguments = ["--target", target, "--dtype", "float32", "--kv-bytes", "64MiB"]
+    drafting = ["--load", "ngram", "--load", f"lm=lm:{tmp_path}/small", "--state-dir", tmp_path]
+    with (
+        ServiceProcess("verifier", [*arguments, "--lease-seconds", "3"]) as verifier,
+        ServiceProcess("drafter", [*map(str, drafting), "--max-context=4096"]) as drafter,
+    ):
+        ends: Counter[str] = Counter()
+        processes = {"verifier": verifier, "drafter": drafter}
+        async with (
+            Client(verifier.address) as client,
+            grpc.aio.insecure_channel(verifier.address) as near,
+            grpc.aio.insecure_channel(drafter.address) as far,
+        ):
+            expected = (await client.generate(prompt, max_new_tokens=32)).token_ids
+            channels = {"verifier": near, "drafter": far}
+            until = monotonic() + SECONDS
+
+            async def fuzz(number: int) -> None:
+                fuzzer = Fuzzer(SEED * 1000 + number)
+                while monotonic() < until:
+                    fuzzer.capabilities = await capabilities(near, prompt)
+                    for _ in range(25):
+                        kind = fuzzer.draws.choice(list(METHODS))
+                        method = fuzzer.draws.choice(METHODS[kind])
+                        raws = requests(fuzzer, method, prompt)
+                        end = await call(channels[kind], method, raws)
+                        ends[f"{method.name}: {end}"] += 1
+                        process = processes[kind]
+                        told = (method.full_name, end, [raw.hex() for raw in raws])
+                        assert process.returncode is None, (told, process.log_tail())
+                        # An unexpected exception, or a stream that never ends, is a fault of ours.
+                        # INTERNAL without a reason is grpc's own: a write met the stream's end.
+                        code, _, reason = end.partition(" ")
+                        assert code != "UNKNOWN", told
+                        assert code != "INTERNAL" or not reason, (told, process.log_tail())
+                        assert "DEADLINE_EXCEEDED" not in end, told
+
+            async def generate() -> None:
+                async with Client(verifier.address) as other:
+                    while monotonic() < until:
+                        result = await other.generate(prompt, max_new_tokens=32)
+                        assert result.token_ids == expected
+
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(generate())
+                for number in range(AT_A_TIME):
+                    tasks.create_task(fuzz(number))
+        print(f"{ends.total()} calls:", *sorted(ends.items()), sep="\n")
+        assert any(end.endswith(": OK") for end in ends), "nothing got through: it shows nothing"
+        await asyncio.sleep(4)  # leases
+        assert verifier.terminate() == 0, verifier.log_tail()
+        assert drafter.terminate() == 0, drafter.log_tail()
+
+
+def requests(fuzzer: Fuzzer, method: MethodDescriptor, prompt: list[int]) -> list[bytes]:
+    """Messages for a call: a good call with something wrong in it, or nothing but nonsense."""
+    good = good_call(fuzzer, method.name, prompt) if fuzzer.draws.random() < 0.6 else []
+    if good:
+        return fuzzer.altered(good)
+    return [fuzzer.raw(method.input_type) for _ in range(fuzzer.draws.randint(1, 4))]
+
+
+def good_call(fuzzer: Fuzzer, name: str, prompt: list[int]) -> list[Message]:
+    """What a client might send; empty for methods that have nothing to get wrong."""
+    handle, grant = fuzzer.capabilities or (b"", b"")
+    sampling = sampling_pb2.SamplingParams(
+        temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, logit_bias={3: 1.0}, seed=7
+    )
+    text: dict[str, Any] = {"sampling": sampling}
+    tree = tree_pb2.TokenTree(tokens=[1, 2, 3], parents=[-1, 0, 0], confidences=[0.9, 0.5, 0.4])
+    length = len(prompt)
+    match name:
+        case "CreateCache":
+            creation = verifier_pb2.CreateCacheRequest(
+                prompt_tokens=prompt, max_new_tokens=8, parent_handle=handle, **text
+            )
+            return [creation]
+        case "Verify":
+            return [
+                verifier_pb2.VerifyRequest(handle=handle, round_id=1, tree=tree),
+                verifier_pb2.VerifyRequest(round_id=2, free_run_steps=3, deadline_ms=1000),
+                verifier_pb2.VerifyRequest(round_id=3, tree=tree),
+            ]
+        case "Draft":
+            attach = drafter_pb2.DraftAttach(
+                drafter=fuzzer.draws.choice(("ngram", "lm")),
+                tokens=prompt,
+                prompt_length=length,
+                vocab_size=VOCABULARY,
+                read_grant=grant,
+                verifier_address="127.0.0.1:1",
+                **text,
+            )
+            rounds = [
+                drafter_pb2.DraftRound(
+                    round_id=at,
+                    new_tokens=[at],
+                    node_budget=8,
+                    max_depth=4,
+                    total_length=length + at,
+                )
+                for at in (1, 2)
+            ]
+            return [
+                drafter_pb2.DraftRequest(attach=attach),
+                *(drafter_pb2.DraftRequest(round=each) for each in rounds),
+            ]
+        case "LoadDrafter":
+            options = {"max_nodes": "4"}
+            return [drafter_pb2.LoadDrafterRequest(name="x", method="ngram", options=options)]
+        case "ActivateDrafter":
+            trial = drafter_pb2.TrialSettings(confidence=0.9)
+            return [
+                drafter_pb2.ActivateDrafterRequest(
+                    name="x", version="2", traffic_share=0.3, trial=trial
+                )
+            ]
+        case "UnloadDrafter":
+            return [drafter_pb2.UnloadDrafterRequest(name="x", version="1")]
+        case "MapCache":
+            return [kv_pb2.MapCacheRequest(read_grant=grant, layers=[0, 1])]
+        case "FollowCache":
+            subscribe = kv_pb2.FollowSubscribe(read_grant=grant, layers=[0], budget=64)
+            return [
+                kv_pb2.FollowCacheRequest(subscribe=subscribe),
+                kv_pb2.FollowCacheRequest(ack=kv_pb2.FollowAck(update_id=1, budget=32)),
+            ]
+    return []
+
+
+async def capabilities(channel: grpc.aio.Channel, prompt: list[int]) -> list[bytes]:
+    """Handle and read grant of a fresh cache; none if there is no room."""
+    stub: Any = verifier_pb2_grpc.VerifierServiceStub(channel)
+    request = verifier_pb2.CreateCacheRequest(prompt_tokens=prompt, max_new_tokens=8)
+    try:
+        messages = [message async for message in stub.CreateCache(request)]
+    except grpc.aio.AioRpcError:
+        return []
+    return [messages[-1].created.handle, messages[-1].created.read_grant]
+
+
+async def test_bytes_that_are_no_http_do_no_harm(tmp_path: Path) -> None:
+    with ServiceProcess("drafter", ["--load", "ngram"]) as drafter:
+        host, _, port = drafter.address.rpartition(":")
+        fuzzer = Fuzzer(SEED)
+        preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+        for start in (b"", b"GET / HTTP/1.1\r\n\r\n", preface, preface + bytes(9)) * 10:
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(start + fuzzer.draws.randbytes(fuzzer.draws.randint(0, 5000)))
+            writer.close()
+            del reader
+        async with grpc.aio.insecure_channel(drafter.address) as channel:
+            (method,) = [m for m in METHODS["drafter"] if m.name == "ListDrafters"]
+            assert await call(channel, method, [b""]) == "OK"

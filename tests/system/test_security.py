@@ -1,0 +1,152 @@
+"""Who may call a real verifier: certificates, tokens, and whose cache is whose."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from certificates import Authority, Pair
+from system_support import make_prompts
+
+from paceline.cli.processes import ServiceProcess
+from paceline.client import (
+    AuthError,
+    Client,
+    NotFoundError,
+    PacelineError,
+    RetryOptions,
+    TlsOptions,
+    UnavailableError,
+)
+from paceline.client._errors import from_rpc_error
+from paceline.v1 import verifier_pb2, verifier_pb2_grpc
+
+TOKEN = "a-token-only-tests-know"
+IMPATIENT = RetryOptions(budget=0.5)
+
+
+@dataclass
+class Secured:
+    """A verifier that asks for certificates and a token, and those who have some."""
+
+    authority: Authority
+    client: Pair
+    colleague: Pair
+    expired: Pair
+    stranger: Pair
+    address: str
+    late: str
+    """Address of a verifier whose own certificate has expired."""
+
+    def tls(self, who: Pair | None, authority: Authority | None = None) -> TlsOptions:
+        return TlsOptions(
+            ca=(authority or self.authority).cert,
+            cert=who and who.cert,
+            key=who and who.key,
+        )
+
+
+@pytest.fixture(scope="module")
+def secured(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
+    folder = tmp_path_factory.mktemp("certificates")
+    authority, other = Authority(folder / "own"), Authority(folder / "other")
+    (folder / "token").write_text(TOKEN)
+
+    def verifier(pair: Pair) -> ServiceProcess:
+        security = ["--tls-cert", pair.cert, "--tls-key", pair.key]
+        security += ["--tls-client-ca", authority.cert, "--token-file", folder / "token"]
+        arguments = ["--target", models["llama"], "--dtype", "float32", *security]
+        return ServiceProcess("verifier", list(map(str, arguments)))
+
+    served, late = (
+        verifier(authority.sign("server")),
+        verifier(authority.sign("late", expired=True)),
+    )
+    with served, late:
+        yield Secured(
+            authority,
+            authority.sign("client"),
+            authority.sign("colleague"),
+            authority.sign("expired", expired=True),
+            other.sign("stranger"),
+            served.address,
+            late.address,
+        )
+        assert served.terminate() == 0
+
+
+async def attempt(address: str, tls: TlsOptions, token: str | None) -> list[int]:
+    prompt = make_prompts(1)[0]
+    async with Client(address, tls=tls, token=token, retry=IMPATIENT) as client:
+        return (await client.generate(prompt, max_new_tokens=4, deadline=20)).token_ids
+
+
+async def test_who_has_all_of_it_is_served(secured: Secured) -> None:
+    assert len(await attempt(secured.address, secured.tls(secured.client), TOKEN)) == 4
+
+
+@pytest.mark.parametrize(
+    ("who", "token", "expected"),
+    [
+        (lambda s: s.tls(s.client), None, AuthError),
+        (lambda s: s.tls(s.client), "wrong", AuthError),
+        (lambda s: s.tls(None), TOKEN, UnavailableError),
+        (lambda s: s.tls(s.stranger), TOKEN, UnavailableError),
+        (lambda s: s.tls(s.expired), TOKEN, UnavailableError),
+    ],
+    ids=["no token", "wrong token", "no certificate", "other authority", "expired"],
+)
+async def test_who_lacks_something_is_not(
+    secured: Secured,
+    who: Callable[[Secured], TlsOptions],
+    token: str | None,
+    expected: type[PacelineError],
+) -> None:
+    with pytest.raises(expected):
+        await attempt(secured.address, who(secured), token)
+    assert len(await attempt(secured.address, secured.tls(secured.client), TOKEN)) == 4
+
+
+async def test_a_client_trusts_no_other_authority_and_no_expired_server(
+    secured: Secured, tmp_path: Path
+) -> None:
+    foreign = secured.tls(secured.client, Authority(tmp_path / "foreign"))
+    for address, tls in ((secured.address, foreign), (secured.late, secured.tls(secured.client))):
+        with pytest.raises(UnavailableError):
+            await attempt(address, tls, TOKEN)
+
+
+async def test_a_handle_is_its_creators_alone(secured: Secured) -> None:
+    """Another certificate of the same authority, with the same token, knows the handle in vain."""
+    prompt = make_prompts(1)[0]
+    async with Client(secured.address, tls=secured.tls(secured.client), token=TOKEN) as client:
+        kept = client.generate(prompt, max_new_tokens=4, keep_cache=True)
+        await kept
+        assert kept.handle
+        credentials = grpc.ssl_channel_credentials(
+            secured.authority.cert.read_bytes(),
+            secured.colleague.key.read_bytes(),
+            secured.colleague.cert.read_bytes(),
+        )
+        async with grpc.aio.secure_channel(secured.address, credentials) as channel:
+            stub: Any = verifier_pb2_grpc.VerifierServiceStub(channel)
+            bearer: Any = {"metadata": (("authorization", f"Bearer {TOKEN}"),)}
+            stream = stub.Verify(**bearer)
+            await stream.write(verifier_pb2.VerifyRequest(handle=kept.handle, round_id=9))
+            fork = verifier_pb2.CreateCacheRequest(prompt_tokens=[1], parent_handle=kept.handle)
+            renewal = verifier_pb2.RenewLeaseRequest(handle=kept.handle)
+            for call in (
+                stream.read(),
+                stub.CreateCache(fork, **bearer).read(),
+                stub.RenewLease(renewal, **bearer),
+            ):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await call
+                assert isinstance(from_rpc_error(caught.value), NotFoundError)
+            release = verifier_pb2.ReleaseCacheRequest(handle=kept.handle)
+            assert not (await stub.ReleaseCache(release, **bearer)).released
+        again = client.generate(prompt, max_new_tokens=4, parent=kept)
+        assert (await again).usage.reused_tokens > 0, "its creator still has it"
+        await kept.aclose()
