@@ -33,7 +33,7 @@ class LongSpecOptions(KvOptions):
     max_nodes: int = 0
     """Most nodes of a tree: the likeliest of those drafted; 0: 16 on a CPU, elsewhere all."""
 
-    context: int = 1024
+    context: int = 512
     """Target positions that a round reads at most: the first 4 and the newest; 0: all of them.
     What it reads bounds what it costs, so that a draft takes as long at 1k as at 128k."""
 
