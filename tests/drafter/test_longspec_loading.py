@@ -43,7 +43,7 @@ def test_what_it_says_of_itself(folder: Path, target: Path) -> None:
     assert drafter.needs.hidden_state_layers == ()
     assert drafter.fit.vocab_size == VOCAB
     assert len(drafter.fit.target_fingerprint) == len(drafter.fit.tokenizer_digest) == 64
-    assert (drafter.max_nodes, drafter.max_depth) == (16, 4)
+    assert (drafter.max_nodes, drafter.max_depth) == (10, 2)
     wide = load(folder, target, widths="2,3", depth="4", max_nodes="99")
     assert (wide.max_nodes, wide.max_depth) == (11, 4)
 

@@ -11,10 +11,9 @@ from paceline.kernels import MAX_TREE_NODES, SINKS
 GPU_WIDTHS = (4, 16, 16, 16, 16)
 """The paper's (LongSpec, appendix D)."""
 
-CPU_WIDTHS = (4, 8, 8, 8)
-"""Milliseconds a round for the demo target at 1,024 tokens, on one core beside a busy one: 4,4,4,4
-4.4, these 5.9, 4,8,8,8,8 6.8, the paper's 9.4. A level costs about 1, hardly depending on its width
-below 8, and the target's own step of 17 rows 8.3. Not yet weighed against accepted lengths."""
+CPU_WIDTHS, CPU_NODES = (8, 8), 10
+"""Most tokens a millisecond of draft and target with the demo pair, see docs/longspec.md. A target
+whose step outweighs the draft's levels by more wants a deeper tree, such as 4,8,8,8 with 16."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +24,14 @@ class LongSpecOptions(KvOptions):
     """Folder of the target, for its embedding and LM head; empty: the drafter's folder has them."""
 
     widths: tuple[int, ...] = ()
-    """Nodes drafted at each level; empty: 4,8,8,8 on a CPU and 4,16,16,16,16 elsewhere."""
+    """Nodes drafted at each level; empty: 8,8 on a CPU and 4,16,16,16,16 elsewhere."""
 
     depth: int = 0
     """Longest path; 0: as many levels as there are widths. Unit: tokens."""
 
     max_nodes: int = 0
-    """Most nodes of a tree: the likeliest of those drafted; 0: 16 on a CPU, elsewhere all."""
+    """Most nodes of a tree: the likeliest of those drafted; 0: 10 on a CPU where no
+    widths are given, else all."""
 
     context: int = 512
     """Target positions that a round reads at most: the first 4 and the newest; 0: all of them.
@@ -64,7 +64,8 @@ class LongSpecOptions(KvOptions):
         """With what was left open filled in for a device, by its torch name."""
         cpu = device.startswith("cpu")
         filled = replace(self, widths=self.widths or (CPU_WIDTHS if cpu else GPU_WIDTHS))
-        return replace(filled, max_nodes=self.max_nodes or (16 if cpu else filled.drafted))
+        most = CPU_NODES if cpu and not self.widths else filled.drafted
+        return replace(filled, max_nodes=self.max_nodes or most)
 
     def __post_init__(self) -> None:
         super().__post_init__()
