@@ -19,6 +19,7 @@ from paceline.verifier.engine.batch import Batch
 from paceline.verifier.engine.job import Prefill, Round
 from paceline.verifier.engine.sequence import Generation as Asked
 from paceline.verifier.engine.sequence import Sequence as Text
+from paceline.verifier.engine.sequence import States
 from paceline.verifier.engine.settle import settle
 from paceline.verifier.engine.tree import DraftTree
 from paceline.verifier.kv.layout import KvLayout
@@ -98,7 +99,7 @@ def continued(
     with _new_text(target, prompt, count + drafter.max_depth + 1, sampling) as text:
         batch = Batch()
         batch.add_prefill(Prefill(text), [*range(0, len(prompt), _CHUNK), len(prompt)])
-        _settled(batch, batch.forward(target))
+        _settled(batch, *batch.forward(target))
         rounds = _rounds(target, drafter, text, sampling)
         timed: list[TimedRound] = []
         while len(text.tokens) - len(prompt) < count:
@@ -142,9 +143,9 @@ def _rounds(
             batch = Batch()
             batch.add_round(Round(text, 0, tree), tree)
             is_ready = time.perf_counter()
-            logits = batch.forward(target)
+            logits, states = batch.forward(target)
             has_logits = time.perf_counter()
-            emitted = _settled(batch, logits)
+            emitted = _settled(batch, logits, states)
             ended = time.perf_counter()
             yield TimedRound(
                 draft_ms=(has_tree - begun) * 1e3,
@@ -157,10 +158,10 @@ def _rounds(
         drafting.close()
 
 
-def _settled(batch: Batch, logits: Tensor) -> list[int]:
+def _settled(batch: Batch, logits: Tensor, states: States) -> list[int]:
     """Take the batch's one share in; the tokens that came of it."""
     [share] = batch.shares
-    outcome = settle(share, logits[share.logits])
+    outcome = settle(share, logits[share.logits], states)
     if outcome.error is not None:
         raise outcome.error
     assert outcome.walk is not None

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--load",
         action="append",
         metavar="NAME=METHOD[:DIR]",
-        help="drafter to run, repeatable; default: ngram, and lm if MODELS/lm is there",
+        help="drafter to run, repeatable; default: ngram, and what is in MODELS of lm and longspec",
     )
     add("--prompts", type=Path, metavar="FILE", help="JSON lines with a text field")
     add("--prompt-id", metavar="ID", help="which of them; default: the first")
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         models = args.models or _demo_models()
         target = args.target or models / "target"
-        load = args.load or _drafters(models)
+        load = args.load or _drafters(models, target)
         prompt = _prompt(args.prompts or models / _PROMPTS, args.prompt_id)
         if not (target / "config.json").is_file():
             raise FileNotFoundError(f"{target} holds no model: give --target a model folder")
@@ -189,10 +189,11 @@ def _demo_models() -> Path:
     raise FileNotFoundError("no models/demo here: run in the repository, or give --models")
 
 
-def _drafters(models: Path) -> list[str]:
+def _drafters(models: Path, target: Path) -> list[str]:
     load = ["ngram=ngram"]
-    if (models / "lm" / "config.json").is_file():
-        load.append(f"lm=lm:{models / 'lm'}")
+    for name, options in (("lm", ""), ("longspec", f",target={target}")):
+        if (models / name / "config.json").is_file():
+            load.append(f"{name}={name}:{models / name}{options}")
     return load
 
 

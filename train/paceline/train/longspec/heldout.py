@@ -21,7 +21,7 @@ Measured = Mapping[tuple[str, float], Sequence[int]]
 
 TEMPERATURES = (0.0, 1.0)
 MAX_NODES = 36
-WIDTHS = "4,8"  # the last holds for deeper levels
+WIDTHS = "12,16"  # the last holds for deeper levels; the likeliest MAX_NODES are kept
 _WRITTEN = 128  # tokens after a prompt
 
 

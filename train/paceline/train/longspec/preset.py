@@ -117,11 +117,11 @@ PRESETS: dict[str, LongSpecPreset] = {
     # For the demo target on one or two CPU cores.
     "cpu": LongSpecPreset(
         stages=(
-            Stage("short", 0.42, rows=4, length=512, rate=1.0, offset=True),
-            Stage("long", 0.08, rows=1, length=4096, rate=0.4),
-            Stage("fine", 0.5, rows=4, length=512, rate=0.6, offset=True, own=True),
+            Stage("short", 0.48, rows=4, length=512, rate=1.0, offset=True),
+            Stage("long", 0.1, rows=1, length=4096, rate=0.4),
+            Stage("fine", 0.42, rows=4, length=512, rate=0.6, offset=True, own=True),
         ),
-        minutes=74, steps=20_000, muon_rate=0.02, adamw_rate=3e-3, lags=3, lag_decay=0.85,
+        minutes=64, steps=20_000, muon_rate=0.02, adamw_rate=3e-3, lags=3, lag_decay=0.85,
     ),
     # The paper's: AdamW, one lag a step, long stages at a hundredth of the rate (appendix D).
     "paper": LongSpecPreset(
