@@ -85,9 +85,11 @@ async def test_same_tokenizer_with_another_padding_is_taken_up_to_the_smaller() 
         assert failure(error) == (CODE.INVALID_ARGUMENT, "TOKEN_OUT_OF_VOCABULARY")
 
 
-async def test_a_method_tells_which_hidden_states_it_wants() -> None:
+async def test_a_method_tells_which_hidden_states_it_reads_and_does_not_start_without() -> None:
     async with drafting("x=fake,hidden=yes", **TESTING) as service:
-        stream = await service.attach([1])
-        assert list(stream.attached.hidden_state_layers) == [1, 2]
-        assert stream.attached.hidden_state_window == 7
-        await stream.end()
+        listed = await service.registry.ListDrafters(drafter_pb2.ListDraftersRequest())
+        assert list(listed.drafters[0].hidden_state_layers) == [1, 2]
+        assert listed.drafters[0].hidden_state_window == 7
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await service.attach([1])
+        assert failure(error) == (CODE.FAILED_PRECONDITION, "HIDDEN_STATES_NOT_SHARED")
