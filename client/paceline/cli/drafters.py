@@ -241,11 +241,15 @@ def _trials(args: argparse.Namespace, call: Call) -> None:
 
 
 def _as_dict(message: Message) -> dict[str, object]:
-    values = {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
-    return {
-        name: _as_dict(value) if isinstance(value, Message) else value
-        for name, value in values.items()
-    }
+    """Fields by name, JSON-ready: messages as dicts, repeated numbers as lists."""
+    found: dict[str, object] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if isinstance(value, Message):
+            found[field.name] = _as_dict(value)
+        else:
+            found[field.name] = list(value) if field.is_repeated else value
+    return found
 
 
 def _fail(message: str, code: int) -> int:
