@@ -75,9 +75,13 @@ async def test_a_stream_takes_its_whole_text_along() -> None:
         tree = await stream.round([6, 7])
         assert (tree.version, list(tree.tree.tokens)) == ("2", [7])
         assert FakeDrafter.loaded[1].sequences[0].text == [1, 2, 3, 4, 5, 6, 7]
-        assert FakeDrafter.loaded[0].closed == 1
         await stream.end()
         assert [(v[1], v[3]) for v in await listed(service)] == [("2", 0)]
+        for _ in range(500):  # it is closed on its worker, after the last stream has left
+            if FakeDrafter.loaded[0].closed:
+                break
+            await asyncio.sleep(0.01)
+        assert FakeDrafter.loaded[0].closed == 1
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import asyncio
 import http.client
 import socket
 import ssl
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +164,9 @@ asyncio.run(main())
 print([name for name in sys.modules if name.startswith(("prometheus", "opentelemetry"))])
 """
     run: Any = await asyncio.create_subprocess_exec(
-        *("python", "-c", program), stdout=asyncio.subprocess.PIPE, cwd=Path(__file__).parents[1]
+        *(sys.executable, "-c", program),
+        stdout=asyncio.subprocess.PIPE,
+        cwd=Path(__file__).parents[1],
     )
     output, _ = await run.communicate()
     assert output.decode().strip() == "[]"
