@@ -181,3 +181,18 @@ def test_cheap_misses_are_followed_by_short_runs() -> None:
         pace.free_ran(4, 4.0)
         pace.missed(0.05)
         assert pace.steps() <= 5
+
+
+def test_a_drafter_of_varying_luck_is_trusted_by_its_mean() -> None:
+    """A fifth of its rounds bring nothing; the mean is well worth what a round costs."""
+    costs = Costs(verify=1.5, draft=0.15)
+    shares = [0.22, 0.22, 0.22, 0.18, 0.16]  # of rounds in which 0 to 4 drafted tokens stand
+    emitted = 1 + sum(count * share for count, share in enumerate(shares))
+    always_drafting = 256 * (costs.verify + costs.draft + costs.ask + costs.start) / emitted
+    total = 0.0
+    for seed in range(30):
+        luck = random.Random(seed)
+        total += simulate(
+            lambda _, luck=luck: luck.choices(range(5), shares)[0], costs, tokens=256, seed=seed
+        )[0]
+    assert total / 30 <= always_drafting * 1.06

@@ -16,8 +16,8 @@ SETS = ("heldout", "sampled", "trained")
 """Prompt sets that are measured."""
 
 _FREE_NODES = 8
-"""Nodes of a tree that a step of this size verifies at hardly more than its own cost; the default
-tree's 16 take one and a half times as long on two cores."""
+"""Nodes that a step of this size verifies at hardly more than its own cost; 16 take one and a half
+times as long on two cores. Where a step is so dear, a deeper tree than the default pays."""
 
 _CHECKED = 48  # tokens of the first prompt that both targets write
 DTYPE = "bfloat16"
@@ -48,7 +48,7 @@ async def measure(
         fitted = f"longspec:{work / 'stretched-longspec'},target={large}"
         drafters |= {
             "longspec": fitted,
-            f"longspec-{_FREE_NODES}": f"{fitted},max_nodes={_FREE_NODES}",
+            f"longspec-{_FREE_NODES}": f"{fitted},widths=4,8,8,8,max_nodes={_FREE_NODES}",
         }
     _check(prompts[0], target, large)
     return await compare(

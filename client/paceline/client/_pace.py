@@ -16,34 +16,36 @@ _STALE_AFTER, _STALE_AFTER_AT_MOST = 32, 256
 
 
 class Speed:
-    """A running mean of tokens per second that forgets: each sample takes a share of the weight."""
+    """Tokens per second of the samples of late: each new one takes a share of the weight.
 
-    def __init__(self, per_second: float | None = None, *, newest: float = 0.25) -> None:
-        self._seconds_per_token = 1 / per_second if per_second else None
+    Seconds and tokens are averaged apart. The mean of their quotients would be that of a drafter
+    that is right now less often than it is: rounds that emit few tokens weigh as much as others.
+    """
+
+    def __init__(self, like: Speed | None = None, *, newest: float = 0.25) -> None:
+        self._seconds: float = like._seconds if like else 0.0
+        self._tokens: float = like._tokens if like else 0.0
         self._newest = newest
 
     @property
     def seconds_per_token(self) -> float | None:
         """None until something was measured."""
-        return self._seconds_per_token
+        return self._seconds / self._tokens if self._tokens else None
 
     @property
     def per_second(self) -> float | None:
         """None until something was measured."""
-        return 1 / self._seconds_per_token if self._seconds_per_token else None
+        return self._tokens / self._seconds if self._tokens else None
 
     def add(self, tokens: int, seconds: float) -> None:
         """Takes in a sample of at least one token."""
-        sample = max(seconds, 1e-9) / tokens
-        if self._seconds_per_token is None:
-            self._seconds_per_token = sample
-        else:
-            self._seconds_per_token += self._newest * (sample - self._seconds_per_token)
+        share = self._newest if self._tokens else 1.0
+        self._seconds += share * (max(seconds, 1e-9) - self._seconds)
+        self._tokens += share * (tokens - self._tokens)
 
     def restart(self, tokens: int, seconds: float) -> None:
         """Forgets all but this sample."""
-        self._seconds_per_token = None
-        self.add(tokens, seconds)
+        self._seconds, self._tokens = max(seconds, 1e-9), float(tokens)
 
 
 class SharedSpeeds:
@@ -59,8 +61,8 @@ class Pace:
 
     def __init__(self, shared: SharedSpeeds) -> None:
         self._shared = shared
-        self._drafted = Speed(shared.drafted.per_second)
-        self._plain = Speed(shared.plain.per_second, newest=0.5)
+        self._drafted = Speed(shared.drafted)
+        self._plain = Speed(shared.plain, newest=0.5)
         self._next_run = _FIRST_RUN
         self._run = 0 if self._plain.per_second else _FIRST_RUN
         self._probing = not self._beats_plain(self._drafted.seconds_per_token)
