@@ -164,8 +164,3 @@ async def test_the_integrity_check_compares_the_header() -> None:
     cache.sequence.segment.publish(0)
     await store.release(cache)
     store.check_integrity()
-
-
-async def test_following_is_not_built(client: Client) -> None:
-    error = await failure(exchange(client).FollowCache())
-    assert (error.code(), reason_of(error)) == (CODE.UNIMPLEMENTED, "FOLLOW_CACHE_NOT_BUILT")
