@@ -131,8 +131,11 @@ def demo_arguments(**changed: Any) -> argparse.Namespace:
 
 
 @pytest.mark.usefixtures("eager")
-async def test_the_demo_colours_what_was_drafted(world: World, client: Client) -> None:
+async def test_the_demo_colours_what_was_drafted(
+    world: World, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Coloured on a terminal, plain elsewhere, and the same text in both."""
+    monkeypatch.setenv("TERM", "xterm")  # rich takes a dumb one for 80 columns wide
     for terminal in (True, False):
         screen = io.StringIO()
         colours = "standard" if terminal else "auto"
