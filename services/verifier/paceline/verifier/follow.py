@@ -28,7 +28,8 @@ class FollowStream:
     """Keeps one follower in step with a cache, as fast as the follower takes it in.
 
     Belongs to the event loop. It reads committed positions only, which never change, and keeps no
-    view of them over an await. A release ends it at the await it is in: the memory goes later.
+    view of them over an await; after each it looks whether the cache was released. A release does
+    not cut a write short: a call whose first message is cut can no more be given a status.
     """
 
     def __init__(
@@ -78,34 +79,28 @@ class FollowStream:
         Raises:
             ServiceError: The cache is gone, or the follower sent what it must not.
         """
-        task = asyncio.current_task()
-        assert task is not None
-
-        def listen() -> None:
-            self._news.set()
-            if self._cache.released:
-                task.cancel()  # it may be waiting for a follower that takes nothing more
-
-        self._cache.sequence.listeners.add(listen)
+        listeners = self._cache.sequence.listeners
+        listeners.add(self._news.set)
         reading = asyncio.create_task(self._read(context))
         try:
             await context.write(self._message(0, shape=self._shape))
             while not self._left:
                 self._news.clear()
+                self._check()
                 if self._due:
                     for message in self._update():
                         await context.write(message)
                 else:
                     await self._news.wait()
             await reading
-        except asyncio.CancelledError:
-            if not self._cache.released:
-                raise
-            task.uncancel()
-            raise grant_not_found() from None
         finally:
-            self._cache.sequence.listeners.discard(listen)
+            listeners.discard(self._news.set)
             reading.cancel()
+
+    def _check(self) -> None:
+        """Raise unless the cache is still there."""
+        if self._cache.released:
+            raise grant_not_found()
 
     @property
     def _due(self) -> bool:
@@ -155,6 +150,7 @@ class FollowStream:
                 continue
             if room < len(positions) and message.chunks:
                 yield message
+                self._check()
                 message, room = self._message(committed), self._most
             message.chunks.append(self._chunk(index, positions))
             room -= len(positions)
