@@ -170,7 +170,7 @@ async def caught_up(kv: FollowedKv, committed: int, budget: int = 64, held: int 
     """Until it took in what the verifier sent of so many positions, and holds so many."""
 
     def caught_up() -> bool:
-        parts = kv.parts(0, committed, budget)
+        parts = kv.parts(kv.layers[0], committed, budget)
         return bool(parts) and kv.committed == committed and held in (0, parts[0][0].shape[1])
 
     await until(caught_up)
@@ -272,7 +272,7 @@ async def test_refusals(client: Client) -> None:
         ({"layers": [-3]}, CODE.INVALID_ARGUMENT, "LAYER_OUT_OF_RANGE"),
         ({"budget": 0}, CODE.INVALID_ARGUMENT, "NO_BUDGET"),
         ({"wire_dtype": 77}, CODE.INVALID_ARGUMENT, "BAD_WIRE_DTYPE"),
-        ({"policy": 77}, CODE.UNIMPLEMENTED, "POLICY_NOT_BUILT"),
+        ({"policy": 77}, CODE.INVALID_ARGUMENT, "BAD_POLICY"),
     ):
         call = stub.FollowCache()
         subscribe = kv_pb2.FollowSubscribe(**{**good, **fields})

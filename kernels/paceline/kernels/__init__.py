@@ -11,9 +11,10 @@ from paceline.kernels.attention import (
 )
 from paceline.kernels.history import History
 from paceline.kernels.noise import gumbel_noise, gumbel_noise_at, philox
+from paceline.kernels.probes import Probe
 from paceline.kernels.rows import Norm, RowKernels, row_kernels
 from paceline.kernels.sampling import SamplingParams, choose_token, filter_logits, raw_logprobs
-from paceline.kernels.selection import SINKS, streaming
+from paceline.kernels.selection import SINKS, PageBounds, best_chunks, streaming
 from paceline.kernels.trees import CHUNK, MAX_TREE_NODES, TreePlan, TreeSegment, plan_trees
 
 __all__ = [
@@ -23,11 +24,14 @@ __all__ = [
     "AttentionBackend",
     "History",
     "Norm",
+    "PageBounds",
+    "Probe",
     "RowKernels",
     "SamplingParams",
     "TreePlan",
     "TreeSegment",
     "backend_for",
+    "best_chunks",
     "choose_token",
     "filter_logits",
     "gumbel_noise",

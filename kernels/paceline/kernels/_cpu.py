@@ -21,6 +21,7 @@ from torch import Tensor
 
 from paceline.kernels._layout import Crossing, lay_out
 from paceline.kernels._workspace import MIN_COLUMNS, RADIX, Scratch, Workspace
+from paceline.kernels.probes import Probe, note_scores
 from paceline.kernels.trees import CHUNK, TreePlan
 
 _SCORE_BYTES = 64 << 20
@@ -51,11 +52,15 @@ class CpuBackend:
         window: int | None,
         out: Tensor,
         lse: Tensor | None,
+        probes: Sequence[Probe] = (),
     ) -> None:
         """See :func:`paceline.kernels.tree_attention`."""
         if not torch.is_inference_mode_enabled():  # scratch is made and written in that mode only
             with torch.inference_mode():
-                self.attend(q, keys, values, plan, scale=scale, window=window, out=out, lse=lse)
+                self.attend(
+                    q, keys, values, plan, scale=scale, window=window, out=out, lse=lse,
+                    probes=probes,
+                )  # fmt: skip
             return
         heads = (q.shape[1], keys[0].shape[0], q.shape[2])
         copy = keys[0].dtype != torch.float32
@@ -68,6 +73,7 @@ class CpuBackend:
             attend_block(
                 q[begin:end], keys[sequence], values[sequence], work, scale, out[begin:end], part
             )
+        note_scores(q, keys, plan, probes, scale=scale, window=window, lse=lse)
 
     def _blocks(
         self, plan: TreePlan, heads: int, kv_heads: int, dim: int, copy: bool, window: int | None

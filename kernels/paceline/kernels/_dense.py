@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from paceline.kernels.probes import Probe, note_scores
 from paceline.kernels.trees import TreePlan, TreeSegment
 
 
@@ -30,6 +31,7 @@ class DenseBackend:
         window: int | None,
         out: Tensor,
         lse: Tensor | None,
+        probes: Sequence[Probe] = (),
     ) -> None:
         """See :func:`paceline.kernels.tree_attention`."""
         for index, segment in enumerate(plan.segments):
@@ -46,6 +48,7 @@ class DenseBackend:
             out[rows] = attended.permute(2, 0, 1, 3).reshape(nodes, heads, dim)
             if lse is not None:
                 lse[rows] = total[..., 0].permute(2, 0, 1).reshape(nodes, heads)
+        note_scores(q, keys, plan, probes, scale=scale, window=window, lse=lse)
 
 
 def _hidden(plan: TreePlan, index: int, window: int | None) -> Tensor:

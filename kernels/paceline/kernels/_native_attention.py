@@ -12,6 +12,7 @@ from torch import Tensor
 
 from paceline.kernels._native import LANES
 from paceline.kernels.attention import AttentionBackend
+from paceline.kernels.probes import Probe
 from paceline.kernels.trees import TreePlan, TreeSegment
 
 _TYPES = (torch.float32, torch.bfloat16)
@@ -37,6 +38,17 @@ class _Plan(ctypes.Structure):
         ("tile", ctypes.c_void_p),
         ("scale", ctypes.c_float),
     ]
+
+
+class _Probe(ctypes.Structure):
+    _fields_ = [
+        *[(name, ctypes.c_int64) for name in ("block", "node", "weights", "stride")],
+        ("out", ctypes.c_void_p),
+    ]
+
+
+class _Probes(ctypes.Structure):
+    _fields_ = [("count", ctypes.c_int64), ("probe", ctypes.c_void_p)]
 
 
 class CacheTable:
@@ -76,7 +88,7 @@ class NativeBackend:
     def __init__(self, library: ctypes.CDLL, fallback: AttentionBackend) -> None:
         self._fallback = fallback
         self._attend = library.paceline_attend
-        self._attend.argtypes = [ctypes.c_void_p] * 6
+        self._attend.argtypes = [ctypes.c_void_p] * 7
         self._attend.restype = ctypes.c_int64
 
     def attend(
@@ -90,6 +102,7 @@ class NativeBackend:
         window: int | None,
         out: Tensor,
         lse: Tensor | None,
+        probes: Sequence[Probe] = (),
     ) -> None:
         """See :func:`paceline.kernels.tree_attention`.
 
@@ -105,7 +118,7 @@ class NativeBackend:
             plan.prepared[key] = prepared
         if not prepared:
             self._fallback.attend(
-                q, keys, values, plan, scale=scale, window=window, out=out, lse=lse
+                q, keys, values, plan, scale=scale, window=window, out=out, lse=lse, probes=probes
             )
             return
         q = q.contiguous()
@@ -113,12 +126,27 @@ class NativeBackend:
         table = CacheTable.of(plan, keys, values)
         failed = self._attend(
             prepared[0], table.keys, table.values, q.data_ptr(), dense.data_ptr(),
-            None if lse is None else lse.data_ptr(),
+            None if lse is None else lse.data_ptr(), _probes(plan, probes),
         )  # fmt: skip
         if failed:
             raise MemoryError(f"no memory for the scores of {plan.rows} rows: send smaller batches")
         if dense is not out:
             out.copy_(dense)
+
+
+def _probes(plan: TreePlan, probes: Sequence[Probe]) -> int:
+    """Address of the probes for the kernels, kept with the plan: a pass asks for the same often."""
+    key = ("native probes", *map(id, probes))
+    kept = plan.prepared.get(key)
+    if kept is None:
+        rows = (_Probe * len(probes))()
+        for row, probe in zip(rows, probes, strict=True):
+            row.block, row.node, row.weights = probe.segment, probe.node, probe.weights
+            row.stride, row.out = probe.out.stride(0), probe.out.data_ptr()
+        made = _Probes(count=len(probes), probe=ctypes.addressof(rows))
+        kept = plan.prepared[key] = (ctypes.addressof(made), made, rows, probes)
+    address: int = kept[0]
+    return address
 
 
 def _supported(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], out: Tensor) -> bool:

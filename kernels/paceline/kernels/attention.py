@@ -14,6 +14,7 @@ from typing import Literal, Protocol, overload
 import torch
 from torch import Tensor
 
+from paceline.kernels.probes import Probe
 from paceline.kernels.trees import TreePlan
 
 
@@ -33,8 +34,12 @@ class AttentionBackend(Protocol):
         window: int | None,
         out: Tensor,
         lse: Tensor | None,
+        probes: Sequence[Probe] = (),
     ) -> None:
-        """Write the attention of every packed row into ``out``, its log-sum-exp into ``lse``."""
+        """Write the attention of every packed row into ``out``, its log-sum-exp into ``lse``.
+
+        Fill the probes, without any other effect; ``lse`` is given where one asks for weights.
+        """
 
 
 _FACTORIES: dict[str, Callable[[], AttentionBackend]] = {}
@@ -70,7 +75,7 @@ def backend_for(device: torch.device | str) -> AttentionBackend:
 def tree_attention(
     q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], plan: TreePlan, *,
     scale: float, window: int | None = None, return_lse: Literal[False] = False,
-    out: Tensor | None = None,
+    out: Tensor | None = None, probes: Sequence[Probe] = (),
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -78,7 +83,7 @@ def tree_attention(
 def tree_attention(
     q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], plan: TreePlan, *,
     scale: float, window: int | None = None, return_lse: Literal[True],
-    out: Tensor | None = None,
+    out: Tensor | None = None, probes: Sequence[Probe] = (),
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -92,6 +97,7 @@ def tree_attention(
     window: int | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
+    probes: Sequence[Probe] = (),
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of packed tree nodes over their own paths.
 
@@ -108,6 +114,7 @@ def tree_attention(
         window: Sliding window in tokens, or None.
         return_lse: Also return the log-sum-exp of the scaled scores.
         out: Where to write, ``[M, Hq, D]`` of any float dtype; made in ``q.dtype`` if None.
+        probes: Rows whose scores or weights are to be noted.
 
     Returns:
         The attention, ``[M, Hq, D]``; with ``return_lse`` also float32 ``[M, Hq]``. Every row sees
@@ -123,11 +130,12 @@ def tree_attention(
         plan.prepared[checked] = True
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
+    wants_lse = return_lse or any(probe.weights for probe in probes)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32) if wants_lse else None
     backend_for(q.device).attend(
-        q, keys, values, plan, scale=scale, window=window, out=out, lse=lse
+        q, keys, values, plan, scale=scale, window=window, out=out, lse=lse, probes=probes
     )
-    return out if lse is None else (out, lse)
+    return (out, lse) if return_lse and lse is not None else out
 
 
 def _check(

@@ -34,6 +34,19 @@ typedef struct {
   float scale;
 } Plan;
 
+/* Notes what node `node` of block `block` looks at in its prefix: out [kv head][prefix position], at
+ * `stride`, gets the sum over the head's query rows of scores, or of their weights. A kv head of a
+ * node lies in one tile, so that nobody else writes there. */
+typedef struct {
+  int64_t block, node, weights, stride;
+  float *out;
+} Probe;
+
+typedef struct {
+  int64_t count;
+  const Probe *probe;
+} Probes;
+
 typedef struct {
   float *memory;
   size_t floats;
@@ -197,9 +210,25 @@ static void load_queries(const Plan *p, const Block *b, int64_t head, int64_t no
   }
 }
 
+/* Adds `scale` times a row of scores or weights to the probes of node n, where they want that kind.
+ * Positions before the row's first column hold `before`. */
+static void note(const Probes *probes, int64_t weights, const Plan *p, const Block *b, int64_t n,
+                 int64_t head, const Tile *t, int64_t r, float scale, float before) {
+  for (int64_t i = 0; i < probes->count; i++) {
+    const Probe *probe = probes->probe + i;
+    if (p->block + probe->block != b || probe->node != n || probe->weights != weights) continue;
+    float *out = probe->out + head * probe->stride;
+    const float *row = t->scores + r * t->stride - t->base;
+    if (r % t->group == 0) memset(out, 0, (size_t)b->start * sizeof(float));
+    for (int64_t at = 0; at < t->base && at < b->start; at++) out[at] += before;
+    for (int64_t at = t->base; at < b->start; at++) out[at] += scale * row[at];
+  }
+}
+
 /* Nodes node .. node + nodes of block b for one kv head. Returns 0, or 1 without memory. */
 static int attend_tile(const Plan *p, const Block *b, int64_t head, int64_t node, int64_t nodes,
-                       const Cache *k, const Cache *v, const void *q, void *out, float *lse) {
+                       const Cache *k, const Cache *v, const void *q, void *out, float *lse,
+                       const Probes *probes) {
   const int chain = b->depths == NULL;
   const int kv_bf16 = (int)p->kv_bf16;
   const int64_t dim = p->dim;
@@ -249,6 +278,10 @@ static int attend_tile(const Plan *p, const Block *b, int64_t head, int64_t node
         row[b->start - t.base + i] = t.tree[r * tree_columns + path[i]];
     }
     int64_t from = p->window && at >= p->window ? at - p->window + 1 - t.base : 0;
+    if (r < t.rows && probes->count) {
+      for (int64_t c = 0; c < from; c++) row[c] = -INFINITY;
+      note(probes, 0, p, b, n, head, &t, r, 1.0f, -INFINITY);
+    }
     t.peaks[r] = weigh(row, from, at + 1 - t.base, t.columns);
   }
 
@@ -287,6 +320,7 @@ static int attend_tile(const Plan *p, const Block *b, int64_t head, int64_t node
     for (int64_t d = 0; d < dim; d += LANES)
       store_any(out, to * dim + d, (int)p->out_bf16, load_f32(total + d) / mass);
     if (lse) lse[to] = t.peaks[r] + logf(mass[0]);
+    if (probes->count) note(probes, 1, p, b, n, head, &t, r, 1.0f / mass[0], 0.0f);
   }
   return 0;
 }
@@ -294,7 +328,7 @@ static int attend_tile(const Plan *p, const Block *b, int64_t head, int64_t node
 /* Attention of all packed rows. q [M, Hq, D] and out [M, Hq, D] dense, lse [M, Hq] or null.
  * Returns 0, or 1 when memory ran out. */
 int64_t paceline_attend(const Plan *p, const Cache *keys, const Cache *values, const void *q,
-                        void *out, float *lse) {
+                        void *out, float *lse, const Probes *probes) {
   int64_t failed = 0, work = 0;
   for (int64_t i = 0; i < p->blocks; i++)
     work += p->block[i].length * p->q_heads * (p->block[i].start + p->block[i].length) * p->dim;
@@ -303,7 +337,7 @@ int64_t paceline_attend(const Plan *p, const Cache *keys, const Cache *values, c
     const int64_t *tile = p->tile + i / p->kv_heads * 3;
     const Block *b = p->block + tile[0];
     failed |= attend_tile(p, b, i % p->kv_heads, tile[1], tile[2], keys + b->sequence,
-                          values + b->sequence, q, out, lse);
+                          values + b->sequence, q, out, lse, probes);
   }
   return failed;
 }

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from paceline.decoder.config import DecoderConfig, load_config
 from paceline.decoder.linear import Linear
 from paceline.decoder.rope import Rope
 from paceline.decoder.weights import Checkpoint, take
-from paceline.kernels import Norm, TreePlan, row_kernels, tree_attention
+from paceline.kernels import Norm, Probe, TreePlan, row_kernels, tree_attention
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,18 @@ class _Layer:
     gate_up: Linear
     down: Linear
     window: int | None
+
+
+class AttentionObserver(Protocol):
+    """Looks on while a forward pass attends. Nothing it does changes the pass."""
+
+    def probes(self, layer: int) -> Sequence[Probe]:
+        """What is to be noted of a layer, 0 for the first."""
+        ...
+
+    def attended(self, layer: int, q: Tensor) -> None:
+        """The layer's attention was computed, with these queries after RoPE, ``[M, Hq, D]``."""
+        ...
 
 
 class Decoder:
@@ -106,6 +119,7 @@ class Decoder:
         *,
         logit_rows: Tensor | None,
         taps: Sequence[int] = (),
+        observer: AttentionObserver | None = None,
     ) -> ForwardResult:
         """Run packed query blocks and write their keys and values into the caches.
 
@@ -115,6 +129,7 @@ class Decoder:
             caches: One per sequence, with room up to ``segment.stop``.
             logit_rows: Rows to make logits for, int64 ``[R]``; None for all.
             taps: Layers whose outputs to return, 0 for the first.
+            observer: Looks on; None: nobody does.
 
         Returns:
             Logits and taps. The caller commits the caches.
@@ -134,7 +149,7 @@ class Decoder:
             inputs = self._rows.add_norm(x, delta, layer.attention_norm, self.config.dtype)
             if index - 1 in taps:
                 tapped[index - 1] = x[: plan.rows].to(self.config.dtype, copy=True)
-            attended = self._attend(layer, index, inputs, plan, caches, table)
+            attended = self._attend(layer, index, inputs, plan, caches, table, observer)
             inputs = self._rows.add_norm(x, attended, layer.mlp_norm, self.config.dtype)
             delta = layer.down(self._rows.gate(layer.gate_up(inputs)))
         if delta is not None:
@@ -172,6 +187,7 @@ class Decoder:
         plan: TreePlan,
         caches: Sequence[KVCacheView],
         table: Tensor,
+        observer: AttentionObserver | None,
     ) -> Tensor:
         """Attention half: writes keys and values, returns what to add, ``[rows, hidden]``."""
         keys: list[Tensor] = []
@@ -184,7 +200,12 @@ class Decoder:
         q = self._rows.turn(heads, layer.head_norms, table, plan, keys, values)
         attended = inputs.new_zeros(inputs.shape[0], layer.out.in_features)
         out = attended[: plan.rows].view(q.shape)
-        tree_attention(q, keys, values, plan, scale=self._scale, window=layer.window, out=out)
+        probes = () if observer is None else observer.probes(index)
+        tree_attention(
+            q, keys, values, plan, scale=self._scale, window=layer.window, out=out, probes=probes
+        )
+        if observer is not None:
+            observer.attended(index, q)
         return layer.out(attended)
 
 

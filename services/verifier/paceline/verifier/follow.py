@@ -79,8 +79,9 @@ class FollowStream:
         Raises:
             ServiceError: The cache is gone, or the follower sent what it must not.
         """
-        listeners = self._cache.sequence.listeners
-        listeners.add(self._news.set)
+        sequence, collectors = self._cache.sequence, self._selection.collectors
+        sequence.listeners.add(self._news.set)
+        sequence.collectors += collectors
         reading = asyncio.create_task(self._read(context))
         try:
             await context.write(self._message(0, shape=self._shape))
@@ -94,7 +95,9 @@ class FollowStream:
                     await self._news.wait()
             await reading
         finally:
-            listeners.discard(self._news.set)
+            sequence.listeners.discard(self._news.set)
+            for collector in collectors:
+                sequence.collectors.remove(collector)
             reading.cancel()
 
     def _check(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import grpc
@@ -16,7 +16,13 @@ from paceline.verifier.cache import CAPABILITY_BYTES, Cache
 from paceline.verifier.failures import grant_not_found
 from paceline.verifier.follow import FollowStream
 from paceline.verifier.kv.segment import Segment
-from paceline.verifier.selection import Selection, Streaming
+from paceline.verifier.selection import (
+    PageCollector,
+    ScoreCollector,
+    Scored,
+    Selection,
+    Streaming,
+)
 from paceline.verifier.store import CacheNotFound, CacheStore
 
 MAX_FOLLOWERS = 16
@@ -86,7 +92,7 @@ class KvExchangeServicer(kv_pb2_grpc.KvExchangeServiceServicer):
         stream = FollowStream(
             cache,
             layers,
-            _selection(asked.policy, len(layers)),
+            _selection(asked.policy, layers, cache.sequence.segment),
             asked.budget,
             _wire_dtype(asked.wire_dtype) or own,
             own,
@@ -129,11 +135,18 @@ def _layers(wanted: Iterable[int], count: int) -> list[int]:
     return layers or list(range(count))
 
 
-def _selection(policy: kv_pb2.SelectionPolicy, layers: int) -> Selection:
+def _selection(
+    policy: kv_pb2.SelectionPolicy, layers: Sequence[int], segment: Segment
+) -> Selection:
     if policy in (kv_pb2.SELECTION_POLICY_UNSPECIFIED, kv_pb2.SELECTION_POLICY_STREAMING):
-        return Streaming(layers)
-    raise ServiceError.unimplemented(
-        "POLICY_NOT_BUILT", f"this verifier does not choose by policy {policy}; ask for streaming"
+        return Streaming(len(layers))
+    if policy == kv_pb2.SELECTION_POLICY_QUEST:
+        return Scored(PageCollector(layers, segment))
+    if policy in (kv_pb2.SELECTION_POLICY_VERIFIED, kv_pb2.SELECTION_POLICY_CHUNK_TOPK):
+        cumulative = policy == kv_pb2.SELECTION_POLICY_CHUNK_TOPK
+        return Scored(ScoreCollector(layers, segment, cumulative=cumulative))
+    raise ServiceError.invalid_argument(
+        "BAD_POLICY", f"there is no selection policy {policy}, expected 0 to 4"
     )
 
 

@@ -1,17 +1,144 @@
-"""Which positions a follower is sent."""
+"""Which positions a follower is sent: policies, and what they learn while the engine verifies."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from paceline.kernels import streaming
+from paceline.kernels import PageBounds, Probe, best_chunks, streaming
+from paceline.verifier.kv.segment import Segment
+
+CHUNK, PAGE = 8, 16
+"""Positions of a chunk (BudgetDraft, section 3.4) and of a page (Quest)."""
+
+
+class Collector(ABC):
+    """Scores the prefix of one sequence, layer by layer, as a by-product of its steps.
+
+    The engine thread calls ``probes``, ``attended`` and ``publish``; the event loop reads
+    ``published``. It begins with the first step after it was hung into ``Sequence.collectors``.
+
+    Attributes:
+        size: Positions a score stands for.
+        published: A score for every whole chunk of ``size`` positions of the prefix that the newest
+            step saw, float32 ``[layers, chunks]``; None before the first. It is overwritten in
+            place by the step after next: who is that late gets a worse guess, nothing else.
+    """
+
+    size: int = 1
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        self.layers = {layer: index for index, layer in enumerate(layers)}
+        self.published: Tensor | None = None
+
+    @abstractmethod
+    def probes(self, segment: int, nodes: Sequence[int], prefix: int) -> list[Probe]:
+        """What is to be noted of the sequence's block in each of ``layers``.
+
+        Args:
+            segment: The block's index in the plan.
+            nodes: Rows of it to look at, one or two.
+            prefix: Committed positions. Unit: tokens.
+        """
+
+    @abstractmethod
+    def attended(self, layer: int, q: Tensor, rows: Sequence[int], prefix: int) -> None:
+        """Those nodes have looked, in one of ``layers``.
+
+        Args:
+            layer: Which one.
+            q: Queries of the whole batch, ``[M, Hq, D]``.
+            rows: Rows of ``q`` that are the nodes'.
+            prefix: As in ``probes``.
+        """
+
+    @abstractmethod
+    def publish(self, prefix: int) -> None:
+        """The step is over."""
+
+
+class ScoreCollector(Collector):
+    """Notes what attention computes: scores of the newest rows, or weights of all rows so far.
+
+    Scores before the softmax, averaged over rows and heads, are SpecAttn's (equation 3): of the
+    first row of a round and of its deepest, rejected or not. Weights that are added up over rounds,
+    in chunks of 8, are BudgetDraft's.
+    """
+
+    def __init__(self, layers: Sequence[int], segment: Segment, *, cumulative: bool) -> None:
+        super().__init__(layers)
+        self.size = CHUNK if cumulative else 1
+        self._cumulative = cumulative
+        self._notes = torch.empty(2, segment.layout.kv_heads, segment.capacity)
+        self._step = torch.empty(len(layers), segment.capacity)
+        self._total = torch.zeros(len(layers), segment.capacity)
+        self._buffers = [torch.empty(len(layers), segment.capacity // self.size) for _ in range(2)]
+        # Of a step, the same for all its layers:
+        self._probes: list[Probe] | None = None
+        self._noted = torch.empty(0)
+        self._rows: list[Tensor] = []
+        self._share = 1.0
+
+    def probes(self, segment: int, nodes: Sequence[int], prefix: int) -> list[Probe]:
+        if self._probes is None:
+            self._probes = [
+                Probe(segment, node, room, weights=self._cumulative)
+                for node, room in zip(nodes, self._notes, strict=False)
+            ]
+            self._noted = self._notes[: len(nodes), :, :prefix]
+            self._rows = list(self._step[:, :prefix])
+        return self._probes
+
+    def attended(self, layer: int, q: Tensor, rows: Sequence[int], prefix: int) -> None:
+        torch.sum(self._noted, (0, 1), out=self._rows[self.layers[layer]])
+        self._share = 1 / (len(rows) * q.shape[1])
+
+    def publish(self, prefix: int) -> None:
+        self._probes = None
+        chunks = prefix // self.size
+        buffer = self._buffers.pop(0)
+        self._buffers.append(buffer)
+        scores = self._step[:, :prefix].mul_(self._share)
+        if self._cumulative:
+            scores = self._total[:, :prefix].add_(scores)
+        whole = scores[:, : chunks * self.size].unflatten(1, (chunks, self.size))
+        self.published = torch.sum(whole, -1, out=buffer[:, :chunks])
+
+
+class PageCollector(Collector):
+    """Bounds what the newest rows can score in each page, from bounds on the page's keys."""
+
+    size = PAGE
+
+    def __init__(self, layers: Sequence[int], segment: Segment) -> None:
+        super().__init__(layers)
+        self._segment = segment
+        self._bounds = [PageBounds(PAGE) for _ in layers]
+        self._scores: list[Tensor] = [torch.empty(0) for _ in layers]
+
+    def probes(self, segment: int, nodes: Sequence[int], prefix: int) -> list[Probe]:
+        return []
+
+    def attended(self, layer: int, q: Tensor, rows: Sequence[int], prefix: int) -> None:
+        index = self.layers[layer]
+        self._bounds[index].extend(self._segment.layer(layer)[0], prefix)
+        self._scores[index] = self._bounds[index].scores(q[list(rows)])
+
+    def publish(self, prefix: int) -> None:
+        self.published = torch.stack(self._scores)
 
 
 class Selection(ABC):
-    """Chooses positions of each followed layer, after every round anew."""
+    """Chooses positions of each followed layer, after every round anew. Event loop.
+
+    Attributes:
+        collectors: What must be hung into the sequence for it.
+    """
+
+    collectors: tuple[Collector, ...] = ()
 
     @abstractmethod
     def choose(self, committed: int, budget: int) -> list[Tensor]:
@@ -32,3 +159,25 @@ class Streaming(Selection):
     def choose(self, committed: int, budget: int) -> list[Tensor]:
         parts = [torch.arange(part.start, part.stop) for part in streaming(committed, budget)]
         return [torch.cat(parts)] * self._layers
+
+
+class Scored(Selection):
+    """The best chunks by a collector's newest scores, and everything that came after them.
+
+    Until there are scores it is as :class:`Streaming`.
+    """
+
+    def __init__(self, collector: Collector) -> None:
+        self._collector = collector
+        self.collectors = (collector,)
+        self._first = Streaming(len(collector.layers))
+
+    def choose(self, committed: int, budget: int) -> list[Tensor]:
+        scores, size = self._collector.published, self._collector.size
+        if committed <= budget or scores is None:
+            return self._first.choose(committed, budget)
+        newer = torch.arange(scores.shape[1] * size, committed)
+        count = min(scores.shape[1], (budget - len(newer)) // size)
+        if count <= 0:
+            return [torch.arange(committed - budget, committed)] * len(self._collector.layers)
+        return [torch.cat([best, newer]) for best in best_chunks(scores, size, count)]

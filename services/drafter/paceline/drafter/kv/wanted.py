@@ -6,7 +6,12 @@ from dataclasses import dataclass
 
 from paceline.v1 import kv_pb2
 
-POLICIES = {"streaming": kv_pb2.SELECTION_POLICY_STREAMING}
+POLICIES = {
+    "streaming": kv_pb2.SELECTION_POLICY_STREAMING,
+    "chunk_topk": kv_pb2.SELECTION_POLICY_CHUNK_TOPK,
+    "verified": kv_pb2.SELECTION_POLICY_VERIFIED,
+    "quest": kv_pb2.SELECTION_POLICY_QUEST,
+}
 """Selection policies by name."""
 
 WIRES = {
@@ -38,7 +43,9 @@ class KvOptions:
     gRPC), or auto: map where verifier and drafter share a machine and a user, else follow."""
 
     kv_policy: str = "streaming"
-    """Which positions are followed under a KV budget: streaming (the first and the newest)."""
+    """Which positions are followed under a KV budget: streaming (the first and the newest),
+    chunk_topk (chunks of 8 by the attention they got so far), verified (positions by the scores of
+    the newest round) or quest (pages of 16 by bounds on those)."""
 
     kv_wire: str = "auto"
     """Type on the wire while following: auto (the cache's own), float32, float16, bfloat16, int8 or

@@ -14,6 +14,7 @@ from paceline.kernels import TreeSegment, plan_trees
 from paceline.verifier.engine.job import Job, Prefill, Round
 from paceline.verifier.engine.sequence import Sequence, States
 from paceline.verifier.engine.tree import NO_TREE, DraftTree
+from paceline.verifier.engine.watch import Watch, Watches
 from paceline.verifier.kv.segment import Segment
 
 
@@ -52,6 +53,7 @@ class Batch:
         self._caches: list[Segment] = []
         self._logit_rows: list[int] = []
         self._taps: set[int] = set()
+        self._watches = Watches()
 
     def __len__(self) -> int:
         """Packed tokens."""
@@ -70,6 +72,7 @@ class Batch:
             [sequence.tokens[-1], *tree.tokens],
             None if tree.is_chain else tuple(tree.parents),
         )
+        self._watch(sequence)
 
     def add_prefill(self, prefill: Prefill, borders: Items[int]) -> None:
         """Add pieces of a prefill: the text between each border and the next."""
@@ -82,6 +85,7 @@ class Batch:
             self._add_block(cache, start, text[start:stop], None)
         if ends:
             self._logit_rows.append(len(self.tokens) - 1)
+            self._watch(prefill.sequence)
 
     def forward(self, decoder: Decoder) -> tuple[Tensor, States]:
         """Run it: writes the KV of all blocks.
@@ -98,7 +102,9 @@ class Batch:
             self._caches,
             logit_rows=None if every else rows,
             taps=sorted(self._taps),
+            observer=self._watches if len(self._watches) else None,
         )
+        self._watches.publish()
         return result.logits.cpu(), dict(zip(sorted(self._taps), result.taps, strict=True))
 
     def _next_rows(self, count: int) -> slice:
@@ -109,6 +115,15 @@ class Batch:
         if sequence.generation.taps is not None:
             self._taps.update(sequence.generation.taps.layers)
         return len(self._caches) - 1
+
+    def _watch(self, sequence: Sequence) -> None:
+        """Let the sequence's collectors look at the first and the deepest row of the last block."""
+        for collector in tuple(sequence.collectors):
+            index, block = len(self._blocks) - 1, self._blocks[-1]
+            deepest = block.depths.index(max(block.depths))
+            nodes = (0, deepest) if deepest else (0,)
+            rows = tuple(len(self.tokens) - block.length + node for node in nodes)
+            self._watches.add(Watch(collector, index, nodes, rows, block.start))
 
     def _add_block(
         self, cache: int, start: int, tokens: list[int], parents: tuple[int, ...] | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -11,6 +12,9 @@ from paceline.kernels import History, SamplingParams
 from paceline.verifier.engine.acceptance import Finish, Walk
 from paceline.verifier.kv.segment import Segment
 from paceline.verifier.kv.taps import Taps
+
+if TYPE_CHECKING:
+    from paceline.verifier.selection import Collector
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,8 @@ class Sequence:
         segment: Its KV; closed by the engine when the sequence is released.
         tokens: Prompt and output.
         finish: Why the generation ended, if it did.
+        collectors: What looks on while its rounds are verified. The event loop adds and removes
+            them, the engine thread takes a copy of the list for each step.
         listeners: Called on the event loop, which owns them, after steps and at the release.
     """
 
@@ -65,6 +71,7 @@ class Sequence:
         self.history = History(generation.prompt, generation.output)
         self._committed = 0
         self.finish: Finish | None = None
+        self.collectors: list[Collector] = []
         self.listeners: set[Callable[[], None]] = set()
 
     def tell_listeners(self) -> None:
