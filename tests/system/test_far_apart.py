@@ -1,0 +1,141 @@
+"""Verifier and drafter in two network namespaces: a bad link between them costs speed only."""
+
+import asyncio
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from statistics import mean
+
+import pytest
+from far import DOWN, DRAFTER, VERIFIER, FarApart, Link, NotPermitted
+from system_support import make_prompts
+from test_longspec import make_layer
+
+from paceline.cli.processes import ServiceProcess
+from paceline.client import Client, DraftOptions, GenerationResult, TlsOptions
+
+TOKENS = 48
+BUDGET = 64
+LINKS = {
+    "near": Link(),
+    "20 ms": Link(delay=0.02),
+    "5% lost": Link(delay=0.002, loss=0.05),
+    "100 kB/s": Link(delay=0.002, rate=1e5),
+}
+
+
+@pytest.fixture(scope="module")
+def apart() -> Iterator[FarApart]:
+    try:
+        with FarApart() as made:
+            yield made
+    except NotPermitted as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """One for both services, and its key."""
+    folder = tmp_path_factory.mktemp("tls")
+    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+    names = ("-subj", "/CN=x", "-addext", f"subjectAltName=IP:{VERIFIER},IP:{DRAFTER}")
+    subprocess.run(
+        ["openssl", "req", "-x509", *curve, *names, "-keyout", "key", "-out", "cert"],
+        cwd=folder,
+        check=True,
+        capture_output=True,
+    )
+    return folder / "cert", folder / "key"
+
+
+@pytest.fixture(scope="module")
+def services(
+    apart: FarApart,
+    certificate: tuple[Path, Path],
+    models: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[ServiceProcess, ServiceProcess]]:
+    """A verifier, and a drafter that follows its KV from the other namespace."""
+    target, (cert, key) = models["llama"], certificate
+    layer = make_layer(target, tmp_path_factory.mktemp("longspec") / "layer")
+    secure = ["--tls-cert", str(cert), "--tls-key", str(key)]
+    environment = {"OMP_NUM_THREADS": "1", "PACELINE_TOKEN": "secret"}
+    with ServiceProcess(
+        "verifier",
+        ["--target", str(target), *secure],
+        address=f"{VERIFIER}:0",
+        environment=environment,
+        wrapper=apart.under(apart.verifier),
+    ) as verifier:
+        load = f"longspec=longspec:{layer},target={target},context={BUDGET}"
+        known = ["--verifier", verifier.address, "--verifier-tls-ca", str(cert)]
+        with ServiceProcess(
+            "drafter",
+            ["--load", load, *known, *secure],
+            address=f"{DRAFTER}:0",
+            environment=environment,
+            wrapper=apart.under(apart.drafter),
+        ) as drafter:
+            yield verifier, drafter
+
+
+@pytest.fixture
+async def client(
+    services: tuple[ServiceProcess, ServiceProcess], certificate: tuple[Path, Path]
+) -> AsyncIterator[Client]:
+    verifier, drafter = services
+    async with Client(
+        verifier.address,
+        drafter=drafter.address,
+        token="secret",
+        tls=TlsOptions(ca=certificate[0]),
+        drafting=DraftOptions(timeout=5.0, first_delay=0.01, longest_delay=0.05),
+    ) as made:
+        yield made
+
+
+async def texts(client: Client, drafter: str) -> list[GenerationResult]:
+    runs = (
+        client.generate(
+            prompt * 8,
+            max_new_tokens=TOKENS,
+            temperature=1.0,
+            seed=seed,
+            drafter=drafter,
+            ignore_eos=True,
+        )
+        for seed, prompt in enumerate(make_prompts(3, seed=4))
+    )
+    return await asyncio.gather(*runs)
+
+
+@pytest.mark.parametrize("name", LINKS)
+async def test_tokens_are_the_same_over_any_link(
+    name: str, apart: FarApart, client: Client, record_property: Callable[[str, object], None]
+) -> None:
+    apart.link = LINKS[name]
+    plain = await texts(client, "none")
+    carried = apart.carried
+    drafted = await texts(client, "longspec")
+    assert [r.token_ids for r in drafted] == [r.token_ids for r in plain]
+    rounds = [r for result in drafted for r in result.stats.rounds if r.drafted]
+    assert rounds, "nothing was drafted"
+    bytes_a_round = mean(r.kv_bytes for r in rounds)
+    assert sum(r.kv_bytes for r in rounds) > 0
+    record_property("kv_bytes_a_round", round(bytes_a_round))
+    record_property("link_bytes_a_round", round((apart.carried - carried) / len(rounds)))
+    print(f"{name}: {bytes_a_round:.0f} bytes of KV a round in {len(rounds)} rounds")
+
+
+async def test_a_link_that_goes_down_and_comes_back(apart: FarApart, client: Client) -> None:
+    """In the middle of texts, and before others begin."""
+    apart.link = LINKS["near"]
+    plain = await texts(client, "none")
+    running = asyncio.create_task(texts(client, "longspec"))
+    await asyncio.sleep(0.1)
+    apart.link = DOWN
+    assert [r.token_ids for r in await running] == [r.token_ids for r in plain]
+    assert [r.token_ids for r in await texts(client, "longspec")] == [r.token_ids for r in plain]
+    apart.link = LINKS["near"]
+    again = await texts(client, "longspec")
+    assert [r.token_ids for r in again] == [r.token_ids for r in plain]
