@@ -59,6 +59,10 @@ class _Kv:
     def __init__(self, text: Text) -> None:
         self._text = text
 
+    @property
+    def committed(self) -> int:
+        return self._text.committed
+
     def parts(self, index: int, below: int, budget: int) -> list[tuple[Tensor, Tensor]]:
         text = self._text
         return streaming_parts(text.segment.layer(index), min(text.committed, below), budget)

@@ -11,6 +11,7 @@ _METHODS: dict[str, str] = {
     "lm": "paceline.drafter.methods.lm:LmDrafter",
     "longspec": "paceline.drafter.methods.longspec:LongSpecDrafter",
     "dspark": "paceline.drafter.methods.dspark:DSparkDrafter",
+    "selfspec": "paceline.drafter.methods.selfspec:SelfSpecDrafter",
     "replay": "paceline.drafter.methods.replay:ReplayDrafter",
 }
 

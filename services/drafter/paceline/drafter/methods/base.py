@@ -90,6 +90,12 @@ class Budget:
 class TargetKv(Protocol):
     """The target's committed keys and values of one generation, as a method may read them."""
 
+    @property
+    def committed(self) -> int:
+        """Positions that :meth:`parts` chooses from, but for those it was told to leave out; after
+        it, exactly those it chose from. Unit: tokens."""
+        ...
+
     def parts(self, index: int, below: int, budget: int) -> list[tuple[Tensor, Tensor]]:
         """Keys after RoPE and values of chosen positions of a target layer, read-only.
 

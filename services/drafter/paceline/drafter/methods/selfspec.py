@@ -1,0 +1,120 @@
+"""The target drafts for itself, seeing few positions of its own KV.
+
+After Yue et al., "SpecAttn: Co-Designing Sparse Attention with Self-Speculative Decoding"
+(policy ``verified``), and Sadhukhan et al., "MagicDec" (``streaming``, ``quest``). The prefix that
+the verifier has committed is sparse; tokens after it are dense: their keys and values are
+computed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+from typing import ClassVar, cast
+
+import torch
+
+from paceline.decoder import Decoder, weights_fingerprint
+from paceline.drafter.checkpoint import read_fit
+from paceline.drafter.methods.base import (
+    Budget,
+    Drafter,
+    DraftSequence,
+    Fit,
+    Generation,
+    LoadError,
+    Needs,
+    Resources,
+)
+from paceline.drafter.methods.growth import grow
+from paceline.drafter.methods.options import parse_options
+from paceline.drafter.methods.selfspec_options import SelfSpecOptions
+from paceline.drafter.methods.selfspec_sequence import SelfSpecSequence
+from paceline.drafter.tree import Tree
+from paceline.kernels import TreePlan, TreeSegment
+
+
+class SelfSpecDrafter(Drafter):
+    """The method ``selfspec``. All but :meth:`start` runs on one thread at a time."""
+
+    method: ClassVar[str] = "selfspec"
+
+    def __init__(
+        self, decoder: Decoder, options: SelfSpecOptions, fit: Fit, weight_bytes: int
+    ) -> None:
+        self.decoder = decoder
+        self.options = options
+        self.fit = fit
+        self.needs = Needs(tuple(range(decoder.config.layers)), options, options.context)
+        self.max_nodes = options.drafted
+        self.max_depth = options.depth
+        self.weight_bytes = weight_bytes
+
+    @classmethod
+    def load(
+        cls, folder: Path | None, options: Mapping[str, str], resources: Resources
+    ) -> SelfSpecDrafter:
+        if folder is None:
+            raise LoadError("FOLDER_MISSING", "selfspec needs the target's folder: selfspec:DIR")
+        parsed = parse_options(SelfSpecOptions, options)
+        fit = replace(read_fit(folder), target_fingerprint=weights_fingerprint(folder))
+        threads = resources.threads or torch.get_num_threads()
+        dtype = parsed.dtype if parsed.dtype == "auto" else getattr(torch, parsed.dtype)
+        try:
+            # On a thread that ends and takes its team of OpenMP workers along, see `lm`.
+            with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,)) as p:
+                decoder = p.submit(Decoder.load, folder, dtype, resources.device).result()
+        except Exception as error:  # damaged files make the libraries raise anything
+            raise LoadError("UNSUPPORTED_MODEL", f"cannot load {folder}: {error}") from error
+        weight_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        return cls(decoder, parsed, fit, weight_bytes)
+
+    def start(self, generation: Generation) -> SelfSpecSequence:
+        """See :meth:`Drafter.start`.
+
+        Raises:
+            ValueError: The generation comes without the target's KV.
+        """
+        if generation.kv is None:
+            raise ValueError(
+                "selfspec reads K and V of all target layers, but the generation has no kv; attach "
+                "with read_grant and verifier_address"
+            )
+        return SelfSpecSequence(self, generation, generation.kv)
+
+    def draft_many(self, rounds: Sequence[tuple[DraftSequence, Budget]]) -> list[Tree]:
+        own = cast(Sequence[tuple[SelfSpecSequence, Budget]], rounds)
+        trees = grow(own, self._grow_level)
+        for sequence, _ in own:
+            sequence.kv.check()
+        return trees
+
+    def _grow_level(self, growing: Sequence[SelfSpecSequence]) -> None:
+        """One forward pass over the frontiers of all, and one more level for each."""
+        tokens: list[int] = []
+        segments: list[TreeSegment] = []
+        positions: list[int] = []
+        rows: list[int] = []
+        counts: list[int] = []
+        for index, sequence in enumerate(growing):
+            feed = sequence.feed(index)
+            tokens += feed.tokens
+            segments.append(feed.segment)
+            positions += feed.positions
+            rows += range(len(tokens) - feed.wanted, len(tokens))
+            counts.append(feed.wanted)
+        plan = TreePlan(  # slots of the sparse cache say nothing about positions
+            segments=tuple(segments),
+            offsets=tuple(accumulate((segment.length for segment in segments), initial=0)),
+            positions=torch.tensor(positions),
+            longest=max(positions),
+            device=self.decoder.device,
+        )
+        logits = self.decoder.forward(
+            torch.tensor(tokens), plan, growing, logit_rows=torch.tensor(rows)
+        ).logits
+        for sequence, part in zip(growing, logits.split(counts), strict=True):
+            sequence.add_level(part)

@@ -1,0 +1,120 @@
+"""The target drafting for itself, against the dense target with the same positions hidden."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from paceline.decoder import Decoder, LocalCache, weights_fingerprint
+from paceline.drafter.kv.shared import streaming_parts
+from paceline.drafter.methods.base import Budget, Generation, LoadError, Resources, Update
+from paceline.drafter.methods.lm_sequence import chain_segments
+from paceline.drafter.methods.selfspec import SelfSpecDrafter
+from paceline.drafter.methods.selfspec_sequence import MOST_NEW, SelfSpecSequence
+from paceline.kernels import plan_trees, streaming
+
+from .models import GREEDY, VOCAB, text_of, write_model
+
+
+class StaleKv:
+    """All layers of a target's KV of a text, as far as a follower has come."""
+
+    def __init__(self, decoder: Decoder, text: list[int], committed: int) -> None:
+        self.committed = committed
+        self._cache = LocalCache(decoder.config)
+        self._cache.reserve(len(text))
+        plan = plan_trees(chain_segments(0, 0, len(text)))
+        rows = torch.tensor([0])
+        decoder.forward(torch.tensor(text), plan, [self._cache], logit_rows=rows)
+
+    def parts(self, index: int, below: int, budget: int) -> list[tuple[Tensor, Tensor]]:
+        return streaming_parts(self._cache.layer(index), min(self.committed, below), budget)
+
+    def check(self) -> None:
+        """It is always there."""
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("target") / "target", request.param, 3)
+
+
+def load(folder: Path, **options: Any) -> SelfSpecDrafter:
+    given = {name: str(value) for name, value in options.items()}
+    return SelfSpecDrafter.load(folder, given, Resources())
+
+
+def start(drafter: SelfSpecDrafter, text: list[int], committed: int) -> SelfSpecSequence:
+    kv = StaleKv(drafter.decoder, text, committed)
+    return drafter.start(Generation(text, len(text), VOCAB, GREEDY, kv=kv))
+
+
+@torch.inference_mode()
+def greedy(folder: Path, text: list[int], known: int, budget: int, count: int) -> list[int]:
+    """What transformers says when tokens from ``known`` on see few positions before it."""
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    tokens = list(text)
+    for _ in range(count):
+        seen = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
+        seen[known:, :known] = False
+        for part in streaming(known, budget):
+            seen[known:, part.start : part.stop] = True
+        mask = torch.zeros(1, 1, *seen.shape).masked_fill(~seen, -torch.inf)
+        logits = model(torch.tensor([tokens]), attention_mask=mask).logits
+        tokens.append(int(logits[0, -1].argmax()))
+    return tokens[len(text) :]
+
+
+@pytest.mark.parametrize(("budget", "behind"), [(0, 1), (12, 1), (12, 7), (30, 20)])
+def test_a_chain_is_the_sparse_targets_own_text(folder: Path, budget: int, behind: int) -> None:
+    text = text_of(60, 4)
+    drafter = load(folder, context=budget, min_survival=0)
+    sequence = start(drafter, text, len(text) - behind)
+    tree = sequence.draft(Budget(8, 8))
+    assert tree.parents == (-1, 0, 1, 2, 3)
+    assert list(tree.tokens) == greedy(folder, text, len(text) - behind, budget, 5)
+    sequence.extend(Update(tree.tokens[:2]))
+    again = sequence.draft(Budget(8, 3))
+    longer = [*text, *tree.tokens[:2]]
+    assert list(again.tokens) == greedy(folder, longer, len(text) - behind, budget, 3)
+    sequence.close()
+
+
+def test_several_at_once_draft_as_each_alone(folder: Path) -> None:
+    """Trees of any shape, texts of any length."""
+    drafter = load(folder, context=20, widths="3,2", depth=3, min_survival=0)
+    sequences = [start(drafter, text_of(n, n), n - 2) for n in (9, 40, 33)]
+    budgets = [Budget(7, 3), Budget(4, 2), Budget(9, 1)]
+    together = drafter.draft_many(list(zip(sequences, budgets, strict=True)))
+    for sequence, budget, tree in zip(sequences, budgets, together, strict=True):
+        alone = sequence.draft(budget)
+        assert (alone.tokens, alone.parents) == (tree.tokens, tree.parents)
+        assert 0 < len(tree) <= budget.nodes
+
+
+def test_without_kv_or_far_behind_it_drafts_nothing(folder: Path) -> None:
+    drafter = load(folder)
+    assert drafter.needs.kv_layers == tuple(range(drafter.decoder.config.layers))
+    assert drafter.fit.target_fingerprint == weights_fingerprint(folder)
+    text = text_of(MOST_NEW + 40, 1)
+    assert not len(start(drafter, text, 0).draft(Budget(5, 5)))
+    assert not len(start(drafter, text, 39).draft(Budget(5, 5)))
+    assert len(start(drafter, text, 41).draft(Budget(5, 5)))
+    with pytest.raises(ValueError, match="no kv"):
+        drafter.start(Generation(text, len(text), VOCAB, GREEDY))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"context": 3}, {"depth": 0}, {"kv": "fast"}, {"kv_policy": "luck"}, {"kv_wire": "x"}],
+)
+def test_wrong_options_are_refused(folder: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(LoadError, match=next(iter(options))):
+        load(folder, **options)
