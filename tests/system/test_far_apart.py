@@ -12,15 +12,18 @@ from system_support import make_prompts
 from test_longspec import make_layer
 
 from paceline.cli.processes import ServiceProcess
-from paceline.client import Client, DraftOptions, GenerationResult, TlsOptions
+from paceline.client import Client, DraftOptions, GenerationResult, RoundStats, TlsOptions
 
-TOKENS = 48
+TOKENS = 96
 BUDGET = 64
+ATTEMPTS = 20
+"""A lost packet may hold up a stream for longer than such short texts take without a drafter."""
+
 LINKS = {
     "near": Link(),
     "20 ms": Link(delay=0.02),
     "5% lost": Link(delay=0.002, loss=0.05),
-    "100 kB/s": Link(delay=0.002, rate=1e5),
+    "300 kB/s": Link(delay=0.002, rate=3e5),
 }
 
 
@@ -116,9 +119,13 @@ async def test_tokens_are_the_same_over_any_link(
     apart.link = LINKS[name]
     plain = await texts(client, "none")
     carried = apart.carried
-    drafted = await texts(client, "longspec")
-    assert [r.token_ids for r in drafted] == [r.token_ids for r in plain]
-    rounds = [r for result in drafted for r in result.stats.rounds if r.drafted]
+    rounds: list[RoundStats] = []
+    for _ in range(ATTEMPTS):
+        drafted = await texts(client, "longspec")
+        assert [r.token_ids for r in drafted] == [r.token_ids for r in plain]
+        rounds += [r for result in drafted for r in result.stats.rounds if r.drafted]
+        if sum(r.kv_bytes for r in rounds):
+            break
     assert rounds, "nothing was drafted"
     bytes_a_round = mean(r.kv_bytes for r in rounds)
     assert sum(r.kv_bytes for r in rounds) > 0
