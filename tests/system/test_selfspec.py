@@ -12,6 +12,8 @@ from paceline.client import Client, DraftOptions, GenerationResult
 THREADS = {"OMP_NUM_THREADS": "1"}
 WAYS = {
     "mapped": "kv=map",
+    "chosen": "kv=map,kv_policy=verified",
+    "pages": "kv=map,kv_policy=quest",
     "streaming": "kv=follow,kv_policy=streaming",
     "verified": "kv=follow,kv_policy=verified",
     "chunk": "kv=follow,kv_policy=chunk_topk,kv_wire=float8",
@@ -44,10 +46,12 @@ async def test_tokens_are_those_of_no_drafter(family: str, models: dict[str, Pat
                 )
                 return await asyncio.gather(*runs)
 
-            plain = await generate("none")
+            plain, kv_bytes = await generate("none"), {}
             for name in WAYS:
                 drafted = await generate(name)
                 assert [r.token_ids for r in drafted] == [r.token_ids for r in plain]
                 rounds = [r for result in drafted for r in result.stats.rounds if r.drafted]
                 assert sum(r.accepted for r in rounds) > 0, f"{name} was of no use"
-                assert (sum(r.kv_bytes for r in rounds) > 0) == (name != "mapped")
+                kv_bytes[name] = sum(r.kv_bytes for r in rounds)
+            assert kv_bytes["mapped"] == 0
+            assert 0 < kv_bytes["chosen"] < kv_bytes["verified"] / 10, "positions without their KV"

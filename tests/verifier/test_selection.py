@@ -16,6 +16,8 @@ from torch import Tensor
 from verifier_support import LAYOUT, Round, serving, until
 
 from paceline.decoder import Decoder
+from paceline.drafter.kv import KvExchange, KvOptions, VerifierAccess
+from paceline.drafter.kv.chosen import ChosenKv, ChosenPositions
 from paceline.kernels import PageBounds, TreeSegment, plan_trees
 from paceline.verifier.engine.watch import Watch, Watches
 from paceline.verifier.kv.layout import KvLayout
@@ -253,6 +255,51 @@ async def test_followers_get_what_a_policy_chooses(
             await opened.close()
         await until(lambda: not cache.sequence.collectors)
         await client.release(created.handle)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+async def test_mappers_read_where_a_policy_chooses(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    """The same positions as a follower has, and what is newer, in the verifier's own memory."""
+    async with serving(models["Llama"], tmp_path / "v.sock", kv_bytes=1 << 28) as client:
+        prompt = [random.Random(1).randrange(1, 61) for _ in range(200)]
+        created = await client.create(prompt, max_new_tokens=40, ignore_eos=True)
+        exchange = KvExchange(VerifierAccess())
+        options = KvOptions(kv="map", kv_policy=policy)
+        kv = await exchange.open(client.address, created.read_grant, (0, 1), options, 48)
+        assert isinstance(kv, ChosenKv)
+        (cache,) = client.service.store
+        stream, chosen = client.stub.Verify(), kv._chosen
+        for number in range(1, 7):
+            await stream.write(Round.of(created.handle, number))
+            await stream.read()
+            committed = cache.sequence.committed
+            if number % 2:
+                await until(lambda at=committed: _took_in(chosen, at))
+            else:  # this choice comes too late
+                monkeypatch.setattr(chosen, "take_in", lambda below, budget: None)
+            held = chosen._held
+            assert held is not None
+            for index in (0, 1):
+                newer = torch.arange(chosen.committed, committed)
+                assert len(newer) == (number + 1) % 2
+                positions = torch.cat([held.positions(index), newer])
+                parts = zip(*kv.parts(index, committed, 48), strict=True)
+                for mine, plane in zip(parts, cache.sequence.segment.layer(index), strict=True):
+                    assert torch.cat(mine, 1).equal(plane[:, positions])
+            monkeypatch.undo()
+        assert 48 - 16 < kv.positions <= 48
+        assert kv.received < 6 * 2 * 48 * 8, "positions alone"
+        kv.close()
+        await exchange.close()
+        await until(lambda: not cache.sequence.collectors)
+        await client.release(created.handle)
+
+
+def _took_in(chosen: ChosenPositions, committed: int) -> bool:
+    chosen.take_in(committed, 48)
+    return chosen.committed == committed
 
 
 def test_a_cache_of_no_layer_in_common_is_let_alone() -> None:

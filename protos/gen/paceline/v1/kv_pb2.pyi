@@ -134,18 +134,20 @@ class FollowCacheRequest(_message.Message):
     def __init__(self, subscribe: _Optional[_Union[FollowSubscribe, _Mapping]] = ..., ack: _Optional[_Union[FollowAck, _Mapping]] = ...) -> None: ...
 
 class FollowSubscribe(_message.Message):
-    __slots__ = ("read_grant", "layers", "budget", "policy", "wire_dtype")
+    __slots__ = ("read_grant", "layers", "budget", "policy", "wire_dtype", "positions_only")
     READ_GRANT_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     BUDGET_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     WIRE_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_ONLY_FIELD_NUMBER: _ClassVar[int]
     read_grant: bytes
     layers: _containers.RepeatedScalarFieldContainer[int]
     budget: int
     policy: SelectionPolicy
     wire_dtype: KvDtype
-    def __init__(self, read_grant: _Optional[bytes] = ..., layers: _Optional[_Iterable[int]] = ..., budget: _Optional[int] = ..., policy: _Optional[_Union[SelectionPolicy, str]] = ..., wire_dtype: _Optional[_Union[KvDtype, str]] = ...) -> None: ...
+    positions_only: bool
+    def __init__(self, read_grant: _Optional[bytes] = ..., layers: _Optional[_Iterable[int]] = ..., budget: _Optional[int] = ..., policy: _Optional[_Union[SelectionPolicy, str]] = ..., wire_dtype: _Optional[_Union[KvDtype, str]] = ..., positions_only: _Optional[bool] = ...) -> None: ...
 
 class FollowAck(_message.Message):
     __slots__ = ("update_id", "budget")

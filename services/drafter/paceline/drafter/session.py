@@ -13,6 +13,7 @@ from paceline.drafter.tree import EMPTY, Tree
 from paceline.drafter.worker import Drafted, DraftWorker
 
 if TYPE_CHECKING:
+    from paceline.drafter.kv.chosen import ChosenKv
     from paceline.drafter.kv.followed import FollowedKv
     from paceline.drafter.kv.shared import SharedKv
     from paceline.drafter.kv.states import SharedStates
@@ -34,7 +35,7 @@ class Session:
         drafter: Drafter,
         sequence: DraftSequence,
         worker: DraftWorker,
-        kv: SharedKv | FollowedKv | None = None,
+        kv: SharedKv | ChosenKv | FollowedKv | None = None,
         states: SharedStates | None = None,
     ) -> None:
         self.sample = Sample()

@@ -188,7 +188,7 @@ class Stream:
                     attach.read_grant,
                     needs.kv_layers,
                     needs.kv_options,
-                    needs.kv_budget,
+                    needs.kv_budget_at(len(self.tokens)),
                 )
             except KvNotShared as error:
                 raise ServiceError.failed_precondition(

@@ -20,6 +20,8 @@ from paceline.verifier.selection import Selection
 MESSAGE_BYTES = 1 << 20
 """KV in one message: small enough that the event loop is never held up for long."""
 
+_POSITION_BYTES = 4
+
 UPDATES_AHEAD = 2
 """Updates on their way that the follower has not taken in yet. A slower link skips rounds."""
 
@@ -38,7 +40,7 @@ class FollowStream:
         layers: Sequence[int],
         selection: Selection,
         budget: int,
-        wire: kv_pb2.KvDtype,
+        wire: kv_pb2.KvDtype | None,
         cache_dtype: kv_pb2.KvDtype,
     ) -> None:
         """Begin with a follower that holds nothing.
@@ -48,7 +50,7 @@ class FollowStream:
             layers: Layers sent, counted from 0.
             selection: Chooses positions.
             budget: Most positions of a layer, at least 1. Unit: tokens.
-            wire: Type of the chunks.
+            wire: Type of the chunks; None: they carry positions only.
             cache_dtype: Type of the cache.
         """
         layout = cache.sequence.segment.layout
@@ -63,9 +65,11 @@ class FollowStream:
             heads=layout.kv_heads,
             head_dim=layout.head_dim,
             dtype=cache_dtype,
-            wire_dtype=wire,
+            wire_dtype=wire or kv_pb2.KV_DTYPE_UNSPECIFIED,
         )
-        row = position_bytes(layout.kv_heads, layout.head_dim, wire)
+        row = _POSITION_BYTES
+        if wire is not None:
+            row = position_bytes(layout.kv_heads, layout.head_dim, wire)
         self._most = max(1, MESSAGE_BYTES // row)
         self._sent = 0
         self._acknowledged = 0
@@ -169,6 +173,8 @@ class FollowStream:
         )
 
     def _chunk(self, index: int, positions: Tensor) -> kv_pb2.KvChunk:
+        if self._wire is None:
+            return kv_pb2.KvChunk(layer=index, positions=positions.tolist())
         keys, values = self._cache.sequence.segment.layer(self._layers[index])
         key_bytes, key_scales = encode(keys[:, positions], self._wire)
         value_bytes, value_scales = encode(values[:, positions], self._wire)

@@ -94,7 +94,7 @@ class KvExchangeServicer(kv_pb2_grpc.KvExchangeServiceServicer):
             layers,
             _selection(asked.policy, layers, cache.sequence.segment),
             asked.budget,
-            _wire_dtype(asked.wire_dtype) or own,
+            None if asked.positions_only else _wire_dtype(asked.wire_dtype) or own,
             own,
         )
         await stream.serve(context)

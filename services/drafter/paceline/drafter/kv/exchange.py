@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -18,6 +18,7 @@ from paceline.telemetry.tracing import current_metadata
 from paceline.v1 import kv_pb2, kv_pb2_grpc
 
 if TYPE_CHECKING:
+    from paceline.drafter.kv.chosen import ChosenKv
     from paceline.drafter.kv.followed import FollowedKv
     from paceline.drafter.kv.shared import SharedKv
     from paceline.drafter.kv.states import SharedStates
@@ -70,7 +71,7 @@ class KvExchange:
         layers: Sequence[int],
         options: KvOptions,
         budget: int,
-    ) -> SharedKv | FollowedKv:
+    ) -> SharedKv | ChosenKv | FollowedKv:
         """Map layers of a cache or follow them, as the options say. Whoever asked closes it.
 
         Args:
@@ -88,7 +89,7 @@ class KvExchange:
         if options.kv == "follow":
             return await self.follow_cache(address, read_grant, layers, options, budget)
         try:
-            return await self.map_cache(address, read_grant, layers)
+            return await self._map_chosen(address, read_grant, layers, options, budget)
         except VerifierSilent:
             raise
         except KvNotShared as error:
@@ -112,11 +113,7 @@ class KvExchange:
         """Follow chosen positions of layers. See :meth:`open`."""
         from paceline.drafter.kv.followed import FollowedKv
 
-        if not is_local_address(address) and address not in self._remote:
-            raise KvNotShared(
-                f"the verifier's address {address[:80]} is not on this machine, and not one that "
-                "this drafter was told of; start it with --verifier ADDRESS to have it followed"
-            )
+        self._check_known(address)
         subscribe = kv_pb2.FollowSubscribe(
             read_grant=read_grant,
             layers=layers,
@@ -124,14 +121,7 @@ class KvExchange:
             policy=POLICIES[options.kv_policy],
             wire_dtype=WIRES[options.kv_wire],
         )
-
-        def connect() -> Any:
-            if self._closed:
-                raise KvGone("the drafter is stopping")
-            stub: Any = kv_pb2_grpc.KvExchangeServiceStub(self._channel(address))
-            return stub.FollowCache(metadata=self._metadata)
-
-        return await FollowedKv.open(connect, subscribe, layers, CALL_SECONDS)
+        return await FollowedKv.open(self._following(address), subscribe, layers, CALL_SECONDS)
 
     async def map_cache(self, address: str, read_grant: bytes, layers: Sequence[int]) -> SharedKv:
         """Map layers of the cache of a read grant. Whoever asked closes it.
@@ -157,6 +147,54 @@ class KvExchange:
             read_grant=read_grant, layers=() if every else sorted(set(layers))
         )
         return SharedKv.open(await self._call(address, request), read_grant, layers)
+
+    async def _map_chosen(
+        self,
+        address: str,
+        read_grant: bytes,
+        layers: Sequence[int],
+        options: KvOptions,
+        budget: int,
+    ) -> SharedKv | ChosenKv:
+        """Map layers and, where a policy of the verifier's is to choose, follow its choice."""
+        mapped = await self.map_cache(address, read_grant, layers)
+        if options.kv_policy == "streaming" or not budget:
+            return mapped
+        from paceline.drafter.kv.chosen import ChosenKv, ChosenPositions
+
+        subscribe = kv_pb2.FollowSubscribe(
+            read_grant=read_grant,
+            layers=layers,
+            budget=budget,
+            policy=POLICIES[options.kv_policy],
+            positions_only=True,
+        )
+        try:
+            chosen = await ChosenPositions.open(
+                self._following(address), subscribe, layers, CALL_SECONDS
+            )
+        except BaseException:
+            mapped.close()
+            raise
+        return ChosenKv(mapped, chosen)
+
+    def _following(self, address: str) -> Callable[[], Any]:
+        """What opens a FollowCache call."""
+
+        def connect() -> Any:
+            if self._closed:
+                raise KvGone("the drafter is stopping")
+            stub: Any = kv_pb2_grpc.KvExchangeServiceStub(self._channel(address))
+            return stub.FollowCache(metadata=self._metadata)
+
+        return connect
+
+    def _check_known(self, address: str) -> None:
+        if not is_local_address(address) and address not in self._remote:
+            raise KvNotShared(
+                f"the verifier's address {address[:80]} is not on this machine, and not one that "
+                "this drafter was told of; start it with --verifier ADDRESS to have it followed"
+            )
 
     async def map_states(
         self, address: str, read_grant: bytes, layers: Sequence[int], window: int

@@ -1,4 +1,4 @@
-"""Copies of chosen positions, dense for attention, changed update by update."""
+"""Chosen positions, with or without copies of their KV, changed update by update."""
 
 from __future__ import annotations
 
@@ -17,39 +17,25 @@ _GROWTH = 256
 _Part = TypeVar("_Part", kv_pb2.KvDrop, kv_pb2.KvChunk)
 
 
-class HeldKv:
-    """K and V of at most a budget of positions, for each followed layer.
-
-    They fill the first slots of a table in no particular order: keys are rotated already, so that
-    attention needs to know of no position. One thread at a time.
-    """
+class HeldPositions:
+    """At most a budget of positions for each followed layer, in no order. One thread at a time."""
 
     def __init__(self, shape: kv_pb2.KvShape) -> None:
         """Hold nothing yet.
 
         Raises:
-            KvGone: The shape makes no sense, or its types are none that can be held.
+            KvGone: The shape makes no sense.
         """
         if not (shape.layers and shape.heads and shape.head_dim):
             raise KvGone(f"the verifier described KV of an empty shape: {shape}")
-        if shape.wire_dtype not in WIRE_TYPES or shape.dtype not in WIRE_TYPES:
-            raise KvGone(f"the verifier sends KV of an unknown type: {shape}")
-        self._shape = shape
-        self._layers = [_Table(shape) for _ in range(shape.layers)]
+        self._layers: Sequence[_Slots] = [_Slots() for _ in range(shape.layers)]
 
     def __len__(self) -> int:
         """Positions of each layer."""
         return len(self._layers[0].positions)
 
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, each ``[Hkv, n, D]``; views that :meth:`apply` changes."""
-        table = self._layers[index]
-        return table.planes[0, :, : len(table.positions)], table.planes[
-            1, :, : len(table.positions)
-        ]
-
     def positions(self, index: int) -> Tensor:
-        """Where what :meth:`layer` returns stands in the text, int64 ``[n]``."""
+        """Positions of a layer, int64 ``[n]``."""
         return self._layers[index].positions
 
     def apply(self, messages: Sequence[kv_pb2.FollowCacheResponse], budget: int) -> None:
@@ -78,13 +64,11 @@ class HeldKv:
             )
 
 
-class _Table:
-    """One layer: ``planes[kind, head, slot]`` holds position ``positions[slot]``."""
+class _Slots:
+    """One layer: ``positions[slot]``."""
 
-    def __init__(self, shape: kv_pb2.KvShape) -> None:
-        self._shape = shape
+    def __init__(self) -> None:
         self.positions = torch.empty(0, dtype=torch.int64)
-        self.planes = self._new(0)
 
     def change(
         self, drops: Sequence[kv_pb2.KvDrop], chunks: Sequence[kv_pb2.KvChunk], committed: int
@@ -120,9 +104,55 @@ class _Table:
         stays[gaps] = False
         last = stays[count:].nonzero().flatten() + count
         holes = gaps[gaps < count]
-        self.planes[:, :, holes] = self.planes[:, :, last]
+        self._move(holes, last)
         positions[holes] = positions[last]
         return positions[:count]
+
+    def _reserve(self, slots: int) -> None:
+        """There will be so many slots."""
+
+    def _write(self, chunk: kv_pb2.KvChunk, slots: Tensor) -> None:
+        """What a chunk brings goes there."""
+
+    def _move(self, to: Tensor, slots: Tensor) -> None:
+        """What is in some slots goes to others."""
+
+
+class HeldKv(HeldPositions):
+    """K and V of the positions too.
+
+    They fill the first slots of a table in no particular order: keys are rotated already, so that
+    attention needs to know of no position.
+    """
+
+    def __init__(self, shape: kv_pb2.KvShape) -> None:
+        """Hold nothing yet.
+
+        Raises:
+            KvGone: The shape makes no sense, or its types are none that can be held.
+        """
+        super().__init__(shape)
+        if shape.wire_dtype not in WIRE_TYPES or shape.dtype not in WIRE_TYPES:
+            raise KvGone(f"the verifier sends KV of an unknown type: {shape}")
+        self._layers: Sequence[_Table] = [_Table(shape) for _ in range(shape.layers)]
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, each ``[Hkv, n, D]``; views that :meth:`apply` changes."""
+        table = self._layers[index]
+        count = len(table.positions)
+        return table.planes[0, :, :count], table.planes[1, :, :count]
+
+
+class _Table(_Slots):
+    """One layer: ``planes[kind, head, slot]`` holds position ``positions[slot]``."""
+
+    def __init__(self, shape: kv_pb2.KvShape) -> None:
+        super().__init__()
+        self._shape = shape
+        self.planes = self._new(0)
+
+    def _move(self, to: Tensor, slots: Tensor) -> None:
+        self.planes[:, :, to] = self.planes[:, :, slots]
 
     def _write(self, chunk: kv_pb2.KvChunk, slots: Tensor) -> None:
         shape = self._shape

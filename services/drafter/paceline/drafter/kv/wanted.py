@@ -43,7 +43,7 @@ class KvOptions:
     gRPC), or auto: map where verifier and drafter share a machine and a user, else follow."""
 
     kv_policy: str = "streaming"
-    """Which positions are followed under a KV budget: streaming (the first and the newest),
+    """Which positions are read under a KV budget: streaming (the first and the newest),
     chunk_topk (chunks of 8 by the attention they got so far), verified (positions by the scores of
     the newest round) or quest (pages of 16 by bounds on those)."""
 

@@ -40,12 +40,19 @@ class Needs:
     kv_budget: int = 0
     """Positions of a layer that it will ask for at most; 0: all. Unit: tokens."""
 
+    kv_ratio: float = 0.0
+    """Share of the text's positions that it will ask for where that is more than ``kv_budget``."""
+
     hidden_state_layers: tuple[int, ...] = ()
     """Target layers whose outputs it reads, 0 for the first, rising. Every generation then comes
     with them (:attr:`Generation.states`), or is refused."""
 
     hidden_state_window: int = 0
     """Only the last so many positions of them; 0: all. Unit: tokens."""
+
+    def kv_budget_at(self, length: int) -> int:
+        """Positions of a layer asked for while so many are committed; 0: all. Unit: tokens."""
+        return self.kv_budget and max(self.kv_budget, math.ceil(self.kv_ratio * length))
 
 
 @dataclass(frozen=True)
@@ -99,11 +106,13 @@ class TargetKv(Protocol):
     def parts(self, index: int, below: int, budget: int) -> list[tuple[Tensor, Tensor]]:
         """Keys after RoPE and values of chosen positions of a target layer, read-only.
 
-        Positions chosen are the first and the newest of those in shared memory, and those that
-        the verifier chose of a cache that is followed. It may know of fewer than there are.
+        Positions are chosen by the selection policy asked for. The verifier's choice may be a
+        round or two old: positions of a mapped cache that are newer come on top of the budget, and
+        of a cache that is followed there may be fewer than were committed.
 
         Args:
-            index: As in ``needs.kv_layers`` of the drafter; 0 for the first layer.
+            index: As in ``needs.kv_layers`` of the drafter; 0 for the first layer. The first one
+                that it lists must be asked for first in a round: newer choices are taken in then.
             below: Only positions below this are wanted: what the verifier knows of the future of
                 the text is not. Unit: tokens.
             budget: Most positions wanted, 0 for all; it may change between rounds. Unit: tokens.

@@ -48,7 +48,8 @@ class SelfSpecDrafter(Drafter):
         self.decoder = decoder
         self.options = options
         self.fit = fit
-        self.needs = Needs(tuple(range(decoder.config.layers)), options, options.context)
+        layers = tuple(range(decoder.config.layers))
+        self.needs = Needs(layers, options, options.context, options.ratio)
         self.max_nodes = options.drafted
         self.max_depth = options.depth
         self.weight_bytes = weight_bytes

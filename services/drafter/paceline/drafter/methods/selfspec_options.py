@@ -14,8 +14,10 @@ class SelfSpecOptions(KvOptions):
     """Settings of ``selfspec``."""
 
     context: int = 512
-    """KV budget: positions of the target's KV that a round reads at most, of each layer; 0: all.
-    SpecAttn takes 7% of the context."""
+    """KV budget: positions of the target's KV that a round reads at most, of each layer; 0: all."""
+
+    ratio: float = 0.0
+    """KV budget as a share of the text where that is more than ``context``. SpecAttn takes 0.07."""
 
     widths: tuple[int, ...] = (1,)
     """Nodes drafted at each level; the last number holds for deeper levels."""
@@ -44,6 +46,7 @@ class SelfSpecOptions(KvOptions):
             check_range("widths", width, 1, 64)
         check_range("depth", self.depth, 1, 64)
         check_range("context", self.context, 0, 1 << 20)
+        check_range("ratio", self.ratio, 0.0, 1.0)
         check_range("min_survival", self.min_survival, 0.0, 1.0)
         check_range("candidates", self.candidates, 1, 1 << 20)
         if self.drafted > MAX_TREE_NODES - 1:

@@ -130,10 +130,8 @@ class SelfSpecSequence(DraftSequence):
 
     def _gather(self, below: int) -> bool:
         """Copy the chosen positions of all layers; False if there are none, or too few."""
-        layers = [
-            self.kv.parts(layer, below, self._options.context)
-            for layer in range(self._config.layers)
-        ]
+        budget = self._drafter.needs.kv_budget_at(below)
+        layers = [self.kv.parts(layer, below, budget) for layer in range(self._config.layers)]
         self._held = sum(keys.shape[1] for keys, _ in layers[0])
         self._known = min(self.kv.committed, below)
         new = len(self.text) - self._known
