@@ -170,3 +170,16 @@ def test_a_tokenizer_without_decoder_works() -> None:
     detokenizer = Detokenizer(codec)
     text = "".join(map(detokenizer.push, [97, 98])) + detokenizer.flush()
     assert text == codec.decode([97, 98])
+
+
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
+def test_the_bytes_of_tokens_joined_are_the_text(name: str) -> None:
+    """But for the space that a decoder strips off the beginning."""
+    codec = CODECS[name]
+    tokens = codec.encode("a bé ☃ 😀\n")
+    assert b"".join(map(codec.token_bytes, tokens)).decode().strip(" ") == codec.decode(tokens)
+    special = codec.encode("<s>")[-1]
+    assert codec.token_text(special) == "<s>"
+    assert codec.token_bytes(1 << 20) == b""
+    halves = [codec.token_text(token) for token in codec.encode("☃")]
+    assert "bytes:\\xe2" in halves[0] or name == "byte_fallback"

@@ -28,6 +28,7 @@ COMMANDS = (
     Command("verifier", "paceline.cli.verifier", "run a verifier: the target model", "server"),
     Command("drafter", "paceline.cli.drafter", "run a drafter", "server"),
     Command("generate", "paceline.cli.generate", "generate text through running services"),
+    Command("gateway", "paceline.cli.gateway", "serve OpenAI's HTTP interface", "gateway"),
     Command("trace", "paceline.cli.trace", "show where the time of rounds goes", "telemetry"),
     Command("drafters", "paceline.cli.drafters", "list, load, try, activate and unload drafters"),
     Command("health", "paceline.cli.health", "ask a service whether it serves", "server"),
@@ -39,8 +40,8 @@ COMMANDS = (
 
 # Modules that only the extras install; anything else missing is a fault and shows its traceback.
 _OF_EXTRAS = (
-    *("accelerate", "grpc_health", "grpc_reflection", "numpy"),
-    *("opentelemetry", "prometheus_client", "safetensors", "torch", "transformers"),
+    *("accelerate", "aiohttp", "grpc_health", "grpc_reflection", "jinja2", "numpy"),
+    *("opentelemetry", "prometheus_client", "pydantic", "safetensors", "torch", "transformers"),
 )
 
 

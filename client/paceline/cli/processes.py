@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-Kind = Literal["verifier", "drafter"]
+Kind = Literal["verifier", "drafter", "gateway"]
 
 _POLL_SECONDS = 0.01
 _LOG_TAIL_BYTES = 8192
@@ -24,14 +24,14 @@ class ProcessFailed(RuntimeError):
 
 
 class ServiceProcess:
-    """One `paceline verifier` or `paceline drafter` process.
+    """One `paceline verifier`, `paceline drafter` or `paceline gateway` process.
 
     A context manager, plain and async: it enters when the service answers calls, and on leaving
     stops the process whatever happened. The process also stops when this one dies in any way: it
     watches a pipe that only this one holds.
 
     Args:
-        kind: "verifier" or "drafter".
+        kind: which of them.
         arguments: of that command, such as `["--target", "models/demo/target"]`; `--address`,
             `--ready-file` and `--stop-with-stdin` are added.
         address: where to listen; port 0 takes any free one.

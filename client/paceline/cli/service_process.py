@@ -43,6 +43,12 @@ def add_process_arguments(parser: argparse.ArgumentParser, address: str) -> None
     parser.add_argument(
         "--address", default=address, help="host:port or unix:/path (default: %(default)s)"
     )
+    add_readiness_arguments(parser)
+    add_shared_arguments(parser)
+
+
+def add_readiness_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what parents of the process use: see `ServiceProcess`."""
     parser.add_argument(
         "--ready-file",
         type=Path,
@@ -54,7 +60,6 @@ def add_process_arguments(parser: argparse.ArgumentParser, address: str) -> None
         action="store_true",
         help="stop when standard input closes: for parents that hold its other end",
     )
-    add_shared_arguments(parser)
 
 
 def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,6 +69,11 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--threads", type=int, metavar="N", help="compute threads (default: all cores)"
     )
+    add_log_arguments(group)
+
+
+def add_log_arguments(group: argparse._ActionsContainer) -> None:
+    """Add what `configure_logging` takes."""
     group.add_argument(
         "--log-format",
         choices=["auto", "json", "text"],
@@ -102,7 +112,7 @@ def _build_and_serve(
         options = ServerOptions.from_args(args)
         set_thread_environment(args.threads)
         if args.stop_with_stdin:
-            _stop_with_stdin()
+            stop_with_stdin()
         metrics = _metrics(options)
         service = build(metrics)
     except (OptionsError, ServiceError, ValueError, OSError) as error:
@@ -169,7 +179,9 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
-def _stop_with_stdin() -> None:
+def stop_with_stdin() -> None:
+    """SIGTERM to this process when its standard input closes."""
+
     def wait() -> None:
         while os.read(sys.stdin.fileno(), 4096):
             pass

@@ -185,6 +185,16 @@ class Client:
         self._shared.check_open()
         return await self._shared.models.get()
 
+    async def drafters(self) -> tuple[str, ...]:
+        """Names that `generate` takes as `drafter`, the default one first; empty without a drafter
+        service. Raises UnavailableError when it cannot be reached."""
+        self._shared.check_open()
+        if not self._shared.transport.has_drafter:
+            return ()
+        listed = await self._shared.transport.list_drafters()
+        names = {drafter.name for drafter in listed.drafters}
+        return tuple(sorted(names, key=lambda name: (name != listed.default_drafter, name)))
+
     async def aclose(self) -> None:
         """Stops all generations, frees their caches and disconnects. Safe to call again."""
         await self._shared.close()

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from paceline.v1 import drafter_pb2, sampling_pb2, verifier_pb2
 
 from ._errors import NotFoundError, UnavailableError, UnimplementedError
+from ._text import BYTE_OF
 from ._transport import DraftStream, VerifyStream
 
 Reply = str | Sequence[int] | Callable[[str], str]
@@ -176,11 +177,7 @@ class _MockVerifyStream:
 
 def _byte_tokenizer() -> Tokenizer:
     """A tokenizer whose token i is byte i, with one special token after them."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    vocabulary = {chr(byte): byte for byte in printable}
-    vocabulary |= {chr(256 + i): byte for i, byte in enumerate(others)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab=BYTE_OF, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<end>"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
 
@@ -32,14 +33,21 @@ class Model:
 
     async def encode(self, prompt: str) -> list[int]:
         """Token ids of a text prompt. Raises InvalidRequestError without a tokenizer."""
+        bos = self.facts.bos_token_id if self.facts.HasField("bos_token_id") else None
+        return await self._encode(prompt, lambda codec: codec.encode(prompt, bos))
+
+    async def encode_rendered(self, prompt: str) -> list[int]:
+        """The same for the output of a chat template, which holds its special tokens already."""
+        return await self._encode(prompt, lambda codec: codec.encode_rendered(prompt))
+
+    async def _encode(self, prompt: str, encode: Callable[[TextCodec], list[int]]) -> list[int]:
         if self.codec is None:
             raise InvalidRequestError(
                 f"{self.facts.name} is served without a tokenizer: give the prompt as token ids"
             )
-        bos = self.facts.bos_token_id if self.facts.HasField("bos_token_id") else None
         if len(prompt) > _LONG_PROMPT:
-            return await asyncio.to_thread(self.codec.encode, prompt, bos)
-        return self.codec.encode(prompt, bos)
+            return await asyncio.to_thread(encode, self.codec)
+        return encode(self.codec)
 
 
 class ModelSource:

@@ -13,6 +13,19 @@ _REPLACEMENT = "\ufffd"
 _LONG_WINDOW, _SHORT_WINDOW = 32, 8
 
 
+def _byte_level_alphabet() -> dict[str, int]:
+    """Bytes that print are their own characters; the others take those from U+0100 on, in order."""
+    prints = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in prints]
+    return {chr(byte): byte for byte in prints} | {
+        chr(0x100 + place): byte for place, byte in enumerate(others)
+    }
+
+
+BYTE_OF = _byte_level_alphabet()
+"""The byte that each character of a byte-level tokenizer's token stands for."""
+
+
 class TextCodec:
     """A tokenizer with what incremental detokenisation must know about it. Immutable; shared."""
 
@@ -26,13 +39,20 @@ class TextCodec:
             for token, added in self._tokenizer.get_added_tokens_decoder().items()
             if added.special
         )
-        self._has_byte_fallback = _uses_byte_fallback(json.loads(tokenizer_json).get("decoder"))
+        decoder = json.loads(tokenizer_json).get("decoder")
+        self._has_byte_fallback = _has_decoder(decoder, "ByteFallback")
+        self._is_byte_level = _has_decoder(decoder, "ByteLevel")
 
     def encode(self, text: str, bos_token_id: int | None = None) -> list[int]:
         """Token ids of a prompt, special tokens put in by the tokenizer's own rule."""
         tokens: list[int] = self._tokenizer.encode(text).ids
         if bos_token_id is not None and tokens[:1] != [bos_token_id]:
             tokens.insert(0, bos_token_id)
+        return tokens
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Token ids of a chat template's output, which spells out its special tokens itself."""
+        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return tokens
 
     def decode(self, tokens: list[int]) -> str:
@@ -47,6 +67,33 @@ class TextCodec:
     def is_raw_byte(self, token: int) -> bool:
         """Whether the token stands for one byte, decoded together with its neighbours."""
         return token in self._raw_bytes
+
+    def token_bytes(self, token: int) -> bytes:
+        """What one token stands for, special ones by their names; empty beyond the vocabulary.
+
+        The bytes of consecutive tokens joined are the text, but for what a decoder strips off the
+        beginning. One token's may be a part of a character.
+        """
+        name = self._tokenizer.id_to_token(token)
+        if name is None:
+            return b""
+        if token in self._tokenizer.get_added_tokens_decoder():
+            return str(name).encode()
+        if self._is_byte_level:
+            return bytes(BYTE_OF[character] for character in name if character in BYTE_OF)
+        if self.is_raw_byte(token):
+            return bytes.fromhex(name[3:5])
+        # Behind another token, so that nothing is stripped off it.
+        once, twice = self.decode([token]), self.decode([token, token])
+        return twice[len(once) :].encode()
+
+    def token_text(self, token: int) -> str:
+        """`token_bytes` as text; half a character as OpenAI writes it: "bytes:\\xe2\\x98"."""
+        raw = self.token_bytes(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     @cached_property
     def _raw_bytes(self) -> frozenset[int]:
@@ -115,9 +162,9 @@ class Detokenizer:
         return text[len(self._context_text) :]
 
 
-def _uses_byte_fallback(decoder: object) -> bool:
+def _has_decoder(decoder: object, kind: str) -> bool:
     if not isinstance(decoder, dict):
         return False
-    if decoder.get("type") == "ByteFallback":
+    if decoder.get("type") == kind:
         return True
-    return any(map(_uses_byte_fallback, decoder.get("decoders") or ()))
+    return any(_has_decoder(part, kind) for part in decoder.get("decoders") or ())

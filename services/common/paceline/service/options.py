@@ -69,7 +69,7 @@ class ServerOptions:
         if not 0 <= self.drain_seconds < float("inf"):
             raise OptionsError("the drain time must be a finite number of seconds, 0 or more")
         secured = self.tls_cert is not None and self.token is not None
-        if not secured and not _stays_on_this_machine(self.address):
+        if not secured and not stays_on_this_machine(self.address):
             raise OptionsError(
                 f"refusing to listen on {self.address} without TLS and a token: give --tls-cert, "
                 f"--tls-key and --token-file (or {TOKEN_VARIABLE}), or listen on 127.0.0.1 or "
@@ -81,9 +81,9 @@ class ServerOptions:
             raise OptionsError("--insecure-metrics says nothing without --metrics-address")
 
     def _check_metrics(self, address: str, secured: bool) -> None:
-        if _socket_path(address) is not None:
+        if socket_path_of(address) is not None:
             raise OptionsError(f"metrics are served over TCP only: {address} is no host:port")
-        local = _stays_on_this_machine(address)
+        local = stays_on_this_machine(address)
         if not (local or secured or self.insecure_metrics):
             raise OptionsError(
                 f"refusing to serve metrics on {address} without TLS and a token: give --tls-cert, "
@@ -94,12 +94,12 @@ class ServerOptions:
     @property
     def metrics_host_and_port(self) -> tuple[str, int] | None:
         """Where to serve metrics; None: nowhere."""
-        return None if self.metrics_address is None else _split(self.metrics_address)
+        return None if self.metrics_address is None else split_address(self.metrics_address)
 
     @property
     def socket_path(self) -> Path | None:
         """File of a unix socket; None for TCP."""
-        return _socket_path(self.address)
+        return socket_path_of(self.address)
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Self:
@@ -179,25 +179,39 @@ def read_token(file: Path | None) -> str | None:
     Raises:
         OptionsError: if the file cannot be read or holds no token.
     """
-    if file is None and (token := os.environ.get(TOKEN_VARIABLE, "").strip()):
-        return token
-    if file is None and (named := os.environ.get(TOKEN_FILE_VARIABLE)):
+    return read_secret("token", file, TOKEN_VARIABLE, TOKEN_FILE_VARIABLE)
+
+
+def read_secret(what: str, file: Path | None, variable: str, file_variable: str) -> str | None:
+    """A secret from `file`, else from a variable or a file that another one names, else None.
+
+    Raises:
+        OptionsError: if the file cannot be read or is empty; it calls the secret `what`.
+    """
+    if file is None and (secret := os.environ.get(variable, "").strip()):
+        return secret
+    if file is None and (named := os.environ.get(file_variable)):
         file = Path(named)
     if file is None:
         return None
     try:
-        token = file.read_text(encoding="utf-8").strip()
+        secret = file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise OptionsError(f"cannot read the token file {file}: {error}") from error
-    if not token:
-        raise OptionsError(f"the token file {file} is empty")
-    return token
+        raise OptionsError(f"cannot read the {what} file {file}: {error}") from error
+    if not secret:
+        raise OptionsError(f"the {what} file {file} is empty")
+    return secret
 
 
-def _stays_on_this_machine(address: str) -> bool:
-    if _socket_path(address) is not None:
+def stays_on_this_machine(address: str) -> bool:
+    """Whether only processes of this machine can reach an address.
+
+    Raises:
+        OptionsError: it is none, or its host has no address.
+    """
+    if socket_path_of(address) is not None:
         return True
-    host, port = _split(address)
+    host, port = split_address(address)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -205,7 +219,8 @@ def _stays_on_this_machine(address: str) -> bool:
     return all(ipaddress.ip_address(str(entry[4][0])).is_loopback for entry in found)
 
 
-def _socket_path(address: str) -> Path | None:
+def socket_path_of(address: str) -> Path | None:
+    """File of a unix socket's address; None for TCP. Raises OptionsError when it is empty."""
     if not address.startswith("unix:"):
         return None
     path = address.removeprefix("unix:")
@@ -215,7 +230,8 @@ def _socket_path(address: str) -> Path | None:
     return Path(path)
 
 
-def _split(address: str) -> tuple[str, int]:
+def split_address(address: str) -> tuple[str, int]:
+    """Host, without brackets, and port of a TCP address. Raises OptionsError when it is none."""
     host, colon, port = address.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     if not colon or not host or (":" in host and not bracketed):

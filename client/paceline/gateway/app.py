@@ -1,0 +1,333 @@
+"""The routes: what each request asks for, and its answer whole or streamed."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TypeVar
+
+from aiohttp import web
+from pydantic import BaseModel, ValidationError
+
+from paceline.client import Chunk, Client, GenerationResult, Model, PacelineError
+from paceline.service.gate import Gate
+
+from .chat import render
+from .errors import ApiError, bad_request, from_error, from_http, from_validation
+from .options import GatewayOptions
+from .requests import MAX_CHOICES, ChatRequest, CompletionRequest
+from .responses import Json, Kind, Writer
+from .texts import Texts
+
+# A request's body arrives within this time, or its connection is not worth keeping. Unit: seconds.
+_BODY_TIMEOUT = 30.0
+# Whether the verifier answers is told within this time. Unit: seconds.
+_HEALTH_TIMEOUT = 5.0
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+AnyRequest = TypeVar("AnyRequest", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A request, read and checked: what to generate and how to tell it."""
+
+    texts: Texts
+    count: int
+    """How many texts it asks for."""
+    writer: Writer
+
+
+class Gateway:
+    """Serves `/v1/completions`, `/v1/chat/completions`, `/v1/models` and `/health`.
+
+    Args:
+        client: generates; its owner closes it.
+        options: checked options.
+
+    Attributes:
+        app: to be served by aiohttp, with `handler_cancellation`, so that a caller who hangs up
+            stops the generation.
+        gate: what is in flight; closed, new requests are refused and health says so.
+    """
+
+    def __init__(self, client: Client, options: GatewayOptions) -> None:
+        self._client = client
+        self._options = options
+        self._started = int(time.time())
+        self.gate = Gate()
+        self.app = web.Application(
+            middlewares=[self._guard], client_max_size=options.max_body_bytes
+        )
+        self.app.add_routes(
+            [
+                web.post("/v1/completions", self._completions),
+                web.post("/v1/chat/completions", self._chat),
+                web.get("/v1/models", self._models),
+                web.get("/v1/models/{name:.+}", self._model),
+                web.get("/health", self._health),
+            ]
+        )
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Lets those with the key in, and answers every error in OpenAI's form."""
+        try:
+            if request.path.startswith("/v1/"):
+                self._check_key(request)
+            return await handler(request)
+        except web.HTTPException as error:
+            refusal = from_http(error)
+        except Exception as error:
+            refusal = from_error(error)
+        return web.json_response(refusal.body, status=refusal.status, headers=refusal.headers)
+
+    def _check_key(self, request: web.Request) -> None:
+        key = self._options.api_key
+        given = request.headers.get("Authorization", "").encode(errors="replace")
+        if key is not None and not hmac.compare_digest(given, f"Bearer {key}".encode()):
+            raise ApiError(
+                401,
+                "the API key is missing or wrong: send 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    async def _health(self, request: web.Request) -> web.StreamResponse:
+        """200 while the verifier answers and new requests are taken."""
+        if self.gate.closed:
+            return web.json_response({"status": "draining"}, status=503)
+        try:
+            async with asyncio.timeout(_HEALTH_TIMEOUT):
+                await self._client.model()
+        except (PacelineError, TimeoutError) as error:
+            reason = str(error) or "the verifier does not answer"
+            return web.json_response({"status": "unavailable", "reason": reason}, status=503)
+        return web.json_response({"status": "ok"})
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"object": "list", "data": [await self._card()]})
+
+    async def _model(self, request: web.Request) -> web.StreamResponse:
+        card = await self._card()
+        self._check_name(request.match_info["name"], card["id"])
+        return web.json_response(card)
+
+    async def _card(self) -> Json:
+        """The served model, and which drafters there are for it."""
+        facts = (await self._client.model()).facts
+        return {
+            "id": self._options.model_name or facts.name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "paceline",
+            "max_model_len": facts.max_context,
+            "batch_invariant": facts.batch_invariant,
+            "drafters": list(await self._drafters() or ()),
+        }
+
+    async def _drafters(self) -> tuple[str, ...] | None:
+        """Names of drafters; None while nobody can tell."""
+        try:
+            return await self._client.drafters()
+        except PacelineError:
+            return None
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        asked = await _read(request, CompletionRequest)
+        model = await self._named_model(asked.model)
+        prompts = [
+            await model.encode(prompt) if isinstance(prompt, str) else prompt
+            for prompt in asked.prompts()
+        ]
+        if asked.echo and asked.logprobs is not None:
+            raise bad_request("echo cannot be had with logprobs: leave one of them out", "echo")
+        echoes = [_echo(model, prompt) if asked.echo else "" for prompt in asked.prompts()]
+        work = await self._work(
+            "prompt", asked, model, prompts, asked.max_tokens, asked.logprobs, echoes
+        )
+        return await self._answer(request, asked, work)
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        asked = await _read(request, ChatRequest)
+        model = await self._named_model(asked.model)
+        if asked.top_logprobs is not None and not asked.logprobs:
+            raise bad_request("top_logprobs needs logprobs: set it to true", "top_logprobs")
+        template, variables = self._options.chat_template, asked.chat_template_kwargs
+        prompt = await model.encode_rendered(render(model, template, asked.messages, variables))
+        most = asked.max_completion_tokens or asked.max_tokens
+        logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
+        work = await self._work("messages", asked, model, [prompt], most, logprobs, [""])
+        return await self._answer(request, asked, work)
+
+    async def _named_model(self, name: str) -> Model:
+        model = await self._client.model()
+        self._check_name(name, self._options.model_name or model.facts.name)
+        return model
+
+    def _check_name(self, asked: str, served: str) -> None:
+        if asked != served:
+            raise ApiError(
+                404,
+                f"there is no model {asked!r} here; this gateway serves {served!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def _work(
+        self,
+        param: str,
+        asked: CompletionRequest | ChatRequest,
+        model: Model,
+        prompts: Sequence[list[int]],
+        max_tokens: int | None,
+        logprobs: int | None,
+        echoes: Sequence[str],
+    ) -> _Work:
+        """Checks what only the served model can tell, and says what to generate."""
+        count = len(prompts) * asked.n
+        if count > MAX_CHOICES:
+            raise bad_request(
+                f"{len(prompts)} prompts with n={asked.n} are {count} texts; at most {MAX_CHOICES} "
+                "may be asked for at once",
+                "n",
+            )
+        room = model.facts.max_context - max(map(len, prompts))
+        if room < 1:
+            raise bad_request(
+                f"the context of {model.facts.max_context} tokens has no room for an answer to "
+                f"{max(map(len, prompts))} tokens: shorten the prompt",
+                param,
+                "context_length_exceeded",
+            )
+        await self._check_drafter(asked.drafter)
+        wanted: bool | int = logprobs or logprobs is not None
+        choices = [
+            {
+                **asked.sampling(choice),
+                "max_new_tokens": min(max_tokens or room, room),
+                "logprobs": wanted,
+            }
+            for choice in range(asked.n)
+        ]
+        kind: Kind = "completion" if isinstance(asked, CompletionRequest) else "chat"
+        writer = Writer(kind, asked.model, model, [len(prompt) for prompt in prompts], echoes)
+        return _Work(Texts(self._client, prompts, choices), count, writer)
+
+    async def _check_drafter(self, name: str | None) -> None:
+        """A name that nobody has would cost speed only, but not tell its sender so."""
+        if name is None or name == "none":
+            return
+        known = await self._drafters()
+        if known is not None and name not in known:
+            raise ApiError(
+                404,
+                f"there is no drafter {name!r} here; there are: {', '.join(('none', *known))}",
+                param="drafter",
+                code="drafter_not_found",
+            )
+
+    async def _answer(
+        self, request: web.Request, asked: CompletionRequest | ChatRequest, work: _Work
+    ) -> web.StreamResponse:
+        if self.gate.closed:
+            raise ApiError(
+                503,
+                "the gateway is shutting down: try another one",
+                kind="server_error",
+                code="service_unavailable",
+                headers={"Connection": "close"},
+            )
+        if self.gate.inside >= self._options.max_requests:
+            raise ApiError(
+                429,
+                f"{self.gate.inside} requests are in flight already: come again in a moment",
+                kind="rate_limit_error",
+                code="too_many_requests",
+                headers={"Retry-After": "1"},
+            )
+        with self.gate.enter():
+            if asked.stream:
+                options = asked.stream_options
+                return await _stream(request, work, bool(options and options.include_usage))
+            return await _whole(work)
+
+
+async def _whole(work: _Work) -> web.StreamResponse:
+    chunks: list[list[Chunk]] = [[] for _ in range(work.count)]
+    results: dict[int, GenerationResult] = {}
+    async with aclosing(work.texts.events()) as events:
+        async for event in events:
+            if event.chunk is not None:
+                chunks[event.index].append(event.chunk)
+            if event.result is not None:
+                results[event.index] = event.result
+    texts = [(chunks[index], results[index]) for index in range(work.count)]
+    return web.json_response(work.writer.whole(texts))
+
+
+async def _stream(request: web.Request, work: _Work, usage: bool) -> web.StreamResponse:
+    """Server-sent events. What fails before the first is an ordinary error, later an event."""
+    writer, results = work.writer, dict[int, GenerationResult]()
+    response = web.StreamResponse(
+        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+    )
+    opened: set[int] = set()
+
+    async def send(event: Json) -> None:
+        if not response.prepared:
+            await response.prepare(request)
+        # Where usage comes at the end, OpenAI's earlier events say that they have none.
+        note = {"usage": None} if usage and "usage" not in event else {}
+        await response.write(f"data: {json.dumps(event | note)}\n\n".encode())
+
+    try:
+        async with aclosing(work.texts.events()) as events:
+            async for event in events:
+                if event.index not in opened:
+                    opened.add(event.index)
+                    await send(writer.opening(event.index, work.count))
+                if event.chunk is not None:
+                    await send(writer.chunk(event.index, event.chunk))
+                if event.result is not None:
+                    results[event.index] = event.result
+                    await send(writer.ending(event.index, event.result))
+        if usage:
+            await send(writer.total([results[index] for index in range(work.count)]))
+        await response.write(b"data: [DONE]\n\n")
+    except Exception as error:
+        if not response.prepared:
+            raise
+        if not isinstance(error, ConnectionResetError):
+            await response.write(f"data: {json.dumps(from_error(error).body)}\n\n".encode())
+    return response
+
+
+async def _read(request: web.Request, kind: type[AnyRequest]) -> AnyRequest:
+    """The request's body.
+
+    Only JSON by name: a page of another site cannot make a browser send that unasked.
+    """
+    if request.content_type != "application/json":
+        raise ApiError(415, "send the request as application/json")
+    try:
+        async with asyncio.timeout(_BODY_TIMEOUT):
+            body = await request.read()
+    except TimeoutError:
+        raise ApiError(408, "the request's body took too long", code="timeout") from None
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise from_validation(error) from None
+
+
+def _echo(model: Model, prompt: str | list[int]) -> str:
+    """A prompt as text."""
+    if isinstance(prompt, str):
+        return prompt
+    return model.codec.decode(prompt) if model.codec is not None else ""

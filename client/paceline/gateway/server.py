@@ -1,0 +1,107 @@
+"""Serves a gateway until it is told to stop, and lets requests in flight finish."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from collections.abc import Callable
+
+from aiohttp import web
+
+from paceline.client import Client
+from paceline.service.options import OptionsError, socket_path_of, split_address
+from paceline.service.stopping import Stop
+
+from .app import Gateway
+from .options import GatewayOptions
+
+logger = logging.getLogger("paceline.gateway")
+
+# What is in flight after the drain gets this long before it is cancelled. Unit: seconds.
+_CANCEL_GRACE = 0.5
+
+
+async def run_gateway(
+    client: Client,
+    options: GatewayOptions,
+    *,
+    on_ready: Callable[[str], None] | None = None,
+    stop_event: asyncio.Event | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT, or until `stop_event` is set.
+
+    The first signal drains: health says 503, new requests are refused, those in flight go on for
+    at most `options.drain_seconds`. A second signal ends them at once, a third one kills.
+
+    Args:
+        client: generates; closed by its owner, after this.
+        on_ready: called with the bound address ("127.0.0.1:41234") once requests are answered.
+
+    Raises:
+        OptionsError: the address cannot be bound, or a TLS file is bad.
+        SystemExit: with 128 + signal number, after a second signal.
+    """
+    stop = Stop(stop_event)
+    gateway = Gateway(client, options)
+    runner = web.AppRunner(
+        gateway.app, handler_cancellation=True, access_log=None, shutdown_timeout=_CANCEL_GRACE
+    )
+    with stop.on_signals():
+        await runner.setup()
+        try:
+            address = await _listen(runner, options)
+            logger.info("serving", extra={"address": address})
+            if on_ready is not None:
+                on_ready(address)
+            await stop.soft.wait()
+            logger.info("draining", extra={"drain_seconds": options.drain_seconds})
+            gateway.gate.close()
+            await stop.unless(stop.hard, _drain(gateway, options.drain_seconds))
+        finally:
+            await runner.cleanup()
+            logger.info("stopped")
+    if stop.hard.is_set():
+        raise SystemExit(128 + stop.signal)
+
+
+async def _drain(gateway: Gateway, seconds: float) -> None:
+    try:
+        await asyncio.wait_for(gateway.gate.drained(), seconds)
+    except TimeoutError:
+        logger.warning("requests were still in flight after the drain time; cancelling them")
+
+
+async def _listen(runner: web.AppRunner, options: GatewayOptions) -> str:
+    """Bind; the address with its real port."""
+    context = _tls(options)
+    path = socket_path_of(options.address)
+    site: web.BaseSite
+    if path is not None:
+        site = web.UnixSite(runner, str(path), ssl_context=context)
+    else:
+        host, port = split_address(options.address)
+        site = web.TCPSite(runner, host, port, ssl_context=context)
+    try:
+        await site.start()
+    except OSError as error:
+        raise OptionsError(f"cannot listen on {options.address}: {error.strerror}") from error
+    if path is not None:
+        # Who may open the file may call: nobody but the user of this process.
+        path.chmod(0o600)
+        return options.address
+    return f"{options.address.rpartition(':')[0]}:{runner.addresses[0][1]}"
+
+
+def _tls(options: GatewayOptions) -> ssl.SSLContext | None:
+    if options.tls_cert is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(options.tls_cert, options.tls_key, password=lambda: "")
+    except OSError as error:
+        raise OptionsError(
+            f"the TLS files {options.tls_cert} and {options.tls_key} are not a PEM certificate "
+            f"and its key without a passphrase: {error}"
+        ) from error
+    return context

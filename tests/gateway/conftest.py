@@ -1,0 +1,61 @@
+"""A gateway in this process, on a real socket, before a verifier made of memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+
+from paceline.client import Client, MockTransport, RetryOptions
+from paceline.gateway import GatewayOptions, run_gateway
+
+
+@dataclass
+class Served:
+    """A running gateway."""
+
+    openai: AsyncOpenAI
+    transport: MockTransport
+    url: str
+    stop: asyncio.Event
+    """Set it to begin the drain."""
+    server: asyncio.Task[None]
+
+
+Serve = Callable[..., AbstractAsyncContextManager[Served]]
+
+
+@contextlib.asynccontextmanager
+async def _serve(
+    transport: MockTransport, key: str = "any", **options: Any
+) -> AsyncIterator[Served]:
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    stop = asyncio.Event()
+    async with Client(
+        transport=transport, cache_dir=None, retry=RetryOptions(budget=0), unread_chunks=4
+    ) as client:
+        server = asyncio.create_task(
+            run_gateway(
+                client,
+                GatewayOptions(address="127.0.0.1:0", **options),
+                on_ready=ready.set_result,
+                stop_event=stop,
+            )
+        )
+        url = f"http://{await ready}"
+        async with AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as openai:
+            yield Served(openai, transport, url, stop, server)
+        stop.set()
+        await server
+
+
+@pytest.fixture
+def serve() -> Serve:
+    """Starts a gateway: `serve(transport, key="what the client sends", **GatewayOptions)`."""
+    return _serve

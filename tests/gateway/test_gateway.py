@@ -1,0 +1,220 @@
+"""The gateway by itself: who gets in, what is refused, what a hang-up frees, how it drains."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from paceline.client import MockTransport, UnavailableError
+from paceline.gateway import GatewayOptions
+from paceline.service.options import OptionsError
+
+from .conftest import Serve, Served
+
+TEMPLATE = """{{ bos_token }}{% for message in messages %}
+{% if message.role == "assistant" and loop.first %}
+{{ raise_exception("begin with a user") }}{% endif %}
+<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>{{ mood }}"""
+
+
+@pytest.fixture
+async def served(serve: Serve) -> AsyncIterator[Served]:
+    async with serve(
+        MockTransport(lambda prompt: prompt.upper()), chat_template=TEMPLATE
+    ) as served:
+        yield served
+
+
+async def eventually(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not true():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_a_chat_is_rendered_by_the_template(served: Served) -> None:
+    answer = await served.openai.chat.completions.create(
+        model="mock",
+        messages=[
+            {"role": "developer", "content": "be kind"},
+            {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+        ],
+        extra_body={"chat_template_kwargs": {"mood": "gay"}},
+    )
+    message = answer.choices[0].message
+    assert (message.role, message.content) == ("assistant", "<SYSTEM>BE KIND<USER>HI<ASSISTANT>GAY")
+    assert answer.choices[0].finish_reason == "stop"
+
+
+async def test_what_the_template_refuses_is_the_callers_fault(served: Served) -> None:
+    with pytest.raises(openai.BadRequestError, match="begin with a user"):
+        await served.openai.chat.completions.create(
+            model="mock", messages=[{"role": "assistant", "content": "hi"}]
+        )
+
+
+async def test_a_model_without_a_template_says_so(serve: Serve) -> None:
+    async with serve(MockTransport("x")) as served:
+        with pytest.raises(openai.BadRequestError, match="--chat-template") as raised:
+            await served.openai.chat.completions.create(
+                model="mock", messages=[{"role": "user", "content": "hi"}]
+            )
+    assert raised.value.code == "no_chat_template"
+
+
+async def test_echo_and_several_prompts(served: Served) -> None:
+    answer = await served.openai.completions.create(
+        model="mock", prompt=["ab", "cd"], n=2, echo=True
+    )
+    assert [choice.text for choice in answer.choices] == ["abAB", "abAB", "cdCD", "cdCD"]
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, 12)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param", "says"),
+    [
+        ({"prompt": []}, "prompt", "at least 1 item"),
+        ({"prompt": "a", "temperature": "hot"}, "temperature", "valid number"),
+        ({"prompt": "a", "tools": []}, "tools", "unrecognized"),
+        ({"prompt": "a", "n": 65}, "n", "64"),
+        ({"prompt": ["a"] * 33, "n": 2}, "n", "66 texts"),
+        ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "integer"),
+        ({"prompt": "a", "echo": True, "logprobs": 1}, "echo", "logprobs"),
+        ({"prompt": "a", "stream_options": {"include_usage": 1}}, "stream_options", "boolean"),
+        ({"prompt": "a", "stop": ""}, "stop", "at least 1 character"),
+    ],
+)
+async def test_bad_requests_name_the_parameter(
+    served: Served, wrong: dict[str, Any], param: str, says: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=says) as raised:
+        await served.openai.post("/completions", body={"model": "mock", **wrong}, cast_to=object)
+    assert (raised.value.param or "").startswith(param)
+    assert raised.value.type == "invalid_request_error"
+
+
+async def test_a_wrong_model_and_a_wrong_path(served: Served) -> None:
+    with pytest.raises(openai.NotFoundError, match="'mock'") as raised:
+        await served.openai.completions.create(model="gpt", prompt="a")
+    assert (raised.value.code, raised.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.NotFoundError):
+        await served.openai.embeddings.create(model="mock", input="a")
+    assert (await served.openai.models.retrieve("mock")).id == "mock"
+
+
+async def test_only_json_of_a_bounded_size_is_read(serve: Serve) -> None:
+    async with serve(MockTransport("x"), max_body_bytes=2000) as served:
+        async with aiohttp.ClientSession() as session:
+            url = f"{served.url}/v1/completions"
+            for status, body, headers in (
+                (415, b'{"model": "mock", "prompt": "a"}', {"Content-Type": "text/plain"}),
+                (413, b" " * 2001, {"Content-Type": "application/json"}),
+                (400, b"{", {"Content-Type": "application/json"}),
+            ):
+                async with session.post(url, data=body, headers=headers) as response:
+                    assert response.status == status
+                    assert set((await response.json())["error"]) == {
+                        *("message", "type", "param", "code")
+                    }
+
+
+async def test_only_those_with_the_key_get_in(serve: Serve) -> None:
+    async with serve(MockTransport("x"), key="right", api_key="right") as served:
+        assert (await served.openai.models.list()).data[0].id == "mock"
+        stranger = AsyncOpenAI(base_url=f"{served.url}/v1", api_key="wrong", max_retries=0)
+        async with stranger, aiohttp.ClientSession() as session:
+            with pytest.raises(openai.AuthenticationError):
+                await stranger.models.list()
+            async with session.get(f"{served.url}/health") as response:
+                assert response.status == 200
+
+
+async def test_a_caller_who_hangs_up_frees_the_cache(serve: Serve) -> None:
+    async with serve(MockTransport("x" * 50_000)) as served:
+        for stream in (True, False):
+            async with aiohttp.ClientSession() as session:
+                body = {"model": "mock", "prompt": "a", "max_tokens": 50_000, "stream": stream}
+                call = asyncio.create_task(session.post(f"{served.url}/v1/completions", json=body))
+                await eventually(lambda: served.transport.open_caches == 1)
+                if stream:
+                    (await call).close()
+                else:
+                    call.cancel()
+            await eventually(lambda: served.transport.open_caches == 0)
+
+
+async def test_more_requests_than_allowed_come_again_later(serve: Serve) -> None:
+    async with serve(MockTransport("x" * 50_000), max_requests=1) as served:
+        stream = await served.openai.completions.create(
+            model="mock", prompt="a", max_tokens=50_000, stream=True
+        )
+        with pytest.raises(openai.RateLimitError) as raised:
+            await served.openai.completions.create(model="mock", prompt="a")
+        assert raised.value.response.headers["Retry-After"] == "1"
+        await stream.close()
+
+
+async def test_a_drain_refuses_new_requests_and_finishes_the_old(serve: Serve) -> None:
+    async with serve(MockTransport("x" * 20_000)) as served:
+        stream = await served.openai.completions.create(
+            model="mock", prompt="a", max_tokens=30_000, stream=True
+        )
+        served.stop.set()
+        async with aiohttp.ClientSession() as session:
+            async with session.get(f"{served.url}/health") as response:
+                assert (response.status, await response.json()) == (503, {"status": "draining"})
+        with pytest.raises(openai.InternalServerError, match="shutting down"):
+            await served.openai.completions.create(model="mock", prompt="a")
+        text = "".join([event.choices[0].text async for event in stream])
+        assert text == "x" * 20_000
+        await served.server
+
+
+async def test_a_lost_verifier_is_unavailable(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serve(MockTransport("x")) as served:
+
+        async def lost(*_: object) -> None:
+            raise UnavailableError("nobody is there")
+
+        monkeypatch.setattr(served.transport, "get_model", lost)
+        with pytest.raises(openai.InternalServerError, match="nobody is there") as raised:
+            await served.openai.models.list()
+        assert raised.value.status_code == 503
+        async with aiohttp.ClientSession() as session:
+            async with session.get(f"{served.url}/health") as response:
+                assert response.status == 503
+
+
+async def test_an_error_in_mid_stream_is_an_event(serve: Serve) -> None:
+    async with serve(MockTransport("x" * 50_000)) as served:
+        stream = await served.openai.completions.create(
+            model="mock", prompt="a", max_tokens=50_000, stream=True
+        )
+        await anext(stream)
+        await served.transport.close()  # it forgets every cache
+        with pytest.raises(openai.APIError, match="does not know this cache"):
+            async for _ in stream:
+                pass
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"address": "0.0.0.0:8080"}, "--insecure"),
+        ({"address": "0.0.0.0:8080", "api_key": "k"}, "--http-tls-cert"),
+        ({"address": "here"}, "host:port"),
+        ({"api_key": "ü"}, "headers"),
+        ({"max_requests": 0}, "at least one"),
+    ],
+)
+def test_options_that_cannot_be_served(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(OptionsError, match=says):
+        GatewayOptions(**options)
