@@ -1,7 +1,11 @@
 """Settings for all tests."""
 
 import os
+import sys
+from pathlib import Path
 
 # Tiny models in many processes: a second thread in each only makes them wait for one another.
 # Before anything imports torch, and inherited by every service process.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+sys.path.insert(0, str(Path(__file__).parent))  # for what several folders use

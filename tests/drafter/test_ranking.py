@@ -19,7 +19,7 @@ def test_the_best_come_first_whatever_the_vocabulary(vocab: int, temperature: fl
         row[torch.randperm(vocab, generator=draws)[:40]] += 40.0
     params = SamplingParams(temperature=temperature, seed=2**64 - 9)
     ranker = Ranker(params, prompt=[1], output=[], vocab_size=vocab, candidates=64)
-    ids, logs = ranker.rank(logits, 1000, [[]] * 3, 5)
+    ids, logs, _ = ranker.rank(logits, 1000, [[]] * 3, 5)
     scores = logits
     if temperature:
         scores = logits / temperature + gumbel_noise(params.seed, 1000, vocab)

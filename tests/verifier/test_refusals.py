@@ -49,8 +49,6 @@ CREATE: list[tuple[dict[str, Any], grpc.StatusCode, str]] = [
     ({"prompt_tokens": PROMPT, "parent_handle": bytes(16)}, grpc.StatusCode.NOT_FOUND,
      "CACHE_NOT_FOUND"),
     ({"prompt_tokens": PROMPT, "hidden_state_layers": [0, 2]}, INVALID, "LAYER_OUT_OF_RANGE"),
-    (sampling(mode=sampling_pb2.ACCEPTANCE_MODE_REJECTION), grpc.StatusCode.UNIMPLEMENTED,
-     "REJECTION_NOT_BUILT"),
     (sampling(logit_bias=dict.fromkeys(range(4097), 1.0)), INVALID, "INVALID_SAMPLING"),
     (sampling(mode=77), INVALID, "INVALID_SAMPLING"),
     (sampling(temperature=-1), INVALID, "INVALID_SAMPLING"),

@@ -54,6 +54,12 @@ def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("--temperature", type=float, default=0.0, metavar="T", help="0: greedy (default)")
     add("--seed", type=int, metavar="S", help="of the sampling noise; default: a random one")
+    add(
+        "--acceptance",
+        default="invariant",
+        metavar="MODE",
+        help="invariant (default), or rejection: tokens depend on the drafter, their odds do not",
+    )
     add("--top-k", type=int, default=0, metavar="K", help="keep the K likeliest tokens; 0: all")
     add("--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest P of the mass")
     add("--min-p", type=float, default=0.0, metavar="P", help="drop tokens below P of the best")
@@ -68,8 +74,8 @@ def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
 def generation_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of `Client.generate` from those of `add_generation_arguments`."""
     names = (
-        "max_new_tokens drafter deadline temperature seed top_k top_p min_p repetition_penalty "
-        "presence_penalty frequency_penalty stop ignore_eos"
+        "max_new_tokens drafter deadline temperature seed acceptance top_k top_p min_p "
+        "repetition_penalty presence_penalty frequency_penalty stop ignore_eos"
     )
     options = {name: getattr(args, name) for name in names.split()}
     return {**options, "stop_token_ids": args.stop_token_id}

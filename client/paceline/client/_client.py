@@ -108,6 +108,7 @@ class Client:
         frequency_penalty: float = 0.0,
         logit_bias: Mapping[int, float] | None = None,
         seed: int | None = None,
+        acceptance: str = "invariant",
         stop: str | Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
         ignore_eos: bool = False,
@@ -122,7 +123,8 @@ class Client:
         """Continues a prompt. Await the answer for all of it, or iterate over it to stream.
 
         The tokens are a function of model, prompt, sampling parameters and seed alone: drafters,
-        crashes and restarts do not change them.
+        crashes and restarts do not change them. With `acceptance="rejection"` that is said of their
+        distribution only.
 
         Args:
             prompt: text, or token ids.
@@ -136,6 +138,8 @@ class Client:
             frequency_penalty: subtracted for each time a token was seen in the output; 0 is off.
             logit_bias: added to the logits of single tokens, by token id.
             seed: key of the sampling noise, 64 bits. None: a random one, reported in the result.
+            acceptance: "invariant", or "rejection": rejection sampling of chains. Which tokens come
+                then depends on the drafter, their distribution does not.
             stop: strings that end the text; it ends before the first that completes.
             stop_token_ids: tokens that end the generation, besides end-of-sequence.
             ignore_eos: go on past end-of-sequence tokens.
@@ -166,6 +170,7 @@ class Client:
             frequency_penalty=frequency_penalty,
             logit_bias=dict(logit_bias or {}),
             seed=secrets.randbits(64) if seed is None else seed,
+            acceptance=acceptance,
             stop=stop_strings(stop),
             stop_token_ids=tuple(stop_token_ids),
             ignore_eos=ignore_eos,

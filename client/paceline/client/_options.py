@@ -13,6 +13,11 @@ from paceline.v1 import sampling_pb2
 
 from ._errors import InvalidRequestError
 
+_MODES = {
+    "invariant": sampling_pb2.ACCEPTANCE_MODE_INVARIANT,
+    "rejection": sampling_pb2.ACCEPTANCE_MODE_REJECTION,
+}
+
 
 def _require(fine: bool, what: str, expected: str, value: object) -> None:
     if not fine:
@@ -86,6 +91,7 @@ class GenerationOptions:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int = 0
+    acceptance: str = "invariant"
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -126,6 +132,7 @@ class GenerationOptions:
             _require(token_id(token), "a logit_bias key", "a token id", token)
             _require(bias < math.inf, "a logit_bias value", "a number or -inf (never)", bias)
         _require(0 <= self.seed < 2**64, "seed", "in [0, 2**64)", self.seed)
+        _require(self.acceptance in _MODES, "acceptance", " or ".join(_MODES), self.acceptance)
         for text in self.stop:
             _require(text != "", "a stop string", "non-empty", text)
         for token in self.stop_token_ids:
@@ -148,7 +155,7 @@ class GenerationOptions:
             frequency_penalty=self.frequency_penalty,
             logit_bias=dict(self.logit_bias),
             seed=self.seed,
-            mode=sampling_pb2.ACCEPTANCE_MODE_INVARIANT,
+            mode=_MODES[self.acceptance],
         )
 
 

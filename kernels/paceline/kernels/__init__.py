@@ -12,6 +12,7 @@ from paceline.kernels.attention import (
 from paceline.kernels.history import History
 from paceline.kernels.noise import gumbel_noise, gumbel_noise_at, philox
 from paceline.kernels.probes import Probe
+from paceline.kernels.rejection import Proposal, accept_or_resample
 from paceline.kernels.rows import Norm, RowKernels, row_kernels
 from paceline.kernels.sampling import SamplingParams, choose_token, filter_logits, raw_logprobs
 from paceline.kernels.selection import SINKS, PageBounds, best_chunks, streaming
@@ -26,10 +27,12 @@ __all__ = [
     "Norm",
     "PageBounds",
     "Probe",
+    "Proposal",
     "RowKernels",
     "SamplingParams",
     "TreePlan",
     "TreeSegment",
+    "accept_or_resample",
     "backend_for",
     "best_chunks",
     "choose_token",

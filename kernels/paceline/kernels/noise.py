@@ -51,6 +51,22 @@ def philox(counter: NDArray[np.uint32], key: tuple[int, int]) -> NDArray[np.uint
     return np.stack([even[0], odd[0], even[1], odd[1]]).astype(np.uint32)
 
 
+def philox_words(
+    counter: tuple[int, int, int, int], key: tuple[int, int]
+) -> tuple[int, int, int, int]:
+    """:func:`philox` of one counter, in a hundredth of the time that arrays need for one."""
+    a, b, c, d = counter
+    for round_ in range(_ROUNDS):
+        low, high = 0xD2511F53 * a, 0xCD9E8D57 * c
+        a, b, c, d = (
+            high >> 32 ^ b ^ (key[0] + round_ * 0x9E3779B9) & 0xFFFFFFFF,
+            high & 0xFFFFFFFF,
+            low >> 32 ^ d ^ (key[1] + round_ * 0xBB67AE85) & 0xFFFFFFFF,
+            low & 0xFFFFFFFF,
+        )
+    return a, b, c, d
+
+
 def gumbel_noise(seed: int, position: int, vocab: int) -> Tensor:
     """Noise of every token id at one position.
 

@@ -37,6 +37,8 @@ class SamplingParams:
         frequency_penalty: Taken off per occurrence in the output; 0 is off.
         logit_bias: Pairs (token id, value added to its logit).
         seed: Unsigned 64-bit seed of the noise.
+        rejection: Drafted tokens are accepted and replaced by rejection sampling
+            (:mod:`paceline.kernels.rejection`), not by equality with the chosen token.
     """
 
     temperature: float = 1.0
@@ -48,6 +50,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0
+    rejection: bool = False
 
     def __post_init__(self) -> None:
         self._require("temperature", 0 <= self.temperature < math.inf, "finite, 0 or more")

@@ -1,6 +1,7 @@
 """The sampling contract on the wire. Imports torch, unlike the rest of the package."""
 
 from paceline.kernels import SamplingParams
+from paceline.service.modes import rejects
 from paceline.v1 import sampling_pb2
 
 
@@ -22,4 +23,5 @@ def sampling_params(message: sampling_pb2.SamplingParams) -> SamplingParams:
         frequency_penalty=message.frequency_penalty,
         logit_bias=tuple(sorted(message.logit_bias.items())),
         seed=message.seed,
+        rejection=rejects(message),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from paceline.drafter.methods.base import Budget, Drafter, DraftSequence, Update
@@ -27,7 +28,8 @@ class Session:
 
     Belongs to who made it, who closes it however the generation ends; nothing may be asked of it
     then. A sequence of an inline method lives on the event loop; all others are handed to the
-    worker. The KV that the sequence reads is closed after it, where it was.
+    worker. The KV that the sequence reads is closed after it, where it was. With ``chains`` the
+    answer is the best path of each tree.
     """
 
     def __init__(
@@ -37,11 +39,14 @@ class Session:
         worker: DraftWorker,
         kv: SharedKv | ChosenKv | FollowedKv | None = None,
         states: SharedStates | None = None,
+        *,
+        chains: bool = False,
     ) -> None:
         self.sample = Sample()
         """What came of the rounds so far."""
         self._drafter = drafter
         self._sequence = sequence
+        self._chains = chains
         self._kv = kv
         self._states = states
         self._received = 0
@@ -76,6 +81,8 @@ class Session:
         """Take in the update and draft a tree, empty if nodes or time are out."""
         self._judge(update.tokens)
         drafted = await self._draft(update, budget)
+        if self._chains:
+            drafted = replace(drafted, tree=drafted.tree.best_chain())
         self._last = drafted if budget.nodes > 0 else None
         return drafted
 

@@ -14,6 +14,7 @@ from paceline.drafter.tree import EMPTY, Tree
 from paceline.drafter.validation import check_fit, check_tokens
 from paceline.drafter.worker import Drafted, DraftWorker
 from paceline.service import ServiceError
+from paceline.service.modes import rejects
 from paceline.v1 import drafter_pb2
 
 if TYPE_CHECKING:
@@ -230,7 +231,9 @@ class Stream:
                 if each is not None:
                     each.close()
             raise
-        return Session(version.drafter, sequence, self._worker, kv, states)
+        return Session(
+            version.drafter, sequence, self._worker, kv, states, chains=rejects(attach.sampling)
+        )
 
 
 class _Eviction:

@@ -6,8 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from paceline.v1 import tree_pb2
+
+if TYPE_CHECKING:
+    from paceline.kernels import Proposal
 
 
 @dataclass(frozen=True)
@@ -22,11 +26,14 @@ class Tree:
         parents: For each node the index of its parent, lower than its own, or -1 for the anchor.
         confidences: Empty, or for each node the probability in [0, 1] that it is accepted given
             that its parent is.
+        proposals: What each node of a chain was drawn from, for rejection sampling; empty: the
+            nodes were not drawn.
     """
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     confidences: tuple[float, ...] = ()
+    proposals: tuple[Proposal, ...] = ()
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -55,6 +62,16 @@ class Tree:
     def children(self, node: int) -> tuple[int, ...]:
         """Indices of the children of ``node`` (-1: the anchor), in order."""
         return tuple(i for i, parent in enumerate(self.parents) if parent == node)
+
+    def best_chain(self) -> Tree:
+        """The path of the likeliest child after child; this tree if it is a chain."""
+        if self.parents == tuple(range(-1, len(self) - 1)):
+            return self
+        path: list[int] = []
+        while children := self.children(path[-1] if path else -1):
+            path.append(max(children, key=self.survival))
+        likely = [self.confidences[node] for node in path] if self.confidences else ()
+        return chain([self.tokens[node] for node in path], likely)
 
     def survival(self, node: int) -> float:
         """Product of the confidences on the path of ``node``; 1 where the tree has none."""
@@ -95,13 +112,18 @@ class Tree:
 
     def to_proto(self) -> tree_pb2.TokenTree:
         """The tree as it travels."""
-        return tree_pb2.TokenTree(
+        message = tree_pb2.TokenTree(
             tokens=self.tokens, parents=self.parents, confidences=self.confidences
         )
+        for proposal in self.proposals:
+            message.distributions.add(
+                tokens=proposal.tokens.tolist(), probabilities=proposal.probabilities.tolist()
+            )
+        return message
 
     @classmethod
     def from_proto(cls, message: tree_pb2.TokenTree) -> Tree:
-        """A tree as it arrived, unchecked; confidences have been rounded to float32."""
+        """A tree as it arrived, unchecked and without proposals; confidences are float32."""
         return cls(tuple(message.tokens), tuple(message.parents), tuple(message.confidences))
 
 

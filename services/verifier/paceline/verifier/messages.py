@@ -14,6 +14,7 @@ from paceline.verifier.engine.job import Emission
 from paceline.verifier.engine.sequence import Generation
 from paceline.verifier.engine.tree import NO_TREE, DraftTree
 from paceline.verifier.kv.taps import Taps
+from paceline.verifier.proposals import read_proposals
 
 MAX_TREE_NODES = 255
 """Most drafted nodes of a round: with the anchor they fill one block of the attention."""
@@ -28,6 +29,7 @@ _FINISH = {
     Finish.LENGTH: sampling_pb2.FINISH_REASON_LENGTH,
 }
 _invalid = ServiceError.invalid_argument
+_INVARIANT = SamplingParams()
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ def read_generation(request: verifier_pb2.CreateCacheRequest, limits: Limits) ->
     """What a CreateCacheRequest asks for.
 
     Raises:
-        ServiceError: INVALID_ARGUMENT, or UNIMPLEMENTED for what is not built yet.
+        ServiceError: INVALID_ARGUMENT.
     """
     prompt, output = request.prompt_tokens, request.output_tokens
     if not prompt:
@@ -105,17 +107,13 @@ def read_sampling(message: sampling_pb2.SamplingParams, limits: Limits) -> Sampl
     """Checked sampling parameters, the wire's "0 means off" spelled out.
 
     Raises:
-        ServiceError: INVALID_ARGUMENT, or UNIMPLEMENTED for the REJECTION mode.
+        ServiceError: INVALID_ARGUMENT.
     """
-    if message.mode == sampling_pb2.ACCEPTANCE_MODE_REJECTION:
-        raise ServiceError.unimplemented(
-            "REJECTION_NOT_BUILT", "the mode REJECTION is not served yet; use INVARIANT"
+    if message.mode not in sampling_pb2.AcceptanceMode.values():
+        raise _invalid(
+            "INVALID_SAMPLING",
+            f"mode {message.mode} is unknown, expected INVARIANT or REJECTION",
         )
-    if message.mode not in (
-        sampling_pb2.ACCEPTANCE_MODE_UNSPECIFIED,
-        sampling_pb2.ACCEPTANCE_MODE_INVARIANT,
-    ):
-        raise _invalid("INVALID_SAMPLING", f"mode {message.mode} is unknown, expected INVARIANT")
     if len(message.logit_bias) > MAX_LOGIT_BIAS:
         raise _invalid(
             "INVALID_SAMPLING",
@@ -128,8 +126,19 @@ def read_sampling(message: sampling_pb2.SamplingParams, limits: Limits) -> Sampl
         raise _invalid("INVALID_SAMPLING", str(error)) from error
 
 
-def read_tree(message: tree_pb2.TokenTree, limits: Limits) -> DraftTree:
+def read_tree(
+    message: tree_pb2.TokenTree,
+    limits: Limits,
+    sampling: SamplingParams = _INVARIANT,
+    position: int = 0,
+) -> DraftTree:
     """A checked tree.
+
+    Args:
+        message: The tree as it came.
+        limits: What it is checked against.
+        sampling: The generation's.
+        position: Absolute position of the anchor's children.
 
     Raises:
         ServiceError: INVALID_ARGUMENT.
@@ -151,9 +160,10 @@ def read_tree(message: tree_pb2.TokenTree, limits: Limits) -> DraftTree:
             f"the tree has {nodes} tokens but {len(message.confidences)} confidences; "
             "send none, or one a node",
         )
-    if len(message.distributions):
+    if len(message.distributions) and not sampling.rejection:
         raise _invalid(
-            "BAD_TREE", "distributions belong to the mode REJECTION; send none with INVARIANT"
+            "BAD_TREE",
+            "distributions belong to the mode REJECTION at temperatures above 0; send none",
         )
     if not nodes:
         return NO_TREE
@@ -172,6 +182,9 @@ def read_tree(message: tree_pb2.TokenTree, limits: Limits) -> DraftTree:
             raise _invalid(
                 "BAD_TREE", f"confidence of node {node} is {confidence}, expected 0 to 1"
             )
+    if sampling.rejection:
+        proposals = read_proposals(message, limits.vocab_size, sampling, position)
+        return DraftTree(tokens, parents, proposals)
     return DraftTree(tokens, parents)
 
 

@@ -111,7 +111,8 @@ class VerifyStream:
             raise ServiceError.failed_precondition(
                 "FINISHED", "the generation has ended; release the cache"
             )
-        tree = read_tree(request.tree, self._limits)
+        sampling = sequence.generation.sampling
+        tree = read_tree(request.tree, self._limits, sampling, len(sequence.tokens))
         if len(tree) > 1 and request.free_run_steps > 1:
             raise ServiceError.invalid_argument(
                 "BAD_ROUND", "a round has a tree or free_run_steps, not both"

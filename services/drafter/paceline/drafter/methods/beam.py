@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from paceline.drafter.methods.base import Budget
+from paceline.drafter.methods.ranking import Ranked
 from paceline.drafter.tree import Tree
+from paceline.kernels import Proposal
 
 
 class Beam:
@@ -36,6 +36,7 @@ class Beam:
         self.parents: list[int] = []
         self.scores: list[float] = []
         self.logs: list[float] = []
+        self.proposals: list[Proposal] = []
         self.level = 0
         """Levels so far."""
         self.frontier = range(0)
@@ -69,18 +70,14 @@ class Beam:
         if len(self.tokens) == self.level:  # one node a level until now
             self.trunk = self.fed
 
-    def add_level(self, ids: Tensor, logs: Tensor) -> None:
-        """Add children of the frontier.
-
-        Args:
-            ids: Likeliest tokens after each frontier node (after the anchor, for the first level),
-                ``[F, w]``.
-            logs: Logs of their confidences, ``[F, w]``.
-        """
+    def add_level(self, ranked: Ranked) -> None:
+        """Add children of the frontier: choices after each of its nodes (the anchor at first)."""
         parents = self.frontier if self.level else range(-1, 0)
         width = self.width
         found: list[tuple[float, float, int, int]] = []
-        for parent, row_ids, row_logs in zip(parents, ids.tolist(), logs.tolist(), strict=True):
+        for parent, row_ids, row_logs in zip(
+            parents, ranked.ids.tolist(), ranked.logs.tolist(), strict=True
+        ):
             above = self.scores[parent] if parent >= 0 else 0.0
             # Rounding may leave the log of a probability a little above 0.
             found += [
@@ -95,6 +92,8 @@ class Beam:
             self.parents.append(parent)
             self.scores.append(score)
             self.logs.append(log)
+        if ranked.proposal is not None:
+            self.proposals.append(ranked.proposal)
         self.level += 1
         bar = max(self._floor, self._bar())
         stop = start
@@ -112,6 +111,7 @@ class Beam:
             tuple(self.tokens[node] for node in best),
             tuple(place[self.parents[node]] if self.parents[node] >= 0 else -1 for node in best),
             tuple(math.exp(self.logs[node]) for node in best),
+            tuple(self.proposals[: len(best)]),  # of a chain, whose best nodes are its first
         )
 
     def fed_path(self, tokens: Sequence[int]) -> list[int]:

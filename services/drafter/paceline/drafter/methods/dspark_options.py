@@ -36,11 +36,6 @@ class DSparkOptions:
     pack_head_mib: float = 16.0
     """An LM head up to this size is repacked: faster, but private to the process. Unit: MiB."""
 
-    @property
-    def chain(self) -> bool:
-        """Whether no node has a sibling."""
-        return set(self.widths) == {1}
-
     def __post_init__(self) -> None:
         if not self.widths:
             raise ValueError("option widths is empty, expected at least one number")

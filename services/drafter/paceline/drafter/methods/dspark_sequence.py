@@ -48,6 +48,7 @@ class DSparkSequence(DraftSequence):
             vocab_size=min(generation.vocab_size, drafter.backbone.config.vocab_size),
             candidates=drafter.options.candidates,
         )
+        self._widths = self._ranker.widths(drafter.options.widths)
 
     @property
     def backlog(self) -> int:
@@ -108,7 +109,7 @@ class DSparkSequence(DraftSequence):
         if self._readable == 0:
             return False
         limits = Budget(nodes=min(budget.nodes, options.max_nodes), depth=depth)
-        self.beam = Beam(limits, options.widths, options.min_survival)
+        self.beam = Beam(limits, self._widths, options.min_survival)
         self._state = None
         return True
 
@@ -134,11 +135,12 @@ class DSparkSequence(DraftSequence):
         parents = beam.frontier if beam.level else range(-1, 0)
         prefixes = [beam.path(node) for node in beam.frontier] if beam.level else [[]]
         position = self.length + beam.level
-        ids, logs = self._ranker.rank(logits.cpu(), position, prefixes, beam.width)
+        ranked = self._ranker.rank(logits.cpu(), position, prefixes, beam.width)
         if verdict.log_confidence is not None:
-            chain = self._drafter.options.chain
-            logs = confident(logs, verdict.log_confidence.cpu(), chain=chain)
-        beam.add_level(ids, logs)
+            chain = set(self._widths) == {1}
+            logs = confident(ranked.logs, verdict.log_confidence.cpu(), chain=chain)
+            ranked = ranked._replace(logs=logs)
+        beam.add_level(ranked)
         if verdict.state is not None:
             kept = [beam.parents[node] - parents.start for node in beam.frontier]
             self._state = verdict.state[kept]

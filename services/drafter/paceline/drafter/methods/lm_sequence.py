@@ -118,7 +118,8 @@ class LmSequence(DraftSequence):
         limits = Budget(
             nodes=min(budget.nodes, options.max_nodes), depth=min(depth, options.levels)
         )
-        self.beam = Beam(limits, options.widths, options.min_survival)
+        widths = self._ranker.widths(options.widths)
+        self.beam = Beam(limits, widths, options.min_survival)
         return True
 
     def block(self, index: int) -> tuple[list[int], list[TreeSegment], int]:
@@ -147,8 +148,7 @@ class LmSequence(DraftSequence):
         else:
             beam.fed_block()
             paths = [beam.path(node) for node in beam.frontier]
-        ids, logs = self._ranker.rank(logits, len(self.text) + beam.level, paths, beam.width)
-        beam.add_level(ids, logs)
+        beam.add_level(self._ranker.rank(logits, len(self.text) + beam.level, paths, beam.width))
 
     def close(self) -> None:
         self._given_up = True

@@ -89,7 +89,8 @@ class LongSpecSequence(DraftSequence):
         below = self.length - 1  # the verifier may know of the future already
         self._context = Context.of(self.kv.parts(config.target_layer, below, options.context))
         limits = Budget(nodes=min(budget.nodes, options.max_nodes), depth=depth)
-        self.beam = Beam(limits, options.widths, options.min_survival)
+        widths = self._ranker.widths(options.widths)
+        self.beam = Beam(limits, widths, options.min_survival)
         self._paths = []
         return True
 
@@ -119,8 +120,7 @@ class LongSpecSequence(DraftSequence):
             prefixes: list[list[int]] = [[]]
         else:
             prefixes = [beam.path(node) for node in beam.frontier]
-        ids, logs = self._ranker.rank(logits, self.length + beam.level, prefixes, beam.width)
-        beam.add_level(ids, logs)
+        beam.add_level(self._ranker.rank(logits, self.length + beam.level, prefixes, beam.width))
         for node in range(len(self._paths), len(beam.tokens)):
             parent = beam.parents[node]
             self._paths.append((*(self._paths[parent] if parent >= 0 else ()), node))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from paceline.kernels import (
     History,
+    Proposal,
     SamplingParams,
     filter_logits,
     gumbel_noise,
@@ -17,6 +19,19 @@ from paceline.kernels import (
 
 _SMALL_VOCAB = 1 << 14
 """Up to here, noise for all tokens takes less time than finding candidates in every row."""
+
+
+class Ranked(NamedTuple):
+    """Choices after each of F paths."""
+
+    ids: Tensor
+    """Token ids, int64 ``[F, w]``, best first."""
+
+    logs: Tensor
+    """Logs of their confidences, float32 ``[F, w]``; -inf where the filter left nothing."""
+
+    proposal: Proposal | None = None
+    """What the only choice was drawn from, under rejection sampling."""
 
 
 class Ranker:
@@ -28,6 +43,11 @@ class Ranker:
 
     Confidence of a token: at T = 0 its probability; otherwise the softmax of the perturbed logits.
     Both are at most 1 and sum to at most 1 over siblings, so survival never rises along a path.
+
+    Under rejection sampling nothing is ranked: one token is drawn from the likeliest
+    ``candidates``, with the draws that the verifier will check. Its confidence is a plain rule,
+    half way from the largest probability there to 1, and says nothing of the token itself, since
+    whether a token is looked at must not depend on it (DSpark, 3.2.2).
     Not thread-safe.
     """
 
@@ -58,6 +78,10 @@ class Ranker:
             not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
         )
 
+    def widths(self, widths: tuple[int, ...]) -> tuple[int, ...]:
+        """Nodes of each level: those wanted, or the 1 that can be drawn."""
+        return (1,) if self._params.rejection else widths
+
     def extend(self, tokens: Sequence[int]) -> None:
         """Take note of emitted tokens."""
         if self._params.penalised:
@@ -66,7 +90,7 @@ class Ranker:
 
     def rank(
         self, logits: Tensor, position: int, paths: Sequence[Sequence[int]], width: int
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Ranked:
         """The likeliest choices at one position, after each of several paths.
 
         Args:
@@ -76,17 +100,27 @@ class Ranker:
             width: Most choices of each path.
 
         Returns:
-            Token ids, int64 ``[F, w]``, best first, and the logs of their confidences, float32
-            ``[F, w]``; -inf where the filter left nothing. w is at most ``width``.
+            At most ``width`` choices a path; a drawn one under rejection sampling, which takes one
+            path.
         """
         scores = self._filtered(logits[:, : self._vocab_size], paths)
+        if self._params.rejection:
+            return self._drawn(scores, position)
         ids: Tensor | None = None
         if not self._params.greedy:
             scores, ids = self._perturbed(scores, position)
         # Logs only after the choice: rounding could make two scores one.
         best = scores.topk(min(width, scores.shape[1])).indices
         logs = scores.log_softmax(-1).gather(1, best)
-        return best if ids is None else ids.gather(1, best), logs
+        return Ranked(best if ids is None else ids.gather(1, best), logs)
+
+    def _drawn(self, scores: Tensor, position: int) -> Ranked:
+        (row,) = scores
+        proposal = Proposal.likeliest(row, self._candidates)
+        token = proposal.draw(self._params.seed, position)
+        return Ranked(
+            torch.tensor([[token]]), torch.tensor([[(1 + proposal.peak) / 2]]).log(), proposal
+        )
 
     def _perturbed(self, scores: Tensor, position: int) -> tuple[Tensor, Tensor | None]:
         """Scores with noise, and whose they are; None for all tokens'."""

@@ -100,7 +100,8 @@ class SelfSpecSequence(DraftSequence):
         self.kv.check()
         if not self._gather(length - 1):
             return False
-        self.beam = Beam(Budget(budget.nodes, depth), options.widths, options.min_survival)
+        widths = self._ranker.widths(options.widths)
+        self.beam = Beam(Budget(budget.nodes, depth), widths, options.min_survival)
         return True
 
     def feed(self, index: int) -> Feed:
@@ -121,8 +122,7 @@ class SelfSpecSequence(DraftSequence):
         if beam.level:
             beam.fed_block()
         paths = [beam.path(node) for node in beam.frontier] if beam.level else [[]]
-        ids, logs = self._ranker.rank(logits, len(self.text) + beam.level, paths, beam.width)
-        beam.add_level(ids, logs)
+        beam.add_level(self._ranker.rank(logits, len(self.text) + beam.level, paths, beam.width))
 
     def close(self) -> None:
         self.beam = None

@@ -1,4 +1,4 @@
-"""Which drafted tokens stand: the walk of the drafter-invariant contract."""
+"""Which drafted tokens stand: the walk down a tree."""
 
 from __future__ import annotations
 
@@ -42,13 +42,15 @@ def walk(
 
     Args:
         tree: The drafted tree.
-        choose: Gives the model's own token behind a node. It is called once for each node the walk
+        choose: Gives the token behind a node: the model's own, or under rejection sampling the
+            drafted one or its replacement. It is called once for each node the walk
             stands on, from the anchor down, and each of its answers is emitted.
         stop_ids: Tokens that end the generation.
         limit: Most tokens to emit, at least 1.
 
     Returns:
-        The emitted tokens; they do not depend on the tree except for their number.
+        The emitted tokens. As far as ``choose`` does not look at the tree, they do not depend on it
+        except for their number.
     """
     node = 0
     tokens: list[int] = []

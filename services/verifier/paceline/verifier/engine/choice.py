@@ -4,26 +4,30 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from paceline.kernels import choose_token, raw_logprobs
+from paceline.kernels import Proposal, accept_or_resample, choose_token, raw_logprobs
 from paceline.verifier.engine.sequence import Sequence
+from paceline.verifier.engine.tree import NO_TREE, DraftTree
 
 
 class Chooser:
     """Chooses tokens for one walk, and notes their log-probabilities where asked for.
 
-    Every token it chooses is emitted, so it goes into the sequence's history at once.
+    Every token it chooses is emitted, so it goes into the sequence's history at once. Under
+    rejection sampling the token behind a node that has a child is the child's, accepted, or a
+    replacement: the walk goes by equality in both modes.
 
     Attributes:
         logprobs: Raw log-probability of each chosen token; empty unless asked for.
         top_logprobs: Likeliest (token, log-probability) pairs at each position; likewise.
     """
 
-    def __init__(self, sequence: Sequence, logits: Tensor) -> None:
+    def __init__(self, sequence: Sequence, logits: Tensor, tree: DraftTree = NO_TREE) -> None:
         """Choose for a sequence by the logits ``[nodes, V]`` of its block, on the CPU."""
         self._sequence = sequence
         self._logits = logits
         sampling = sequence.generation.sampling
         self._plain = sampling.greedy and not sampling.penalised
+        self._chain = tree if sampling.rejection else NO_TREE
         self.logprobs: list[float] = []
         self.top_logprobs: list[list[tuple[int, float]]] = []
 
@@ -34,6 +38,8 @@ class Chooser:
         if self._plain:
             # numpy's argmax takes the lowest of equal values too, and a twentieth of torch's time.
             token = int(row.float().numpy().argmax())
+        elif node < len(self._chain.tokens):
+            token = self._settled(node, row)
         else:
             token = choose_token(row, generation.sampling, len(history), history)
         history.push(token)
@@ -43,3 +49,11 @@ class Chooser:
             if generation.top_logprobs:
                 self.top_logprobs.append(top)
         return token
+
+    def _settled(self, node: int, row: Tensor) -> int:
+        """The token at the position for which the node below ``node`` was drafted."""
+        sampling, history = self._sequence.generation.sampling, self._sequence.history
+        drafted = self._chain.tokens[node]
+        given = self._chain.proposals
+        proposal = given[node] if given else Proposal.certain(drafted)
+        return accept_or_resample(row, sampling, len(history), history, drafted, proposal)

@@ -69,7 +69,7 @@ def settle(share: Share, logits: Tensor, states: States) -> Outcome:
             sequence.committed = share.stop
             if share.stop < len(sequence.tokens):
                 return Outcome(share)
-        chooser = Chooser(sequence, logits)
+        chooser = Chooser(sequence, logits, share.tree)
         walked = walk(share.tree, chooser, sequence.generation.stop_ids, sequence.room)
         sequence.commit(walked, states, share.rows.start)
     except Exception as error:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
+from paceline.kernels import Proposal
+
 
 class DraftTree:
     """A drafted tree with its anchor, equal siblings merged.
@@ -18,15 +20,24 @@ class DraftTree:
         parents: Parent node of each node, -1 for the anchor.
         depths: Depth of each node, 0 for the anchor.
         children: Node below (node, token).
+        proposals: What each node but the anchor was drawn from, for rejection sampling of a chain;
+            empty: every node is taken for a certainty.
     """
 
-    def __init__(self, tokens: Sequence[int], parents: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        proposals: Sequence[Proposal] = (),
+    ) -> None:
         """Merge a drafted tree.
 
         Args:
             tokens: Token of each drafted node.
             parents: Index of each drafted node's parent, lower than its own; -1 is the anchor.
+            proposals: See the class; only for a chain.
         """
+        self.proposals = proposals
         self.tokens: list[int] = []
         self.parents: list[int] = [-1]
         self.depths: list[int] = [0]
@@ -71,7 +82,7 @@ class DraftTree:
         """This tree without the nodes below ``depth``; indices of the drafted tree stay."""
         if depth >= self.depth:
             return self
-        kept = DraftTree((), self._drafted_parents)
+        kept = DraftTree((), self._drafted_parents, self.proposals)
         nodes = {0: 0}
         for node in range(1, len(self)):
             if self.depths[node] > depth:

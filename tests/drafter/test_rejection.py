@@ -1,0 +1,123 @@
+"""Drafting for rejection sampling: chains of samples, with what they are samples of."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from paceline.drafter.methods.base import Budget, DraftSequence, Update
+from paceline.drafter.tree import Tree
+from paceline.kernels import History, Proposal, filter_logits
+from paceline.service.sampling import sampling_params
+from paceline.v1 import sampling_pb2
+
+from . import dspark_models, models
+from .conftest import drafting
+from .models import VOCAB, text_of, write_model
+
+REJECTION = sampling_pb2.SamplingParams(
+    temperature=0.9,
+    top_p=0.95,
+    repetition_penalty=1.2,
+    seed=77,
+    mode=sampling_pb2.ACCEPTANCE_MODE_REJECTION,
+)
+
+
+def check_draws(tree: Tree, text: list[int], candidates: int) -> None:
+    tree.check(VOCAB)
+    assert tree.parents == tuple(range(-1, len(tree) - 1))
+    assert len(tree.proposals) == len(tree)
+    for place, (token, proposal) in enumerate(zip(tree.tokens, tree.proposals, strict=True)):
+        assert len(proposal.tokens) <= candidates
+        assert proposal.draw(REJECTION.seed, len(text) + place) == token
+        assert tree.confidences[place] == pytest.approx((1 + proposal.peak) / 2)
+        assert Proposal.checked(proposal.tokens.tolist(), proposal.probabilities.tolist())
+
+
+def assert_truncated(proposal: Proposal, scores: torch.Tensor) -> None:
+    """The likeliest tokens with the model's own odds."""
+    best = scores.topk(len(proposal.tokens))
+    assert set(proposal.tokens.tolist()) == set(best.indices.tolist())
+    odds = scores.softmax(0)[torch.from_numpy(proposal.tokens)]
+    mine = torch.from_numpy(proposal.probabilities)
+    torch.testing.assert_close(mine, odds / odds.sum(), rtol=1e-3, atol=1e-5)
+
+
+def follow(sequence: DraftSequence, text: list[int], rounds: int, candidates: int) -> list[Tree]:
+    """Trees of several rounds; of each the first token stands and another follows."""
+    trees = []
+    for _ in range(rounds):
+        tree = sequence.draft(Budget(6, 6))
+        check_draws(tree, text, candidates)
+        trees.append(tree)
+        more = [tree.tokens[0], (tree.tokens[0] + 1) % VOCAB]
+        text += more
+        sequence.extend(Update(more))
+    return trees
+
+
+@pytest.mark.parametrize("candidates", [VOCAB, 8])
+def test_lm_draws_from_its_own_distribution(tmp_path: Path, candidates: int) -> None:
+    folder = write_model(tmp_path / "model", "llama", seed=1)
+    drafter = models.load(folder, widths="4,4,4,4", min_survival="0", candidates=str(candidates))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    text = text_of(20)
+    prompt = list(text)
+    sequence = models.start(drafter, list(text), REJECTION)
+    for tree in follow(sequence, text, 3, candidates):
+        assert len(tree) == 4
+        path = list(prompt)
+        for token, proposal in zip(tree.tokens, tree.proposals, strict=True):
+            with torch.inference_mode():
+                logits = model(torch.tensor([path])).logits[0, -1]
+            history = History(text_of(20), path[20:])
+            assert_truncated(proposal, filter_logits(logits, sampling_params(REJECTION), history))
+            path.append(token)
+        prompt += [tree.tokens[0], (tree.tokens[0] + 1) % VOCAB]
+
+
+def test_dspark_draws_with_its_heads(tmp_path: Path) -> None:
+    """Each token from the block's logits and the Markov head after the one drawn before."""
+    target = write_model(tmp_path / "target")
+    folder = dspark_models.write_dspark(tmp_path / "drafter", target, markov_rank=8)
+    drafter = dspark_models.load(folder, target, widths="4,8", min_survival="0")
+    dense = dspark_models.Dense(folder, target)
+    text = text_of(17)
+    states = dspark_models.made_up_states(dense.config, len(text) - 1)
+    tree = dspark_models.start(drafter, text, states, REJECTION).draft(Budget(8, 8))
+    assert len(tree) == dense.config.levels
+    hidden = dense.block(text, states)
+    for place, proposal in enumerate(tree.proposals):
+        path = list(tree.tokens[:place])
+        with torch.inference_mode():
+            logits, confidence = dense.after(hidden, [text[-1], *path])
+        history = History(text, path)
+        assert_truncated(proposal, filter_logits(logits, sampling_params(REJECTION), history))
+        assert proposal.draw(REJECTION.seed, len(text) + place) == tree.tokens[place]
+        assert tree.confidences[place] == pytest.approx(math.exp(confidence), rel=1e-3)
+
+
+def test_the_best_path_of_a_tree() -> None:
+    tree = Tree((5, 6, 7, 8, 9), (-1, -1, 1, 1, 0), (0.4, 0.5, 0.3, 0.6, 1.0))
+    assert tree.best_chain() == Tree((6, 8), (-1, 0), (0.5, 0.6))
+    assert Tree((5, 6), (-1, -1)).best_chain().tokens == (5,)
+    chain = Tree((5, 6), (-1, 0), (), (Proposal.certain(5), Proposal.certain(6)))
+    assert chain.best_chain() is chain
+
+
+async def test_every_method_answers_with_chains() -> None:
+    """Those that draw nothing too: their tokens are certainties."""
+    async with drafting("ngram,continuations=4,min_survival=0") as service:
+        text = [*([1, 2, 3] * 3), 1, 2, 4, 1, 2]
+        for sampling, branches in ((None, True), (REJECTION, False)):
+            stream = await service.attach(text, sampling=sampling)
+            answer = await stream.round()
+            tree = Tree.from_proto(answer.tree)
+            assert (len(set(tree.parents)) < len(tree)) == branches
+            assert not answer.tree.distributions
+            await stream.end()

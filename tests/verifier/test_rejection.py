@@ -1,0 +1,233 @@
+"""The REJECTION mode through the services: distribution, idempotence, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import torch
+from chi_square import FALSE_ALARM, p_value
+from verifier_support import VOCAB, Client, failure, reason_of
+
+from paceline.decoder import Decoder, LocalCache
+from paceline.kernels import (
+    History,
+    Proposal,
+    SamplingParams,
+    TreeSegment,
+    filter_logits,
+    plan_trees,
+)
+from paceline.v1 import sampling_pb2, tree_pb2, verifier_pb2
+
+PROMPT = [3, 1, 4, 1, 5]
+CHOICES, SAMPLES, AT_ONCE = 3, 400, 20
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+
+
+def rejection(seed: int, **fields: Any) -> sampling_pb2.SamplingParams:
+    return sampling_pb2.SamplingParams(
+        temperature=1.0, seed=seed, mode=sampling_pb2.ACCEPTANCE_MODE_REJECTION, **fields
+    )
+
+
+def proposal_for(text: Sequence[int]) -> Proposal:
+    """Any function of the text: often far from the target's opinion."""
+    draws = np.random.default_rng(list(text))
+    weights = draws.random(VOCAB).astype(np.float32) ** 8
+    return Proposal.checked(range(VOCAB), (weights / weights.sum()).tolist())
+
+
+def drawn_chain(text: Sequence[int], seed: int, depth: int) -> tree_pb2.TokenTree:
+    path = list(text)
+    tree = tree_pb2.TokenTree(parents=range(-1, depth - 1))
+    for _ in range(depth):
+        proposal = proposal_for(path)
+        path.append(proposal.draw(seed, len(path)))
+        tree.tokens.append(path[-1])
+        tree.distributions.add(
+            tokens=proposal.tokens.tolist(), probabilities=proposal.probabilities.tolist()
+        )
+    return tree
+
+
+async def generate(client: Client, seed: int, tokens: int, **filters: Any) -> tuple[int, ...]:
+    created = await client.create(
+        PROMPT, max_new_tokens=tokens, ignore_eos=True, sampling=rejection(seed, **filters)
+    )
+    output, number = list(created.first.tokens), 0
+    stream = client.stub.Verify()
+    while len(output) < tokens:
+        number += 1
+        request = verifier_pb2.VerifyRequest(
+            handle=created.handle,
+            round_id=number,
+            tree=drawn_chain([*PROMPT, *output], seed, 3),
+        )
+        await stream.write(request)
+        output += (await stream.read()).result.tokens
+    await stream.done_writing()
+    await client.release(created.handle)
+    return tuple(output)
+
+
+def chances(model: Path, tokens: int, top_k: int) -> dict[tuple[int, ...], float]:
+    """Of all outcomes, by the target alone."""
+    decoder = Decoder.load(model)
+    params = SamplingParams(top_k=top_k)
+
+    def following(text: list[int]) -> dict[int, float]:
+        cache = LocalCache(decoder.config)
+        cache.reserve(len(text))
+        plan = plan_trees([TreeSegment(0, 0, None, len(text))])
+        logits = decoder.forward(torch.tensor(text), plan, [cache], logit_rows=None).logits[-1]
+        odds = filter_logits(logits, params, History(text)).double().softmax(0)
+        return {token: float(odds[token]) for token in odds.nonzero().flatten().tolist()}
+
+    paths: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(tokens):
+        paths = {
+            (*path, token): chance * more
+            for path, chance in paths.items()
+            for token, more in following([*PROMPT, *path]).items()
+        }
+    return paths
+
+
+async def test_the_distribution_is_the_target_s(client: Client, model: Path) -> None:
+    """Three tokens, the second and third drafted for; per position and jointly."""
+    slots = asyncio.Semaphore(AT_ONCE)
+
+    async def one(seed: int) -> tuple[int, ...]:
+        async with slots:
+            return await generate(client, seed, 4, top_k=CHOICES)
+
+    found = [path[:3] for path in await asyncio.gather(*map(one, range(SAMPLES)))]
+    expected = chances(model, 3, CHOICES)
+    assert len(expected) == CHOICES**3
+    assert p_value(found, expected) > FALSE_ALARM
+    for place in range(3):
+        alone: dict[int, float] = {}
+        for path, chance in expected.items():
+            alone[path[place]] = alone.get(path[place], 0.0) + chance
+        assert p_value([path[place] for path in found], alone) > FALSE_ALARM
+
+
+async def test_the_same_drafts_give_the_same_text(client: Client) -> None:
+    """Nothing but the drafts, the seed and the target decides."""
+    first = await generate(client, 9, 40)
+    assert await generate(client, 9, 40) == first
+    assert await generate(client, 10, 40) != first
+
+
+async def test_a_repeated_round_gets_the_stored_answer(client: Client) -> None:
+    created = await client.create(PROMPT, max_new_tokens=30, ignore_eos=True, sampling=rejection(5))
+    text = [*PROMPT, *created.first.tokens]
+    answers = []
+    for _ in range(2):
+        stream = client.stub.Verify()  # as after a broken one
+        await stream.write(
+            verifier_pb2.VerifyRequest(
+                handle=created.handle, round_id=1, tree=drawn_chain(text, 5, 6)
+            )
+        )
+        answers.append((await stream.read()).result)
+    assert answers[0] == answers[1]
+    await client.release(created.handle)
+
+
+async def test_certainties_need_no_distribution(client: Client) -> None:
+    """And what is accepted of them is told as for any tree."""
+    for seed in range(20):
+        created = await client.create(
+            PROMPT, max_new_tokens=9, ignore_eos=True, sampling=rejection(seed, top_k=2)
+        )
+        plain = await client.create(PROMPT, max_new_tokens=9, ignore_eos=True)
+        likely = list(plain.first.tokens)
+        stream = client.stub.Verify()
+        tree = tree_pb2.TokenTree(tokens=likely * 2, parents=[-1, 0])
+        await stream.write(verifier_pb2.VerifyRequest(handle=created.handle, round_id=1, tree=tree))
+        result = (await stream.read()).result
+        accepted = list(result.accepted_nodes)
+        assert accepted == list(range(len(result.tokens) - 1))
+        assert list(result.tokens)[: len(accepted)] == (likely * 2)[: len(accepted)]
+        await client.release(created.handle)
+        await client.release(plain.handle)
+
+
+def changed(change: Any) -> Any:
+    def tree(text: list[int]) -> tree_pb2.TokenTree:
+        made = drawn_chain(text, 5, 3)
+        change(made)
+        return made
+
+    return tree
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "no chain": (lambda t: t.parents.__setitem__(2, 0), "BAD_TREE"),
+    "too few": (lambda t: t.distributions.pop(), "BAD_TREE"),
+    "empty": (lambda t: t.distributions[1].Clear(), "BAD_DISTRIBUTION"),
+    "uneven": (lambda t: t.distributions[1].tokens.pop(), "BAD_DISTRIBUTION"),
+    "twice": (lambda t: t.distributions[1].tokens.__setitem__(3, 4), "BAD_DISTRIBUTION"),
+    "negative": (
+        lambda t: t.distributions[1].probabilities.__setitem__(3, -0.5),
+        "BAD_DISTRIBUTION",
+    ),
+    "nan": (
+        lambda t: t.distributions[1].probabilities.__setitem__(3, float("nan")),
+        "BAD_DISTRIBUTION",
+    ),
+    "no sum": (
+        lambda t: t.distributions[1].probabilities.__setitem__(3, 0.9),
+        "BAD_DISTRIBUTION",
+    ),
+    "unknown token": (
+        lambda t: t.distributions[1].tokens.__setitem__(3, VOCAB),
+        "TOKEN_OUT_OF_VOCABULARY",
+    ),
+    "no sample": (lambda t: t.tokens.__setitem__(1, (t.tokens[1] + 1) % VOCAB), "NOT_A_SAMPLE"),
+    "huge": (
+        lambda t: t.distributions[0].CopyFrom(
+            tree_pb2.NodeDistribution(tokens=[1] * 5000, probabilities=[2e-4] * 5000)
+        ),
+        "BAD_DISTRIBUTION",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_malformed_proposals_are_refused(client: Client, name: str) -> None:
+    """And the round can be asked for again."""
+    change, reason = REFUSED[name]
+    created = await client.create(PROMPT, max_new_tokens=30, ignore_eos=True, sampling=rejection(5))
+    text = [*PROMPT, *created.first.tokens]
+    stream = client.stub.Verify()
+    request = verifier_pb2.VerifyRequest(handle=created.handle, round_id=1)
+    request.tree.CopyFrom(changed(change)(text))
+    await stream.write(request)
+    error = await failure(stream)
+    assert (error.code(), reason_of(error)) == (INVALID, reason)
+    stream = client.stub.Verify()
+    request.tree.CopyFrom(drawn_chain(text, 5, 3))
+    await stream.write(request)
+    assert (await stream.read()).result.tokens
+    await client.release(created.handle)
+
+
+async def test_at_temperature_0_both_modes_are_one(client: Client) -> None:
+    plain = await client.create(PROMPT, max_new_tokens=2, ignore_eos=True)
+    greedy = sampling_pb2.SamplingParams(mode=sampling_pb2.ACCEPTANCE_MODE_REJECTION)
+    created = await client.create(PROMPT, max_new_tokens=9, ignore_eos=True, sampling=greedy)
+    assert created.first.tokens == plain.first.tokens
+    stream = client.stub.Verify()
+    tree = tree_pb2.TokenTree(tokens=[1, 2], parents=[-1, -1])
+    await stream.write(verifier_pb2.VerifyRequest(handle=created.handle, round_id=1, tree=tree))
+    assert (await stream.read()).result.tokens
+    for each in (plain, created):
+        await client.release(each.handle)
