@@ -6,7 +6,9 @@ from typing import Any
 
 from paceline.bench.run import _with_earlier
 
-HEAD: dict[str, Any] = {"machine": {"kind": "cpu"}, "dtype": "bfloat16", "longspec": "ab"}
+HEAD: dict[str, Any] = {
+    "machine": {"kind": "cpu"}, "dtype": "bfloat16", "longspec": "ab", "dspark": "ef",
+}  # fmt: skip
 
 
 def test_a_run_of_parts_keeps_the_rest_of_the_file(tmp_path: Path) -> None:
@@ -30,5 +32,10 @@ def test_figures_of_another_drafter_or_machine_are_not_kept(tmp_path: Path) -> N
     for change in ({"dtype": "float32"}, {"machine": {"kind": "other"}}):
         later = {**HEAD, **change, "coupling": {"heldout": 2}}
         assert _with_earlier(later, output) == later
-    later = {**HEAD, "longspec": "cd", "coupling": {"heldout": 2}}
-    assert _with_earlier(later, output) == {**later, "replay": 1}
+    for change in ({"longspec": "cd"}, {"dspark": "gh"}):
+        later = {**HEAD, **change, "coupling": {"heldout": 2}}
+        assert _with_earlier(later, output) == {**later, "replay": 1}
+    output.write_text(json.dumps({**HEAD, "dspark": None, "comparison": {"heldout": 1}}))
+    assert _with_earlier(HEAD, output) == {**HEAD, "comparison": {"heldout": 1}}, (
+        "none at that time"
+    )

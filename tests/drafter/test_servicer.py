@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from paceline.v1 import drafter_pb2, verifier_pb2
+from paceline.v1 import drafter_pb2
 
 from . import adversaries
 from .conftest import VOCAB, Drafting, Stream, drafting, failure
@@ -91,14 +91,12 @@ async def test_a_round_whose_time_is_over_gets_an_empty_tree(fakes: Drafting, na
 @pytest.mark.parametrize("name", ["threaded", "inline"])
 async def test_a_method_gets_all_that_a_round_tells(fakes: Drafting, name: str) -> None:
     stream = await fakes.attach([1, 2], drafter=name)
-    states = verifier_pb2.HiddenStates(layer=2, start=0, count=1, data=b"abcd")
-    await stream.round([3], committed_length=2, hidden_states=[states])
+    await stream.round([3], committed_length=2)
     await stream.end()
     await until_closed(1)
     (update,) = FakeDrafter.loaded[name == "inline"].sequences[0].updates
     assert update.tokens == (3,)
     assert update.committed_length == 2
-    assert list(update.hidden_states) == [states]
 
 
 async def test_threaded_methods_stay_off_the_event_loop(fakes: Drafting) -> None:

@@ -1,4 +1,4 @@
-"""The dspark drafter reads hidden states from its own process and changes no token."""
+"""The dspark drafter gets hidden states by shared memory or the wire, and changes no token."""
 
 import asyncio
 from pathlib import Path
@@ -30,7 +30,7 @@ def make_drafter(target: Path, folder: Path) -> Path:
 async def test_tokens_are_those_of_no_drafter(
     family: str, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """12 texts at once, greedy and sampled, as a tree and as a chain."""
+    """12 texts at once, greedy and sampled: a tree, a chain, and a tree from sent states."""
     target = models[family]
     folder = make_drafter(target, tmp_path / "drafter")
     prompts = make_prompts(12, seed=3)
@@ -38,6 +38,7 @@ async def test_tokens_are_those_of_no_drafter(
     loads = [
         "--load", f"tree=dspark:{folder},target={target}",
         "--load", f"chain=dspark:{folder},target={target},widths=1",
+        "--load", f"far=dspark:{folder},target={target},states=follow",
     ]  # fmt: skip
     with (
         ServiceProcess("verifier", ["--target", str(target)], environment=threads) as served,
@@ -59,11 +60,13 @@ async def test_tokens_are_those_of_no_drafter(
                 )
                 return await asyncio.gather(*runs)
 
-            for temperature in (0.0, 1.0):
+            for temperature, names in ((0.0, ("tree", "far")), (1.0, ("chain", "far"))):
                 plain = await generate("none", temperature)
-                for name in ("tree", "chain"):
+                for name in names:
                     drafted = await generate(name, temperature)
                     assert [r.token_ids for r in drafted] == [r.token_ids for r in plain]
                     assert any(r.stats.drafted for r in drafted), "the drafter was never asked"
+                    received = sum(e.kv_bytes for r in drafted for e in r.stats.rounds)
+                    assert (received > 0) == (name == "far")
                     reasons = {reason for r in drafted for reason in r.stats.fallbacks}
                     assert reasons <= {"drafter_timeout"}  # a busy machine may make it late

@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from verifier_support import LAYOUT, Client, Round, failure, reason_of, serving, until
 
-from paceline.drafter.kv import KvExchange, KvGone, KvNotShared, KvOptions, VerifierAccess
-from paceline.drafter.kv import following as following_module
+from paceline.drafter.kv import KvExchange, KvGone, KvNotShared, KvOptions, VerifierAccess, updates
 from paceline.drafter.kv.followed import FollowedKv
 from paceline.drafter.kv.held import HeldKv
 from paceline.kernels import streaming
@@ -225,7 +224,7 @@ async def test_a_follower_that_takes_nothing_in_is_sent_two_updates(client: Clie
 
 
 async def test_a_released_cache_is_gone(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following_module, "FIRST_DELAY", 0.01)
+    monkeypatch.setattr(updates, "FIRST_DELAY", 0.01)
     created = await client.create([3, 1, 4])
     exchange, kv = await following(client, created)
     await client.release(created.handle)
@@ -246,7 +245,7 @@ async def test_a_lost_stream_is_opened_again(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what it brings takes the place of what was held."""
-    monkeypatch.setattr(following_module, "FIRST_DELAY", 0.01)
+    monkeypatch.setattr(updates, "FIRST_DELAY", 0.01)
     created = await client.create([3, 1, 4], max_new_tokens=50, ignore_eos=True)
     exchange, kv = await following(client, created)
     await caught_up(kv, 3)
@@ -273,6 +272,7 @@ async def test_refusals(client: Client) -> None:
         ({"budget": 0}, CODE.INVALID_ARGUMENT, "NO_BUDGET"),
         ({"wire_dtype": 77}, CODE.INVALID_ARGUMENT, "BAD_WIRE_DTYPE"),
         ({"policy": 77}, CODE.INVALID_ARGUMENT, "BAD_POLICY"),
+        ({"hidden_state_layers": [0]}, CODE.FAILED_PRECONDITION, "HIDDEN_STATES_NOT_KEPT"),
     ):
         call = stub.FollowCache()
         subscribe = kv_pb2.FollowSubscribe(**{**good, **fields})

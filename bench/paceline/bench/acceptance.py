@@ -76,13 +76,14 @@ def measure(
 ) -> dict[str, Any]:
     """Summaries by set and temperature. `tokens` are written after each prompt."""
     decoder, drafters = Decoder.load(target, dtype), load_drafters(specs)
+    layers = {n for drafter in drafters.values() for n in drafter.needs.hidden_state_layers}
     cells: dict[str, dict[str, Cell]] = {}
     for index, text in enumerate(texts):
         progress(f"{text.set} {text.file}, {len(text.tokens)} tokens")
         for temperature in TEMPERATURES:
             cell = cells.setdefault(text.set, {}).setdefault(f"T={temperature:g}", Cell())
             sampling = sampling_pb2.SamplingParams(temperature=temperature, seed=index + 1)
-            recording = record(decoder, text.tokens, tokens, sampling)
+            recording = record(decoder, text.tokens, tokens, sampling, layers)
             cell.contexts.append(len(text.tokens))
             cell.distinct.append(distinct_ngrams(recording.continuation))
             for name, drafter in drafters.items():

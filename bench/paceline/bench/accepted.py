@@ -1,6 +1,7 @@
 """Tables of accepted lengths."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 from rich.table import Table
@@ -39,6 +40,21 @@ def positions(sets: dict[str, Any]) -> Table:
     for name, heat, cell in _cells(sets):
         for drafter, parts in cell["drafters"].items():
             shares = [f"{share:.2f}" for share in parts["all"]["by_position"][:shown]]
+            table.add_row(name, heat, drafter, *shares)
+    return table
+
+
+def conditional(sets: dict[str, Any]) -> Table:
+    """Acceptance of each depth among rounds in which those before it stood."""
+    shown = 6
+    table = Table(title="share of rounds whose token at a depth stood, of those that reached it")
+    for heading in ("texts", "T", "drafter", *map(str, range(1, shown + 1))):
+        table.add_column(heading)
+    for name, heat, cell in _cells(sets):
+        for drafter, parts in cell["drafters"].items():
+            reached = [1.0, *parts["all"]["by_position"]]
+            pairs = list(pairwise(reached))[:shown]
+            shares = [f"{share / before:.2f}" if before else "-" for before, share in pairs]
             table.add_row(name, heat, drafter, *shares)
     return table
 

@@ -22,6 +22,9 @@ def show(results: dict[str, Any], console: Console) -> None:
         console.print(accepted.positions(results["acceptance"]))
     if "coupling" in results:
         console.print(accepted.coupling(results["coupling"]))
+    if "heads" in results:
+        console.print(accepted.lengths(results["heads"]["sets"]))
+        console.print(accepted.conditional(results["heads"]["sets"]))
     if "reach" in results:
         console.print(accepted.lengths(results["reach"]))
     if "replay" in results:

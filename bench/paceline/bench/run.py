@@ -43,7 +43,8 @@ def run(args: argparse.Namespace) -> int:
         results: dict[str, Any] = {
             "machine": described,
             "dtype": args.dtype,
-            "longspec": bench.longspec_digest(),
+            "longspec": digest(bench.longspec),
+            "dspark": digest(bench.dspark),
             "echo_us": _spread(echo.echo_times(bench.work)),
             "echo_between_steps_us": _spread(echo.echo_times(bench.work, 200, between_steps=True)),
         }
@@ -86,11 +87,11 @@ class Bench:
         folder: Path = self.args.longspec or Path(self.args.models) / "longspec"
         return folder if (folder / "config.json").exists() else None
 
-    def longspec_digest(self) -> str | None:
-        """SHA-256 of its weights: which drafter the figures are of."""
-        if self.longspec is None:
-            return None
-        return hashlib.sha256((self.longspec / "model.safetensors").read_bytes()).hexdigest()
+    @property
+    def dspark(self) -> Path | None:
+        """The DSpark drafter, if there is one."""
+        folder = Path(self.args.models) / "dspark"
+        return folder if (folder / "config.json").exists() else None
 
     def drafters(self) -> dict[str, str]:
         """Specifications, METHOD[:DIR][,key=value...], by name."""
@@ -99,6 +100,8 @@ class Bench:
             found["lm"] = f"lm:{self.small}"
         if self.longspec is not None:
             found["longspec"] = f"longspec:{self.longspec},target={self.target}"
+        if self.dspark is not None:
+            found["dspark"] = f"dspark:{self.dspark},target={self.target}"
         return found
 
     def wanted(self, name: str) -> bool:
@@ -201,6 +204,23 @@ def _replay(bench: Bench) -> dict[str, Any]:
     return _wait(replay.measure(bench.args.work or bench.work))
 
 
+def _heads(bench: Bench) -> dict[str, Any] | None:
+    """Chains of a DSpark drafter and of one trained alike without heads, place by place."""
+    plain: Path | None = bench.args.dflash
+    if bench.dspark is None or plain is None:
+        return None
+    folders = {"dspark": bench.dspark, "dflash": plain}
+    found = acceptance.measure(
+        bench.target,
+        bench.texts(),
+        {n: f"dspark:{f},target={bench.target},widths=1" for n, f in folders.items()},
+        dtype=bench.args.dtype,
+        tokens=texts.WRITTEN,
+        progress=bench.console.log,
+    )
+    return {"weights": {name: digest(folder) for name, folder in folders.items()}, "sets": found}
+
+
 PARTS = {
     "echo": lambda bench: None,  # measured in every run
     "comparison": _comparison,
@@ -210,12 +230,20 @@ PARTS = {
     "acceptance": _acceptance,
     "coupling": _coupling,
     "reach": _reach,
+    "heads": _heads,
 }
 
 
 def _wait(measuring: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = uvloop.run(measuring)
     return found
+
+
+def digest(folder: Path | None) -> str | None:
+    """SHA-256 of a drafter's weights: which one the figures are of."""
+    if folder is None:
+        return None
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
 
 
 def _with_earlier(results: dict[str, Any], output: Path) -> dict[str, Any]:
@@ -225,7 +253,8 @@ def _with_earlier(results: dict[str, Any], output: Path) -> dict[str, Any]:
     earlier = json.loads(output.read_text())
     if any(earlier.get(key) != results[key] for key in ("machine", "dtype")):
         return results
-    if earlier.get("longspec") != results["longspec"]:
+    others = earlier.get("dspark") not in (None, results["dspark"])
+    if others or earlier.get("longspec") != results["longspec"]:
         earlier = {key: value for key, value in earlier.items() if key == "replay"}
     by_set = ("comparison", "stretched", "acceptance", "coupling", "reach")
     merged = {k: {**earlier.get(k, {}), **results[k]} for k in by_set if k in results}

@@ -11,7 +11,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         choices=(
             *("echo", "comparison", "stretched", "replay", "draft"),
-            *("acceptance", "coupling", "reach"),
+            *("acceptance", "coupling", "reach", "heads"),
         ),
         help="measure only this part (repeatable), and keep the others of the file; default: all",
     )
@@ -21,6 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", type=Path, default=Path("models/demo"), help="demo models")
     parser.add_argument(
         "--longspec", type=Path, help="LongSpec drafter of the target; default: MODELS/longspec"
+    )
+    parser.add_argument(
+        "--dflash", type=Path, help="for heads: the demo's DSpark drafter trained without them"
     )
     parser.add_argument("--dtype", default="bfloat16", help="of the target: bfloat16 or float32")
     parser.add_argument("--tokens", type=int, default=256, help="new tokens a prompt")

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--load",
         action="append",
         metavar="NAME=METHOD[:DIR]",
-        help="drafter to run, repeatable; default: ngram, and what is in MODELS of lm and longspec",
+        help="drafter to run, repeatable; default: ngram, and those that MODELS has",
     )
     add("--prompts", type=Path, metavar="FILE", help="JSON lines with a text field")
     add("--prompt-id", metavar="ID", help="which of them; default: the first")
@@ -191,7 +191,8 @@ def _demo_models() -> Path:
 
 def _drafters(models: Path, target: Path) -> list[str]:
     load = ["ngram=ngram"]
-    for name, options in (("lm", ""), ("longspec", f",target={target}")):
+    trained = f",target={target}"
+    for name, options in (("lm", ""), ("longspec", trained), ("dspark", trained)):
         if (models / name / "config.json").is_file():
             load.append(f"{name}={name}:{models / name}{options}")
     return load

@@ -34,6 +34,7 @@ COMMANDS = (
     Command("health", "paceline.cli.health", "ask a service whether it serves", "server"),
     Command("demo", "paceline.cli.demo", "start both services and watch them generate", "server"),
     Command("bench", "paceline.cli.bench", "measure speed beside other generators", "server"),
+    Command("calibrate", "paceline.cli.calibrate", "make confidences right", "server"),
     Command("drills", "paceline.cli.drills", "break things and check what must hold", "server"),
     Command("train", "paceline.cli.train", "train targets and drafters", "train"),
 )

@@ -1,6 +1,5 @@
 from paceline.v1 import sampling_pb2 as _sampling_pb2
 from paceline.v1 import tree_pb2 as _tree_pb2
-from paceline.v1 import verifier_pb2 as _verifier_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -58,7 +57,7 @@ class DraftAttach(_message.Message):
     def __init__(self, drafter: _Optional[str] = ..., version: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., read_grant: _Optional[bytes] = ..., verifier_address: _Optional[str] = ..., prompt_length: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class DraftRound(_message.Message):
-    __slots__ = ("round_id", "new_tokens", "node_budget", "max_depth", "deadline_ms", "traceparent", "committed_length", "total_length", "hidden_states")
+    __slots__ = ("round_id", "new_tokens", "node_budget", "max_depth", "deadline_ms", "traceparent", "committed_length", "total_length")
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NODE_BUDGET_FIELD_NUMBER: _ClassVar[int]
@@ -67,7 +66,6 @@ class DraftRound(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_LENGTH_FIELD_NUMBER: _ClassVar[int]
     TOTAL_LENGTH_FIELD_NUMBER: _ClassVar[int]
-    HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]
     round_id: int
     new_tokens: _containers.RepeatedScalarFieldContainer[int]
     node_budget: int
@@ -76,8 +74,7 @@ class DraftRound(_message.Message):
     traceparent: str
     committed_length: int
     total_length: int
-    hidden_states: _containers.RepeatedCompositeFieldContainer[_verifier_pb2.HiddenStates]
-    def __init__(self, round_id: _Optional[int] = ..., new_tokens: _Optional[_Iterable[int]] = ..., node_budget: _Optional[int] = ..., max_depth: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., traceparent: _Optional[str] = ..., committed_length: _Optional[int] = ..., total_length: _Optional[int] = ..., hidden_states: _Optional[_Iterable[_Union[_verifier_pb2.HiddenStates, _Mapping]]] = ...) -> None: ...
+    def __init__(self, round_id: _Optional[int] = ..., new_tokens: _Optional[_Iterable[int]] = ..., node_budget: _Optional[int] = ..., max_depth: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., traceparent: _Optional[str] = ..., committed_length: _Optional[int] = ..., total_length: _Optional[int] = ...) -> None: ...
 
 class DraftResponse(_message.Message):
     __slots__ = ("attached", "tree")

@@ -1,3 +1,4 @@
+from paceline.v1 import verifier_pb2 as _verifier_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -134,20 +135,26 @@ class FollowCacheRequest(_message.Message):
     def __init__(self, subscribe: _Optional[_Union[FollowSubscribe, _Mapping]] = ..., ack: _Optional[_Union[FollowAck, _Mapping]] = ...) -> None: ...
 
 class FollowSubscribe(_message.Message):
-    __slots__ = ("read_grant", "layers", "budget", "policy", "wire_dtype", "positions_only")
+    __slots__ = ("read_grant", "layers", "budget", "policy", "wire_dtype", "positions_only", "hidden_state_layers", "hidden_state_window", "hidden_state_start")
     READ_GRANT_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     BUDGET_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     WIRE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     POSITIONS_ONLY_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_STATE_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_STATE_WINDOW_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_STATE_START_FIELD_NUMBER: _ClassVar[int]
     read_grant: bytes
     layers: _containers.RepeatedScalarFieldContainer[int]
     budget: int
     policy: SelectionPolicy
     wire_dtype: KvDtype
     positions_only: bool
-    def __init__(self, read_grant: _Optional[bytes] = ..., layers: _Optional[_Iterable[int]] = ..., budget: _Optional[int] = ..., policy: _Optional[_Union[SelectionPolicy, str]] = ..., wire_dtype: _Optional[_Union[KvDtype, str]] = ..., positions_only: _Optional[bool] = ...) -> None: ...
+    hidden_state_layers: _containers.RepeatedScalarFieldContainer[int]
+    hidden_state_window: int
+    hidden_state_start: int
+    def __init__(self, read_grant: _Optional[bytes] = ..., layers: _Optional[_Iterable[int]] = ..., budget: _Optional[int] = ..., policy: _Optional[_Union[SelectionPolicy, str]] = ..., wire_dtype: _Optional[_Union[KvDtype, str]] = ..., positions_only: _Optional[bool] = ..., hidden_state_layers: _Optional[_Iterable[int]] = ..., hidden_state_window: _Optional[int] = ..., hidden_state_start: _Optional[int] = ...) -> None: ...
 
 class FollowAck(_message.Message):
     __slots__ = ("update_id", "budget")
@@ -158,7 +165,7 @@ class FollowAck(_message.Message):
     def __init__(self, update_id: _Optional[int] = ..., budget: _Optional[int] = ...) -> None: ...
 
 class FollowCacheResponse(_message.Message):
-    __slots__ = ("update_id", "chunks", "committed_length", "generation", "last", "drops", "shape")
+    __slots__ = ("update_id", "chunks", "committed_length", "generation", "last", "drops", "shape", "hidden_states")
     UPDATE_ID_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -166,6 +173,7 @@ class FollowCacheResponse(_message.Message):
     LAST_FIELD_NUMBER: _ClassVar[int]
     DROPS_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]
     update_id: int
     chunks: _containers.RepeatedCompositeFieldContainer[KvChunk]
     committed_length: int
@@ -173,21 +181,24 @@ class FollowCacheResponse(_message.Message):
     last: bool
     drops: _containers.RepeatedCompositeFieldContainer[KvDrop]
     shape: KvShape
-    def __init__(self, update_id: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[KvChunk, _Mapping]]] = ..., committed_length: _Optional[int] = ..., generation: _Optional[int] = ..., last: _Optional[bool] = ..., drops: _Optional[_Iterable[_Union[KvDrop, _Mapping]]] = ..., shape: _Optional[_Union[KvShape, _Mapping]] = ...) -> None: ...
+    hidden_states: _containers.RepeatedCompositeFieldContainer[_verifier_pb2.HiddenStates]
+    def __init__(self, update_id: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[KvChunk, _Mapping]]] = ..., committed_length: _Optional[int] = ..., generation: _Optional[int] = ..., last: _Optional[bool] = ..., drops: _Optional[_Iterable[_Union[KvDrop, _Mapping]]] = ..., shape: _Optional[_Union[KvShape, _Mapping]] = ..., hidden_states: _Optional[_Iterable[_Union[_verifier_pb2.HiddenStates, _Mapping]]] = ...) -> None: ...
 
 class KvShape(_message.Message):
-    __slots__ = ("layers", "heads", "head_dim", "dtype", "wire_dtype")
+    __slots__ = ("layers", "heads", "head_dim", "dtype", "wire_dtype", "hidden_size")
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     WIRE_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
     layers: int
     heads: int
     head_dim: int
     dtype: KvDtype
     wire_dtype: KvDtype
-    def __init__(self, layers: _Optional[int] = ..., heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[_Union[KvDtype, str]] = ..., wire_dtype: _Optional[_Union[KvDtype, str]] = ...) -> None: ...
+    hidden_size: int
+    def __init__(self, layers: _Optional[int] = ..., heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[_Union[KvDtype, str]] = ..., wire_dtype: _Optional[_Union[KvDtype, str]] = ..., hidden_size: _Optional[int] = ...) -> None: ...
 
 class KvChunk(_message.Message):
     __slots__ = ("layer", "positions", "keys", "values", "key_scales", "value_scales")

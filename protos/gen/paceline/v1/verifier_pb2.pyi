@@ -139,7 +139,7 @@ class VerifyRequest(_message.Message):
     def __init__(self, handle: _Optional[bytes] = ..., round_id: _Optional[int] = ..., tree: _Optional[_Union[_tree_pb2.TokenTree, _Mapping]] = ..., free_run_steps: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class VerifyResponse(_message.Message):
-    __slots__ = ("round_id", "result", "last", "queue_us", "verify_us", "node_budget", "batch_tokens", "generation", "hidden_states")
+    __slots__ = ("round_id", "result", "last", "queue_us", "verify_us", "node_budget", "batch_tokens", "generation")
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     RESULT_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
@@ -148,7 +148,6 @@ class VerifyResponse(_message.Message):
     NODE_BUDGET_FIELD_NUMBER: _ClassVar[int]
     BATCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
-    HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]
     round_id: int
     result: RoundResult
     last: bool
@@ -157,8 +156,7 @@ class VerifyResponse(_message.Message):
     node_budget: int
     batch_tokens: int
     generation: int
-    hidden_states: _containers.RepeatedCompositeFieldContainer[HiddenStates]
-    def __init__(self, round_id: _Optional[int] = ..., result: _Optional[_Union[RoundResult, _Mapping]] = ..., last: _Optional[bool] = ..., queue_us: _Optional[int] = ..., verify_us: _Optional[int] = ..., node_budget: _Optional[int] = ..., batch_tokens: _Optional[int] = ..., generation: _Optional[int] = ..., hidden_states: _Optional[_Iterable[_Union[HiddenStates, _Mapping]]] = ...) -> None: ...
+    def __init__(self, round_id: _Optional[int] = ..., result: _Optional[_Union[RoundResult, _Mapping]] = ..., last: _Optional[bool] = ..., queue_us: _Optional[int] = ..., verify_us: _Optional[int] = ..., node_budget: _Optional[int] = ..., batch_tokens: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class RoundResult(_message.Message):
     __slots__ = ("tokens", "accepted_nodes", "logprobs", "top_logprobs", "finish_reason", "committed_length")

@@ -1,4 +1,4 @@
-"""KV tensors to bytes and back."""
+"""KV tensors and hidden states to bytes and back."""
 
 from __future__ import annotations
 
@@ -67,3 +67,22 @@ def decode(
     if wire in SCALED:
         plane = plane.float() * torch.tensor(scales).view(heads, positions, 1)
     return plane.to(dtype)
+
+
+def encode_rows(rows: Tensor) -> bytes:
+    """Hidden states ``[n, hidden]`` as row-major bytes, in their own type."""
+    return rows.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def decode_rows(data: bytes, count: int, hidden: int, wire: kv_pb2.KvDtype) -> Tensor:
+    """The opposite of :func:`encode_rows`, ``[count, hidden]``.
+
+    Raises:
+        ValueError: Bytes are not as many as the shape asks for, or the type is none of rows.
+    """
+    if wire not in WIRE_TYPES or wire in SCALED:
+        raise ValueError(f"hidden states cannot have the type number {wire}")
+    kind = WIRE_TYPES[wire]
+    if len(data) != count * hidden * kind.itemsize or not data:
+        raise ValueError(f"{len(data)} bytes cannot be {count} rows of {hidden} of {kind}")
+    return torch.frombuffer(bytearray(data), dtype=kind).view(count, hidden)

@@ -10,8 +10,8 @@ Used by training and by the benchmarks; a service never imports this.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -27,6 +27,26 @@ from paceline.v1 import sampling_pb2
 
 GREEDY = sampling_pb2.SamplingParams()
 _PREFILL = 1024  # tokens of a forward pass
+
+
+class RecordedStates:
+    """A recording's hidden states up to a movable committed length; a :class:`TargetStates`."""
+
+    def __init__(self, states: Tensor, window: int) -> None:
+        """Of one row a position, ``[S, layers * hidden]``; ``window`` as in ``Needs``."""
+        self.committed = 0
+        """Positions that may be read. Unit: tokens."""
+        self._states = states
+        self._window = window
+
+    def read(self, begin: int, end: int) -> tuple[int, Tensor]:
+        """See :meth:`TargetStates.read`."""
+        oldest = max(0, self.committed - self._window) if self._window else 0
+        first = min(end, max(begin, oldest))
+        return first, self._states[first:end]
+
+    def check(self) -> None:
+        """Nothing: they are there as long as the recording."""
 
 
 class RecordedKv:
@@ -55,6 +75,8 @@ class Recording:
         vocab_size: The target's.
         sampling: How the continuation was chosen.
         cache: KV of all tokens but the last.
+        states: Outputs of the layers asked for, by layer, ``[S, hidden]`` each, at the same
+            positions.
     """
 
     tokens: list[int]
@@ -62,6 +84,7 @@ class Recording:
     vocab_size: int
     sampling: sampling_pb2.SamplingParams
     cache: LocalCache
+    states: Mapping[int, Tensor] = field(default_factory=dict)
 
     @property
     def continuation(self) -> list[int]:
@@ -74,8 +97,11 @@ def record(
     prompt: Sequence[int],
     count: int,
     sampling: sampling_pb2.SamplingParams = GREEDY,
+    layers: Collection[int] = (),
 ) -> Recording:
     """Let a target write ``count`` tokens after a prompt; no token ends the text.
+
+    Outputs of ``layers`` are kept, for drafters that read them.
 
     Raises:
         ValueError: The prompt is empty, or the text would not fit the target's context.
@@ -90,13 +116,32 @@ def record(
     cache = LocalCache(config, target.device)
     cache.reserve(len(prompt) + count)
     tokens, history = list(prompt), History(prompt)
+    taps: dict[int, list[Tensor]] = {layer: [] for layer in sorted(layers)}
     while len(history) < len(prompt) + count:
         stop = min(len(tokens), len(cache) + _PREFILL)
-        logits = _feed(target, cache, tokens[len(cache) : stop])
+        logits = _feed(target, cache, tokens[len(cache) : stop], taps)
         if stop == len(tokens):
             tokens.append(choose_token(logits, params, stop, history))
             history.push(tokens[-1])
-    return Recording(tokens, len(prompt), config.vocab_size, sampling, cache)
+    states = {layer: torch.cat(parts) for layer, parts in taps.items()}
+    return Recording(tokens, len(prompt), config.vocab_size, sampling, cache, states)
+
+
+def replay(
+    target: Decoder,
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    sampling: sampling_pb2.SamplingParams = GREEDY,
+    layers: Collection[int] = (),
+) -> Recording:
+    """A text that the target wrote before, read once more.
+
+    Raises:
+        ValueError: Prompt or text is empty, or they do not fit the target's context.
+    """
+    read = record(target, [*prompt, *tokens[:-1]], 1, sampling, layers)
+    text = [*prompt, *tokens]
+    return replace(read, tokens=text, prompt_length=len(prompt))
 
 
 def accepted_lengths(
@@ -107,17 +152,36 @@ def accepted_lengths(
 ) -> list[int]:
     """Drafted tokens that stand in each round of a recorded text; the bonus token is not counted.
 
+    For the arguments see :func:`rounds`.
+    """
+    return [standing(tree, after) for tree, after in rounds(drafter, recording, sampling=sampling)]
+
+
+def rounds(
+    drafter: Drafter,
+    recording: Recording,
+    *,
+    sampling: sampling_pb2.SamplingParams | None = None,
+) -> Iterator[tuple[Tree, list[int]]]:
+    """The tree of each round of a recorded text, and how the text goes on.
+
     Rounds begin while a path of full depth still fits the text, so that its end cuts none short.
 
     Args:
         drafter: Made for the recording's target.
-        recording: The text.
+        recording: The text; with the hidden states that the drafter reads, if any.
         sampling: How the drafter is told that tokens are chosen; None: as they were.
     """
-    tokens, kv = recording.tokens, RecordedKv(recording.cache)
+    tokens, kv, needs = recording.tokens, RecordedKv(recording.cache), drafter.needs
+    states = None
+    if needs.hidden_state_layers:
+        rows = torch.cat([recording.states[layer] for layer in needs.hidden_state_layers], dim=1)
+        states = RecordedStates(rows, needs.hidden_state_window)
     length = recording.prompt_length + 1
     budget = Budget(drafter.max_nodes, drafter.max_depth)
     kv.committed = length - 1
+    if states is not None:
+        states.committed = length - 1
     sequence = drafter.start(
         Generation(
             tokens[:length],
@@ -125,20 +189,21 @@ def accepted_lengths(
             recording.vocab_size,
             recording.sampling if sampling is None else sampling,
             kv=kv,
+            states=states,
         )
     )
-    accepted = []
     try:
         while length + budget.depth <= len(tokens):
-            found = standing(sequence.draft(budget), tokens[length : length + budget.depth])
-            accepted.append(found)
-            emitted = tokens[length : length + found + 1]
+            tree, following = sequence.draft(budget), tokens[length : length + budget.depth]
+            yield tree, following
+            emitted = tokens[length : length + standing(tree, following) + 1]
             length += len(emitted)
             kv.committed = length - 1
+            if states is not None:
+                states.committed = length - 1
             sequence.extend(Update(emitted, committed_length=kv.committed))
     finally:
         sequence.close()
-    return accepted
 
 
 def standing(tree: Tree, following: Sequence[int]) -> int:
@@ -151,8 +216,13 @@ def standing(tree: Tree, following: Sequence[int]) -> int:
     return count
 
 
-def _feed(target: Decoder, cache: LocalCache, tokens: Sequence[int]) -> Tensor:
-    """Run tokens behind what is cached; logits of the last one, ``[V]`` on the CPU."""
+def _feed(
+    target: Decoder, cache: LocalCache, tokens: Sequence[int], taps: Mapping[int, list[Tensor]]
+) -> Tensor:
+    """Run tokens behind what is cached; logits of the last one, ``[V]`` on the CPU.
+
+    ``taps`` get the outputs of their layers.
+    """
     begin = len(cache)
     plan = plan_trees(chain_segments(0, begin, begin + len(tokens)), device=target.device)
     result = target.forward(
@@ -160,6 +230,9 @@ def _feed(target: Decoder, cache: LocalCache, tokens: Sequence[int]) -> Tensor:
         plan,
         [cache],
         logit_rows=torch.tensor([len(tokens) - 1], device=target.device),
+        taps=list(taps),
     )
+    for parts, rows in zip(taps.values(), result.taps, strict=True):
+        parts.append(rows.cpu())
     cache.commit(range(len(tokens)))
     return result.logits[0].cpu()

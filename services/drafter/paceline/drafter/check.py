@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from paceline.drafter.registry import Sample
 from paceline.drafter.session import Session, agreement
 from paceline.drafter.spec import DrafterSpec
 from paceline.drafter.worker import DraftWorker
-from paceline.v1 import drafter_pb2
+from paceline.v1 import drafter_pb2, sampling_pb2
 
 NODES = 16
 """Nodes asked for in a round of a check."""
@@ -33,9 +34,21 @@ class Recording:
     tokens: tuple[int, ...]
     """How it went on."""
 
+    temperature: float = 0.0
+    """At which it was sampled."""
+
+    seed: int = 0
+
+    @property
+    def sampling(self) -> sampling_pb2.SamplingParams:
+        """How the tokens were chosen."""
+        return sampling_pb2.SamplingParams(temperature=self.temperature, seed=self.seed)
+
 
 def read_recordings(path: Path) -> list[Recording]:
     """Recordings from a file of JSON lines ``{"prompt": [...], "tokens": [...]}``.
+
+    Sampled ones also say ``"temperature"`` and ``"seed"``.
 
     Raises:
         LoadError: The file cannot be read, is empty, too large, or a line has another form.
@@ -48,9 +61,11 @@ def read_recordings(path: Path) -> list[Recording]:
     for number, line in enumerate(lines, 1):
         try:
             value = json.loads(line)
-            recording = Recording(tuple(value["prompt"]), tuple(value["tokens"]))
+            heat, seed = float(value.get("temperature", 0.0)), int(value.get("seed", 0))
+            recording = Recording(tuple(value["prompt"]), tuple(value["tokens"]), heat, seed)
             ids = recording.prompt + recording.tokens
-            fine = all(isinstance(token, int) and 0 <= token < 1 << 32 for token in ids)
+            fine = 0 <= heat < math.inf and 0 <= seed < 1 << 64
+            fine &= all(isinstance(token, int) and 0 <= token < 1 << 32 for token in ids)
             if not (fine and recording.prompt and recording.tokens and len(ids) <= _LONGEST_TEXT):
                 raise ValueError("prompt and tokens must be token ids, at least one each")
         except (ValueError, LookupError, TypeError) as error:
@@ -123,8 +138,11 @@ class LoadCheck:
             tokens=[*recording.prompt, tokens[0]],
             prompt_length=len(recording.prompt),
             vocab_size=vocab_size,
+            sampling=recording.sampling,
         )
-        session = Session(drafter, drafter.start(generation), self._worker)
+        session = Session(
+            drafter, drafter.start(generation), self._worker, sampling=recording.sampling
+        )
         try:
             await session.warm()
             nodes = min(NODES, drafter.max_nodes)

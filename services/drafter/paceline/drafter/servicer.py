@@ -115,7 +115,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
                     f"{asked.total_length}; attach again with all tokens",
                 )
             check_length(length, self._max_context)
-            update = Update(tuple(asked.new_tokens), asked.committed_length, asked.hidden_states)
+            update = Update(tuple(asked.new_tokens), asked.committed_length)
             drafted = await stream.round(update, _budget(asked, stream.version.drafter, arrived))
             await context.write(_answer(asked.round_id, drafted, stream))
             if self._telemetry is not None:

@@ -12,10 +12,13 @@ from paceline.drafter.methods.base import Budget, Drafter, DraftSequence, Update
 from paceline.drafter.registry import Sample
 from paceline.drafter.tree import EMPTY, Tree
 from paceline.drafter.worker import Drafted, DraftWorker
+from paceline.service.modes import rejects
+from paceline.v1 import sampling_pb2
 
 if TYPE_CHECKING:
     from paceline.drafter.kv.chosen import ChosenKv
     from paceline.drafter.kv.followed import FollowedKv
+    from paceline.drafter.kv.followed_states import FollowedStates
     from paceline.drafter.kv.shared import SharedKv
     from paceline.drafter.kv.states import SharedStates
 
@@ -23,13 +26,19 @@ INLINE_SLICE = 32
 """Tokens of backlog that a method may work off on the event loop in one go."""
 
 
+_STATES_SECONDS = 0.25
+"""Longest wait of a round for hidden states on their way, if its deadline allows it."""
+
+
 class Session:
     """A drafter's sequence for one generation.
 
     Belongs to who made it, who closes it however the generation ends; nothing may be asked of it
     then. A sequence of an inline method lives on the event loop; all others are handed to the
-    worker. The KV that the sequence reads is closed after it, where it was. With ``chains`` the
-    answer is the best path of each tree.
+    worker. The KV that the sequence reads is closed after it, where it was.
+
+    Trees are answered with calibrated confidences. Under rejection sampling the answer is a tree's
+    best path, as it was drafted: nothing was recorded there to calibrate by.
     """
 
     def __init__(
@@ -38,15 +47,16 @@ class Session:
         sequence: DraftSequence,
         worker: DraftWorker,
         kv: SharedKv | ChosenKv | FollowedKv | None = None,
-        states: SharedStates | None = None,
+        states: SharedStates | FollowedStates | None = None,
         *,
-        chains: bool = False,
+        sampling: sampling_pb2.SamplingParams | None = None,
     ) -> None:
         self.sample = Sample()
         """What came of the rounds so far."""
         self._drafter = drafter
         self._sequence = sequence
-        self._chains = chains
+        self._rejects = sampling is not None and rejects(sampling)
+        self._sampled = sampling is not None and sampling.temperature > 0
         self._kv = kv
         self._states = states
         self._received = 0
@@ -58,15 +68,16 @@ class Session:
 
     @property
     def kv_transport(self) -> str:
-        """How it reads the target's KV: map, follow, or empty for not at all."""
-        return "" if self._kv is None else self._kv.transport
+        """How it reads the target's KV or hidden states: map, follow, or empty for neither."""
+        source = self._kv or self._states
+        return "" if source is None else source.transport
 
     def newly_received(self) -> int:
-        """Bytes of the target's KV that came over a wire since it was last asked."""
-        if self._kv is None:
-            return 0
-        before, self._received = self._received, self._kv.received
-        return self._received - before
+        """Bytes of KV and hidden states that came over a wire since it was last asked."""
+        sources = (self._kv, self._states)
+        received = sum(source.received for source in sources if source is not None)
+        before, self._received = self._received, received
+        return received - before
 
     async def warm(self) -> None:
         """Begin with the backlog; inline methods also end with it."""
@@ -80,11 +91,25 @@ class Session:
     async def round(self, update: Update, budget: Budget) -> Drafted:
         """Take in the update and draft a tree, empty if nodes or time are out."""
         self._judge(update.tokens)
+        if budget.nodes > 0:
+            await self._await_states(update.committed_length, budget.deadline)
         drafted = await self._draft(update, budget)
-        if self._chains:
-            drafted = replace(drafted, tree=drafted.tree.best_chain())
+        drafted = replace(drafted, tree=self._finished(drafted.tree))
         self._last = drafted if budget.nodes > 0 else None
         return drafted
+
+    def _finished(self, tree: Tree) -> Tree:
+        """A tree as it is answered."""
+        if self._rejects:
+            return tree.best_chain()
+        calibration = self._drafter.calibration
+        return tree if calibration is None else calibration.apply(tree, sampled=self._sampled)
+
+    async def _await_states(self, committed: int, deadline: float) -> None:
+        """Hidden states that are sent come beside the round: wait for those it is about."""
+        if self._states is not None:
+            left = (deadline - time.monotonic()) / 2
+            await self._states.caught_up(committed, max(0.0, min(left, _STATES_SECONDS)))
 
     def close(self) -> None:
         """Free the sequence, after the round it may still be in."""

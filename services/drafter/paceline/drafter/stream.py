@@ -14,7 +14,6 @@ from paceline.drafter.tree import EMPTY, Tree
 from paceline.drafter.validation import check_fit, check_tokens
 from paceline.drafter.worker import Drafted, DraftWorker
 from paceline.service import ServiceError
-from paceline.service.modes import rejects
 from paceline.v1 import drafter_pb2
 
 if TYPE_CHECKING:
@@ -200,11 +199,12 @@ class Stream:
         states = None
         if needs.hidden_state_layers:
             try:
-                states = await self._exchange.map_states(
+                states = await self._exchange.open_states(
                     attach.verifier_address,
                     attach.read_grant,
                     needs.hidden_state_layers,
                     needs.hidden_state_window,
+                    needs.hidden_state_transport,
                 )
             except KvNotShared as error:
                 if kv is not None:
@@ -232,7 +232,7 @@ class Stream:
                     each.close()
             raise
         return Session(
-            version.drafter, sequence, self._worker, kv, states, chains=rejects(attach.sampling)
+            version.drafter, sequence, self._worker, kv, states, sampling=attach.sampling
         )
 
 

@@ -15,10 +15,11 @@ from paceline.service import ServiceError
 from paceline.v1 import kv_pb2
 from paceline.verifier.cache import Cache
 from paceline.verifier.failures import grant_not_found
+from paceline.verifier.follow_states import StateFeed
 from paceline.verifier.selection import Selection
 
 MESSAGE_BYTES = 1 << 20
-"""KV in one message: small enough that the event loop is never held up for long."""
+"""KV or hidden states in one message: so few that the event loop is never held up for long."""
 
 _POSITION_BYTES = 4
 
@@ -42,6 +43,7 @@ class FollowStream:
         budget: int,
         wire: kv_pb2.KvDtype | None,
         cache_dtype: kv_pb2.KvDtype,
+        states: StateFeed | None = None,
     ) -> None:
         """Begin with a follower that holds nothing.
 
@@ -49,12 +51,14 @@ class FollowStream:
             cache: What is followed.
             layers: Layers sent, counted from 0.
             selection: Chooses positions.
-            budget: Most positions of a layer, at least 1. Unit: tokens.
+            budget: Most positions of a layer. Unit: tokens.
             wire: Type of the chunks; None: they carry positions only.
             cache_dtype: Type of the cache.
+            states: Sends hidden states along; None: none are sent.
         """
         layout = cache.sequence.segment.layout
         self._cache = cache
+        self._states = states
         self._layers = layers
         self._selection = selection
         self._budget = budget
@@ -66,6 +70,7 @@ class FollowStream:
             head_dim=layout.head_dim,
             dtype=cache_dtype,
             wire_dtype=wire or kv_pb2.KV_DTYPE_UNSPECIFIED,
+            hidden_size=0 if states is None else states.hidden,
         )
         row = _POSITION_BYTES
         if wire is not None:
@@ -161,6 +166,13 @@ class FollowStream:
                 message, room = self._message(committed), self._most
             message.chunks.append(self._chunk(index, positions))
             room -= len(positions)
+        if self._states is not None:
+            for piece in self._states.pieces(committed, MESSAGE_BYTES):
+                if message.chunks or message.hidden_states:
+                    yield message
+                    self._check()
+                    message = self._message(committed)
+                message.hidden_states.extend(piece)
         message.last = True
         yield message
 

@@ -15,6 +15,7 @@ from paceline.v1 import kv_pb2, kv_pb2_grpc
 from paceline.verifier.cache import CAPABILITY_BYTES, Cache
 from paceline.verifier.failures import grant_not_found
 from paceline.verifier.follow import FollowStream
+from paceline.verifier.follow_states import StateFeed
 from paceline.verifier.kv.segment import Segment
 from paceline.verifier.selection import (
     PageCollector,
@@ -78,8 +79,11 @@ class KvExchangeServicer(kv_pb2_grpc.KvExchangeServiceServicer):
         asked = first.subscribe
         cache = self._find(asked.read_grant)
         layout = self._store.layout
-        layers = _layers([n + layout.layers if n < 0 else n for n in asked.layers], layout.layers)
-        if not asked.budget:
+        layers: list[int] = []
+        if asked.layers or not asked.hidden_state_layers:
+            wanted = [n + layout.layers if n < 0 else n for n in asked.layers]
+            layers = _layers(wanted, layout.layers)
+        if layers and not asked.budget:
             raise ServiceError.invalid_argument(
                 "NO_BUDGET", "the budget is 0; say how many positions are to be held at most"
             )
@@ -96,6 +100,7 @@ class KvExchangeServicer(kv_pb2_grpc.KvExchangeServiceServicer):
             asked.budget,
             None if asked.positions_only else _wire_dtype(asked.wire_dtype) or own,
             own,
+            _state_feed(cache, asked),
         )
         await stream.serve(context)
 
@@ -158,8 +163,15 @@ def _wire_dtype(asked: kv_pb2.KvDtype) -> kv_pb2.KvDtype:
     return asked
 
 
-def _describe_states(segment: Segment, wanted: Iterable[int]) -> list[kv_pb2.HiddenStateSegment]:
-    """Where the hidden states of the wanted layers lie."""
+def _state_feed(cache: Cache, asked: kv_pb2.FollowSubscribe) -> StateFeed | None:
+    layers = list(dict.fromkeys(asked.hidden_state_layers))
+    if not layers:
+        return None
+    _check_kept(cache.sequence.segment, layers)
+    return StateFeed(cache, layers, asked.hidden_state_window, asked.hidden_state_start)
+
+
+def _check_kept(segment: Segment, wanted: Iterable[int]) -> None:
     kept = segment.taps.layout.taps.layers if segment.taps is not None else ()
     if missing := sorted(set(wanted) - set(kept)):
         raise ServiceError.failed_precondition(
@@ -167,6 +179,11 @@ def _describe_states(segment: Segment, wanted: Iterable[int]) -> list[kv_pb2.Hid
             f"hidden states of layers {missing} were asked for, but this cache keeps those of "
             f"{list(kept)}; create it with hidden_state_layers",
         )
+
+
+def _describe_states(segment: Segment, wanted: Iterable[int]) -> list[kv_pb2.HiddenStateSegment]:
+    """Where the hidden states of the wanted layers lie."""
+    _check_kept(segment, wanted)
     return [
         kv_pb2.HiddenStateSegment(
             layer=layer,

@@ -20,6 +20,7 @@ from paceline.v1 import kv_pb2, kv_pb2_grpc
 if TYPE_CHECKING:
     from paceline.drafter.kv.chosen import ChosenKv
     from paceline.drafter.kv.followed import FollowedKv
+    from paceline.drafter.kv.followed_states import FollowedStates
     from paceline.drafter.kv.shared import SharedKv
     from paceline.drafter.kv.states import SharedStates
 
@@ -121,7 +122,7 @@ class KvExchange:
             policy=POLICIES[options.kv_policy],
             wire_dtype=WIRES[options.kv_wire],
         )
-        return await FollowedKv.open(self._following(address), subscribe, layers, CALL_SECONDS)
+        return await FollowedKv.open(self._following(address), subscribe, CALL_SECONDS)
 
     async def map_cache(self, address: str, read_grant: bytes, layers: Sequence[int]) -> SharedKv:
         """Map layers of the cache of a read grant. Whoever asked closes it.
@@ -170,9 +171,7 @@ class KvExchange:
             positions_only=True,
         )
         try:
-            chosen = await ChosenPositions.open(
-                self._following(address), subscribe, layers, CALL_SECONDS
-            )
+            chosen = await ChosenPositions.open(self._following(address), subscribe, CALL_SECONDS)
         except BaseException:
             mapped.close()
             raise
@@ -196,14 +195,62 @@ class KvExchange:
                 "this drafter was told of; start it with --verifier ADDRESS to have it followed"
             )
 
+    async def open_states(
+        self,
+        address: str,
+        read_grant: bytes,
+        layers: Sequence[int],
+        window: int,
+        transport: str = "auto",
+    ) -> SharedStates | FollowedStates:
+        """Map hidden states of a cache that keeps them, or follow them. Whoever asked closes it.
+
+        Args:
+            address: As for :meth:`open`.
+            read_grant: As the verifier gave it out.
+            layers: At least one, 0 for the first.
+            window: Positions before the committed length that are read at most; 0: all.
+            transport: map, follow, or auto: map where that works.
+
+        Raises:
+            KvNotShared: The verifier is somewhere else, does not answer in time, or refuses, or
+                the cache does not keep them.
+        """
+        address = self._beside or address
+        if transport == "follow":
+            return await self.follow_states(address, read_grant, layers, window)
+        try:
+            return await self.map_states(address, read_grant, layers, window)
+        except VerifierSilent:
+            raise
+        except KvNotShared as error:
+            if transport == "map":
+                raise
+            not_mapped = error
+        try:
+            return await self.follow_states(address, read_grant, layers, window)
+        except KvNotShared as error:
+            raise KvNotShared(f"{not_mapped}; nor can it be followed: {error}") from error
+
+    async def follow_states(
+        self, address: str, read_grant: bytes, layers: Sequence[int], window: int
+    ) -> FollowedStates:
+        """Follow hidden states. See :meth:`open_states`."""
+        from paceline.drafter.kv.followed_states import FollowedStates
+
+        self._check_known(address)
+        subscribe = kv_pb2.FollowSubscribe(
+            read_grant=read_grant, hidden_state_layers=layers, hidden_state_window=window
+        )
+        return await FollowedStates.open(self._following(address), subscribe, CALL_SECONDS)
+
     async def map_states(
         self, address: str, read_grant: bytes, layers: Sequence[int], window: int
     ) -> SharedStates:
         """Map hidden states of a cache that keeps them. Whoever asked closes it.
 
         Args:
-            address: Of the verifier: ``unix:/path``, or ``host:port`` on the loopback. With
-                ``VerifierAccess.beside`` it does not matter.
+            address: Of the verifier: ``unix:/path``, or ``host:port`` on the loopback.
             read_grant: As the verifier gave it out.
             layers: At least one, 0 for the first.
             window: Positions before the committed length that are read at most; 0: all.
@@ -213,7 +260,6 @@ class KvExchange:
         """
         from paceline.drafter.kv.states import SharedStates
 
-        address = self._beside or address
         _check_local(address)
         request = kv_pb2.MapCacheRequest(read_grant=read_grant, hidden_state_layers=layers)
         return SharedStates.open(await self._call(address, request), read_grant, layers, window)

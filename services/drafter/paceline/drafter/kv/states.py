@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -38,6 +39,10 @@ class SharedStates:
     :class:`paceline.shm.SegmentHeader`). Otherwise the contract is that of
     :class:`paceline.drafter.kv.shared.SharedKv`.
     """
+
+    transport: ClassVar[str] = "map"
+    received: ClassVar[int] = 0
+    """Bytes that came over a wire: none."""
 
     def __init__(
         self,
@@ -98,6 +103,9 @@ class SharedStates:
         if self.closed:
             raise KvGone("this mapping was closed")
         return self._header.committed
+
+    async def caught_up(self, committed: int, seconds: float) -> None:
+        """Nothing: rows are there before anybody hears that they are committed."""
 
     def read(self, begin: int, end: int) -> tuple[int, Tensor]:
         """Outputs of all layers, side by side.

@@ -16,6 +16,9 @@ _METHODS: dict[str, str] = {
 }
 
 
+CALIBRATION = "calibration"
+"""Option that every method has: a file of :mod:`paceline.drafter.calibration`."""
+
 _FOLDER_OPTIONS: dict[str, tuple[str, ...]] = {"longspec": ("target",), "dspark": ("target",)}
 
 
@@ -25,8 +28,8 @@ def method_names() -> list[str]:
 
 
 def folder_options(name: str) -> tuple[str, ...]:
-    """Options of a method that name a folder: they are held to the roots, as its own folder is."""
-    return _FOLDER_OPTIONS.get(name, ())
+    """Options of a method that name a folder or file: they are held to the roots, as its own is."""
+    return (CALIBRATION, *_FOLDER_OPTIONS.get(name, ()))
 
 
 def register_method(name: str, path: str) -> None:

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from paceline.drafter.kv.wanted import KvOptions
 from paceline.drafter.tree import Tree
-from paceline.v1 import sampling_pb2, verifier_pb2
+from paceline.v1 import sampling_pb2
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from paceline.drafter.calibration import Calibration
 
 
 class LoadError(Exception):
@@ -49,6 +51,9 @@ class Needs:
 
     hidden_state_window: int = 0
     """Only the last so many positions of them; 0: all. Unit: tokens."""
+
+    hidden_state_transport: str = "auto"
+    """How it gets them: map, follow, or auto: map where that works."""
 
     def kv_budget_at(self, length: int) -> int:
         """Positions of a layer asked for while so many are committed; 0: all. Unit: tokens."""
@@ -197,9 +202,6 @@ class Update:
     """Positions whose KV is final, as the client says. What of :attr:`Generation.kv` may be read
     says that itself. Unit: tokens."""
 
-    hidden_states: Sequence[verifier_pb2.HiddenStates] = ()
-    """Hidden states of newly committed positions, if the method needs any."""
-
 
 class DraftSequence(ABC):
     """What one drafter keeps for one generation.
@@ -259,6 +261,9 @@ class Drafter(ABC):
     """Longest path it drafts. Unit: tokens."""
 
     weight_bytes: int = 0
+
+    calibration: Calibration | None = None
+    """What makes its confidences right; None: they are sent as they are."""
 
     @classmethod
     @abstractmethod

@@ -56,7 +56,11 @@ class DSparkDrafter(Drafter):
         config = backbone.config
         self.backbone, self.heads, self.options = backbone, heads, options
         self.fit = fit
-        self.needs = Needs(hidden_state_layers=config.taps, hidden_state_window=config.window)
+        self.needs = Needs(
+            hidden_state_layers=config.taps,
+            hidden_state_window=config.window,
+            hidden_state_transport=options.states,
+        )
         self.max_nodes = options.max_nodes
         self.max_depth = min(options.depth or config.levels, config.levels)
         self.weight_bytes = weight_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline.drafter.kv.wanted import TRANSPORTS
 from paceline.drafter.methods.options import check_range
 from paceline.kernels import MAX_TREE_NODES
 
@@ -27,6 +28,10 @@ class DSparkOptions:
     min_survival: float = 0.01
     """Nodes less likely than this to be accepted get no children."""
 
+    states: str = "auto"
+    """How hidden states come: map (shared memory), follow (copies over gRPC), or auto: map where
+    drafter and verifier share a machine and a user, else follow."""
+
     candidates: int = 256
     """At temperatures above 0 the shared noise is added to so many likeliest tokens."""
 
@@ -46,5 +51,9 @@ class DSparkOptions:
         check_range("min_survival", self.min_survival, 0.0, 1.0)
         check_range("candidates", self.candidates, 1, 1 << 20)
         check_range("pack_head_mib", self.pack_head_mib, 0.0, 1 << 20)
+        if self.states not in TRANSPORTS:
+            raise ValueError(
+                f"option states={self.states!r}: expected one of {', '.join(TRANSPORTS)}"
+            )
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise ValueError(f"option dtype={self.dtype!r}: expected auto, float32 or bfloat16")

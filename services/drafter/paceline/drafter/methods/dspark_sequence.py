@@ -95,7 +95,9 @@ class DSparkSequence(DraftSequence):
         return (first, states) if len(states) else None
 
     def begin(self, budget: Budget) -> bool:
-        """Start a tree, unless there is no room for one, or no context.
+        """Start a tree, unless there is no room for one, or the context ends before the anchor.
+
+        Hidden states that are still on their way would leave a gap that no draft gets over.
 
         Raises:
             Exception: What ``states.check()`` raises: the target's cache is there no more.
@@ -106,7 +108,7 @@ class DSparkSequence(DraftSequence):
         if budget.nodes <= 0 or depth <= 0:
             return False
         self.states.check()
-        if self._readable == 0:
+        if self._readable < self.length - 1 or self.length < 2:
             return False
         limits = Budget(nodes=min(budget.nodes, options.max_nodes), depth=depth)
         self.beam = Beam(limits, self._widths, options.min_survival)

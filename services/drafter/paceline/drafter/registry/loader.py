@@ -6,7 +6,8 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from paceline.drafter.methods import folder_options, method_class
+from paceline.drafter.calibration import FILE, read_calibration
+from paceline.drafter.methods import CALIBRATION, folder_options, method_class
 from paceline.drafter.methods.base import Drafter, LoadError, Resources
 from paceline.drafter.spec import DrafterSpec, Roots
 
@@ -38,7 +39,19 @@ class Loader:
             name: str(self._roots.check(Path(text))) if name in folders and text else text
             for name, text in spec.options.items()
         }
+        calibration = _calibration_of(folder, options.pop(CALIBRATION, ""))
         try:
-            return method_class(spec.method).load(folder, options, self._resources)
+            drafter = method_class(spec.method).load(folder, options, self._resources)
+            if calibration is not None:
+                drafter.calibration = read_calibration(calibration, spec.method)
         except LoadError as error:
             raise LoadError(error.reason, f"drafter {spec.name!r}: {error}") from error
+        return drafter
+
+
+def _calibration_of(folder: Path | None, given: str) -> Path | None:
+    """The file named, or the one in the drafter's folder."""
+    if given:
+        return Path(given)
+    beside = folder / FILE if folder is not None else None
+    return beside if beside is not None and beside.is_file() else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -101,6 +101,12 @@ class TapPlanes:
                 plane[at : at + len(part)] = part
                 done += len(part)
 
+    def copy(self, layers: Sequence[int], begin: int, end: int) -> list[Tensor]:
+        """Copies of the rows of positions ``begin`` to ``end``, ``[n, hidden]`` for each layer."""
+        slots = torch.arange(begin, end) % self.layout.slots
+        kept = self.layout.taps.layers
+        return [self.rows[kept.index(layer)].index_select(0, slots) for layer in layers]
+
     def first_kept(self, committed: int) -> int:
         """The oldest position that is there when so many are committed."""
         return max(self._first, committed - self.layout.slots)
@@ -125,8 +131,8 @@ class TapPlanes:
 
     def copy_prefix(self, source: TapPlanes, tokens: int) -> None:
         """Take the newest of the first ``tokens`` positions from another cache that has them."""
-        taps, theirs = self.layout.taps, source.layout.taps
+        taps = self.layout.taps
         begin = max(0, tokens - taps.window) if taps.window else 0
-        slots = torch.arange(begin, tokens) % source.layout.slots
-        states = {layer: source.rows[theirs.layers.index(layer)][slots] for layer in taps.layers}
+        copies = source.copy(taps.layers, begin, tokens)
+        states = dict(zip(taps.layers, copies, strict=True))
         self.record(begin, states, slice(None))

@@ -1,0 +1,1 @@
+"""Calibrating drafters' confidences by recorded rounds, and how right they are."""
