@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.decoder.linear import Linear
+from paceline.decoder.linear import Linear, product_rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -18,5 +18,12 @@ def test_a_row_has_the_same_bits_in_any_company(ins: int, outs: int, dtype: torc
     together = layer(x)
     for row in range(64):
         assert torch.equal(layer(x[row : row + 1])[0], together[row]), row
-    for rows in (2, 3, 5, 9, 16, 33):
+    for rows in (2, 3, 5, 9, 16, 18, 33, 34):
         assert torch.equal(layer(x[:rows]), together[:rows]), rows
+
+
+def test_few_numbers_of_rows_are_ever_multiplied() -> None:
+    padded = [product_rows(rows) for rows in range(1, 513)]
+    assert all(rows <= product_rows(rows) <= max(2, rows * 9 / 8) for rows in range(1, 513))
+    assert padded == sorted(padded)
+    assert len(set(padded)) == 56

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.decoder.cache import KVCacheView
 from paceline.decoder.config import DecoderConfig, load_config
-from paceline.decoder.linear import Linear
+from paceline.decoder.linear import Linear, pad_rows
 from paceline.decoder.rope import Rope
 from paceline.decoder.weights import Checkpoint, take
 from paceline.kernels import Norm, Probe, TreePlan, row_kernels, tree_attention
@@ -141,8 +141,8 @@ class Decoder:
             raise ValueError(f"tokens have shape {tuple(tokens.shape)}, plan has {plan.rows} rows")
         table = self._rope.table(plan.longest)
         x = self._embedding[tokens].float()
-        if self._head.packed and plan.rows == 1:  # see Linear: pay for the second row once
-            x = torch.cat([x, x])
+        if self._head.packed:  # once here, not in every layer
+            x = pad_rows(x)
         tapped: dict[int, Tensor] = {}
         delta: Tensor | None = None
         for index, layer in enumerate(self._layers):
