@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import grpc
@@ -16,7 +17,9 @@ from paceline.cli.connection import (
     drafter_address,
     metadata_of,
     open_channel,
+    verifier_address,
 )
+from paceline.cli.drafter_check import CheckFailedError, check, read_prompts
 from paceline.client._errors import PacelineError, from_rpc_error
 from paceline.service.options import OptionsError
 from paceline.v1 import drafter_pb2, drafter_pb2_grpc
@@ -44,6 +47,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_option,
         metavar="KEY=VALUE",
         help="setting of the method; may be repeated",
+    )
+    load.add_argument(
+        "--check",
+        type=Path,
+        metavar="FILE",
+        help='first have it draft for these prompts, JSON lines with "prompt" or "text", through '
+        "the verifier; unload it again if it fails",
+    )
+    load.add_argument(
+        "--verifier-address",
+        default=verifier_address(),
+        metavar="A",
+        help="for --check (default: %(default)s)",
     )
     load.add_argument("--activate", action="store_true", help="send all new generations to it")
     load.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -113,6 +129,8 @@ def run(args: argparse.Namespace) -> int:
                 return getattr(registry, rpc)(request, timeout=args.timeout, metadata=metadata)
 
             args.action(args, call)
+    except CheckFailedError as error:
+        return _fail(str(error), code=1)
     except (OptionsError, PacelineError) as error:
         return _fail(str(error), code=2)
     except grpc.RpcError as error:
@@ -154,9 +172,22 @@ def _load(args: argparse.Namespace, call: Call) -> None:
         method=args.method,
         folder=args.folder,
         options=dict(args.option),
-        activate=args.activate,
+        activate=args.activate and args.check is None,
     )
-    _show([call("LoadDrafter", request).drafter], "", args.json)
+    prompts = [] if args.check is None else read_prompts(args.check)
+    info = call("LoadDrafter", request).drafter
+    if args.check is not None:
+        which = {"name": info.name, "version": info.version}
+        try:
+            checked = check(args, f"{info.name}@{info.version}", prompts)
+        except PacelineError:
+            call("UnloadDrafter", drafter_pb2.UnloadDrafterRequest(**which, force=True))
+            raise
+        if args.activate:
+            activate = drafter_pb2.ActivateDrafterRequest(**which, traffic_share=1.0)
+            info = call("ActivateDrafter", activate).drafter
+        info.check.CopyFrom(checked)
+    _show([info], "", args.json)
 
 
 def _activate(args: argparse.Namespace, call: Call) -> None:

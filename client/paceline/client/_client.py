@@ -144,8 +144,8 @@ class Client:
             stop_token_ids: tokens that end the generation, besides end-of-sequence.
             ignore_eos: go on past end-of-sequence tokens.
             logprobs: True reports each token's log-probability; n > 0 also the n likeliest tokens.
-            drafter: name of the drafter to use; "none" turns speculation off. None: the service's
-                default drafter.
+            drafter: name of the drafter to use, or `NAME@VERSION` for one version whether it is
+                active or not; "none" turns speculation off. None: the service's default drafter.
             deadline: most time for the whole generation. Unit: seconds.
             max_nodes: most drafted tokens a round. None: what the services allow.
             parent: a generation (or its handle) whose cache still lives: what its text and this

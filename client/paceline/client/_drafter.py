@@ -18,7 +18,7 @@ from paceline.v1 import drafter_pb2, sampling_pb2, tree_pb2, verifier_pb2
 from ._errors import PacelineError, UnavailableError
 from ._options import DraftOptions
 from ._stats import Stats
-from ._taps import TapSource
+from ._taps import TapSource, split_version
 from ._trace import GenerationTrace
 from ._transport import DraftStream, Transport
 
@@ -116,8 +116,10 @@ class DrafterSession:
         if self._state is not _State.DETACHED or not self._health.may_attach():
             return
         self._told = len(self._output)
+        name, version = split_version(self._name)
         request = drafter_pb2.DraftAttach(
-            drafter=self._name,
+            drafter=name,
+            version=version,
             target_fingerprint=self._facts.target_fingerprint,
             tokenizer_digest=self._facts.tokenizer_digest,
             vocab_size=self._facts.vocab_size,

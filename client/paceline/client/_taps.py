@@ -60,13 +60,21 @@ class TapSource:
             return NO_TAPS  # until it is attached, or fails to be
 
 
+def split_version(drafter: str) -> tuple[str, str]:
+    """Name and version of `NAME@VERSION`; either may be empty, for the default."""
+    name, _, version = drafter.partition("@")
+    return name, version
+
+
 def _taps_of(listed: drafter_pb2.ListDraftersResponse, drafter: str) -> Taps:
-    """All that the active versions of a drafter read."""
-    name = drafter or listed.default_drafter
+    """All that the versions of a drafter read that a generation may get."""
+    name, version = split_version(drafter)
     active = [
         info
         for info in listed.drafters
-        if info.name == name and info.traffic_share > 0 and info.hidden_state_layers
+        if info.name == (name or listed.default_drafter)
+        and (info.version == version if version else info.traffic_share > 0)
+        and info.hidden_state_layers
     ]
     if not active:
         return NO_TAPS

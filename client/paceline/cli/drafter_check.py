@@ -1,0 +1,103 @@
+"""Tries a loaded version of a drafter out, through the verifier, before it gets traffic.
+
+This is for methods of every kind. A drafter service can check on its own, by texts it has recorded
+(`paceline drafter --recordings`), but not those methods that read the target's KV or hidden states.
+"""
+
+import argparse
+import asyncio
+import json
+from pathlib import Path
+
+from paceline.cli.connection import tls_of
+from paceline.client import Client, DraftOptions, PacelineError
+from paceline.service.options import OptionsError, read_token
+from paceline.v1 import drafter_pb2
+
+Prompt = str | list[int]
+
+_TOKENS = 32
+"""New ones of each prompt."""
+
+_PATIENCE = 30.0
+"""Longest wait for a tree: what is slow is for a trial to judge. Unit: seconds."""
+
+
+class CheckFailedError(PacelineError):
+    """The version did not draft, or drafted what the verifier refused."""
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Prompts of a file of JSON lines: `prompt` (text or token ids) or `text`.
+
+    Raises:
+        OptionsError: The file cannot be read, has no line, or one of another form.
+    """
+    try:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        raise OptionsError(f"cannot read prompts from {path}: {error}") from error
+    found = [line.get("prompt", line.get("text")) for line in lines if isinstance(line, dict)]
+    if not lines or len(found) < len(lines) or not all(map(_is_prompt, found)):
+        raise OptionsError(
+            f"{path} must have a JSON object a line, with 'prompt' (text or token ids) or 'text'"
+        )
+    return found
+
+
+def check(
+    args: argparse.Namespace, drafter: str, prompts: list[Prompt]
+) -> drafter_pb2.DrafterCheck:
+    """Generate for every prompt with one version of a drafter, and tell how it did.
+
+    Args:
+        args: Of the command: addresses, TLS and token.
+        drafter: `NAME@VERSION`.
+        prompts: To go on with, greedily.
+
+    Raises:
+        CheckFailedError: The drafter was lost, refused to attach, drew a bad tree, or none in time.
+        PacelineError: The verifier cannot be reached or refuses a prompt.
+    """
+    return asyncio.run(_check(args, drafter, prompts))
+
+
+async def _check(
+    args: argparse.Namespace, drafter: str, prompts: list[Prompt]
+) -> drafter_pb2.DrafterCheck:
+    rounds, accepted, draft_ms = 0, 0, 0.0
+    async with Client(
+        args.verifier_address,
+        drafter=args.address,
+        token=read_token(args.token_file),
+        tls=tls_of(args),
+        drafting=DraftOptions(timeout=_PATIENCE),
+    ) as client:
+        for prompt in prompts:
+            result = await client.generate(
+                prompt, max_new_tokens=_TOKENS, drafter=drafter, deadline=args.timeout
+            )
+            stats = result.stats
+            if stats.fallbacks:
+                raise _failed(drafter, f"trouble while it drafted: {dict(stats.fallbacks)}")
+            rounds += stats.drafted_rounds
+            accepted += stats.accepted
+            draft_ms += stats.draft_ms
+    if not rounds:
+        raise _failed(drafter, "it drew no tree")
+    return drafter_pb2.DrafterCheck(
+        texts=len(prompts),
+        rounds=rounds,
+        accepted_length=accepted / rounds,
+        draft_us=round(draft_ms / rounds * 1e3),
+    )
+
+
+def _is_prompt(value: object) -> bool:
+    if isinstance(value, list):
+        return bool(value) and all(isinstance(token, int) and token >= 0 for token in value)
+    return isinstance(value, str) and value != ""
+
+
+def _failed(drafter: str, why: str) -> CheckFailedError:
+    return CheckFailedError(f"{drafter} was loaded but failed the check, and is gone again: {why}")
