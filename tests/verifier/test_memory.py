@@ -15,7 +15,7 @@ import pytest
 from verifier_support import Client, Round, failure, reason_of, serving, until
 
 from paceline.v1 import verifier_pb2
-from paceline.verifier.kv.segment import own_segments
+from paceline.verifier.kv.segment import OutOfMemory, Segment, own_segments
 
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -102,6 +102,38 @@ async def test_no_shared_memory_left(client: Client, monkeypatch: pytest.MonkeyP
         tokens += answer.result.tokens
     assert tokens == plain
     await client.release(created.handle)
+
+
+async def test_who_cannot_grow_leaves_its_memory_to_older_ones(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four that all need more than there is: one after the other, the youngest first, gives way."""
+    fields = {"max_new_tokens": 300, "ignore_eos": True}
+    caches = [await client.create(PROMPT, **fields) for _ in range(4)]
+    real = Segment.reserve
+
+    def full(segment: Segment, tokens: int) -> None:
+        if tokens > 256 and len(own_segments()) > 1:
+            raise OutOfMemory("no room")
+        real(segment, tokens)
+
+    monkeypatch.setattr(Segment, "reserve", full)
+
+    async def run(handle: bytes) -> grpc.StatusCode:
+        """Go on to the end; the status that it came to."""
+        stream = client.stub.Verify()
+        await stream.write(Round.of(handle, 1, free_run_steps=299))
+        while (answer := await stream.read()) is not grpc.aio.EOF and not answer.last:
+            pass
+        if answer is not grpc.aio.EOF:
+            await stream.done_writing()
+        return await stream.code()
+
+    for cache in reversed(caches[1:]):
+        assert await run(cache.handle) == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await run(cache.handle) == grpc.StatusCode.NOT_FOUND
+    assert await run(caches[0].handle) == grpc.StatusCode.OK
+    await client.release(caches[0].handle)
 
 
 async def test_nothing_leaks_under_churn(client: Client) -> None:

@@ -7,8 +7,10 @@ import shutil
 import subprocess
 
 from paceline.bench.drills.drill import Drill, Outcome
+from paceline.bench.drills.load import Text
 from paceline.bench.drills.world import Services, World
 from paceline.client import CapacityError
+from paceline.verifier.kv.layout import BLOCK_TOKENS
 
 _SHM_MIB = 10
 _MOUNT = f'mount -t tmpfs -o size={_SHM_MIB}m tmpfs /dev/shm && exec "$@"'
@@ -42,9 +44,23 @@ async def full_shared_memory(world: World) -> Outcome:
     return outcome
 
 
-async def _crowd(world: World, services: Services) -> Outcome:
+async def outgrown(world: World) -> Outcome:
+    """The same, with texts that all need more memory before they are at their end."""
+    wrapper = _own_mounts()
+    if wrapper is None:
+        return Outcome(skipped="a mount namespace of one's own is not allowed here")
+    length = BLOCK_TOKENS - world.scale.tokens // 2
+    texts = await world.write([(prompt * length)[:length] for prompt in world.prompts])
+    verifier = world.verifier_process("--kv-bytes=1GiB", wrapper=wrapper)
+    async with world.services(verifier=verifier) as services:
+        outcome = await _crowd(world, services, texts)
+        await services.end(outcome)
+    return outcome
+
+
+async def _crowd(world: World, services: Services, texts: list[Text] | None = None) -> Outcome:
     outcome = Outcome()
-    async with services.load() as load:
+    async with services.load(texts=texts) as load:
         await load.more(2 * world.scale.generations)
     load.judge(outcome)
     # Only a load that met the limit shows anything.
@@ -65,4 +81,5 @@ def _own_mounts() -> list[str] | None:
 DRILLS = [
     Drill("verifier out of KV", "a KV budget for three generations at a time", out_of_kv),
     Drill("full shared memory", "/dev/shm has no room left", full_shared_memory),
+    Drill("outgrown shared memory", "/dev/shm has no room for any cache to grow", outgrown),
 ]

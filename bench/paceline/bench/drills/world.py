@@ -40,9 +40,15 @@ class Services:
     registry: drafter_pb2_grpc.DrafterRegistryServiceStub
     world: World
 
-    def load(self, drafter: str | None = None, slots: int | None = None) -> Load:
-        """Generations of the world's texts."""
-        return Load(self.client, self.world.texts, slots or self.world.scale.generations, drafter)
+    def load(
+        self,
+        drafter: str | None = None,
+        slots: int | None = None,
+        texts: list[Text] | None = None,
+    ) -> Load:
+        """Generations of texts, the world's if none are given."""
+        slots = slots or self.world.scale.generations
+        return Load(self.client, texts or self.world.texts, slots, drafter)
 
     async def end(self, outcome: Outcome) -> None:
         """Check, once no load is left, that both services let go of everything and end well."""
@@ -73,6 +79,7 @@ class World:
         work: Scratch folder.
         scale: How large drills are.
         chance: Seeded; decides the random moments.
+        prompts: Long ones, as token ids.
         texts: What generations are to produce: told by a verifier that nothing befell.
     """
 
@@ -82,12 +89,14 @@ class World:
         self.scale = scale
         self.chance = random.Random(1)
         self.texts: list[Text] = []
-        self._prompts = [
-            prompt.tokens[:_PROMPT_TOKENS] for prompt in prompts.load(prompt_folder, target)
-        ]
+        self.prompts = [prompt.tokens for prompt in prompts.load(prompt_folder, target)]
 
     async def prepare(self) -> None:
-        """Have the texts written, without any drafter."""
+        """Have the texts written."""
+        self.texts = await self.write([prompt[:_PROMPT_TOKENS] for prompt in self.prompts])
+
+    async def write(self, prompts: list[list[int]]) -> list[Text]:
+        """Texts that a verifier goes on with, without any drafter."""
         with self.verifier_process() as verifier:
             async with Client(verifier.address) as client:
                 results = await asyncio.gather(
@@ -99,12 +108,12 @@ class World:
                             seed=seed,
                             ignore_eos=True,
                         )
-                        for seed, prompt in enumerate(self._prompts)
+                        for seed, prompt in enumerate(prompts)
                     )
                 )
-        self.texts = [
+        return [
             Text(prompt, seed, result.token_ids)
-            for seed, (prompt, result) in enumerate(zip(self._prompts, results, strict=True))
+            for seed, (prompt, result) in enumerate(zip(prompts, results, strict=True))
         ]
 
     @property

@@ -178,6 +178,16 @@ class CacheStore:
         if cache in self._leaving:
             await asyncio.shield(self._leaving[cache])
 
+    def gives_way(self, cache: Cache) -> bool:
+        """Whether a cache that finds no memory to grow is to go, and leave it to an older one.
+
+        Otherwise caches that all need to grow would wait for one another's memory. The oldest
+        generation is the one that stays, so there is always one that comes to its end.
+        """
+        return any(
+            other.generation < cache.generation and other.sequence.finish is None for other in self
+        )
+
     async def settled(self) -> None:
         """Wait for releases under way."""
         await asyncio.gather(*self._leaving.values())

@@ -14,6 +14,7 @@ from paceline.verifier.cache import Cache
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.job import Emission, Round
 from paceline.verifier.failures import as_service_errors, cache_not_found
+from paceline.verifier.kv.segment import OutOfMemory
 from paceline.verifier.messages import Limits, read_tree, write_result
 from paceline.verifier.store import CacheStore
 
@@ -28,7 +29,8 @@ class VerifyStream:
 
     A round counts as answered once it emitted a token; its whole answer is then kept until the
     next round is answered. A round that was refused or failed before that is not counted: its
-    round_id comes again.
+    round_id comes again. A cache that shared memory has no room for is released, unless it is the
+    oldest: its client makes it anew when there is room.
     """
 
     def __init__(
@@ -147,6 +149,8 @@ class VerifyStream:
         finally:
             round_.stop = True  # if the stream broke; means nothing to a round that is done
         if round_.error is not None:
+            if isinstance(round_.error, OutOfMemory) and self._store.gives_way(self._cache):
+                await self._store.release(self._cache, "gave_way")
             with as_service_errors():
                 raise round_.error
 
