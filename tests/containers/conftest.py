@@ -1,4 +1,4 @@
-"""The CPU deployment in real containers, once for all tests; `make containers` runs them."""
+"""Deployments in real containers, once for all tests; `make containers` runs them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
@@ -29,6 +30,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 class Deployment(DockerCompose):
     """A running compose file, by whichever compose there is, and how to call its services."""
 
+    environment: dict[str, str]
+    """Of compose commands: two deployments may run side by side."""
+
     ports: dict[str, int]
     ca: Path
     token: str
@@ -37,7 +41,12 @@ class Deployment(DockerCompose):
     def compose_command_property(self) -> list[str]:
         command = super().compose_command_property
         done = os.system("docker compose version > /dev/null 2>&1")
-        return command if done == 0 else ["docker-compose", *command[2:]]
+        words = command if done == 0 else ["docker-compose", *command[2:]]
+        return ["env", *(f"{key}={value}" for key, value in self.environment.items()), *words]
+
+    def stop(self, down: bool = True) -> None:
+        # All of it: docker-compose 1.29 takes no services here.
+        self.run(*(("down", "--volumes") if down else ("stop",)))
 
     def run(self, *words: str) -> str:
         """Standard output of a compose command."""
@@ -75,27 +84,52 @@ def wait_until(true: Callable[[], bool], what: str, seconds: float = READY_SECON
 
 @pytest.fixture(scope="session")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """`compose/cpu.yml`, built and serving, as a project of its own on free ports."""
-    ports = {name: free_port() for name in ("VERIFIER", "DRAFTER")}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COMPOSE_PROJECT_NAME", f"paceline-test-{os.getpid()}")
+    """`compose/cpu.yml`, built and serving, and a collector."""
+    with serving("cpu", tmp_path_factory.mktemp("cpu"), "collector") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def far_apart(
+    deployment: Deployment, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Deployment]:
+    """`compose/remote.yml`, of the same images."""
+    with serving("remote", tmp_path_factory.mktemp("remote")) as running:
+        yield running
+
+
+@contextmanager
+def serving(name: str, folder: Path, *others: str) -> Iterator[Deployment]:
+    """A compose file's verifier and drafter, as a project of its own on free ports.
+
+    Args:
+        name: Of the compose file.
+        folder: For the certificate.
+        others: Services to start besides.
+    """
+    services = ["verifier", "drafter", *others]
+    files = [f"{name}.yml", str(Path(__file__).with_name("small.yml"))]
+    running = Deployment(COMPOSE, files, build=True, wait=False, services=services)
+    running.ports = {port: free_port() for port in ("VERIFIER", "DRAFTER", "OTLP")}
+    running.environment = {
+        "COMPOSE_PROJECT_NAME": f"paceline-test-{name}-{os.getpid()}",
         # Where only the older builder is there, compose is not to ask for another.
-        patch.setenv("COMPOSE_DOCKER_CLI_BUILD", "0")
-        for name, port in ports.items():
-            patch.setenv(f"PACELINE_{name}_PORT", str(port))
-        files = ["cpu.yml", str(Path(__file__).with_name("small.yml"))]
-        running = Deployment(COMPOSE, files, build=True, wait=False)
-        running.ports = ports
-        with running:
-            try:
-                running.until("verifier", "healthy")
-                running.until("drafter", "healthy")
-                running.ca = tmp_path_factory.mktemp("secrets") / "tls.crt"
-                running.ca.write_text(secret(running, "tls.crt"))
-                running.token = secret(running, "token").strip()
-                yield running
-            finally:
-                print(running.run("logs", "--no-color", "--tail", "40"))
+        "COMPOSE_DOCKER_CLI_BUILD": "0",
+        **{f"PACELINE_{port}_PORT": str(number) for port, number in running.ports.items()},
+    }
+    if "collector" in others:
+        running.environment["COMPOSE_PROFILES"] = "observability"
+        running.environment["OTEL_EXPORTER_OTLP_ENDPOINT"] = "http://collector:4317"
+    with running:
+        try:
+            running.until("verifier", "healthy")
+            running.until("drafter", "healthy")
+            running.ca = folder / "tls.crt"
+            running.ca.write_text(secret(running, "tls.crt"))
+            running.token = secret(running, "token").strip()
+            yield running
+        finally:
+            print(running.run("logs", "--no-color", "--tail", "40"))
 
 
 def secret(deployment: Deployment, name: str) -> str:

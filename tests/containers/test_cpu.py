@@ -1,16 +1,17 @@
-"""Generating through `compose/cpu.yml`, and what a drafter container can do to it: nothing."""
+"""Generating through compose files, and what a drafter container can do to it: nothing."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
 from paceline.client import Client, PacelineError, TlsOptions
 
-from .conftest import Deployment
+from .conftest import Deployment, wait_until
 
 # It repeats itself, so that ngram finds something to draft.
 PROMPT = "import asyncio\nimport collections\nimport contextlib\n" * 8
@@ -22,6 +23,12 @@ SAMPLED = {"max_new_tokens": 96, "temperature": 0.7, "seed": 3}
 async def client(deployment: Deployment) -> AsyncIterator[Client]:
     async with deployment.client() as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def longspec(deployment: Deployment) -> str:
+    """Name of a drafter that reads KV, loaded while the one of the file runs."""
+    return load_longspec(deployment)
 
 
 @pytest.fixture
@@ -57,10 +64,63 @@ async def test_nobody_gets_in_without_the_token_or_the_certificate(deployment: D
                 await client.generate(PROMPT, max_new_tokens=1, deadline=5)
 
 
-async def test_a_killed_drafter_container_costs_no_token(
-    deployment: Deployment, client: Client, plain: list[int]
+def load_longspec(deployment: Deployment) -> str:
+    """Checked on recorded prompts before it is there for others."""
+    words = ("longspec", "longspec", "/models/longspec", "--option", "target=/models/target")
+    check = ("--check", "/models/prompts/heldout.jsonl", "--json")
+    (info,) = json.loads(deployment.cli("drafters", "load", *words, *check))
+    assert info["check"]["rounds"] > 0
+    return words[0]
+
+
+def traced(deployment: Deployment) -> list[dict[str, Any]]:
+    """Spans that came to the collector."""
+    lines = deployment.run("logs", "--no-color", "collector").splitlines()
+    return [json.loads(line[line.index("{") :]) for line in lines if '"span"' in line]
+
+
+async def test_a_drafter_reads_the_kv_of_the_verifier_and_a_collector_hears_of_it(
+    deployment: Deployment, client: Client, plain: list[int], longspec: str
 ) -> None:
-    generation = client.generate(PROMPT, **WANTED)
+    drafted = await client.generate(PROMPT, drafter=longspec, **WANTED)
+    assert drafted.token_ids == plain
+    assert [*drafted.stats.drafter_versions] == ["longspec@1"]
+    assert not drafted.stats.fallbacks
+
+    words = ("--max-new-tokens", "24", "--drafter", longspec, "--json")
+    deployment.cli("generate", PROMPT, *words)
+
+    def complete() -> bool:
+        """All three processes told of one generation."""
+        spans = traced(deployment)
+        mapped = {s["trace"] for s in spans if s["name"].endswith("KvExchangeService/MapCache")}
+        of_it = [s for s in spans if s["trace"] in mapped]
+        services = {"paceline-client", "paceline-verifier", "paceline-drafter"}
+        return services == {s["service"] for s in of_it} and any(
+            s["name"].startswith("text_completion") for s in of_it
+        )
+
+    wait_until(complete, "a generation was traced through all processes")
+    attached = [s for s in traced(deployment) if s["name"] == "specdec.drafter.attach"]
+    facts = attached[-1]["attributes"]
+    assert (facts["specdec.drafter.name"], facts["specdec.kv.transport"]) == (longspec, "map")
+
+
+def test_a_drafter_follows_kv_over_a_network(far_apart: Deployment) -> None:
+    words = ("--max-new-tokens", "48", "--temperature", "0", "--json", "--drafter")
+    plain, drafted = (
+        json.loads(far_apart.cli("generate", PROMPT, *words, name).splitlines()[-1])
+        for name in ("none", load_longspec(far_apart))
+    )
+    assert drafted["token_ids"] == plain["token_ids"]
+    assert drafted["stats"]["drafted_rounds"]
+    assert not drafted["stats"]["fallbacks"]
+
+
+async def test_a_killed_drafter_container_costs_no_token(
+    deployment: Deployment, client: Client, plain: list[int], longspec: str
+) -> None:
+    generation = client.generate(PROMPT, drafter=longspec, **WANTED)
     chunks = aiter(generation)
     await anext(chunks)
     deployment.run("kill", "drafter")
@@ -75,8 +135,8 @@ async def test_a_killed_drafter_container_costs_no_token(
 
     deployment.run("start", "drafter")
     deployment.until("drafter", "healthy")
-    async with deployment.client() as fresh:
-        drafted = await fresh.generate(PROMPT, **WANTED)
+    async with deployment.client() as fresh:  # what was loaded while it ran is there again
+        drafted = await fresh.generate(PROMPT, drafter=longspec, **WANTED)
     assert drafted.token_ids == plain
     assert drafted.stats.drafted_rounds
 

@@ -6,13 +6,26 @@
 # Debian's packages, and one to build with that holds what the host's pip downloads.
 #
 # What the machine does not offer is no failure: the reason is printed and the command not run.
+# Nothing is waited for without a limit: SECONDS_TO_PREPARE for each step, SECONDS_TO_RUN for the
+# command, after which it has failed.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 work=$(mktemp -d)
 engine=
 
+remove_containers() { # of tests that were ended by force
+    local left
+    left=$(docker ps --all --quiet --filter name=paceline-test-)
+    [ -z "$left" ] || docker rm --force --volumes $left > /dev/null
+}
+
 finish() {
-    [ -z "$engine" ] || { kill "$engine" && wait "$engine"; } 2> /dev/null || true
+    if [ -n "$engine" ]; then
+        remove_containers || true
+        kill "$engine" 2> /dev/null || true
+        for _ in $(seq 60); do kill -0 "$engine" 2> /dev/null || break; sleep 0.5; done
+        kill -KILL "$engine" 2> /dev/null || true
+    fi
     rm -rf --one-file-system "$work"
 }
 trap finish EXIT
@@ -27,7 +40,8 @@ attempt() { # WHAT COMMAND...: run it silently, or skip
     local what=$1
     shift
     echo "containers: $what"
-    "$@" > "$work/log" 2>&1 < /dev/null || skip "could not do this: $what"
+    timeout --kill-after=10 "${SECONDS_TO_PREPARE:-400}" "$@" > "$work/log" 2>&1 < /dev/null \
+        || skip "could not do this: $what"
 }
 
 install_engine() {
@@ -39,7 +53,7 @@ install_engine() {
     dockerd > "$work/dockerd.log" 2>&1 < /dev/null &
     engine=$!
     for _ in $(seq 60); do
-        docker info > /dev/null 2>&1 && return
+        docker info > /dev/null 2>&1 && remove_containers && return
         kill -0 "$engine" 2> /dev/null || break
         sleep 1
     done
@@ -79,7 +93,7 @@ END
         --file "$work/Dockerfile" "$work"
 }
 
-docker info > /dev/null 2>&1 || install_engine
+timeout 20 docker info > /dev/null 2>&1 || install_engine
 compose_command
 docker image prune --force --filter until=24h > /dev/null  # what older builds left
 free=$(df --output=avail --block-size=G "$(docker info --format '{{.DockerRootDir}}')" | tail -1)
@@ -91,4 +105,5 @@ if ! timeout 60 docker pull --quiet python:3.11-slim-bookworm > /dev/null 2>&1; 
     export BUILD_IMAGE
     build_image
 fi
-PACELINE_CONTAINERS=1 "$@"
+echo "containers: $*"
+PACELINE_CONTAINERS=1 timeout --kill-after=30 "${SECONDS_TO_RUN:-1200}" "$@" < /dev/null

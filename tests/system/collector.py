@@ -1,10 +1,13 @@
-"""A collector that keeps the spans it gets over OTLP."""
+"""A collector that keeps the spans it gets over OTLP; as a program, `collector.py HOST:PORT`, it
+prints them, one JSON object a line."""
 
+import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import grpc
@@ -61,12 +64,13 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
 
 @contextmanager
-def collecting() -> Iterator[Collector]:
-    """A collector on a free port of the loopback."""
+def collecting(address: str = "127.0.0.1:0") -> Iterator[Collector]:
+    """A collector, on a free port of the loopback unless told otherwise."""
     collector = Collector()
     server = grpc.server(ThreadPoolExecutor(2))
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
-    collector.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    host = address.rpartition(":")[0]
+    collector.address = f"{host}:{server.add_insecure_port(address)}"
     server.start()
     try:
         yield collector
@@ -97,3 +101,18 @@ def _attributes(pairs: Any) -> dict[str, Any]:
         return getattr(any_value, kind) if kind else None
 
     return {pair.key: value(pair.value) for pair in pairs}
+
+
+def main() -> None:
+    """Print what comes, until killed."""
+    with collecting(sys.argv[1]) as collector:
+        printed = 0
+        while True:
+            for span in collector.spans[printed:]:
+                print(json.dumps(asdict(span)), flush=True)
+                printed += 1
+            time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    main()
