@@ -123,10 +123,12 @@ async def test_who_cannot_grow_leaves_its_memory_to_older_ones(
         """Go on to the end; the status that it came to."""
         stream = client.stub.Verify()
         await stream.write(Round.of(handle, 1, free_run_steps=299))
-        while (answer := await stream.read()) is not grpc.aio.EOF and not answer.last:
-            pass
-        if answer is not grpc.aio.EOF:
+        try:
+            while not (await stream.read()).last:
+                pass
             await stream.done_writing()
+        except grpc.aio.AioRpcError as error:
+            return error.code()
         return await stream.code()
 
     for cache in reversed(caches[1:]):

@@ -34,15 +34,16 @@ def read_prompts(path: Path) -> list[Prompt]:
         OptionsError: The file cannot be read, has no line, or one of another form.
     """
     try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = path.read_text(encoding="utf-8").splitlines()
+        prompts = [_prompt(json.loads(line)) for line in lines]
     except (OSError, ValueError) as error:
-        raise OptionsError(f"cannot read prompts from {path}: {error}") from error
-    found = [line.get("prompt", line.get("text")) for line in lines if isinstance(line, dict)]
-    if not lines or len(found) < len(lines) or not all(map(_is_prompt, found)):
         raise OptionsError(
-            f"{path} must have a JSON object a line, with 'prompt' (text or token ids) or 'text'"
-        )
-    return found
+            f"cannot read prompts from {path}: {error}; expected JSON objects, one a line, with "
+            "'prompt' (text or token ids) or 'text'"
+        ) from error
+    if not prompts:
+        raise OptionsError(f"{path} has no prompts")
+    return prompts
 
 
 def check(
@@ -93,10 +94,13 @@ async def _check(
     )
 
 
-def _is_prompt(value: object) -> bool:
-    if isinstance(value, list):
-        return bool(value) and all(isinstance(token, int) and token >= 0 for token in value)
-    return isinstance(value, str) and value != ""
+def _prompt(line: object) -> Prompt:
+    value = line.get("prompt", line.get("text")) if isinstance(line, dict) else None
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, list) and value and all(isinstance(v, int) and v >= 0 for v in value):
+        return value
+    raise ValueError(f"{str(line)[:80]} holds no prompt")
 
 
 def _failed(drafter: str, why: str) -> CheckFailedError:

@@ -43,19 +43,32 @@ def run(args: argparse.Namespace) -> int:
     output: Path = args.output or Path("bench/results") / f"drills-{described['kind']}.json"
     output.parent.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {"machine": described, "scale": vars(scale), "drills": {}}
+    recorded = _recorded(output, results) if args.drill else {}
+    new: dict[str, Any] = {}
 
     def record(name: str, outcome: Outcome, seconds: float) -> None:
-        results["drills"][name] = {
-            "passed": outcome.passed,
-            **vars(outcome),
-            "seconds": round(seconds, 1),
-        }
+        new[name] = {"passed": outcome.passed, **vars(outcome), "seconds": round(seconds, 1)}
+        merged = {**recorded, **new}
+        results["drills"] = {name: merged[name] for name in DRILLS if name in merged}
         output.write_text(json.dumps(results, indent=1) + "\n")
 
     uvloop.run(run_all(chosen, scale, args.models, record, console.log))
-    _show(results["drills"], console)
+    _show(new, console)
     console.print(f"written to {output}")
-    return 0 if all(o["passed"] or o["skipped"] for o in results["drills"].values()) else 1
+    return 0 if all(o["passed"] or o["skipped"] for o in new.values()) else 1
+
+
+def _recorded(output: Path, like: dict[str, Any]) -> dict[str, Any]:
+    """Drills that a file holds of another run on the same kind of machine, at the same scale."""
+    try:
+        before = json.loads(output.read_text())
+        same = (before["machine"]["kind"], before["scale"]) == (
+            like["machine"]["kind"],
+            like["scale"],
+        )
+        return dict(before["drills"]) if same else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 async def run_all(
