@@ -205,15 +205,16 @@ def _replay(bench: Bench) -> dict[str, Any]:
 
 
 def _heads(bench: Bench) -> dict[str, Any] | None:
-    """Chains of a DSpark drafter and of one trained alike without heads, place by place."""
+    """Chains of a DSpark drafter and of one trained alike without heads, place by place; trees."""
     plain: Path | None = bench.args.dflash
     if bench.dspark is None or plain is None:
         return None
     folders = {"dspark": bench.dspark, "dflash": plain}
+    specs = {n: f"dspark:{f},target={bench.target},widths=1" for n, f in folders.items()}
     found = acceptance.measure(
         bench.target,
         bench.texts(),
-        {n: f"dspark:{f},target={bench.target},widths=1" for n, f in folders.items()},
+        {**specs, "dspark, trees": bench.drafters()["dspark"]},
         dtype=bench.args.dtype,
         tokens=texts.WRITTEN,
         progress=bench.console.log,

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class DrafterServiceStub:
-    """Guesses how texts go on. Nothing it answers can change the output.
+    """Guesses how texts go on. Nothing it answers can change the output, or in mode REJECTION, its distribution as long as
+    it draws as it says (see NodeDistribution).
     """
 
     def __init__(self, channel):
@@ -43,7 +44,8 @@ class DrafterServiceStub:
 
 
 class DrafterServiceServicer:
-    """Guesses how texts go on. Nothing it answers can change the output.
+    """Guesses how texts go on. Nothing it answers can change the output, or in mode REJECTION, its distribution as long as
+    it draws as it says (see NodeDistribution).
     """
 
     def Draft(self, request_iterator, context):
@@ -70,7 +72,8 @@ def add_DrafterServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DrafterService:
-    """Guesses how texts go on. Nothing it answers can change the output.
+    """Guesses how texts go on. Nothing it answers can change the output, or in mode REJECTION, its distribution as long as
+    it draws as it says (see NodeDistribution).
     """
 
     @staticmethod
