@@ -14,7 +14,7 @@ import pytest
 import yaml
 from compose_viz.spec.compose_spec import ComposeSpecification
 
-from paceline.cli import drafter, verifier
+from paceline.cli import drafter, gateway, verifier
 from paceline.telemetry.names import Metric
 
 COMPOSE = Path(__file__).parents[2] / "compose"
@@ -52,7 +52,10 @@ def test_compose_itself_takes_each_deployment(name: str) -> None:
         assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(("service", "module"), [("verifier", verifier), ("drafter", drafter)])
+@pytest.mark.parametrize(
+    ("service", "module"),
+    [("verifier", verifier), ("drafter", drafter), ("gateway", gateway)],
+)
 def test_commands_are_ones_that_the_services_take(service: str, module: Any) -> None:
     command = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", read("services")["services"][service]["command"])
     parser = argparse.ArgumentParser(exit_on_error=False)

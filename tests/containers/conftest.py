@@ -84,8 +84,8 @@ def wait_until(true: Callable[[], bool], what: str, seconds: float = READY_SECON
 
 @pytest.fixture(scope="session")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """`compose/cpu.yml`, built and serving, and a collector."""
-    with serving("cpu", tmp_path_factory.mktemp("cpu"), "collector") as running:
+    """`compose/cpu.yml`, built and serving, with the gateway and a collector."""
+    with serving("cpu", tmp_path_factory.mktemp("cpu"), "gateway", "collector") as running:
         yield running
 
 
@@ -110,7 +110,7 @@ def serving(name: str, folder: Path, *others: str) -> Iterator[Deployment]:
     services = ["verifier", "drafter", *others]
     files = [f"{name}.yml", str(Path(__file__).with_name("small.yml"))]
     running = Deployment(COMPOSE, files, build=True, wait=False, services=services)
-    running.ports = {port: free_port() for port in ("VERIFIER", "DRAFTER", "OTLP")}
+    running.ports = {port: free_port() for port in ("VERIFIER", "DRAFTER", "GATEWAY", "OTLP")}
     running.environment = {
         "COMPOSE_PROJECT_NAME": f"paceline-test-{name}-{os.getpid()}",
         # Where only the older builder is there, compose is not to ask for another.

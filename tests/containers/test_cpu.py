@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import ssl
 import subprocess
+import urllib.error
+import urllib.request
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,7 +15,7 @@ import pytest
 
 from paceline.client import Client, PacelineError, TlsOptions
 
-from .conftest import Deployment, wait_until
+from .conftest import Deployment, secret, wait_until
 
 # It repeats itself, so that ngram finds something to draft.
 PROMPT = "import asyncio\nimport collections\nimport contextlib\n" * 8
@@ -53,6 +57,28 @@ def test_the_command_line_generates_in_a_container(deployment: Deployment) -> No
     words = ("--max-new-tokens", "8", "--json")
     result = json.loads(deployment.cli("generate", PROMPT, *words).splitlines()[-1])
     assert result["usage"]["completion_tokens"] == 8
+
+
+async def test_the_gateway_speaks_https_to_who_has_its_key(
+    deployment: Deployment, client: Client, plain: list[int]
+) -> None:
+    deployment.until("gateway", "healthy")
+    expected = (await client.generate(PROMPT, **WANTED)).text
+    url = f"https://127.0.0.1:{deployment.ports['GATEWAY']}/v1/completions"
+    asked = {"model": "target", "prompt": PROMPT, "max_tokens": 96, "temperature": 0}
+    trusted = ssl.create_default_context(cafile=deployment.ca)
+
+    def post(key: str) -> dict[str, Any]:
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+        request = urllib.request.Request(url, json.dumps(asked).encode(), headers)
+        with urllib.request.urlopen(request, context=trusted, timeout=60) as response:
+            answer: dict[str, Any] = json.load(response)
+        return answer
+
+    answer = await asyncio.to_thread(post, secret(deployment, "api-key").strip())
+    assert answer["choices"][0]["text"] == expected
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        await asyncio.to_thread(post, deployment.token)
 
 
 async def test_nobody_gets_in_without_the_token_or_the_certificate(deployment: Deployment) -> None:
@@ -165,7 +191,7 @@ async def test_a_drafter_is_swapped_while_text_streams(
 def test_final_images_hold_no_build_tools_and_run_as_nobody_special(
     deployment: Deployment,
 ) -> None:
-    for service in ("verifier", "drafter"):
+    for service in ("verifier", "drafter", "gateway"):
         look = "id -u; command -v gcc cc ld pip || echo none; touch /x 2> /dev/null || echo sealed"
         assert deployment.run("exec", "-T", service, "sh", "-c", look).split() == [
             *("10001", "none", "sealed")

@@ -82,7 +82,7 @@ base_image() {
 build_image() {
     docker image inspect "$BUILD_IMAGE" > /dev/null 2>&1 && return
     attempt "download the packages that images install" .venv/bin/python -m pip download \
-        --constraint constraints.txt --dest "$work/wheels" torch hatchling ".[server]"
+        --constraint constraints.txt --dest "$work/wheels" torch hatchling ".[gateway,server]"
     cat > "$work/Dockerfile" << 'END'
 FROM paceline-python
 RUN apt-get update && apt-get install --yes --no-install-recommends python3-pip gcc libc6-dev

@@ -218,6 +218,15 @@ class Tree:
         return {self._spans[span.parent].name for span in spans}
 
 
+# Should it ever not come to its end, it says where it stands.
+TRACE = """
+import faulthandler, sys
+faulthandler.dump_traceback_later(500, exit=True)
+from paceline.cli.main import main
+sys.exit(main(["trace", *sys.argv[1:]]))
+"""
+
+
 def test_paceline_trace_shows_a_generation_of_its_own(
     traced: tuple[Collector, ServiceProcess, ServiceProcess], tmp_path: Path
 ) -> None:
@@ -226,14 +235,14 @@ def test_paceline_trace_shows_a_generation_of_its_own(
     page = tmp_path / "page.html"
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "paceline.cli.main", "trace", PROMPT, "--html", str(page)),
+            *(sys.executable, "-c", TRACE, PROMPT, "--html", str(page)),
             *("--max-new-tokens", "20", "--drafter", "lm"),
             *("--verifier-address", verifier.address, "--drafter-address", drafter.address),
         ],
         env={**os.environ, "COLUMNS": "170"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from paceline.cli import waterfall
-from paceline.cli.connection import add_connection_arguments, tls_of, token_of
+from paceline.cli.connection import (
+    add_connection_arguments,
+    drafter_address,
+    tls_of,
+    token_of,
+    verifier_address,
+)
 from paceline.cli.generate import add_generation_arguments, generation_arguments, run_async
 from paceline.client import Client, Generation, GenerationResult, PacelineError
 from paceline.service.options import OptionsError
@@ -33,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page of it here too")
     add_generation_arguments(parser)
     services = parser.add_argument_group("services")
-    services.add_argument("--verifier-address", default="127.0.0.1:7431", metavar="A")
-    services.add_argument("--drafter-address", default="127.0.0.1:7432", metavar="B")
+    services.add_argument("--verifier-address", default=verifier_address(), metavar="A")
+    services.add_argument("--drafter-address", default=drafter_address(), metavar="B")
     add_connection_arguments(parser)
 
 

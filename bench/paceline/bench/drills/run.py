@@ -43,12 +43,11 @@ def run(args: argparse.Namespace) -> int:
     output: Path = args.output or Path("bench/results") / f"drills-{described['kind']}.json"
     output.parent.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {"machine": described, "scale": vars(scale), "drills": {}}
-    recorded = _recorded(output, results) if args.drill else {}
     new: dict[str, Any] = {}
 
     def record(name: str, outcome: Outcome, seconds: float) -> None:
         new[name] = {"passed": outcome.passed, **vars(outcome), "seconds": round(seconds, 1)}
-        merged = {**recorded, **new}
+        merged = {**(_recorded(output, results) if args.drill else {}), **new}
         results["drills"] = {name: merged[name] for name in DRILLS if name in merged}
         output.write_text(json.dumps(results, indent=1) + "\n")
 

@@ -24,6 +24,8 @@ async def swap(world: World) -> Outcome:
         verifier = services.verifier.pid
         early = (0, 0)
         async with services.load() as load:
+            # Kernels are compiled for the numbers of rows that occur, and stay: no swap's doing.
+            await load.more(4 * world.scale.generations)
             for number in range(swaps):
                 begun = time.monotonic()
                 await _swap(services, world, number)
