@@ -61,10 +61,14 @@ def read_recordings(path: Path) -> list[Recording]:
     for number, line in enumerate(lines, 1):
         try:
             value = json.loads(line)
-            heat, seed = float(value.get("temperature", 0.0)), int(value.get("seed", 0))
-            recording = Recording(tuple(value["prompt"]), tuple(value["tokens"]), heat, seed)
+            recording = Recording(
+                tuple(value["prompt"]),
+                tuple(value["tokens"]),
+                float(value.get("temperature", 0.0)),
+                int(value.get("seed", 0)),
+            )
             ids = recording.prompt + recording.tokens
-            fine = 0 <= heat < math.inf and 0 <= seed < 1 << 64
+            fine = 0 <= recording.temperature < math.inf and 0 <= recording.seed < 1 << 64
             fine &= all(isinstance(token, int) and 0 <= token < 1 << 32 for token in ids)
             if not (fine and recording.prompt and recording.tokens and len(ids) <= _LONGEST_TEXT):
                 raise ValueError("prompt and tokens must be token ids, at least one each")
