@@ -196,3 +196,15 @@ def test_a_drafter_of_varying_luck_is_trusted_by_its_mean() -> None:
             lambda _, luck=luck: luck.choices(range(5), shares)[0], costs, tokens=256, seed=seed
         )[0]
     assert total / 30 <= always_drafting * 1.06
+
+
+def test_where_it_is_not_to_adapt_every_round_drafts() -> None:
+    """But for a short run where no tree came."""
+    pace = Pace(SharedSpeeds(), adaptive=False)
+    for _ in range(300):
+        assert pace.steps() == 0
+        pace.drafted(1, 100.0)
+    pace.missed(0.1)
+    assert pace.steps() == 4
+    pace.free_ran(4, 0.001)
+    assert pace.steps() == 0

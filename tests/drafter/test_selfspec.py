@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from paceline.decoder import Decoder, LocalCache, weights_fingerprint
 from paceline.drafter.kv.shared import streaming_parts
+from paceline.drafter.methods import selfspec
 from paceline.drafter.methods.base import Budget, Generation, LoadError, Resources, Update
 from paceline.drafter.methods.lm_sequence import chain_segments
 from paceline.drafter.methods.selfspec import SelfSpecDrafter
@@ -113,8 +114,29 @@ def test_without_kv_or_far_behind_it_drafts_nothing(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"context": 3}, {"depth": 0}, {"kv": "fast"}, {"kv_policy": "luck"}, {"kv_wire": "x"}],
+    [
+        *({"context": 3}, {"ratio": 1.5}, {"depth": 0}, {"weights": "theirs"}),
+        *({"kv": "fast"}, {"kv_policy": "luck"}, {"kv_wire": "x"}),
+    ],
 )
 def test_wrong_options_are_refused(folder: Path, options: dict[str, Any]) -> None:
     with pytest.raises(LoadError, match=next(iter(options))):
         load(folder, **options)
+
+
+def test_the_budget_may_be_a_share_of_the_text(folder: Path) -> None:
+    needs = load(folder, context=12, ratio=0.25).needs
+    assert [needs.kv_budget_at(length) for length in (1, 48, 49, 400)] == [12, 12, 13, 100]
+    assert load(folder, context=0, ratio=0.25).needs.kv_budget_at(400) == 0, "all"
+    text = text_of(60, 4)
+    for ratio, seen in ((0.25, 15), (0.5, 30)):
+        drafted = start(load(folder, context=8, ratio=ratio), text, 59).draft(Budget(8, 8))
+        fixed = start(load(folder, context=seen), text, 59).draft(Budget(8, 8))
+        assert drafted.tokens == fixed.tokens
+
+
+def test_weights_that_nobody_shares(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selfspec, "_PATIENCE", 0.2)
+    with pytest.raises(LoadError, match="--share-weights"):
+        load(folder, weights="shared")
+    assert load(folder, weights="auto").weight_bytes > 0

@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,14 @@ from paceline.client import Client, DraftOptions
 
 TOKENS = 96
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+SELFSPEC = {
+    "mapped": "kv=map",
+    "chosen": "kv=map,kv_policy=verified",
+    "followed": "kv=follow,kv_policy=chunk_topk",
+    "pages": "kv=follow,kv_policy=quest,kv_wire=int8",
+}
+"""Ways in which the target drafts for itself from its verifier's KV."""
+DRAFTERS = ("lm", *SELFSPEC)
 
 
 def verifier(models: dict[str, Path]) -> ServiceProcess:
@@ -24,18 +32,21 @@ def verifier(models: dict[str, Path]) -> ServiceProcess:
 
 
 def drafting(models: dict[str, Path]) -> ServiceProcess:
-    arguments = ["--load", f"lm=lm:{models['small']}", "--load", "ngram=ngram"]
+    loads = {"lm": f"lm:{models['small']}", "ngram": "ngram"}
+    for name, way in SELFSPEC.items():
+        loads[name] = f"selfspec:{models['llama']},context=24,{way}"
+    arguments = [f"--load={name}={spec}" for name, spec in loads.items()]
     return ServiceProcess("drafter", arguments, environment=ENVIRONMENT)
 
 
 async def outputs(
     client: Client,
     prompts: list[list[int]],
-    drafter: str,
+    drafters: Sequence[str],
     act: Callable[[], None] = lambda: None,
     after: int = 0,
 ) -> tuple[list[list[int]], Counter[str]]:
-    """Sampled outputs of all prompts at once, and what failed on the way.
+    """Sampled outputs of all prompts at once, drafters in turn, and what failed on the way.
 
     `act` (blocking) is called once, when `after` tokens have been produced in all.
     """
@@ -46,7 +57,11 @@ async def outputs(
         nonlocal produced
         tokens: list[int] = []
         generation = client.generate(
-            prompt, max_new_tokens=TOKENS, temperature=1.0, seed=index, drafter=drafter
+            prompt,
+            max_new_tokens=TOKENS,
+            temperature=1.0,
+            seed=index,
+            drafter=drafters[index % len(drafters)],
         )
         async for chunk in generation:
             tokens += chunk.token_ids
@@ -73,37 +88,35 @@ async def test_drafter_killed_and_back(models: dict[str, Path]) -> None:
     async with verifier(models) as served, drafting(models) as drafter:
         options = DraftOptions(first_delay=0.05)
         async with Client(served.address, drafter=drafter.address, drafting=options) as client:
-            expected, _ = await outputs(client, prompts, "none")
+            expected, _ = await outputs(client, prompts, ["none"])
 
             def kill_and_restart() -> None:
                 drafter.kill()
                 drafter.restart_same_address()
 
-            output, failures = await outputs(client, prompts, "lm", kill_and_restart, after=60)
+            output, failures = await outputs(client, prompts, DRAFTERS, kill_and_restart, after=60)
             assert output == expected
             assert failures
-            again, failures = await outputs(client, prompts, "lm")
+            again, failures = await outputs(client, prompts, DRAFTERS)
             assert again == expected
         assert served.terminate() == 0
 
 
-@pytest.mark.parametrize("drafter_name", ["none", "lm"])
-async def test_verifier_killed_and_back(drafter_name: str, models: dict[str, Path]) -> None:
+@pytest.mark.parametrize("drafters", [["none"], DRAFTERS])
+async def test_verifier_killed_and_back(drafters: Sequence[str], models: dict[str, Path]) -> None:
     """SIGKILL and restart of the verifier: prefilled again, same tokens, its segments swept."""
     prompts = make_prompts(6, seed=3)
     before = shared_memory_segments()
     async with verifier(models) as served, drafting(models) as drafter:
         async with Client(served.address, drafter=drafter.address) as client:
-            expected, _ = await outputs(client, prompts, "none")
+            expected, _ = await outputs(client, prompts, ["none"])
 
             def kill_and_restart() -> None:
                 served.kill()
                 assert shared_memory_segments() - before, "it held no segment when it died"
                 served.restart_same_address()
 
-            output, failures = await outputs(
-                client, prompts, drafter_name, kill_and_restart, after=60
-            )
+            output, failures = await outputs(client, prompts, drafters, kill_and_restart, after=60)
             assert output == expected
             assert failures
         assert served.terminate() == 0
@@ -115,23 +128,23 @@ async def test_connections_dropped_and_delayed(models: dict[str, Path]) -> None:
     prompts = make_prompts(6, seed=4)
     async with verifier(models) as served, drafting(models) as drafter:
         async with Client(served.address) as direct:
-            expected, _ = await outputs(direct, prompts, "none")
+            expected, _ = await outputs(direct, prompts, ["none"])
         async with Proxy(served.address) as near, Proxy(drafter.address) as far:
             loop = asyncio.get_running_loop()
             async with Client(near.address, drafter=far.address) as client:
-                for name in ("none", "lm", "ngram"):
+                for names in (["none"], DRAFTERS, ["ngram"]):
                     output, failures = await outputs(
-                        client, prompts, name, lambda: loop.call_soon_threadsafe(near.cut), 60
+                        client, prompts, names, lambda: loop.call_soon_threadsafe(near.cut), 60
                     )
                     assert output == expected
                     assert failures
                 far.delay = 0.15
                 output, _ = await outputs(
-                    client, prompts, "lm", lambda: loop.call_soon_threadsafe(far.cut), 60
+                    client, prompts, DRAFTERS, lambda: loop.call_soon_threadsafe(far.cut), 60
                 )
                 assert output == expected
                 near.delay = far.delay = 0.01
-                output, _ = await outputs(client, prompts, "lm")
+                output, _ = await outputs(client, prompts, DRAFTERS)
                 assert output == expected
         assert served.terminate() == 0
 
@@ -143,7 +156,7 @@ async def test_two_hundred_rough_generations(models: dict[str, Path]) -> None:
     before = shared_memory_segments()
     async with verifier(models) as served, drafting(models) as drafter:
         async with Client(served.address) as direct:
-            expected, _ = await outputs(direct, prompts[:8], "none")
+            expected, _ = await outputs(direct, prompts[:8], ["none"])
         async with Proxy(served.address) as near, Proxy(drafter.address) as far:
             async with Client(near.address, drafter=far.address) as client:
                 done = asyncio.Event()
@@ -162,7 +175,7 @@ async def test_two_hundred_rough_generations(models: dict[str, Path]) -> None:
                             max_new_tokens=TOKENS,
                             temperature=1.0,
                             seed=index,
-                            drafter=("none", "lm", "ngram")[index % 3],
+                            drafter=("none", "ngram", *DRAFTERS)[index % (2 + len(DRAFTERS))],
                         )
                         if index % 4 == 3:
                             async for chunk in generation:

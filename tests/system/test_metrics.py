@@ -63,6 +63,7 @@ async def test_numbers_equal_the_clients(models: dict[str, Path]) -> None:
     target = ["--target", str(models["llama"]), "--dtype", "float32", "--kv-bytes", "64MiB"]
     # The target drafts for itself, so that much is accepted, at every depth.
     load = ["--load", f"lm=lm:{models['llama']}", "--load", "ngram=ngram"]
+    load.append(f"--load=selfspec=selfspec:{models['llama']},kv=follow,context=24")
     async with (
         ServiceProcess("verifier", [*target, *verifier.arguments]) as served,
         ServiceProcess("drafter", [*load, *drafter.arguments]) as drafting,
@@ -80,6 +81,7 @@ async def test_numbers_equal_the_clients(models: dict[str, Path]) -> None:
             await expect_caches(verifier, client)
             await drafter.eventually(lambda: drafter.value("specdec_drafter_streams") == 0)
             expect_drafter(drafter, results)
+            await expect_followed(verifier, drafter, client)
         await expect_unloaded(drafter, drafting.address)
 
 
@@ -109,6 +111,32 @@ def expect_verifier(
     assert abs(value("specdec_verify_seconds_sum") - verify_ms / 1e3) < 1e-3
     assert value("specdec_engine_steps_total") <= value("specdec_engine_batch_tokens_sum")
     assert value("specdec_target_info", model_name="llama", batch_invariant="true") == 1
+
+
+async def expect_followed(verifier: Endpoint, drafter: Endpoint, client: Client) -> None:
+    """While a text is read whose KV a drafter follows, and when it has ended."""
+    prompt = make_prompts(1)[0] * 3
+    # So long that it waits for its reader, who is held up below.
+    generation = client.generate(prompt, max_new_tokens=1500, drafter="selfspec", ignore_eos=True)
+    chunks = aiter(generation)
+    async for chunk in chunks:
+        if chunk.token_ids:
+            break
+    await drafter.eventually(lambda: drafter.value("specdec_drafter_followed_positions") == 24)
+    assert drafter.value("specdec_drafter_followed_streams") == 1
+    await verifier.eventually(lambda: verifier.value("specdec_follow_streams") == 1)
+    async for _ in chunks:
+        pass
+    result = await generation
+    await verifier.eventually(lambda: verifier.value("specdec_follow_streams") == 0)
+    await drafter.eventually(lambda: drafter.value("specdec_drafter_followed_streams") == 0)
+    assert drafter.value("specdec_drafter_followed_positions") == 0
+    updates, received = (
+        drafter.value(f"specdec_drafter_followed_{name}_total") for name in ("updates", "bytes")
+    )
+    assert 0 < updates <= verifier.value("specdec_follow_updates_total")
+    assert sum(r.kv_bytes for r in result.stats.rounds) <= received
+    assert 0 < received <= verifier.value("specdec_follow_bytes_total")
 
 
 async def expect_caches(endpoint: Endpoint, client: Client) -> None:

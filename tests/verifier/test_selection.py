@@ -204,16 +204,16 @@ def test_the_best_are_chosen_and_all_that_is_newer(
 def test_page_bounds_hold() -> None:
     """No key of a page scores higher than the bound, whenever the page was taken in."""
     torch.manual_seed(0)
-    keys, q = torch.randn(2, 100, 8), torch.randn(2, 6, 8)
+    keys, q = torch.randn(3, 2, 100, 8), torch.randn(3, 2, 6, 8)
     bounds = PageBounds(16)
-    assert not len(bounds.scores(q))
+    assert bounds.scores(q).shape == (3, 0)
     for length in (3, 40, 41, 100):
-        bounds.extend(keys, length)
-    one, other = PageBounds(16), bounds.scores(q[:1, :])
-    one.extend(keys, 100)
-    assert one.scores(q[:1]).equal(other)
-    scores = torch.einsum("rhd,hpd->rhp", q, keys.repeat_interleave(3, 0))
-    exact = scores[..., :96].unflatten(2, (6, 16)).amax(-1).sum((0, 1))
+        bounds.extend(list(keys), length)
+    one = PageBounds(16)
+    one.extend([keys[1]], 100)
+    torch.testing.assert_close(one.scores(q[1:2])[0], bounds.scores(q)[1])
+    scores = torch.einsum("lrhd,lhpd->lrhp", q, keys.repeat_interleave(3, 1))
+    exact = scores[..., :96].unflatten(3, (6, 16)).amax(-1).sum((1, 2))
     assert (bounds.scores(q) >= exact - 1e-4).all()
 
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
+from paceline.cli.config import ConfigError, expand
+
 
 @dataclass(frozen=True)
 class Command:
@@ -35,6 +37,7 @@ COMMANDS = (
     Command("demo", "paceline.cli.demo", "start both services and watch them generate", "server"),
     Command("bench", "paceline.cli.bench", "measure speed beside other generators", "server"),
     Command("calibrate", "paceline.cli.calibrate", "make confidences right", "server"),
+    Command("tune", "paceline.cli.tune", "find a drafter's best settings here", "server"),
     Command("drills", "paceline.cli.drills", "break things and check what must hold", "server"),
     Command("train", "paceline.cli.train", "train targets and drafters", "train"),
 )
@@ -51,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     command = _command_of(argv)
     try:
-        args = _parser(command).parse_args(argv)
+        args = _parser(command).parse_args(expand(argv))
         return int(args.run(args))
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
@@ -62,6 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"    pip install 'paceline[{command.extra}]'",
             file=sys.stderr,
         )
+        return 2
+    except ConfigError as error:
+        print(f"paceline: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

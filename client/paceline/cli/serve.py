@@ -91,4 +91,8 @@ def _tell(verifier: ServiceProcess, drafter: ServiceProcess, ready_file: Path | 
 def _flags(args: argparse.Namespace, names: Sequence[str]) -> list[str]:
     """The arguments as the children's command line; secrets are in files or the environment."""
     given = ((name, getattr(args, name)) for name in names)
-    return [f"--{name.replace('_', '-')}={value}" for name, value in given if value is not None]
+    return [
+        f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
+        for name, value in given
+        if value is not None
+    ]

@@ -67,6 +67,11 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
     add_server_arguments(parser)
     group = parser.add_argument_group("process")
     group.add_argument(
+        "--config",
+        metavar="FILE",
+        help="TOML file with more arguments, in the tables [verifier] and [drafter]",
+    )
+    group.add_argument(
         "--threads", type=int, metavar="N", help="compute threads (default: all cores)"
     )
     add_log_arguments(group)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 # Options of the service, and the arguments that `paceline serve` hands down with the target.
 OPTIONS = (
     *("dtype", "kv_bytes", "max_context", "max_sequences", "lease_seconds"),
-    *("node_budget", "step_token_limit", "prefill_token_limit"),
+    *("node_budget", "step_token_limit", "prefill_token_limit", "share_weights"),
 )
 
 
@@ -54,6 +54,12 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="most prompt tokens in one forward pass",
+    )
+    group.add_argument(
+        "--share-weights",
+        action="store_const",
+        const=True,
+        help="keep the weights in /dev/shm, where selfspec drafters map them",
     )
 
 

@@ -263,7 +263,7 @@ class Generation:
         return Rounds(
             self._verifier,
             self._drafter,
-            Pace(shared.speeds(name)),
+            Pace(shared.speeds(name), adaptive=shared.drafting.adaptive),
             output,
             self._outlet,
             options,

@@ -59,12 +59,14 @@ class SharedSpeeds:
 class Pace:
     """Decides round by round for one generation. Knows no clock: its user measures the seconds."""
 
-    def __init__(self, shared: SharedSpeeds) -> None:
+    def __init__(self, shared: SharedSpeeds, *, adaptive: bool = True) -> None:
+        """Know what ``shared`` does. Not adaptive: drafts whenever there is a drafter."""
         self._shared = shared
+        self._adaptive = adaptive
         self._drafted = Speed(shared.drafted)
         self._plain = Speed(shared.plain, newest=0.5)
         self._next_run = _FIRST_RUN
-        self._run = 0 if self._plain.per_second else _FIRST_RUN
+        self._run = 0 if self._plain.per_second or not adaptive else _FIRST_RUN
         self._probing = not self._beats_plain(self._drafted.seconds_per_token)
         self._streak_tokens, self._streak_seconds, self._streak_rounds = 0, 0.0, 0
 
@@ -79,6 +81,8 @@ class Pace:
             self._drafted.restart(tokens, seconds)
         else:
             self._drafted.add(tokens, seconds)
+        if not self._adaptive:
+            return
         self._streak_tokens += tokens
         self._streak_seconds += seconds
         self._streak_rounds += 1
@@ -91,6 +95,9 @@ class Pace:
 
     def missed(self, seconds: float) -> None:
         """Asking for a tree took `seconds` and brought none."""
+        if not self._adaptive:
+            self._free_run(_FIRST_RUN)
+            return
         self._streak_seconds += seconds
         self._stop()
 

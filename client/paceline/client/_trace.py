@@ -57,6 +57,7 @@ class GenerationTrace:
         self._draft: _Open | None = None
         self._verify: _Open | None = None
         self._tree: drafter_pb2.DraftTree | None = None
+        self._drafter: drafter_pb2.DraftAttached | None = None
 
     @classmethod
     def begin(cls, options: GenerationOptions, address: str) -> GenerationTrace | None:
@@ -105,7 +106,7 @@ class GenerationTrace:
     ) -> None:
         """A tree came; None: it is waited for no longer."""
         self._end(Span.DRAFT, self._draft, partial(_draft, tree, drafter))
-        self._tree, self._draft = tree, None
+        self._tree, self._drafter, self._draft = tree, drafter, None
 
     def begin_verify(self) -> str:
         """A tree or a free run goes out; the traceparent for it."""
@@ -124,7 +125,9 @@ class GenerationTrace:
         """
         tree = self._tree if entry.drafted else None
         self._end(Span.VERIFY, self._verify, partial(_verify, entry, response))
-        self._end(Span.ROUND, self._round, partial(_round, index, entry, response, tree))
+        self._end(
+            Span.ROUND, self._round, partial(_round, index, entry, response, tree, self._drafter)
+        )
         self._verify = self._round = None
         self._parent = self.traceparent
 
@@ -242,6 +245,7 @@ def _round(
     entry: RoundStats,
     response: verifier_pb2.VerifyResponse,
     tree: drafter_pb2.DraftTree | None,
+    drafter: drafter_pb2.DraftAttached | None,
 ) -> _Values:
     values: _Values = {
         Attribute.ROUND_INDEX: index,
@@ -253,6 +257,9 @@ def _round(
     if tree is not None:
         values[Attribute.TREE_DEPTH] = _depth(tree.tree)
         values[Attribute.DRAFTER_VERSION] = tree.version
+        values[Attribute.KV_BYTES] = tree.kv_bytes
+    if tree is not None and drafter is not None:
+        values[Attribute.KV_TRANSPORT] = drafter.kv_transport or "none"
     return values
 
 

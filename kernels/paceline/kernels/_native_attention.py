@@ -51,6 +51,10 @@ class _Probes(ctypes.Structure):
     _fields_ = [("count", ctypes.c_int64), ("probe", ctypes.c_void_p)]
 
 
+_NO_PROBES = _Probes(count=0, probe=None)
+_NO_PROBES_ADDRESS = ctypes.addressof(_NO_PROBES)
+
+
 class CacheTable:
     """Where the kernels find the caches of a plan: per sequence address and strides."""
 
@@ -136,6 +140,8 @@ class NativeBackend:
 
 def _probes(plan: TreePlan, probes: Sequence[Probe]) -> int:
     """Address of the probes for the kernels, kept with the plan: a pass asks for the same often."""
+    if not probes:
+        return _NO_PROBES_ADDRESS
     key = ("native probes", *map(id, probes))
     kept = plan.prepared.get(key)
     if kept is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -46,38 +48,51 @@ def best_chunks(scores: Tensor, size: int, count: int) -> Tensor:
 
 
 class PageBounds:
-    """Bounds on the keys of each page of positions (Tang et al., "Quest", section 3.2)."""
+    """Bounds on the keys of each page of positions (Tang et al., "Quest", section 3.2).
+
+    Of several layers at once: work on each alone would mostly be calls.
+    """
 
     def __init__(self, size: int) -> None:
         """Know no page yet; ``size`` positions make one."""
         self._size = size
-        self._low: Tensor | None = None
-        self._high: Tensor | None = None
+        self._known = 0
+        self._bounds = torch.empty(0)  # [layers, Hkv, room, 2 D], least keys beside largest ones
 
-    def extend(self, keys: Tensor, length: int) -> None:
+    def extend(self, keys: Sequence[Tensor], length: int) -> None:
         """Take in the whole pages among the first positions that are not known yet.
 
         Args:
-            keys: ``[Hkv, capacity, D]``; positions taken in before have not changed.
+            keys: Of each layer, ``[Hkv, capacity, D]``; positions taken in before have not changed.
             length: Positions that may be read.
         """
-        known = 0 if self._low is None else self._low.shape[1]
-        new = keys[:, known * self._size : length // self._size * self._size].float()
-        if new.shape[1]:
-            low, high = new.unflatten(1, (-1, self._size)).aminmax(dim=2)
-            self._low = low if self._low is None else torch.cat([self._low, low], 1)
-            self._high = high if self._high is None else torch.cat([self._high, high], 1)
+        first, stop = self._known, length // self._size
+        if first == stop:
+            return
+        heads, _, dim = keys[0].shape
+        if not first or stop > self._bounds.shape[2]:
+            grown = torch.zeros(len(keys), heads, 2 * stop, 2 * dim)
+            if first:
+                grown[:, :, :first] = self._bounds[:, :, :first]
+            self._bounds = grown
+        for bounds, layer in zip(self._bounds, keys, strict=True):
+            pages = layer[:, first * self._size : stop * self._size].unflatten(1, (-1, self._size))
+            bounds[:, first:stop, :dim], bounds[:, first:stop, dim:] = pages.aminmax(dim=2)
+        self._known = stop
 
     def scores(self, q: Tensor) -> Tensor:
-        """Upper bounds on a page's scores, summed over queries: float32 ``[pages]``.
+        """Upper bounds on a page's scores, summed over queries: float32 ``[layers, pages]``.
 
         Args:
-            q: Queries ``[rows, Hq, D]``.
+            q: Queries ``[layers, rows, Hq, D]``.
         """
-        if self._low is None or self._high is None:
-            return torch.empty(0)
-        rows, _, dim = q.shape
-        kv_heads = self._low.shape[0]
-        heads = q.float().view(rows, kv_heads, -1, dim).transpose(0, 1).reshape(kv_heads, -1, dim)
-        high = heads.clamp(min=0) @ self._high.mT
-        return (high + heads.clamp(max=0) @ self._low.mT).sum((0, 1))
+        layers, rows, _, dim = q.shape
+        if not self._known:
+            return torch.empty(layers, 0)
+        heads = self._bounds.shape[1]
+        q = q.float().view(layers, rows, heads, -1, dim)
+        # Products with the same bounds: queries can be added up before.
+        sides = torch.cat([q.clamp(max=0).sum((1, 3)), q.clamp(min=0).sum((1, 3))], dim=2)
+        bounds = self._bounds[:, :, : self._known].flatten(0, 1)
+        found = torch.bmm(bounds, sides.view(layers * heads, -1, 1))
+        return found.view(layers, heads, -1).sum(1)

@@ -5,6 +5,7 @@ from paceline.decoder.config import DecoderConfig, load_config
 from paceline.decoder.errors import UnsupportedModelError
 from paceline.decoder.invariance import is_batch_invariant
 from paceline.decoder.model import AttentionObserver, Decoder, ForwardResult
+from paceline.decoder.packed import PackedWeights, Publication, packed_path, publish
 from paceline.decoder.weights import weights_fingerprint
 
 __all__ = [
@@ -14,8 +15,12 @@ __all__ = [
     "ForwardResult",
     "KVCacheView",
     "LocalCache",
+    "PackedWeights",
+    "Publication",
     "UnsupportedModelError",
     "is_batch_invariant",
     "load_config",
+    "packed_path",
+    "publish",
     "weights_fingerprint",
 ]

@@ -51,16 +51,17 @@ class Linear:
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Take over a weight ``[out, in]`` and a bias ``[out]`` of the same type."""
+        """Take over a weight ``[out, in]``, packed or not, and a bias ``[out]`` of its type."""
         self.out_features, self.in_features = weight.shape
         self.bias = bias
         self.packed = can_pack(weight)
-        if self.packed:
+        if self.packed and not weight.is_mkldnn:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS)
-        self._weight = weight
+        self.weight = weight
+        """Packed, if it is."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[rows, in]`` to ``[rows, out]``."""
         if self.packed and _linear is not None:
-            return _linear(pad_rows(x), self._weight, self.bias, "none", [], "")[: x.shape[0]]
-        return torch.nn.functional.linear(x, self._weight, self.bias)
+            return _linear(pad_rows(x), self.weight, self.bias, "none", [], "")[: x.shape[0]]
+        return torch.nn.functional.linear(x, self.weight, self.bias)

@@ -14,6 +14,7 @@ from torch import Tensor
 from paceline.decoder.cache import KVCacheView
 from paceline.decoder.config import DecoderConfig, load_config
 from paceline.decoder.linear import Linear, pad_rows
+from paceline.decoder.packed import PackedWeights
 from paceline.decoder.rope import Rope
 from paceline.decoder.weights import Checkpoint, take
 from paceline.kernels import Norm, Probe, TreePlan, row_kernels, tree_attention
@@ -44,6 +45,9 @@ class _Layer:
     window: int | None
 
 
+_MATRICES = ("qkv", "out", "gate_up", "down")
+
+
 class AttentionObserver(Protocol):
     """Looks on while a forward pass attends. Nothing it does changes the pass."""
 
@@ -65,20 +69,31 @@ class Decoder:
     """
 
     def __init__(
-        self, config: DecoderConfig, weights: Mapping[str, Tensor], device: torch.device | str
+        self,
+        config: DecoderConfig,
+        weights: Mapping[str, Tensor],
+        device: torch.device | str,
+        shared: PackedWeights | None = None,
     ) -> None:
         """Build from tensors by their Hugging Face names; see :meth:`load`."""
         self.config = config
         self.device = torch.device(device)
-        self._embedding = take(
-            weights, "model.embed_tokens.weight", (config.vocab_size, config.hidden)
-        )
+        self._shared = shared  # keeps the memory that weights point into
+
+        def head() -> Tensor:
+            if config.tied:
+                return self._embedding
+            return take(weights, "lm_head.weight", (config.vocab_size, config.hidden))
+
         self._norm = _norm(config, weights, "model.norm", config.hidden)
-        head = self._embedding
-        if not config.tied:
-            head = take(weights, "lm_head.weight", (config.vocab_size, config.hidden))
-        self._head = Linear(head)
-        self._layers = [_layer(config, weights, index) for index in range(config.layers)]
+        if shared is None:
+            self._embedding = take(
+                weights, "model.embed_tokens.weight", (config.vocab_size, config.hidden)
+            )
+        else:
+            self._embedding = shared.tensor("embedding")
+        self._head = Linear(head() if shared is None else shared.tensor("head"))
+        self._layers = [_layer(config, weights, index, shared) for index in range(config.layers)]
         self._rope = Rope(config, device)
         self._rows = row_kernels(device)
         self._scale = config.head_dim**-0.5
@@ -88,6 +103,7 @@ class Decoder:
         folder: str | Path,
         dtype: torch.dtype | str = "auto",
         device: torch.device | str = "cpu",
+        shared: PackedWeights | None = None,
     ) -> Decoder:
         """Load a Hugging Face folder with safetensors weights.
 
@@ -96,6 +112,8 @@ class Decoder:
             dtype: float32, bfloat16, or "auto" for what the folder names (bfloat16 for
                 float16).
             device: Where to run.
+            shared: What another decoder of the same folder and type has published of its
+                ``large_tensors``: mapped instead of loaded. None: all is loaded.
 
         Raises:
             UnsupportedModelError: The model needs something the decoder does not do.
@@ -103,7 +121,15 @@ class Decoder:
         """
         config = load_config(folder, dtype)
         with torch.inference_mode():
-            return Decoder(config, Checkpoint(folder, config.dtype, device), device)
+            return Decoder(config, Checkpoint(folder, config.dtype, device), device, shared)
+
+    def large_tensors(self) -> dict[str, Tensor]:
+        """Embedding and matrices by name, as they lie in memory: all but norms and biases."""
+        found = {"embedding": self._embedding.contiguous(), "head": self._head.weight}
+        for index, layer in enumerate(self._layers):
+            for name in _MATRICES:
+                found[f"layers.{index}.{name}"] = getattr(layer, name).weight
+        return found
 
     @property
     def embedding(self) -> Tensor:
@@ -213,21 +239,27 @@ def _norm(config: DecoderConfig, weights: Mapping[str, Tensor], name: str, width
     return Norm(take(weights, f"{name}.weight", (width,)).float(), config.norm_eps)
 
 
-def _layer(config: DecoderConfig, weights: Mapping[str, Tensor], index: int) -> _Layer:
+def _layer(
+    config: DecoderConfig, weights: Mapping[str, Tensor], index: int, shared: PackedWeights | None
+) -> _Layer:
     base = f"model.layers.{index}."
     dim = config.head_dim
     q, kv, wide, hidden = (
         config.q_heads * dim, config.kv_heads * dim, config.intermediate, config.hidden
     )  # fmt: skip
 
-    def fused(names: Sequence[str], outs: Sequence[int], ins: int, bias: bool) -> Linear:
-        weight = torch.cat(
-            [take(weights, f"{base}{n}.weight", (o, ins)) for n, o in zip(names, outs, strict=True)]
-        )
-        if not bias:
-            return Linear(weight)
-        biases = [take(weights, f"{base}{n}.bias", (o,)) for n, o in zip(names, outs, strict=True)]
-        return Linear(weight, torch.cat(biases))
+    def fused(
+        matrix: str, names: Sequence[str], outs: Sequence[int], ins: int, bias: bool
+    ) -> Linear:
+        def parts(kind: str, *tail: int) -> Tensor:
+            each = zip(names, outs, strict=True)
+            return torch.cat([take(weights, f"{base}{n}.{kind}", (o, *tail)) for n, o in each])
+
+        if shared is not None:
+            weight = shared.tensor(f"layers.{index}.{matrix}")
+        else:
+            weight = parts("weight", ins)
+        return Linear(weight, parts("bias") if bias else None)
 
     def norm(name: str, width: int) -> Norm:
         return _norm(config, weights, base + name, width)
@@ -238,11 +270,13 @@ def _layer(config: DecoderConfig, weights: Mapping[str, Tensor], index: int) -> 
     attention = [f"self_attn.{name}_proj" for name in "qkv"]
     return _Layer(
         attention_norm=norm("input_layernorm", hidden),
-        qkv=fused(attention, (q, kv, kv), hidden, config.qkv_bias),
+        qkv=fused("qkv", attention, (q, kv, kv), hidden, config.qkv_bias),
         head_norms=head_norms,
-        out=fused(["self_attn.o_proj"], (hidden,), q, config.o_bias),
+        out=fused("out", ["self_attn.o_proj"], (hidden,), q, config.o_bias),
         mlp_norm=norm("post_attention_layernorm", hidden),
-        gate_up=fused(["mlp.gate_proj", "mlp.up_proj"], (wide, wide), hidden, config.mlp_bias),
-        down=fused(["mlp.down_proj"], (hidden,), wide, config.mlp_bias),
+        gate_up=fused(
+            "gate_up", ["mlp.gate_proj", "mlp.up_proj"], (wide, wide), hidden, config.mlp_bias
+        ),
+        down=fused("down", ["mlp.down_proj"], (hidden,), wide, config.mlp_bias),
         window=config.windows[index],
     )

@@ -101,6 +101,9 @@ class Metric:
     LEASES_LIMIT: Final = "specdec_leases_limit"
     LEASES_EXPIRED: Final = "specdec_leases_expired"
     TARGET: Final = "specdec_target"
+    FOLLOW_STREAMS: Final = "specdec_follow_streams"
+    FOLLOW_UPDATES: Final = "specdec_follow_updates"
+    FOLLOW_BYTES: Final = "specdec_follow_bytes"
 
     DRAFTER_ROUNDS: Final = "specdec_drafter_rounds"
     DRAFTER_DRAFT_TOKENS: Final = "specdec_drafter_draft_tokens"
@@ -111,6 +114,10 @@ class Metric:
     DRAFTER_STATE: Final = "specdec_drafter_state"
     DRAFTER_WEIGHT_BYTES: Final = "specdec_drafter_weight_bytes"
     DRAFTER_MAPPED_KV_BYTES: Final = "specdec_drafter_mapped_kv_bytes"
+    DRAFTER_FOLLOWED_STREAMS: Final = "specdec_drafter_followed_streams"
+    DRAFTER_FOLLOWED_UPDATES: Final = "specdec_drafter_followed_updates"
+    DRAFTER_FOLLOWED_BYTES: Final = "specdec_drafter_followed_bytes"
+    DRAFTER_FOLLOWED_POSITIONS: Final = "specdec_drafter_followed_positions"
     DRAFTER_QUEUE: Final = "specdec_drafter_queue_length"
 
     RPCS: Final = "specdec_rpcs"

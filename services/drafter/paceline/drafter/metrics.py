@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
 from paceline.drafter.registry import Registry, Version
+from paceline.drafter.session import Session
 from paceline.drafter.worker import Drafted, DraftWorker
 from paceline.telemetry.names import Metric
 
@@ -79,6 +80,9 @@ class DrafterMetrics(Collector):
             "KV of verifiers that is mapped, at its largest: their memory, not this process's",
             registry=metrics,
         )
+        self._sessions: set[Session] = set()
+        # Of sessions that have ended:
+        self._updates = self._bytes = 0
         self._bound: dict[Labels, _Bound] = {}
 
     def drafted(self, version: Version, drafted: Drafted) -> None:
@@ -89,9 +93,17 @@ class DrafterMetrics(Collector):
         bound.seconds.observe(drafted.draft_seconds)
         bound.queued.observe(drafted.queue_seconds)
 
-    def mapped(self, byte_size: int) -> None:
-        """KV was mapped, or let go of if `byte_size` is negative."""
-        self._mapped.inc(byte_size)
+    def attached(self, session: Session) -> None:
+        """A generation has what it needs."""
+        self._sessions.add(session)
+        self._mapped.inc(session.kv_bytes)
+
+    def detached(self, session: Session) -> None:
+        """A generation left."""
+        self._sessions.discard(session)
+        self._mapped.dec(session.kv_bytes)
+        self._updates += session.follows.updates
+        self._bytes += session.follows.bytes
 
     def collect(self) -> Iterator[Family]:
         """State of all versions, and of the queue. On the endpoint's thread."""
@@ -121,6 +133,31 @@ class DrafterMetrics(Collector):
         yield states
         yield GaugeMetricFamily(
             Metric.DRAFTER_QUEUE, "Rounds that wait for the drafting thread", self._worker.waiting
+        )
+
+        yield from self._followed()
+
+    def _followed(self) -> Iterator[Family]:
+        """What all generations follow, together."""
+        found = [session.follows for session in tuple(self._sessions)]
+        following = [each for each in found if each.bytes]
+        yield GaugeMetricFamily(
+            Metric.DRAFTER_FOLLOWED_STREAMS, "Generations that follow a cache", len(following)
+        )
+        yield GaugeMetricFamily(
+            Metric.DRAFTER_FOLLOWED_POSITIONS,
+            "Positions of a layer that they hold, or know as chosen",
+            sum(each.positions for each in following),
+        )
+        yield CounterMetricFamily(
+            Metric.DRAFTER_FOLLOWED_UPDATES,
+            "Updates taken in",
+            self._updates + sum(each.updates for each in following),
+        )
+        yield CounterMetricFamily(
+            Metric.DRAFTER_FOLLOWED_BYTES,
+            "Bytes that came from verifiers",
+            self._bytes + sum(each.bytes for each in following),
         )
 
     def _of(self, labels: Labels) -> _Bound:

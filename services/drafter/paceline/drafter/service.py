@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +21,7 @@ from paceline.drafter.spec import DrafterSpec, Roots
 from paceline.drafter.telemetry import Telemetry
 from paceline.drafter.worker import DraftWorker
 from paceline.service import Service
+from paceline.service.memory import trim
 from paceline.telemetry.tracing import tracer
 from paceline.v1 import drafter_pb2_grpc
 
@@ -73,7 +72,7 @@ class DrafterService:
 
     def _dispose(self, drafter: Drafter) -> None:
         self._worker.post(drafter.close)
-        self._worker.post(_trim)
+        self._worker.post(trim)
 
     def _telemetry(self, registry: CollectorRegistry | None) -> Telemetry | None:
         spans = tracer()
@@ -112,16 +111,6 @@ class DrafterService:
         await self._exchange.close()
         await self._registry.close()
         self._worker.stop()
-
-
-def _trim() -> None:
-    """Give freed memory back to the machine.
-
-    glibc keeps what lies between blocks in use: without this a service that loads version after
-    version grows by the weights of several. Other C libraries have no such call.
-    """
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def build_service(

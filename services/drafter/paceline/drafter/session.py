@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from paceline.drafter.methods.base import Budget, Drafter, DraftSequence, Update
@@ -28,6 +28,16 @@ INLINE_SLICE = 32
 
 _STATES_SECONDS = 0.25
 """Longest wait of a round for hidden states on their way, if its deadline allows it."""
+
+
+@dataclass(frozen=True)
+class Follows:
+    """What a generation got of the target's KV, or of the verifier's choice of it, over a wire."""
+
+    updates: int = 0
+    bytes: int = 0
+    positions: int = 0
+    """Of each layer, held now."""
 
 
 class Session:
@@ -78,6 +88,12 @@ class Session:
         received = sum(source.received for source in sources if source is not None)
         before, self._received = self._received, received
         return received - before
+
+    @property
+    def follows(self) -> Follows:
+        """What came of the target's KV over a wire, and what is held of it."""
+        kv = self._kv
+        return Follows() if kv is None else Follows(kv.updates, kv.received, kv.positions)
 
     async def warm(self) -> None:
         """Begin with the backlog; inline methods also end with it."""

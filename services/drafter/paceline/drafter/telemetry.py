@@ -46,7 +46,7 @@ class Telemetry:
     def attached(self, session: Session) -> None:
         """A generation has what it needs. Inside `attaching`."""
         if self._metrics is not None:
-            self._metrics.mapped(session.kv_bytes)
+            self._metrics.attached(session)
         if self._tracer is not None:
             annotate(
                 {
@@ -58,7 +58,7 @@ class Telemetry:
     def detached(self, session: Session) -> None:
         """A generation left."""
         if self._metrics is not None:
-            self._metrics.mapped(-session.kv_bytes)
+            self._metrics.detached(session)
 
     def drafted(self, version: Version, drafted: Drafted, traceparent: str, arrived: float) -> None:
         """A round was answered that came in at `arrived` (time.monotonic)."""

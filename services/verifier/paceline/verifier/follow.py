@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -27,6 +28,18 @@ UPDATES_AHEAD = 2
 """Updates on their way that the follower has not taken in yet. A slower link skips rounds."""
 
 
+@dataclass(slots=True)
+class FollowCounts:
+    """What all streams of a verifier come to. The event loop counts, any thread may read."""
+
+    streams: int = 0
+    """Open now."""
+    updates: int = 0
+    """Begun to be sent."""
+    bytes: int = 0
+    """Sent, all of the messages."""
+
+
 class FollowStream:
     """Keeps one follower in step with a cache, as fast as the follower takes it in.
 
@@ -44,6 +57,7 @@ class FollowStream:
         wire: kv_pb2.KvDtype | None,
         cache_dtype: kv_pb2.KvDtype,
         states: StateFeed | None = None,
+        counts: FollowCounts | None = None,
     ) -> None:
         """Begin with a follower that holds nothing.
 
@@ -55,6 +69,7 @@ class FollowStream:
             wire: Type of the chunks; None: they carry positions only.
             cache_dtype: Type of the cache.
             states: Sends hidden states along; None: none are sent.
+            counts: Where it is counted; None: nowhere that anybody sees.
         """
         layout = cache.sequence.segment.layout
         self._cache = cache
@@ -76,6 +91,7 @@ class FollowStream:
         if wire is not None:
             row = position_bytes(layout.kv_heads, layout.head_dim, wire)
         self._most = max(1, MESSAGE_BYTES // row)
+        self._counts = FollowCounts() if counts is None else counts
         self._sent = 0
         self._acknowledged = 0
         self._told: tuple[int, int] | None = None
@@ -91,23 +107,29 @@ class FollowStream:
         sequence, collectors = self._cache.sequence, self._selection.collectors
         sequence.listeners.add(self._news.set)
         sequence.collectors += collectors
+        self._counts.streams += 1
         reading = asyncio.create_task(self._read(context))
         try:
-            await context.write(self._message(0, shape=self._shape))
+            await self._send(context, self._message(0, shape=self._shape))
             while not self._left:
                 self._news.clear()
                 self._check()
                 if self._due:
                     for message in self._update():
-                        await context.write(message)
+                        await self._send(context, message)
                 else:
                     await self._news.wait()
             await reading
         finally:
+            self._counts.streams -= 1
             sequence.listeners.discard(self._news.set)
             for collector in collectors:
                 sequence.collectors.remove(collector)
             reading.cancel()
+
+    async def _send(self, context: Any, message: kv_pb2.FollowCacheResponse) -> None:
+        await context.write(message)
+        self._counts.bytes += message.ByteSize()
 
     def _check(self) -> None:
         """Raise unless the cache is still there."""
@@ -146,6 +168,7 @@ class FollowStream:
         committed = self._cache.sequence.committed
         self._told = (committed, self._budget)
         self._sent += 1
+        self._counts.updates += 1
         chosen = self._selection.choose(committed, self._budget)
         message = self._message(committed)
         fresh: list[tuple[int, Tensor]] = []

@@ -14,7 +14,7 @@ from paceline.service.locality import is_local_peer
 from paceline.v1 import kv_pb2, kv_pb2_grpc
 from paceline.verifier.cache import CAPABILITY_BYTES, Cache
 from paceline.verifier.failures import grant_not_found
-from paceline.verifier.follow import FollowStream
+from paceline.verifier.follow import FollowCounts, FollowStream
 from paceline.verifier.follow_states import StateFeed
 from paceline.verifier.kv.segment import Segment
 from paceline.verifier.selection import (
@@ -45,8 +45,9 @@ class KvExchangeServicer(kv_pb2_grpc.KvExchangeServiceServicer):
     follow, from anywhere: whoever shows the grant.
     """
 
-    def __init__(self, store: CacheStore) -> None:
+    def __init__(self, store: CacheStore, counts: FollowCounts | None = None) -> None:
         self._store = store
+        self._counts = counts
 
     async def MapCache(
         self, request: kv_pb2.MapCacheRequest, context: Any
@@ -101,6 +102,7 @@ class KvExchangeServicer(kv_pb2_grpc.KvExchangeServiceServicer):
             None if asked.positions_only else _wire_dtype(asked.wire_dtype) or own,
             own,
             _state_feed(cache, asked),
+            self._counts,
         )
         await stream.serve(context)
 

@@ -15,6 +15,7 @@ from paceline.v1 import verifier_pb2
 from paceline.verifier.cache import Cache
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.job import Prefill, Round
+from paceline.verifier.follow import FollowCounts
 from paceline.verifier.store import CacheStore
 
 _STEP_SECONDS = (
@@ -65,6 +66,7 @@ class VerifierMetrics:
         model: verifier_pb2.GetModelResponse,
         store: CacheStore,
         engine: Engine,
+        follows: FollowCounts,
     ) -> None:
         """Add the metrics of a verifier to a registry.
 
@@ -73,6 +75,7 @@ class VerifierMetrics:
             model: What is served.
             store: Its caches.
             engine: The thread that serves them.
+            follows: What goes to followers.
         """
 
         def counter(name: str, what: str) -> Counter:
@@ -131,7 +134,7 @@ class VerifierMetrics:
         target.labels(
             model.name, model.architecture, model.dtype, model.target_fingerprint, invariant
         ).set(1)
-        registry.register(_State(store, engine, model.name))
+        registry.register(_State(store, engine, follows, model.name))
 
     def admitted(self, cache: Cache) -> None:
         """A cache was admitted; its generation begins."""
@@ -240,9 +243,12 @@ class _Conventional:
 class _State(Collector):
     """Caches and queues as they are at the moment of a scrape."""
 
-    def __init__(self, store: CacheStore, engine: Engine, model: str) -> None:
+    def __init__(
+        self, store: CacheStore, engine: Engine, follows: FollowCounts, model: str
+    ) -> None:
         self._store = store
         self._engine = engine
+        self._follows = follows
         self._model = model
 
     def collect(self) -> Iterator[Family]:
@@ -260,6 +266,7 @@ class _State(Collector):
             (Metric.REQUESTS_WAITING, "Generations waiting for the engine", len(waiting)),
             (Metric.LEASES, "Caches whose lease runs", len(caches)),
             (Metric.LEASES_LIMIT, "Most caches at once", store.max_sequences),
+            (Metric.FOLLOW_STREAMS, "Streams that follow a cache", self._follows.streams),
         ):
             yield self._gauge(name, what, value)
         for name, what, value in (
@@ -278,11 +285,14 @@ class _State(Collector):
         )
         queue.add_metric([self._model, "prefill"], prefills)
         yield queue
-        expired = CounterMetricFamily(
-            Metric.LEASES_EXPIRED, "Caches freed because nobody used them", labels=["model_name"]
-        )
-        expired.add_metric([self._model], store.expired)
-        yield expired
+        for name, what, value in (
+            (Metric.LEASES_EXPIRED, "Caches freed because nobody used them", store.expired),
+            (Metric.FOLLOW_UPDATES, "Updates sent to followers", self._follows.updates),
+            (Metric.FOLLOW_BYTES, "Bytes sent to followers", self._follows.bytes),
+        ):
+            counter = CounterMetricFamily(name, what, labels=["model_name"])
+            counter.add_metric([self._model], value)
+            yield counter
 
     def _gauge(self, name: str, what: str, value: float, **labels: str) -> GaugeMetricFamily:
         family = GaugeMetricFamily(name, what, labels=["model_name", *labels])

@@ -35,6 +35,8 @@ class VerifierOptions:
     """Threads of one operation; None: torch's choice."""
     device: str = "cpu"
     """Where the model runs. Only cpu so far: KV caches live in shared memory."""
+    share_weights: bool = False
+    """Keep the packed weights in /dev/shm, where drafters of the same model map them."""
 
     def __post_init__(self) -> None:
         positive = ("lease_seconds", "max_sequences", "step_token_limit", "prefill_token_limit")

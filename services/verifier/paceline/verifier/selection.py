@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.kernels import PageBounds, Probe, best_chunks, streaming
+from paceline.kernels import PageBounds, Probe, TreeSegment, best_chunks, streaming
 from paceline.verifier.kv.segment import Segment
 
 CHUNK, PAGE = 8, 16
@@ -34,13 +34,18 @@ class Collector(ABC):
         self.layers = {layer: index for index, layer in enumerate(layers)}
         self.published: Tensor | None = None
 
+    def nodes(self, block: TreeSegment) -> tuple[int, ...]:
+        """Rows of a sequence's block to look at: the first, and the deepest if that is another."""
+        deepest = block.depths.index(max(block.depths))
+        return (0, deepest) if deepest else (0,)
+
     @abstractmethod
     def probes(self, segment: int, nodes: Sequence[int], prefix: int) -> list[Probe]:
         """What is to be noted of the sequence's block in each of ``layers``.
 
         Args:
             segment: The block's index in the plan.
-            nodes: Rows of it to look at, one or two.
+            nodes: Rows of it to look at, as :meth:`nodes` named them.
             prefix: Committed positions. Unit: tokens.
         """
 
@@ -84,6 +89,8 @@ class ScoreCollector(Collector):
 
     def probes(self, segment: int, nodes: Sequence[int], prefix: int) -> list[Probe]:
         if self._probes is None:
+            if len(nodes) > len(self._notes):
+                self._notes = torch.empty(len(nodes), *self._notes.shape[1:])
             self._probes = [
                 Probe(segment, node, room, weights=self._cumulative)
                 for node, room in zip(nodes, self._notes, strict=False)
@@ -101,11 +108,13 @@ class ScoreCollector(Collector):
         chunks = prefix // self.size
         buffer = self._buffers.pop(0)
         self._buffers.append(buffer)
-        scores = self._step[:, :prefix].mul_(self._share)
+        step = self._step[:, :prefix]
         if self._cumulative:
-            scores = self._total[:, :prefix].add_(scores)
-        whole = scores[:, : chunks * self.size].unflatten(1, (chunks, self.size))
-        self.published = torch.sum(whole, -1, out=buffer[:, :chunks])
+            total = self._total[:, :prefix].add_(step, alpha=self._share)
+            whole = total[:, : chunks * self.size].unflatten(1, (chunks, self.size))
+            self.published = torch.sum(whole, -1, out=buffer[:, :chunks])
+        else:
+            self.published = torch.mul(step, self._share, out=buffer[:, :prefix])
 
 
 class PageCollector(Collector):
@@ -116,19 +125,18 @@ class PageCollector(Collector):
     def __init__(self, layers: Sequence[int], segment: Segment) -> None:
         super().__init__(layers)
         self._segment = segment
-        self._bounds = [PageBounds(PAGE) for _ in layers]
-        self._scores: list[Tensor] = [torch.empty(0) for _ in layers]
+        self._bounds = PageBounds(PAGE)
+        self._queries: list[Tensor] = [torch.empty(0) for _ in layers]
 
     def probes(self, segment: int, nodes: Sequence[int], prefix: int) -> list[Probe]:
         return []
 
     def attended(self, layer: int, q: Tensor, rows: Sequence[int], prefix: int) -> None:
-        index = self.layers[layer]
-        self._bounds[index].extend(self._segment.layer(layer)[0], prefix)
-        self._scores[index] = self._bounds[index].scores(q[list(rows)])
+        self._queries[self.layers[layer]] = q.index_select(0, torch.tensor(rows))
 
     def publish(self, prefix: int) -> None:
-        self.published = torch.stack(self._scores)
+        self._bounds.extend([self._segment.layer(layer)[0] for layer in self.layers], prefix)
+        self.published = self._bounds.scores(torch.stack(self._queries))
 
 
 class Selection(ABC):

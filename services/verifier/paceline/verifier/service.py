@@ -6,17 +6,20 @@ import asyncio
 import gc
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import torch
 
-from paceline.decoder import Decoder
+from paceline.decoder import Decoder, PackedWeights, Publication, packed_path, publish
 from paceline.service import Gate
+from paceline.service.memory import trim
 from paceline.telemetry.tracing import tracer
 from paceline.v1 import kv_pb2_grpc, verifier_pb2_grpc
 from paceline.verifier.engine.engine import Engine
+from paceline.verifier.follow import FollowCounts
 from paceline.verifier.kv.layout import KvLayout
 from paceline.verifier.kv.segment import sweep_orphans
 from paceline.verifier.kv_exchange import KvExchangeServicer
@@ -60,6 +63,15 @@ class VerifierService:
                 max_context=options.max_context,
                 lease_seconds=options.lease_seconds,
             ).result()
+            self._published: Publication | None = None
+            if options.share_weights:
+                sweep_orphans()  # those of a verifier that died are in the way
+                path = packed_path(facts.message.target_fingerprint, decoder.config.dtype)
+                self._published = publish(path, decoder.large_tensors(), decoder.config.dtype)
+            if self._published is not None:  # from now on it has them there too
+                load = partial(Decoder.load, shared=PackedWeights.open(path))
+                decoder = pool.submit(load, target, options.dtype, options.device).result()
+                trim()
         config = decoder.config
         self.engine = Engine(
             decoder,
@@ -75,6 +87,7 @@ class VerifierService:
             lease_seconds=options.lease_seconds,
         )
         self._gate = Gate()
+        self._follow_counts = FollowCounts()
         self._servicer = VerifierServicer(
             facts,
             self.store,
@@ -92,7 +105,9 @@ class VerifierService:
             # Here, because only a verifier that keeps metrics needs it.
             from paceline.verifier.metrics import VerifierMetrics
 
-            metrics = VerifierMetrics(registry, facts.message, self.store, self.engine)
+            metrics = VerifierMetrics(
+                registry, facts.message, self.store, self.engine, self._follow_counts
+            )
             self.engine.on_step = metrics.step
             self.store.on_release = metrics.released
         return Telemetry(metrics, spans) if metrics is not None or spans is not None else None
@@ -103,7 +118,7 @@ class VerifierService:
         add_verifier: Any = verifier_pb2_grpc.add_VerifierServiceServicer_to_server
         add_kv_exchange: Any = kv_pb2_grpc.add_KvExchangeServiceServicer_to_server
         add_verifier(self._servicer, server)
-        add_kv_exchange(KvExchangeServicer(self.store), server)
+        add_kv_exchange(KvExchangeServicer(self.store, self._follow_counts), server)
 
     async def start(self) -> None:
         """Remove what dead verifiers left in /dev/shm, then start the engine and the sweep."""
@@ -134,6 +149,8 @@ class VerifierService:
             with suppress(asyncio.CancelledError):
                 await self._sweeper
         await self.engine.stop()
+        if self._published is not None:
+            self._published.close()
         gc.unfreeze()
         await self.store.settled()
         try:

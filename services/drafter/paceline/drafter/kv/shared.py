@@ -41,10 +41,12 @@ class SharedKv:
         head_dim: Elements a head.
         dtype: Of the tensors: float32, float16 or bfloat16.
         received: Bytes that came over a wire: none.
+        updates: Selections that came over a wire: none.
+        positions: Positions that are held here: none.
     """
 
     transport: ClassVar[str] = "map"
-    received = 0
+    received = updates = positions = 0
 
     def __init__(
         self,

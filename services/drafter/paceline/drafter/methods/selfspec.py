@@ -8,16 +8,25 @@ computed here.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import ClassVar, cast
 
 import torch
 
-from paceline.decoder import Decoder, weights_fingerprint
+from paceline.decoder import (
+    Decoder,
+    DecoderConfig,
+    PackedWeights,
+    load_config,
+    packed_path,
+    weights_fingerprint,
+)
 from paceline.drafter.checkpoint import read_fit
 from paceline.drafter.methods.base import (
     Budget,
@@ -35,6 +44,9 @@ from paceline.drafter.methods.selfspec_options import SelfSpecOptions
 from paceline.drafter.methods.selfspec_sequence import SelfSpecSequence
 from paceline.drafter.tree import Tree
 from paceline.kernels import TreePlan, TreeSegment
+
+_PATIENCE = 60.0
+"""How long the verifier's weights are waited for. Unit: seconds."""
 
 
 class SelfSpecDrafter(Drafter):
@@ -65,13 +77,17 @@ class SelfSpecDrafter(Drafter):
         threads = resources.threads or torch.get_num_threads()
         dtype = parsed.dtype if parsed.dtype == "auto" else getattr(torch, parsed.dtype)
         try:
+            shared = _shared_weights(fit.target_fingerprint, load_config(folder, dtype), parsed)
+            load = partial(Decoder.load, shared=shared)
             # On a thread that ends and takes its team of OpenMP workers along, see `lm`.
             with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,)) as p:
-                decoder = p.submit(Decoder.load, folder, dtype, resources.device).result()
+                decoder = p.submit(load, folder, dtype, resources.device).result()
+        except LoadError:
+            raise
         except Exception as error:  # damaged files make the libraries raise anything
             raise LoadError("UNSUPPORTED_MODEL", f"cannot load {folder}: {error}") from error
         weight_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        return cls(decoder, parsed, fit, weight_bytes)
+        return cls(decoder, parsed, fit, 0 if shared is not None else weight_bytes)
 
     def start(self, generation: Generation) -> SelfSpecSequence:
         """See :meth:`Drafter.start`.
@@ -119,3 +135,26 @@ class SelfSpecDrafter(Drafter):
         ).logits
         for sequence, part in zip(growing, logits.split(counts), strict=True):
             sequence.add_level(part)
+
+
+def _shared_weights(
+    fingerprint: str, config: DecoderConfig, options: SelfSpecOptions
+) -> PackedWeights | None:
+    """The verifier's own, if they are wanted and there.
+
+    Raises:
+        LoadError: They are wanted and do not come.
+    """
+    if options.weights == "own":
+        return None
+    path = packed_path(fingerprint, config.dtype)
+    deadline = time.monotonic() + (_PATIENCE if options.weights == "shared" else 0.0)
+    while (found := PackedWeights.open(path)) is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if found is None and options.weights == "shared":
+        raise LoadError(
+            "WEIGHTS_NOT_SHARED",
+            f"no verifier on this machine shares weights of this model as {config.dtype}; start it "
+            "with --share-weights, or say weights=own",
+        )
+    return found

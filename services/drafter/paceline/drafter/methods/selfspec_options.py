@@ -34,6 +34,10 @@ class SelfSpecOptions(KvOptions):
     dtype: str = "auto"
     """Type of the weights: auto (as the folder says), float32 or bfloat16."""
 
+    weights: str = "auto"
+    """Whose: shared (those that a verifier on this machine keeps with --share-weights, which is
+    waited for), own, or auto: shared if they are there at once, else own."""
+
     @property
     def drafted(self) -> int:
         """Nodes drafted in a round."""
@@ -60,3 +64,5 @@ class SelfSpecOptions(KvOptions):
             )
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise ValueError(f"option dtype={self.dtype!r}: expected auto, float32 or bfloat16")
+        if self.weights not in ("auto", "shared", "own"):
+            raise ValueError(f"option weights={self.weights!r}: expected auto, shared or own")

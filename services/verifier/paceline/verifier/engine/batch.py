@@ -117,11 +117,10 @@ class Batch:
         return len(self._caches) - 1
 
     def _watch(self, sequence: Sequence) -> None:
-        """Let the sequence's collectors look at the first and the deepest row of the last block."""
+        """Let the sequence's collectors look at the last block."""
         for collector in tuple(sequence.collectors):
             index, block = len(self._blocks) - 1, self._blocks[-1]
-            deepest = block.depths.index(max(block.depths))
-            nodes = (0, deepest) if deepest else (0,)
+            nodes = collector.nodes(block)
             rows = tuple(len(self.tokens) - block.length + node for node in nodes)
             self._watches.add(Watch(collector, index, nodes, rows, block.start))
 

@@ -18,7 +18,7 @@ class Watch:
     Attributes:
         collector: Whoever looks.
         block: Index of the sequence's block in the plan.
-        nodes: Rows of the block, counted inside it: the first, and the deepest if that is another.
+        nodes: Rows of the block, counted inside it, that the collector wants to look at.
         rows: Packed rows of the nodes.
         prefix: Committed positions. Unit: tokens.
     """

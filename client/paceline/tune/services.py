@@ -1,0 +1,162 @@
+"""Trials through a verifier and a drafter process of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+
+from paceline.cli.processes import ServiceProcess
+from paceline.client import Client, DraftOptions, Generation, GenerationResult
+from paceline.tune.steps import Trial, TuneError
+from paceline.v1 import drafter_pb2, drafter_pb2_grpc
+
+_WARM_UP = 16  # tokens
+_LEASE_SECONDS = 7200
+_LOAD_SECONDS = 600.0
+_PLAIN = "none"
+
+
+class Trials:
+    """Services for the length of an async with-block, and settings tried on them one by one.
+
+    Prompts are prefilled once: each trial's cache begins as a copy of that of a plain run. Every
+    round drafts, whether it pays or not.
+
+    Attributes:
+        plain: Tokens a second without a drafter.
+    """
+
+    def __init__(
+        self,
+        verifier: Sequence[str],
+        method: str,
+        folder: Path,
+        options: Mapping[str, str],
+        prompts: Sequence[str | list[int]],
+        *,
+        tokens: int,
+        temperature: float,
+        roots: Sequence[Path] = (),
+        tried: Callable[[Trial], None] = lambda _: None,
+    ) -> None:
+        """Nothing is started yet.
+
+        Args:
+            verifier: Arguments of ``paceline verifier``.
+            method: Of the drafter.
+            folder: Of the drafter.
+            options: What is the same in all trials.
+            prompts: The user's own, as text or token ids.
+            tokens: New tokens of each.
+            temperature: Of sampling.
+            roots: Folders that the drafter reads besides its own.
+            tried: Told of each trial.
+        """
+        self.plain = 0.0
+        self._method, self._folder, self._options = method, folder, dict(options)
+        self._prompts, self._tokens, self._temperature = prompts, tokens, temperature
+        self._tried = tried
+        self._count = 0
+        lease = f"--lease-seconds={_LEASE_SECONDS}"
+        self._verifier = ServiceProcess("verifier", [*verifier, lease])
+        self._drafter = ServiceProcess("drafter", [f"--root={root}" for root in (folder, *roots)])
+        self._running = AsyncExitStack()
+        self._parents: list[Generation] = []
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as starting:
+            await starting.enter_async_context(self._verifier)
+            await starting.enter_async_context(self._drafter)
+            channel = grpc.aio.insecure_channel(self._drafter.address)
+            await starting.enter_async_context(channel)
+            stub: Any = drafter_pb2_grpc.DrafterRegistryServiceStub
+            self._registry = stub(channel)
+            self._client = await starting.enter_async_context(
+                Client(
+                    self._verifier.address,
+                    drafter=self._drafter.address,
+                    drafting=DraftOptions(timeout=10.0, adaptive=False),
+                )
+            )
+            self.plain = _speed([await self._prefill(prompt) for prompt in self._prompts])
+            self._running = starting.pop_all()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for parent in self._parents:
+            await parent.aclose()
+        await self._running.aclose()
+
+    async def measure(self, options: Mapping[str, str]) -> Trial:
+        """Try the drafter with more options.
+
+        Raises:
+            TuneError: It cannot be loaded so, or was of no use.
+        """
+        self._count += 1
+        name = f"trial-{self._count}"
+        request = drafter_pb2.LoadDrafterRequest(
+            name=name,
+            method=self._method,
+            folder=str(self._folder),
+            options={**self._options, **options},
+            activate=True,
+        )
+        try:
+            await self._registry.LoadDrafter(request, timeout=_LOAD_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            raise TuneError(f"the drafter cannot be loaded: {error.details()}") from error
+        await self._generate(0, name, min(_WARM_UP, self._tokens))
+        results = [
+            await self._generate(index, name, self._tokens) for index in range(len(self._prompts))
+        ]
+        unload = drafter_pb2.UnloadDrafterRequest(name=name, force=True)
+        await self._registry.UnloadDrafter(unload, timeout=_LOAD_SECONDS)
+        rounds = [entry for result in results for entry in result.stats.rounds if entry.drafted]
+        if not rounds:
+            reasons = {reason for result in results for reason in result.stats.fallbacks}
+            raise TuneError(
+                f"the drafter drafted nothing with {dict(options)} "
+                f"({', '.join(sorted(reasons)) or 'empty trees'}); try it with paceline generate"
+            )
+        length = sum(entry.emitted for entry in rounds) / len(rounds)
+        trial = Trial(dict(options), length, _speed(results))
+        self._tried(trial)
+        return trial
+
+    async def _prefill(self, prompt: str | list[int]) -> GenerationResult:
+        """Plainly, twice: the second time from the first one's cache, as every trial."""
+        parent = self._client.generate(
+            prompt, max_new_tokens=1, drafter=_PLAIN, seed=0, ignore_eos=True, keep_cache=True
+        )
+        self._parents.append(parent)
+        await parent
+        return await self._generate(len(self._parents) - 1, _PLAIN, self._tokens)
+
+    async def _generate(self, index: int, drafter: str, tokens: int) -> GenerationResult:
+        return await self._client.generate(
+            self._prompts[index],
+            max_new_tokens=tokens,
+            temperature=self._temperature,
+            seed=index,
+            drafter=drafter,
+            ignore_eos=True,
+            parent=self._parents[index],
+        )
+
+
+def _speed(results: Sequence[GenerationResult]) -> float:
+    """Tokens a second after each text's first."""
+    tokens = sum(len(result.token_ids) - 1 for result in results)
+    seconds = sum(result.stats.total_ms - result.stats.first_token_ms for result in results) / 1e3
+    return tokens / seconds

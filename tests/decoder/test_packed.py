@@ -1,0 +1,52 @@
+"""Published weights: the same bits, found only where they are to be used."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.decoder import Decoder, LocalCache, PackedWeights, packed, packed_path, publish
+from paceline.decoder.blobs import can_map
+from paceline.kernels import TreeSegment, plan_trees
+
+FINGERPRINT = "f" * 64
+
+
+def logits(decoder: Decoder) -> torch.Tensor:
+    cache = LocalCache(decoder.config)
+    cache.reserve(9)
+    tokens = torch.arange(9)
+    plan = plan_trees([TreeSegment(0, 0, None, 9)])
+    return decoder.forward(tokens, plan, [cache], logit_rows=None).logits
+
+
+@pytest.mark.skipif(not can_map(), reason="this torch can map no packed weights")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_a_model_over_published_weights_has_the_same_bits(
+    models: dict[str, Path], name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Decoder.load(models[name], dtype)
+    path = packed_path(FINGERPRINT, dtype)
+    assert PackedWeights.open(path) is None
+    published = publish(path, own.large_tensors(), dtype)
+    assert published is not None
+    try:
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert publish(path, own.large_tensors(), dtype) is None, "there are some already"
+        found = PackedWeights.open(path)
+        assert found is not None
+        assert logits(Decoder.load(models[name], dtype, shared=found)).equal(logits(own))
+        with pytest.raises(KeyError):
+            found.tensor("layers.99.qkv")
+        with monkeypatch.context() as other:
+            other.setattr(packed, "_made_by", lambda: "another torch")
+            assert PackedWeights.open(path) is None
+        shared = Decoder.load(models[name], dtype, shared=found)
+        del found
+        published.close()
+        assert PackedWeights.open(path) is None
+        assert logits(shared).equal(logits(own)), "a mapping outlives the file"
+    finally:
+        published.close()
+    assert not list(path.parent.glob(f"{path.name}*"))

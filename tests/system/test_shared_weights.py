@@ -1,0 +1,92 @@
+"""Verifier and selfspec drafter on one machine keep the target's weights once."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from system_support import VOCABULARY, make_prompts, shared_memory_segments, write_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from paceline.cli.processes import ServiceProcess
+from paceline.client import Client
+
+THREADS = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Large enough to be seen beside a process's other memory: 40 MiB."""
+    folder = tmp_path_factory.mktemp("large")
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=512,
+        intermediate_size=4096,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+def private_bytes(process: ServiceProcess) -> int:
+    """Memory that is this process's alone."""
+    lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
+
+
+def mapped_bytes(process: ServiceProcess, name: str) -> tuple[int, int]:
+    """Resident memory of a mapped file, and how much of it is this process's alone."""
+    resident = private = 0
+    counts = False
+    for line in Path(f"/proc/{process.pid}/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if not first.endswith(":"):
+            counts = name in line
+        elif counts and first == "Rss:":
+            resident += 1024 * int(line.split()[1])
+        elif counts and first.startswith("Private_"):
+            private += 1024 * int(line.split()[1])
+    return resident, private
+
+
+def weights_files() -> set[str]:
+    return {name for name in shared_memory_segments() if "weights" in name}
+
+
+async def test_there_is_one_copy_of_the_weights(target: Path) -> None:
+    weights = (target / "model.safetensors").stat().st_size
+
+    def drafting(whose: str) -> ServiceProcess:
+        load = f"selfspec=selfspec:{target},weights={whose},kv=map,context=64"
+        return ServiceProcess("drafter", [f"--load={load}"], environment=THREADS)
+
+    (prompt,) = make_prompts(1)
+    arguments = ["--target", str(target), "--share-weights"]
+    texts = []
+    with drafting("own") as drafter:
+        with_own_copy = private_bytes(drafter)
+    with (
+        ServiceProcess("verifier", arguments, environment=THREADS) as verifier,
+        drafting("shared") as drafter,
+    ):
+        assert with_own_copy - private_bytes(drafter) > 0.9 * weights
+        async with Client(verifier.address, drafter=drafter.address) as client:
+            for name in ("none", "selfspec"):
+                text = await client.generate(
+                    prompt * 4, max_new_tokens=24, drafter=name, ignore_eos=True
+                )
+                texts.append(text.token_ids)
+        assert text.stats.accepted > 0
+        for process in (verifier, drafter):
+            resident, alone = mapped_bytes(process, "paceline-weights-")
+            assert resident > 0.95 * weights
+            assert alone < 0.05 * weights, "rows of the embedding that nobody else has read"
+        assert with_own_copy - private_bytes(drafter) > 0.9 * weights
+    assert texts[0] == texts[1]
+    assert not weights_files()
