@@ -72,6 +72,17 @@ def coupling(sets: dict[str, Any]) -> Table:
     return table
 
 
+def policies(sets: dict[str, Any]) -> Table:
+    """Selections of the target's own KV at one budget."""
+    table = Table(title="selfspec: accepted length, bonus included (95% interval over texts)")
+    for heading in ("policy", *(f"{n} {heat}" for n, heats in sets.items() for heat in heats)):
+        table.add_column(heading)
+    cells = [cell for heats in sets.values() for cell in heats.values()]
+    for name in cells[0]:
+        table.add_row(name, *(_with_interval(cell[name]) for cell in cells))
+    return table
+
+
 def _cells(sets: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
     for name, heats in sets.items():
         for heat, cell in heats.items():

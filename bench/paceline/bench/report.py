@@ -27,6 +27,10 @@ def show(results: dict[str, Any], console: Console) -> None:
         console.print(accepted.conditional(results["heads"]["sets"]))
     if "reach" in results:
         console.print(accepted.lengths(results["reach"]))
+    if "selfspec" in results:
+        console.print(accepted.policies(results["selfspec"]))
+    if "collection" in results:
+        console.print(_collection(results["collection"]))
     if "replay" in results:
         console.print(_replay(results["replay"]))
     if "draft" in results:
@@ -106,6 +110,23 @@ def _replay(figures: dict[str, Any]) -> Table:
         table.add_row(
             key.replace("_", " "), f"{value:.3f}" if isinstance(value, float) else str(value)
         )
+    return table
+
+
+def _collection(figures: dict[str, Any]) -> Table:
+    rows, attention = figures["collection"], figures["attention"]
+    table = Table(
+        title=f"what noting scores adds to a verification of {figures['drafted'] + 1} rows, "
+        f"processor time, {figures['threads']} threads",
+        caption=f"a drafted token's attention at {attention['context']:,} tokens: "
+        f"{attention['positions']} positions take {attention['share']:.1%} of all",
+    )
+    names = [name for name in rows[0] if name not in ("context", "verify_ms")]
+    for heading in ("context", "verify ms", *names):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        shares = (f"{row[name]:+.1%}" for name in names)
+        table.add_row(f"{row['context']:,}", f"{row['verify_ms']:.2f}", *shares)
     return table
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -24,9 +24,13 @@ from paceline.verifier.engine.settle import settle
 from paceline.verifier.engine.tree import DraftTree
 from paceline.verifier.kv.layout import KvLayout
 from paceline.verifier.kv.segment import Segment
+from paceline.verifier.selection import Selection
 
 _CHUNK = 256  # tokens of a block of a prefill
 GREEDY = sampling_pb2.SamplingParams()
+
+Chooses = Callable[[Segment], Selection]
+"""Makes a selection of positions of a segment."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +58,12 @@ class TimedRound:
 
 
 class _Kv:
-    """A text's own KV, as drafters read it."""
+    """A text's own KV, as drafters read it; with a selection, at the positions that it chooses."""
 
-    def __init__(self, text: Text) -> None:
+    def __init__(self, text: Text, selection: Selection | None = None) -> None:
         self._text = text
+        self._selection = selection
+        self._chosen: list[Tensor] = []
 
     @property
     def committed(self) -> int:
@@ -65,7 +71,13 @@ class _Kv:
 
     def parts(self, index: int, below: int, budget: int) -> list[tuple[Tensor, Tensor]]:
         text = self._text
-        return streaming_parts(text.segment.layer(index), min(text.committed, below), budget)
+        keys, values = text.segment.layer(index)
+        if self._selection is None or not budget:
+            return streaming_parts((keys, values), min(text.committed, below), budget)
+        if index == 0:
+            self._chosen = self._selection.choose(min(text.committed, below), budget)
+        positions = self._chosen[index]
+        return [(keys[:, positions], values[:, positions])]
 
     def check(self) -> None:
         """Nothing: it lasts as long as the rounds."""
@@ -112,26 +124,84 @@ def continued(
         return text.tokens[len(prompt) :], timed
 
 
-@torch.inference_mode()
-def at_context(target: Decoder, drafter: Drafter, context: int, count: int) -> list[TimedRound]:
-    """Rounds behind ``context`` committed positions whose tokens, keys and values are random."""
+@contextmanager
+def at_context_text(target: Decoder, context: int, room: int) -> Iterator[Text]:
+    """A text behind ``context`` committed positions; tokens, keys and values are random."""
     draws = torch.Generator().manual_seed(context)
     tokens = torch.randint(target.config.vocab_size, (context + 1,), generator=draws).tolist()
-    with _new_text(target, tokens, count * (drafter.max_depth + 1), GREEDY) as text:
+    with _new_text(target, tokens, room, GREEDY) as text:
         text.segment.kv[..., :context, :].normal_(generator=draws)
         text.committed = context
+        yield text
+
+
+@torch.inference_mode()
+def at_context(target: Decoder, drafter: Drafter, context: int, count: int) -> list[TimedRound]:
+    """Rounds of :func:`at_context_text`."""
+    with at_context_text(target, context, count * (drafter.max_depth + 1)) as text:
         rounds = _rounds(target, drafter, text, GREEDY)
         timed = [next(rounds) for _ in range(count)]
         rounds.close()
         return timed
 
 
+@torch.inference_mode()
+def continued_each(
+    target: Decoder,
+    drafters: Mapping[str, tuple[Drafter, Chooses]],
+    prompt: Sequence[int],
+    count: int,
+    sampling: sampling_pb2.SamplingParams = GREEDY,
+) -> dict[str, list[TimedRound]]:
+    """Write at least ``count`` tokens after a prompt with each drafter, the prompt read once.
+
+    Args:
+        target: The target.
+        drafters: By name, with what makes the selection of the positions of the target's KV that
+            it gets to see; a selection chooses anew for each round.
+        prompt: The prompt.
+        count: Tokens.
+        sampling: How tokens are chosen.
+
+    Raises:
+        RuntimeError: They wrote different texts.
+    """
+    room = count + 2 * max(drafter.max_depth for drafter, _ in drafters.values()) + 2
+    found: dict[str, list[TimedRound]] = {}
+    texts: list[list[int]] = []
+    with _new_text(target, prompt, room, sampling) as first:
+        batch = Batch()
+        batch.add_prefill(Prefill(first), [*range(0, len(prompt), _CHUNK), len(prompt)])
+        [begun] = _settled(batch, *batch.forward(target))
+        for name, (drafter, chooses) in drafters.items():
+            text = Text(first.generation, first.segment)
+            text.tokens.append(begun)
+            text.history.push(begun)
+            text.committed = len(prompt)
+            selection = chooses(first.segment)
+            text.collectors += selection.collectors
+            rounds = _rounds(target, drafter, text, sampling, selection)
+            found[name] = []
+            while len(text.tokens) - len(prompt) < count:
+                found[name].append(next(rounds))
+            rounds.close()
+            texts.append(text.tokens[: len(prompt) + count])
+    if any(text != texts[0] for text in texts):
+        raise RuntimeError("drafters changed the text, which must never be")
+    return found
+
+
 def _rounds(
-    target: Decoder, drafter: Drafter, text: Text, sampling: sampling_pb2.SamplingParams
+    target: Decoder,
+    drafter: Drafter,
+    text: Text,
+    sampling: sampling_pb2.SamplingParams,
+    selection: Selection | None = None,
 ) -> Generator[TimedRound, None, None]:
     """Round after round, without end."""
     prompt, vocab = len(text.generation.prompt), target.config.vocab_size
-    drafting = drafter.start(Generation(text.tokens, prompt, vocab, sampling, kv=_Kv(text)))
+    kv = _Kv(text, selection)
+    drafting = drafter.start(Generation(text.tokens, prompt, vocab, sampling, kv=kv))
     while drafting.backlog:
         drafting.warm(_CHUNK)
     budget = Budget(drafter.max_nodes, drafter.max_depth)

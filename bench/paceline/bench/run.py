@@ -24,6 +24,7 @@ from paceline.bench import (
     prompts,
     replay,
     report,
+    selfspec,
     stretched,
     texts,
 )
@@ -200,6 +201,27 @@ def _reach(bench: Bench) -> dict[str, Any] | None:
     )
 
 
+def _lengthened(bench: Bench) -> Path:
+    return selfspec.lengthened(bench.target, bench.work / "lengthened", selfspec.CONTEXT)
+
+
+def _selfspec(bench: Bench) -> dict[str, Any]:
+    """Policies that choose what the target sees of itself."""
+    sets = [name for name in texts.SETS if bench.wanted(name)]
+    length = selfspec.CONTEXT - texts.WRITTEN
+    return selfspec.accepted(
+        _lengthened(bench),
+        texts.load(bench.args.models, bench.args.texts, contexts=(length,), sets=sets),
+        dtype=bench.args.dtype,
+        tokens=texts.WRITTEN,
+        progress=bench.console.log,
+    )
+
+
+def _collection(bench: Bench) -> dict[str, Any]:
+    return selfspec.costs(_lengthened(bench), bench.args.dtype)
+
+
 def _replay(bench: Bench) -> dict[str, Any]:
     return _wait(replay.measure(bench.args.work or bench.work))
 
@@ -232,6 +254,8 @@ PARTS = {
     "coupling": _coupling,
     "reach": _reach,
     "heads": _heads,
+    "selfspec": _selfspec,
+    "collection": _collection,
 }
 
 
@@ -257,7 +281,7 @@ def _with_earlier(results: dict[str, Any], output: Path) -> dict[str, Any]:
     others = earlier.get("dspark") not in (None, results["dspark"])
     if others or earlier.get("longspec") != results["longspec"]:
         earlier = {key: value for key, value in earlier.items() if key == "replay"}
-    by_set = ("comparison", "stretched", "acceptance", "coupling", "reach")
+    by_set = ("comparison", "stretched", "acceptance", "coupling", "reach", "selfspec")
     merged = {k: {**earlier.get(k, {}), **results[k]} for k in by_set if k in results}
     return {**earlier, **results, **merged}
 

@@ -11,7 +11,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         choices=(
             *("echo", "comparison", "stretched", "replay", "draft"),
-            *("acceptance", "coupling", "reach", "heads"),
+            *("acceptance", "coupling", "reach", "heads", "selfspec", "collection"),
         ),
         help="measure only this part (repeatable), and keep the others of the file; default: all",
     )
