@@ -208,6 +208,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         answer = verifier_pb2.VerifyResponse(
             round_id=request.round_id,
             node_budget=self.node_budget,
+            checked_nodes=nodes,
             verify_us=int(self.step_seconds * 1e6),
         )
         if nodes:

@@ -61,6 +61,7 @@ class Endpoint:
 async def test_numbers_equal_the_clients(models: dict[str, Path]) -> None:
     verifier, drafter = Endpoint(), Endpoint()
     target = ["--target", str(models["llama"]), "--dtype", "float32", "--kv-bytes", "64MiB"]
+    target += ["--schedule", "auto"]
     # The target drafts for itself, so that much is accepted, at every depth.
     load = ["--load", f"lm=lm:{models['llama']}", "--load", "ngram=ngram"]
     load.append(f"--load=selfspec=selfspec:{models['llama']},kv=follow,context=24")
@@ -93,6 +94,9 @@ def expect_verifier(
     value = endpoint.value
     assert value("specdec_num_drafts_total") == sum(s.drafted_rounds for s in stats) > 0
     assert value("specdec_num_draft_tokens_total") == sum(s.drafted for s in stats)
+    assert value("specdec_num_checked_tokens_total") == sum(s.checked for s in stats) > 0
+    assert value("specdec_node_budget_count") == sum(len(s.rounds) for s in stats)
+    assert value("specdec_schedule_seconds_count") > 0
     assert value("specdec_num_accepted_tokens_total") == sum(s.accepted for s in stats) > 0
     depths = max(len(s.accepted_per_position) for s in stats)
     for position in range(depths):

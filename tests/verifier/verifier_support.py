@@ -159,8 +159,11 @@ class Round:
 
 @contextlib.asynccontextmanager
 async def serving(target: Path, socket: Path, **options: Any) -> AsyncIterator[Client]:
-    """A verifier on a unix socket in this loop; checked for leaks at the end."""
-    service = build_service(target, **options)
+    """A verifier on a unix socket in this loop; checked for leaks at the end.
+
+    It checks every node it is sent, unless the options have a schedule.
+    """
+    service = build_service(target, **{"schedule": "off", **options})
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
     server = asyncio.create_task(
         run_server(

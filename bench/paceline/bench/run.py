@@ -17,9 +17,12 @@ from rich.console import Console
 from paceline.bench import (
     acceptance,
     comparison,
+    costs,
     coupling,
     draft,
     echo,
+    load,
+    load_report,
     machine,
     prompts,
     replay,
@@ -55,10 +58,14 @@ def run(args: argparse.Namespace) -> int:
             if found is not None:
                 results[part] = found
     report.show(results, console)
+    if "load" in results:
+        load_report.show(results["load"], console)
     if args.part:
         results = _with_earlier(results, output)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(results, indent=1) + "\n")
+    if "load" in results:
+        load_report.draw(results["load"], output.with_suffix(".svg"))
     console.print(f"written to {output}")
     return 0
 
@@ -114,10 +121,13 @@ class Bench:
         sets = [name for name in texts.SETS if self.wanted(name)]
         return texts.load(self.args.models, self.args.texts, sets=sets)
 
+    def every_prompt(self) -> list[prompts.Prompt]:
+        """Short prompts of all sets."""
+        return prompts.load(Path(self.args.models) / "prompts", self.target)
+
     def prompts(self) -> list[prompts.Prompt]:
-        """Short prompts of the sets asked for."""
-        found = prompts.load(Path(self.args.models) / "prompts", self.target)
-        return [prompt for prompt in found if self.wanted(prompt.set)]
+        """Those of the sets asked for."""
+        return [prompt for prompt in self.every_prompt() if self.wanted(prompt.set)]
 
 
 def _comparison(bench: Bench) -> dict[str, Any]:
@@ -244,6 +254,28 @@ def _heads(bench: Bench) -> dict[str, Any] | None:
     return {"weights": {name: digest(folder) for name, folder in folders.items()}, "sets": found}
 
 
+def _load(bench: Bench) -> dict[str, Any]:
+    """Many generations at once, drafted for by prompt lookup: it costs least beside the target."""
+    wanted = [name for name in load.LOOPS if bench.wanted(name)]
+    prompts_ = [prompt for prompt in bench.every_prompt() if prompt.set in load.PROMPT_SETS]
+    return _wait(
+        load.measure(
+            prompts_,
+            bench.target,
+            "ngram",
+            dtype=bench.args.dtype,
+            loops=wanted,
+            seconds=bench.args.seconds,
+            repeats=bench.args.repeats,
+            progress=bench.console.log,
+        )
+    )
+
+
+def _costs(bench: Bench) -> dict[str, Any]:
+    return costs.measure(bench.target, bench.args.dtype)
+
+
 PARTS = {
     "echo": lambda bench: None,  # measured in every run
     "comparison": _comparison,
@@ -256,6 +288,8 @@ PARTS = {
     "heads": _heads,
     "selfspec": _selfspec,
     "collection": _collection,
+    "costs": _costs,
+    "load": _load,
 }
 
 
@@ -281,7 +315,10 @@ def _with_earlier(results: dict[str, Any], output: Path) -> dict[str, Any]:
     others = earlier.get("dspark") not in (None, results["dspark"])
     if others or earlier.get("longspec") != results["longspec"]:
         earlier = {key: value for key, value in earlier.items() if key == "replay"}
-    by_set = ("comparison", "stretched", "acceptance", "coupling", "reach", "selfspec")
+    by_set = (
+        *("comparison", "stretched", "acceptance", "coupling", "reach", "selfspec"),
+        "load",
+    )
     merged = {k: {**earlier.get(k, {}), **results[k]} for k in by_set if k in results}
     return {**earlier, **results, **merged}
 

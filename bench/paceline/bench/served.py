@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from paceline.cli.processes import ServiceProcess
-from paceline.client import Client, RoundStats, Stats
+from paceline.client import Client, DraftOptions, RoundStats, Stats
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,21 @@ class Sample:
 class Services(AbstractContextManager["Services"]):
     """A verifier and a drafter process for the length of a with-block.
 
-    `load` are drafter specifications, NAME=METHOD[:DIR]; `dtype` is the target's.
+    `load` are drafter specifications, NAME=METHOD[:DIR]; `dtype` is the target's; `verifier` are
+    more arguments of the verifier, `extra` of the drafter.
     """
 
-    def __init__(self, target: Path, load: Sequence[str], dtype: str, *extra: str) -> None:
+    def __init__(
+        self,
+        target: Path,
+        load: Sequence[str],
+        dtype: str,
+        *extra: str,
+        verifier: Sequence[str] = (),
+    ) -> None:
         drafter = [argument for spec in load for argument in ("--load", spec)]
         self._processes = [
-            ServiceProcess("verifier", ["--target", str(target), "--dtype", dtype]),
+            ServiceProcess("verifier", ["--target", str(target), "--dtype", dtype, *verifier]),
             ServiceProcess("drafter", [*drafter, *extra]),
         ]
         self._running = ExitStack()
@@ -55,10 +63,10 @@ class Services(AbstractContextManager["Services"]):
     ) -> None:
         self._running.close()
 
-    def client(self) -> Client:
+    def client(self, drafting: DraftOptions | None = None) -> Client:
         """A client of both services."""
         verifier, drafter = (process.address for process in self._processes)
-        return Client(verifier, drafter=drafter)
+        return Client(verifier, drafter=drafter, drafting=drafting)
 
 
 async def generate(

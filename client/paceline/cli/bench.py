@@ -12,11 +12,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=(
             *("echo", "comparison", "stretched", "replay", "draft"),
             *("acceptance", "coupling", "reach", "heads", "selfspec", "collection"),
+            *("costs", "load"),
         ),
         help="measure only this part (repeatable), and keep the others of the file; default: all",
     )
     parser.add_argument(
-        "--set", action="append", help="measure only this set of prompts (repeatable)"
+        "--set",
+        action="append",
+        help="measure only this set of prompts, or this loop of the load (repeatable)",
     )
     parser.add_argument("--models", type=Path, default=Path("models/demo"), help="demo models")
     parser.add_argument(
@@ -28,6 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="bfloat16", help="of the target: bfloat16 or float32")
     parser.add_argument("--tokens", type=int, default=256, help="new tokens a prompt")
     parser.add_argument("--repeats", type=int, default=3, help="passes over the prompts")
+    parser.add_argument(
+        "--seconds", type=float, default=4.0, help="window of each point of the load"
+    )
     parser.add_argument(
         "--texts", type=int, default=4, help="long prompts of each set and context length"
     )

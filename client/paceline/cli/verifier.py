@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 OPTIONS = (
     *("dtype", "kv_bytes", "max_context", "max_sequences", "lease_seconds"),
     *("node_budget", "step_token_limit", "prefill_token_limit", "share_weights"),
+    "schedule",
 )
 
 
@@ -60,6 +61,12 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_const",
         const=True,
         help="keep the weights in /dev/shm, where selfspec drafters map them",
+    )
+    group.add_argument(
+        "--schedule",
+        choices=["off", "auto", "profile"],
+        help="off: check all nodes (default); auto: check nodes as far as they pay under the load, "
+        "by a table of step times from the first start; profile: measure that table again",
     )
 
 

@@ -65,6 +65,8 @@ class Rounds:
         began = perf_counter()
         created = await self._verifier.open()
         self._stats.first_token_ms = (perf_counter() - began) * 1000
+        if created.HasField("node_budget"):
+            self._node_budget = created.node_budget
         await self._accept(created.first)
         self._publish(created.first, 0)
         try:
@@ -105,6 +107,8 @@ class Rounds:
             draft_ms=tree.draft_us / 1000,
             verify_ms=response.verify_us / 1000,
             queue_ms=(tree.queue_us + response.queue_us) / 1000,
+            checked=response.checked_nodes,
+            node_budget=response.node_budget,
             kv_bytes=tree.kv_bytes,
         )
         self._end_round(entry, response)
@@ -145,6 +149,7 @@ class Rounds:
                     draft_ms=0.0,
                     verify_ms=verify_us / 1000,
                     queue_ms=queue_us / 1000,
+                    node_budget=response.node_budget,
                 )
                 self._end_round(entry, response)
                 self._node_budget = response.node_budget
@@ -179,10 +184,12 @@ class Rounds:
         self._follow_grant(self._drafter)
         left = self._options.max_new_tokens - len(self._output.token_ids)
         nodes = min(self._node_budget, self._most_nodes)
+        if nodes == 0:
+            return  # trees would cost others more than they bring: the verifier says when again
         self._steps = self._pace.steps()
         if self._steps == 0:
             # The last token of a round is the verifier's own: no path need reach the very end.
-            if nodes and left > 1:
+            if left > 1:
                 self._asked = await self._drafter.ask(nodes, left - 1, self._committed)
             if not self._asked:
                 self._steps = _WAITING_RUN

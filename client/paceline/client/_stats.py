@@ -24,6 +24,10 @@ class RoundStats:
     """Time of the verifier's steps."""
     queue_ms: float
     """Time the round waited for other sequences, in drafter and verifier."""
+    checked: int = 0
+    """Nodes of the tree that the verifier checked: the others were not worth their time."""
+    node_budget: int = 0
+    """Nodes that the verifier would check next, as it said; 0: no tree for now."""
     kv_bytes: int = 0
     """Bytes of the target's KV that came to the drafter over a wire; 0 where it is mapped."""
 
@@ -89,6 +93,11 @@ class Stats:
         return sum(entry.drafted for entry in self.rounds)
 
     @property
+    def checked(self) -> int:
+        """Drafted nodes that the verifier checked."""
+        return sum(entry.checked for entry in self.rounds)
+
+    @property
     def accepted(self) -> int:
         """Drafted tokens that stood."""
         return sum(entry.accepted for entry in self.rounds)
@@ -135,6 +144,7 @@ class Stats:
             "rounds": len(self.rounds),
             "drafted_rounds": self.drafted_rounds,
             "drafted": self.drafted,
+            "checked": self.checked,
             "accepted": self.accepted,
             "accepted_per_position": list(self.accepted_per_position),
             "mean_accepted_length": self.mean_accepted_length,

@@ -103,7 +103,7 @@ class PrefillProgress(_message.Message):
     def __init__(self, prefilled_tokens: _Optional[int] = ..., total_tokens: _Optional[int] = ...) -> None: ...
 
 class CacheCreated(_message.Message):
-    __slots__ = ("handle", "read_grant", "first", "reused_tokens", "generation", "lease_ms", "queue_us", "prefill_us")
+    __slots__ = ("handle", "read_grant", "first", "reused_tokens", "generation", "lease_ms", "queue_us", "prefill_us", "node_budget")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     READ_GRANT_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
@@ -112,6 +112,7 @@ class CacheCreated(_message.Message):
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_US_FIELD_NUMBER: _ClassVar[int]
     PREFILL_US_FIELD_NUMBER: _ClassVar[int]
+    NODE_BUDGET_FIELD_NUMBER: _ClassVar[int]
     handle: bytes
     read_grant: bytes
     first: RoundResult
@@ -120,7 +121,8 @@ class CacheCreated(_message.Message):
     lease_ms: int
     queue_us: int
     prefill_us: int
-    def __init__(self, handle: _Optional[bytes] = ..., read_grant: _Optional[bytes] = ..., first: _Optional[_Union[RoundResult, _Mapping]] = ..., reused_tokens: _Optional[int] = ..., generation: _Optional[int] = ..., lease_ms: _Optional[int] = ..., queue_us: _Optional[int] = ..., prefill_us: _Optional[int] = ...) -> None: ...
+    node_budget: int
+    def __init__(self, handle: _Optional[bytes] = ..., read_grant: _Optional[bytes] = ..., first: _Optional[_Union[RoundResult, _Mapping]] = ..., reused_tokens: _Optional[int] = ..., generation: _Optional[int] = ..., lease_ms: _Optional[int] = ..., queue_us: _Optional[int] = ..., prefill_us: _Optional[int] = ..., node_budget: _Optional[int] = ...) -> None: ...
 
 class VerifyRequest(_message.Message):
     __slots__ = ("handle", "round_id", "tree", "free_run_steps", "deadline_ms", "traceparent")
@@ -139,7 +141,7 @@ class VerifyRequest(_message.Message):
     def __init__(self, handle: _Optional[bytes] = ..., round_id: _Optional[int] = ..., tree: _Optional[_Union[_tree_pb2.TokenTree, _Mapping]] = ..., free_run_steps: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class VerifyResponse(_message.Message):
-    __slots__ = ("round_id", "result", "last", "queue_us", "verify_us", "node_budget", "batch_tokens", "generation")
+    __slots__ = ("round_id", "result", "last", "queue_us", "verify_us", "node_budget", "batch_tokens", "generation", "checked_nodes")
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     RESULT_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
@@ -148,6 +150,7 @@ class VerifyResponse(_message.Message):
     NODE_BUDGET_FIELD_NUMBER: _ClassVar[int]
     BATCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
+    CHECKED_NODES_FIELD_NUMBER: _ClassVar[int]
     round_id: int
     result: RoundResult
     last: bool
@@ -156,7 +159,8 @@ class VerifyResponse(_message.Message):
     node_budget: int
     batch_tokens: int
     generation: int
-    def __init__(self, round_id: _Optional[int] = ..., result: _Optional[_Union[RoundResult, _Mapping]] = ..., last: _Optional[bool] = ..., queue_us: _Optional[int] = ..., verify_us: _Optional[int] = ..., node_budget: _Optional[int] = ..., batch_tokens: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
+    checked_nodes: int
+    def __init__(self, round_id: _Optional[int] = ..., result: _Optional[_Union[RoundResult, _Mapping]] = ..., last: _Optional[bool] = ..., queue_us: _Optional[int] = ..., verify_us: _Optional[int] = ..., node_budget: _Optional[int] = ..., batch_tokens: _Optional[int] = ..., generation: _Optional[int] = ..., checked_nodes: _Optional[int] = ...) -> None: ...
 
 class RoundResult(_message.Message):
     __slots__ = ("tokens", "accepted_nodes", "logprobs", "top_logprobs", "finish_reason", "committed_length")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-from paceline.kernels import SamplingParams
+from paceline.kernels import Proposal, SamplingParams
 from paceline.service import ServiceError
 from paceline.service.sampling import sampling_params
 from paceline.v1 import sampling_pb2, tree_pb2, verifier_pb2
@@ -132,7 +132,7 @@ def read_tree(
     sampling: SamplingParams = _INVARIANT,
     position: int = 0,
 ) -> DraftTree:
-    """A checked tree.
+    """A checked tree, its likeliest nodes first.
 
     Args:
         message: The tree as it came.
@@ -182,10 +182,11 @@ def read_tree(
             raise _invalid(
                 "BAD_TREE", f"confidence of node {node} is {confidence}, expected 0 to 1"
             )
+    proposals: list[Proposal] = []
     if sampling.rejection:
         proposals = read_proposals(message, limits.vocab_size, sampling, position)
-        return DraftTree(tokens, parents, proposals)
-    return DraftTree(tokens, parents)
+    tree = DraftTree(tokens, parents, list(message.confidences), proposals)
+    return tree.likeliest_first()
 
 
 def write_result(emissions: Items[Emission]) -> verifier_pb2.RoundResult:

@@ -16,6 +16,7 @@ from paceline.verifier.cache import Cache
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.job import Prefill, Round
 from paceline.verifier.follow import FollowCounts
+from paceline.verifier.scheduler.scheduler import Decision
 from paceline.verifier.store import CacheStore
 
 _STEP_SECONDS = (
@@ -32,6 +33,8 @@ _TOKEN_SECONDS = (
     *(0.75, 1.0, 2.5),
 )
 _LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
+_BUDGETS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 255)
+_SCHEDULE_SECONDS = (0.00005, 0.0001, 0.0002, 0.0003, 0.0005, 0.001, 0.002, 0.005)
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -87,7 +90,24 @@ class VerifierMetrics:
             return metric.labels(model.name)
 
         self._drafts = counter(Metric.NUM_DRAFTS, "Trees checked")
-        self._draft_tokens = counter(Metric.NUM_DRAFT_TOKENS, "Drafted tokens checked")
+        self._draft_tokens = counter(Metric.NUM_DRAFT_TOKENS, "Drafted tokens that came")
+        self._checked = counter(
+            Metric.NUM_CHECKED, "Drafted tokens checked: the others were not worth their time"
+        )
+        self._budget = Histogram(
+            Metric.NODE_BUDGET,
+            "Most nodes to draft next, as answered to rounds; 0: none for now",
+            ("model_name",),
+            registry=registry,
+            buckets=_BUDGETS,
+        ).labels(model.name)
+        self._schedule = Histogram(
+            Metric.SCHEDULE_SECONDS,
+            "Time to decide which nodes of a step are checked",
+            ("model_name",),
+            registry=registry,
+            buckets=_SCHEDULE_SECONDS,
+        ).labels(model.name)
         self._accepted = counter(Metric.NUM_ACCEPTED, "Drafted tokens accepted")
         self._per_position = Counter(
             Metric.NUM_ACCEPTED_PER_POS,
@@ -161,6 +181,7 @@ class VerifierMetrics:
             return
         emitted = sum(len(emission.tokens) for emission in emissions)
         drafted = len(round_.tree) - 1
+        self._budget.observe(emissions[-1].node_budget)
         self._rounds.inc()
         self._tokens.inc(emitted)
         self._queued.observe(sum(emission.queue_us for emission in emissions) / 1e6)
@@ -169,6 +190,7 @@ class VerifierMetrics:
             accepted = len(emission.accepted)
             self._drafts.inc()
             self._draft_tokens.inc(drafted)
+            self._checked.inc(emission.checked)
             self._accepted.inc(accepted)
             for position in range(accepted):
                 self._position(position).inc()
@@ -186,11 +208,13 @@ class VerifierMetrics:
             cache.request.ended = True
             self._conventional.ended(cache.request, error)
 
-    def step(self, seconds: float, tokens: int) -> None:
+    def step(self, seconds: float, tokens: int, decision: Decision | None) -> None:
         """The engine ran a step. Engine thread."""
         self._steps.inc()
         self._busy.inc(seconds)
         self._batch.observe(tokens)
+        if decision is not None:
+            self._schedule.observe(decision.seconds)
 
     def _finish(self, cache: Cache) -> None:
         if cache.sequence.finish is not None:

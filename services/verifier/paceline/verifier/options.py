@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from paceline.verifier.messages import MAX_TREE_NODES
 
+SCHEDULES = ("off", "auto", "profile")
+
 
 @dataclass(frozen=True)
 class VerifierOptions:
@@ -31,6 +33,10 @@ class VerifierOptions:
     """Most tokens of prompts in one forward pass, so that rounds go on beside a long prompt."""
     node_budget: int = MAX_TREE_NODES
     """Drafted nodes that clients are told to send in a round at most."""
+    schedule: str = "off"
+    """off checks every node that comes; auto cuts trees to what is worth checking under the load,
+    by a table of step times measured at the first start with a model and kept; profile measures it
+    again."""
     threads: int | None = None
     """Threads of one operation; None: torch's choice."""
     device: str = "cpu"
@@ -46,5 +52,7 @@ class VerifierOptions:
                 raise ValueError(f"{name} is {value}, expected a finite number above 0")
         if not 0 <= self.node_budget <= MAX_TREE_NODES:
             raise ValueError(f"node_budget is {self.node_budget}, expected 0 to {MAX_TREE_NODES}")
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule is {self.schedule!r}, expected {', '.join(SCHEDULES)}")
         if self.device != "cpu":
             raise ValueError(f"device is {self.device!r}, expected 'cpu', the only one so far")

@@ -25,6 +25,8 @@ from paceline.verifier.kv.segment import sweep_orphans
 from paceline.verifier.kv_exchange import KvExchangeServicer
 from paceline.verifier.model import ModelFacts, read_facts
 from paceline.verifier.options import VerifierOptions
+from paceline.verifier.scheduler.library import cost_table
+from paceline.verifier.scheduler.scheduler import Scheduler
 from paceline.verifier.servicer import VerifierServicer
 from paceline.verifier.store import CacheStore, default_kv_bytes
 from paceline.verifier.telemetry import Telemetry
@@ -72,12 +74,24 @@ class VerifierService:
                 load = partial(Decoder.load, shared=PackedWeights.open(path))
                 decoder = pool.submit(load, target, options.dtype, options.device).result()
                 trim()
+            scheduler = None
+            if options.schedule != "off":
+                costs = pool.submit(
+                    cost_table,
+                    decoder,
+                    facts.message.target_fingerprint,
+                    facts.message.max_context,
+                    again=options.schedule == "profile",
+                ).result()
+                scheduler = Scheduler(costs, options.node_budget)
         config = decoder.config
         self.engine = Engine(
             decoder,
             step_tokens=options.step_token_limit,
             prefill_tokens=options.prefill_token_limit,
             threads=threads,
+            scheduler=scheduler,
+            node_budget=options.node_budget,
         )
         self.store = CacheStore(
             KvLayout(config.layers, config.kv_heads, config.head_dim, config.dtype, config.hidden),
@@ -93,7 +107,6 @@ class VerifierService:
             self.store,
             self.engine,
             self._gate,
-            options.node_budget,
             self._telemetry(metrics, facts),
         )
         self._sweeper: asyncio.Task[None] | None = None

@@ -30,14 +30,12 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         store: CacheStore,
         engine: Engine,
         gate: Gate,
-        node_budget: int,
         telemetry: Telemetry | None = None,
     ) -> None:
         self._facts = facts
         self._store = store
         self._engine = engine
         self._gate = gate
-        self._node_budget = node_budget
         self._telemetry = telemetry
 
     async def GetModel(
@@ -81,7 +79,6 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             self._store,
             self._engine,
             self._facts.limits,
-            self._node_budget,
             self._telemetry,
         )
         await stream.serve(first, context)
@@ -134,6 +131,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             lease_ms=self._facts.message.lease_ms,
             queue_us=prefill.queue_us,
             prefill_us=prefill.step_us,
+            node_budget=prefill.first.node_budget,
         )
         return verifier_pb2.CreateCacheResponse(created=created)
 

@@ -39,14 +39,12 @@ class VerifyStream:
         store: CacheStore,
         engine: Engine,
         limits: Limits,
-        node_budget: int,
         telemetry: Telemetry | None = None,
     ) -> None:
         self._cache = cache
         self._store = store
         self._engine = engine
         self._limits = limits
-        self._node_budget = node_budget
         self._telemetry = telemetry
 
     async def serve(self, first: Request, context: Any) -> None:
@@ -163,7 +161,8 @@ class VerifyStream:
             last=last,
             queue_us=sum(emission.queue_us for emission in emissions),
             verify_us=sum(emission.step_us for emission in emissions),
-            node_budget=self._node_budget,
+            node_budget=emissions[-1].node_budget,
+            checked_nodes=emissions[-1].checked,
             batch_tokens=emissions[-1].batch_tokens,
             generation=self._cache.generation,
         )

@@ -59,6 +59,12 @@ class Batch:
         """Packed tokens."""
         return len(self.tokens)
 
+    @property
+    def attended(self) -> int:
+        """Positions that the packed tokens attend to, summed over them; half of a block's own."""
+        blocks = self._blocks
+        return sum(block.length * (block.start + (block.length + 1) // 2) for block in blocks)
+
     def add_round(self, round_: Round, tree: DraftTree) -> None:
         """Add the block of a round: the anchor and the tree under it."""
         sequence = round_.sequence

@@ -15,13 +15,16 @@ from typing import Any, TypeVar
 import torch
 
 from paceline.decoder import Decoder
-from paceline.kernels import CHUNK
+from paceline.kernels import CHUNK, MAX_TREE_NODES
 from paceline.verifier.engine.batch import Batch
 from paceline.verifier.engine.errors import SequenceClosed, StepFailed
 from paceline.verifier.engine.job import Job, Prefill, Round
 from paceline.verifier.engine.sequence import Sequence
 from paceline.verifier.engine.settle import Outcome, settle
+from paceline.verifier.engine.tree import DraftTree
 from paceline.verifier.kv.segment import OutOfMemory
+from paceline.verifier.scheduler.admission import Step
+from paceline.verifier.scheduler.scheduler import Decision, Scheduler
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -42,6 +45,8 @@ class Engine:
         step_tokens: int = 2048,
         prefill_tokens: int = 512,
         threads: int | None = None,
+        scheduler: Scheduler | None = None,
+        node_budget: int = MAX_TREE_NODES - 1,
     ) -> None:
         """Make an engine; ``start()`` starts its thread.
 
@@ -51,19 +56,24 @@ class Engine:
             prefill_tokens: Most tokens of prompts in one step, so that rounds go on beside a long
                 prompt.
             threads: Threads that one operation may use; None leaves torch's own choice.
+            scheduler: Cuts trees to what is worth checking; None: all nodes are checked.
+            node_budget: Most drafted nodes that a client is told to send.
         """
         self._decoder = decoder
         self._step_tokens = step_tokens
         self._prefill_tokens = prefill_tokens
         self._threads = threads
+        self._scheduler = scheduler
+        self._node_budget = node_budget
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._rounds: deque[Round] = deque()
         self._prefills: deque[Prefill] = deque()
         self._news: list[Job] = []
         self._batch: Batch | None = None
         self._stopping = False
-        self.on_step: Callable[[float, int], None] | None = None
-        """Told of each step: its time in seconds, and its tokens. Called on the engine thread."""
+        self.on_step: Callable[[float, int, Decision | None], None] | None = None
+        """Told of each step: its time in seconds, its tokens, and what became of its trees. Called
+        on the engine thread."""
         self._thread: threading.Thread | None = None
 
     @property
@@ -138,8 +148,8 @@ class Engine:
         began = perf_counter()
         batch = Batch()
         try:
-            self._gather_rounds(batch)
             self._gather_prefills(batch)
+            self._gather_rounds(batch)
             if not batch.shares:
                 return
             self._batch = batch
@@ -153,23 +163,45 @@ class Engine:
         finally:
             self._batch = None
         ended = perf_counter()
+        decision = self._learn(outcomes, began, ended)
         for outcome in outcomes:
             self._answer(outcome, began, ended, len(batch))
         if self.on_step is not None:
-            self.on_step(ended - began, len(batch))
+            self.on_step(ended - began, len(batch), decision)
 
     def _gather_rounds(self, batch: Batch) -> None:
+        rounds: list[Round] = []
+        trees: list[DraftTree] = []
+        room = self._step_tokens
         for _ in range(len(self._rounds)):
             job = self._rounds.popleft()
             if not self._wanted(job):
                 continue
             sequence = job.sequence
             tree = job.tree.up_to_depth(sequence.room - 1)
-            if batch.shares and len(batch) + len(tree) > self._step_tokens:
+            if rounds and room < len(tree):
                 self._rounds.appendleft(job)
-                return
+                break
             if self._reserve(job, sequence.committed + len(tree)):
-                batch.add_round(job, tree)
+                rounds.append(job)
+                trees.append(tree)
+                room -= len(tree)
+        if rounds:
+            trees = self._cut(rounds, trees, batch)
+        for job, tree in zip(rounds, trees, strict=True):
+            batch.add_round(job, tree)
+
+    def _cut(self, rounds: list[Round], trees: list[DraftTree], batch: Batch) -> list[DraftTree]:
+        """The trees without what is not worth its time beside what the batch holds already."""
+        if self._scheduler is None:
+            return trees
+        tokens = len(batch) + len(rounds)
+        attended = batch.attended + sum(len(round_.sequence.tokens) for round_ in rounds)
+        try:
+            return self._scheduler.admit(rounds, trees, Step(tokens, attended, len(rounds)))
+        except Exception:  # the rounds have left the queue: none may be lost
+            self._drop_scheduler()
+            return trees
 
     def _gather_prefills(self, batch: Batch) -> None:
         left = self._prefill_tokens
@@ -210,13 +242,35 @@ class Engine:
         if outcome.error is not None:
             self._fail(job, StepFailed(f"the round could not be settled: {outcome.error}"))
             return
-        job.take(outcome.emission(began, ended, batch_tokens), began, ended)
+        budget = self._node_budget
+        if self._scheduler is not None:
+            budget = self._scheduler.budget(job.sequence)
+        job.take(outcome.emission(began, ended, batch_tokens, budget), began, ended)
         if job.telling:
             self._news.append(job)
         if isinstance(job, Prefill) and not job.done:
             self._prefills.append(job)
         elif isinstance(job, Round) and not job.done:
             self._rounds.append(job)
+
+    def _learn(self, outcomes: list[Outcome], began: float, ended: float) -> Decision | None:
+        """Tell the scheduler what came of a step; what it had decided."""
+        scheduler = self._scheduler
+        if scheduler is None:
+            return None
+        try:
+            decision = scheduler.stepped(began, ended)
+            for outcome in outcomes:
+                if isinstance(outcome.job, Round) and outcome.walk is not None:
+                    scheduler.answered(outcome.job, outcome.share.tree, outcome.walk, ended)
+        except Exception:  # the step's answers must go out
+            self._drop_scheduler()
+            return None
+        return decision
+
+    def _drop_scheduler(self) -> None:
+        _log.exception("the scheduler failed; all nodes are checked from now on")
+        self._scheduler = None
 
     def _begin_round(self, job: Round) -> None:
         self._rounds.append(job)
@@ -233,6 +287,8 @@ class Engine:
 
     def _close(self, sequence: Sequence) -> None:
         sequence.segment.close()
+        if self._scheduler is not None:
+            self._scheduler.forget(sequence)
         for job in [*self._rounds, *self._prefills]:
             if job.sequence is sequence:
                 self._fail(job, SequenceClosed("the cache was released"))

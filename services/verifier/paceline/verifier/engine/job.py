@@ -35,6 +35,8 @@ class Emission:
         queue_us: Time waited for the step. Unit: microseconds.
         step_us: Time of the step, acceptance included. Unit: microseconds.
         batch_tokens: Tokens in the step, of all sequences.
+        checked: Drafted nodes that were in it.
+        node_budget: Most nodes worth drafting next.
     """
 
     tokens: list[int]
@@ -46,6 +48,8 @@ class Emission:
     queue_us: int
     step_us: int
     batch_tokens: int
+    checked: int
+    node_budget: int
 
 
 class Job:

@@ -37,7 +37,9 @@ class Outcome:
         """Whose it is."""
         return self.share.job
 
-    def emission(self, began: float, ended: float, batch_tokens: int) -> Emission | None:
+    def emission(
+        self, began: float, ended: float, batch_tokens: int, node_budget: int
+    ) -> Emission | None:
         """The answer for the job, with the times of the step (time.perf_counter)."""
         if self.walk is None or self.chooser is None:
             return None
@@ -51,6 +53,8 @@ class Outcome:
             queue_us=microseconds(began - self.job.ready_at),
             step_us=microseconds(ended - began),
             batch_tokens=batch_tokens,
+            checked=len(self.share.tree) - 1,
+            node_budget=node_budget,
         )
 
 

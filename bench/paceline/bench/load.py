@@ -1,0 +1,234 @@
+"""Many generations at once: throughput and what each user sees, with the scheduler and without."""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from paceline.bench.prompts import Prompt
+from paceline.bench.served import Services
+from paceline.client import Client, DraftOptions, RoundStats
+
+CONCURRENCY = (1, 2, 4, 8, 16, 32, 64)
+"""Generations at a time of the closed loop."""
+
+ARRIVALS = (1.0, 2.0, 4.0)
+"""Generations that begin in the open loop. Unit: per second."""
+
+LENGTHS = (32, 96, 192, 384)
+"""Prompt lengths, in turns. Unit: tokens."""
+
+TOKENS = 128
+"""New tokens of a generation."""
+
+LOOPS = ("closed", "open")
+"""So many users who ask again and again; users who come at random times."""
+
+PROMPT_SETS = ("heldout", "trained", "copying")
+
+MODES = ("plain", "fixed", "scheduled")
+"""No speculation; a tree of `FIXED_NODES`, checked whole, in every round; the scheduler."""
+
+FIXED_NODES = 8
+_WARM_SECONDS, _WARM_SECONDS_A_USER = 1.0, 0.04
+
+
+@dataclass
+class User:
+    """What one generation's user saw inside the window. Times in milliseconds."""
+
+    first_token: float | None = None
+    gaps: list[float] = field(default_factory=list)
+    """Between messages."""
+    tokens: int = 0
+    """After the first message."""
+    rounds: Sequence[RoundStats] = ()
+
+    @property
+    def per_second(self) -> float | None:
+        """Tokens per second after the first message."""
+        return self.tokens / sum(self.gaps) * 1e3 if sum(self.gaps) else None
+
+
+@dataclass
+class Window:
+    """Tokens that came out between two times (time.perf_counter)."""
+
+    begin: float
+    end: float
+    tokens: int = 0
+    users: list[User] = field(default_factory=list)
+
+    def summary(self) -> dict[str, Any]:
+        """JSON-ready figures."""
+        users = [user for user in self.users if user.gaps]
+        rounds = [entry for user in users for entry in user.rounds]
+        drafted = [entry for entry in rounds if entry.drafted]
+        emitted = sum(entry.emitted for entry in rounds)
+        return {
+            "tokens_per_second": self.tokens / (self.end - self.begin),
+            "generations": len(users),
+            "user_tokens_per_second": _spread([u.per_second for u in users if u.per_second]),
+            "first_token_ms": _spread([u.first_token for u in users if u.first_token is not None]),
+            "between_messages_ms": _spread([gap for user in users for gap in user.gaps]),
+            "per_token_ms": _spread([1e3 / u.per_second for u in users if u.per_second]),
+            "drafted_share": sum(entry.emitted for entry in drafted) / max(1, emitted),
+            "accepted_length": fmean(e.emitted for e in drafted) if drafted else None,
+            "drafted_nodes": fmean(e.drafted for e in drafted) if drafted else None,
+            "checked_nodes": fmean(e.checked for e in drafted) if drafted else None,
+            "node_budget": fmean(e.node_budget for e in rounds) if rounds else None,
+            "budget_0_share": fmean(e.node_budget == 0 for e in rounds) if rounds else None,
+        }
+
+
+class Load:
+    """Generations against running services, prompt after prompt."""
+
+    def __init__(self, client: Client, prompts: Sequence[Prompt], drafter: str, **options: Any):
+        self._client = client
+        self._prompts = prompts
+        self._drafter = drafter
+        self._options = options
+        self._next = count()
+
+    async def closed(self, users: int, seconds: float) -> Window:
+        """So many users, each of whom asks again as soon as a generation ends."""
+        warm = _WARM_SECONDS + _WARM_SECONDS_A_USER * users
+        return await self._measure(warm, seconds, lambda window: self._crowd(users, window))
+
+    async def opened(self, rate: float, seconds: float) -> Window:
+        """Users who come at random times, `rate` a second on average, whoever waits."""
+        return await self._measure(
+            _WARM_SECONDS, seconds, lambda window: self._arrivals(rate, window)
+        )
+
+    async def _measure(self, warm: float, seconds: float, work: Callable[[Window], Any]) -> Window:
+        begin = time.perf_counter() + warm
+        window = Window(begin, begin + seconds)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(warm + seconds):
+                await work(window)
+        return window
+
+    async def _crowd(self, users: int, window: Window) -> None:
+        async def user(index: int) -> None:
+            # The first generations differ in length, or all would take in prompts at the same time.
+            await self._generate(window, TOKENS * (index + 1) // users or 1)
+            while True:
+                await self._generate(window, TOKENS)
+
+        async with asyncio.TaskGroup() as group:
+            for index in range(users):
+                group.create_task(user(index))
+
+    async def _arrivals(self, rate: float, window: Window) -> None:
+        chance = random.Random(1)  # the same times for all modes
+        async with asyncio.TaskGroup() as group:
+            while True:
+                group.create_task(self._generate(window, TOKENS))
+                await asyncio.sleep(chance.expovariate(rate))
+
+    async def _generate(self, window: Window, tokens: int) -> None:
+        number = next(self._next)
+        prompt = self._prompts[number % len(self._prompts)]
+        began = time.perf_counter()
+        generation = self._client.generate(
+            prompt.tokens[-LENGTHS[number % len(LENGTHS)] :],
+            max_new_tokens=tokens,
+            drafter=self._drafter,
+            ignore_eos=True,
+            **self._options,
+        )
+        user = User(rounds=generation.stats.rounds)
+        window.users.append(user)
+        last = None
+        async for chunk in generation:
+            now = time.perf_counter()
+            if now >= window.begin:
+                window.tokens += len(chunk.token_ids)
+                if last is None:
+                    user.first_token = (now - began) * 1e3
+                else:
+                    user.tokens += len(chunk.token_ids)
+                    user.gaps.append((now - last) * 1e3)
+            last = now
+
+
+async def measure(
+    prompts: Sequence[Prompt],
+    target: Path,
+    drafter: str,
+    *,
+    dtype: str,
+    loops: Sequence[str],
+    seconds: float,
+    repeats: int,
+    progress: Callable[[str], object],
+) -> dict[str, Any]:
+    """Closed and open loops of all modes, the modes in turn, `repeats` times over.
+
+    Args:
+        prompts: What to ask for, in turn.
+        target: Model folder.
+        drafter: Specification, METHOD[:DIR][,key=value...], under the name "load".
+        dtype: Of the target.
+        loops: Which of `LOOPS`.
+        seconds: Length of each window.
+        repeats: Windows of each point.
+        progress: Told what is under way.
+    """
+    points = [("closed", float(users)) for users in CONCURRENCY if "closed" in loops]
+    points += [("open", rate) for rate in ARRIVALS if "open" in loops]
+    found: dict[str, dict[str, Any]] = {loop: {} for loop, _ in points}
+    with ExitStack() as running:
+        scheduled = Services(target, [f"load={drafter}"], dtype, verifier=["--schedule=profile"])
+        services = running.enter_context(scheduled)
+        unscheduled = Services(target, [f"load={drafter}"], dtype, verifier=["--schedule=off"])
+        running.enter_context(unscheduled)
+        async with (
+            services.client() as client,
+            unscheduled.client(drafting=DraftOptions(adaptive=False)) as eager,
+        ):
+            loads = {
+                "plain": Load(client, prompts, "none"),
+                "fixed": Load(eager, prompts, "load", max_nodes=FIXED_NODES),
+                "scheduled": Load(client, prompts, "load"),
+            }
+            for load in loads.values():
+                await load.closed(2, 1.0)  # warm
+            for loop, size in points:
+                windows: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
+                for _ in range(repeats):
+                    for mode, load in loads.items():
+                        if loop == "closed":
+                            window = await load.closed(int(size), seconds)
+                        else:
+                            window = await load.opened(size, seconds)
+                        windows[mode].append(window.summary())
+                found[loop][f"{size:g}"] = {mode: _middle(runs) for mode, runs in windows.items()}
+                rates = found[loop][f"{size:g}"]
+                progress(
+                    f"{loop} {size:g}: "
+                    + ", ".join(f"{m} {rates[m]['tokens_per_second']:.0f}/s" for m in MODES)
+                )
+    return {"drafter": drafter, "tokens": TOKENS, "prompt_lengths": LENGTHS, **found}
+
+
+def _middle(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The run with the median throughput, and the throughput of all."""
+    ordered = sorted(runs, key=lambda run: float(run["tokens_per_second"]))
+    return {**ordered[len(ordered) // 2], "runs": [run["tokens_per_second"] for run in runs]}
+
+
+def _spread(values: Sequence[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    return {f"p{q}": float(np.percentile(values, q)) for q in (50, 90, 99)}

@@ -1,0 +1,130 @@
+"""What an engine step costs, as a table over batch tokens and attended KV tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from paceline.verifier.scheduler.admission import Floats
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Step times on a grid, with straight lines between its points. Beyond the last row they grow
+    in proportion to tokens, beyond the last column along its line.
+
+    Real costs are jagged: a step may take no longer for one token more, then much longer for the
+    next. The grid keeps what jags its points show.
+
+    Attributes:
+        tokens: Batch tokens of the grid's rows, rising. Unit: tokens.
+        contexts: KV tokens that each batch token attends to, of the grid's columns, rising.
+        table: Time of a step, ``[len(tokens), len(contexts)]``. Unit: seconds.
+        per_sequence: Time that each sequence in a step adds to it. Unit: seconds.
+
+    Raises:
+        ValueError: It is no such table.
+    """
+
+    tokens: tuple[int, ...]
+    contexts: tuple[int, ...]
+    table: tuple[tuple[float, ...], ...]
+    per_sequence: float = 0.0
+
+    def __post_init__(self) -> None:
+        grid = np.asarray(self.table, np.float64)
+        fine = (
+            min(len(self.tokens), len(self.contexts)) >= 2
+            and grid.shape == (len(self.tokens), len(self.contexts))
+            and all(np.all(np.diff(axis) > 0) for axis in (self.tokens, self.contexts))
+            and np.all(np.isfinite(grid))
+            and np.all(grid > 0)
+            and 0 <= self.per_sequence < float("inf")
+        )
+        if not fine:
+            raise ValueError("expected rising axes of at least 2 points and times above 0")
+
+    def seconds(self, tokens: Floats, attended: Floats) -> Floats:
+        """Time of steps, the sequences' own part left out: it is the same for every cut.
+
+        Args:
+            tokens: Batch tokens of each step, ``[n]``, at least 1.
+            attended: KV tokens that they attend to, summed over them, ``[n]``.
+
+        Returns:
+            Seconds, ``[n]``.
+        """
+        row, down = _place(self._tokens, tokens)
+        column, across = _place(self._contexts, attended / tokens)
+        # Beyond the last row it goes on in proportion at most, whatever its points' noise says.
+        excess = np.maximum(tokens / self.tokens[-1], 1.0)
+        down = np.minimum(down, 1.0)
+        grid, width = self._flat, len(self.contexts)
+        at = row * width + column
+        upper = grid[at] + across * (grid[at + 1] - grid[at])
+        at += width
+        lower = grid[at] + across * (grid[at + 1] - grid[at])
+        seconds: Floats = np.maximum(upper + down * (lower - upper), self._least) * excess
+        return seconds
+
+    def step_seconds(self, sequences: int, tokens: int, attended: int) -> float:
+        """Time of one step."""
+        forward = self.seconds(np.array([float(tokens)]), np.array([float(attended)]))
+        return float(forward[0]) + self.per_sequence * sequences
+
+    def to_json(self) -> str:
+        """As stored."""
+        return json.dumps(
+            {
+                "tokens": self.tokens,
+                "contexts": self.contexts,
+                "table": self.table,
+                "per_sequence": self.per_sequence,
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> CostTable:
+        """As read.
+
+        Raises:
+            ValueError: It is none.
+        """
+        fields: Mapping[str, Any] = json.loads(text)
+        try:
+            return cls(
+                tuple(int(each) for each in fields["tokens"]),
+                tuple(int(each) for each in fields["contexts"]),
+                tuple(tuple(float(each) for each in row) for row in fields["table"]),
+                float(fields["per_sequence"]),
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a cost table: {error!r}") from error
+
+    @cached_property
+    def _tokens(self) -> Floats:
+        return np.asarray(self.tokens, np.float64)
+
+    @cached_property
+    def _contexts(self) -> Floats:
+        return np.asarray(self.contexts, np.float64)
+
+    @cached_property
+    def _flat(self) -> Floats:
+        return np.asarray(self.table, np.float64).ravel()
+
+    @cached_property
+    def _least(self) -> float:
+        return float(self._flat.min())
+
+
+def _place(axis: Floats, values: Floats) -> tuple[Any, Floats]:
+    """The grid's cell of each value, the nearest one for those outside, and the place in it."""
+    cell = np.clip(np.searchsorted(axis, values, side="right") - 1, 0, len(axis) - 2)
+    low = axis[cell]
+    return cell, (values - low) / (axis[cell + 1] - low)

@@ -1,0 +1,82 @@
+"""Cost tables of this user, kept from one start to the next."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from paceline.decoder import Decoder
+from paceline.verifier.scheduler.costs import CostTable
+from paceline.verifier.scheduler.profile import profile
+
+_log = logging.getLogger(__name__)
+_MOST_FILES = 64
+_FORMAT = 1  # of the file, and of what is measured
+
+
+def cost_table(
+    decoder: Decoder, fingerprint: str, max_context: int, *, again: bool = False
+) -> CostTable:
+    """The table of a model on this kind of machine: the stored one, or one measured now.
+
+    Args:
+        decoder: The model.
+        fingerprint: Tells it from others.
+        max_context: Longest text that will be served. Unit: tokens.
+        again: Measure even if there is one.
+    """
+    file = _folder() / f"{_key(decoder, fingerprint, max_context)}.json"
+    if not again:
+        with suppress(OSError, ValueError):  # none yet, or none that can be believed
+            return CostTable.from_json(file.read_text())
+    table = profile(decoder, max_context)
+    try:
+        _write(file, table)
+    except OSError as error:
+        _log.warning("the cost table could not be stored", extra={"error": str(error)})
+    return table
+
+
+def _key(decoder: Decoder, fingerprint: str, max_context: int) -> str:
+    facts = (
+        _FORMAT,
+        fingerprint,
+        str(decoder.config.dtype),
+        str(decoder.device),
+        max_context,
+        torch.get_num_threads(),
+        torch.__version__,
+        _machine(),
+    )
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+
+
+def _machine() -> tuple[str, int]:
+    """The kind of processor, and how many of it this process may use."""
+    cores = len(os.sched_getaffinity(0))
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("model name", "CPU part")):
+                return line.partition(":")[2].strip(), cores
+    return platform.processor() or platform.machine(), cores
+
+
+def _folder() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root, "paceline", "costs")
+
+
+def _write(file: Path, table: CostTable) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    fresh = file.with_suffix(f".{os.getpid()}")
+    fresh.write_text(table.to_json())
+    fresh.replace(file)
+    files = sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)
+    for old in files[:-_MOST_FILES]:
+        old.unlink(missing_ok=True)

@@ -1,0 +1,136 @@
+"""Measuring what steps cost on this machine, once for each model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paceline.decoder import Decoder, LocalCache
+from paceline.kernels import TreeSegment, plan_trees
+from paceline.verifier.scheduler.costs import CostTable
+
+TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
+"""Batch tokens that are measured."""
+
+CONTEXTS = (32, 512, 2048)
+"""Contexts that are measured. Unit: tokens."""
+
+_ROWS = 4  # batch tokens a sequence
+_SPLIT = 16  # tokens of the step that is timed as so many sequences, and as one
+_LONG_STEP = 0.15  # seconds after which a step is long enough for costs to be linear from there
+_BUDGET = 2.0  # seconds after which the grid is not measured once more
+_SWEEPS = (2, 8)  # times that it is measured: the least and the most
+_KV_BYTES = 128 << 20  # all caches together: larger than those of processors
+
+
+class Profiler:
+    """Runs steps of chosen shapes on caches of its own, filled with noise."""
+
+    def __init__(self, decoder: Decoder, longest: int) -> None:
+        """Make caches for contexts up to ``longest`` tokens."""
+        self._decoder = decoder
+        config = decoder.config
+        position = 2 * config.layers * config.kv_heads * config.head_dim * config.dtype.itemsize
+        slots = longest + max(TOKENS)
+        self._caches = [
+            LocalCache(config, decoder.device)
+            for _ in range(max(1, min(32, _KV_BYTES // (position * slots))))
+        ]
+        for cache in self._caches:
+            cache.reserve(slots)
+            for layer in range(config.layers):
+                for plane in cache.layer(layer):
+                    plane.normal_()
+
+    def step(self, shapes: Sequence[tuple[int, int]]) -> float:
+        """Time of one step of blocks of ``(tokens, context)`` each."""
+        begun = perf_counter()
+        caches = self._caches
+        plan = plan_trees(
+            [
+                TreeSegment(index % len(caches), context, None, tokens)
+                for index, (tokens, context) in enumerate(shapes)
+            ],
+            device=self._decoder.device,
+        )
+        tokens = torch.zeros(plan.rows, dtype=torch.int64, device=self._decoder.device)
+        self._decoder.forward(tokens, plan, caches, logit_rows=None).logits.cpu()
+        return perf_counter() - begun
+
+
+def shapes_of(tokens: int, context: int, rows: int = _ROWS) -> list[tuple[int, int]]:
+    """Blocks of at most ``rows`` tokens that make a step of so many, all behind one context."""
+    whole, rest = divmod(tokens, rows)
+    return [(rows, context)] * whole + [(rest, context)] * (rest > 0)
+
+
+def profile(decoder: Decoder, max_context: int) -> CostTable:
+    """Measure the table of a model: about three seconds for a small one, at most some dozen steps
+    for one whose steps are long.
+
+    Call it where the model's math threads are the ones that serve.
+
+    Args:
+        decoder: The model.
+        max_context: Longest text that will be served. Unit: tokens.
+    """
+    least = min(CONTEXTS[0], max(1, max_context - 1))
+    contexts = sorted({least, *(each for each in CONTEXTS if least < each < max_context)})
+    if len(contexts) < 2:
+        contexts.append(contexts[0] + max(1, max_context - contexts[0]))
+    profiler = Profiler(decoder, contexts[-1])
+    grid = [
+        [shapes_of(tokens, context) for context in contexts]
+        for tokens in _worth_measuring(profiler, contexts[0])
+    ]
+    apart, together = (shapes_of(_SPLIT, contexts[0], rows) for rows in (1, _SPLIT))
+    *points, many, one = least_seconds(
+        profiler, [*(step for row in grid for step in row), apart, together]
+    )
+    per_sequence = max(0.0, many - one) / (_SPLIT - 1)
+    table = np.array(points).reshape(len(grid), len(contexts))
+    # What the table holds is without the sequences' own part.
+    own = np.array([[len(row[0]) * per_sequence] for row in grid])
+    return CostTable(
+        TOKENS[: len(grid)],
+        tuple(contexts),
+        _rising(np.maximum(table - own, table / 2)),
+        per_sequence,
+    )
+
+
+def least_seconds(profiler: Profiler, steps: Sequence[list[tuple[int, int]]]) -> list[float]:
+    """Least time of each of several steps.
+
+    All are measured in turn, again and again: what disturbs the machine for a moment then hits
+    another step each time.
+    """
+    begun = perf_counter()
+    times = [float("inf")] * len(steps)
+    least, most = _SWEEPS
+    for sweep in range(most):
+        if sweep >= least and perf_counter() - begun > _BUDGET:
+            break
+        times = [min(time, profiler.step(step)) for time, step in zip(times, steps, strict=True)]
+    return times
+
+
+def _worth_measuring(profiler: Profiler, context: int) -> tuple[int, ...]:
+    """The rows of the grid up to the first long step, at least two."""
+    profiler.step([(1, context)])  # the first step of all makes what others find made
+    for index, tokens in enumerate(TOKENS):
+        shapes = shapes_of(tokens, context)
+        if index and min(profiler.step(shapes), profiler.step(shapes)) > _LONG_STEP:
+            return TOKENS[: index + 1]
+    return TOKENS
+
+
+def _rising(table: NDArray[np.float64]) -> tuple[tuple[float, ...], ...]:
+    """No step takes longer than a larger one: what disturbed a measurement made it too long."""
+    for axis in (0, 1):
+        table = np.flip(np.minimum.accumulate(np.flip(table, axis), axis), axis)
+    return tuple(tuple(row) for row in table.tolist())

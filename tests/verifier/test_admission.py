@@ -1,0 +1,224 @@
+"""The search for the nodes that are worth their place, without any engine."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from itertools import product
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.verifier.engine.acceptance import walk
+from paceline.verifier.engine.tree import DraftTree
+from paceline.verifier.scheduler.admission import Candidates, Floats, Step, admit
+
+DRAWS = 10_000
+FALSE_ALARM = 4.9  # standard deviations: a false alarm in a million draws of a seed
+
+
+class Costs:
+    """Step times by batch tokens, attended tokens costing nothing."""
+
+    def __init__(self, *seconds: float) -> None:
+        self._seconds = np.array([math.nan, *seconds])
+
+    def seconds(self, tokens: Floats, attended: Floats) -> Floats:
+        """As in :class:`paceline.verifier.scheduler.admission.StepCosts`."""
+        found: Floats = self._seconds[tokens.astype(int)]
+        return found
+
+
+@st.composite
+def trees(draw: st.DrawFn, most: int = 4) -> DraftTree:
+    size = draw(st.integers(0, most))
+    tokens = draw(st.lists(st.integers(0, 2), min_size=size, max_size=size))
+    parents = [draw(st.integers(-1, node - 1)) for node in range(size)]
+    told = draw(st.booleans())
+    chances = draw(st.lists(st.floats(0, 1), min_size=size, max_size=size)) if told else []
+    return DraftTree(tokens, parents, chances).likeliest_first()
+
+
+several = st.lists(trees(), min_size=1, max_size=3)
+
+
+def costs_for(steps: list[float]) -> Costs:
+    """A rising curve out of any steps."""
+    return Costs(*np.cumsum(np.array(steps) + 1e-3))
+
+
+curves = st.lists(st.floats(0, 1), min_size=24, max_size=24).map(costs_for)
+
+
+def plain(drafted: list[DraftTree], idle: float = 0.0) -> Step:
+    """The step without nodes."""
+    return Step(len(drafted), 0, len(drafted), idle)
+
+
+@settings(deadline=None)
+@given(several, curves, st.booleans())
+def test_what_is_admitted_is_a_tree(drafted: list[DraftTree], costs: Costs, causal: bool) -> None:
+    got = admit(
+        [tree.survivals for tree in drafted], [0] * len(drafted), plain(drafted), costs,
+        causal=causal,
+    )  # fmt: skip
+    for tree, count in zip(drafted, got.counts, strict=True):
+        cut = tree.first(count)
+        assert len(cut) == count + 1
+        assert all(parent < node for node, parent in enumerate(cut.parents))
+        for (parent, token), node in cut.children.items():
+            assert tree.children[parent, token] == node
+        assert list(cut.survivals) == list(tree.survivals[:count])
+        assert cut.drafted_path([count][:count]) == tree.drafted_path([count][:count])
+
+
+@settings(deadline=None, max_examples=50)  # up to 4096 choices each
+@given(several, curves, st.floats(0, 2))
+def test_no_choice_of_trees_does_better(
+    drafted: list[DraftTree], costs: Costs, idle: float
+) -> None:
+    step = plain(drafted, idle)
+    got = admit([tree.survivals for tree in drafted], [0] * len(drafted), step, costs)
+    best = 0.0
+    for choice in product(*(range(1 << (len(tree) - 1)) for tree in drafted)):
+        nodes, expected = len(drafted), float(len(drafted))
+        for tree, bits in zip(drafted, choice, strict=True):
+            chosen = [node for node in range(1, len(tree)) if bits >> (node - 1) & 1]
+            if any(tree.parents[node] not in (0, *chosen) for node in chosen):
+                break
+            nodes += len(chosen)
+            expected += float(sum(tree.survivals[node - 1] for node in chosen))
+        else:
+            seconds = float(costs.seconds(np.array([nodes]), np.zeros(1))[0])
+            best = max(best, expected / (idle + seconds))
+    assert got.expected / (idle + got.seconds) == pytest.approx(best)
+
+
+@settings(deadline=None)
+@given(several, curves)
+def test_it_admits_more_when_time_is_lost_anyway(drafted: list[DraftTree], costs: Costs) -> None:
+    """Monotone: the more a step loses before it begins, the more nodes are worth their time."""
+    survivals, contexts = [tree.survivals for tree in drafted], [0] * len(drafted)
+    counts = [
+        sum(admit(survivals, contexts, plain(drafted, idle), costs).counts)
+        for idle in (0.0, 0.1, 1.0, 10.0, 1e6)
+    ]
+    assert counts == sorted(counts)
+
+
+@settings(deadline=None)
+@given(several, curves)
+def test_early_stopping_admits_no_more_than_the_full_search(
+    drafted: list[DraftTree], costs: Costs
+) -> None:
+    candidates = Candidates([tree.survivals for tree in drafted], [0] * len(drafted))
+    step = plain(drafted)
+    full, early = candidates.cut(step, costs), candidates.cut(step, costs, causal=True)
+    assert early <= full
+
+
+@settings(deadline=None)
+@given(several, curves, st.data())
+def test_early_stopping_looks_at_nothing_behind_its_cut(
+    drafted: list[DraftTree], costs: Costs, data: st.DataObject
+) -> None:
+    """Nodes that were not admitted, but for the first of them, may be anything less likely."""
+    survivals, contexts = [tree.survivals for tree in drafted], [0] * len(drafted)
+    got = admit(survivals, contexts, plain(drafted), costs, causal=True)
+    left = [float(v) for s, n in zip(survivals, got.counts, strict=True) for v in s[n:]]
+    border = max(left, default=0.0)
+    changed = []
+    for s, n in zip(survivals, got.counts, strict=True):
+        scale = data.draw(st.floats(0, 1))
+        changed.append(np.where((np.arange(len(s)) < n) | (s == border), s, s * scale))
+    assert admit(changed, contexts, plain(drafted), costs, causal=True).counts == got.counts
+
+
+def test_jagged_costs_trap_early_stopping_only() -> None:
+    """A second node is dear, a third one free."""
+    chain = DraftTree([1, 2, 3], [-1, 0, 1], [0.9, 0.9, 0.9])
+    costs = Costs(1.0, 1.1, 1.7, 1.7)
+    step = Step(1, 0, 1)
+    assert admit([chain.survivals], [0], step, costs).counts == [3]
+    assert admit([chain.survivals], [0], step, costs, causal=True).counts == [1]
+
+
+def test_a_pipelined_engine_admits_as_many_as_two_steps_before() -> None:
+    costs = Costs(1.0, 1.1, 1.2, 9.0, 9.0)
+    step = Step(2, 0, 2)
+    then = Candidates([np.array([0.9, 0.8]), np.array([0.1])], [0, 0])
+    now = Candidates([np.array([0.3]), np.array([0.95, 0.2])], [0, 0])
+    count = then.cut(step, costs)
+    assert count == 1
+    assert now.admit(count, step, costs).counts == [0, 1]
+
+
+class AppendixA:
+    """The paper's counterexample: one request, two drafted tokens, the second confidence depending
+    on the first token."""
+
+    target: ClassVar = {"A": 0.7, "B": 0.3}
+    drafter: ClassVar = {"A": 0.5, "B": 0.5}
+    costs: ClassVar = Costs(1 / 1.0, 1 / 0.5, 1 / 0.45)
+
+    def admitted(self, first: str, *, causal: bool) -> DraftTree:
+        """The tree as far as it is checked."""
+        tree = DraftTree([ord(first), ord("A")], [-1, 0], [0.8, 0.9 if first == "A" else 0.0])
+        got = admit([tree.survivals], [0], Step(1, 0, 1), self.costs, causal=causal)
+        return tree.first(got.counts[0])
+
+    def by_rejection(self, chance: random.Random, *, causal: bool) -> str:
+        """The first token under rejection sampling."""
+        first = _draw(self.drafter, chance)
+        if len(self.admitted(first, causal=causal)) == 1:
+            return _draw(self.target, chance)
+        if chance.random() < self.target[first] / self.drafter[first]:
+            return first
+        left = {x: max(0.0, p - self.drafter[x]) for x, p in self.target.items()}
+        return _draw(left, chance)
+
+    def by_noise(self, chance: random.Random, *, causal: bool) -> tuple[str, str]:
+        """The first token under the drafter-invariant contract, drafted for and not."""
+        noise = {x: -math.log(-math.log(chance.random())) for x in "AB"}
+
+        def best(weights: dict[str, float]) -> str:
+            return max(weights, key=lambda x: math.log(weights[x]) + noise[x])
+
+        tree = self.admitted(best(self.drafter), causal=causal)
+        walked = walk(tree, lambda node: ord(best(self.target)), (), 1)
+        return chr(walked.tokens[0]), best(self.target)
+
+
+def _draw(weights: dict[str, float], chance: random.Random) -> str:
+    return chance.choices(list(weights), list(weights.values()))[0]
+
+
+def _deviations(seen: Counter[str], share: float) -> float:
+    """Of the count of A from the expected one. Unit: standard deviations."""
+    return abs(seen["A"] - share * DRAWS) / math.sqrt(DRAWS * share * (1 - share))
+
+
+def test_appendix_a_the_full_search_biases_rejection_sampling() -> None:
+    chance = random.Random(1)
+    seen = Counter(AppendixA().by_rejection(chance, causal=False) for _ in range(DRAWS))
+    assert _deviations(seen, 0.85) < FALSE_ALARM, "as the paper works out"
+    assert _deviations(seen, 0.7) > FALSE_ALARM
+
+
+def test_appendix_a_early_stopping_keeps_rejection_sampling_exact() -> None:
+    chance = random.Random(1)
+    seen = Counter(AppendixA().by_rejection(chance, causal=True) for _ in range(DRAWS))
+    assert _deviations(seen, 0.7) < FALSE_ALARM
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_appendix_a_the_invariant_mode_is_exact_with_any_search(causal: bool) -> None:
+    chance = random.Random(1)
+    pairs = [AppendixA().by_noise(chance, causal=causal) for _ in range(DRAWS)]
+    assert all(emitted == undrafted for emitted, undrafted in pairs)
+    seen = Counter(emitted for emitted, _ in pairs)
+    assert _deviations(seen, 0.7) < FALSE_ALARM

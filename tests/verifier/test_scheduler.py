@@ -1,0 +1,278 @@
+"""The scheduler in a verifier: what it learns, and that no token depends on it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import drafters
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from verifier_support import Client, Round, serving
+
+from paceline.decoder import Decoder
+from paceline.kernels import SamplingParams
+from paceline.v1 import sampling_pb2, tree_pb2
+from paceline.verifier.engine.tree import DraftTree
+from paceline.verifier.scheduler import library
+from paceline.verifier.scheduler.admission import Step
+from paceline.verifier.scheduler.costs import CostTable
+from paceline.verifier.scheduler.outlook import Outlook, Shared
+from paceline.verifier.scheduler.scheduler import Scheduler
+from paceline.verifier.scheduler.trust import Trust
+
+PROMPT = [3, 1, 4, 1, 5]
+STEEP = CostTable((1, 2), (1, 2), ((1.0, 1.0), (2.0, 2.0)))
+"""A step takes a second a token."""
+FLAT = CostTable((1, 512), (1, 2), ((1.0, 1.0), (1.0, 1.0)))
+"""A step takes a second."""
+
+
+async def served_with(client: Client, costs: CostTable) -> None:
+    """Let a verifier decide by these costs from now on."""
+    scheduler = Scheduler(costs, 255)
+    await client.service.engine.between_steps(
+        lambda: setattr(client.service.engine, "_scheduler", scheduler)
+    )
+
+
+@pytest.mark.parametrize("costs", [STEEP, FLAT])
+async def test_tokens_are_the_same_whatever_is_cut(
+    costs: CostTable, model: Path, tmp_path: Path
+) -> None:
+    """Every kind of tree, several sequences at once, all nodes checked and hardly any."""
+
+    def fields(seed: int) -> dict[str, Any]:
+        sampling = sampling_pb2.SamplingParams(temperature=seed % 2, seed=seed)
+        return {"sampling": sampling, "max_new_tokens": 30, "ignore_eos": True}
+
+    async with serving(model, tmp_path / "v.sock", kv_bytes=1 << 28) as client:
+        plain = [
+            await client.generate(PROMPT, drafters.nothing, **fields(seed)) for seed in range(6)
+        ]
+        await served_with(client, costs)
+        draws = [
+            drafters.mixed(*drafters.all_of(plain[seed], len(PROMPT)).values()) for seed in range(6)
+        ]
+        scheduled = await asyncio.gather(
+            *(client.generate(PROMPT, draws[seed], seed=seed, **fields(seed)) for seed in range(6))
+        )
+    assert scheduled == plain
+
+
+async def rounds(client: Client, tree: tree_pb2.TokenTree, count: int = 1) -> list[Any]:
+    """Answers to rounds with one tree."""
+    created = await client.create(PROMPT, max_new_tokens=count + 9, ignore_eos=True)
+    stream = client.stub.Verify()
+    answers = []
+    for number in range(1, count + 1):
+        request = Round.of(created.handle, number)
+        request.tree.CopyFrom(tree)
+        await stream.write(request)
+        answers.append(await stream.read())
+    await client.release(created.handle)
+    return answers
+
+
+async def test_unlikely_nodes_are_left_out_where_steps_cost(client: Client) -> None:
+    """The first chain is worth a token more, the second is not, and says so."""
+    tree = tree_pb2.TokenTree(
+        tokens=[9, 8, 7, 6], parents=[-1, 0, -1, 2], confidences=[0.01, 0.5, 0.9, 0.01]
+    )
+    await served_with(client, FLAT)
+    (answer,) = await rounds(client, tree)
+    assert (answer.checked_nodes, answer.batch_tokens) == (4, 5)
+    await served_with(client, STEEP)
+    (answer,) = await rounds(client, tree)
+    assert answer.checked_nodes == 0
+    assert answer.batch_tokens == 1
+    assert 0 < answer.node_budget < 4
+
+
+@pytest.mark.parametrize("part", ["admit", "stepped"])
+async def test_a_scheduler_that_fails_costs_no_round(
+    part: str, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await served_with(client, FLAT)
+    scheduler: Any = client.service.engine._scheduler
+    monkeypatch.setattr(scheduler, part, lambda *_: 1 / 0)
+    tree = tree_pb2.TokenTree(tokens=[9, 8], parents=[-1, 0])
+    answers = await rounds(client, tree, 2)
+    assert [answer.checked_nodes for answer in answers] == [2, 2]
+    assert [answer.node_budget for answer in answers] == [255, 255]
+
+
+async def test_all_is_checked_without_a_scheduler(client: Client) -> None:
+    (answer,) = await rounds(client, tree_pb2.TokenTree(tokens=[9, 8], parents=[-1, 0]))
+    assert (answer.checked_nodes, answer.node_budget) == (2, 255)
+
+
+async def test_a_new_cache_says_how_much_to_draft(model: Path, tmp_path: Path) -> None:
+    async with serving(
+        model, tmp_path / "v.sock", kv_bytes=1 << 28, schedule="auto", node_budget=7
+    ) as client:
+        created = await client.create(PROMPT, max_new_tokens=4)
+        assert created.node_budget == 7
+        await client.release(created.handle)
+        engine = client.service.engine
+        await engine.between_steps(lambda: None)
+        assert not engine._scheduler._outlooks, "a released sequence is forgotten"
+
+
+def seen(outlook: Outlook, load: int, emitted: int, price: float, rounds: int = 50) -> None:
+    """Let it see the same round again and again."""
+    for _ in range(rounds):
+        outlook.drafted(load, emitted, price)
+
+
+def test_where_trees_cost_more_than_they_bring_drafting_rests_until_a_probe() -> None:
+    outlook = Outlook(Shared(), 255)
+    seen(outlook, load=8, emitted=2, price=3.0)
+    assert outlook.budget(8) == 0
+    outlook.ran(1000)
+    assert outlook.budget(8) > 0, "a probe"
+    seen(outlook, load=8, emitted=2, price=3.0, rounds=1)
+    assert outlook.budget(8) == 0, "it failed"
+    outlook.ran(1000)
+    seen(outlook, load=8, emitted=9, price=3.0, rounds=1)
+    assert outlook.budget(8) > 0, "it pays again"
+
+
+def test_one_sequence_alone_may_always_draft() -> None:
+    outlook = Outlook(Shared(), 255)
+    seen(outlook, load=1, emitted=1, price=3.0)
+    assert outlook.budget(1) > 0
+
+
+def test_what_one_load_showed_does_not_close_another() -> None:
+    outlook = Outlook(Shared(), 255)
+    seen(outlook, load=2, emitted=3, price=2.0)
+    seen(outlook, load=32, emitted=3, price=5.0)
+    assert outlook.budget(2) > 0
+    assert outlook.budget(30) == 0
+
+
+def test_new_sequences_begin_with_what_others_showed() -> None:
+    shared = Shared()
+    seen(Outlook(shared, 255), load=8, emitted=1, price=3.0)
+    fresh, better = Outlook(shared, 255), Outlook(shared, 255)
+    assert fresh.budget(8) > 0, "a round of its own: the others' drafter may be a worse one"
+    seen(fresh, load=8, emitted=1, price=3.0, rounds=1)
+    assert fresh.budget(8) == 0
+    assert better.budget(8) > 0
+    seen(better, load=8, emitted=12, price=3.0, rounds=1)
+    assert better.budget(8) > 0
+
+
+def test_budgets_follow_what_is_admitted() -> None:
+    outlook = Outlook(Shared(), 64)
+    outlook.checked(drafted=64, admitted=4)
+    assert outlook.budget(1) == 6
+    outlook.checked(drafted=6, admitted=6)
+    outlook.checked(drafted=14, admitted=14)
+    assert outlook.budget(1) > 14, "it grows while all is admitted"
+    for _ in range(9):
+        outlook.checked(drafted=outlook.budget(1), admitted=outlook.budget(1))
+    assert outlook.budget(1) == 64
+
+
+@pytest.mark.parametrize("truth", [0.2, 0.5, 0.8])
+@pytest.mark.parametrize("told", [0.3, 0.6, 0.95])
+def test_trust_makes_survivals_come_true(told: float, truth: float) -> None:
+    chance, trust = random.Random(1), Trust()
+    tree = DraftTree([1] * 4, [-1, 0, 1, 2], [told] * 4)
+    for _ in range(300):
+        stood = 0
+        while stood < 4 and chance.random() < truth:
+            stood += 1
+        trust.learn(tree.survivals, stood)
+    expected = sum(truth**depth for depth in range(1, 5))
+    believed = float((tree.survivals**trust.exponent).sum())
+    assert believed == pytest.approx(expected, rel=0.35)
+
+
+def test_trust_survives_any_confidence() -> None:
+    trust = Trust()
+    for told in (0.0, 1.0):
+        tree = DraftTree([1] * 255, list(range(-1, 254)), [told] * 255)
+        trust.learn(tree.survivals, 0)
+        assert np.isfinite(trust.exponent)
+        assert np.all(np.diff(tree.survivals) <= 0)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.floats(1e-4, 1), min_size=2, max_size=6),
+    st.integers(1, 500),
+    st.floats(0, 5000),
+)
+def test_costs_rise_with_the_table_and_are_its_own_at_its_points(
+    steps: list[float], tokens: int, context: float
+) -> None:
+    axis = tuple(2**i for i in range(len(steps)))
+    column = np.cumsum(steps)
+    table = CostTable(axis, (10, 1000), tuple((float(v), float(2 * v)) for v in column))
+    at = np.array(axis, float)
+    assert table.seconds(at, at * 10) == pytest.approx(column)
+    assert table.seconds(at, at * 1000) == pytest.approx(2 * column)
+    some = np.array([tokens, tokens + 1], float)
+    less, more = table.seconds(some, some * max(10.0, context))
+    assert 0 < less <= more + 1e-12
+
+
+def test_tables_are_kept_and_measured_once(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    decoder = Decoder.load(model)
+    with torch.inference_mode():
+        table = library.cost_table(decoder, "print", 2048)
+        (file,) = (tmp_path / "paceline" / "costs").glob("*.json")
+        assert CostTable.from_json(file.read_text()) == table
+        monkeypatch.setattr(library, "profile", lambda *_: FLAT)
+        assert library.cost_table(decoder, "print", 2048) == table
+        assert library.cost_table(decoder, "other model", 2048) == FLAT
+        assert library.cost_table(decoder, "print", 2048, again=True) == FLAT
+        file.write_text('{"tokens": [1]}')
+        assert library.cost_table(decoder, "print", 2048) == FLAT, "a file nobody can believe"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "table"),
+    [((1,), ((1.0, 1.0),)), ((2, 1), ((1.0, 1.0), (1.0, 1.0))), ((1, 2), ((1.0, 0.0), (1.0, 1.0)))],
+)
+def test_bad_tables(tokens: tuple[int, ...], table: tuple[tuple[float, ...], ...]) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        CostTable(tokens, (1, 2), table)
+
+
+def drawn(confidences: list[float], costs: CostTable) -> list[int]:
+    """Nodes checked of a chain of samples, with these confidences."""
+    sampling = SamplingParams(temperature=1.0, rejection=True)
+    round_ = Mock()
+    round_.sequence.committed = 9
+    round_.sequence.generation.sampling = sampling
+    count = len(confidences)
+    tree = DraftTree([1] * count, list(range(-1, count - 1)), confidences)
+    (cut,) = Scheduler(costs, 255).admit([round_], [tree], Step(1, 9, 1))
+    return cut.tokens
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=6), st.data())
+def test_whether_a_sample_is_checked_says_nothing_about_it(
+    confidences: list[float], data: st.DataObject
+) -> None:
+    """Appendix A: not its confidence, nor any behind it, which depend on what was drawn."""
+    steps = (1.0, 1.2, 1.4, 1.5, 1.9)
+    costs = CostTable((1, 2, 3, 4, 8), (1, 2), tuple((step, step) for step in steps))
+    node = data.draw(st.integers(0, len(confidences) - 1))
+    others = data.draw(st.lists(st.floats(0, 1), min_size=6, max_size=6))
+    changed = [*confidences[:node], *others[node : len(confidences)]]
+    assert (len(drawn(confidences, costs)) > node) == (len(drawn(changed, costs)) > node)
