@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.decoder.linear import Linear, product_rows
+from paceline.decoder.linear import MOST_ROWS, Linear, product_rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -23,7 +23,17 @@ def test_a_row_has_the_same_bits_in_any_company(ins: int, outs: int, dtype: torc
 
 
 def test_few_numbers_of_rows_are_ever_multiplied() -> None:
-    padded = [product_rows(rows) for rows in range(1, 513)]
-    assert all(rows <= product_rows(rows) <= max(2, rows * 9 / 8) for rows in range(1, 513))
-    assert padded == sorted(padded)
-    assert len(set(padded)) == 56
+    padded = {rows: product_rows(rows) for rows in range(1, 3 * MOST_ROWS)}
+    assert all(rows <= more <= max(2, rows * 9 / 8) for rows, more in padded.items())
+    assert list(padded.values()) == sorted(padded.values())
+    products = {more % MOST_ROWS or MOST_ROWS for more in padded.values()}
+    assert len(products) == 56
+
+
+def test_many_rows_make_several_products_of_the_same_bits() -> None:
+    layer = Linear(torch.randn(48, 32))
+    x = torch.randn(2 * MOST_ROWS + 20, 32)
+    together = layer(x)
+    assert together.shape == (len(x), 48)
+    for rows in (slice(0, 3), slice(MOST_ROWS - 2, MOST_ROWS + 2), slice(len(x) - 1, len(x))):
+        assert torch.equal(layer(x[rows]), together[rows])

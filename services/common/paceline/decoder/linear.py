@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 _PACK_ROWS = 64  # batch size the packed layout is chosen for; any other gives the same bits
+MOST_ROWS = 513
+"""Most rows of one product."""
+
 _linear: Callable[..., Tensor] | None
 try:
     _linear = torch.ops.mkldnn._linear_pointwise.default
@@ -29,9 +32,13 @@ def product_rows(rows: int) -> int:
     """How many rows a packed product of this many is run with: at most an eighth more.
 
     oneDNN compiles a kernel for every number of rows it meets and keeps it: milliseconds at the
-    first use, half a MiB for good. These numbers are few, 56 up to 512 rows. Up to 16 rows each is
-    its own; beyond, they are one more than multiples, as an anchor with its nodes is.
+    first use, half a MiB for good. These numbers are few, 56 in all: more rows than ``MOST_ROWS``
+    make several products. Up to 16 rows each number is its own; beyond, they are one more than
+    multiples, as an anchor with its nodes is.
     """
+    if rows > MOST_ROWS:
+        rest = rows % MOST_ROWS
+        return rows - rest + (product_rows(rest) if rest else 0)
     if rows <= 16:
         return max(rows, 2)  # one row alone takes a path that splits long sums, with other bits
     step = 1 << ((rows - 1).bit_length() - 4)
@@ -63,5 +70,9 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         """``[rows, in]`` to ``[rows, out]``."""
         if self.packed and _linear is not None:
-            return _linear(pad_rows(x), self.weight, self.bias, "none", [], "")[: x.shape[0]]
+            parts = [
+                _linear(part, self.weight, self.bias, "none", [], "")
+                for part in pad_rows(x).split(MOST_ROWS)
+            ]
+            return (parts[0] if len(parts) == 1 else torch.cat(parts))[: x.shape[0]]
         return torch.nn.functional.linear(x, self.weight, self.bias)

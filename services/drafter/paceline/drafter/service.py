@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -72,7 +73,8 @@ class DrafterService:
 
     def _dispose(self, drafter: Drafter) -> None:
         self._worker.post(drafter.close)
-        self._worker.post(trim)
+        # Its weights go with the last that refers to it, such as the sequence of a slow round.
+        weakref.finalize(drafter, self._worker.post, trim).atexit = False
 
     def _telemetry(self, registry: CollectorRegistry | None) -> Telemetry | None:
         spans = tracer()
