@@ -35,6 +35,7 @@ class HashingDecoder:
         caches: Sequence[KVCacheView],
         *,
         logit_rows: Tensor,
+        observer: None = None,
     ) -> ForwardResult:
         rows: list[float] = []
         for segment, first in zip(plan.segments, plan.offsets, strict=False):

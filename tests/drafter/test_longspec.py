@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,26 @@ def test_trees_equal_a_dense_beam_search(
             assert tree.survival(node) == pytest.approx(
                 torch.tensor(expected[tree.path(node)]).exp().item(), rel=1e-3, abs=1e-6
             )
+
+
+def test_the_budget_may_change_between_rounds(small: tuple[Path, Path]) -> None:
+    drafter = load(*small, widths="2,2", min_survival="0", max_nodes="64")
+    dense, text = Dense(*small, 0), text_of(60, 3)
+    kv = target_kv(small[1], dense.config, [*text, 5, 6, 7])
+    kv.committed = len(text) - 1
+    sequence = start(drafter, text, kv)
+    for token, budget in ((5, 8), (6, 40), (7, 0)):
+        drafter.options, dense.context = replace(drafter.options, context=budget), budget
+        tree = sequence.draft(Budget(64, 64))
+        expected = dense.tree(text, kv, GREEDY, [2, 2])
+        assert {tree.path(node) for node in range(len(tree))} == set(expected)
+        for node in range(len(tree)):
+            assert tree.survival(node) == pytest.approx(
+                torch.tensor(expected[tree.path(node)]).exp().item(), rel=1e-3, abs=1e-6
+            )
+        text.append(token)
+        kv.committed += 1
+        sequence.extend(Update([token]))
 
 
 @settings(deadline=None)

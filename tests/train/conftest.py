@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from paceline.train.checkpoint import save_model
 from paceline.train.corpus import Corpus, load_corpus
 from paceline.train.loop import Run
+from paceline.train.model import build_model
 from paceline.train.preset import PRESETS, Preset
+from paceline.train.tokenizer import train_tokenizer
 
 
 @pytest.fixture
@@ -56,3 +59,13 @@ def make_run(tmp_path: Path) -> Callable[..., Run]:
         return Run(work=tmp_path / name, minutes=60, steps=steps, log_steps=5, **options)
 
     return make
+
+
+@pytest.fixture
+def target(corpus: Corpus, preset: Preset, tmp_path: Path) -> Path:
+    """A target of random weights that can tell its few tokens apart."""
+    texts = (document.text for document in corpus.train)
+    tokenizer = train_tokenizer(texts, preset.vocabulary, 512)
+    model = build_model(replace(preset, context=512), tokenizer.eos_token_id)
+    save_model(tmp_path / "target", model, tokenizer)
+    return tmp_path / "target"

@@ -16,16 +16,12 @@ from safetensors.torch import load_file
 from paceline.decoder import Decoder
 from paceline.kernels import SamplingParams
 from paceline.train.author import Task, write_texts
-from paceline.train.checkpoint import save_model
 from paceline.train.corpus import Corpus
 from paceline.train.longspec import run as longspec_run
 from paceline.train.longspec.preset import LongSpecPreset, Stage
 from paceline.train.longspec.run import train_longspec
 from paceline.train.loop import Run
-from paceline.train.model import build_model
 from paceline.train.own_text import authored_texts
-from paceline.train.preset import Preset
-from paceline.train.tokenizer import train_tokenizer
 
 _STAGES = (
     Stage("short", 0.6, rows=4, length=48, rate=1.0, offset=True),
@@ -36,16 +32,6 @@ SMALL = LongSpecPreset(
     _STAGES, minutes=60, steps=40, muon_rate=0.02, adamw_rate=3e-3, lags=3, window=32,
     files=4, own_texts=4,
 )  # fmt: skip
-
-
-@pytest.fixture
-def target(corpus: Corpus, preset: Preset, tmp_path: Path) -> Path:
-    """A target of random weights that can tell its few tokens apart."""
-    texts = (document.text for document in corpus.train)
-    tokenizer = train_tokenizer(texts, preset.vocabulary, 512)
-    model = build_model(replace(preset, context=512), tokenizer.eos_token_id)
-    save_model(tmp_path / "target", model, tokenizer)
-    return tmp_path / "target"
 
 
 def _run(folder: Path, steps: int, **options: object) -> Run:

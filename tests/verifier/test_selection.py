@@ -18,12 +18,11 @@ from verifier_support import LAYOUT, Round, serving, until
 from paceline.decoder import Decoder
 from paceline.drafter.kv import KvExchange, KvOptions, VerifierAccess
 from paceline.drafter.kv.chosen import ChosenKv, ChosenPositions
-from paceline.kernels import PageBounds, TreeSegment, plan_trees
+from paceline.kernels import SELECTION_CHUNK, PageBounds, TreeSegment, plan_trees
 from paceline.verifier.engine.watch import Watch, Watches
 from paceline.verifier.kv.layout import KvLayout
 from paceline.verifier.kv.segment import Segment
 from paceline.verifier.selection import (
-    CHUNK,
     PAGE,
     Collector,
     PageCollector,
@@ -148,8 +147,8 @@ def _scores(
     if policy == "verified":
         return scores[..., :prefix].mean((0, 1))
     weights[:prefix] += scores.softmax(-1)[..., :prefix].mean((0, 1))
-    whole = prefix // CHUNK * CHUNK
-    return weights[:whole].unflatten(0, (-1, CHUNK)).sum(-1)
+    whole = prefix // SELECTION_CHUNK * SELECTION_CHUNK
+    return weights[:whole].unflatten(0, (-1, SELECTION_CHUNK)).sum(-1)
 
 
 class Given(Collector):
@@ -172,7 +171,7 @@ class Given(Collector):
     committed=st.integers(1, 400),
     behind=st.integers(0, 30),
     budget=st.integers(1, 500),
-    size=st.sampled_from([1, CHUNK, PAGE]),
+    size=st.sampled_from([1, SELECTION_CHUNK, PAGE]),
     seed=st.integers(0, 99),
 )
 def test_the_best_are_chosen_and_all_that_is_newer(

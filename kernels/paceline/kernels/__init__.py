@@ -15,12 +15,20 @@ from paceline.kernels.probes import Probe
 from paceline.kernels.rejection import Proposal, accept_or_resample
 from paceline.kernels.rows import Norm, RowKernels, row_kernels
 from paceline.kernels.sampling import SamplingParams, choose_token, filter_logits, raw_logprobs
-from paceline.kernels.selection import SINKS, PageBounds, best_chunks, streaming
+from paceline.kernels.selection import (
+    SELECTION_CHUNK,
+    SINKS,
+    PageBounds,
+    attention_weights,
+    best_chunks,
+    streaming,
+)
 from paceline.kernels.trees import CHUNK, MAX_TREE_NODES, TreePlan, TreeSegment, plan_trees
 
 __all__ = [
     "CHUNK",
     "MAX_TREE_NODES",
+    "SELECTION_CHUNK",
     "SINKS",
     "AttentionBackend",
     "History",
@@ -33,6 +41,7 @@ __all__ = [
     "TreePlan",
     "TreeSegment",
     "accept_or_resample",
+    "attention_weights",
     "backend_for",
     "best_chunks",
     "choose_token",

@@ -13,6 +13,10 @@ Streaming Language Models with Attention Sinks"), and training with anchor offse
 section 3.2) leaves them in their places."""
 
 
+SELECTION_CHUNK = 8
+"""Positions that are chosen together by the attention they get (BudgetDraft, section 3.4)."""
+
+
 def streaming(length: int, budget: int) -> tuple[range, ...]:
     """The first ``SINKS`` positions and the newest, or all.
 
@@ -45,6 +49,26 @@ def best_chunks(scores: Tensor, size: int, count: int) -> Tensor:
     """
     best = scores.topk(count, dim=1, sorted=False).indices.sort(dim=1).values
     return (best.unsqueeze(-1) * size + torch.arange(size)).flatten(1)
+
+
+def attention_weights(q: Tensor, keys: Tensor) -> Tensor:
+    """How much attention positions get from the newest of them, summed over these and heads.
+
+    Args:
+        q: Queries after RoPE of the last R positions, ``[R, Hq, D]``.
+        keys: Keys after RoPE, ``[Hkv, n, D]``. Those of the R come last; each sees none after its
+            own.
+
+    Returns:
+        float32 ``[n]``.
+    """
+    rows, _, dim = q.shape
+    kv_heads, length, _ = keys.shape
+    heads = q.float().view(rows, kv_heads, -1, dim).permute(1, 2, 0, 3)
+    scores = heads @ keys.float().mT.unsqueeze(1) * dim**-0.5
+    future = torch.ones(rows, length, dtype=torch.bool, device=q.device).triu(length - rows + 1)
+    weights: Tensor = scores.masked_fill_(future, -torch.inf).softmax(-1)
+    return weights.sum((0, 1, 2))
 
 
 class PageBounds:

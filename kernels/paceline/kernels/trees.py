@@ -125,27 +125,38 @@ class TreePlan:
         return self.offsets[-1]
 
 
-def plan_trees(segments: Sequence[TreeSegment], *, device: torch.device | str = "cpu") -> TreePlan:
+def plan_trees(
+    segments: Sequence[TreeSegment],
+    *,
+    positions: Sequence[int] | None = None,
+    device: torch.device | str = "cpu",
+) -> TreePlan:
     """Plan one packed forward pass.
 
     Args:
         segments: Query blocks, at least one. Several blocks may belong to one sequence (chunks of
             a prefill); their keys and values must all be in the cache before attention runs.
+        positions: Absolute position of every row, where slots of a cache say nothing about it; None
+            where they are positions.
         device: Device of the queries and caches.
 
     Returns:
         The plan, to be used for every layer of this pass and then dropped.
 
     Raises:
-        ValueError: There is no segment.
+        ValueError: There is no segment, or another number of positions than rows.
     """
     if not segments:
         raise ValueError("a plan needs at least one segment, got none")
     offsets = [0]
-    positions: list[int] = []
     for segment in segments:
         offsets.append(offsets[-1] + segment.length)
-        positions.extend([segment.start + depth for depth in segment.depths])
+    if positions is None:
+        positions = [segment.start + depth for segment in segments for depth in segment.depths]
+    elif len(positions) != offsets[-1]:
+        raise ValueError(
+            f"{len(positions)} positions for {offsets[-1]} rows, expected one for each"
+        )
     where = torch.device(device)
     return TreePlan(
         segments=tuple(segments),

@@ -1,13 +1,16 @@
-"""`paceline train target`, `lm`, `longspec` and `dspark`."""
+"""`paceline train target`, `lm`, `longspec`, `dspark` and `budget`."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+from paceline.train.budget.preset import PRESETS as BUDGET_PRESETS
 from paceline.train.dspark.preset import PRESETS as DSPARK_PRESETS
 from paceline.train.longspec.preset import PRESETS as LONGSPEC_PRESETS
 from paceline.train.preset import PRESETS
@@ -49,6 +52,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dspark.add_argument(
         "--no-heads", action="store_true", help="without sequential and confidence head: DFlash"
     )
+    budget = commands.add_parser("budget", help="make a drafter robust to its KV budget")
+    _add_common(budget, sorted(BUDGET_PRESETS), preset="cpu", out=_DEMO / "longspec-budget")
+    _add_target(budget)
+    budget.add_argument(
+        "--from", dest="start", type=Path, default=_DEMO / "longspec", metavar="DIR",
+        help="trained drafter to begin with: a LongSpec layer or a small language model",
+    )  # fmt: skip
+    budget.add_argument(
+        "--budgets", type=_numbers(int), metavar="B,B,...",
+        help="KV budgets to draw from, in tokens; one alone is the single-budget ablation",
+    )  # fmt: skip
+    budget.add_argument(
+        "--weights", type=_numbers(float), default=(), metavar="W,W,...",
+        help="how often each of --budgets is drawn; default: evenly",
+    )  # fmt: skip
+    budget.add_argument(
+        "--sparse-weight", type=float, metavar="LAMBDA",
+        help="weight of the sparse-cache loss; 0: full cache alone",
+    )  # fmt: skip
 
 
 def main(args: argparse.Namespace) -> int:
@@ -111,7 +133,25 @@ def _dspark(args: argparse.Namespace) -> None:
     train_dspark(args.target, corpus, preset, run, args.out)
 
 
-_COMMANDS = {"target": _target, "lm": _lm, "longspec": _longspec, "dspark": _dspark}
+def _budget(args: argparse.Namespace) -> None:
+    from paceline.train.budget.run import train_budget
+    from paceline.train.corpus import load_corpus
+
+    preset = BUDGET_PRESETS[args.preset]
+    if args.weights and not args.budgets:
+        raise ValueError("--weights says how often each of --budgets is drawn: give both")
+    if args.budgets:
+        preset = preset.with_budgets(args.budgets, args.weights)
+    if args.sparse_weight is not None:
+        preset = replace(preset, sparse_weight=args.sparse_weight)
+    run = _run(args, preset.minutes, preset.steps)
+    corpus = load_corpus(args.data, _ALL_FILES, _HELDOUT_FILES, wide=True)
+    train_budget(args.target, args.start, corpus, preset, run, args.out)
+
+
+_COMMANDS = {
+    "target": _target, "lm": _lm, "longspec": _longspec, "dspark": _dspark, "budget": _budget,
+}  # fmt: skip
 
 
 def _run(args: argparse.Namespace, minutes: float, steps: int) -> Run:
@@ -167,6 +207,18 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target", type=Path, default=_DEMO / "target", help="model folder of the target"
     )
+
+
+_Number = TypeVar("_Number", int, float)
+
+
+def _numbers(kind: Callable[[str], _Number]) -> Callable[[str], tuple[_Number, ...]]:
+    """Parses numbers with commas."""
+
+    def numbers(text: str) -> tuple[_Number, ...]:
+        return tuple(kind(part) for part in text.split(","))
+
+    return numbers
 
 
 def _default_work() -> Path:

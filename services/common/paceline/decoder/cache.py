@@ -86,6 +86,17 @@ class LocalCache:
             self._store[..., start : start + count, :] = self._store[..., slots, :]
         self._length = start + count
 
+    def take(self, other: LocalCache, slots: Sequence[int] | Tensor) -> None:
+        """Commit copies of slots of another cache of the same model, in that order.
+
+        Their keys are rotated already: what a slot stands for is not its place in either cache.
+        """
+        count = len(slots)
+        self.reserve(count)
+        chosen = torch.as_tensor(slots, dtype=torch.int64, device=self._store.device)
+        self._store[..., self._length : self._length + count, :] = other._store[..., chosen, :]
+        self._length += count
+
     def truncate(self, length: int) -> None:
         """Forget everything from position ``length`` on.
 

@@ -8,11 +8,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.kernels import PageBounds, Probe, TreeSegment, best_chunks, streaming
+from paceline.kernels import (
+    SELECTION_CHUNK,
+    PageBounds,
+    Probe,
+    TreeSegment,
+    best_chunks,
+    streaming,
+)
 from paceline.verifier.kv.segment import Segment
 
-CHUNK, PAGE = 8, 16
-"""Positions of a chunk (BudgetDraft, section 3.4) and of a page (Quest)."""
+PAGE = 16
+"""Positions of a page (Quest)."""
 
 
 class Collector(ABC):
@@ -75,7 +82,7 @@ class ScoreCollector(Collector):
 
     def __init__(self, layers: Sequence[int], segment: Segment, *, cumulative: bool) -> None:
         super().__init__(layers)
-        self.size = CHUNK if cumulative else 1
+        self.size = SELECTION_CHUNK if cumulative else 1
         self._cumulative = cumulative
         self._notes = torch.empty(2, segment.layout.kv_heads, segment.capacity)
         self._step = torch.empty(len(layers), segment.capacity)

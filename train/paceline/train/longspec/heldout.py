@@ -82,7 +82,7 @@ def prompts_of(
 
     Lengths that leave no room in a context of `context` tokens are left out.
     """
-    fitting = [length for length in lengths if length + _WRITTEN <= context]
+    fitting = [length for length in lengths if 0 < length <= context - _WRITTEN]
     found = {str(n): [list(ids[:n]) for ids in documents if len(ids) > n] for n in fitting}
     return {name: part for name, part in found.items() if part}
 

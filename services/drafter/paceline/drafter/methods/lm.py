@@ -2,7 +2,8 @@
 
 Level by level (dynamic beam, see :mod:`paceline.drafter.methods.beam`), ranked with the verifier's
 own noise. Keeps its own KV: accepted nodes stay where a round computed them, up to compaction, and
-rejected ones are overwritten. Rounds that wait together share every forward pass.
+rejected ones are overwritten. Rounds that wait together share every forward pass. Under a KV budget
+(option ``context``) a round looks at a copy of chosen positions, at the positions they stand at.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from paceline.drafter.methods.base import (
     Resources,
 )
 from paceline.drafter.methods.growth import grow
+from paceline.drafter.methods.lm_budget import Look, Looks
 from paceline.drafter.methods.lm_options import LmOptions
 from paceline.drafter.methods.lm_sequence import KvAccount, LmSequence
 from paceline.drafter.methods.options import parse_options
@@ -76,21 +78,26 @@ class LmDrafter(Drafter):
     def _grow_level(self, growing: Sequence[LmSequence]) -> None:
         """One forward pass over the frontiers of all, and one more level for each."""
         tokens: list[int] = []
+        positions: list[int] = []
         segments: list[TreeSegment] = []
         rows: list[int] = []
         counts: list[int] = []
+        looks: list[Look] = []
         for index, sequence in enumerate(growing):
-            more, blocks, count = sequence.block(index)
-            tokens += more
-            segments += blocks
-            rows += range(len(tokens) - count, len(tokens))
-            counts.append(count)
+            block = sequence.block(index)
+            tokens += block.tokens
+            positions += block.positions
+            segments += block.segments
+            rows += range(len(tokens) - block.wanted, len(tokens))
+            counts.append(block.wanted)
+            looks += sequence.looks(len(tokens))
         device = self.decoder.device
         logits = self.decoder.forward(
             torch.tensor(tokens, device=device),
-            plan_trees(segments, device=device),
-            [sequence.cache for sequence in growing],
+            plan_trees(segments, positions=positions, device=device),
+            [sequence.seen for sequence in growing],
             logit_rows=torch.tensor(rows, device=device),
+            observer=Looks(looks) if looks else None,
         ).logits
         for sequence, part in zip(growing, logits.cpu().split(counts), strict=True):
             sequence.add_level(part)

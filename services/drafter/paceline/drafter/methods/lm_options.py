@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline.drafter.methods.lm_budget import POLICIES
 from paceline.drafter.methods.options import check_range
-from paceline.kernels import MAX_TREE_NODES
+from paceline.kernels import MAX_TREE_NODES, SINKS
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,14 @@ class LmOptions:
 
     candidates: int = 256
     """At temperatures above 0 the shared noise is added to so many likeliest tokens."""
+
+    context: int = 0
+    """KV budget: positions of the text that a round looks at most; 0: all. What is new since the
+    last round and the tree come on top."""
+
+    kv_policy: str = "streaming"
+    """Which ones: streaming (the first and the newest) or chunk_topk (the newest, and chunks of 8
+    by the attention they got so far)."""
 
     dtype: str = "auto"
     """Type of weights and KV: auto (as the folder says), float32 or bfloat16."""
@@ -52,6 +61,15 @@ class LmOptions:
         check_range("min_survival", self.min_survival, 0.0, 1.0)
         check_range("candidates", self.candidates, 1, 1 << 20)
         check_range("kv_gib", self.kv_gib, 0.001, 1 << 20)
+        check_range("context", self.context, 0, 1 << 30)
+        if 0 < self.context <= SINKS:
+            raise ValueError(
+                f"option context={self.context}: expected more than {SINKS}, or 0 for all"
+            )
+        if self.kv_policy not in POLICIES:
+            raise ValueError(
+                f"option kv_policy={self.kv_policy!r}: expected one of {', '.join(POLICIES)}"
+            )
         if self.drafted > MAX_TREE_NODES:
             raise ValueError(
                 f"widths {self.widths} at depth {self.levels} draft {self.drafted} nodes, expected "

@@ -1,0 +1,156 @@
+"""``lm`` under a KV budget, against dense models with the same positions hidden."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from paceline.drafter.methods.base import Budget, LoadError, Update
+from paceline.drafter.methods.lm import LmDrafter
+from paceline.drafter.methods.lm_budget import Streaming, TopChunks
+from paceline.drafter.methods.lm_sequence import LmSequence
+
+from .hashing import check_hashes, hashing_drafter
+from .models import VOCAB, load, start, text_of, write_model
+from .test_lm_kv import random_rounds
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("lm") / "lm", request.param, 5)
+
+
+def under(drafter: LmDrafter, budget: int) -> None:
+    """From the next round on."""
+    drafter.options = replace(drafter.options, context=budget)
+
+
+def warmed(drafter: LmDrafter, text: list[int]) -> LmSequence:
+    """A generation that has read its prompt."""
+    sequence = start(drafter, text)
+    sequence.warm(len(text))
+    return sequence
+
+
+@torch.inference_mode()
+def greedy(folder: Path, text: list[int], rounds: list[tuple[int, list[int]]]) -> list[int]:
+    """Three tokens that transformers writes after `text`.
+
+    `rounds` are, of each round, where it began to feed tokens and what it saw of those before.
+    """
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    tokens = list(text)
+    for _ in range(3):
+        seen = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
+        for begin, chosen in rounds:
+            seen[begin:, :begin] = False
+            seen[begin:, chosen] = True
+        mask = torch.zeros(1, 1, *seen.shape).masked_fill(~seen, -torch.inf)
+        logits = model(torch.tensor([tokens]), attention_mask=mask).logits
+        tokens.append(int(logits[0, -1].argmax()))
+    return tokens[len(text) :]
+
+
+@pytest.mark.parametrize("policy", ["streaming", "chunk_topk"])
+def test_a_chain_is_the_sparse_models_own_text(folder: Path, policy: str) -> None:
+    """Whatever the budget of the round before; what an earlier round fed stays as it was fed."""
+    text = text_of(70, 4)
+    drafter = load(folder, context="24", kv_policy=policy, widths="1,1,1", min_survival="0")
+    sequence = warmed(drafter, text)
+    seen: list[tuple[int, list[int]]] = []
+    for budget in (24, 40, 11):
+        under(drafter, budget)
+        begin = sequence.cached
+        tree = sequence.draft(Budget(3, 3))
+        chosen = sequence.chosen.tolist()
+        assert len(chosen) <= budget
+        assert chosen[-1] == begin - 1
+        seen.append((begin, chosen))
+        assert list(tree.tokens) == greedy(folder, sequence.text, seen)
+        sequence.extend(Update([VOCAB - 1, 7]))  # nothing drafted stays
+
+
+def test_a_budget_that_covers_the_text_changes_nothing(folder: Path) -> None:
+    text = text_of(60)
+    plain = warmed(load(folder), text).draft(Budget(16, 4))
+    assert warmed(load(folder, context="60"), text).draft(Budget(16, 4)) == plain
+    assert warmed(load(folder, context="20"), text).draft(Budget(16, 4)) != plain
+
+
+@pytest.mark.parametrize("policy", ["streaming", "chunk_topk"])
+def test_several_at_once_draft_as_each_alone(folder: Path, policy: str) -> None:
+    drafter = load(folder, context="24", kv_policy=policy)
+    lengths = (9, 90, 33)
+    alone = [warmed(drafter, text_of(n, n)).draft(Budget(16, 4)) for n in lengths]
+    sequences = [warmed(drafter, text_of(n, n)) for n in lengths]
+    together = drafter.draft_many([(sequence, Budget(16, 4)) for sequence in sequences])
+    for ours, theirs in zip(together, alone, strict=True):
+        assert (ours.tokens, ours.parents) == (theirs.tokens, theirs.parents)
+        assert ours.confidences == pytest.approx(theirs.confidences, rel=1e-4)
+    for sequence in sequences:
+        sequence.close()
+
+
+def test_kept_kv_is_whole_whatever_the_budgets_were() -> None:
+    """With a decoder whose KV is a hash of the text: any slot out of place shows."""
+    drafter = hashing_drafter(widths="3,3,3", min_survival="0")
+    sequence = start(drafter, text_of(50))
+    draws = random.Random(2)
+    kept = 0
+    for stayed in random_rounds(sequence, 600, 20_000, draws):
+        kept += stayed
+        under(drafter, draws.choice([0, 5, 16, 100]))
+        assert drafter.kv.used == sequence.slots
+    check_hashes(sequence)
+    assert kept > 200
+    sequence.close()
+    assert drafter.kv.used == 0
+
+
+def test_streaming_takes_the_first_and_the_newest() -> None:
+    assert Streaming().choose(30, 7).tolist() == [0, 1, 2, 3, 27, 28, 29]
+
+
+@given(
+    weights=st.lists(st.floats(0, 10, width=32), min_size=17, max_size=70),
+    newer=st.integers(0, 20),
+    budget=st.integers(5, 80),
+)
+def test_chunks_with_the_most_attention_are_chosen(
+    weights: list[float], newer: int, budget: int
+) -> None:
+    scores, length = TopChunks(), len(weights) + newer
+    positions = torch.arange(len(weights))
+    scores.add(positions, torch.tensor(weights) / 2)
+    scores.add(positions, torch.tensor(weights) / 2)
+    chosen = scores.choose(length, budget).tolist()
+    assert chosen == sorted(set(chosen))
+    assert len(chosen) <= budget
+    assert chosen[-1] == length - 1
+    assert length <= budget or set(range(length - budget // 4, length)) <= set(chosen)
+    scored = min(len(weights), length - budget // 4) // 8 * 8
+    chunks = [sum(weights[i : i + 8]) for i in range(0, scored, 8)]
+    old = [position for position in chosen if position < 8 * len(chunks)]
+    if length > budget and length - 8 * len(chunks) + 8 <= budget:
+        assert len(old) % 8 == 0
+        shown = {position // 8 for position in old}
+        hidden = set(range(len(chunks))) - shown
+        assert not hidden or len(chosen) > budget - 8
+        assert all(chunks[i] >= chunks[j] - 1e-3 for i in shown for j in hidden)
+
+
+@pytest.mark.parametrize(
+    "options", [{"context": "3"}, {"context": "-1"}, {"kv_policy": "verified"}]
+)
+def test_wrong_options_are_refused(folder: Path, options: dict[str, str]) -> None:
+    with pytest.raises(LoadError, match=next(iter(options))):
+        load(folder, **options)

@@ -1,0 +1,1 @@
+"""Training drafters that keep guessing well when their KV budget changes (BudgetDraft)."""

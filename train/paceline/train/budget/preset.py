@@ -1,0 +1,119 @@
+"""Schedules that `paceline train budget` knows by name."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+_FINAL_RATE = 0.05
+
+OBSERVED = 64
+"""Newest tokens of a prefix whose attention chooses its chunks; prefixes are multiples of it."""
+
+POLICIES = ("streaming", "chunk_topk")
+
+
+@dataclass(frozen=True)
+class BudgetPreset:
+    """How a trained drafter is trained further. Lengths and budgets are in tokens.
+
+    A step takes one row, reads all of it, and asks the drafter to continue it from `segments`
+    places: once seeing all of the prefix, once seeing as much as a KV budget allows.
+    """
+
+    length: int
+    """Of a row."""
+    shortest_prefix: int
+    """Continuations begin anywhere from here on."""
+    continuation: int
+    segments: int
+    minutes: float
+    steps: int
+    adamw_rate: float
+    muon_rate: float | None = None
+    """For matrices; None: AdamW for everything, as in the paper."""
+    budgets: tuple[int, ...] = (256, 512, 1024, 2048)
+    weights: tuple[float, ...] = (0.4, 0.3, 0.2, 0.1)
+    """How often each budget is drawn, one for each."""
+    policies: tuple[str, ...] = POLICIES
+    """Who chooses the positions, drawn evenly."""
+    sparse_weight: float = 0.5
+    """Lambda, the weight of the sparse-cache loss; 0: only the full-cache loss."""
+    warm_up: int = 20
+    """Steps in which the rates rise."""
+    levels: int = 5
+    """Depth of the trees drafted with a LongSpec layer: lags from 1 to this are drawn."""
+    lags: int = 2
+    """Lags a step, of a LongSpec layer."""
+    lag_decay: float = 0.85
+    """Weight of a lag against the one before."""
+    files: int = 1_000_000
+    own_texts: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.budgets) != len(self.weights) or min(self.weights) <= 0:
+            raise ValueError(
+                f"budgets {self.budgets} have the weights {self.weights}, expected one above 0 for "
+                "each"
+            )
+        if min(self.budgets) < 8:
+            raise ValueError(f"the budget {min(self.budgets)} is too small, expected 8 or more")
+        if self.sparse_weight < 0:
+            raise ValueError(f"the sparse weight is {self.sparse_weight}, expected 0 or more")
+        if self.shortest_prefix % OBSERVED or not self.shortest_prefix:
+            raise ValueError(
+                f"the shortest prefix has {self.shortest_prefix} tokens, expected a multiple of "
+                f"{OBSERVED}"
+            )
+        if self.shortest_prefix + self.continuation > self.length:
+            raise ValueError(
+                f"a prefix of {self.shortest_prefix} tokens and {self.continuation} more do not "
+                f"fit a row of {self.length}"
+            )
+
+    def with_budgets(self, budgets: tuple[int, ...], weights: tuple[float, ...]) -> BudgetPreset:
+        """The same for other budgets; without weights they are drawn evenly."""
+        return replace(self, budgets=budgets, weights=weights or (1.0,) * len(budgets))
+
+
+@dataclass(frozen=True)
+class BudgetPlan:
+    """When a run does what: the :class:`~paceline.train.loop.Plan` of a budget run."""
+
+    preset: BudgetPreset
+    minutes: float
+    steps: int
+
+    def progress(self, step: int, elapsed: float) -> float:
+        """Share of the run done, 0 to 1, after `step` steps and `elapsed` seconds of stepping."""
+        return min(1.0, max(step / self.steps, elapsed / (60 * self.minutes)))
+
+    def rate(self, step: int, progress: float) -> float:
+        """Factor on the learning rates: a warm-up, then a cosine."""
+        fall = _FINAL_RATE + (1 - _FINAL_RATE) * (1 + math.cos(math.pi * progress)) / 2
+        return fall * min(1.0, (step + 1) / self.preset.warm_up)
+
+    def documents(self, progress: float) -> int | None:
+        """All documents, always."""
+        return None
+
+    def shape(self, progress: float) -> tuple[int, int]:
+        """(rows, length in tokens) of the next batch."""
+        return 1, self.preset.length
+
+
+PRESETS: dict[str, BudgetPreset] = {
+    # For the demo pair on one CPU core: its context is a quarter of the paper's, so budgets and
+    # continuation are as well.
+    "cpu": BudgetPreset(
+        length=4096, shortest_prefix=1024, continuation=64, segments=24,
+        minutes=12, steps=5000, muon_rate=2.5e-3, adamw_rate=4e-4, warm_up=8,
+        budgets=(64, 128, 256, 512, 1024, 2048), weights=(0.3, 0.2, 0.2, 0.15, 0.1, 0.05),
+        files=400, own_texts=1536,
+    ),
+    # The paper's (section 3.5).
+    "paper": BudgetPreset(
+        length=16_384, shortest_prefix=16_128, continuation=256, segments=1,
+        minutes=5 * 60, steps=5000, adamw_rate=1e-5, policies=("chunk_topk",), warm_up=150,
+    ),
+}  # fmt: skip
