@@ -5,7 +5,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from paceline.bench import accepted
+from paceline.bench import accepted, budget_report
 
 
 def show(results: dict[str, Any], console: Console) -> None:
@@ -31,6 +31,9 @@ def show(results: dict[str, Any], console: Console) -> None:
         console.print(accepted.policies(results["selfspec"]))
     if "collection" in results:
         console.print(_collection(results["collection"]))
+    if "budgets" in results:
+        console.print(budget_report.table(results["budgets"]["rows"]))
+        console.print(budget_report.remote_table(results["budgets"]["remote"]))
     if "replay" in results:
         console.print(_replay(results["replay"]))
     if "draft" in results:

@@ -16,6 +16,8 @@ from rich.console import Console
 
 from paceline.bench import (
     acceptance,
+    budget_report,
+    budgets,
     comparison,
     costs,
     coupling,
@@ -23,8 +25,10 @@ from paceline.bench import (
     echo,
     load,
     load_report,
+    longer,
     machine,
     prompts,
+    remote,
     replay,
     report,
     selfspec,
@@ -67,6 +71,10 @@ def run(args: argparse.Namespace) -> int:
     if "load" in results:
         load_report.draw(results["load"], output.with_suffix(".svg"))
     console.print(f"written to {output}")
+    if "budgets" in results:
+        figure = output.with_name(f"{output.stem.removesuffix('-budgets')}-budgets.svg")
+        budget_report.plot(results["budgets"]["rows"], figure)
+        console.print(f"plotted to {figure}")
     return 0
 
 
@@ -232,6 +240,31 @@ def _collection(bench: Bench) -> dict[str, Any]:
     return selfspec.costs(_lengthened(bench), bench.args.dtype)
 
 
+def _budgets(bench: Bench) -> dict[str, Any] | None:
+    """What a KV budget costs, and what training under budgets gives."""
+    if bench.longspec is None:
+        return None
+    models, dtype, work = Path(bench.args.models), bench.args.dtype, bench.args.work or bench.work
+    extra = dict(spec.split("=", 1) for spec in bench.args.also)
+    measured = budgets.subjects(models, {name: Path(folder) for name, folder in extra.items()})
+    rows = budgets.measure(
+        models, measured, work, dtype=dtype, count=bench.args.texts, progress=bench.console.log
+    )
+    context = 8192
+    target = longer.lengthen(models / "target", work / "remote-target", 2)
+    layer = longer.lengthen(bench.longspec, work / "remote-layer", 2, target)
+    ways = remote.measure(
+        target,
+        layer,
+        texts.joined(models, context - budgets.WRITTEN, bench.args.texts),
+        ",".join(f"{key}={value}" for key, value in budgets.TREE.items()),
+        dtype=dtype,
+        tokens=budgets.WRITTEN,
+        progress=bench.console.log,
+    )
+    return {"rows": rows, "spreads": budgets.spreads(rows), "remote": ways}
+
+
 def _replay(bench: Bench) -> dict[str, Any]:
     return _wait(replay.measure(bench.args.work or bench.work))
 
@@ -290,6 +323,7 @@ PARTS = {
     "collection": _collection,
     "costs": _costs,
     "load": _load,
+    "budgets": _budgets,
 }
 
 

@@ -63,9 +63,15 @@ class Services(AbstractContextManager["Services"]):
     ) -> None:
         self._running.close()
 
+    @property
+    def addresses(self) -> tuple[str, str]:
+        """Of the verifier and the drafter."""
+        verifier, drafter = (process.address for process in self._processes)
+        return verifier, drafter
+
     def client(self, drafting: DraftOptions | None = None) -> Client:
         """A client of both services."""
-        verifier, drafter = (process.address for process in self._processes)
+        verifier, drafter = self.addresses
         return Client(verifier, drafter=drafter, drafting=drafting)
 
 

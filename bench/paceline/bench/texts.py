@@ -54,6 +54,29 @@ def load(
     return found
 
 
+def joined(models: Path, length: int, count: int) -> list[list[int]]:
+    """`count` pieces of `length` tokens of the held-out files, put one after the other.
+
+    Files are parted as in training, and pieces begin at places spread evenly. Raises ValueError
+    where all files together are too short.
+    """
+    target = models / "target"
+    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+    entries = json.loads((target / "corpus.json").read_text())["heldout"]
+    separator = json.loads((target / "config.json").read_text())["eos_token_id"]
+    stream = [
+        token
+        for _, text in _read(entries, models / "prompts" / "heldout")
+        for token in (separator, *tokenizer.encode(text).ids)
+    ]
+    if len(stream) < length:
+        raise ValueError(
+            f"the held-out files here have {len(stream)} tokens, expected at least {length}"
+        )
+    step = (len(stream) - length) // max(1, count - 1)
+    return [stream[start : start + length] for start in range(0, step * count, step or 1)][:count]
+
+
 def _read(entries: list[dict[str, str]], copies: Path) -> Iterator[tuple[dict[str, str], str]]:
     library = Path(sysconfig.get_paths()["stdlib"])
     for entry in entries:

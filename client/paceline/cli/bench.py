@@ -12,7 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=(
             *("echo", "comparison", "stretched", "replay", "draft"),
             *("acceptance", "coupling", "reach", "heads", "selfspec", "collection"),
-            *("costs", "load"),
+            *("costs", "load", "budgets"),
         ),
         help="measure only this part (repeatable), and keep the others of the file; default: all",
     )
@@ -37,6 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--texts", type=int, default=4, help="long prompts of each set and context length"
     )
+    parser.add_argument(
+        "--also", action="append", default=[], metavar="NAME=DIR",
+        help="another drafter of the target, longspec or lm, for the part `budgets` (repeatable)",
+    )  # fmt: skip
     parser.add_argument("--work", type=Path, help="keep the made-up large targets here")
     parser.add_argument(
         "--output", type=Path, help="JSON file; default: bench/results/MACHINE.json"

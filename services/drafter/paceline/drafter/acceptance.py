@@ -162,6 +162,7 @@ def rounds(
     recording: Recording,
     *,
     sampling: sampling_pb2.SamplingParams | None = None,
+    kv: RecordedKv | None = None,
 ) -> Iterator[tuple[Tree, list[int]]]:
     """The tree of each round of a recorded text, and how the text goes on.
 
@@ -171,9 +172,10 @@ def rounds(
         drafter: Made for the recording's target.
         recording: The text; with the hidden states that the drafter reads, if any.
         sampling: How the drafter is told that tokens are chosen; None: as they were.
+        kv: The recording's KV, as the drafter reads it; None: by the policy ``streaming``.
     """
-    tokens, kv, needs = recording.tokens, RecordedKv(recording.cache), drafter.needs
-    states = None
+    tokens, needs, states = recording.tokens, drafter.needs, None
+    kv = kv or RecordedKv(recording.cache)
     if needs.hidden_state_layers:
         rows = torch.cat([recording.states[layer] for layer in needs.hidden_state_layers], dim=1)
         states = RecordedStates(rows, needs.hidden_state_window)
