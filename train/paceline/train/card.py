@@ -15,7 +15,7 @@ from paceline.train.measure import (
 )
 from paceline.train.preset import Preset
 
-_STDLIB_HEADER = """---
+STDLIB_HEADER = """---
 license: other
 license_name: psf-2.0
 license_link: https://docs.python.org/3/license.html
@@ -23,7 +23,7 @@ library_name: transformers
 pipeline_tag: text-generation
 ---
 """
-_STDLIB_LICENCE = (
+STDLIB_LICENCE = (
     "The training text is source code of Python, © Python Software Foundation, under the PSF "
     "licence (https://docs.python.org/3/license.html). The model can recite parts of it; treat "
     "what it writes as derived from that source."
@@ -149,7 +149,7 @@ are up to {GENERATED_TOKENS} tokens long.
 
 
 def _header(facts: Facts) -> str:
-    return _STDLIB_HEADER if facts.corpus.is_stdlib else ""
+    return STDLIB_HEADER if facts.corpus.is_stdlib else ""
 
 
 def _shape(facts: Facts) -> str:
@@ -164,7 +164,7 @@ def _shape(facts: Facts) -> str:
 
 
 def _data(facts: Facts, texts: str) -> str:
-    licence = _STDLIB_LICENCE if facts.corpus.is_stdlib else _OTHER_LICENCE
+    licence = STDLIB_LICENCE if facts.corpus.is_stdlib else _OTHER_LICENCE
     return (
         "## Data and licence\n\n"
         f"{texts}: {facts.stream:,} tokens. {len(facts.corpus.heldout)} files are held out. "

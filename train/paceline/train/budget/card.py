@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from paceline.train.budget.heldout import BUDGETS, Measured
 from paceline.train.budget.preset import BudgetPreset
+from paceline.train.card import STDLIB_HEADER, STDLIB_LICENCE
 from paceline.train.checkpoint import Progress
 from paceline.train.corpus import Corpus
 
@@ -23,16 +24,17 @@ def budget_card(
     rate = f"AdamW {preset.adamw_rate:g}"
     if preset.muon_rate is not None:
         rate = f"Muon {preset.muon_rate:g} for matrices, {rate} for the rest"
-    return f"""# Paceline drafter for changing KV budgets
+    recites = method == "lm" and corpus.is_stdlib  # a layer without its target writes nothing
+    return f"""{STDLIB_HEADER if recites else ""}# Paceline drafter for changing KV budgets
 
-Drafter method `{method}`, trained from `{start}` on as BudgetDraft says (sections 3.3 and 3.4).
-`config.json` says which target it is for.
+Drafter method `{method}`, trained from `{start}` on as BudgetDraft says (sections 3.3 and 3.4); it
+drafts for the same targets.
 
 ## Training
 
-{progress.step:,} steps, {progress.elapsed / 60:.0f} minutes; {rate}. Data: \
+{progress.step:,} steps, {progress.elapsed / 60:.0f} minutes; {rate}. Data:
 {len(corpus.train[: preset.files])} files of the {corpus.source}, and {own_texts:,} texts that the
-target wrote after 128 tokens from anywhere in such files.
+target wrote after 128 tokens from anywhere in such files.{f" {STDLIB_LICENCE}" if recites else ""}
 
 Each step reads a row of {preset.length:,} tokens and lets the drafter continue it from \
 {preset.segments} places, {preset.continuation} tokens
