@@ -50,6 +50,7 @@ def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-new-tokens", type=int, default=256, metavar="N", help="default: %(default)s")
     add("--drafter", metavar="NAME", help="drafter to use; none: plain decoding")
     add("--deadline", type=float, metavar="S", help="give up after so many seconds")
+    add("--json-schema", type=Path, metavar="FILE", help="the text is an instance of this schema")
     group = parser.add_argument_group("sampling")
     add = group.add_argument
     add("--temperature", type=float, default=0.0, metavar="T", help="0: greedy (default)")
@@ -72,13 +73,18 @@ def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def generation_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments of `Client.generate` from those of `add_generation_arguments`."""
+    """Keyword arguments of `Client.generate` from those of `add_generation_arguments`.
+
+    Raises:
+        OSError: The schema's file cannot be read.
+    """
     names = (
         "max_new_tokens drafter deadline temperature seed acceptance top_k top_p min_p "
         "repetition_penalty presence_penalty frequency_penalty stop ignore_eos"
     )
     options = {name: getattr(args, name) for name in names.split()}
-    return {**options, "stop_token_ids": args.stop_token_id}
+    schema = args.json_schema and args.json_schema.read_text(encoding="utf-8")
+    return {**options, "json_schema": schema, "stop_token_ids": args.stop_token_id}
 
 
 def run(args: argparse.Namespace) -> int:

@@ -44,8 +44,16 @@ COMMANDS = (
 
 # Modules that only the extras install; anything else missing is a fault and shows its traceback.
 _OF_EXTRAS = (
-    *("accelerate", "aiohttp", "grpc_health", "grpc_reflection", "jinja2", "numpy"),
-    *("opentelemetry", "prometheus_client", "pydantic", "safetensors", "torch", "transformers"),
+    *("accelerate", "aiohttp", "grpc_health", "grpc_reflection", "jinja2", "llguidance"),
+    *(
+        "numpy",
+        "opentelemetry",
+        "prometheus_client",
+        "pydantic",
+        "safetensors",
+        "torch",
+        "transformers",
+    ),
 )
 
 

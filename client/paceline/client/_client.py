@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from ._errors import InvalidRequestError
 from ._generation import Generation
@@ -15,6 +16,7 @@ from ._options import (
     GenerationOptions,
     RetryOptions,
     TlsOptions,
+    schema_text,
     stop_strings,
     user_cache_dir,
 )
@@ -109,6 +111,7 @@ class Client:
         logit_bias: Mapping[int, float] | None = None,
         seed: int | None = None,
         acceptance: str = "invariant",
+        json_schema: Mapping[str, Any] | str | None = None,
         stop: str | Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
         ignore_eos: bool = False,
@@ -140,6 +143,8 @@ class Client:
             seed: key of the sampling noise, 64 bits. None: a random one, reported in the result.
             acceptance: "invariant", or "rejection": rejection sampling of chains. Which tokens come
                 then depends on the drafter, their distribution does not.
+            json_schema: JSON schema that the text is an instance of, as far as max_new_tokens
+                lets it come to an end.
             stop: strings that end the text; it ends before the first that completes.
             stop_token_ids: tokens that end the generation, besides end-of-sequence.
             ignore_eos: go on past end-of-sequence tokens.
@@ -171,6 +176,7 @@ class Client:
             logit_bias=dict(logit_bias or {}),
             seed=secrets.randbits(64) if seed is None else seed,
             acceptance=acceptance,
+            json_schema=schema_text(json_schema),
             stop=stop_strings(stop),
             stop_token_ids=tuple(stop_token_ids),
             ignore_eos=ignore_eos,

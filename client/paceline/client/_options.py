@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from paceline.v1 import sampling_pb2
 
@@ -94,6 +96,7 @@ class GenerationOptions:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int = 0
     acceptance: str = "invariant"
+    json_schema: str = ""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -158,7 +161,18 @@ class GenerationOptions:
             logit_bias=dict(self.logit_bias),
             seed=self.seed,
             mode=_MODES[self.acceptance],
+            json_schema=self.json_schema,
         )
+
+
+def schema_text(schema: Mapping[str, Any] | str | None) -> str:
+    """A JSON schema as text; empty for none. Raises InvalidRequestError where it is no JSON."""
+    if schema is None or isinstance(schema, str):
+        return schema or ""
+    try:
+        return json.dumps(schema)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"json_schema cannot be written as JSON: {error}") from None
 
 
 def stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:

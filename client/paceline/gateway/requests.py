@@ -29,6 +29,37 @@ class StreamOptions(_Strict):
     """A last event with `usage` and no choices."""
 
 
+class FreeText(_Strict):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonObject(_Strict):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class NamedSchema(_Strict):
+    """A JSON schema. It is always followed to the letter: `strict` says so or nothing."""
+
+    name: str
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class JsonSchema(_Strict):
+    """JSON that is an instance of a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+ResponseFormat = Annotated[FreeText | JsonObject | JsonSchema, Field(discriminator="type")]
+
+
 class _Generation(_Strict):
     """What both kinds of request have in common."""
 
@@ -40,6 +71,7 @@ class _Generation(_Strict):
     frequency_penalty: _Penalty = 0.0
     logit_bias: dict[_Token, Annotated[float, Field(ge=-100, le=100)]] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    response_format: ResponseFormat = FreeText(type="text")
     stop: _StopText | Annotated[list[_StopText], Field(max_length=16)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -75,11 +107,18 @@ class _Generation(_Strict):
             "repetition_penalty": self.repetition_penalty,
             "logit_bias": self.logit_bias,
             "seed": seed,
+            "json_schema": self._schema(),
             "stop": self.stop or (),
             "stop_token_ids": self.stop_token_ids,
             "ignore_eos": self.ignore_eos,
             "drafter": self.drafter,
         }
+
+    def _schema(self) -> dict[str, Any] | None:
+        """What the text must be an instance of."""
+        if isinstance(self.response_format, JsonSchema):
+            return self.response_format.json_schema.schema_
+        return {"type": "object"} if isinstance(self.response_format, JsonObject) else None
 
 
 class CompletionRequest(_Generation):

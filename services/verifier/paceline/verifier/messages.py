@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.kernels import Proposal, SamplingParams
 from paceline.service import ServiceError
@@ -13,6 +14,7 @@ from paceline.verifier.engine.acceptance import Finish
 from paceline.verifier.engine.job import Emission
 from paceline.verifier.engine.sequence import Generation
 from paceline.verifier.engine.tree import NO_TREE, DraftTree
+from paceline.verifier.grammar import MAX_SCHEMA_BYTES, GrammarError, Grammars
 from paceline.verifier.kv.taps import Taps
 from paceline.verifier.proposals import read_proposals
 
@@ -101,6 +103,26 @@ def read_generation(request: verifier_pb2.CreateCacheRequest, limits: Limits) ->
         top_logprobs=request.top_logprobs if wants_logprobs else None,
         taps=_read_taps(request, limits),
     )
+
+
+async def guided(generation: Generation, schema: str, grammars: Grammars) -> Generation:
+    """The same generation, whose output is an instance of a JSON schema.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT.
+    """
+    size = len(schema.encode())
+    if size > MAX_SCHEMA_BYTES:
+        raise _invalid(
+            "INVALID_SCHEMA",
+            f"the JSON schema has {size} bytes, expected at most {MAX_SCHEMA_BYTES}",
+        )
+    try:
+        grammar = await asyncio.to_thread(grammars.compile, schema)
+        grammar.begin(generation.output)
+    except GrammarError as error:
+        raise _invalid("INVALID_SCHEMA", str(error)) from error
+    return replace(generation, grammar=grammar)
 
 
 def read_sampling(message: sampling_pb2.SamplingParams, limits: Limits) -> SamplingParams:

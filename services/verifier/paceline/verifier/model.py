@@ -11,6 +11,7 @@ from pathlib import Path
 
 from paceline.decoder import Decoder, is_batch_invariant, weights_fingerprint
 from paceline.v1 import verifier_pb2
+from paceline.verifier.grammar import Grammars
 from paceline.verifier.messages import MAX_TREE_NODES, Limits
 
 
@@ -27,6 +28,11 @@ class ModelFacts:
     limits: Limits
     message: verifier_pb2.GetModelResponse
     tokenizer_gzip: bytes
+
+    def grammars(self) -> Grammars:
+        """What makes grammars for its tokens."""
+        tokenizer = gzip.decompress(self.tokenizer_gzip) if self.tokenizer_gzip else b""
+        return Grammars(tokenizer, self.limits.vocab_size, self.limits.eos_token_ids)
 
     def answer(self, request: verifier_pb2.GetModelRequest) -> verifier_pb2.GetModelResponse:
         """The answer to one request, the tokenizer put in where it is wanted."""

@@ -12,7 +12,7 @@ from paceline.verifier.cache import CAPABILITY_BYTES, Cache
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.job import Prefill
 from paceline.verifier.failures import as_service_errors, cache_not_found
-from paceline.verifier.messages import read_generation, write_result
+from paceline.verifier.messages import guided, read_generation, write_result
 from paceline.verifier.model import ModelFacts
 from paceline.verifier.store import CacheNotFound, CacheStore
 from paceline.verifier.stream import VerifyStream
@@ -37,6 +37,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         self._engine = engine
         self._gate = gate
         self._telemetry = telemetry
+        self._grammars = facts.grammars()
 
     async def GetModel(
         self, request: verifier_pb2.GetModelRequest, context: Any
@@ -48,6 +49,8 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         """Prefill: progress after each engine step, then the capabilities and the first token."""
         with self._gate.enter(), as_service_errors():
             generation = read_generation(request, self._facts.limits)
+            if request.sampling.json_schema:
+                generation = await guided(generation, request.sampling.json_schema, self._grammars)
             owner = owner_of(context)
             parent = None
             if request.parent_handle:

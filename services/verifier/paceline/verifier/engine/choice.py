@@ -34,7 +34,10 @@ class Chooser:
     def __call__(self, node: int) -> int:
         """The token at the position behind ``node``."""
         generation, history = self._sequence.generation, self._sequence.history
-        row = self._logits[node]
+        guide, row = self._sequence.guide, self._logits[node]
+        raw = row
+        if guide is not None:
+            row = guide.mask(row)
         if self._plain:
             # numpy's argmax takes the lowest of equal values too, and a twentieth of torch's time.
             token = int(row.float().numpy().argmax())
@@ -43,8 +46,10 @@ class Chooser:
         else:
             token = choose_token(row, generation.sampling, len(history), history)
         history.push(token)
+        if guide is not None:
+            guide.push(token)
         if generation.top_logprobs is not None:
-            logprob, top = raw_logprobs(row, token, generation.top_logprobs)
+            logprob, top = raw_logprobs(raw, token, generation.top_logprobs)
             self.logprobs.append(logprob)
             if generation.top_logprobs:
                 self.top_logprobs.append(top)

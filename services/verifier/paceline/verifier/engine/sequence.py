@@ -14,6 +14,7 @@ from paceline.verifier.kv.segment import Segment
 from paceline.verifier.kv.taps import Taps
 
 if TYPE_CHECKING:
+    from paceline.verifier.grammar import Grammar
     from paceline.verifier.selection import Collector
 
 
@@ -27,6 +28,7 @@ class Generation:
         sampling: Sampling parameters.
         length_limit: Longest text, prompt included. Unit: tokens.
         stop_ids: Tokens that end it.
+        grammar: What the output must follow; None: nothing.
         taps: Hidden states to keep for drafters; None: none.
         top_logprobs: Likeliest tokens to report with each emitted one; None: no log-probabilities.
     """
@@ -38,6 +40,7 @@ class Generation:
     stop_ids: frozenset[int] = frozenset()
     top_logprobs: int | None = None
     taps: Taps | None = None
+    grammar: Grammar | None = None
 
 
 States = Mapping[int, Tensor]
@@ -69,6 +72,8 @@ class Sequence:
         self.segment = segment
         self.tokens: list[int] = [*generation.prompt, *generation.output]
         self.history = History(generation.prompt, generation.output)
+        grammar = generation.grammar
+        self.guide = None if grammar is None else grammar.begin(generation.output)
         self._committed = 0
         self.finish: Finish | None = None
         self.collectors: list[Collector] = []

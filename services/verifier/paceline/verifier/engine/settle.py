@@ -84,5 +84,8 @@ def settle(share: Share, logits: Tensor, states: States) -> Outcome:
 
 
 def _undo(sequence: Sequence) -> None:
-    while len(sequence.history) > len(sequence.tokens):
+    chosen = len(sequence.history) - len(sequence.tokens)
+    for _ in range(chosen):
         sequence.history.pop()
+    if sequence.guide is not None:
+        sequence.guide.pop(chosen)
