@@ -35,6 +35,12 @@ COMMANDS = (
     Command("drafters", "paceline.cli.drafters", "list, load, try, activate and unload drafters"),
     Command("health", "paceline.cli.health", "ask a service whether it serves", "server"),
     Command("demo", "paceline.cli.demo", "start both services and watch them generate", "server"),
+    Command(
+        "verify-lossless",
+        "paceline.cli.lossless",
+        "prove that speculation changes no token of your texts",
+        "server",
+    ),
     Command("bench", "paceline.cli.bench", "measure speed beside other generators", "server"),
     Command("calibrate", "paceline.cli.calibrate", "make confidences right", "server"),
     Command("tune", "paceline.cli.tune", "find a drafter's best settings here", "server"),

@@ -1,0 +1,80 @@
+"""`paceline verify-lossless`: through real services, and what it says where texts differ."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from paceline.cli import lossless
+from paceline.cli.main import main
+from paceline.client import GenerationResult, Stats, TokenLogprob, Usage
+
+
+def result(tokens: list[int], gaps: list[float]) -> GenerationResult:
+    noted = [
+        TokenLogprob(token, -1.0, ((token, -1.0), (0, -1.0 - gap)))
+        for token, gap in zip(tokens, gaps, strict=True)
+    ]
+    return GenerationResult("", tokens, noted, "length", None, Usage(1, len(tokens)), Stats(), 1)
+
+
+def test_real_services_are_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    monkeypatch.setenv("COLUMNS", "120")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "tiny")
+    tokenizer.save(str(tmp_path / "tiny" / "tokenizer.json"))
+    prompts = tmp_path / "prompts.jsonl"
+    texts = ["one and one and one and", "two, two, two, two"]
+    prompts.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+    arguments = ["--target", str(tmp_path / "tiny"), "--prompts", str(prompts)]
+    arguments += ["--max-new-tokens", "24", "--json", str(tmp_path / "report.json")]
+    assert main(["verify-lossless", *arguments]) == 0
+    assert "identical tokens: yes" in capsys.readouterr().out
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["positions"] == 2 * 2 * 24
+    assert [(each["drafter"], each["temperature"]) for each in report["comparisons"]] == [
+        ("ngram", 0.0),
+        ("ngram", 1.0),
+    ]
+    assert all(each["tokens"] == 48 for each in report["comparisons"])
+
+
+def test_the_first_difference_is_told_with_its_gap() -> None:
+    plain = result([1, 2, 3], [1.0, 1e-5, 1.0])
+    found = lossless._difference(7, plain, result([1, 9, 3], [1.0, 1.0, 1.0]))
+    assert found == lossless.Difference(7, 1, 2, 9, pytest.approx(1e-5))
+    shorter = lossless._difference(0, plain, result([1, 2], [1.0, 1.0]))
+    assert shorter == lossless.Difference(0, 2, 3, None, pytest.approx(1.0))
+    assert lossless._difference(0, plain, plain) is None
+
+
+@pytest.mark.parametrize("content", ["", '{"prompt": "x"}\n', "[1]\n", "nonsense\n"])
+def test_files_without_prompts_are_refused(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "prompts"
+    file.write_text(content)
+    assert main(["verify-lossless", "--target", "x", "--prompts", str(file)]) == 2
+    assert "paceline verify-lossless: " in capsys.readouterr().err
