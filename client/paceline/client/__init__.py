@@ -19,7 +19,7 @@ from ._generation import Generation, GenerationResult
 from ._mock import MockTransport
 from ._model import Model
 from ._options import DraftOptions, RetryOptions, TlsOptions
-from ._output import Chunk, TokenLogprob
+from ._output import Chunk, TokenLogprob, VerifiedTree
 from ._stats import RoundStats, Stats, Usage
 from ._sync import SyncClient
 from ._text import Detokenizer, TextCodec
@@ -57,4 +57,5 @@ __all__ = [
     "UnavailableError",
     "UnimplementedError",
     "Usage",
+    "VerifiedTree",
 ]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.v1 import sampling_pb2, verifier_pb2
+from paceline.v1 import sampling_pb2, tree_pb2, verifier_pb2
 
 from ._stop import StopMatcher
 from ._text import Detokenizer, TextCodec
@@ -30,6 +30,31 @@ class TokenLogprob:
     """The likeliest (token id, log-probability) pairs, likeliest first; empty unless asked for."""
 
 
+class VerifiedTree:
+    """What a drafter proposed in one round, and how much of it stood. Read when asked."""
+
+    __slots__ = ("_accepted", "_tree")
+
+    def __init__(self, tree: tree_pb2.TokenTree, result: verifier_pb2.RoundResult) -> None:
+        self._tree = tree
+        self._accepted = result.accepted_nodes
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Token of each node, from the newest text down."""
+        return tuple(self._tree.tokens)
+
+    @property
+    def parents(self) -> tuple[int, ...]:
+        """Each node's parent, a node before it; -1: the newest token of the text."""
+        return tuple(self._tree.parents)
+
+    @property
+    def accepted(self) -> tuple[int, ...]:
+        """Nodes that stood, from the text down."""
+        return tuple(self._accepted)
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """Tokens that came out together: of one round, or of one message of a free run."""
@@ -46,6 +71,8 @@ class Chunk:
     """Index of the round; 0 is the prefill."""
     pieces: tuple[str, ...]
     """Text that became certain with each token; joined they are `text`."""
+    tree: VerifiedTree | None = None
+    """The tree that was verified; None in a free run."""
 
 
 class Output:
@@ -81,7 +108,12 @@ class Output:
         if result.finish_reason:
             self.finish_reason = _REASONS.get(result.finish_reason, "unknown")
 
-    def publish(self, result: verifier_pb2.RoundResult, round_index: int) -> Chunk:
+    def publish(
+        self,
+        result: verifier_pb2.RoundResult,
+        round_index: int,
+        drafted: tree_pb2.TokenTree | None = None,
+    ) -> Chunk:
         """Detokenises tokens that were taken before, and looks for stop strings."""
         pieces = [] if self._detokenizer is None else self._read(result.tokens)
         tokens = tuple(result.tokens[: len(pieces)] if self._detokenizer else result.tokens)
@@ -100,7 +132,8 @@ class Output:
         proposers: tuple[Proposer, ...] = tuple(
             "drafter" if i < accepted else "verifier" for i in range(len(tokens))
         )
-        return Chunk(text, tokens, tuple(logprobs), proposers, round_index, tuple(pieces))
+        tree = None if drafted is None else VerifiedTree(drafted, result)
+        return Chunk(text, tokens, tuple(logprobs), proposers, round_index, tuple(pieces), tree)
 
     def _read(self, tokens: Iterable[int]) -> list[str]:
         """Text released by each token, up to the one that completes a stop string."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from time import perf_counter
 
-from paceline.v1 import drafter_pb2, verifier_pb2
+from paceline.v1 import drafter_pb2, tree_pb2, verifier_pb2
 
 from ._drafter import DrafterSession
 from ._options import GenerationOptions
@@ -17,6 +17,9 @@ from ._verifier import VerifierSession
 
 # Steps of a free run where no drafter is wanted, and where one is wanted but not at hand.
 _PLAIN_RUN, _WAITING_RUN = 64, 16
+
+# What came out, the index of its round, and the tree that was verified.
+_Published = tuple[verifier_pb2.RoundResult, int, tree_pb2.TokenTree | None]
 
 
 class Rounds:
@@ -55,7 +58,7 @@ class Rounds:
         self._asked = False
         self._round_began = perf_counter()
         self._grant = b""
-        self._unpublished: tuple[verifier_pb2.RoundResult, int] | None = None
+        self._unpublished: _Published | None = None
 
     async def run(self) -> int:
         """Generates until the output's finish_reason is set.
@@ -113,7 +116,7 @@ class Rounds:
         )
         self._end_round(entry, response)
         self._node_budget = response.node_budget
-        self._unpublished = (result, len(self._stats.rounds))
+        self._unpublished = (result, len(self._stats.rounds), tree.tree)
         await self._accept(result)
 
     async def _free_run(self) -> None:
@@ -153,7 +156,7 @@ class Rounds:
                 )
                 self._end_round(entry, response)
                 self._node_budget = response.node_budget
-            self._unpublished = (result, len(self._stats.rounds) + (not last))
+            self._unpublished = (result, len(self._stats.rounds) + (not last), None)
             await self._accept(result, plan=last)
             if not self._asked:
                 self._publish_waiting()
@@ -216,13 +219,18 @@ class Rounds:
     def _publish_waiting(self) -> None:
         """Publishes what a drafted round brought, if that is still to do."""
         if self._unpublished is not None:
-            (result, index), self._unpublished = self._unpublished, None
-            self._publish(result, index)
+            waiting, self._unpublished = self._unpublished, None
+            self._publish(*waiting)
         if self._trace is not None:
             self._trace.settle()
 
-    def _publish(self, result: verifier_pb2.RoundResult, index: int) -> None:
-        chunk = self._output.publish(result, index)
+    def _publish(
+        self,
+        result: verifier_pb2.RoundResult,
+        index: int,
+        tree: tree_pb2.TokenTree | None = None,
+    ) -> None:
+        chunk = self._output.publish(result, index, tree)
         if chunk.token_ids or chunk.text:
             self._outlet.put(chunk)
 

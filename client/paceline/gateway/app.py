@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from aiohttp import web
@@ -20,7 +21,7 @@ from paceline.service.gate import Gate
 from .chat import render
 from .errors import ApiError, bad_request, from_error, from_http, from_validation
 from .options import GatewayOptions
-from .requests import MAX_CHOICES, ChatRequest, CompletionRequest
+from .requests import MAX_CHOICES, ChatRequest, CompletionRequest, StreamOptions
 from .responses import Json, Kind, Writer
 from .texts import Texts
 
@@ -28,6 +29,12 @@ from .texts import Texts
 _BODY_TIMEOUT = 30.0
 # Whether the verifier answers is told within this time. Unit: seconds.
 _HEALTH_TIMEOUT = 5.0
+
+_PAGE = Path(__file__).with_name("page.html")
+_PAGE_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 AnyRequest = TypeVar("AnyRequest", bound=BaseModel)
@@ -44,7 +51,7 @@ class _Work:
 
 
 class Gateway:
-    """Serves `/v1/completions`, `/v1/chat/completions`, `/v1/models` and `/health`.
+    """Serves `/v1/completions`, `/v1/chat/completions`, `/v1/models`, `/health` and a page on `/`.
 
     Args:
         client: generates; its owner closes it.
@@ -71,6 +78,7 @@ class Gateway:
                 web.get("/v1/models", self._models),
                 web.get("/v1/models/{name:.+}", self._model),
                 web.get("/health", self._health),
+                web.get("/", _page),
             ]
         )
 
@@ -253,9 +261,13 @@ class Gateway:
             )
         with self.gate.enter():
             if asked.stream:
-                options = asked.stream_options
-                return await _stream(request, work, bool(options and options.include_usage))
+                return await _stream(request, work, asked.stream_options or StreamOptions())
             return await _whole(work)
+
+
+async def _page(request: web.Request) -> web.StreamResponse:
+    """The web page, which may talk to this gateway and to nobody else."""
+    return web.FileResponse(_PAGE, headers={"Content-Security-Policy": _PAGE_POLICY})
 
 
 async def _whole(work: _Work) -> web.StreamResponse:
@@ -271,7 +283,7 @@ async def _whole(work: _Work) -> web.StreamResponse:
     return web.json_response(work.writer.whole(texts))
 
 
-async def _stream(request: web.Request, work: _Work, usage: bool) -> web.StreamResponse:
+async def _stream(request: web.Request, work: _Work, options: StreamOptions) -> web.StreamResponse:
     """Server-sent events. What fails before the first is an ordinary error, later an event."""
     writer, results = work.writer, dict[int, GenerationResult]()
     response = web.StreamResponse(
@@ -283,7 +295,7 @@ async def _stream(request: web.Request, work: _Work, usage: bool) -> web.StreamR
         if not response.prepared:
             await response.prepare(request)
         # Where usage comes at the end, OpenAI's earlier events say that they have none.
-        note = {"usage": None} if usage and "usage" not in event else {}
+        note = {"usage": None} if options.include_usage and "usage" not in event else {}
         await response.write(f"data: {json.dumps(event | note)}\n\n".encode())
 
     try:
@@ -293,11 +305,12 @@ async def _stream(request: web.Request, work: _Work, usage: bool) -> web.StreamR
                     opened.add(event.index)
                     await send(writer.opening(event.index, work.count))
                 if event.chunk is not None:
-                    await send(writer.chunk(event.index, event.chunk))
+                    rounds = options.include_rounds
+                    await send(writer.chunk(event.index, event.chunk, rounds=rounds))
                 if event.result is not None:
                     results[event.index] = event.result
                     await send(writer.ending(event.index, event.result))
-        if usage:
+        if options.include_usage:
             await send(writer.total([results[index] for index in range(work.count)]))
         await response.write(b"data: [DONE]\n\n")
     except Exception as error:

@@ -27,6 +27,8 @@ class StreamOptions(_Strict):
 
     include_usage: bool = False
     """A last event with `usage` and no choices."""
+    include_rounds: bool = False
+    """In each event: who proposed which piece, and the tree of the round. Paceline's own."""
 
 
 class FreeText(_Strict):

@@ -77,10 +77,13 @@ class Writer:
         text = self._echo(index, texts)
         return self._event(index, self._delta(text, opening=True), None)
 
-    def chunk(self, index: int, chunk: Chunk) -> Json:
-        """An event with more of a text."""
+    def chunk(self, index: int, chunk: Chunk, *, rounds: bool) -> Json:
+        """An event with more of a text; with `rounds` also how it came about."""
         noted = self._note(index, chunk)
-        return self._event(index, self._delta(chunk.text), noted or None)
+        event = self._event(index, self._delta(chunk.text), noted or None)
+        if rounds:
+            event["choices"][0]["round"] = self._round(chunk)
+        return event
 
     def ending(self, index: int, result: GenerationResult) -> Json:
         """The last event of a text."""
@@ -102,6 +105,22 @@ class Writer:
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "speculation": _together(result.stats for result in results).summary(),
+        }
+
+    def _round(self, chunk: Chunk) -> Json:
+        tree = None
+        if chunk.tree is not None and self._codec is not None:
+            tree = {
+                "tokens": [self._codec.token_text(token) for token in chunk.tree.tokens],
+                "parents": chunk.tree.parents,
+                "accepted": chunk.tree.accepted,
+            }
+        return {
+            "index": chunk.round,
+            "tokens": len(chunk.token_ids),
+            "pieces": chunk.pieces,
+            "proposed_by": chunk.proposed_by,
+            "tree": tree,
         }
 
     def _head(self, *, stream: bool) -> Json:
