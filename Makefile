@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROTOS := $(wildcard protos/paceline/v1/*.proto)
 
-.PHONY: setup demo test chart containers up down lint types proto proto-check bench drills fuzz audit \
+.PHONY: setup demo test chart containers up down lint types proto proto-check browser docs bench drills fuzz audit \
 	gpu-check gpu-train clean
 
 setup: .make/setup
@@ -55,6 +55,15 @@ proto-check: setup
 	    --pyi_out=.make/gen --grpc_python_out=.make/gen $(PROTOS)
 	diff -r --exclude=__init__.py --exclude=py.typed --exclude=__pycache__ \
 	    .make/gen/paceline/v1 protos/gen/paceline/v1
+
+# The gateway's page in a headless Chromium: where there is none, says so and does nothing.
+browser: setup
+	tests/browser/with_chromium.sh $(BIN)/python -m pytest -m browser tests/browser
+
+# The documentation as a site in .make/site; a broken link fails.
+docs: setup
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	$(BIN)/mkdocs build --quiet
 
 bench: setup
 	$(BIN)/paceline bench
