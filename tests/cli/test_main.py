@@ -122,3 +122,24 @@ def test_threads_reach_the_service(name: str, monkeypatch: pytest.MonkeyPatch) -
         target = ["--target=x"] if name == "verifier" else []
         command._build(parser.parse_args([*words, *target]), None)
     assert given == [3, None]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion_knows_every_command_and_its_options(
+    shell: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    for command in COMMANDS:
+        assert command.name in script
+    assert "--max-new-tokens" in script
+
+
+def test_bash_takes_the_completion(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["completion", "bash"])
+    script = capsys.readouterr().out
+    ask = 'COMP_WORDS=(paceline gen); COMP_CWORD=1; _shtab_paceline; echo "${COMPREPLY[@]}"'
+    done = subprocess.run(
+        ["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert done.stdout.split() == ["generate"]

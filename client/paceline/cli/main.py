@@ -3,7 +3,7 @@
 import argparse
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -46,6 +46,7 @@ COMMANDS = (
     Command("tune", "paceline.cli.tune", "find a drafter's best settings here", "server"),
     Command("drills", "paceline.cli.drills", "break things and check what must hold", "server"),
     Command("train", "paceline.cli.train", "train targets and drafters", "train"),
+    Command("completion", "paceline.cli.completion", "print a script that completes commands"),
 )
 
 # Modules that only the extras install; anything else missing is a fault and shows its traceback.
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     command = _command_of(argv)
     try:
-        args = _parser(command).parse_args(expand(argv))
+        args = build_parser([] if command is None else [command]).parse_args(expand(argv))
         return int(args.run(args))
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
@@ -92,7 +93,8 @@ def _command_of(argv: Sequence[str]) -> Command | None:
     return next((command for command in COMMANDS if command.name == name), None)
 
 
-def _parser(chosen: Command | None) -> argparse.ArgumentParser:
+def build_parser(expanded: Collection[Command]) -> argparse.ArgumentParser:
+    """The parser of all commands, those of `expanded` with their arguments."""
     parser = argparse.ArgumentParser(
         prog="paceline",
         description="Lossless speculative decoding as services: verifier, drafter, client.",
@@ -101,7 +103,7 @@ def _parser(chosen: Command | None) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in COMMANDS:
         sub = commands.add_parser(command.name, help=command.help, description=command.help)
-        if command is chosen:
+        if command in expanded:
             module = importlib.import_module(command.module)
             module.add_arguments(sub)
             sub.set_defaults(run=module.run)
