@@ -88,6 +88,21 @@ async def test_valid_and_identical_whoever_drafts(client: Client, sampling: dict
     assert accepted > 0, "no draft was ever of use: the masks were not tried on a tree's path"
 
 
+async def test_rejection_sampling_follows_the_schema_too(client: Client) -> None:
+    for seed in range(3):
+        result = await client.generate(
+            "a race: ",
+            drafter="lm",
+            acceptance="rejection",
+            temperature=1.0,
+            max_new_tokens=400,
+            json_schema=SCHEMA,
+            seed=seed,
+        )
+        assert result.finish_reason == "stop"
+        check(result.text)
+
+
 async def test_a_text_goes_on_after_what_was_emitted(
     client: Client, verifier: ServiceProcess
 ) -> None:
