@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -97,6 +98,52 @@ async def test_bad_requests_name_the_parameter(
         await served.openai.post("/completions", body={"model": "mock", **wrong}, cast_to=object)
     assert (raised.value.param or "").startswith(param)
     assert raised.value.type == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("asked", "schema"),
+    [
+        (None, None),
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, {"type": "object"}),
+        (
+            {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [1]}}},
+            {"enum": [1]},
+        ),
+    ],
+)
+async def test_a_response_format_is_a_schema_of_the_contract(
+    served: Served, asked: Any, schema: Any
+) -> None:
+    extra = {} if asked is None else {"response_format": asked}
+    await served.openai.completions.create(model="mock", prompt="a", extra_body=extra)
+    sent = served.transport.requests[-1].sampling.json_schema
+    assert (json.loads(sent) if sent else None) == schema
+
+
+async def test_rounds_are_told_where_asked_for(served: Served) -> None:
+    stream = await served.openai.completions.create(
+        model="mock",
+        prompt="abc",
+        stream=True,
+        stream_options={"include_rounds": True},  # type: ignore[typeddict-unknown-key]
+    )
+    rounds = [event.choices[0].model_dump().get("round") async for event in stream]
+    told = [round for round in rounds if round is not None]
+    assert "".join(piece for round in told for piece in round["pieces"]) == "ABC"
+    assert {who for round in told for who in round["proposed_by"]} == {"verifier"}
+    assert [round["tree"] for round in told] == [None] * len(told)
+
+
+async def test_the_page_may_talk_to_this_gateway_only(served: Served) -> None:
+    async with aiohttp.ClientSession() as session:
+        async with session.get(f"{served.url}/") as response:
+            page = await response.text()
+            policy = response.headers["Content-Security-Policy"]
+    assert page.startswith("<!doctype html>")
+    assert "connect-src 'self'" in policy
+    assert "http://" not in page.replace("http://www.w3.org/", "")
+    assert "https://" not in page
 
 
 async def test_a_wrong_model_and_a_wrong_path(served: Served) -> None:

@@ -1,0 +1,129 @@
+"""JSON by a schema: valid, and the same tokens whoever drafts and wherever the text goes on."""
+
+from __future__ import annotations
+
+import json
+import string
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import drafters
+import grpc
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from verifier_support import VOCAB, Client, make_model, reason_of, serving
+
+from paceline.v1 import sampling_pb2
+
+PROMPT = [7, 8, 9, 10]
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "gear": {"enum": ["road", "track", "gravel"]},
+        "laps": {"type": "integer", "minimum": 0, "maximum": 999},
+        "names": {
+            "type": "array",
+            "items": {"type": "string", "pattern": "^[a-z]{1,4}$"},
+            "minItems": 1,
+            "maxItems": 3,
+        },
+    },
+    "required": ["gear", "laps", "names"],
+    "additionalProperties": False,
+}
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "T=1": {"temperature": 1.0},
+    "filtered": {"temperature": 0.8, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.1},
+}
+
+
+def tokenizer() -> Tokenizer:
+    """The end, then one token a character: what JSON needs, and more."""
+    characters = dict.fromkeys('{}[]":, ' + string.digits + string.ascii_lowercase + "ABCDEFGH-+.")
+    vocabulary = {"<end>": 0, **{c: i for i, c in enumerate(characters, 1)}}
+    space = vocabulary.pop(" ")
+    built = Tokenizer(models.BPE(vocab={**vocabulary, "\u0120": space}, merges=[]))
+    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    built.decoder = decoders.ByteLevel()
+    built.add_special_tokens(["<end>"])
+    assert built.get_vocab_size() <= VOCAB
+    return built
+
+
+TOKENIZER = tokenizer()
+
+
+@pytest.fixture
+async def client(tmp_path: Path) -> AsyncIterator[Client]:
+    folder = make_model(tmp_path / "model", "Llama")
+    TOKENIZER.save(str(folder / "tokenizer.json"))
+    async with serving(folder, tmp_path / "v.sock", kv_bytes=1 << 28) as client:
+        yield client
+
+
+def fields(seed: int = 0, schema: str | None = None, **sampling: Any) -> dict[str, Any]:
+    schema = json.dumps(SCHEMA) if schema is None else schema
+    return {"sampling": sampling_pb2.SamplingParams(json_schema=schema, seed=seed, **sampling)}
+
+
+def check(tokens: list[int]) -> None:
+    """An instance of the schema, and then the end."""
+    assert tokens[-1] == 0
+    value = json.loads(TOKENIZER.decode(tokens))
+    assert set(value) == {"gear", "laps", "names"}
+    assert value["gear"] in ("road", "track", "gravel")
+    assert 0 <= value["laps"] <= 999
+    assert 1 <= len(value["names"]) <= 3
+    assert all(name.isalpha() and len(name) <= 4 for name in value["names"])
+
+
+async def test_valid_and_identical_whoever_drafts(client: Client) -> None:
+    for sampling in SAMPLINGS.values():
+        for seed in range(2):
+            wanted = fields(seed, **sampling)
+            plain = await client.generate(PROMPT, drafters.nothing, **wanted)
+            check(plain)
+            for name, draw in drafters.all_of(plain, len(PROMPT)).items():
+                assert await client.generate(PROMPT, draw, seed=3, **wanted) == plain, name
+
+
+async def test_rejection_sampling_follows_it_too(client: Client) -> None:
+    wanted = fields(1, temperature=1.0, mode=sampling_pb2.ACCEPTANCE_MODE_REJECTION)
+    plain = await client.generate(PROMPT, drafters.nothing, **wanted)
+    check(plain)
+    check(await client.generate(PROMPT, drafters.wrong(plain, len(PROMPT)), **wanted))
+
+
+async def test_a_text_goes_on_where_its_tokens_left_it(client: Client) -> None:
+    """As after a restart: where it stands in the schema follows from what was emitted."""
+    wanted = fields(3, temperature=1.0)
+    whole = await client.generate(PROMPT, drafters.nothing, **wanted)
+    for cut in range(0, len(whole), 5):
+        created = await client.create(PROMPT, output_tokens=whole[:cut], **wanted)
+        assert list(created.first.tokens) == [whole[cut]]
+        await client.release(created.handle)
+    with pytest.raises(grpc.aio.AioRpcError, match="follow its schema") as raised:
+        await client.create(PROMPT, output_tokens=[*whole[:5], whole[0]], **wanted)
+    assert reason_of(raised.value) == "INVALID_SCHEMA"
+
+
+async def test_log_probabilities_are_the_models_own(client: Client) -> None:
+    """The mask is of the contract, not of the model: the likeliest tokens need not be allowed."""
+    wanted = {**fields(temperature=1.0), "top_logprobs": 20}
+    created = await client.create(PROMPT, **wanted)
+    brace = TOKENIZER.token_to_id("{")
+    assert list(created.first.tokens) == [brace]
+    assert created.first.logprobs[0] < -0.01
+    assert len(set(created.first.top_logprobs[0].tokens) - {brace}) >= 19
+    await client.release(created.handle)
+
+
+async def test_bad_schemas_are_refused(client: Client) -> None:
+    too_long = json.dumps({"enum": ["x" * 70_000]})
+    for schema in ('{"type": "nonsense"}', "no json", '{"not": {}}', too_long):
+        with pytest.raises(grpc.aio.AioRpcError, match="schema") as raised:
+            await client.create(PROMPT, **fields(schema=schema))
+        assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert reason_of(raised.value) == "INVALID_SCHEMA"
