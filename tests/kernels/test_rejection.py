@@ -25,7 +25,7 @@ from paceline.kernels import (
 )
 from paceline.kernels.noise import philox_words
 
-VOCAB, DEPTH, SAMPLES = 5, 3, 1200
+VOCAB, DEPTH, SAMPLES = 5, 3, 800
 PROMPT = [0, 1]
 Drafter = Callable[[list[int], int, int], tuple[int, Proposal]]
 """Text, seed and position to a drafted token and what it is said to be drawn from."""

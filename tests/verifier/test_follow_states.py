@@ -121,8 +121,16 @@ async def test_a_lost_stream_goes_on_where_it_was(
 async def test_waiting_for_what_does_not_come_has_an_end(client: Client) -> None:
     created = await client.create(PROMPT, hidden_state_layers=[0], **FIELDS)
     exchange, sent = await following(client, created, 0)
-    await sent.caught_up(len(PROMPT) + 5, 0.05)
-    assert sent.committed <= len(PROMPT)
+    await sent.caught_up(len(PROMPT), 10)
+    await sent.caught_up(len(PROMPT) + 1, 0.05)
+    assert sent.committed == len(PROMPT)
+    async with asyncio.timeout(10):
+        await sent.caught_up(len(PROMPT) + 1, 1000)  # not again in vain
+    stream = client.stub.Verify()
+    await stream.write(Round.of(created.handle, 1))
+    await stream.read()
+    await until(lambda: sent.committed > len(PROMPT))
+    await sent.caught_up(len(PROMPT) + 1, 0)
     sent.close()
     await exchange.close()
 

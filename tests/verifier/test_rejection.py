@@ -26,7 +26,7 @@ from paceline.kernels import (
 from paceline.v1 import sampling_pb2, tree_pb2, verifier_pb2
 
 PROMPT = [3, 1, 4, 1, 5]
-CHOICES, SAMPLES, AT_ONCE = 3, 400, 20
+CHOICES, SAMPLES, AT_ONCE = 3, 300, 20
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 
 

@@ -42,16 +42,22 @@ class FollowedStates(UpdateStream):
         self._start = 0
         self._rows: Tensor | None = None
         self._more = asyncio.Event()
+        self._patient = True
 
     async def caught_up(self, committed: int, seconds: float) -> None:
-        """Wait until positions below ``committed`` are there, or the time is over. Event loop."""
+        """Wait until positions below ``committed`` are there, or the time is over. Event loop.
+
+        Who waited in vain does not wait again before something has come: a lost link costs once.
+        """
+        if not self._patient:
+            return
         try:
             async with asyncio.timeout(seconds):
                 while self.committed < committed and self._gone is None:
                     self._more.clear()
                     await self._more.wait()
         except TimeoutError:
-            return
+            self._patient = False
 
     def read(self, begin: int, end: int) -> tuple[int, Tensor]:
         """See :meth:`paceline.drafter.methods.base.TargetStates.read`.
@@ -94,6 +100,7 @@ class FollowedStates(UpdateStream):
             )
         self.committed = update.committed
         self._acknowledge(update.stream, update.number)
+        self._patient = True
         self._more.set()
 
     def _append(self, message: kv_pb2.FollowCacheResponse, shape: kv_pb2.KvShape) -> None:
