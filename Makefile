@@ -63,7 +63,7 @@ browser: setup
 # The documentation as a site in .make/site; a broken link fails.
 docs: setup
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
-	$(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 bench: setup
 	$(BIN)/paceline bench
