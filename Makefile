@@ -89,7 +89,7 @@ SOURCES := protos/gen:kernels:services/common:services/verifier:services/drafter
 OUT ?= bench/results
 
 gpu-check:
-	PYTHONPATH=$(SOURCES) $(PYTHON) -m paceline.bench.gpu_check --output $(OUT)
+	PYTHONPATH=$(SOURCES) $(PYTHON) -m paceline.bench.gpu --output $(OUT)
 
 # A larger demo target (about 26 M parameters, context 8192) in under ten minutes.
 gpu-train:

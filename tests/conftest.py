@@ -9,3 +9,5 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 sys.path.insert(0, str(Path(__file__).parent))  # for what several folders use
+# Triton decides when it is imported whether its kernels are interpreted on the CPU.
+os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -16,7 +16,8 @@ from paceline.drafter.kv.errors import KvNotShared
 from paceline.drafter.kv.shared import SharedKv
 from paceline.shm import HEADER_BYTES
 from paceline.v1 import kv_pb2
-from paceline.verifier.kv.segment import Segment, own_prefix
+from paceline.verifier.kv.base import own_prefix
+from paceline.verifier.kv.segment import Segment
 
 from .segments import CAPACITY, DIM, GENERATION, GRANT, HEADS, LAYERS, describe, new_segment
 

@@ -157,7 +157,8 @@ async def test_tokenizer(model: Path, tmp_path: Path) -> None:
         {"max_context": CONTEXT + 1},
         {"max_context": 1},
         {"node_budget": 256},
-        {"device": "cuda"},
+        {"device": "cuda:99"},
+        {"device": "tpu"},
         {"dtype": "int7"},
     ],
 )

@@ -15,7 +15,8 @@ import pytest
 from verifier_support import Client, Round, failure, reason_of, serving, until
 
 from paceline.v1 import verifier_pb2
-from paceline.verifier.kv.segment import OutOfMemory, Segment, own_segments
+from paceline.verifier.kv.base import OutOfMemory
+from paceline.verifier.kv.segment import Segment, own_segments
 
 PROMPT = [3, 1, 4, 1, 5]
 

@@ -15,7 +15,8 @@ import torch
 from verifier_support import LAYOUT
 
 from paceline.shm import HEADER_BYTES
-from paceline.verifier.kv.segment import OutOfMemory, Segment, sweep_orphans
+from paceline.verifier.kv.base import OutOfMemory
+from paceline.verifier.kv.segment import Segment, sweep_orphans
 
 
 def test_memory_comes_when_reserved(segment: Segment) -> None:

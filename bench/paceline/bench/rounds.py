@@ -71,6 +71,7 @@ class _Kv:
 
     def parts(self, index: int, below: int, budget: int) -> list[tuple[Tensor, Tensor]]:
         text = self._text
+        assert isinstance(text.segment, Segment)
         keys, values = text.segment.layer(index)
         if self._selection is None or not budget:
             return streaming_parts((keys, values), min(text.committed, below), budget)
@@ -130,6 +131,7 @@ def at_context_text(target: Decoder, context: int, room: int) -> Iterator[Text]:
     draws = torch.Generator().manual_seed(context)
     tokens = torch.randint(target.config.vocab_size, (context + 1,), generator=draws).tolist()
     with _new_text(target, tokens, room, GREEDY) as text:
+        assert isinstance(text.segment, Segment)
         text.segment.kv[..., :context, :].normal_(generator=draws)
         text.committed = context
         yield text
@@ -178,6 +180,7 @@ def continued_each(
             text.tokens.append(begun)
             text.history.push(begun)
             text.committed = len(prompt)
+            assert isinstance(first.segment, Segment)
             selection = chooses(first.segment)
             text.collectors += selection.collectors
             rounds = _rounds(target, drafter, text, sampling, selection)

@@ -164,6 +164,7 @@ def collection(decoder: Decoder, contexts: Sequence[int]) -> list[dict[str, floa
     rows = []
     for context in contexts:
         with at_context_text(decoder, context, DEPTH + 2) as text:
+            assert isinstance(text.segment, Segment)
             watching = {
                 name: choose(text.segment).collectors
                 for name, choose in policies(decoder.config.layers).items()
@@ -196,6 +197,7 @@ def attention_cost(decoder: Decoder, context: int, ratio: float) -> dict[str, fl
     chosen = round(ratio * context)
     q = torch.randn(1, config.q_heads, config.head_dim, dtype=config.dtype)
     with at_context_text(decoder, context, DEPTH + 2) as text:
+        assert isinstance(text.segment, Segment)
         layers = [text.segment.layer(index) for index in range(config.layers)]
         picks = [torch.randperm(context)[:chosen].sort().values for _ in layers]
         table = [

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # Options of the service, and the arguments that `paceline serve` hands down with the target.
 OPTIONS = (
-    *("dtype", "kv_bytes", "max_context", "max_sequences", "lease_seconds"),
+    *("device", "dtype", "kv_bytes", "max_context", "max_sequences", "lease_seconds"),
     *("node_budget", "step_token_limit", "prefill_token_limit", "share_weights"),
     "schedule",
 )
@@ -33,6 +33,9 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--target", type=Path, required=True, metavar="DIR", help="HF model folder")
     group.add_argument(
         "--dtype", choices=["auto", "float32", "bfloat16"], help="of weights and KV cache"
+    )
+    group.add_argument(
+        "--device", metavar="D", help="where the model runs: cpu (default), cuda or cuda:N"
     )
     group.add_argument(
         "--kv-bytes", type=byte_count, metavar="N", help="memory for KV caches, such as 4GiB"

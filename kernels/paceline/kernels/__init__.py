@@ -11,10 +11,17 @@ from paceline.kernels.attention import (
 )
 from paceline.kernels.history import History
 from paceline.kernels.noise import gumbel_noise, gumbel_noise_at, philox
+from paceline.kernels.paged import PagedPlane, Plane
 from paceline.kernels.probes import Probe
 from paceline.kernels.rejection import Proposal, accept_or_resample
 from paceline.kernels.rows import Norm, RowKernels, row_kernels
-from paceline.kernels.sampling import SamplingParams, choose_token, filter_logits, raw_logprobs
+from paceline.kernels.sampling import (
+    SamplingParams,
+    choose_token,
+    choose_tokens,
+    filter_logits,
+    raw_logprobs,
+)
 from paceline.kernels.selection import (
     SELECTION_CHUNK,
     SINKS,
@@ -34,6 +41,8 @@ __all__ = [
     "History",
     "Norm",
     "PageBounds",
+    "PagedPlane",
+    "Plane",
     "Probe",
     "Proposal",
     "RowKernels",
@@ -45,6 +54,7 @@ __all__ = [
     "backend_for",
     "best_chunks",
     "choose_token",
+    "choose_tokens",
     "filter_logits",
     "gumbel_noise",
     "gumbel_noise_at",

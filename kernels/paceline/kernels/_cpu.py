@@ -37,6 +37,7 @@ class CpuBackend:
     """Chunked fp32 attention out of MKL and oneDNN matrix products; keeps scratch per thread."""
 
     name = "cpu"
+    pages = False
 
     def __init__(self) -> None:
         self._scratch = Scratch()

@@ -19,6 +19,7 @@ class DenseBackend:
     """One masked softmax per segment, in fp32."""
 
     name = "dense"
+    pages = False
 
     def attend(
         self,

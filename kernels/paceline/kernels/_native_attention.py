@@ -88,6 +88,7 @@ class NativeBackend:
     """Attention compiled for this machine; ``fallback`` does what the kernels have no code for."""
 
     name = "native"
+    pages = False
 
     def __init__(self, library: ctypes.CDLL, fallback: AttentionBackend) -> None:
         self._fallback = fallback

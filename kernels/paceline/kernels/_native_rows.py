@@ -12,6 +12,7 @@ from torch import Tensor
 
 from paceline.kernels._native import LANES
 from paceline.kernels._native_attention import CacheTable
+from paceline.kernels.paged import PagedPlane
 from paceline.kernels.rows import Norm, RowKernels
 from paceline.kernels.trees import TreePlan
 
@@ -72,12 +73,12 @@ class NativeRows:
         norms: tuple[Norm, Norm] | None,
         table: Tensor,
         plan: TreePlan,
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
+        keys: Sequence[Any],
+        values: Sequence[Any],
     ) -> Tensor:
         """See :class:`RowKernels`."""
         dim, kv_heads = table.shape[1], keys[0].shape[0]
-        if dim % LANES or dim > _WIDEST_HEAD:
+        if dim % LANES or dim > _WIDEST_HEAD or isinstance(keys[0], PagedPlane):
             return self._fallback.turn(heads, norms, table, plan, keys, values)
         q_heads = heads.shape[1] // dim - 2 * kv_heads
         prepared = plan.prepared.get("turn")

@@ -9,11 +9,14 @@ own path alone: its result has the same bits whatever else is in the batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol, overload
+from contextlib import suppress
+from typing import Any, Literal, Protocol, overload
 
 import torch
 from torch import Tensor
 
+from paceline.kernels.choice import preferred_backend
+from paceline.kernels.paged import PagedPlane, Plane, as_tensors
 from paceline.kernels.probes import Probe
 from paceline.kernels.trees import TreePlan
 
@@ -22,12 +25,14 @@ class AttentionBackend(Protocol):
     """What a device must offer; see :func:`tree_attention` for the meaning of the arguments."""
 
     name: str
+    pages: bool
+    """Whether it reads caches in pages; one that does not gets copies of them."""
 
     def attend(
         self,
         q: Tensor,
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
+        keys: Sequence[Any],
+        values: Sequence[Any],
         plan: TreePlan,
         *,
         scale: float,
@@ -73,7 +78,7 @@ def backend_for(device: torch.device | str) -> AttentionBackend:
 
 @overload
 def tree_attention(
-    q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], plan: TreePlan, *,
+    q: Tensor, keys: Sequence[Plane], values: Sequence[Plane], plan: TreePlan, *,
     scale: float, window: int | None = None, return_lse: Literal[False] = False,
     out: Tensor | None = None, probes: Sequence[Probe] = (),
 ) -> Tensor: ...  # fmt: skip
@@ -81,7 +86,7 @@ def tree_attention(
 
 @overload
 def tree_attention(
-    q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], plan: TreePlan, *,
+    q: Tensor, keys: Sequence[Plane], values: Sequence[Plane], plan: TreePlan, *,
     scale: float, window: int | None = None, return_lse: Literal[True],
     out: Tensor | None = None, probes: Sequence[Probe] = (),
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
@@ -89,8 +94,8 @@ def tree_attention(
 
 def tree_attention(
     q: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
+    keys: Sequence[Plane],
+    values: Sequence[Plane],
     plan: TreePlan,
     *,
     scale: float,
@@ -105,9 +110,9 @@ def tree_attention(
     itself; with a window, only to those at positions above ``position - window``.
 
     Args:
-        q: Queries after RoPE, fp32 or bf16 ``[M, Hq, D]``.
+        q: Queries after RoPE, ``[M, Hq, D]`` of a float dtype.
         keys: Per sequence, cached keys ``[Hkv, capacity, D]`` (any strides with a dense last
-            dimension), filled up to ``segment.stop``.
+            dimension) or in pages of one pool, filled up to ``segment.stop``.
         values: Per sequence, cached values, like ``keys``.
         plan: The packed segments.
         scale: Factor on the scores, usually ``D ** -0.5``.
@@ -132,7 +137,10 @@ def tree_attention(
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     wants_lse = return_lse or any(probe.weights for probe in probes)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if wants_lse else None
-    backend_for(q.device).attend(
+    backend = backend_for(q.device)
+    if not backend.pages and any(isinstance(each, PagedPlane) for each in (*keys, *values)):
+        keys, values = as_tensors(keys, plan), as_tensors(values, plan)
+    backend.attend(
         q, keys, values, plan, scale=scale, window=window, out=out, lse=lse, probes=probes
     )
     return (out, lse) if return_lse and lse is not None else out
@@ -140,8 +148,8 @@ def tree_attention(
 
 def _check(
     q: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
+    keys: Sequence[Plane],
+    values: Sequence[Plane],
     plan: TreePlan,
     window: int | None,
 ) -> None:
@@ -184,5 +192,28 @@ def _dense() -> AttentionBackend:
     return DenseBackend()
 
 
+def _cuda() -> AttentionBackend:
+    return cuda_backend(preferred_backend(torch.cuda.get_device_name()))
+
+
+def cuda_backend(name: str) -> AttentionBackend:
+    """A backend for NVIDIA GPUs by its name; one whose package is missing gives way to the next.
+
+    Args:
+        name: flash_attn, triton or dense.
+    """
+    if name == "flash_attn":
+        with suppress(ImportError):
+            from paceline.kernels._triton.flash import FlashBackend
+
+            return FlashBackend()
+    if name != "dense":
+        with suppress(ImportError):
+            from paceline.kernels._triton.backend import TritonBackend
+
+            return TritonBackend()
+    return _dense()
+
+
 register_backend("cpu", _cpu)
-register_backend("cuda", _dense)
+register_backend("cuda", _cuda)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paceline.kernels.paged import Plane, span
 from paceline.kernels.trees import TreePlan
 
 
@@ -37,7 +38,7 @@ class Probe:
 
 def note_scores(
     q: Tensor,
-    keys: Sequence[Tensor],
+    keys: Sequence[Plane],
     plan: TreePlan,
     probes: Sequence[Probe],
     *,
@@ -59,7 +60,7 @@ def note_scores(
     for probe in probes:
         segment = plan.segments[probe.segment]
         row = plan.offsets[probe.segment] + probe.node
-        key = keys[segment.sequence][:, : segment.start].float()
+        key = span(keys[segment.sequence], 0, segment.start).float()
         heads = q[row].float().view(key.shape[0], -1, q.shape[2])
         scores = torch.matmul(heads, key.transpose(1, 2)) * scale
         if window is not None:

@@ -7,6 +7,7 @@ call here. All arithmetic is float32 whatever the types in memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from paceline.kernels.paged import Plane, write
 from paceline.kernels.trees import TreePlan
 
 
@@ -57,8 +59,8 @@ class RowKernels(Protocol):
         norms: tuple[Norm, Norm] | None,
         table: Tensor,
         plan: TreePlan,
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
+        keys: Sequence[Plane],
+        values: Sequence[Plane],
     ) -> Tensor:
         """Rotate queries and keys by their positions, and write keys and values to their slots.
 
@@ -67,7 +69,7 @@ class RowKernels(Protocol):
             norms: Of single query and key heads, before the rotation; None for none.
             table: float32 ``[positions, D]``: cosines of every angle, then sines.
             plan: Says positions, sequences and slots of the M rows.
-            keys: Per sequence, a layer's key cache ``[Hkv, capacity, D]``.
+            keys: Per sequence, a layer's key cache ``[Hkv, capacity, D]``, or in pages.
             values: Per sequence, its value cache.
 
         Returns:
@@ -96,8 +98,8 @@ class TorchRows:
         norms: tuple[Norm, Norm] | None,
         table: Tensor,
         plan: TreePlan,
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
+        keys: Sequence[Plane],
+        values: Sequence[Plane],
     ) -> Tensor:
         """See :class:`RowKernels`."""
         dim, kv_heads = table.shape[1], keys[0].shape[0]
@@ -116,14 +118,20 @@ class TorchRows:
         k, v = k.transpose(0, 1), v.transpose(0, 1)
         for segment, row in zip(plan.segments, plan.offsets, strict=False):
             start, count = segment.start, segment.length
-            keys[segment.sequence].narrow(1, start, count).copy_(k.narrow(1, row, count))
-            values[segment.sequence].narrow(1, start, count).copy_(v.narrow(1, row, count))
+            write(keys[segment.sequence], start, k.narrow(1, row, count))
+            write(values[segment.sequence], start, v.narrow(1, row, count))
         return q
 
 
 def row_kernels(device: torch.device | str) -> RowKernels:
     """The row kernels of a device, chosen in this one place."""
-    if torch.device(device).type == "cpu":
+    kind = torch.device(device).type
+    if kind == "cuda":
+        with suppress(ImportError):
+            from paceline.kernels._triton.rows import TritonRows
+
+            return TritonRows()
+    if kind == "cpu":
         from paceline.kernels._native import library
 
         found = library()

@@ -10,6 +10,8 @@ token id. All arithmetic is float32.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -139,6 +141,37 @@ def choose_token(logits: Tensor, params: SamplingParams, position: int, history:
         return _largest(scaled)
     noisy = scaled[ids] + gumbel_noise_at(params.seed, position, ids)
     return int(ids[_largest(noisy)])
+
+
+def choose_tokens(
+    logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
+) -> list[int]:
+    """The tokens the sampling contract names for many rows at once, where the logits are.
+
+    On a GPU this is one kernel. It takes the same random bits and filters as :func:`choose_token`;
+    only where probabilities reach ``top_p`` within rounding may the border lie elsewhere.
+
+    Args:
+        logits: Float ``[R, V]``, rows dense.
+        params: One a row, none of them penalised.
+        positions: Absolute positions of the tokens to be chosen.
+
+    Returns:
+        Token ids.
+
+    Raises:
+        ValueError: Penalties or biases are asked for: they need each row's history.
+    """
+    if any(each.penalised for each in params):
+        raise ValueError("choose_tokens knows no history; use choose_token where penalties apply")
+    if logits.device.type == "cuda":
+        with suppress(ImportError):
+            from paceline.kernels._triton.sampling import choose
+
+            return choose(logits, params, positions)
+    nothing = History([])
+    rows = zip(logits.cpu(), params, positions, strict=True)
+    return [choose_token(row, each, position, nothing) for row, each, position in rows]
 
 
 def penalise(logits: Tensor, params: SamplingParams, history: History) -> Tensor:

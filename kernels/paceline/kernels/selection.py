@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from paceline.kernels.paged import Plane, span
+
 SINKS = 4
 """First positions, kept whatever the budget: attention leans on them (Xiao et al., "Efficient
 Streaming Language Models with Attention Sinks"), and training with anchor offsets (LongSpec,
@@ -83,7 +85,7 @@ class PageBounds:
         self._known = 0
         self._bounds = torch.empty(0)  # [layers, Hkv, room, 2 D], least keys beside largest ones
 
-    def extend(self, keys: Sequence[Tensor], length: int) -> None:
+    def extend(self, keys: Sequence[Plane], length: int) -> None:
         """Take in the whole pages among the first positions that are not known yet.
 
         Args:
@@ -100,7 +102,8 @@ class PageBounds:
                 grown[:, :, :first] = self._bounds[:, :, :first]
             self._bounds = grown
         for bounds, layer in zip(self._bounds, keys, strict=True):
-            pages = layer[:, first * self._size : stop * self._size].unflatten(1, (-1, self._size))
+            pages = span(layer, first * self._size, stop * self._size)
+            pages = pages.unflatten(1, (-1, self._size))
             bounds[:, first:stop, :dim], bounds[:, first:stop, dim:] = pages.aminmax(dim=2)
         self._known = stop
 

@@ -79,7 +79,7 @@ class HiddenStateSegment(_message.Message):
     def __init__(self, layer: _Optional[int] = ..., posix: _Optional[_Union[PosixSharedMemory, _Mapping]] = ..., offset: _Optional[int] = ..., position_stride: _Optional[int] = ..., hidden_size: _Optional[int] = ..., slots: _Optional[int] = ...) -> None: ...
 
 class KvSegment(_message.Message):
-    __slots__ = ("layer", "is_value", "posix", "cuda_ipc", "offset", "head_stride", "position_stride", "heads", "head_dim", "capacity", "page_table", "page_size")
+    __slots__ = ("layer", "is_value", "posix", "cuda_ipc", "offset", "head_stride", "position_stride", "heads", "head_dim", "capacity", "page_table", "page_size", "page_stride", "page_table_memory", "page_table_offset")
     LAYER_FIELD_NUMBER: _ClassVar[int]
     IS_VALUE_FIELD_NUMBER: _ClassVar[int]
     POSIX_FIELD_NUMBER: _ClassVar[int]
@@ -92,6 +92,9 @@ class KvSegment(_message.Message):
     CAPACITY_FIELD_NUMBER: _ClassVar[int]
     PAGE_TABLE_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_STRIDE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TABLE_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TABLE_OFFSET_FIELD_NUMBER: _ClassVar[int]
     layer: int
     is_value: bool
     posix: PosixSharedMemory
@@ -104,7 +107,10 @@ class KvSegment(_message.Message):
     capacity: int
     page_table: _containers.RepeatedScalarFieldContainer[int]
     page_size: int
-    def __init__(self, layer: _Optional[int] = ..., is_value: _Optional[bool] = ..., posix: _Optional[_Union[PosixSharedMemory, _Mapping]] = ..., cuda_ipc: _Optional[_Union[CudaIpcMemory, _Mapping]] = ..., offset: _Optional[int] = ..., head_stride: _Optional[int] = ..., position_stride: _Optional[int] = ..., heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., capacity: _Optional[int] = ..., page_table: _Optional[_Iterable[int]] = ..., page_size: _Optional[int] = ...) -> None: ...
+    page_stride: int
+    page_table_memory: PosixSharedMemory
+    page_table_offset: int
+    def __init__(self, layer: _Optional[int] = ..., is_value: _Optional[bool] = ..., posix: _Optional[_Union[PosixSharedMemory, _Mapping]] = ..., cuda_ipc: _Optional[_Union[CudaIpcMemory, _Mapping]] = ..., offset: _Optional[int] = ..., head_stride: _Optional[int] = ..., position_stride: _Optional[int] = ..., heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., capacity: _Optional[int] = ..., page_table: _Optional[_Iterable[int]] = ..., page_size: _Optional[int] = ..., page_stride: _Optional[int] = ..., page_table_memory: _Optional[_Union[PosixSharedMemory, _Mapping]] = ..., page_table_offset: _Optional[int] = ...) -> None: ...
 
 class PosixSharedMemory(_message.Message):
     __slots__ = ("name", "byte_size")

@@ -3,6 +3,7 @@
 from paceline.decoder.cache import KVCacheView, LocalCache
 from paceline.decoder.config import DecoderConfig, load_config
 from paceline.decoder.errors import UnsupportedModelError
+from paceline.decoder.graphs import GraphRunner
 from paceline.decoder.invariance import is_batch_invariant
 from paceline.decoder.model import AttentionObserver, Decoder, ForwardResult
 from paceline.decoder.packed import PackedWeights, Publication, packed_path, publish
@@ -13,6 +14,7 @@ __all__ = [
     "Decoder",
     "DecoderConfig",
     "ForwardResult",
+    "GraphRunner",
     "KVCacheView",
     "LocalCache",
     "PackedWeights",

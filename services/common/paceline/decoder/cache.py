@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.decoder.config import DecoderConfig
+from paceline.kernels import Plane
 
 _GROWTH = 256
 
@@ -20,7 +21,7 @@ class KVCacheView(Protocol):
     writes those of the query block in place.
     """
 
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+    def layer(self, index: int) -> tuple[Plane, Plane]:
         """Keys and values of a layer, each ``[Hkv, capacity, D]``, writable, last dim dense."""
         ...
 

@@ -17,7 +17,7 @@ from paceline.decoder.linear import Linear, pad_rows
 from paceline.decoder.packed import PackedWeights
 from paceline.decoder.rope import Rope
 from paceline.decoder.weights import Checkpoint, take
-from paceline.kernels import Norm, Probe, TreePlan, row_kernels, tree_attention
+from paceline.kernels import Norm, Plane, Probe, TreePlan, row_kernels, tree_attention
 
 
 @dataclass(frozen=True)
@@ -216,8 +216,8 @@ class Decoder:
         observer: AttentionObserver | None,
     ) -> Tensor:
         """Attention half: writes keys and values, returns what to add, ``[rows, hidden]``."""
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
+        keys: list[Plane] = []
+        values: list[Plane] = []
         for cache in caches:
             key, value = cache.layer(index)
             keys.append(key)

@@ -54,7 +54,7 @@ class DrafterService:
     ) -> None:
         self._load = list(load)
         self._state = state
-        self._exchange = KvExchange(access)
+        self._exchange = KvExchange(access, resources.device)
         self._worker = DraftWorker()
         self._registry = Registry(
             Loader(roots, resources),

@@ -17,6 +17,7 @@ from paceline.v1 import sampling_pb2
 
 if TYPE_CHECKING:
     from paceline.drafter.kv.chosen import ChosenKv
+    from paceline.drafter.kv.device import DeviceKv
     from paceline.drafter.kv.followed import FollowedKv
     from paceline.drafter.kv.followed_states import FollowedStates
     from paceline.drafter.kv.shared import SharedKv
@@ -56,7 +57,7 @@ class Session:
         drafter: Drafter,
         sequence: DraftSequence,
         worker: DraftWorker,
-        kv: SharedKv | ChosenKv | FollowedKv | None = None,
+        kv: SharedKv | DeviceKv | ChosenKv | FollowedKv | None = None,
         states: SharedStates | FollowedStates | None = None,
         *,
         sampling: sampling_pb2.SamplingParams | None = None,

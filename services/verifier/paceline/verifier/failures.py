@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from paceline.service import ServiceError
 from paceline.verifier.engine.errors import SequenceClosed, StepFailed
-from paceline.verifier.kv.segment import OutOfMemory
+from paceline.verifier.kv.base import OutOfMemory
 from paceline.verifier.store import CacheNotFound, StoreFull
 
 RETRY_SECONDS = 0.5

@@ -210,9 +210,9 @@ class FollowStream:
     def _chunk(self, index: int, positions: Tensor) -> kv_pb2.KvChunk:
         if self._wire is None:
             return kv_pb2.KvChunk(layer=index, positions=positions.tolist())
-        keys, values = self._cache.sequence.segment.layer(self._layers[index])
-        key_bytes, key_scales = encode(keys[:, positions], self._wire)
-        value_bytes, value_scales = encode(values[:, positions], self._wire)
+        keys, values = self._cache.sequence.segment.gather(self._layers[index], positions)
+        key_bytes, key_scales = encode(keys, self._wire)
+        value_bytes, value_scales = encode(values, self._wire)
         return kv_pb2.KvChunk(
             layer=index,
             positions=positions.tolist(),

@@ -16,7 +16,8 @@ from paceline.verifier.cache import CAPABILITY_BYTES, Cache
 from paceline.verifier.failures import grant_not_found
 from paceline.verifier.follow import FollowCounts, FollowStream
 from paceline.verifier.follow_states import StateFeed
-from paceline.verifier.kv.segment import Segment
+from paceline.verifier.kv.base import SequenceKv
+from paceline.verifier.kv.pool import PAGE_TOKENS, PagedKv
 from paceline.verifier.selection import (
     PageCollector,
     ScoreCollector,
@@ -64,6 +65,12 @@ class KvExchangeServicer(kv_pb2_grpc.KvExchangeServiceServicer):
         layers: list[int] = []
         if request.layers or not wanted:
             layers = _layers(request.layers, self._store.layout.layers)
+            kv = cache.sequence.segment
+            if isinstance(kv, PagedKv) and kv.pool.exported is None:
+                raise ServiceError.failed_precondition(
+                    "KV_NOT_MAPPABLE",
+                    "this verifier's KV lies in pages of its own; follow the cache",
+                )
         answer = self._answer(cache, layers)
         answer.hidden_states.extend(_describe_states(cache.sequence.segment, wanted))
         return answer
@@ -143,7 +150,7 @@ def _layers(wanted: Iterable[int], count: int) -> list[int]:
 
 
 def _selection(
-    policy: kv_pb2.SelectionPolicy, layers: Sequence[int], segment: Segment
+    policy: kv_pb2.SelectionPolicy, layers: Sequence[int], segment: SequenceKv
 ) -> Selection:
     if policy in (kv_pb2.SELECTION_POLICY_UNSPECIFIED, kv_pb2.SELECTION_POLICY_STREAMING):
         return Streaming(len(layers))
@@ -173,7 +180,7 @@ def _state_feed(cache: Cache, asked: kv_pb2.FollowSubscribe) -> StateFeed | None
     return StateFeed(cache, layers, asked.hidden_state_window, asked.hidden_state_start)
 
 
-def _check_kept(segment: Segment, wanted: Iterable[int]) -> None:
+def _check_kept(segment: SequenceKv, wanted: Iterable[int]) -> None:
     kept = segment.taps.layout.taps.layers if segment.taps is not None else ()
     if missing := sorted(set(wanted) - set(kept)):
         raise ServiceError.failed_precondition(
@@ -183,7 +190,7 @@ def _check_kept(segment: Segment, wanted: Iterable[int]) -> None:
         )
 
 
-def _describe_states(segment: Segment, wanted: Iterable[int]) -> list[kv_pb2.HiddenStateSegment]:
+def _describe_states(segment: SequenceKv, wanted: Iterable[int]) -> list[kv_pb2.HiddenStateSegment]:
     """Where the hidden states of the wanted layers lie."""
     _check_kept(segment, wanted)
     return [
@@ -200,13 +207,15 @@ def _describe_states(segment: Segment, wanted: Iterable[int]) -> list[kv_pb2.Hid
     ]
 
 
-def _memory(segment: Segment) -> kv_pb2.PosixSharedMemory:
-    return kv_pb2.PosixSharedMemory(name=f"/{segment.name}", byte_size=segment.byte_size)
+def _memory(segment: SequenceKv) -> kv_pb2.PosixSharedMemory:
+    return kv_pb2.PosixSharedMemory(name=f"/{segment.name}", byte_size=segment.file_bytes)
 
 
-def _describe(segment: Segment, layer: int, kind: int) -> kv_pb2.KvSegment:
+def _describe(segment: SequenceKv, layer: int, kind: int) -> kv_pb2.KvSegment:
     """Keys (``kind`` 0) or values (1) of a layer."""
     layout = segment.layout
+    if isinstance(segment, PagedKv):
+        return _describe_pages(segment, layer, kind)
     return kv_pb2.KvSegment(
         layer=layer,
         is_value=bool(kind),
@@ -217,4 +226,30 @@ def _describe(segment: Segment, layer: int, kind: int) -> kv_pb2.KvSegment:
         heads=layout.kv_heads,
         head_dim=layout.head_dim,
         capacity=segment.capacity,
+    )
+
+
+def _describe_pages(segment: PagedKv, layer: int, kind: int) -> kv_pb2.KvSegment:
+    """The same of a cache in pages of a pool on a GPU."""
+    layout, memory = segment.layout, segment.pool.exported
+    assert memory is not None, "the pool is exported"
+    plane_bytes = PAGE_TOKENS * layout.row_bytes
+    return kv_pb2.KvSegment(
+        layer=layer,
+        is_value=bool(kind),
+        cuda_ipc=kv_pb2.CudaIpcMemory(
+            device_uuid=memory.device_uuid,
+            handle=memory.handle,
+            byte_size=memory.bytes.numel(),
+        ),
+        offset=(layer * 2 + kind) * layout.kv_heads * plane_bytes,
+        head_stride=plane_bytes,
+        position_stride=layout.row_bytes,
+        heads=layout.kv_heads,
+        head_dim=layout.head_dim,
+        capacity=segment.capacity,
+        page_size=PAGE_TOKENS,
+        page_stride=segment.pool.page_bytes,
+        page_table_memory=_memory(segment),
+        page_table_offset=segment.table_offset,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from paceline.verifier.messages import MAX_TREE_NODES
@@ -40,7 +41,10 @@ class VerifierOptions:
     threads: int | None = None
     """Threads of one operation; None: torch's choice."""
     device: str = "cpu"
-    """Where the model runs. Only cpu so far: KV caches live in shared memory."""
+    """Where the model runs and its KV lies: cpu, cuda or cuda:N."""
+    paged_kv: bool = False
+    """Whether KV lies in pages of one pool on the CPU too, as it always does on a GPU. Drafters
+    cannot map it there. For tests."""
     share_weights: bool = False
     """Keep the packed weights in /dev/shm, where drafters of the same model map them."""
 
@@ -54,5 +58,5 @@ class VerifierOptions:
             raise ValueError(f"node_budget is {self.node_budget}, expected 0 to {MAX_TREE_NODES}")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule is {self.schedule!r}, expected {', '.join(SCHEDULES)}")
-        if self.device != "cpu":
-            raise ValueError(f"device is {self.device!r}, expected 'cpu', the only one so far")
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
+            raise ValueError(f"device is {self.device!r}, expected cpu, cuda or cuda:N")

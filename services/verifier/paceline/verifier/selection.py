@@ -16,7 +16,7 @@ from paceline.kernels import (
     best_chunks,
     streaming,
 )
-from paceline.verifier.kv.segment import Segment
+from paceline.verifier.kv.base import SequenceKv
 
 PAGE = 16
 """Positions of a page (Quest)."""
@@ -80,14 +80,15 @@ class ScoreCollector(Collector):
     in chunks of 8, are BudgetDraft's.
     """
 
-    def __init__(self, layers: Sequence[int], segment: Segment, *, cumulative: bool) -> None:
+    def __init__(self, layers: Sequence[int], segment: SequenceKv, *, cumulative: bool) -> None:
         super().__init__(layers)
         self.size = SELECTION_CHUNK if cumulative else 1
         self._cumulative = cumulative
-        self._notes = torch.empty(2, segment.layout.kv_heads, segment.capacity)
-        self._step = torch.empty(len(layers), segment.capacity)
-        self._total = torch.zeros(len(layers), segment.capacity)
-        self._buffers = [torch.empty(len(layers), segment.capacity // self.size) for _ in range(2)]
+        rows, slots, device = len(layers), segment.capacity, segment.device
+        self._notes = torch.empty(2, segment.layout.kv_heads, slots, device=device)
+        self._step = torch.empty(rows, slots, device=device)
+        self._total = torch.zeros(rows, slots, device=device)
+        self._buffers = [torch.empty(rows, slots // self.size, device=device) for _ in range(2)]
         # Of a step, the same for all its layers:
         self._probes: list[Probe] | None = None
         self._noted = torch.empty(0)
@@ -97,7 +98,7 @@ class ScoreCollector(Collector):
     def probes(self, segment: int, nodes: Sequence[int], prefix: int) -> list[Probe]:
         if self._probes is None:
             if len(nodes) > len(self._notes):
-                self._notes = torch.empty(len(nodes), *self._notes.shape[1:])
+                self._notes = self._notes.new_empty(len(nodes), *self._notes.shape[1:])
             self._probes = [
                 Probe(segment, node, room, weights=self._cumulative)
                 for node, room in zip(nodes, self._notes, strict=False)
@@ -119,9 +120,9 @@ class ScoreCollector(Collector):
         if self._cumulative:
             total = self._total[:, :prefix].add_(step, alpha=self._share)
             whole = total[:, : chunks * self.size].unflatten(1, (chunks, self.size))
-            self.published = torch.sum(whole, -1, out=buffer[:, :chunks])
+            self.published = torch.sum(whole, -1, out=buffer[:, :chunks]).cpu()
         else:
-            self.published = torch.mul(step, self._share, out=buffer[:, :prefix])
+            self.published = torch.mul(step, self._share, out=buffer[:, :prefix]).cpu()
 
 
 class PageCollector(Collector):
@@ -129,7 +130,7 @@ class PageCollector(Collector):
 
     size = PAGE
 
-    def __init__(self, layers: Sequence[int], segment: Segment) -> None:
+    def __init__(self, layers: Sequence[int], segment: SequenceKv) -> None:
         super().__init__(layers)
         self._segment = segment
         self._bounds = PageBounds(PAGE)
@@ -139,11 +140,11 @@ class PageCollector(Collector):
         return []
 
     def attended(self, layer: int, q: Tensor, rows: Sequence[int], prefix: int) -> None:
-        self._queries[self.layers[layer]] = q.index_select(0, torch.tensor(rows))
+        self._queries[self.layers[layer]] = q.index_select(0, torch.tensor(rows, device=q.device))
 
     def publish(self, prefix: int) -> None:
         self._bounds.extend([self._segment.layer(layer)[0] for layer in self.layers], prefix)
-        self.published = self._bounds.scores(torch.stack(self._queries))
+        self.published = self._bounds.scores(torch.stack(self._queries).cpu())
 
 
 class Selection(ABC):

@@ -7,13 +7,14 @@ import gc
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import torch
 
-from paceline.decoder import Decoder, PackedWeights, Publication, packed_path, publish
+from paceline.decoder import Decoder, GraphRunner, PackedWeights, Publication, packed_path, publish
 from paceline.service import Gate
 from paceline.service.memory import trim
 from paceline.telemetry.tracing import tracer
@@ -21,6 +22,7 @@ from paceline.v1 import kv_pb2_grpc, verifier_pb2_grpc
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.follow import FollowCounts
 from paceline.verifier.kv.layout import KvLayout
+from paceline.verifier.kv.pool import PagedKv, PagePool, PoolView
 from paceline.verifier.kv.segment import sweep_orphans
 from paceline.verifier.kv_exchange import KvExchangeServicer
 from paceline.verifier.model import ModelFacts, read_facts
@@ -28,7 +30,7 @@ from paceline.verifier.options import VerifierOptions
 from paceline.verifier.scheduler.library import cost_table
 from paceline.verifier.scheduler.scheduler import Scheduler
 from paceline.verifier.servicer import VerifierServicer
-from paceline.verifier.store import CacheStore, default_kv_bytes
+from paceline.verifier.store import CacheStore, MakeKv, default_kv_bytes
 from paceline.verifier.telemetry import Telemetry
 
 if TYPE_CHECKING:
@@ -56,8 +58,9 @@ class VerifierService:
         # outnumber the cores, and its workers then sleep and wake at every operation, which doubles
         # the time of a step. So this thread gets none, and the loading one takes its own along.
         torch.set_num_threads(1)
-        with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
-            decoder = pool.submit(Decoder.load, target, options.dtype, options.device).result()
+        device = _checked_device(options.device)
+        with ThreadPoolExecutor(1, initializer=_use, initargs=(threads, device)) as pool:
+            decoder = pool.submit(Decoder.load, target, options.dtype, device).result()
             facts = pool.submit(
                 read_facts,
                 target,
@@ -72,10 +75,11 @@ class VerifierService:
                 self._published = publish(path, decoder.large_tensors(), decoder.config.dtype)
             if self._published is not None:  # from now on it has them there too
                 load = partial(Decoder.load, shared=PackedWeights.open(path))
-                decoder = pool.submit(load, target, options.dtype, options.device).result()
+                decoder = pool.submit(load, target, options.dtype, device).result()
                 trim()
             scheduler = None
-            if options.schedule != "off":
+            # Costs are profiled as steps run on the CPU: a GPU's graphs have others.
+            if options.schedule != "off" and device.type == "cpu":
                 costs = pool.submit(
                     cost_table,
                     decoder,
@@ -85,6 +89,26 @@ class VerifierService:
                 ).result()
                 scheduler = Scheduler(costs, options.node_budget)
         config = decoder.config
+        layout = KvLayout(
+            config.layers, config.kv_heads, config.head_dim, config.dtype, config.hidden
+        )
+        kv_bytes = options.kv_bytes
+        if kv_bytes is None:
+            kv_bytes = default_kv_bytes(decoder.device)
+        self._pool: PagePool | None = None
+        make_kv: MakeKv | None = None
+        graphs: GraphRunner | None = None
+        if options.paged_kv or decoder.device.type == "cuda":
+            self._pool = PagePool(
+                layout,
+                decoder.device,
+                kv_bytes=kv_bytes,
+                max_sequences=options.max_sequences,
+                max_context=facts.limits.max_context,
+            )
+            make_kv = partial(PagedKv, self._pool)
+            if decoder.device.type == "cuda" and find_spec("triton") is not None:
+                graphs = GraphRunner(decoder, PoolView(self._pool))
         self.engine = Engine(
             decoder,
             step_tokens=options.step_token_limit,
@@ -92,13 +116,15 @@ class VerifierService:
             threads=threads,
             scheduler=scheduler,
             node_budget=options.node_budget,
+            graphs=graphs,
         )
         self.store = CacheStore(
-            KvLayout(config.layers, config.kv_heads, config.head_dim, config.dtype, config.hidden),
+            layout,
             self.engine.release,
-            kv_bytes=default_kv_bytes() if options.kv_bytes is None else options.kv_bytes,
+            kv_bytes=kv_bytes,
             max_sequences=options.max_sequences,
             lease_seconds=options.lease_seconds,
+            make_kv=make_kv,
         )
         self._gate = Gate()
         self._follow_counts = FollowCounts()
@@ -171,6 +197,9 @@ class VerifierService:
         finally:
             await self.store.close()
         self.store.check_integrity()
+        if self._pool is not None:
+            self._pool.check_integrity()
+            self._pool.close()
 
     async def check_integrity(self) -> None:
         """Prove that no memory, handle or segment leaked. Only when nothing runs.
@@ -184,6 +213,29 @@ class VerifierService:
         while True:
             await asyncio.sleep(self.store.lease_seconds / 6)
             await self.store.sweep()
+
+
+def _checked_device(name: str) -> torch.device:
+    """A device that is there, its number included.
+
+    Raises:
+        ValueError: It is not.
+    """
+    device = torch.device(name)
+    if device.type == "cpu":
+        return device
+    count = torch.cuda.device_count()
+    number = device.index or 0
+    if number >= count:
+        raise ValueError(f"device is {name!r}, expected one of the {count} that PyTorch sees")
+    return torch.device("cuda", number)
+
+
+def _use(threads: int, device: torch.device) -> None:
+    """Prepare a thread that runs the model."""
+    torch.set_num_threads(threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def build_service(

@@ -7,11 +7,15 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from itertools import count
+
+import torch
 
 from paceline.shm import SHM
 from paceline.verifier.cache import Cache, digest
 from paceline.verifier.engine.sequence import Generation, Sequence
+from paceline.verifier.kv.base import SequenceKv
 from paceline.verifier.kv.layout import KvLayout
 from paceline.verifier.kv.segment import Segment, own_segments
 from paceline.verifier.kv.taps import TapLayout
@@ -20,6 +24,9 @@ _log = logging.getLogger(__name__)
 
 Free = Callable[[Sequence], Awaitable[None]]
 """Frees the memory of a sequence at a moment when nothing uses it."""
+
+MakeKv = Callable[[int, TapLayout | None], SequenceKv]
+"""Makes the KV memory of a sequence, for so many slots and these hidden states."""
 
 
 class StoreFull(Exception):
@@ -58,6 +65,7 @@ class CacheStore:
         kv_bytes: int,
         max_sequences: int,
         lease_seconds: float,
+        make_kv: MakeKv | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Make an empty store.
@@ -68,6 +76,7 @@ class CacheStore:
             kv_bytes: Most memory of all caches together, each at its largest. Unit: bytes.
             max_sequences: Most caches.
             lease_seconds: How long a cache lives without use. Unit: seconds.
+            make_kv: Makes the KV memory of a sequence; None: in shared memory, see ``Segment``.
             clock: Monotonic seconds.
         """
         self.layout = layout
@@ -78,6 +87,7 @@ class CacheStore:
         self.expired = 0
         self.on_release: Callable[[Cache, str], None] | None = None
         self._free = free
+        self._make_kv = make_kv or partial(Segment, layout)
         self._clock = clock
         self._caches: dict[bytes, Cache] = {}
         self._grants: dict[bytes, Cache] = {}
@@ -115,7 +125,7 @@ class CacheStore:
                 f"{len(self)} of {self.max_sequences} sequences hold {self.used_bytes} of "
                 f"{self.kv_bytes} bytes of KV, and this one needs {needed}; try again later"
             )
-        sequence = Sequence(generation, Segment(self.layout, capacity, taps))
+        sequence = Sequence(generation, self._make_kv(capacity, taps))
         cache = Cache(sequence, owner, next(self._generations))
         self.used_bytes += cache.byte_size
         self._caches[digest(cache.handle)] = cache
@@ -273,8 +283,14 @@ def _rules(cache: Cache) -> dict[str, bool]:
     }
 
 
-def default_kv_bytes() -> int:
-    """Half of the memory that is free now: the lesser of RAM and /dev/shm. Unit: bytes."""
+def default_kv_bytes(device: torch.device) -> int:
+    """A share of the memory that is free now. Unit: bytes.
+
+    On the CPU it is half of the lesser of RAM and /dev/shm; on a GPU four fifths of its memory,
+    since activations and graphs need the rest.
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] * 4 // 5
     shm = os.statvfs(SHM)
     with open("/proc/meminfo") as lines:
         fields = dict(line.split(":", 1) for line in lines)

@@ -14,7 +14,7 @@ from paceline.verifier.cache import Cache
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.job import Emission, Round
 from paceline.verifier.failures import as_service_errors, cache_not_found
-from paceline.verifier.kv.segment import OutOfMemory
+from paceline.verifier.kv.base import OutOfMemory
 from paceline.verifier.messages import Limits, read_tree, write_result
 from paceline.verifier.store import CacheStore
 

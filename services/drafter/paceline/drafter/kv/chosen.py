@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from paceline.drafter.kv.device import DeviceKv
 from paceline.drafter.kv.following import Following
 from paceline.drafter.kv.held import HeldPositions
 from paceline.drafter.kv.shared import SharedKv
@@ -42,7 +43,7 @@ class ChosenPositions(Following[HeldPositions]):
 
 
 class ChosenKv:
-    """A mapping (:class:`SharedKv`, whose contract it keeps) and positions to read in it.
+    """A mapping and positions to read in it; the contract is the mapping's (:class:`SharedKv`).
 
     The verifier sends positions alone, a few kilobytes a round; keys and values are read in its
     memory. A selection may be a round or more old, since it comes beside the rounds: positions
@@ -52,7 +53,7 @@ class ChosenKv:
 
     transport: ClassVar[str] = "map"
 
-    def __init__(self, mapped: SharedKv, chosen: ChosenPositions) -> None:
+    def __init__(self, mapped: SharedKv | DeviceKv, chosen: ChosenPositions) -> None:
         """Take over both; :meth:`close` closes both."""
         self._mapped = mapped
         self._chosen = chosen
@@ -93,10 +94,9 @@ class ChosenKv:
         if not 0 < budget < committed or found is None or committed - found[1] > MOST_NEWER:
             return self._mapped.parts(index, below, budget)
         positions, known = found
-        keys, values = self._mapped.layer(index)
-        parts = [(torch.index_select(keys, 1, positions), torch.index_select(values, 1, positions))]
+        parts = [self._mapped.at(index, positions)]
         if known < committed:
-            parts.append((keys[:, known:committed], values[:, known:committed]))
+            parts.append(self._mapped.at(index, torch.arange(known, committed)))
         return parts
 
     def check(self) -> None:

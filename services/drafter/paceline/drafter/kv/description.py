@@ -81,7 +81,7 @@ def read_description(response: kv_pb2.MapCacheResponse) -> KvDescription:
     if len(planes) != 2 * len(numbers):
         raise KvNotShared("the verifier described keys without values, or values without keys")
     return KvDescription(
-        path=_path(first),
+        path=segment_file(first.posix.name),
         byte_size=first.posix.byte_size,
         dtype=response.dtype,
         heads=first.heads,
@@ -98,8 +98,12 @@ def _common(segment: kv_pb2.KvSegment) -> tuple[object, ...]:
     return (*memory, segment.heads, segment.capacity, segment.head_dim)
 
 
-def _path(segment: kv_pb2.KvSegment) -> Path:
-    name = segment.posix.name
+def segment_file(name: str) -> Path:
+    """The file of a shared-memory name.
+
+    Raises:
+        KvNotShared: It is no segment's.
+    """
     try:
         return segment_path(name.removeprefix("/"))
     except ValueError as error:

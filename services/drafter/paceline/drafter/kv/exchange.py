@@ -19,6 +19,7 @@ from paceline.v1 import kv_pb2, kv_pb2_grpc
 
 if TYPE_CHECKING:
     from paceline.drafter.kv.chosen import ChosenKv
+    from paceline.drafter.kv.device import DeviceKv
     from paceline.drafter.kv.followed import FollowedKv
     from paceline.drafter.kv.followed_states import FollowedStates
     from paceline.drafter.kv.shared import SharedKv
@@ -50,13 +51,18 @@ class KvExchange:
     Belongs to one event loop.
     """
 
-    def __init__(self, access: VerifierAccess) -> None:
+    def __init__(self, access: VerifierAccess, device: str = "cpu") -> None:
         """Make an exchange without connections.
+
+        Args:
+            access: How to show oneself to verifiers.
+            device: Where the drafter computes, which is where KV on a GPU must be readable.
 
         Raises:
             OptionsError: The TLS authorities cannot be read.
             OSError: Another TLS file cannot be read.
         """
+        self._device = device
         self._metadata = access.metadata()
         self._remote = frozenset(access.remote)
         self._beside = access.beside
@@ -72,7 +78,7 @@ class KvExchange:
         layers: Sequence[int],
         options: KvOptions,
         budget: int,
-    ) -> SharedKv | ChosenKv | FollowedKv:
+    ) -> SharedKv | DeviceKv | ChosenKv | FollowedKv:
         """Map layers of a cache or follow them, as the options say. Whoever asked closes it.
 
         Args:
@@ -124,7 +130,9 @@ class KvExchange:
         )
         return await FollowedKv.open(self._following(address), subscribe, CALL_SECONDS)
 
-    async def map_cache(self, address: str, read_grant: bytes, layers: Sequence[int]) -> SharedKv:
+    async def map_cache(
+        self, address: str, read_grant: bytes, layers: Sequence[int]
+    ) -> SharedKv | DeviceKv:
         """Map layers of the cache of a read grant. Whoever asked closes it.
 
         Negative layers count from the last: since only the verifier knows how many there are, it
@@ -147,7 +155,12 @@ class KvExchange:
         request = kv_pb2.MapCacheRequest(
             read_grant=read_grant, layers=() if every else sorted(set(layers))
         )
-        return SharedKv.open(await self._call(address, request), read_grant, layers)
+        response = await self._call(address, request)
+        if response.segments and response.segments[0].WhichOneof("memory") == "cuda_ipc":
+            from paceline.drafter.kv.device import map_device
+
+            return map_device(response, read_grant, layers, self._device)
+        return SharedKv.open(response, read_grant, layers)
 
     async def _map_chosen(
         self,
@@ -156,7 +169,7 @@ class KvExchange:
         layers: Sequence[int],
         options: KvOptions,
         budget: int,
-    ) -> SharedKv | ChosenKv:
+    ) -> SharedKv | DeviceKv | ChosenKv:
         """Map layers and, where a policy of the verifier's is to choose, follow its choice."""
         mapped = await self.map_cache(address, read_grant, layers)
         if options.kv_policy == "streaming" or not budget:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from paceline.drafter.kv.description import KvDescription, Plane, read_description
@@ -71,7 +72,7 @@ class SharedKv:
             return flat.as_strided(shape, strides, plane.offset)
 
         self._views: dict[int, tuple[Tensor, Tensor]] = {}
-        for asked, layer in zip(self.layers, _resolve(self.layers, description), strict=True):
+        for asked, layer in zip(self.layers, resolve(self.layers, description.layers), strict=True):
             keys, values = description.layers[layer]
             self._views[asked] = (view(keys), view(values))
 
@@ -96,7 +97,7 @@ class SharedKv:
         """
         description = read_description(response)
         layers = tuple(layers)
-        _resolve(layers, description)
+        resolve(layers, description.layers)
         mapped = map_segment(
             description.path, description.byte_size, description.generation, read_grant
         )
@@ -137,6 +138,12 @@ class SharedKv:
             KeyError: The layer was not mapped, or the mapping was closed.
         """
         return self._views[index]
+
+    def at(self, index: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of keys and values of a layer at positions, int64 ``[n]``, all below
+        :attr:`committed`; each ``[heads, n, head_dim]``."""
+        keys, values = self._views[index]
+        return torch.index_select(keys, 1, positions), torch.index_select(values, 1, positions)
 
     def parts(self, index: int, below: int, budget: int) -> list[tuple[Tensor, Tensor]]:
         """See :meth:`paceline.drafter.methods.base.TargetKv.parts`: views, nothing is copied.
@@ -186,16 +193,24 @@ def streaming_parts(
     ]
 
 
-def _resolve(layers: tuple[int, ...], description: KvDescription) -> list[int]:
-    """Layers counted from 0."""
-    count = max(description.layers) + 1
-    if min(layers, default=0) < 0 and len(description.layers) != count:
+def resolve(layers: tuple[int, ...], described: Collection[int]) -> list[int]:
+    """Layers counted from 0.
+
+    Args:
+        layers: As they were asked for; negative ones count from the last.
+        described: Those that the verifier described, at least one.
+
+    Raises:
+        KvNotShared: One is not among them.
+    """
+    count = max(described) + 1
+    if min(layers, default=0) < 0 and len(described) != count:
         raise KvNotShared("the verifier left out layers, so that none can be counted from the last")
     resolved = [layer + count if layer < 0 else layer for layer in layers]
     for layer, number in zip(layers, resolved, strict=True):
-        if number not in description.layers:
+        if number not in described:
             raise KvNotShared(
                 f"the drafter reads layer {layer}, but the verifier described "
-                f"{len(description.layers)} layers without it; is it made for another target?"
+                f"{len(described)} layers without it; is it made for another target?"
             )
     return resolved

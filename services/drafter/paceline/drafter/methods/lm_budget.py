@@ -11,6 +11,7 @@ from torch import Tensor
 
 from paceline.decoder import KVCacheView
 from paceline.kernels import SELECTION_CHUNK, Probe, attention_weights, best_chunks, streaming
+from paceline.kernels.paged import span
 
 OBSERVED = 64
 """Newest rows of a pass over text whose attention is noted. Unit: tokens."""
@@ -101,5 +102,5 @@ class Looks:
         for look in self._looks:
             keys, _ = look.cache.layer(layer)
             rows = q[look.rows.start : look.rows.stop]
-            weights = attention_weights(rows, keys[:, : len(look.positions)])
+            weights = attention_weights(rows, span(keys, 0, len(look.positions)))
             look.scores.add(look.positions, weights.cpu())

@@ -9,13 +9,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from paceline.decoder import Decoder
+from paceline.decoder import Decoder, GraphRunner
+from paceline.decoder.graphs import table_row
 from paceline.kernels import TreeSegment, plan_trees
 from paceline.verifier.engine.job import Job, Prefill, Round
 from paceline.verifier.engine.sequence import Sequence, States
 from paceline.verifier.engine.tree import NO_TREE, DraftTree
 from paceline.verifier.engine.watch import Watch, Watches
-from paceline.verifier.kv.segment import Segment
+from paceline.verifier.kv.base import SequenceKv
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Batch:
         self.shares: list[Share] = []
         self.tokens: list[int] = []
         self._blocks: list[TreeSegment] = []
-        self._caches: list[Segment] = []
+        self._caches: list[SequenceKv] = []
         self._logit_rows: list[int] = []
         self._taps: set[int] = set()
         self._watches = Watches()
@@ -93,13 +94,24 @@ class Batch:
             self._logit_rows.append(len(self.tokens) - 1)
             self._watch(prefill.sequence)
 
-    def forward(self, decoder: Decoder) -> tuple[Tensor, States]:
+    def forward(self, decoder: Decoder, graphs: GraphRunner | None = None) -> tuple[Tensor, States]:
         """Run it: writes the KV of all blocks.
 
+        Args:
+            decoder: The model.
+            graphs: Captured passes of it, for batches that they can run.
+
         Returns:
-            Logits ``[rows, V]`` on the CPU, and the outputs of all layers whose hidden states any
-            sequence keeps.
+            Logits ``[rows, V]`` on the model's device, and the outputs of all layers whose hidden
+            states any sequence keeps.
         """
+        taps = sorted(self._taps)
+        if graphs is not None and not len(self._watches):
+            tables = [table_row(cache) for cache in self._caches]
+            result = graphs.forward(self.tokens, self._blocks, tables, taps)
+            if result is not None:
+                logits = result.logits[torch.tensor(self._logit_rows, device=decoder.device)]
+                return logits, dict(zip(taps, result.taps, strict=True))
         every = len(self._logit_rows) == len(self.tokens)
         rows = torch.tensor(self._logit_rows, dtype=torch.int64, device=decoder.device)
         result = decoder.forward(
@@ -107,11 +119,11 @@ class Batch:
             plan_trees(self._blocks, device=decoder.device),
             self._caches,
             logit_rows=None if every else rows,
-            taps=sorted(self._taps),
+            taps=taps,
             observer=self._watches if len(self._watches) else None,
         )
         self._watches.publish()
-        return result.logits.cpu(), dict(zip(sorted(self._taps), result.taps, strict=True))
+        return result.logits, dict(zip(taps, result.taps, strict=True))
 
     def _next_rows(self, count: int) -> slice:
         return slice(len(self.tokens), len(self.tokens) + count)

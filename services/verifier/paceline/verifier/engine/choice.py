@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
+
 from torch import Tensor
 
 from paceline.kernels import Proposal, accept_or_resample, choose_token, raw_logprobs
@@ -21,10 +23,24 @@ class Chooser:
         top_logprobs: Likeliest (token, log-probability) pairs at each position; likewise.
     """
 
-    def __init__(self, sequence: Sequence, logits: Tensor, tree: DraftTree = NO_TREE) -> None:
-        """Choose for a sequence by the logits ``[nodes, V]`` of its block, on the CPU."""
+    def __init__(
+        self,
+        sequence: Sequence,
+        logits: Tensor,
+        tree: DraftTree = NO_TREE,
+        tokens: Items[int] | None = None,
+    ) -> None:
+        """Choose for a sequence.
+
+        Args:
+            sequence: Whose block it is.
+            logits: Of the block's nodes, ``[nodes, V]``.
+            tree: The block's tree.
+            tokens: Tokens behind the nodes, where they are known already (``choose_ahead``).
+        """
         self._sequence = sequence
         self._logits = logits
+        self._tokens = tokens
         sampling = sequence.generation.sampling
         self._plain = sampling.greedy and not sampling.penalised
         self._chain = tree if sampling.rejection else NO_TREE
@@ -37,14 +53,16 @@ class Chooser:
         guide, row = self._sequence.guide, self._logits[node]
         raw = row
         if guide is not None:
-            row = guide.mask(row)
-        if self._plain:
+            row = guide.mask(row.cpu())
+        if self._tokens is not None:
+            token = self._tokens[node]
+        elif self._plain:
             # numpy's argmax takes the lowest of equal values too, and a twentieth of torch's time.
-            token = int(row.float().numpy().argmax())
+            token = int(row.float().cpu().numpy().argmax())
         elif node < len(self._chain.tokens):
-            token = self._settled(node, row)
+            token = self._settled(node, row.cpu())
         else:
-            token = choose_token(row, generation.sampling, len(history), history)
+            token = choose_token(row.cpu(), generation.sampling, len(history), history)
         history.push(token)
         if guide is not None:
             guide.push(token)

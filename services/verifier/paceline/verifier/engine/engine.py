@@ -14,15 +14,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from paceline.decoder import Decoder
+from paceline.decoder import Decoder, GraphRunner
 from paceline.kernels import CHUNK, MAX_TREE_NODES
+from paceline.verifier.engine.ahead import choose_ahead
 from paceline.verifier.engine.batch import Batch
 from paceline.verifier.engine.errors import SequenceClosed, StepFailed
 from paceline.verifier.engine.job import Job, Prefill, Round
 from paceline.verifier.engine.sequence import Sequence
 from paceline.verifier.engine.settle import Outcome, settle
 from paceline.verifier.engine.tree import DraftTree
-from paceline.verifier.kv.segment import OutOfMemory
+from paceline.verifier.kv.base import OutOfMemory
 from paceline.verifier.scheduler.admission import Step
 from paceline.verifier.scheduler.scheduler import Decision, Scheduler
 
@@ -47,6 +48,7 @@ class Engine:
         threads: int | None = None,
         scheduler: Scheduler | None = None,
         node_budget: int = MAX_TREE_NODES - 1,
+        graphs: GraphRunner | None = None,
     ) -> None:
         """Make an engine; ``start()`` starts its thread.
 
@@ -58,6 +60,7 @@ class Engine:
             threads: Threads that one operation may use; None leaves torch's own choice.
             scheduler: Cuts trees to what is worth checking; None: all nodes are checked.
             node_budget: Most drafted nodes that a client is told to send.
+            graphs: Captured passes of the model, where KV lies in pages.
         """
         self._decoder = decoder
         self._step_tokens = step_tokens
@@ -65,6 +68,7 @@ class Engine:
         self._threads = threads
         self._scheduler = scheduler
         self._node_budget = node_budget
+        self._graphs = graphs
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._rounds: deque[Round] = deque()
         self._prefills: deque[Prefill] = deque()
@@ -130,6 +134,8 @@ class Engine:
     def _run(self) -> None:
         if self._threads is not None:
             torch.set_num_threads(self._threads)
+        if self._decoder.device.type == "cuda":
+            torch.cuda.set_device(self._decoder.device)
         with torch.inference_mode():
             while not self._stopping:
                 self._take_commands(wait=not (self._rounds or self._prefills))
@@ -153,8 +159,12 @@ class Engine:
             if not batch.shares:
                 return
             self._batch = batch
-            logits, states = batch.forward(self._decoder)
-            outcomes = [settle(share, logits[share.logits], states) for share in batch.shares]
+            logits, states = batch.forward(self._decoder, self._graphs)
+            ahead = choose_ahead(batch.shares, logits)
+            outcomes = [
+                settle(share, logits[share.logits], states, ahead.get(index))
+                for index, share in enumerate(batch.shares)
+            ]
         except Exception as error:
             _log.exception("step failed", extra={"batch_tokens": len(batch)})
             for share in batch.shares:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.kernels import History, SamplingParams
 from paceline.verifier.engine.acceptance import Finish, Walk
-from paceline.verifier.kv.segment import Segment
+from paceline.verifier.kv.base import SequenceKv
 from paceline.verifier.kv.taps import Taps
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Sequence:
         listeners: Called on the event loop, which owns them, after steps and at the release.
     """
 
-    def __init__(self, generation: Generation, segment: Segment) -> None:
+    def __init__(self, generation: Generation, segment: SequenceKv) -> None:
         self.generation = generation
         self.segment = segment
         self.tokens: list[int] = [*generation.prompt, *generation.output]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -58,13 +59,16 @@ class Outcome:
         )
 
 
-def settle(share: Share, logits: Tensor, states: States) -> Outcome:
+def settle(
+    share: Share, logits: Tensor, states: States, tokens: Items[int] | None = None
+) -> Outcome:
     """Walk a share's tree and take the result into its sequence.
 
     Args:
         share: One job's part of the batch.
         logits: Its rows, ``[rows, V]``.
         states: Outputs of tapped layers for the whole batch.
+        tokens: Tokens behind its nodes, where they are known already.
     """
     sequence = share.job.sequence
     try:
@@ -73,7 +77,7 @@ def settle(share: Share, logits: Tensor, states: States) -> Outcome:
             sequence.committed = share.stop
             if share.stop < len(sequence.tokens):
                 return Outcome(share)
-        chooser = Chooser(sequence, logits, share.tree)
+        chooser = Chooser(sequence, logits, share.tree, tokens)
         walked = walk(share.tree, chooser, sequence.generation.stop_ids, sequence.room)
         sequence.commit(walked, states, share.rows.start)
     except Exception as error:

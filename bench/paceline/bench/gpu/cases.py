@@ -1,0 +1,126 @@
+"""Caches and queries for attention on a GPU, and what the right answer is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.kernels import PagedPlane, TreePlan, TreeSegment, plan_trees
+from paceline.kernels.paged import Plane, span
+
+PAGE = 256
+
+
+@dataclass
+class Case:
+    """One attention call.
+
+    Attributes:
+        plan: The packed blocks.
+        q: ``[M, Hq, D]``.
+        keys: Per sequence.
+        values: Per sequence.
+        window: Sliding window or None.
+    """
+
+    plan: TreePlan
+    q: Tensor
+    keys: Sequence[Plane]
+    values: Sequence[Plane]
+    window: int | None = None
+
+    @property
+    def scale(self) -> float:
+        """Factor on the scores."""
+        return float(self.q.shape[2] ** -0.5)
+
+
+def random_tree(nodes: int) -> tuple[int, ...]:
+    """Parents of any tree."""
+    reach = int(torch.randint(1, 9, ()))
+    return tuple(max(-1, node - 1 - int(torch.randint(0, reach, ()))) for node in range(nodes))
+
+
+def make_case(
+    device: torch.device,
+    lengths: Sequence[int],
+    nodes: Sequence[int],
+    heads: tuple[int, int],
+    dim: int,
+    dtype: torch.dtype,
+    *,
+    paged: bool = False,
+    window: int | None = None,
+) -> Case:
+    """Sequences of some prefix lengths with trees of so many nodes; unwritten slots are NaN."""
+    segments = [
+        TreeSegment(index, length, random_tree(count), count)
+        for index, (length, count) in enumerate(zip(lengths, nodes, strict=True))
+    ]
+    plan = plan_trees(segments, device=device)
+    q = torch.randn(plan.rows, heads[0], dim, device=device).to(dtype)
+    if paged:
+        return Case(plan, q, *_pages(device, segments, heads[1], dim, dtype), window)
+    keys, values = ([_cache(device, s, heads[1], dim, dtype) for s in segments] for _ in range(2))
+    return Case(plan, q, keys, values, window)
+
+
+def _cache(
+    device: torch.device, segment: TreeSegment, heads: int, dim: int, dtype: torch.dtype
+) -> Tensor:
+    cache = torch.randn(heads, segment.stop + 7, dim, device=device, dtype=dtype)
+    cache[:, segment.stop :] = torch.nan
+    return cache
+
+
+def _pages(
+    device: torch.device,
+    segments: Sequence[TreeSegment],
+    heads: int,
+    dim: int,
+    dtype: torch.dtype,
+) -> tuple[list[PagedPlane], list[PagedPlane]]:
+    """Pages of all sequences in random order, over one pool."""
+    counts = [-(-segment.stop // PAGE) for segment in segments]
+    order = torch.randperm(sum(counts), device=device).int()
+    tables = torch.zeros(len(segments), max(counts), dtype=torch.int32, device=device)
+    begin = 0
+    for row, count in enumerate(counts):
+        tables[row, :count] = order[begin : begin + count]
+        begin += count
+    pool = torch.randn(sum(counts), 2, heads, PAGE, dim, device=device, dtype=dtype)
+    for row, segment in enumerate(segments):
+        pool[int(tables[row, counts[row] - 1]), :, :, (segment.stop - 1) % PAGE + 1 :] = torch.nan
+    both = [
+        [PagedPlane(pool[:, kind], tables, row, count * PAGE) for row, count in enumerate(counts)]
+        for kind in (0, 1)
+    ]
+    return both[0], both[1]
+
+
+def expected(case: Case, dtype: torch.dtype) -> Tensor:
+    """Masked softmax attention as one would write it, every step in a type: ``[M, Hq, D]``."""
+    out = torch.empty_like(case.q, dtype=dtype)
+    for index, segment in enumerate(case.plan.segments):
+        rows = slice(case.plan.offsets[index], case.plan.offsets[index + 1])
+        key = span(case.keys[segment.sequence], 0, segment.stop)
+        value = span(case.values[segment.sequence], 0, segment.stop)
+        group = case.q.shape[1] // key.shape[0]
+        hidden = ~_seen(case, segment).to(case.q.device)
+        for head in range(case.q.shape[1]):  # one after the other: scores are large
+            scores = case.q[rows, head].to(dtype) @ key[head // group].to(dtype).T * case.scale
+            weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
+            out[rows, head] = weights @ value[head // group].to(dtype)
+    return out
+
+
+def _seen(case: Case, segment: TreeSegment) -> Tensor:
+    seen = torch.ones(segment.length, segment.stop, dtype=torch.bool)
+    seen[:, segment.start :] = torch.from_numpy(segment.ancestors())
+    if case.window is not None:
+        at = torch.tensor(segment.depths) + segment.start
+        seen &= torch.cat([torch.arange(segment.start), at]) > at[:, None] - case.window
+    return seen

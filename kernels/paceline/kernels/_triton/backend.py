@@ -1,0 +1,102 @@
+"""Tree attention on NVIDIA GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+from torch import Tensor
+
+from paceline.kernels._triton.caches import Caches
+from paceline.kernels._triton.jit.attention import LOG2E, attend_items, merge_items
+from paceline.kernels._triton.notes import NotedRows
+from paceline.kernels._triton.plan import MASK_WORDS, RowTables, Tables, Tiling, WorkTables
+from paceline.kernels.paged import Plane
+from paceline.kernels.probes import Probe, note_scores
+from paceline.kernels.trees import TreePlan
+
+_MERGE_CHUNKS = 16
+
+
+class TritonBackend:
+    """Split-KV attention over contiguous or paged caches, in two kernels.
+
+    Keys and values are of one type, float16, bfloat16 or float32; queries are rounded to it. The
+    same call gives the same bits, but a row's bits depend on what it is packed with: chunks are cut
+    so that they fill the device.
+    """
+
+    name = "triton"
+    pages = True
+
+    def attend(
+        self,
+        q: Tensor,
+        keys: Sequence[Plane],
+        values: Sequence[Plane],
+        plan: TreePlan,
+        *,
+        scale: float,
+        window: int | None,
+        out: Tensor,
+        lse: Tensor | None,
+        probes: Sequence[Probe] = (),
+    ) -> None:
+        """See :func:`paceline.kernels.tree_attention`."""
+        caches = Caches.of(keys, values, plan)
+        tables = Tables.of(plan, caches.sequences)
+        tiling = tables.tiling(q.shape[1] // caches.kv_heads, caches.keys, window)
+        noted = NotedRows.of(probes, plan, tiling)
+        target = out if out.is_contiguous() else torch.empty_like(out)
+        attend(q.contiguous(), caches, tables.rows, tables.work(tiling), tiling, noted, scale,
+               target, lse)  # fmt: skip
+        if target is not out:
+            out.copy_(target)
+        if noted.others:
+            note_scores(q, keys, plan, noted.others, scale=scale, window=window, lse=lse)
+
+
+def attend(
+    q: Tensor,
+    caches: Caches,
+    rows: RowTables,
+    work: WorkTables,
+    tiling: Tiling,
+    noted: NotedRows,
+    scale: float,
+    out: Tensor,
+    lse: Tensor | None,
+) -> None:
+    """Run both kernels. All tensors are dense, but for the caches.
+
+    Args:
+        q: ``[M, Hq, D]``.
+        caches: Keys and values.
+        rows: Packed rows, as many as ``q`` has or fewer.
+        work: Work items.
+        tiling: Their sizes.
+        noted: Rows whose scores are noted.
+        scale: Factor on the scores.
+        out: ``[M, Hq, D]``.
+        lse: float32 ``[M, Hq]`` or None.
+    """
+    kv_heads, dim, items = caches.kv_heads, caches.dim, work.items.shape[0]
+    wide = max(16, triton.next_power_of_2(dim))
+    part = q.new_empty((items, kv_heads, tiling.rows, dim), dtype=torch.float32)
+    part_lse = q.new_empty((items, kv_heads, tiling.rows), dtype=torch.float32)
+    attend_items[(items, kv_heads)](
+        q, caches.keys, caches.values, part, part_lse, work.items, rows.blocks, rows.rows,
+        rows.masks, caches.tables, caches.places, noted.table, noted.base,
+        scale * LOG2E, *caches.strides, caches.tables.stride(0),
+        GROUP=tiling.group, DIM=dim, WIDE=wide, BLOCK_M=tiling.rows, USED=tiling.used,
+        BLOCK_N=tiling.keys, PAGE=caches.page_size, ALIGN=caches.align, WINDOW=tiling.window,
+        WORDS=MASK_WORDS, PROBES=noted.count,
+        STAGES=5 if caches.page_size else 3,  # the page numbers take two
+        num_warps=8 if tiling.rows * wide > 64 * 128 else 4,
+    )  # fmt: skip
+    merge_items[(rows.rows.shape[0], q.shape[1])](
+        part, part_lse, out, part_lse if lse is None else lse, rows.rows, work.tiles, work.bases,
+        GROUP=tiling.group, DIM=dim, WIDE=wide, BLOCK_M=tiling.rows, USED=tiling.used,
+        CHUNKS=_MERGE_CHUNKS, HAS_LSE=lse is not None, num_warps=2,
+    )  # fmt: skip

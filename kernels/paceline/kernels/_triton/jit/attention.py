@@ -1,0 +1,229 @@
+"""Hybrid tree attention (LongSpec, section 3.3) as two kernels.
+
+The first attends a tile of packed rows to a chunk of keys. Whole tiles of the committed prefix take
+no mask; only where the block of new nodes or a window begins are keys hidden row by row. The second
+merges the chunks of each row by their log-sum-exp. Scores are kept in units of log 2.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _key_offsets(
+    n, cols, stop, sequence, head, kind, tables, places, page_stride, head_stride, slot_stride,
+    table_stride, PAGE: tl.constexpr, ALIGN: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Element offsets of slots ``n + cols`` of one head, int64 ``[BLOCK_N]``."""
+    if PAGE == 0:  # contiguous: every sequence has its own origin and strides
+        place = places + (sequence * 2 + kind) * 3
+        origin = tl.load(place) + tl.load(place + 1) * head
+        stride = tl.load(place + 2)
+        if ALIGN > 1:  # or no wide loads could be made
+            origin = tl.multiple_of(origin, ALIGN)
+            stride = tl.multiple_of(stride, ALIGN)
+        offsets = origin + (n + cols).to(tl.int64) * stride
+    else:
+        row = tables + sequence.to(tl.int64) * table_stride
+        if PAGE % BLOCK_N == 0:  # a tile lies in one page
+            page = tl.load(row + n // PAGE).to(tl.int64)
+            offsets = page * page_stride + (n % PAGE + cols).to(tl.int64) * slot_stride
+        else:
+            slots = n + cols
+            pages = tl.load(row + slots // PAGE, mask=slots < stop, other=0).to(tl.int64)
+            offsets = pages * page_stride + (slots % PAGE).to(tl.int64) * slot_stride
+        offsets += head * head_stride
+    return offsets
+
+
+@triton.jit
+def _note(scores, node, probe, noted, slots, end, head):
+    """Sum over a group of the scores of one row: exact order, no atomics."""
+    mine = node == tl.load(probe).to(tl.int32)
+    if tl.max(mine.to(tl.int32), 0) > 0:
+        total = tl.sum(tl.where(mine[:, None], scores, 0.0), 0) * 0.6931471805599453
+        place = tl.load(probe + 1) + tl.load(probe + 2) * head
+        tl.store(noted + place + slots, total, mask=slots < end)
+
+
+@triton.jit
+def _tile(
+    q, top, total, out, n, end, start, node, depth, mask_row, sequence, head,
+    keys, values, masks, tables, places, probes, noted, scale,
+    key_page, key_head, key_slot, value_page, value_head, value_slot, table_stride,
+    DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
+    ALIGN: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, WORDS: tl.constexpr,
+    PROBES: tl.constexpr,
+):  # fmt: skip
+    """Take one tile of keys into the running softmax ``(top, total, out)``."""
+    cols = tl.arange(0, BLOCK_N)
+    dims = tl.arange(0, WIDE)
+    slots = n + cols
+    inside = (dims < DIM)[None, :]
+    if MASKED:
+        inside = inside & (slots < end)[:, None]
+    key_at = _key_offsets(
+        n, cols, end, sequence, head, 0, tables, places, key_page, key_head, key_slot,
+        table_stride, PAGE, ALIGN, BLOCK_N,
+    )  # fmt: skip
+    if MASKED or DIM != WIDE:
+        key = tl.load(keys + key_at[:, None] + dims[None, :], mask=inside, other=0.0)
+    else:
+        key = tl.load(keys + key_at[:, None] + dims[None, :])
+    scores = tl.dot(q, tl.trans(key), input_precision="ieee") * scale
+    if MASKED:
+        new = slots - start  # nodes of the block; negative: the prefix
+        word = tl.load(
+            masks + mask_row[:, None] * WORDS + (new >> 5)[None, :],
+            mask=((new >= 0) & (slots < end))[None, :] & (node >= 0)[:, None],
+            other=0,
+        )
+        seen = ((new < 0) & (slots < end))[None, :] | (((word >> (new & 31)[None, :]) & 1) != 0)
+        if WINDOW > 0:  # a node's key is no older than its depth says: start + depth
+            at = tl.load(depth + new * 3, mask=(new >= 0) & (slots < end), other=0)
+            position = tl.where(new < 0, slots, start + at)
+            mine = start + tl.load(depth + node * 3, mask=node >= 0, other=0)
+            seen = seen & (position[None, :] > mine[:, None] - WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+    if PROBES >= 1:
+        prefix = tl.minimum(start, end)
+        _note(scores, node, probes, noted, slots, prefix, head)
+        if PROBES == 2:
+            _note(scores, node, probes + 3, noted, slots, prefix, head)
+    highest = tl.maximum(top, tl.max(scores, 1))
+    finite = tl.where(highest == float("-inf"), 0.0, highest)
+    weights = tl.exp2(scores - finite[:, None])
+    shrink = tl.exp2(top - finite)
+    total = total * shrink + tl.sum(weights, 1)
+    value_at = _key_offsets(
+        n, cols, end, sequence, head, 1, tables, places, value_page, value_head, value_slot,
+        table_stride, PAGE, ALIGN, BLOCK_N,
+    )  # fmt: skip
+    if MASKED or DIM != WIDE:
+        value = tl.load(values + value_at[:, None] + dims[None, :], mask=inside, other=0.0)
+    else:
+        value = tl.load(values + value_at[:, None] + dims[None, :])
+    out = out * shrink[:, None]
+    out = tl.dot(weights.to(value.dtype), value, out, input_precision="ieee")
+    return highest, total, out
+
+
+@triton.jit(do_not_specialize=["scale"])
+def attend_items(
+    q, keys, values, part, part_lse, items, blocks, rows, masks, tables, places, probes, noted,
+    scale, key_page, key_head, key_slot, value_page, value_head, value_slot, table_stride,
+    GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
+    USED: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, ALIGN: tl.constexpr,
+    WINDOW: tl.constexpr, WORDS: tl.constexpr, PROBES: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One work item and kv head: a tile of rows against a chunk of keys.
+
+    Writes fp32 ``part [W, Hkv, BLOCK_M, DIM]`` and its log-sum-exp ``part_lse [W, Hkv, BLOCK_M]``.
+    """
+    item = tl.program_id(0)
+    head = tl.program_id(1)
+    kv_heads = tl.num_programs(1)
+    begin = tl.load(items + item * 4 + 2)
+    end = tl.load(items + item * 4 + 3)
+    if begin < end:
+        block = tl.load(items + item * 4)
+        first_row = tl.load(blocks + block * 4)
+        start = tl.load(blocks + block * 4 + 1)
+        length = tl.load(blocks + block * 4 + 2)
+        sequence = tl.load(blocks + block * 4 + 3)
+        lanes = tl.arange(0, BLOCK_M)
+        packed = tl.load(items + item * 4 + 1) + lanes
+        live = (lanes < USED) & (packed < length * GROUP)
+        node = tl.where(live, packed // GROUP, -1)
+        row = first_row + tl.where(live, node, 0)
+        dims = tl.arange(0, WIDE)
+        query = (row * kv_heads + head).to(tl.int64) * GROUP + packed % GROUP
+        q_tile = tl.load(
+            q + query[:, None] * DIM + dims[None, :],
+            mask=live[:, None] & (dims < DIM)[None, :],
+            other=0.0,
+        ).to(keys.dtype.element_ty)
+        depth = rows + first_row * 3 + 2
+        probe = probes + block * 6
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        out = tl.zeros([BLOCK_M, WIDE], tl.float32)
+        whole = begin
+        if WINDOW == 0:
+            whole = tl.maximum(tl.minimum(end, start) // BLOCK_N * BLOCK_N, begin)
+            for n in tl.range(begin, whole, BLOCK_N, num_stages=STAGES):
+                top, total, out = _tile(
+                    q_tile, top, total, out, n, end, start, node, depth, row, sequence, head,
+                    keys, values, masks, tables, places, probe, noted, scale,
+                    key_page, key_head, key_slot, value_page, value_head, value_slot,
+                    table_stride, DIM, WIDE, BLOCK_N, PAGE, ALIGN, WINDOW, False, WORDS, PROBES,
+                )  # fmt: skip
+        for n in tl.range(whole, end, BLOCK_N, num_stages=1):
+            top, total, out = _tile(
+                q_tile, top, total, out, n, end, start, node, depth, row, sequence, head,
+                keys, values, masks, tables, places, probe, noted, scale,
+                key_page, key_head, key_slot, value_page, value_head, value_slot,
+                table_stride, DIM, WIDE, BLOCK_N, PAGE, ALIGN, WINDOW, True, WORDS, PROBES,
+            )  # fmt: skip
+        empty = total == 0.0
+        out = out / tl.where(empty, 1.0, total)[:, None]
+        lse = tl.where(empty, float("-inf"), top + tl.log2(tl.where(empty, 1.0, total)))
+        at = (item * kv_heads + head).to(tl.int64) * BLOCK_M + lanes
+        tl.store(part_lse + at, lse, mask=live)
+        tl.store(
+            part + at[:, None] * DIM + dims[None, :],
+            out,
+            mask=live[:, None] & (dims < DIM)[None, :],
+        )
+
+
+@triton.jit
+def merge_items(
+    part, part_lse, out, lse, rows, tiles, bases,
+    GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
+    USED: tl.constexpr, CHUNKS: tl.constexpr, HAS_LSE: tl.constexpr,
+):  # fmt: skip
+    """One packed row and query head: all chunks of it, merged by log-sum-exp in their order."""
+    row = tl.program_id(0)
+    q_head = tl.program_id(1)
+    block = tl.load(rows + row * 3)
+    if block >= 0:
+        kv_heads = tl.num_programs(1) // GROUP
+        packed = tl.load(rows + row * 3 + 1) * GROUP + q_head % GROUP
+        tile = tl.load(bases + block) + packed // USED
+        first = tl.load(tiles + tile * 2)
+        count = tl.load(tiles + tile * 2 + 1)
+        dims = tl.arange(0, WIDE)
+        top = tl.full([1], float("-inf"), tl.float32)
+        total = tl.zeros([1], tl.float32)
+        mixed = tl.zeros([WIDE], tl.float32)
+        for begin in range(0, count, CHUNKS):
+            chunk = begin + tl.arange(0, CHUNKS)
+            there = chunk < count
+            at = ((first + chunk) * kv_heads + q_head // GROUP).to(tl.int64) * BLOCK_M
+            at += packed % USED
+            sums = tl.load(part_lse + at, mask=there, other=float("-inf"))
+            highest = tl.maximum(top, tl.max(sums, 0))
+            finite = tl.where(highest == float("-inf"), 0.0, highest)
+            weights = tl.exp2(sums - finite)
+            shrink = tl.exp2(top - finite)
+            attended = tl.load(
+                part + at[:, None] * DIM + dims[None, :],
+                mask=there[:, None] & (dims < DIM)[None, :],
+                other=0.0,
+            )
+            mixed = mixed * shrink + tl.sum(attended * weights[:, None], 0)
+            total = total * shrink + tl.sum(weights, 0)
+            top = highest
+        empty = total == 0.0
+        mixed = mixed / tl.where(empty, 1.0, total)
+        at = (row * tl.num_programs(1) + q_head).to(tl.int64)
+        tl.store(out + at * DIM + dims, mixed.to(out.dtype.element_ty), mask=dims < DIM)
+        if HAS_LSE:
+            value = (top + tl.log2(tl.where(empty, 1.0, total))) * 0.6931471805599453
+            lanes = tl.arange(0, 1)
+            tl.store(lse + at + lanes, tl.where(empty, float("-inf"), value))

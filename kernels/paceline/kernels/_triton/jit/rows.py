@@ -1,0 +1,94 @@
+"""What a transformer does to each row by itself, one kernel for each step."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add_norm_rows(
+    x, delta, weight, out, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_DELTA: tl.constexpr,
+):  # fmt: skip
+    """One row: ``x += delta``, then its root mean square norm into ``out``."""
+    row = tl.program_id(0).to(tl.int64) * WIDTH
+    at = tl.arange(0, BLOCK)
+    inside = at < WIDTH
+    value = tl.load(x + row + at, mask=inside, other=0.0)
+    if HAS_DELTA:
+        value += tl.load(delta + row + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(x + row + at, value, mask=inside)
+    scale = tl.rsqrt(tl.sum(value * value, 0) * (1.0 / WIDTH) + eps)
+    value = value * scale * tl.load(weight + at, mask=inside, other=0.0)
+    tl.store(out + row + at, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gate_rows(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """A part of one row: ``silu(gate) * up``."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < WIDTH
+    gate = tl.load(gate_up + row * 2 * WIDTH + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * WIDTH + WIDTH + at, mask=inside, other=0.0).to(tl.float32)
+    gated = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + row * WIDTH + at, gated.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def turn_rows(
+    heads, table, positions, q_norm, k_norm, q_out, keys, values, rows, blocks, tables, places,
+    q_eps, k_eps, key_page, key_head, key_slot, value_page, value_head, value_slot, table_stride,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    PAGE: tl.constexpr, HAS_NORM: tl.constexpr,
+):  # fmt: skip
+    """One head of one row: norm, rotation, and for keys and values the way to their slot."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    block = tl.load(rows + row * 3)
+    if block >= 0:
+        at = tl.arange(0, BLOCK)
+        inside = at < HALF
+        source = heads + (row.to(tl.int64) * (Q_HEADS + 2 * KV_HEADS) + head) * 2 * HALF + at
+        low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+        high = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+        if head < Q_HEADS + KV_HEADS:
+            if HAS_NORM:
+                norm, eps = k_norm, k_eps
+                if head < Q_HEADS:
+                    norm, eps = q_norm, q_eps
+                mean = (tl.sum(low * low, 0) + tl.sum(high * high, 0)) * (0.5 / HALF)
+                scale = tl.rsqrt(mean + eps)
+                low = low * scale * tl.load(norm + at, mask=inside, other=0.0)
+                high = high * scale * tl.load(norm + HALF + at, mask=inside, other=0.0)
+            angle = table + tl.load(positions + row) * 2 * HALF + at
+            cos = tl.load(angle, mask=inside, other=0.0)
+            sin = tl.load(angle + HALF, mask=inside, other=0.0)
+            turned = low * cos - high * sin
+            high = high * cos + low * sin
+            low = turned
+        if head < Q_HEADS:
+            goal = q_out + (row.to(tl.int64) * Q_HEADS + head) * 2 * HALF + at
+            tl.store(goal, low, mask=inside)
+            tl.store(goal + HALF, high, mask=inside)
+        else:
+            slot = tl.load(blocks + block * 4 + 1) + tl.load(rows + row * 3 + 1)
+            sequence = tl.load(blocks + block * 4 + 3)
+            is_value = head >= Q_HEADS + KV_HEADS
+            kv_head = (head - Q_HEADS) % KV_HEADS
+            if PAGE == 0:
+                place = places + (sequence * 2 + is_value.to(tl.int32)) * 3
+                offset = tl.load(place) + tl.load(place + 1) * kv_head
+                offset += slot.to(tl.int64) * tl.load(place + 2)
+            else:
+                page = tl.load(tables + sequence.to(tl.int64) * table_stride + slot // PAGE)
+                pages = tl.where(is_value, value_page, key_page).to(tl.int64) * page
+                slots = tl.where(is_value, value_slot, key_slot).to(tl.int64) * (slot % PAGE)
+                offset = pages + slots + tl.where(is_value, value_head, key_head) * kv_head
+            if is_value:
+                tl.store(values + offset + at, low.to(values.dtype.element_ty), mask=inside)
+                tl.store(values + offset + HALF + at, high.to(values.dtype.element_ty), mask=inside)
+            else:
+                tl.store(keys + offset + at, low.to(keys.dtype.element_ty), mask=inside)
+                tl.store(keys + offset + HALF + at, high.to(keys.dtype.element_ty), mask=inside)

@@ -1,0 +1,76 @@
+"""Rows whose scores attention notes on its way (Collect-2-Query, SpecAttn section 3.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.kernels._triton.plan import Tiling
+from paceline.kernels.probes import Probe
+from paceline.kernels.trees import TreePlan
+
+MOST = 2
+"""Rows of one block that are noted on the way."""
+
+_NONE = -2  # -1 is what rows that pad a tile have
+
+
+@dataclass(frozen=True)
+class NotedRows:
+    """Probes as the kernel reads them.
+
+    Sums over the heads of a group stay inside one tile, so they need no atomic operation and have
+    the same bits in every run.
+
+    Attributes:
+        count: Probes of a block at most, 0 to ``MOST``.
+        table: int64 ``[S, MOST, 3]``: node (-2: none), origin and head stride of its notes.
+        base: Where origins count from, float32.
+        others: Probes that the kernel does not fill: those that ask for weights, and any above
+            ``MOST`` of a block.
+    """
+
+    count: int
+    table: Tensor
+    base: Tensor
+    others: tuple[Probe, ...]
+
+    @classmethod
+    def of(cls, probes: Sequence[Probe], plan: TreePlan, tiling: Tiling) -> NotedRows:
+        """Sort the probes of one call; where a window may hide positions, -inf is put in first."""
+        taken: dict[int, list[Probe]] = {}
+        others: list[Probe] = []
+        for probe in probes:
+            mine = taken.setdefault(probe.segment, [])
+            fits = len(mine) < MOST and tiling.group <= tiling.rows and not probe.weights
+            (mine if fits else others).append(probe)
+        if not any(taken.values()):
+            if "no probes" not in plan.prepared:
+                none = torch.zeros(6, dtype=torch.int64, device=plan.device)
+                plan.prepared["no probes"] = none, torch.zeros(4, device=plan.device)
+            table, base = plan.prepared["no probes"]
+            return cls(0, table, base, tuple(others))
+        if tiling.window:
+            for segment, mine in taken.items():
+                for probe in mine:
+                    probe.out[:, : plan.segments[segment].start] = -torch.inf
+        first = next(mine[0].out for mine in taken.values() if mine)
+        count = max(len(mine) for mine in taken.values())
+        key = tuple((p.segment, p.node, p.weights, _place(p.out)) for p in probes)
+        if key in plan.prepared:  # the next layer notes in the same place
+            return cls(count, plan.prepared[key], first, tuple(others))
+        numbers = np.full((len(plan.segments), MOST, 3), _NONE, np.int64)
+        for segment, mine in taken.items():
+            for index, probe in enumerate(mine):
+                origin = (probe.out.data_ptr() - first.data_ptr()) // 4
+                numbers[segment, index] = (probe.node, origin, probe.out.stride(0))
+        plan.prepared[key] = torch.from_numpy(numbers).to(plan.device)
+        return cls(count, plan.prepared[key], first, tuple(others))
+
+
+def _place(room: Tensor) -> tuple[int, int]:
+    return room.data_ptr(), room.stride(0)

@@ -1,0 +1,133 @@
+"""Plans whose tables lie at fixed addresses, so that a captured forward pass can be replayed.
+
+A CUDA graph repeats kernels with the grids and addresses of its capture. Here these are sized for
+the worst batch of a shape, and what a real batch leaves empty costs next to nothing: a work item
+without keys ends at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.kernels._triton.plan import (
+    MASK_WORDS,
+    STATIC,
+    RowTables,
+    Tables,
+    Tiling,
+    WorkTables,
+    choose_tiling,
+    row_arrays,
+    work_arrays,
+)
+from paceline.kernels.trees import TreePlan, TreeSegment, plan_trees
+
+
+class GraphPlan:
+    """A plan for up to ``rows`` packed rows over paged caches, refilled before each run.
+
+    Attributes:
+        rows: Packed rows, padding included.
+        plan: What to hand to the decoder. It has no segments: kernels read its tables.
+        tokens: Token of each row, int64 ``[rows]``; 0 in padding.
+    """
+
+    def __init__(self, rows: int, keys: Tensor, tilings: Sequence[Tiling], longest: int) -> None:
+        """Lay out the tables.
+
+        Args:
+            rows: Packed rows.
+            keys: Key pool ``[pages, Hkv, page_size, D]``, for its device.
+            tilings: How each kind of layer is cut; see :func:`tilings_for`.
+            longest: Largest position there can be.
+        """
+        self.rows = rows
+        self._tilings = tilings
+        shapes: list[tuple[int, ...]] = [
+            (2, rows, 2),  # tokens and positions, as int64
+            (rows, 3), (rows, 4), (rows, MASK_WORDS),
+        ]  # fmt: skip
+        for tiling in tilings:
+            tiles = rows * -(-tiling.group // tiling.used)
+            shapes += [(tiling.programs + tiles, 4), (tiles, 2), (rows,)]
+        sizes = [-(-int(np.prod(shape)) // 4) * 4 for shape in shapes]
+        on_gpu = keys.device.type == "cuda"
+        self._host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=on_gpu)
+        self._device = torch.zeros_like(self._host, device=keys.device)
+        self._sections = [
+            part.numpy()[: int(np.prod(shape))].reshape(shape)
+            for part, shape in zip(self._host.split(sizes), shapes, strict=True)
+        ]
+        there = [
+            part[: int(np.prod(shape))].view(shape)
+            for part, shape in zip(self._device.split(sizes), shapes, strict=True)
+        ]
+        self.tokens, positions = there[0].view(torch.int64)[..., 0]
+        work = {
+            tiling: WorkTables(*there[4 + 3 * index : 7 + 3 * index])
+            for index, tiling in enumerate(tilings)
+        }
+        static = StaticTables(RowTables(*there[1:4]), work)
+        self.plan = TreePlan((), (0, rows), positions, longest, keys.device, {STATIC: static})
+        self.fill([], [], [])
+
+    def fill(
+        self, tokens: Sequence[int], segments: Sequence[TreeSegment], table_rows: Sequence[int]
+    ) -> None:
+        """Put in another batch; nothing at all is a batch too.
+
+        Args:
+            tokens: Packed tokens, at most ``rows``.
+            segments: Their blocks.
+            table_rows: Row of the page tables of each sequence.
+        """
+        both, rows, blocks, masks, *work = self._sections
+        rows[:, 0] = -1
+        for items in work[::3]:
+            items[:] = 0
+        if tokens:
+            plan = plan_trees(segments)
+            numbers = both.view(np.int64)[..., 0]
+            numbers[0, : len(tokens)] = tokens
+            numbers[0, len(tokens) :] = 0
+            numbers[1, : len(tokens)] = plan.positions.numpy()
+            found = row_arrays(plan, table_rows)
+            for section, array in zip((rows, blocks, masks), found, strict=True):
+                section[: len(array)] = array
+            for index, tiling in enumerate(self._tilings):
+                arrays = work_arrays(plan, tiling)
+                for section, array in zip(work[3 * index : 3 * index + 3], arrays, strict=True):
+                    section[: len(array)] = array
+        self._device.copy_(self._host, non_blocking=True)
+
+
+class StaticTables(Tables):
+    """Tables at fixed addresses."""
+
+    def __init__(self, rows: RowTables, work: dict[Tiling, WorkTables]) -> None:
+        self.rows = rows
+        self._work = work
+        self._by_window = {tiling.window: tiling for tiling in work}
+
+    def tiling(self, group: int, keys: Tensor, window: int | None) -> Tiling:
+        """See :class:`Tables`."""
+        return self._by_window[window or 0]
+
+
+def tilings_for(
+    widest: int, group: int, keys: Tensor, windows: Sequence[int | None]
+) -> tuple[Tiling, ...]:
+    """How each kind of layer is cut.
+
+    Args:
+        widest: Nodes of the largest block.
+        group: Query heads per kv head.
+        keys: Key pool ``[pages, Hkv, page_size, D]``.
+        windows: Sliding window of every layer.
+    """
+    kinds = dict.fromkeys(windows)
+    return tuple(choose_tiling(widest * group, group, keys, window) for window in kinds)

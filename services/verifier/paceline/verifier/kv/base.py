@@ -1,0 +1,204 @@
+"""What the engine asks of a sequence's KV, and the file by which other processes know it."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import secrets
+from abc import ABC, abstractmethod
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from paceline.kernels import Plane
+from paceline.shm import HEADER_BYTES, PREFIX, SHM, SegmentHeader, claim
+from paceline.verifier.kv.layout import KvLayout
+from paceline.verifier.kv.taps import TapLayout, TapPlanes
+
+
+class OutOfMemory(Exception):
+    """The machine has no memory left for a reservation."""
+
+
+class SequenceKv(ABC):
+    """KV memory of one sequence, with a file in /dev/shm: header, body and hidden states.
+
+    The file is mapped once and reserved step by step. What is in its body, subclasses say, and how
+    other processes may read the KV; a :class:`paceline.kernels.Plane` is how kernels do.
+
+    Safety contract:
+
+    - Only the engine thread writes, and only below ``reserved``.
+    - Only the engine thread frees (``close()``), between two steps, so that no forward pass ever
+      runs over memory that goes away.
+    - The file is locked (flock) as long as its owner lives: who gets the lock may remove it.
+
+    Attributes:
+        layout: Shape of the model's KV.
+        capacity: Slots. Unit: tokens.
+        reserved: Slots that have memory. Unit: tokens.
+        byte_size: Memory it takes at its largest. Unit: bytes.
+        device: Where the KV is.
+        name: Name below /dev/shm: ``paceline-<pid>-<process start in ticks>-<random>``.
+        file_bytes: The file's size. Unit: bytes.
+        taps: Hidden states that are kept; None: none.
+        header: What readers in other processes see; of no use once closed.
+    """
+
+    device = torch.device("cpu")
+    byte_size: int
+
+    def __init__(
+        self, layout: KvLayout, capacity: int, body_bytes: int, taps: TapLayout | None
+    ) -> None:
+        """Make a file; it has an address range but no memory yet, but for its header's.
+
+        Args:
+            layout: Shape of the model's KV.
+            capacity: Slots.
+            body_bytes: Between header and hidden states, a multiple of an element's size.
+            taps: Where hidden states are to lie; None: none are kept.
+
+        Raises:
+            OutOfMemory: /dev/shm takes no more files or cannot map one.
+        """
+        self.layout = layout
+        self.capacity = capacity
+        self.reserved = 0
+        self._taps_offset = HEADER_BYTES + body_bytes
+        self.file_bytes = self._taps_offset + (0 if taps is None else taps.byte_size)
+        self.name = f"{own_prefix()}{secrets.token_hex(8)}"
+        try:
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        except OSError as error:
+            raise OutOfMemory(f"cannot make {self.path}: {error.strerror}") from error
+        try:
+            claim(self._file)
+            os.ftruncate(self._file, self.file_bytes)
+            os.posix_fallocate(self._file, 0, HEADER_BYTES)
+            mapping = mmap.mmap(self._file, self.file_bytes)
+        except (OSError, ValueError) as error:
+            os.unlink(self.path)
+            os.close(self._file)
+            raise OutOfMemory(
+                f"cannot map {self.file_bytes} bytes of {self.path}: {error}"
+            ) from error
+        self.header = SegmentHeader(mapping)
+        memory = torch.frombuffer(mapping, dtype=layout.dtype, offset=HEADER_BYTES)
+        elements = body_bytes // layout.dtype.itemsize
+        self._body: Tensor = memory[:elements]
+        self.taps = None if taps is None else TapPlanes(taps, memory[elements:])
+
+    @abstractmethod
+    def layer(self, index: int) -> tuple[Plane, Plane]:
+        """Keys and values of a layer, each ``[kv_heads, capacity, head_dim]``."""
+
+    @abstractmethod
+    def gather(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies on the CPU of keys and values of some positions.
+
+        Args:
+            layer: Counted from 0.
+            positions: int64 ``[n]`` on the CPU.
+
+        Returns:
+            Each ``[kv_heads, n, head_dim]``.
+        """
+
+    @abstractmethod
+    def reserve(self, tokens: int) -> None:
+        """Give memory to the first ``tokens`` slots, rounded up to steps of 256.
+
+        Raises:
+            OutOfMemory: There is none. What was reserved before stays.
+        """
+
+    @abstractmethod
+    def copy_prefix(self, source: Self, tokens: int) -> None:
+        """Copy the first ``tokens`` positions of another cache of the same kind and layout.
+
+        Raises:
+            OutOfMemory: There is no memory for them.
+        """
+
+    @abstractmethod
+    def keep(self, slots: list[int], start: int) -> None:
+        """Move the KV at ``slots`` (each at or after its goal) to ``start``, ``start + 1``, ..."""
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return SHM / self.name
+
+    @property
+    def closed(self) -> bool:
+        """Whether the memory was given back."""
+        return self._file < 0
+
+    def taps_offset(self, layer: int) -> int:
+        """Where the hidden states of a kept layer begin. Unit: bytes from the file's start."""
+        assert self.taps is not None, "hidden states are kept"
+        layout = self.taps.layout
+        return self._taps_offset + layout.taps.layers.index(layer) * layout.plane_bytes
+
+    def publish(self, committed: int) -> None:
+        """Tell readers how many positions are final; their KV must be written. Unit: tokens."""
+        if not self.closed:
+            self.header.commit(committed)
+
+    def close(self) -> None:
+        """Unlink the file and let go of the memory. Closing twice is safe.
+
+        The tensors alone keep the mapping, so the last view of them takes it along: a view that
+        someone still holds never points into nothing.
+        """
+        if self.closed:
+            return
+        self.header.close()
+        self.header.release()
+        with suppress(FileNotFoundError):
+            os.unlink(self.path)
+        os.close(self._file)
+        self._file = -1
+        self.reserved = 0
+        self._body = torch.empty(0)
+        self.taps = None
+
+    def _fill(self, start: int, byte_size: int, tokens: int) -> None:
+        """Give memory to a part of the file, for the sake of so many more tokens.
+
+        Raises:
+            OutOfMemory: /dev/shm is full.
+        """
+        try:
+            os.posix_fallocate(self._file, start, byte_size)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+                raise
+            raise OutOfMemory(
+                f"/dev/shm has no room for {tokens} more tokens of KV; "
+                "wait for other sequences to end, or give the machine more shared memory"
+            ) from error
+
+    def _fill_taps(self, done: int, goal: int) -> None:
+        """Give memory to the hidden states of positions ``done`` to ``goal``."""
+        if self.taps is None:
+            return
+        layout = self.taps.layout
+        done, goal = min(done, layout.slots), min(goal, layout.slots)
+        for plane in range(len(layout.taps.layers) if done < goal else 0):
+            start = self._taps_offset + plane * layout.plane_bytes + done * layout.row_bytes
+            self._fill(start, (goal - done) * layout.row_bytes, goal - done)
+
+
+@lru_cache(maxsize=1)
+def own_prefix() -> str:
+    """What the names of all segments of this process begin with."""
+    # The 22nd field of stat, counted after the parenthesised name, which may hold spaces.
+    ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    return f"{PREFIX}{os.getpid()}-{ticks}-"

@@ -1,0 +1,159 @@
+"""KV on a GPU, mapped by a drafter; the GPU is a piece of main memory here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "cudaipc"))
+
+from fake_driver import FakeDriver
+
+from paceline.drafter.kv import KvGone, KvNotShared
+from paceline.drafter.kv.device import DeviceKv
+from paceline.v1 import kv_pb2
+from paceline.verifier.cache import Cache
+from paceline.verifier.engine.sequence import Generation, Sequence
+from paceline.verifier.kv.layout import KvLayout
+from paceline.verifier.kv.pool import PagedKv, PagePool
+from paceline.verifier.kv_exchange import _describe, _layers
+
+LAYOUT = KvLayout(layers=3, kv_heads=2, head_dim=16, dtype=torch.bfloat16)
+COMMITTED = 300
+
+
+class World:
+    """A verifier's pool with one cache of 300 positions, and what it would say about it."""
+
+    def __init__(self) -> None:
+        self.driver = FakeDriver()
+        size = 5 * 256 * LAYOUT.token_bytes
+        self.pool = PagePool(
+            LAYOUT, torch.device("cpu"), kv_bytes=size, max_sequences=2, max_context=1024,
+            driver=self.driver,
+        )  # fmt: skip
+        self.pool.kv.copy_(torch.randn(self.pool.kv.shape))
+        self.kv = PagedKv(self.pool, 768)
+        self.cache = Cache(Sequence(Generation((1,)), self.kv), "me", 5)
+        self.kv.reserve(COMMITTED)
+        self.kv.publish(COMMITTED)
+
+    def answer(self, layers: list[int] | None = None) -> kv_pb2.MapCacheResponse:
+        numbers = _layers(layers or (), LAYOUT.layers)
+        return kv_pb2.MapCacheResponse(
+            segments=[_describe(self.kv, layer, kind) for layer in numbers for kind in (0, 1)],
+            dtype=kv_pb2.KV_DTYPE_BFLOAT16,
+            generation=5,
+        )
+
+    def open(self, layers: tuple[int, ...], **change: Any) -> DeviceKv:
+        answer = change.pop("answer", None) or self.answer()
+        return DeviceKv.open(answer, self.cache.read_grant, layers, self.driver, 0)
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World()
+    yield made
+    made.kv.close()
+    made.pool.check_integrity()
+    made.pool.close()
+    assert not made.driver.memory
+    assert not made.driver.opened
+
+
+def test_a_drafter_reads_what_the_verifier_wrote(world: World) -> None:
+    kv = world.open((0, -1))
+    assert (kv.committed, kv.transport, kv.received) == (COMMITTED, "map", 0)
+    for asked, layer in ((0, 0), (-1, 2)):
+        ((keys, values),) = kv.parts(asked, 290, 0)
+        expected = world.kv.gather(layer, torch.arange(290))
+        assert torch.equal(keys, expected[0])
+        assert torch.equal(values, expected[1])
+        ((keys, _),) = kv.parts(asked, 290, 20)
+        few = torch.tensor([*range(4), *range(274, 290)])
+        assert torch.equal(keys, world.kv.gather(layer, few)[0])
+    kv.check()
+    kv.close()
+
+
+def test_it_follows_the_text_without_a_call(world: World) -> None:
+    kv = world.open((1,))
+    world.kv.reserve(600)
+    world.kv.publish(590)
+    ((keys, _),) = kv.parts(1, 1000, 0)
+    assert torch.equal(keys, world.kv.gather(1, torch.arange(590))[0])
+    kv.close()
+
+
+def test_a_release_is_noticed_after_reading(world: World) -> None:
+    kv = world.open((1,))
+    kv.parts(1, 1000, 0)
+    world.kv.close()
+    with pytest.raises(KvGone, match="released"):
+        kv.check()
+    kv.close()
+    with pytest.raises(KvGone, match="closed"):
+        kv.parts(1, 1000, 0)
+
+
+def test_a_page_table_that_leads_out_of_the_pool_is_not_followed(world: World) -> None:
+    kv = world.open((1,))
+    world.kv._table[1] = 5
+    with pytest.raises(KvGone, match="out of its pool"):
+        kv.parts(1, 1000, 0)
+    kv.close()
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"offset": 1 << 40},
+        {"offset": 1},
+        {"head_stride": 1 << 62},
+        {"position_stride": 8},
+        {"heads": 0},
+        {"page_size": 0},
+        {"page_size": 512},
+        {"page_size": 700},
+        {"page_stride": 64},
+        {"page_stride": 1 << 63},
+        {"page_table_offset": 0},
+        {"page_table_offset": 8192},
+        {"page_table_offset": 4097},
+        {"capacity": 0},
+        {"capacity": 1 << 31},
+        {"layer": 7},
+    ],
+    ids=str,
+)
+def test_lies_are_refused(world: World, lie: dict[str, int]) -> None:
+    for both in (True, False):
+        answer = world.answer()
+        for segment in answer.segments if both else answer.segments[:1]:
+            for name, value in lie.items():
+                setattr(segment, name, value)
+        with pytest.raises(KvNotShared):
+            world.open((0, 1, 2), answer=answer)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("handle", bytes(64)), ("device_uuid", b"?" * 16), ("byte_size", 1 << 33), ("byte_offset", 3)],
+)
+def test_memory_that_is_not_there_is_refused(world: World, field: str, value: Any) -> None:
+    answer = world.answer()
+    for segment in answer.segments:
+        setattr(segment.cuda_ipc, field, value)
+    with pytest.raises(KvNotShared):
+        world.open((0,), answer=answer)
+
+
+def test_another_grant_opens_nothing(world: World) -> None:
+    with pytest.raises(KvNotShared, match="not, or no longer"):
+        DeviceKv.open(world.answer(), b"x" * 16, (0,), world.driver, 0)

@@ -1,0 +1,160 @@
+"""The Triton kernels against the float64 reference, contiguous and in pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from kernel_cases import trees
+from torch import Tensor
+from triton_cases import check, draw_caches, in_pages, run
+
+from paceline.kernels import PagedPlane, Probe, TreeSegment, plan_trees
+from paceline.kernels.paged import Plane
+from paceline.kernels.probes import note_scores
+from paceline.kernels.reference import reference_attention
+
+HEADS = [(2, 2, 64), (8, 2, 80), (7, 1, 96), (5, 1, 128), (1, 1, 256), (40, 1, 64)]
+
+
+@settings(max_examples=8, deadline=None, phases=[Phase.generate])
+@given(
+    shapes=st.lists(
+        st.tuples(st.sampled_from([0, 1, 63, 65, 140]), trees(12)), min_size=1, max_size=2
+    ),
+    heads=st.sampled_from(HEADS),
+    dtype=st.sampled_from([torch.float16, torch.float16, torch.float32]),
+    window=st.sampled_from([None, None, 1, 40, 200]),
+    page_size=st.sampled_from([0, 0, 1, 16, 64, 256]),
+    seed=st.integers(0, 1000),
+)
+def test_any_batch_of_trees_agrees_with_the_reference(
+    shapes: list[tuple[int, tuple[int, ...] | None]],
+    heads: tuple[int, int, int],
+    dtype: torch.dtype,
+    window: int | None,
+    page_size: int,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    segments = [
+        TreeSegment(index, start, parents, len(parents or (0,) * 3))
+        for index, (start, parents) in enumerate(shapes)
+    ]
+    q, keys, values = draw_caches(segments, heads, dtype)
+    key_planes: Sequence[Plane] = keys
+    value_planes: Sequence[Plane] = values
+    if page_size:
+        key_planes, value_planes = in_pages(keys, values, page_size)
+    found = run(segments, q, key_planes, value_planes, window)
+    expected = reference_attention(
+        q, keys, values, plan_trees(segments), scale=q.shape[2] ** -0.5, window=window
+    )
+    check(found, expected, dtype)
+
+
+def test_the_largest_tree_over_many_chunks() -> None:
+    torch.manual_seed(0)
+    parents = tuple(max(-1, (node - 1) // 2) for node in range(256))
+    segments = [TreeSegment(0, 600, parents, 256), TreeSegment(1, 3, None, 1)]
+    q, keys, values = draw_caches(segments, (1, 1, 64), torch.float16)
+    expected = reference_attention(q, keys, values, plan_trees(segments), scale=0.125)
+    check(run(segments, q, keys, values, None), expected, torch.float16)
+
+
+def test_a_call_repeated_gives_the_same_bits() -> None:
+    torch.manual_seed(0)
+    segments = [TreeSegment(0, 700, (-1, 0, 0), 3)]
+    q, keys, values = draw_caches(segments, (8, 2, 64), torch.float16)
+    first, second = (run(segments, q, keys, values, None) for _ in range(2))
+    assert first[0].equal(second[0])
+    assert first[1].equal(second[1])
+
+
+def test_sparse_attention_is_attention_to_the_listed_slots() -> None:
+    """Page size 1: selected positions of a prefix, then the new nodes, wherever they lie."""
+    torch.manual_seed(0)
+    chosen = torch.cat([torch.randperm(500)[:90].sort().values, torch.arange(500, 503)])
+    pool = [torch.randn(503, 2, 1, 64).half() for _ in range(2)]
+    tables = chosen.int()[None]
+    planes = [PagedPlane(each, tables, 0, 93) for each in pool]
+    q = torch.randn(3, 6, 64).half()
+    segments = [TreeSegment(0, 90, (-1, 0, 0), 3)]
+    keys, values = ([plane.gather(torch.arange(93))] for plane in planes)
+    assert keys[0].equal(pool[0][chosen, :, 0].transpose(0, 1))
+    expected = reference_attention(q, keys, values, plan_trees(segments), scale=0.125)
+    check(run(segments, q, planes[:1], planes[1:], None), expected, torch.float16)
+
+
+@pytest.mark.parametrize("window", [None, 150])
+def test_noted_are_the_scores_and_the_result_has_the_same_bits(window: int | None) -> None:
+    """Two rows of one block on the way, a third and weights by products of their own."""
+    torch.manual_seed(0)
+    segments = [TreeSegment(0, 400, (-1, 0, 0), 3), TreeSegment(1, 70, None, 1)]
+    q, keys, values = draw_caches(segments, (6, 2, 64), torch.float16)
+    asked = [(0, 0, False), (0, 2, False), (0, 1, False), (1, 0, False), (1, 0, True)]
+
+    def make() -> list[Probe]:
+        rooms = [torch.full((2, segments[block].start + 3), torch.nan) for block, _, _ in asked]
+        return [
+            Probe(block, node, room, weights)
+            for (block, node, weights), room in zip(asked, rooms, strict=True)
+        ]
+
+    found, expected = make(), make()
+    noted = run(segments, q, keys, values, window, found)
+    plain = run(segments, q, keys, values, window)
+    assert noted[0].equal(plain[0])
+    assert noted[1].equal(plain[1])
+    plan = plan_trees(segments)
+    note_scores(q, keys, plan, expected, scale=0.125, window=window, lse=plain[1])
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.out, theirs.out, atol=5e-3, rtol=5e-3, equal_nan=True)
+
+
+def test_caches_of_several_pools_are_refused() -> None:
+    planes = [
+        PagedPlane(torch.zeros(2, 1, 16, 64), torch.zeros(1, 2, dtype=torch.int32), 0, 32)
+        for _ in range(2)
+    ]
+    segments = [TreeSegment(index, 3, None, 1) for index in range(2)]
+    with pytest.raises(ValueError, match="in one pool"):
+        run(segments, torch.zeros(2, 1, 64), planes, planes, None)
+
+
+def test_a_prefix_by_flash_attn_is_merged_with_the_rest() -> None:
+    """With a stand-in that computes what flash-attn documents."""
+    from paceline.kernels._triton.flash import FlashBackend
+
+    calls = []
+
+    def prefix(
+        q: Tensor, keys: Tensor, values: Tensor, *, cache_seqlens: Tensor, block_table: Tensor,
+        softmax_scale: float, causal: bool, return_softmax_lse: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        calls.append(cache_seqlens.tolist())
+        out, lse = torch.full(q.shape, torch.nan), torch.full(q.shape[:3], torch.nan)
+        for index, length in enumerate(cache_seqlens.tolist()):
+            if length:
+                pages = block_table[index, : -(-length // keys.shape[1])].long()
+                key, value = (each[pages].flatten(0, 1)[:length] for each in (keys, values))
+                group = q.shape[2] // key.shape[1]
+                key, value = (e.repeat_interleave(group, 1).float() for e in (key, value))
+                scores = torch.einsum("nhd,shd->nhs", q[index].float(), key) * softmax_scale
+                lse[index] = scores.logsumexp(-1)
+                out[index] = torch.einsum("nhs,shd->nhd", scores.softmax(-1), value)
+        return out.half(), lse.transpose(1, 2)
+
+    torch.manual_seed(0)
+    segments = [TreeSegment(0, 300, (-1, 0, 0), 3), TreeSegment(1, 5, None, 2)]
+    q, keys, values = draw_caches(segments, (4, 2, 64), torch.float16)
+    expected = reference_attention(q, keys, values, plan_trees(segments), scale=0.125)
+    paged = in_pages(keys, values, 256)
+    found = run(segments, q, *paged, None, backend=FlashBackend(prefix))
+    check(found, expected, torch.float16)
+    assert calls == [[256, 0]]
+    check(run(segments, q, keys, values, None, backend=FlashBackend(prefix)), expected, q.dtype)
+    assert len(calls) == 1, "contiguous caches are not for it"

@@ -1,0 +1,97 @@
+"""What CUDA graphs replay, without a graph: fixed tables, paged KV, Triton kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paceline.decoder import Decoder, DecoderConfig, GraphRunner, LocalCache
+from paceline.kernels import TreeSegment, attention, plan_trees
+from paceline.verifier.kv.layout import KvLayout
+from paceline.verifier.kv.pool import PagePool, PoolView
+
+CONFIG = DecoderConfig(
+    model_type="llama", layers=2, hidden=64, intermediate=96, q_heads=4, kv_heads=2, head_dim=32,
+    vocab_size=50, max_position=1024, norm_eps=1e-5,
+    rope_inv_freq=tuple(0.3**i for i in range(16)), rope_scaling=1.0, windows=(None, 40),
+    qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=True, tied=True, eos_token_ids=(),
+    bos_token_id=None, dtype=torch.float32,
+)  # fmt: skip
+
+
+def make_decoder() -> Decoder:
+    """Random weights by their Hugging Face names."""
+    torch.manual_seed(0)
+    shapes = {"model.embed_tokens.weight": (50, 64), "model.norm.weight": (64,)}
+    for layer in range(CONFIG.layers):
+        base = f"model.layers.{layer}."
+        shapes |= {
+            f"{base}self_attn.q_proj.weight": (128, 64),
+            f"{base}self_attn.k_proj.weight": (64, 64),
+            f"{base}self_attn.v_proj.weight": (64, 64),
+            f"{base}self_attn.o_proj.weight": (64, 128),
+            f"{base}self_attn.q_norm.weight": (32,),
+            f"{base}self_attn.k_norm.weight": (32,),
+            f"{base}mlp.gate_proj.weight": (96, 64),
+            f"{base}mlp.up_proj.weight": (96, 64),
+            f"{base}mlp.down_proj.weight": (64, 96),
+            f"{base}input_layernorm.weight": (64,),
+            f"{base}post_attention_layernorm.weight": (64,),
+        }
+    weights = {name: 0.3 * torch.randn(shape) for name, shape in shapes.items()}
+    return Decoder(CONFIG, weights, "cpu")
+
+
+@pytest.fixture
+def triton_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU runs what a GPU would, from here on."""
+    from paceline.kernels._triton.backend import TritonBackend
+    from paceline.kernels._triton.rows import TritonRows
+
+    monkeypatch.setitem(attention._LOADED, "cpu", TritonBackend())
+    monkeypatch.setattr("paceline.decoder.model.row_kernels", lambda device: TritonRows())
+
+
+def test_padded_batches_give_what_the_plain_decoder_gives(
+    request: pytest.FixtureRequest,
+) -> None:
+    """Prefill and two trees of two sequences, with taps, through one shape after another."""
+    plain = make_decoder()
+    caches = [LocalCache(CONFIG) for _ in range(2)]
+    request.getfixturevalue("triton_on_cpu")
+    layout = KvLayout(CONFIG.layers, CONFIG.kv_heads, CONFIG.head_dim, CONFIG.dtype)
+    pool = PagePool(
+        layout, torch.device("cpu"), kv_bytes=4 << 20, max_sequences=2, max_context=1024
+    )
+    pool.kv.fill_(torch.nan)
+    pool.tables[1, 0], pool.tables[2, 0] = 3, 1
+    runner = GraphRunner(make_decoder(), PoolView(pool))
+    steps = [
+        [TreeSegment(0, 0, None, 9), TreeSegment(1, 0, None, 5)],
+        [TreeSegment(1, 5, (-1, 0, 0), 3), TreeSegment(0, 9, None, 2)],
+        [TreeSegment(1, 7, None, 1)],
+    ]
+    before = dict(attention._LOADED)
+    for segments in steps:
+        tokens = torch.randint(50, (sum(segment.length for segment in segments),)).tolist()
+        found = runner.forward(tokens, segments, [1, 2], taps=[1])
+        assert found is not None
+        attention._LOADED.pop("cpu")
+        expected = plain.forward(
+            torch.tensor(tokens), plan_trees(segments), caches, logit_rows=None, taps=[1]
+        )
+        attention._LOADED.update(before)
+        torch.testing.assert_close(found.logits, expected.logits, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(found.taps[0], expected.taps[0], atol=1e-4, rtol=1e-4)
+    assert len(runner) == 3
+    written = pool.kv.isfinite().all(-1).flatten(1).all(1)
+    assert not written.any(), "no page is whole, and none but the two was touched"
+    assert pool.kv[[0, 2]].isnan().all()
+
+
+def test_batches_beyond_every_shape_are_left_to_others() -> None:
+    layout = KvLayout(CONFIG.layers, CONFIG.kv_heads, CONFIG.head_dim, CONFIG.dtype)
+    pool = PagePool(layout, torch.device("cpu"), kv_bytes=4 << 20, max_sequences=1, max_context=256)
+    runner = GraphRunner(make_decoder(), PoolView(pool))
+    segments = [TreeSegment(0, 0, None, 256), TreeSegment(0, 256, None, 1)]
+    assert runner.forward([0] * 257, segments, [1]) is None

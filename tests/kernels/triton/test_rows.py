@@ -1,0 +1,69 @@
+"""Row kernels in Triton against the same in torch, whose caches they must fill alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from triton_cases import in_pages
+
+from paceline.kernels import Norm, TreeSegment, plan_trees
+from paceline.kernels.rows import TorchRows
+
+
+def make_norm(width: int) -> Norm:
+    return Norm(1 + 0.1 * torch.randn(width), 1e-5)
+
+
+@pytest.mark.parametrize("delta_dtype", [None, torch.float16])
+def test_norms_add_in_place_and_agree(delta_dtype: torch.dtype | None) -> None:
+    from paceline.kernels._triton.rows import TritonRows
+
+    torch.manual_seed(0)
+    x, norm = torch.randn(3, 320), make_norm(320)
+    delta = None if delta_dtype is None else torch.randn(3, 320).to(delta_dtype)
+    ours, theirs = x.clone(), x.clone()
+    found = TritonRows().add_norm(ours, delta, norm, torch.float16)
+    expected = TorchRows().add_norm(theirs, delta, norm, torch.float16)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_gates_agree() -> None:
+    from paceline.kernels._triton.rows import TritonRows
+
+    gate_up = torch.randn(3, 2 * 1100).half()
+    torch.testing.assert_close(TritonRows().gate(gate_up), TorchRows().gate(gate_up))
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.parametrize("has_norms", [False, True])
+def test_queries_turn_and_keys_and_values_go_to_their_slots(
+    page_size: int, has_norms: bool
+) -> None:
+    from paceline.kernels._triton.rows import TritonRows
+
+    torch.manual_seed(1)
+    q_heads, kv_heads, dim = 4, 2, 80
+    segments = [TreeSegment(0, 30, (-1, 0, 0), 3), TreeSegment(1, 0, None, 2)]
+    plan = plan_trees(segments)
+    heads = torch.randn(6, (q_heads + 2 * kv_heads) * dim)  # a row more than is planned
+    norms = (make_norm(dim), make_norm(dim)) if has_norms else None
+    table = torch.randn(64, dim)
+    outs, filled = [], []
+    for rows in (TritonRows(), TorchRows()):
+        empty = [torch.zeros(kv_heads, segment.stop + 2, dim) for segment in segments]
+        keys, values = empty, [each.clone() for each in empty]
+        if page_size:
+            torch.manual_seed(2)
+            keys, values = in_pages(keys, values, page_size)
+        outs.append(rows.turn(heads, norms, table, plan_trees(segments), keys, values))
+        assert outs[-1].shape == (plan.rows, q_heads, dim)
+        filled.append([
+            each.gather(torch.arange(segment.stop)) if page_size else each[:, : segment.stop]
+            for planes in (keys, values)
+            for each, segment in zip(planes, segments, strict=True)
+        ])  # fmt: skip
+    torch.testing.assert_close(*outs)
+    for found, expected in zip(*filled, strict=True):
+        torch.testing.assert_close(found, expected)
+        assert found.abs().sum()

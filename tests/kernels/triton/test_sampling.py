@@ -1,0 +1,50 @@
+"""The fused sampling kernel names the tokens that the CPU names."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.kernels import History, SamplingParams, choose_token
+
+NONE = History([1])
+SEEDS = st.integers(0, 2**64 - 1)
+PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.3, 0.7, 1.0, 1.9]),
+    top_k=st.sampled_from([0, 0, 1, 3, 40, 5000]),
+    top_p=st.sampled_from([1.0, 1.0, 0.05, 0.5, 0.9, 0.999]),
+    min_p=st.sampled_from([0.0, 0.0, 0.02, 0.5, 1.0]),
+    seed=SEEDS,
+)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    params=st.lists(PARAMS, min_size=1, max_size=3),
+    position=st.integers(0, 2**40),
+    vocab=st.sampled_from([1, 5, 1023, 1500]),
+    coarse=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 1000),
+)
+def test_any_row_gets_the_token_of_the_contract(
+    params: list[SamplingParams],
+    position: int,
+    vocab: int,
+    coarse: bool,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    from paceline.kernels._triton.sampling import choose
+
+    torch.manual_seed(seed)
+    logits = 3 * torch.randn(len(params), vocab)
+    if coarse:  # many ties, and both zeros
+        logits = logits.round()
+    logits = logits.to(dtype)
+    positions = [position + index for index in range(len(params))]
+    found = choose(logits, params, positions)
+    rows = zip(logits, params, positions, strict=True)
+    assert found == [choose_token(row, each, at, NONE) for row, each, at in rows]

@@ -1,0 +1,76 @@
+"""Caches to attend to, contiguous and in pages, and a backend that writes into poisoned memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.kernels import AttentionBackend, PagedPlane, Probe, TreeSegment, plan_trees
+from paceline.kernels.paged import Plane
+
+
+def draw_caches(
+    segments: Sequence[TreeSegment], heads: tuple[int, int, int], dtype: torch.dtype
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Queries and filled caches; what was not written is NaN."""
+    q_heads, kv_heads, dim = heads
+    rows = sum(segment.length for segment in segments)
+    q = 2 * torch.randn(rows, q_heads, dim).to(dtype)
+    keys, values = [], []
+    for segment in segments:
+        for planes in (keys, values):
+            plane = torch.full((kv_heads, segment.stop + 5, dim), torch.nan, dtype=dtype)
+            plane[:, : segment.stop] = torch.randn(kv_heads, segment.stop, dim).to(dtype)
+            planes.append(plane)
+    return q, keys, values
+
+
+def in_pages(
+    keys: Sequence[Tensor], values: Sequence[Tensor], page_size: int
+) -> tuple[list[PagedPlane], list[PagedPlane]]:
+    """The same caches in shuffled pages of two pools, the other pages of which are NaN."""
+    kv_heads, _, dim = keys[0].shape
+    counts = [-(-plane.shape[1] // page_size) for plane in keys]
+    pages = torch.randperm(sum(counts) + 3).int()
+    tables = torch.zeros(len(keys) + 1, max(counts), dtype=torch.int32)
+    for row, count in enumerate(counts):
+        tables[row + 1, :count] = pages[sum(counts[:row]) :][:count]
+    paged: tuple[list[PagedPlane], list[PagedPlane]] = ([], [])
+    for planes, found in zip((keys, values), paged, strict=True):
+        shape = (len(pages), kv_heads, page_size, dim)
+        pool = torch.full(shape, torch.nan, dtype=planes[0].dtype)
+        for row, plane in enumerate(planes, 1):
+            found.append(PagedPlane(pool, tables, row, plane.shape[1]))
+            found[-1].write(torch.arange(plane.shape[1]), plane)
+    return paged
+
+
+def run(
+    segments: Sequence[TreeSegment],
+    q: Tensor,
+    keys: Sequence[Plane],
+    values: Sequence[Plane],
+    window: int | None,
+    probes: Sequence[Probe] = (),
+    backend: AttentionBackend | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention and log-sum-exp by a backend; None: the Triton one."""
+    from paceline.kernels._triton.backend import TritonBackend
+
+    out = torch.full(q.shape, torch.nan)  # poisoned
+    lse = torch.full(q.shape[:2], torch.nan)
+    (backend or TritonBackend()).attend(
+        q, keys, values, plan_trees(segments), scale=q.shape[2] ** -0.5, window=window,
+        out=out, lse=lse, probes=probes,
+    )  # fmt: skip
+    return out, lse
+
+
+def check(
+    found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], dtype: torch.dtype
+) -> None:
+    tolerance = 1e-5 if dtype == torch.float32 else 5e-3
+    torch.testing.assert_close(found[0].double(), expected[0], atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(found[1].double(), expected[1], atol=tolerance, rtol=tolerance)

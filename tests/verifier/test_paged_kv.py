@@ -1,0 +1,152 @@
+"""KV in pages of one pool, as on a GPU, here on the CPU: the same tokens, and no page leaks."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import drafters
+import pytest
+import torch
+from verifier_support import LAYOUT, VOCAB, failure, reason_of, serving
+
+from paceline.v1 import kv_pb2, kv_pb2_grpc, sampling_pb2
+from paceline.verifier.kv.base import OutOfMemory
+from paceline.verifier.kv.pool import PAGE_TOKENS, PagedKv, PagePool
+from paceline.verifier.kv.segment import Segment
+from paceline.verifier.kv.taps import TapLayout, Taps
+
+CPU = torch.device("cpu")
+
+
+def text(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+def make_pool(pages: int, sequences: int = 2) -> PagePool:
+    size = pages * PAGE_TOKENS * LAYOUT.token_bytes
+    return PagePool(LAYOUT, CPU, kv_bytes=size, max_sequences=sequences, max_context=1024)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 3, "presence_penalty": 0.3}])
+async def test_same_tokens_as_in_shared_memory(
+    models: Any, tmp_path: Path, sampling: dict[str, Any]
+) -> None:
+    prompt = text(3, 300)
+    fields = {
+        "sampling": sampling_pb2.SamplingParams(**sampling),
+        "max_new_tokens": 40,
+        "ignore_eos": True,
+    }
+    async with serving(models["Mistral"], tmp_path / "v.sock", kv_bytes=1 << 28) as client:
+        plain = await client.generate(prompt, drafters.nothing, **fields)
+    options: dict[str, Any] = {"kv_bytes": 1 << 24, "paged_kv": True}
+    async with serving(models["Mistral"], tmp_path / "p.sock", **options) as client:
+        for drafter, draw in drafters.all_of(plain, len(prompt)).items():
+            assert await client.generate(prompt, draw, **fields) == plain, drafter
+        parent = await client.create(prompt, max_new_tokens=5)
+        fork = await client.create(
+            [*prompt[:290], 1, 2], max_new_tokens=5, parent_handle=parent.handle
+        )
+        alone = await client.create([*prompt[:290], 1, 2], max_new_tokens=5)
+        assert fork.first.tokens == alone.first.tokens
+
+
+@pytest.mark.parametrize("policy", ["STREAMING", "VERIFIED", "CHUNK_TOPK", "QUEST"])
+async def test_followed_is_what_was_written(models: Any, tmp_path: Path, policy: str) -> None:
+    options: dict[str, Any] = {"kv_bytes": 1 << 24, "paged_kv": True}
+    async with serving(models["Llama"], tmp_path / "p.sock", **options) as client:
+        created = await client.create(text(1, 300), max_new_tokens=5, ignore_eos=True)
+        stub: Any = kv_pb2_grpc.KvExchangeServiceStub(client.channel)
+        request = kv_pb2.MapCacheRequest(read_grant=created.read_grant)
+        assert reason_of(await failure(stub.MapCache(request))) == "KV_NOT_MAPPABLE"
+        stream = stub.FollowCache()
+        subscribe = kv_pb2.FollowSubscribe(
+            read_grant=created.read_grant,
+            layers=[1],
+            budget=280,
+            policy=kv_pb2.SelectionPolicy.Value(f"SELECTION_POLICY_{policy}"),
+        )
+        await stream.write(kv_pb2.FollowCacheRequest(subscribe=subscribe))
+        await stream.read()
+        update = await stream.read()
+        (chunk,) = update.chunks
+        (cache,) = client.service.store
+        keys, values = cache.sequence.segment.gather(1, torch.tensor(chunk.positions))
+        assert chunk.keys == keys.contiguous().numpy().tobytes()
+        assert chunk.values == values.contiguous().numpy().tobytes()
+        stream.cancel()
+
+
+def test_pages_are_taken_as_needed_and_given_back() -> None:
+    pool = make_pool(pages=3)
+    first = PagedKv(pool, 1024)
+    assert pool.free_pages == 3
+    first.reserve(257)
+    assert (first.reserved, pool.free_pages) == (512, 1)
+    second = PagedKv(pool, 512)
+    with pytest.raises(OutOfMemory, match="1 pages of KV left, 2 are needed"):
+        second.reserve(512)
+    assert (second.reserved, pool.free_pages) == (0, 1)
+    with pytest.raises(OutOfMemory, match="page table"):
+        PagedKv(pool, 256)
+    first.close()
+    second.reserve(512)
+    with pytest.raises(AssertionError, match="1 of 3 pages and 1 of 2 page tables"):
+        pool.check_integrity()
+    second.close()
+    second.close()
+    pool.check_integrity()
+
+
+def test_writing_moving_and_copying_are_as_in_shared_memory() -> None:
+    pool = make_pool(pages=8, sequences=3)
+    other = PagedKv(pool, 256)
+    other.reserve(256)
+    paged, plain = PagedKv(pool, 768), Segment(LAYOUT, 768)
+    everywhere = torch.arange(512)
+    for kv in (paged, plain):
+        torch.manual_seed(0)
+        kv.reserve(512)
+        for layer in range(LAYOUT.layers):
+            for plane in kv.layer(layer):
+                rows = torch.randn(LAYOUT.kv_heads, 512, LAYOUT.head_dim)
+                if isinstance(plane, torch.Tensor):
+                    plane[:, :512] = rows
+                else:
+                    plane.write(everywhere, rows)
+        kv.keep([255, 258, 300], 254)
+    copy = PagedKv(pool, 512)
+    copy.copy_prefix(paged, 300)
+    for layer in range(LAYOUT.layers):
+        for ours, theirs in zip(
+            paged.gather(layer, everywhere), plain.gather(layer, everywhere), strict=True
+        ):
+            assert torch.equal(ours, theirs)
+        start = torch.arange(300)
+        for ours, theirs in zip(copy.gather(layer, start), plain.gather(layer, start), strict=True):
+            assert torch.equal(ours, theirs)
+    assert not other.gather(0, torch.arange(256))[0].any(), "another's pages were written"
+    for kv in (other, paged, copy, plain):
+        kv.close()
+    pool.check_integrity()
+
+
+def test_the_file_tells_the_pages_and_keeps_hidden_states() -> None:
+    pool = make_pool(pages=4)
+    taps = TapLayout.of(Taps((0,)), replace(LAYOUT, hidden=5), 768)
+    kv = PagedKv(pool, 768, taps)
+    kv.reserve(512)
+    raw = kv.path.read_bytes()
+    table = torch.frombuffer(bytearray(raw[kv.table_offset :]), dtype=torch.int32, count=2)
+    assert torch.equal(table, pool.tables[1, :2])
+    states = torch.randn(3, 5)
+    assert kv.taps is not None
+    kv.taps.record(10, {0: states}, slice(None))
+    assert torch.equal(kv.taps.rows[0, 10:13], states)
+    offset = kv.taps_offset(0) + 10 * 5 * 4
+    assert kv.path.read_bytes()[offset : offset + 60] == states.numpy().tobytes()
+    kv.close()
