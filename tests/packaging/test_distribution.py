@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import zipfile
 from pathlib import Path
 
@@ -76,8 +75,7 @@ def test_every_package_is_there_and_typed(built: tuple[Path, Path]) -> None:
 def test_the_sdist_builds_the_same_wheel(built: tuple[Path, Path], tmp_path: Path) -> None:
     wheel, sdist = built
     assert sdist.stat().st_size < 8 << 20
-    with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path, filter="data")
+    shutil.unpack_archive(sdist, tmp_path)
     (source,) = tmp_path.iterdir()
     run("-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "dist"), folder=source)
     (again,) = (tmp_path / "dist").glob("*.whl")

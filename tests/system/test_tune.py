@@ -13,7 +13,7 @@ from paceline.cli import tune as command
 from paceline.cli.config import expand
 from paceline.cli.main import main
 from paceline.cli.processes import ServiceProcess
-from paceline.client import Client
+from paceline.client import Client, DraftOptions
 
 
 async def test_a_tuned_drafter_is_served(models: dict[str, Path], tmp_path: Path) -> None:
@@ -48,7 +48,8 @@ async def test_a_tuned_drafter_is_served(models: dict[str, Path], tmp_path: Path
         ServiceProcess("verifier", arguments("verifier")) as verifier,
         ServiceProcess("drafter", arguments("drafter")) as drafter,
     ):
-        async with Client(verifier.address, drafter=drafter.address) as client:
+        drafting = DraftOptions(adaptive=False)
+        async with Client(verifier.address, drafter=drafter.address, drafting=drafting) as client:
             text = await client.generate(make_prompts(1)[0] * 4, max_new_tokens=32)
     assert text.stats.drafter_versions == ["mine@1"]
 

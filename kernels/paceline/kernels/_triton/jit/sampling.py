@@ -48,6 +48,12 @@ def _last_tie(logits, vocab, divisor, least, last, border, count, BLOCK: tl.cons
 
 
 @triton.jit
+def _narrower(least, last, border, tie):
+    """The next filter's limits; the last one's where less was left than the next would keep."""
+    return tl.maximum(border, least), tl.where(border < least, last, tie)
+
+
+@triton.jit
 def _best_k(logits, vocab, divisor, least, last, k, BLOCK: tl.constexpr):
     """Least integer and last id of the ``k`` best tokens among those left."""
     digits = tl.arange(0, 16).to(tl.int64)
@@ -69,7 +75,8 @@ def _best_k(logits, vocab, divisor, least, last, k, BLOCK: tl.constexpr):
         order = _ordered(_scaled(logits, at, vocab, divisor))
         above += tl.sum(((order > border) & _left(order, at, vocab, least, last)).to(tl.int64), 0)
     ties = tl.maximum(k - above, 1)
-    return border, _last_tie(logits, vocab, divisor, least, last, border, ties, BLOCK)
+    tie = _last_tie(logits, vocab, divisor, least, last, border, ties, BLOCK)
+    return _narrower(least, last, border, tie)
 
 
 @triton.jit
@@ -109,7 +116,8 @@ def _nucleus(logits, vocab, divisor, least, last, highest, mass, BLOCK: tl.const
         one = tl.maximum(one, tl.max(tl.where(order == border, weight, 0.0), 0))
     ties = tl.ceil((mass - above) / tl.where(one > 0.0, one, 1.0))
     ties = tl.maximum(tl.minimum(ties, 2.0e9), 1.0).to(tl.int64)
-    return border, _last_tie(logits, vocab, divisor, least, last, border, ties, BLOCK)
+    tie = _last_tie(logits, vocab, divisor, least, last, border, ties, BLOCK)
+    return _narrower(least, last, border, tie)
 
 
 @triton.jit
