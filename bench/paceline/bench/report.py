@@ -33,7 +33,8 @@ def show(results: dict[str, Any], console: Console) -> None:
         console.print(_collection(results["collection"]))
     if "budgets" in results:
         console.print(budget_report.table(results["budgets"]["rows"]))
-        console.print(budget_report.remote_table(results["budgets"]["remote"]))
+    if "remote" in results:
+        console.print(budget_report.remote_table(results["remote"]))
     if "replay" in results:
         console.print(_replay(results["replay"]))
     if "draft" in results:

@@ -250,19 +250,26 @@ def _budgets(bench: Bench) -> dict[str, Any] | None:
     rows = budgets.measure(
         models, measured, work, dtype=dtype, count=bench.args.texts, progress=bench.console.log
     )
+    return {"rows": rows, "spreads": budgets.spreads(rows)}
+
+
+def _remote(bench: Bench) -> dict[str, Any] | None:
+    """LongSpec over KV that is mapped and KV that is followed, through services."""
+    if bench.longspec is None:
+        return None
+    models, work = Path(bench.args.models), bench.args.work or bench.work
     context = 8192
     target = longer.lengthen(models / "target", work / "remote-target", 2)
     layer = longer.lengthen(bench.longspec, work / "remote-layer", 2, target)
-    ways = remote.measure(
+    return remote.measure(
         target,
         layer,
-        texts.joined(models, context - budgets.WRITTEN, bench.args.texts),
+        texts.joined(models, context - 2 * budgets.WRITTEN, bench.args.texts),
         ",".join(f"{key}={value}" for key, value in budgets.TREE.items()),
-        dtype=dtype,
+        dtype=bench.args.dtype,
         tokens=budgets.WRITTEN,
         progress=bench.console.log,
     )
-    return {"rows": rows, "spreads": budgets.spreads(rows), "remote": ways}
 
 
 def _replay(bench: Bench) -> dict[str, Any]:
@@ -324,6 +331,7 @@ PARTS = {
     "costs": _costs,
     "load": _load,
     "budgets": _budgets,
+    "remote": _remote,
 }
 
 

@@ -12,7 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=(
             *("echo", "comparison", "stretched", "replay", "draft"),
             *("acceptance", "coupling", "reach", "heads", "selfspec", "collection"),
-            *("costs", "load", "budgets"),
+            *("costs", "load", "budgets", "remote"),
         ),
         help="measure only this part (repeatable), and keep the others of the file; default: all",
     )
