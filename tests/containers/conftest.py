@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from testcontainers.compose import DockerCompose
 
-from paceline.client import Client, TlsOptions
+from paceline.client import Client, DraftOptions, TlsOptions
 
 COMPOSE = Path(__file__).parents[2] / "compose"
 READY_SECONDS = 180.0
@@ -59,7 +59,14 @@ class Deployment(DockerCompose):
     def client(self) -> Client:
         """A client on this machine, through the published ports."""
         verifier, drafter = (f"127.0.0.1:{self.ports[n]}" for n in ("VERIFIER", "DRAFTER"))
-        return Client(verifier, drafter=drafter, token=self.token, tls=TlsOptions(ca=self.ca))
+        return Client(
+            verifier,
+            drafter=drafter,
+            token=self.token,
+            tls=TlsOptions(ca=self.ca),
+            # Whether it pays depends on the machine; here it is to happen.
+            drafting=DraftOptions(adaptive=False),
+        )
 
     def state(self, service: str) -> str:
         """`healthy`, `starting`, `unhealthy`, or what the container is doing instead."""
@@ -120,6 +127,8 @@ def serving(name: str, folder: Path, *others: str) -> Iterator[Deployment]:
     if "collector" in others:
         running.environment["COMPOSE_PROFILES"] = "observability"
         running.environment["OTEL_EXPORTER_OTLP_ENDPOINT"] = "http://collector:4317"
+    # All before one starts: the collector runs in the verifier's image, which no registry has.
+    running.run("build", *(each for each in services if each != "collector"))
     with running:
         try:
             running.until("verifier", "healthy")

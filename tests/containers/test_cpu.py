@@ -133,7 +133,8 @@ async def test_a_drafter_reads_the_kv_of_the_verifier_and_a_collector_hears_of_i
 
 
 def test_a_drafter_follows_kv_over_a_network(far_apart: Deployment) -> None:
-    words = ("--max-new-tokens", "48", "--temperature", "0", "--json", "--drafter")
+    # Long enough that a round is drafted once the KV has come, whatever else the client finds pays.
+    words = ("--max-new-tokens", "640", "--temperature", "0", "--json", "--drafter")
     plain, drafted = (
         json.loads(far_apart.cli("generate", PROMPT, *words, name).splitlines()[-1])
         for name in ("none", load_longspec(far_apart))
