@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from time import perf_counter
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -84,30 +84,29 @@ class VerifierMetrics:
         def counter(name: str, what: str) -> Counter:
             return Counter(name, what, ("model_name",), registry=registry).labels(model.name)
 
-        def seconds(name: str, what: str) -> Histogram:
+        def histogram(name: str, what: str, buckets: Sequence[float]) -> Histogram:
             labels = ("model_name",)
-            metric = Histogram(name, what, labels, registry=registry, buckets=_STEP_SECONDS)
+            metric = Histogram(name, what, labels, registry=registry, buckets=buckets)
             return metric.labels(model.name)
+
+        def seconds(name: str, what: str) -> Histogram:
+            return histogram(name, what, _STEP_SECONDS)
 
         self._drafts = counter(Metric.NUM_DRAFTS, "Trees checked")
         self._draft_tokens = counter(Metric.NUM_DRAFT_TOKENS, "Drafted tokens that came")
         self._checked = counter(
             Metric.NUM_CHECKED, "Drafted tokens checked: the others were not worth their time"
         )
-        self._budget = Histogram(
+        self._budget = histogram(
             Metric.NODE_BUDGET,
             "Most nodes to draft next, as answered to rounds; 0: none for now",
-            ("model_name",),
-            registry=registry,
-            buckets=_BUDGETS,
-        ).labels(model.name)
-        self._schedule = Histogram(
+            _BUDGETS,
+        )
+        self._schedule = histogram(
             Metric.SCHEDULE_SECONDS,
             "Time to decide which nodes of a step are checked",
-            ("model_name",),
-            registry=registry,
-            buckets=_SCHEDULE_SECONDS,
-        ).labels(model.name)
+            _SCHEDULE_SECONDS,
+        )
         self._accepted = counter(Metric.NUM_ACCEPTED, "Drafted tokens accepted")
         self._per_position = Counter(
             Metric.NUM_ACCEPTED_PER_POS,
@@ -126,20 +125,16 @@ class VerifierMetrics:
         self._prefill_queued = seconds(
             Metric.PREFILL_QUEUE_SECONDS, "Wait of a prompt for its first engine step"
         )
-        self._length = Histogram(
+        self._length = histogram(
             Metric.EMITTED_PER_ROUND,
             "Tokens emitted by a round with a tree, the verifier's own included",
-            ("model_name",),
-            registry=registry,
-            buckets=_LENGTHS,
-        ).labels(model.name)
-        self._batch = Histogram(
+            _LENGTHS,
+        )
+        self._batch = histogram(
             Metric.ENGINE_BATCH_TOKENS,
             "Tokens of all sequences in an engine step",
-            ("model_name",),
-            registry=registry,
-            buckets=_BATCHES,
-        ).labels(model.name)
+            _BATCHES,
+        )
         self._busy = counter(Metric.ENGINE_BUSY_SECONDS, "Time the engine spent in steps")
         self._steps = counter(Metric.ENGINE_STEPS, "Engine steps")
         self._model_name = model.name

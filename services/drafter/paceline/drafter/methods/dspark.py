@@ -10,7 +10,6 @@ sequential head alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar, cast
 
@@ -33,6 +32,7 @@ from paceline.drafter.methods.dspark_heads import DSparkHeads, Places, Verdict
 from paceline.drafter.methods.dspark_options import DSparkOptions
 from paceline.drafter.methods.dspark_sequence import DSparkSequence
 from paceline.drafter.methods.growth import grow
+from paceline.drafter.methods.loading import on_passing_thread
 from paceline.drafter.methods.longspec_frozen import Frozen
 from paceline.drafter.methods.options import parse_options
 from paceline.drafter.tree import Tree
@@ -73,11 +73,8 @@ class DSparkDrafter(Drafter):
             raise LoadError("FOLDER_MISSING", "dspark needs its folder: dspark:DIR,target=DIR")
         parsed = parse_options(DSparkOptions, options)
         fit = read_fit(folder)
-        threads = resources.threads or torch.get_num_threads()
         try:
-            # On a thread that ends and takes its team of OpenMP workers along, see `lm`.
-            with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,)) as p:
-                return p.submit(_read, folder, fit, parsed, resources).result()
+            return on_passing_thread(resources, _read, folder, fit, parsed, resources)
         except LoadError:
             raise
         except (OSError, RuntimeError, ValueError, KeyError) as error:

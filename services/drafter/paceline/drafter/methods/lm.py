@@ -9,7 +9,6 @@ rejected ones are overwritten. Rounds that wait together share every forward pas
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar, cast
 
@@ -30,6 +29,7 @@ from paceline.drafter.methods.growth import grow
 from paceline.drafter.methods.lm_budget import Look, Looks
 from paceline.drafter.methods.lm_options import LmOptions
 from paceline.drafter.methods.lm_sequence import KvAccount, LmSequence
+from paceline.drafter.methods.loading import on_passing_thread
 from paceline.drafter.methods.options import parse_options
 from paceline.drafter.tree import Tree
 from paceline.kernels import TreeSegment, plan_trees
@@ -57,13 +57,9 @@ class LmDrafter(Drafter):
             raise LoadError("FOLDER_MISSING", "lm needs a model folder: lm:DIR")
         parsed = parse_options(LmOptions, options)
         fit = read_fit(folder)
-        threads = resources.threads or torch.get_num_threads()
         dtype = parsed.dtype if parsed.dtype == "auto" else getattr(torch, parsed.dtype)
         try:
-            # On a thread that ends and takes its team of OpenMP workers along: beside the drafting
-            # thread's own, a second team would outnumber the cores and slow every operation.
-            with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,)) as p:
-                decoder = p.submit(Decoder.load, folder, dtype, resources.device).result()
+            decoder = on_passing_thread(resources, Decoder.load, folder, dtype, resources.device)
         except Exception as error:  # damaged files make the libraries raise anything
             raise LoadError("UNSUPPORTED_MODEL", f"cannot load {folder}: {error}") from error
         weight_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))

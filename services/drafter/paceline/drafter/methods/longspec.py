@@ -12,7 +12,6 @@ in :mod:`paceline.drafter.methods.beam`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar, cast
 
@@ -31,6 +30,7 @@ from paceline.drafter.methods.base import (
     Resources,
 )
 from paceline.drafter.methods.growth import grow
+from paceline.drafter.methods.loading import on_passing_thread
 from paceline.drafter.methods.longspec_frozen import Frozen
 from paceline.drafter.methods.longspec_layer import LongSpecLayer
 from paceline.drafter.methods.longspec_options import LongSpecOptions
@@ -69,11 +69,10 @@ class LongSpecDrafter(Drafter):
             raise LoadError("INVALID_OPTION", str(error)) from error
         fit = read_fit(folder)
         target = Path(parsed.target) if parsed.target else None
-        threads = resources.threads or torch.get_num_threads()
         try:
-            # On a thread that ends and takes its team of OpenMP workers along, see `lm`.
-            with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,)) as p:
-                layer, frozen = p.submit(_read, folder, target, fit, parsed, resources).result()
+            layer, frozen = on_passing_thread(
+                resources, _read, folder, target, fit, parsed, resources
+            )
         except LoadError:
             raise
         except Exception as error:  # damaged files make the libraries raise anything

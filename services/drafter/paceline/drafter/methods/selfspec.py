@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -39,6 +38,7 @@ from paceline.drafter.methods.base import (
     Resources,
 )
 from paceline.drafter.methods.growth import grow
+from paceline.drafter.methods.loading import on_passing_thread
 from paceline.drafter.methods.options import parse_options
 from paceline.drafter.methods.selfspec_options import SelfSpecOptions
 from paceline.drafter.methods.selfspec_sequence import SelfSpecSequence
@@ -74,14 +74,11 @@ class SelfSpecDrafter(Drafter):
             raise LoadError("FOLDER_MISSING", "selfspec needs the target's folder: selfspec:DIR")
         parsed = parse_options(SelfSpecOptions, options)
         fit = replace(read_fit(folder), target_fingerprint=weights_fingerprint(folder))
-        threads = resources.threads or torch.get_num_threads()
         dtype = parsed.dtype if parsed.dtype == "auto" else getattr(torch, parsed.dtype)
         try:
             shared = _shared_weights(fit.target_fingerprint, load_config(folder, dtype), parsed)
             load = partial(Decoder.load, shared=shared)
-            # On a thread that ends and takes its team of OpenMP workers along, see `lm`.
-            with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,)) as p:
-                decoder = p.submit(load, folder, dtype, resources.device).result()
+            decoder = on_passing_thread(resources, load, folder, dtype, resources.device)
         except LoadError:
             raise
         except Exception as error:  # damaged files make the libraries raise anything
