@@ -13,13 +13,14 @@ from paceline.cli.service_process import (
     refuse,
     run_service,
 )
+from paceline.cli.units import byte_count
 from paceline.service import Service
 from paceline.service.options import read_token
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-_OPTIONS = ("max_context", "max_streams", "state_dir", "recordings")
+_OPTIONS = ("max_context", "max_streams", "state_dir", "recordings", "record", "record_bytes")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,6 +58,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help='JSON lines {"prompt": [...], "tokens": [...]} of token ids: every version must draft '
         "along these texts before it gets traffic",
+    )
+    group.add_argument(
+        "--record",
+        type=Path,
+        metavar="DIR",
+        help="keep the texts of generations in this folder, to train drafters with (default: none "
+        "are kept)",
+    )
+    group.add_argument(
+        "--record-bytes",
+        type=byte_count,
+        metavar="SIZE",
+        help="most room for them, such as 1GiB; the oldest go first (default: 64MiB)",
     )
     group.add_argument(
         "--verifier",

@@ -163,6 +163,8 @@ def _add(
 def _list(args: argparse.Namespace, call: Call) -> None:
     response = call("ListDrafters", drafter_pb2.ListDraftersRequest())
     _show(response.drafters, response.default_drafter, args.json)
+    if response.records_texts and not args.json:
+        print("Texts of generations are recorded by this service.")
 
 
 def _load(args: argparse.Namespace, call: Call) -> None:

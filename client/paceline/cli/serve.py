@@ -33,6 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--drafter-address", default=DRAFTER_ADDRESS, metavar="A", help="default: %(default)s"
     )
     parser.add_argument(
+        "--record",
+        type=Path,
+        metavar="DIR",
+        help="keep the texts of drafted generations in this folder, to train drafters with",
+    )
+    parser.add_argument(
         "--ready-file",
         type=Path,
         metavar="FILE",
@@ -62,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         "drafter",
         [
             *(f"--load={spec}" for spec in args.drafter or ["ngram"]),
-            *(*trust, *shared, *_metrics_flags(args, 1)),
+            *(*_flags(args, ("record",)), *trust, *shared, *_metrics_flags(args, 1)),
         ],
         address=args.drafter_address,
         show_log=True,

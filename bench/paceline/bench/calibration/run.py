@@ -25,7 +25,7 @@ from paceline.decoder import Decoder
 from paceline.drafter import Drafter, DrafterSpec
 from paceline.drafter.acceptance import Recording, record, replay
 from paceline.drafter.calibration import FILE, Calibration, Scaling
-from paceline.drafter.check import read_recordings
+from paceline.drafter.recordings import read_recordings
 from paceline.v1 import sampling_pb2
 
 _CONTEXTS = (300, 1000)

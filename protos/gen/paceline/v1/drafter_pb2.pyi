@@ -123,14 +123,16 @@ class ListDraftersRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ListDraftersResponse(_message.Message):
-    __slots__ = ("drafters", "default_drafter", "trials")
+    __slots__ = ("drafters", "default_drafter", "trials", "records_texts")
     DRAFTERS_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_DRAFTER_FIELD_NUMBER: _ClassVar[int]
     TRIALS_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_TEXTS_FIELD_NUMBER: _ClassVar[int]
     drafters: _containers.RepeatedCompositeFieldContainer[DrafterInfo]
     default_drafter: str
     trials: _containers.RepeatedCompositeFieldContainer[DrafterTrial]
-    def __init__(self, drafters: _Optional[_Iterable[_Union[DrafterInfo, _Mapping]]] = ..., default_drafter: _Optional[str] = ..., trials: _Optional[_Iterable[_Union[DrafterTrial, _Mapping]]] = ...) -> None: ...
+    records_texts: bool
+    def __init__(self, drafters: _Optional[_Iterable[_Union[DrafterInfo, _Mapping]]] = ..., default_drafter: _Optional[str] = ..., trials: _Optional[_Iterable[_Union[DrafterTrial, _Mapping]]] = ..., records_texts: _Optional[bool] = ...) -> None: ...
 
 class DrafterInfo(_message.Message):
     __slots__ = ("name", "version", "method", "folder", "traffic_share", "active_streams", "target_fingerprint", "tokenizer_digest", "weight_bytes", "draining", "check", "hidden_state_layers", "hidden_state_window")

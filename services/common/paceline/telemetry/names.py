@@ -122,6 +122,9 @@ class Metric:
     DRAFTER_FOLLOWED_BYTES: Final = "specdec_drafter_followed_bytes"
     DRAFTER_FOLLOWED_POSITIONS: Final = "specdec_drafter_followed_positions"
     DRAFTER_QUEUE: Final = "specdec_drafter_queue_length"
+    DRAFTER_RECORDING: Final = "specdec_drafter_recording"
+    DRAFTER_RECORDED_TEXTS: Final = "specdec_drafter_recorded_texts"
+    DRAFTER_LOST_TEXTS: Final = "specdec_drafter_lost_texts"
 
     RPCS: Final = "specdec_rpcs"
 

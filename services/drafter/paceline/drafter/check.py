@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 from paceline.drafter.methods.base import Budget, Drafter, Generation, LoadError, Update
+from paceline.drafter.recordings import Recording
 from paceline.drafter.registry import Sample
 from paceline.drafter.session import Session, agreement
 from paceline.drafter.spec import DrafterSpec
 from paceline.drafter.worker import DraftWorker
-from paceline.v1 import drafter_pb2, sampling_pb2
+from paceline.v1 import drafter_pb2
 
 NODES = 16
 """Nodes asked for in a round of a check."""
@@ -23,68 +20,6 @@ SECONDS = 60.0
 """A version that needs longer for all texts fails."""
 
 _MOST_TEXTS = 64
-_LONGEST_TEXT = 1 << 16
-
-
-@dataclass(frozen=True)
-class Recording:
-    """A text to draft along, as token ids of the tokenizer that the service's targets share."""
-
-    prompt: tuple[int, ...]
-    tokens: tuple[int, ...]
-    """How it went on."""
-
-    temperature: float = 0.0
-    """At which it was sampled."""
-
-    seed: int = 0
-
-    @property
-    def sampling(self) -> sampling_pb2.SamplingParams:
-        """How the tokens were chosen."""
-        return sampling_pb2.SamplingParams(temperature=self.temperature, seed=self.seed)
-
-
-def read_recordings(path: Path) -> list[Recording]:
-    """Recordings from a file of JSON lines ``{"prompt": [...], "tokens": [...]}``.
-
-    Sampled ones also say ``"temperature"`` and ``"seed"``.
-
-    Raises:
-        LoadError: The file cannot be read, is empty, too large, or a line has another form.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise LoadError("UNREADABLE_RECORDINGS", f"cannot read {path}: {error}") from error
-    recordings = []
-    for number, line in enumerate(lines, 1):
-        try:
-            value = json.loads(line)
-            recording = Recording(
-                tuple(value["prompt"]),
-                tuple(value["tokens"]),
-                float(value.get("temperature", 0.0)),
-                int(value.get("seed", 0)),
-            )
-            ids = recording.prompt + recording.tokens
-            fine = 0 <= recording.temperature < math.inf and 0 <= recording.seed < 1 << 64
-            fine &= all(isinstance(token, int) and 0 <= token < 1 << 32 for token in ids)
-            if not (fine and recording.prompt and recording.tokens and len(ids) <= _LONGEST_TEXT):
-                raise ValueError("prompt and tokens must be token ids, at least one each")
-        except (ValueError, LookupError, TypeError) as error:
-            raise LoadError(
-                "UNREADABLE_RECORDINGS",
-                f"{path} line {number}: expected a JSON object with the token ids 'prompt' and "
-                f"'tokens' ({type(error).__name__}: {error})",
-            ) from error
-        recordings.append(recording)
-    if not 1 <= len(recordings) <= _MOST_TEXTS:
-        raise LoadError(
-            "UNREADABLE_RECORDINGS",
-            f"{path} has {len(recordings)} texts, expected 1 to {_MOST_TEXTS}",
-        )
-    return recordings
 
 
 class LoadCheck:
@@ -96,6 +31,17 @@ class LoadCheck:
     """
 
     def __init__(self, recordings: Sequence[Recording], worker: DraftWorker) -> None:
+        """Of at most 64 texts.
+
+        Raises:
+            LoadError: There are more.
+        """
+        if len(recordings) > _MOST_TEXTS:
+            raise LoadError(
+                "TOO_MANY_RECORDINGS",
+                f"there are {len(recordings)} texts to check versions with, expected at most "
+                f"{_MOST_TEXTS}",
+            )
         self._recordings = recordings
         self._worker = worker
 

@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
+from paceline.drafter.recordings import Recorder
 from paceline.drafter.registry import Registry, Version
 from paceline.drafter.session import Session
 from paceline.drafter.worker import Drafted, DraftWorker
@@ -41,16 +42,24 @@ class DrafterMetrics(Collector):
     so that a service that is fed new ones for months does not keep them all.
     """
 
-    def __init__(self, metrics: CollectorRegistry, drafters: Registry, worker: DraftWorker) -> None:
+    def __init__(
+        self,
+        metrics: CollectorRegistry,
+        drafters: Registry,
+        worker: DraftWorker,
+        recorder: Recorder | None = None,
+    ) -> None:
         """Add the metrics of a drafter service to a registry of metrics.
 
         Args:
             metrics: Where to.
             drafters: What is loaded.
             worker: The thread that drafts.
+            recorder: Keeps texts; None: nobody does.
         """
         self._drafters = drafters
         self._worker = worker
+        self._recorder = recorder
         metrics.register(self)  # first: what it forgets must not be shown once more
         self._rounds = Counter(
             Metric.DRAFTER_ROUNDS,
@@ -136,6 +145,23 @@ class DrafterMetrics(Collector):
         )
 
         yield from self._followed()
+        yield from self._texts()
+
+    def _texts(self) -> Iterator[Family]:
+        """What is kept to learn from."""
+        recorder = self._recorder
+        yield GaugeMetricFamily(
+            Metric.DRAFTER_RECORDING,
+            "1 while texts of generations are kept on disk",
+            recorder is not None and recorder.recording,
+        )
+        if recorder is not None:
+            yield CounterMetricFamily(
+                Metric.DRAFTER_RECORDED_TEXTS, "Texts that were kept", recorder.recorded
+            )
+            yield CounterMetricFamily(
+                Metric.DRAFTER_LOST_TEXTS, "Texts that could not be kept", recorder.lost
+            )
 
     def _followed(self) -> Iterator[Family]:
         """What all generations follow, together."""

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from paceline.drafter.check import LoadCheck, Recording, read_recordings
+from paceline.drafter.check import LoadCheck
 from paceline.drafter.kv import KvExchange, VerifierAccess
 from paceline.drafter.methods import register_method
 from paceline.drafter.methods.base import Drafter, LoadError, Resources
+from paceline.drafter.recordings import Recorder, Recording, read_recordings
 from paceline.drafter.registry import Registry, StateFile
 from paceline.drafter.registry.keeper import Keeper
 from paceline.drafter.registry.loader import Loader
@@ -28,6 +29,10 @@ from paceline.v1 import drafter_pb2_grpc
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
+
+
+RECORD_BYTES = 64 << 20
+"""Room for recorded texts where none is said. Unit: bytes."""
 
 
 class DrafterService:
@@ -51,9 +56,11 @@ class DrafterService:
         metrics: CollectorRegistry | None = None,
         state: StateFile | None = None,
         recordings: Sequence[Recording] = (),
+        recorder: Recorder | None = None,
     ) -> None:
         self._load = list(load)
         self._state = state
+        self._recorder = recorder
         self._exchange = KvExchange(access, resources.device)
         self._worker = DraftWorker()
         self._registry = Registry(
@@ -69,6 +76,7 @@ class DrafterService:
             max_context=max_context,
             max_streams=max_streams,
             telemetry=self._telemetry(metrics),
+            recorder=recorder,
         )
 
     def _dispose(self, drafter: Drafter) -> None:
@@ -83,14 +91,14 @@ class DrafterService:
             # Here, because only a drafter that keeps metrics needs it.
             from paceline.drafter.metrics import DrafterMetrics
 
-            metrics = DrafterMetrics(registry, self._registry, self._worker)
+            metrics = DrafterMetrics(registry, self._registry, self._worker, self._recorder)
         return Telemetry(metrics, spans) if metrics is not None or spans is not None else None
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add both servicers."""
         drafter_pb2_grpc.add_DrafterServiceServicer_to_server(self._drafting, server)
         drafter_pb2_grpc.add_DrafterRegistryServiceServicer_to_server(
-            DrafterRegistryServicer(self._registry), server
+            DrafterRegistryServicer(self._registry, self._recorder), server
         )
 
     async def start(self) -> None:
@@ -113,6 +121,8 @@ class DrafterService:
         await self._exchange.close()
         await self._registry.close()
         self._worker.stop()
+        if self._recorder is not None:
+            await self._recorder.close()
 
 
 def build_service(
@@ -127,6 +137,8 @@ def build_service(
     metrics: CollectorRegistry | None = None,
     state_dir: Path | None = None,
     recordings: Path | None = None,
+    record: Path | None = None,
+    record_bytes: int = RECORD_BYTES,
     test_methods: Mapping[str, str] | None = None,
     allow_test_methods: bool = False,
 ) -> Service:
@@ -146,7 +158,10 @@ def build_service(
         state_dir: Folder of this service's own where it keeps what is loaded over a restart; made
             if need be. A start with the same ``load`` takes that up. None: each start is a new one.
         recordings: Texts that every version without needs for KV drafts along before it is listed
-            (:func:`paceline.drafter.check.read_recordings`). None: versions are not checked.
+            (:func:`paceline.drafter.recordings.read_recordings`). None: versions are not checked.
+        record: Folder of this service's own where the texts of its generations are kept, to learn
+            from (:class:`paceline.drafter.recordings.Recorder`). None: no text is kept.
+        record_bytes: Most room they may take there. Unit: bytes.
         test_methods: Methods from outside the package, name to ``module:Class``. They run code of
             the caller's choice, so they need ``allow_test_methods``. For tests only.
         allow_test_methods: Says that ``test_methods`` are wanted.
@@ -155,7 +170,9 @@ def build_service(
         LoadError: Test methods without leave, or under a name that is taken; or the recordings
             cannot be read.
         OptionsError: The TLS authorities of ``access`` cannot be read.
-        OSError: Another TLS file of it cannot be read, or the state folder cannot be made.
+        OSError: Another TLS file of it cannot be read, or the folder of the state or of the texts
+            cannot be made or used.
+        ValueError: There is too little room for texts.
     """
     if test_methods and not allow_test_methods:
         raise LoadError(
@@ -180,4 +197,5 @@ def build_service(
         metrics=metrics,
         state=StateFile(state_dir) if state_dir is not None else None,
         recordings=read_recordings(recordings) if recordings is not None else (),
+        recorder=Recorder(record, record_bytes) if record is not None else None,
     )

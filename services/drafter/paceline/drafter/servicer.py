@@ -12,6 +12,7 @@ import grpc
 
 from paceline.drafter.kv import KvExchange, KvGone
 from paceline.drafter.methods.base import Budget, Drafter, Update
+from paceline.drafter.recordings import Recorder
 from paceline.drafter.registry import Registry, Version
 from paceline.drafter.stream import Stream
 from paceline.drafter.validation import check_attach, check_fit, check_length, check_tokens
@@ -37,6 +38,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         max_context: int,
         max_streams: int,
         telemetry: Telemetry | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.gate = Gate()
         """Streams in flight."""
@@ -46,6 +48,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         self._max_context = max_context
         self._max_streams = max_streams
         self._telemetry = telemetry
+        self._recorder = recorder
 
     async def Draft(
         self,
@@ -83,7 +86,11 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
             await stream.open()
             await context.write(_attached(version, stream.kv_transport))
             await stream.warm()
-            await self._rounds(stream, context)
+            try:
+                await self._rounds(stream, context)
+            finally:
+                if self._recorder is not None and stream.went_on:
+                    self._recorder.add(stream.recording)
         except KvGone as error:
             raise ServiceError.unavailable(
                 "KV_GONE", f"{error}; attach again with the read grant of the cache in use"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from paceline.drafter.kv import KvExchange, KvGone, KvNotShared
 from paceline.drafter.methods.base import Budget, Generation, Update
+from paceline.drafter.recordings import Recording
 from paceline.drafter.registry import Registry, Sample, Version
 from paceline.drafter.session import Session
 from paceline.drafter.tree import EMPTY, Tree
@@ -68,6 +69,26 @@ class Stream:
         """Token ids that both target and version know."""
         target = self._attach.vocab_size
         return min(target, self.version.drafter.fit.vocab_size or target)
+
+    @property
+    def went_on(self) -> bool:
+        """Whether anything is known to follow the prompt."""
+        return 0 < self._attach.prompt_length < len(self.tokens)
+
+    def recording(self) -> Recording:
+        """The text, to be kept. Nothing may be added to it any more.
+
+        Raises:
+            ValueError: It is too long.
+        """
+        start, sampling = self._attach.prompt_length, self._attach.sampling
+        return Recording(
+            tuple(self.tokens[:start]),
+            tuple(self.tokens[start:]),
+            sampling.temperature,
+            sampling.seed,
+            self._attach.target_fingerprint,
+        )
 
     @property
     def kv_transport(self) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 
 from paceline.drafter.methods.base import LoadError
+from paceline.drafter.recordings import Recorder
 from paceline.drafter.registry.registry import Registry
 from paceline.drafter.registry.trial import TrialSettings
 from paceline.drafter.spec import DrafterSpec
@@ -23,8 +24,9 @@ logger = logging.getLogger("paceline.drafter")
 class DrafterRegistryServicer(drafter_pb2_grpc.DrafterRegistryServiceServicer):
     """Lists, loads, activates and unloads versions while text streams."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, recorder: Recorder | None = None) -> None:
         self._registry = registry
+        self._recorder = recorder
 
     async def ListDrafters(
         self,
@@ -36,6 +38,7 @@ class DrafterRegistryServicer(drafter_pb2_grpc.DrafterRegistryServiceServicer):
             drafters=[version.info() for version in self._registry.versions()],
             default_drafter=self._registry.default_name,
             trials=[trial.info(name) for name, trial in self._registry.trials()],
+            records_texts=self._recorder is not None and self._recorder.recording,
         )
 
     async def LoadDrafter(

@@ -1,0 +1,161 @@
+"""Texts of generations are kept on disk where that was asked for, and cost nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.drafter import LoadError
+from paceline.drafter.recordings import Recorder, Recording, read_recordings
+from paceline.drafter.recordings.recorder import LEAST_BYTES
+from paceline.v1 import drafter_pb2, sampling_pb2
+
+from .conftest import Drafting, drafting
+
+TEXT = Recording((1, 2, 3), (4, 5), 0.5, 7, "f" * 64)
+ids = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=9).map(tuple)
+
+
+@contextlib.asynccontextmanager
+async def recording(folder: Path, limit: int = LEAST_BYTES) -> AsyncIterator[Recorder]:
+    recorder = Recorder(folder, limit)
+    try:
+        yield recorder
+    finally:
+        await recorder.close()
+
+
+async def settled(recorder: Recorder, texts: int) -> None:
+    """Return when so many texts are kept or lost."""
+    for _ in range(10_000):
+        if recorder.recorded + recorder.lost >= texts:
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("the texts never came to the disk")
+
+
+def taken(folder: Path) -> int:
+    """Bytes of all files."""
+    return sum(file.stat().st_size for file in folder.iterdir())
+
+
+async def generate(service: Drafting) -> None:
+    """One short text, [1, 2, 3] and then [4, 5]."""
+    sampling = sampling_pb2.SamplingParams(temperature=0.5, seed=7)
+    stream = await service.attach([1, 2, 3], sampling=sampling, target_fingerprint="f" * 64)
+    await stream.round([4])
+    await stream.round([5])
+    await stream.end()
+
+
+async def told(service: Drafting) -> bool:
+    request = drafter_pb2.ListDraftersRequest()
+    return bool((await service.registry.ListDrafters(request)).records_texts)
+
+
+async def test_texts_are_kept_for_their_owner_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    async with drafting("ngram", record=folder) as service:
+        assert await told(service)
+        await generate(service)
+        nothing_new = await service.attach([1, 2])
+        await nothing_new.end()
+    assert read_recordings(folder) == [TEXT]
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()} == {0o600}
+
+
+async def test_nothing_is_kept_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    async with drafting("ngram") as service:
+        assert not await told(service)
+        await generate(service)
+    assert not os.listdir(tmp_path)
+
+
+async def test_a_full_disk_ends_the_recording_and_no_generation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(file: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async with drafting("ngram", record=tmp_path) as service:
+        monkeypatch.setattr("paceline.drafter.recordings.recorder.os.write", full)
+        for _ in range(3):
+            await generate(service)
+        for _ in range(10_000):
+            if not await told(service):
+                break
+            await asyncio.sleep(0.001)
+        await generate(service)
+        assert not await told(service)
+    assert [r.message for r in caplog.records].count("no more texts are recorded") == 1
+
+
+async def test_the_oldest_go_where_room_is_short(tmp_path: Path) -> None:
+    async with recording(tmp_path) as recorder:
+        for number in range(400):
+            recorder.add(lambda n=number: Recording((n,), tuple(range(1000, 2000))))  # type: ignore[misc]
+            await settled(recorder, number + 1)
+            assert taken(tmp_path) <= LEAST_BYTES
+    kept = [text.prompt[0] for text in read_recordings(tmp_path)]
+    assert kept == list(range(400 - len(kept), 400))
+    assert len(kept) * 5000 > LEAST_BYTES // 2
+    async with recording(tmp_path) as later:  # goes on with what is there
+        later.add(lambda: TEXT)
+        await settled(later, 1)
+        assert taken(tmp_path) <= LEAST_BYTES
+    assert read_recordings(tmp_path)[-1] == TEXT
+
+
+async def test_what_cannot_be_kept_is_counted(tmp_path: Path) -> None:
+    async with recording(tmp_path) as recorder:
+        recorder.add(lambda: Recording((1,), tuple(range(40_000))))  # over an eighth of the room
+        recorder.add(lambda: Recording((1,), ()))  # no text at all
+        for _ in range(1000):  # without a turn of the loop in between
+            recorder.add(lambda: TEXT)
+        await settled(recorder, 1002)
+        assert recorder.recording
+        assert recorder.recorded == len(read_recordings(tmp_path)) == 62
+
+
+async def test_one_recorder_a_folder(tmp_path: Path) -> None:
+    async with recording(tmp_path):
+        with pytest.raises(OSError, match="another process records"):
+            Recorder(tmp_path, LEAST_BYTES)
+    with pytest.raises(ValueError, match=str(LEAST_BYTES)):
+        Recorder(tmp_path, LEAST_BYTES - 1)
+
+
+@settings(deadline=None, max_examples=40)
+@given(texts=st.lists(st.builds(Recording, ids, ids), min_size=1, max_size=4), data=st.data())
+def test_a_writer_killed_at_any_byte_costs_the_last_text_at_most(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[Recording], data: st.DataObject
+) -> None:
+    whole = "".join(text.to_json() + "\n" for text in texts).encode()
+    last = len(texts[-1].to_json()) + 1
+    cut = data.draw(st.integers(len(whole) - last, len(whole)))
+    file = tmp_path_factory.mktemp("texts") / "texts.jsonl"
+    file.write_bytes(whole[:cut])
+    if cut >= len(whole) - 1:
+        assert read_recordings(file) == texts
+    elif texts[1:]:
+        assert read_recordings(file) == texts[:-1]
+    else:
+        with pytest.raises(LoadError, match="no texts"):
+            read_recordings(file)
+
+
+def test_a_bad_line_within_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(f"{TEXT.to_json()}\n{{\n{TEXT.to_json()}\n")
+    with pytest.raises(LoadError, match=r"a\.jsonl line 2"):
+        read_recordings(tmp_path)
