@@ -140,13 +140,17 @@ def test_envoy_finds_its_hosts_and_clusters(objects: list[dict[str, Any]]) -> No
 
 
 def test_each_gpu_has_a_deployment_of_its_own() -> None:
-    objects = render({"verifier": {"count": 3}})
+    drafters = [{**CANARY[0], "gpu": "nvidia.com/gpu"}]
+    objects = render({"verifier": {"count": 3}, "drafters": drafters})
+    (deployment,) = of_kind(objects, "Deployment", "-drafter-").values()
+    assert "--device=cuda" in containers(deployment)["drafter"]["args"]
     verifiers = of_kind(objects, "Deployment", "-verifier-")
     assert len(verifiers) == 3
     for deployment in verifiers.values():
         assert deployment["spec"]["replicas"] == 1
         limits = containers(deployment)["verifier"]["resources"]["limits"]
         assert limits == {"nvidia.com/gpu": 1}
+        assert "--device=cuda" in containers(deployment)["verifier"]["args"]
 
 
 def test_calls_of_a_client_stay_together() -> None:

@@ -20,7 +20,10 @@ from paceline.service.options import read_token
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-_OPTIONS = ("max_context", "max_streams", "state_dir", "recordings", "record", "record_bytes")
+_OPTIONS = (
+    *("device", "max_context", "max_streams", "state_dir", "recordings"),
+    *("record", "record_bytes"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder below which clients may have drafters loaded; may be repeated (default: "
         "the folders of --load and their parents)",
+    )
+    group.add_argument(
+        "--device",
+        metavar="D",
+        help="where drafters with weights compute: cpu (default), cuda or cuda:N; KV of a verifier "
+        "on a GPU is mapped by drafters on a GPU, and followed by others",
     )
     group.add_argument("--max-context", type=int, metavar="N", help="longest text, in tokens")
     group.add_argument(

@@ -27,6 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "may be repeated, the first is the default one (default: ngram)",
     )
     parser.add_argument(
+        "--drafter-device",
+        metavar="D",
+        help="where drafters with weights compute: cpu (default), cuda or cuda:N; --device is the "
+        "verifier's",
+    )
+    parser.add_argument(
         "--verifier-address", default=VERIFIER_ADDRESS, metavar="A", help="default: %(default)s"
     )
     parser.add_argument(
@@ -68,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
         "drafter",
         [
             *(f"--load={spec}" for spec in args.drafter or ["ngram"]),
+            *([] if args.drafter_device is None else [f"--device={args.drafter_device}"]),
             *(*_flags(args, ("record",)), *trust, *shared, *_metrics_flags(args, 1)),
         ],
         address=args.drafter_address,

@@ -128,6 +128,9 @@ volumeMounts:
     {{- if .shared }}
     - --kv-address=127.0.0.1:7431
     {{- end }}
+    {{- if .drafter.gpu }}
+    - --device=cuda
+    {{- end }}
     {{- include "paceline.arguments" (dict "root" .root "port" 7432 "metrics" 9432 "more" .drafter.arguments) | nindent 4 }}
   {{- include "paceline.container" (dict "root" .root "name" "drafter" "port" 7432 "metrics" 9432 "gpu" .drafter.gpu "resources" .drafter.resources "shared" .shared) | nindent 2 }}
 {{- end }}

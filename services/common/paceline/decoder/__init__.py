@@ -2,6 +2,7 @@
 
 from paceline.decoder.cache import KVCacheView, LocalCache
 from paceline.decoder.config import DecoderConfig, load_config
+from paceline.decoder.device import find_device, use_device
 from paceline.decoder.errors import UnsupportedModelError
 from paceline.decoder.graphs import GraphRunner
 from paceline.decoder.invariance import is_batch_invariant
@@ -20,9 +21,11 @@ __all__ = [
     "PackedWeights",
     "Publication",
     "UnsupportedModelError",
+    "find_device",
     "is_batch_invariant",
     "load_config",
     "packed_path",
     "publish",
+    "use_device",
     "weights_fingerprint",
 ]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,7 +63,7 @@ class DrafterService:
         self._state = state
         self._recorder = recorder
         self._exchange = KvExchange(access, resources.device)
-        self._worker = DraftWorker()
+        self._worker = DraftWorker(_at_device(resources.device))
         self._registry = Registry(
             Loader(roots, resources),
             self._dispose,
@@ -149,7 +150,8 @@ def build_service(
             loaded over gRPC too.
         roots: Folders below which LoadDrafter may load from. Empty: the folders in ``load`` and
             their parents.
-        device: torch name of the device for methods with weights.
+        device: Where methods with weights compute: cpu, cuda or cuda:N. KV on a GPU is mapped only
+            by drafters on one.
         threads: Threads of the math library for methods with weights; None: as it is set.
         max_context: Longest text a stream may have. Unit: tokens.
         max_streams: Most generations attached at once; further ones get RESOURCE_EXHAUSTED.
@@ -172,7 +174,7 @@ def build_service(
         OptionsError: The TLS authorities of ``access`` cannot be read.
         OSError: Another TLS file of it cannot be read, or the folder of the state or of the texts
             cannot be made or used.
-        ValueError: There is too little room for texts.
+        ValueError: There is too little room for texts, or no such device.
     """
     if test_methods and not allow_test_methods:
         raise LoadError(
@@ -190,7 +192,7 @@ def build_service(
     return DrafterService(
         load,
         Roots(allowed),
-        Resources(device=device, threads=threads),
+        Resources(device=_found(device), threads=threads),
         access or VerifierAccess(),
         max_context=max_context,
         max_streams=max_streams,
@@ -199,3 +201,22 @@ def build_service(
         recordings=read_recordings(recordings) if recordings is not None else (),
         recorder=Recorder(record, record_bytes) if record is not None else None,
     )
+
+
+def _found(device: str) -> str:
+    """The same device with its number, if it is there."""
+    if device == "cpu":
+        return device
+    # Here, since drafters without weights need no torch.
+    from paceline.decoder import find_device
+
+    return str(find_device(device))
+
+
+def _at_device(device: str) -> Callable[[], None] | None:
+    """What the drafting thread does first; None on the CPU, which need not be chosen."""
+    if device == "cpu":
+        return None
+    from paceline.decoder import use_device
+
+    return partial(use_device, device)

@@ -51,7 +51,9 @@ class DraftWorker:
     worker is the thread's alone until it was closed there. Call the methods on the event loop.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prepare: Callable[[], None] | None = None) -> None:
+        """Make a worker; ``prepare`` is run on its thread before all else."""
+        self._prepare = prepare
         self._wake = threading.Condition()
         self._jobs: deque[Job] = deque()
         self._calls: deque[Callable[[], None]] = deque()
@@ -113,6 +115,8 @@ class DraftWorker:
             self._thread.join()
 
     def _run(self) -> None:
+        if self._prepare is not None:
+            self._prepare()
         while self._turn():
             pass
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from paceline.verifier.messages import MAX_TREE_NODES
@@ -58,5 +57,7 @@ class VerifierOptions:
             raise ValueError(f"node_budget is {self.node_budget}, expected 0 to {MAX_TREE_NODES}")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule is {self.schedule!r}, expected {', '.join(SCHEDULES)}")
-        if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
-            raise ValueError(f"device is {self.device!r}, expected cpu, cuda or cuda:N")
+        if self.share_weights and self.device != "cpu":
+            raise ValueError(
+                f"weights are shared in main memory, and device is {self.device!r}; expected cpu"
+            )

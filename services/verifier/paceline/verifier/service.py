@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import torch
 
-from paceline.decoder import Decoder, GraphRunner, PackedWeights, Publication, packed_path, publish
+from paceline.decoder import (
+    Decoder,
+    GraphRunner,
+    PackedWeights,
+    Publication,
+    find_device,
+    packed_path,
+    publish,
+    use_device,
+)
 from paceline.service import Gate
 from paceline.service.memory import trim
 from paceline.telemetry.tracing import tracer
@@ -58,7 +67,7 @@ class VerifierService:
         # outnumber the cores, and its workers then sleep and wake at every operation, which doubles
         # the time of a step. So this thread gets none, and the loading one takes its own along.
         torch.set_num_threads(1)
-        device = _checked_device(options.device)
+        device = find_device(options.device)
         with ThreadPoolExecutor(1, initializer=_use, initargs=(threads, device)) as pool:
             decoder = pool.submit(Decoder.load, target, options.dtype, device).result()
             facts = pool.submit(
@@ -215,27 +224,10 @@ class VerifierService:
             await self.store.sweep()
 
 
-def _checked_device(name: str) -> torch.device:
-    """A device that is there, its number included.
-
-    Raises:
-        ValueError: It is not.
-    """
-    device = torch.device(name)
-    if device.type == "cpu":
-        return device
-    count = torch.cuda.device_count()
-    number = device.index or 0
-    if number >= count:
-        raise ValueError(f"device is {name!r}, expected one of the {count} that PyTorch sees")
-    return torch.device("cuda", number)
-
-
 def _use(threads: int, device: torch.device) -> None:
     """Prepare a thread that runs the model."""
     torch.set_num_threads(threads)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    use_device(device)
 
 
 def build_service(

@@ -137,7 +137,7 @@ class DSparkSequence(DraftSequence):
         parents = beam.frontier if beam.level else range(-1, 0)
         prefixes = [beam.path(node) for node in beam.frontier] if beam.level else [[]]
         position = self.length + beam.level
-        ranked = self._ranker.rank(logits.cpu(), position, prefixes, beam.width)
+        ranked = self._ranker.rank(logits, position, prefixes, beam.width)
         if verdict.log_confidence is not None:
             chain = set(self._widths) == {1}
             logs = confident(ranked.logs, verdict.log_confidence.cpu(), chain=chain)

@@ -95,5 +95,5 @@ class LmDrafter(Drafter):
             logit_rows=torch.tensor(rows, device=device),
             observer=Looks(looks) if looks else None,
         ).logits
-        for sequence, part in zip(growing, logits.cpu().split(counts), strict=True):
+        for sequence, part in zip(growing, logits.split(counts), strict=True):
             sequence.add_level(part)

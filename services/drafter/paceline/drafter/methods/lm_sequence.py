@@ -187,7 +187,7 @@ class LmSequence(DraftSequence):
         return [Look(choice, range(stop - 1, stop), sparse, positions)]
 
     def add_level(self, logits: Tensor) -> None:
-        """Take in the outcome of the forward pass, ``[count, V]`` on the CPU."""
+        """Take in the outcome of the forward pass, ``[count, V]``."""
         beam = self._growing()
         if beam.level == 0:
             self._keep(range(len(self.text) - self.cached))

@@ -8,6 +8,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from paceline.decoder import use_device
 from paceline.drafter.methods.base import Resources
 
 _P = ParamSpec("_P")
@@ -23,5 +24,10 @@ def on_passing_thread(
     outnumber the cores and slow every operation.
     """
     threads = resources.threads or torch.get_num_threads()
-    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
+
+    def prepare() -> None:
+        torch.set_num_threads(threads)
+        use_device(resources.device)
+
+    with ThreadPoolExecutor(1, initializer=prepare) as pool:
         return pool.submit(load, *args, **kwargs).result()

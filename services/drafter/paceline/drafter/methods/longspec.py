@@ -102,7 +102,7 @@ class LongSpecDrafter(Drafter):
 
     def _grow_level(self, growing: Sequence[LongSpecSequence]) -> None:
         feeds = [sequence.feed() for sequence in growing]
-        logits = self.layer.forward(feeds).cpu().split([len(feed.mask) for feed in feeds])
+        logits = self.layer.forward(feeds).split([len(feed.mask) for feed in feeds])
         for sequence, part in zip(growing, logits, strict=True):
             sequence.add_level(part)
 

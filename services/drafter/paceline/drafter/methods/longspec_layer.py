@@ -35,15 +35,19 @@ class Context:
     plan: TreePlan
 
     @classmethod
-    def of(cls, parts: Sequence[tuple[Tensor, Tensor]]) -> Context | None:
-        """Keys and values as :meth:`TargetKv.parts` gives them; None if there are none yet."""
+    def of(cls, parts: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> Context | None:
+        """Keys and values as :meth:`TargetKv.parts` gives them; None if there are none yet.
+
+        They are copied only where they lie on another device than the layer.
+        """
         if not parts:
             return None
         segments = [
             TreeSegment(index, keys.shape[1] - 1, None, 1) for index, (keys, _) in enumerate(parts)
         ]
-        keys, values = zip(*parts, strict=True)
-        return cls(keys, values, plan_trees(segments, device=parts[0][0].device))
+        here = [(keys.to(device), values.to(device)) for keys, values in parts]
+        keys, values = zip(*here, strict=True)
+        return cls(keys, values, plan_trees(segments, device=device))
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,8 @@ class LongSpecSequence(DraftSequence):
             return False
         self.kv.check()
         below = self.length - 1  # the verifier may know of the future already
-        self._context = Context.of(self.kv.parts(config.target_layer, below, options.context))
+        parts = self.kv.parts(config.target_layer, below, options.context)
+        self._context = Context.of(parts, self._drafter.layer.device)
         limits = Budget(nodes=min(budget.nodes, options.max_nodes), depth=depth)
         widths = self._ranker.widths(options.widths)
         self.beam = Beam(limits, widths, options.min_survival)
@@ -113,7 +114,7 @@ class LongSpecSequence(DraftSequence):
         )
 
     def add_level(self, logits: Tensor) -> None:
-        """Take in what came of the feed, ``[R, V]`` on the CPU."""
+        """Take in what came of the feed, ``[R, V]``."""
         beam = self._growing()
         if beam.level == 0:
             self.ring.length = self.length

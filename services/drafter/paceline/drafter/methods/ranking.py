@@ -94,15 +94,18 @@ class Ranker:
         """The likeliest choices at one position, after each of several paths.
 
         Args:
-            logits: ``[F, V]`` of any float type, of the last token of each path.
+            logits: ``[F, V]`` of any float type, of the last token of each path; on any device,
+                and reduced to candidates there before they are copied.
             position: Absolute position of the token to be chosen.
             paths: Drafted tokens behind the text, F paths.
             width: Most choices of each path.
 
         Returns:
-            At most ``width`` choices a path; a drawn one under rejection sampling, which takes one
-            path.
+            At most ``width`` choices a path, on the CPU; a drawn one under rejection sampling,
+            which takes one path.
         """
+        if self._by_row or self._params.rejection:
+            logits = logits.cpu()
         scores = self._filtered(logits[:, : self._vocab_size], paths)
         if self._params.rejection:
             return self._drawn(scores, position)
@@ -112,7 +115,7 @@ class Ranker:
         # Logs only after the choice: rounding could make two scores one.
         best = scores.topk(min(width, scores.shape[1])).indices
         logs = scores.log_softmax(-1).gather(1, best)
-        return Ranked(best if ids is None else ids.gather(1, best), logs)
+        return Ranked((best if ids is None else ids.gather(1, best)).cpu(), logs.cpu())
 
     def _drawn(self, scores: Tensor, position: int) -> Ranked:
         (row,) = scores
@@ -126,8 +129,8 @@ class Ranker:
         """Scores with noise, and whose they are; None for all tokens'."""
         seed, vocab = self._params.seed, scores.shape[1]
         if vocab <= max(_SMALL_VOCAB, self._candidates):
-            return scores + gumbel_noise(seed, position, vocab), None
-        likely, ids = scores.topk(self._candidates)
+            return scores.cpu() + gumbel_noise(seed, position, vocab), None
+        likely, ids = (each.cpu() for each in scores.topk(self._candidates))
         return likely + gumbel_noise_at(seed, position, ids.flatten()).view_as(likely), ids
 
     def _filtered(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:

@@ -76,7 +76,8 @@ class SelfSpecDrafter(Drafter):
         fit = replace(read_fit(folder), target_fingerprint=weights_fingerprint(folder))
         dtype = parsed.dtype if parsed.dtype == "auto" else getattr(torch, parsed.dtype)
         try:
-            shared = _shared_weights(fit.target_fingerprint, load_config(folder, dtype), parsed)
+            config = load_config(folder, dtype)
+            shared = _shared_weights(fit.target_fingerprint, config, parsed, resources.device)
             load = partial(Decoder.load, shared=shared)
             decoder = on_passing_thread(resources, load, folder, dtype, resources.device)
         except LoadError:
@@ -120,28 +121,40 @@ class SelfSpecDrafter(Drafter):
             positions += feed.positions
             rows += range(len(tokens) - feed.wanted, len(tokens))
             counts.append(feed.wanted)
+        device = self.decoder.device
         plan = TreePlan(  # slots of the sparse cache say nothing about positions
             segments=tuple(segments),
             offsets=tuple(accumulate((segment.length for segment in segments), initial=0)),
-            positions=torch.tensor(positions),
+            positions=torch.tensor(positions, device=device),
             longest=max(positions),
-            device=self.decoder.device,
+            device=device,
         )
         logits = self.decoder.forward(
-            torch.tensor(tokens), plan, growing, logit_rows=torch.tensor(rows)
+            torch.tensor(tokens, device=device),
+            plan,
+            growing,
+            logit_rows=torch.tensor(rows, device=device),
         ).logits
         for sequence, part in zip(growing, logits.split(counts), strict=True):
             sequence.add_level(part)
 
 
 def _shared_weights(
-    fingerprint: str, config: DecoderConfig, options: SelfSpecOptions
+    fingerprint: str, config: DecoderConfig, options: SelfSpecOptions, device: str
 ) -> PackedWeights | None:
     """The verifier's own, if they are wanted and there.
 
     Raises:
-        LoadError: They are wanted and do not come.
+        LoadError: They are wanted and do not come, or could not be used.
     """
+    if device != "cpu":
+        if options.weights == "shared":
+            raise LoadError(
+                "INVALID_OPTION",
+                f"weights are shared in main memory, and this drafter runs on {device}; say "
+                "weights=own",
+            )
+        return None
     if options.weights == "own":
         return None
     path = packed_path(fingerprint, config.dtype)

@@ -153,7 +153,7 @@ class SelfSpecSequence(DraftSequence):
         config = self._config
         shape = (config.layers, 2, config.kv_heads, slots, config.head_dim)
         with torch.inference_mode(False):
-            return torch.zeros(shape, dtype=config.dtype)
+            return torch.zeros(shape, dtype=config.dtype, device=self._drafter.decoder.device)
 
     def _growing(self) -> Beam:
         if self.beam is None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from paceline.decoder import Decoder, GraphRunner
+from paceline.decoder import Decoder, GraphRunner, use_device
 from paceline.kernels import CHUNK, MAX_TREE_NODES
 from paceline.verifier.engine.ahead import choose_ahead
 from paceline.verifier.engine.batch import Batch
@@ -134,8 +134,7 @@ class Engine:
     def _run(self) -> None:
         if self._threads is not None:
             torch.set_num_threads(self._threads)
-        if self._decoder.device.type == "cuda":
-            torch.cuda.set_device(self._decoder.device)
+        use_device(self._decoder.device)
         with torch.inference_mode():
             while not self._stopping:
                 self._take_commands(wait=not (self._rounds or self._prefills))

@@ -1,0 +1,165 @@
+"""Drafters keep all their tensors on one device, and draft there what they draft on the CPU.
+
+Run by test_devices.py, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.decoder import Decoder
+from paceline.drafter.methods import method_class
+from paceline.drafter.methods.base import Budget, Drafter, Generation, LoadError, Resources, Update
+from paceline.drafter.methods.ranking import Ranked, Ranker
+from paceline.drafter.tree import Tree
+from paceline.kernels import attention
+from paceline.kernels._dense import DenseBackend
+from paceline.service.sampling import sampling_params
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from another_device import OnDevice, another_device
+
+from .dspark_models import made_up_states, write_dspark
+from .longspec_models import write_longspec
+from .models import SAMPLINGS, VOCAB, text_of, write_model
+from .test_selfspec import StaleKv
+
+METHODS = {
+    "lm": {"widths": "3,2", "min_survival": "0"},
+    "lm, budget": {"widths": "2,2", "context": "20", "kv_policy": "chunk_topk"},
+    "longspec": {"widths": "3,2", "context": "16", "min_survival": "0"},
+    "dspark": {"widths": "3,2", "min_survival": "0"},
+    "selfspec": {"depth": "3", "context": "20", "min_survival": "0"},
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("gpu")
+    target = write_model(base / "target", "qwen3", 1)
+    return {
+        "lm": target,
+        "selfspec": target,
+        "longspec": write_longspec(base / "longspec", target, window=16),
+        "dspark": write_dspark(base / "dspark", target, window=24, markov_rank=4),
+    }
+
+
+@pytest.fixture(scope="module")
+def target(folders: dict[str, Path]) -> Decoder:
+    return Decoder.load(folders["lm"])
+
+
+@pytest.fixture(autouse=True)
+def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs on either device is PyTorch's, in this thread."""
+    for kind in ("cpu", "other"):
+        monkeypatch.setitem(attention._LOADED, kind, DenseBackend())
+    for method in ("lm", "longspec", "dspark", "selfspec"):
+        module = f"paceline.drafter.methods.{method}"
+        monkeypatch.setattr(f"{module}.on_passing_thread", _here)
+
+
+def _here(resources: Resources, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return load(*args, **kwargs)
+
+
+def drafter_of(name: str, folders: dict[str, Path], device: str, **more: str) -> Drafter:
+    method = name.partition(",")[0]
+    options = {**METHODS[name], **more}
+    if method in ("longspec", "dspark"):
+        options["target"] = str(folders["lm"])
+    return method_class(method).load(folders[method], options, Resources(device=device))
+
+
+class Moved:
+    """Keys and values on a device."""
+
+    def __init__(self, kv: Any, device: str) -> None:
+        self._kv, self._device = kv, device
+        self.committed = kv.committed
+
+    def parts(self, index: int, below: int, budget: int) -> list[tuple[Tensor, Tensor]]:
+        found = self._kv.parts(index, below, budget)
+        return [(keys.to(self._device), values.to(self._device)) for keys, values in found]
+
+    def check(self) -> None:
+        """It is always there."""
+
+
+def trees(drafter: Drafter, target: Decoder, sampling: str, kv_device: str) -> list[Tree]:
+    """Of two texts together, over three rounds."""
+    texts, lengths = [text_of(60, 1), text_of(40, 2)], (40, 23)
+    sequences = []
+    for text, length in zip(texts, lengths, strict=True):
+        generation = Generation(text[:length], length, VOCAB, SAMPLINGS[sampling])
+        if drafter.method == "dspark":
+            states = made_up_states(drafter.backbone.config, length + 8)
+            generation = replace(generation, states=states)
+        elif drafter.needs.kv_layers:
+            kv = Moved(StaleKv(target, text, length + 8), kv_device)
+            generation = replace(generation, kv=kv)
+        sequences.append(drafter.start(generation))
+    found: list[Tree] = []
+    for begin in range(3):
+        for sequence, text, length in zip(sequences, texts, lengths, strict=True):
+            if begin:
+                sequence.extend(Update(text[length + begin - 1 : length + begin]))
+            sequence.warm(30)
+        found += drafter.draft_many([(sequence, Budget(8, 3)) for sequence in sequences])
+    for sequence in sequences:
+        sequence.close()
+    return found
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "T=1", "penalised"])
+@pytest.mark.parametrize("name", METHODS)
+def test_trees_are_those_of_the_cpu(
+    name: str, sampling: str, folders: dict[str, Path], target: Decoder
+) -> None:
+    """Wherever the target's keys and values lie."""
+    expected = trees(drafter_of(name, folders, "cpu"), target, sampling, "cpu")
+    assert sum(len(tree) for tree in expected) > 12
+    with another_device():
+        drafter = drafter_of(name, folders, "other:0")
+        for kv_device in ("cpu", "other:0"):
+            found = trees(drafter, target, sampling, kv_device)
+            for tree, right in zip(found, expected, strict=True):
+                assert (tree.tokens, tree.parents) == (right.tokens, right.parents)
+                assert tree.confidences == pytest.approx(right.confidences, rel=1e-4)
+
+
+def test_candidates_of_large_vocabularies_are_found_where_they_are() -> None:
+    """So that whole rows of logits need not be copied."""
+    params = sampling_params(SAMPLINGS["T=1"])
+    logits = torch.randn(3, 20_000)
+    paths: list[list[int]] = [[], [], []]
+
+    def ranked(logits: Tensor) -> Ranked:
+        ranker = Ranker(params, prompt=[1], output=[], vocab_size=20_000, candidates=64)
+        return ranker.rank(logits, 7, paths, 4)
+
+    right = ranked(logits)
+    with another_device():
+        there = logits.to("other")
+        found = ranked(there)
+        assert isinstance(there, OnDevice)
+        assert not isinstance(found.ids, OnDevice)
+        with pytest.raises(AssertionError, match="both devices"):
+            there + logits
+    assert torch.equal(found.ids, right.ids)
+    torch.testing.assert_close(found.logs, right.logs)
+
+
+def test_no_weights_are_taken_out_of_main_memory(folders: dict[str, Path]) -> None:
+    with pytest.raises(LoadError, match="weights=own"):
+        drafter_of("selfspec", folders, "other:0", weights="shared")
