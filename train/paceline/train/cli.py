@@ -1,4 +1,4 @@
-"""`paceline train target`, `lm`, `longspec`, `dspark` and `budget`."""
+"""`paceline train target`, `lm`, `longspec`, `dspark`, `budget` and `online`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from paceline.train.budget.preset import PRESETS as BUDGET_PRESETS
 from paceline.train.dspark.preset import PRESETS as DSPARK_PRESETS
 from paceline.train.longspec.preset import PRESETS as LONGSPEC_PRESETS
+from paceline.train.online.preset import PRESETS as ONLINE_PRESETS
 from paceline.train.preset import PRESETS
 
 if TYPE_CHECKING:
@@ -70,6 +71,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     budget.add_argument(
         "--sparse-weight", type=float, metavar="LAMBDA",
         help="weight of the sparse-cache loss; 0: full cache alone",
+    )  # fmt: skip
+    online = commands.add_parser("online", help="train a drafter further on recorded texts")
+    _add_common(online, sorted(ONLINE_PRESETS), preset="cpu")
+    _add_target(online)
+    online.add_argument(
+        "--from", dest="start", type=Path, required=True, metavar="DIR",
+        help="trained drafter to begin with: longspec, dspark or lm",
+    )  # fmt: skip
+    online.add_argument(
+        "--from-recordings", dest="recordings", type=Path, required=True, metavar="DIR",
+        help="folder of `paceline drafter --record`, or a file of it",
+    )  # fmt: skip
+    online.add_argument(
+        "--old-share", type=float, metavar="S",
+        help="of the tokens that are read: other texts than the recorded ones, against unlearning",
     )  # fmt: skip
 
 
@@ -149,8 +165,23 @@ def _budget(args: argparse.Namespace) -> None:
     train_budget(args.target, args.start, corpus, preset, run, args.out)
 
 
+def _online(args: argparse.Namespace) -> None:
+    from paceline.train.corpus import load_corpus
+    from paceline.train.online.run import train_online
+
+    preset = ONLINE_PRESETS[args.preset]
+    if args.old_share is not None:
+        preset = replace(preset, old_share=args.old_share)
+    # Its own for each version: another run must not be taken for this one.
+    args.work = args.work or _default_work() / f"online-{args.out.resolve().name}"
+    run = _run(args, preset.minutes, preset.steps)
+    corpus = load_corpus(args.data, _ALL_FILES, _HELDOUT_FILES, wide=True)
+    train_online(args.target, args.start, args.recordings, corpus, preset, run, args.out)
+
+
 _COMMANDS = {
     "target": _target, "lm": _lm, "longspec": _longspec, "dspark": _dspark, "budget": _budget,
+    "online": _online,
 }  # fmt: skip
 
 
@@ -179,13 +210,15 @@ def _prompts(args: argparse.Namespace) -> list[Prompt]:
 
 
 def _add_common(
-    parser: argparse.ArgumentParser, presets: list[str], preset: str, out: Path
+    parser: argparse.ArgumentParser, presets: list[str], preset: str, out: Path | None = None
 ) -> None:
     parser.add_argument("--preset", choices=presets, default=preset)
     parser.add_argument("--data", default="stdlib", help="'stdlib' or a folder of text files")
     parser.add_argument("--minutes", type=float, help="time budget of stepping, in minutes")
     parser.add_argument("--steps", type=int, help="step budget")
-    parser.add_argument("--out", type=Path, default=out, help="model folder to write")
+    parser.add_argument(
+        "--out", type=Path, default=out, required=out is None, help="model folder to write"
+    )
     parser.add_argument(
         "--work", type=Path, help="folder of checkpoints; a run found there goes on"
     )

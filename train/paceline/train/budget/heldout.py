@@ -27,7 +27,7 @@ class BudgetHeldout:
     def __init__(self, student: Student, prompts: Mapping[str, Sequence[Sequence[int]]]) -> None:
         """Let the target write; `prompts` are token ids by group."""
         self._student = student
-        decoder = Decoder.load(student.target)
+        decoder = Decoder.load(student.trained.target)
         self._texts = {
             group: [record(decoder, prompt, _WRITTEN) for prompt in part]
             for group, part in prompts.items()
@@ -46,7 +46,7 @@ class BudgetHeldout:
     def log(self) -> dict[str, float]:
         """Of the student as it is: means over groups by budget, and over all."""
         with tempfile.TemporaryDirectory() as folder:
-            self._student.save(Path(folder))
+            self._student.trained.save(Path(folder))
             found = self.measure(Path(folder))
         by_budget = {
             f"accepted_{budget or 'all'}": mean(v for (_, b), v in found.items() if b == budget)

@@ -55,9 +55,9 @@ def train_budget(
         return
     of_preset = asdict(preset)
     chosen = {name: of_preset[name] for name in ("budgets", "weights", "sparse_weight", "policies")}
-    student.save(out, {**progress.summary(), **chosen})
+    student.trained.save(out, {**progress.summary(), **chosen})
     card = budget_card(
-        student.method, start.name, corpus, preset, progress, len(own),
+        student.trained.method, start.name, corpus, preset, progress, len(own),
         before=measured.measure(start), after=measured.measure(out),
     )  # fmt: skip
     (out / "README.md").write_text(card)

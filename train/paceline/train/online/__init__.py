@@ -1,0 +1,1 @@
+"""Training drafters further, on texts that a drafter service recorded."""
