@@ -2,51 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import ClassVar
 
 from paceline.decoder import UnsupportedModelError
-from paceline.decoder.config import check_rope, rope_frequencies
+from paceline.layers import LayerShape, target_shape
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 
-_COUNTS = (
-    "hidden",
-    "intermediate",
-    "layers",
-    "q_heads",
-    "kv_heads",
-    "head_dim",
-    "vocab_size",
-    "max_position",
-    "block",
-)
-
 
 @dataclass(frozen=True)
-class DSparkConfig:
+class DSparkConfig(LayerShape):
     """A DSpark drafter and what of its target it reads.
 
-    The backbone's layers are of the Qwen3 kind: heads normalised, no biases. Embedding and LM head
-    are the target's, so ``hidden`` and ``vocab_size`` are too.
+    The backbone's layers are of the Qwen3 kind: heads normalised, no biases.
 
     Attributes:
-        hidden: Width of the residual stream and of the target's hidden states.
-        intermediate: Width of the feed-forward blocks.
         layers: Layers of the backbone.
-        q_heads: Query heads.
-        kv_heads: Key and value heads; divides ``q_heads``.
-        head_dim: Width of a head.
-        vocab_size: Rows of the target's embedding.
-        max_position: Longest context. Unit: tokens.
-        norm_eps: Epsilon of every RMS norm.
-        rope_parameters: As transformers names them.
         taps: Target layers whose outputs are read, 0 for the first, strictly rising.
         target_layers: Layers of the target; 0 where a folder does not say.
         block: Tokens fed in one pass: the anchor, and masks behind it.
@@ -63,16 +37,9 @@ class DSparkConfig:
             ``markov_rank``.
     """
 
-    hidden: int
-    intermediate: int
+    COUNTS: ClassVar[tuple[str, ...]] = (*LayerShape.COUNTS, "layers", "block")
+
     layers: int
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_position: int
-    norm_eps: float
-    rope_parameters: Mapping[str, Any]
     taps: tuple[int, ...]
     target_layers: int
     block: int
@@ -85,10 +52,7 @@ class DSparkConfig:
     confidence_markov: bool = False
 
     def __post_init__(self) -> None:
-        for name in _COUNTS:
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise UnsupportedModelError(f"{name} is {value!r}, expected a number above 0")
+        super().__post_init__()
         for name in ("window", "markov_rank", "target_layers"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 0:
@@ -96,10 +60,6 @@ class DSparkConfig:
         self._check()
 
     def _check(self) -> None:
-        if self.q_heads % self.kv_heads:
-            raise UnsupportedModelError(
-                f"{self.q_heads} query heads are not a multiple of {self.kv_heads} kv heads"
-            )
         ends = (-1, *self.taps, *((self.target_layers,) if self.target_layers else ()))
         if not self.taps or any(high <= low for low, high in pairwise(ends)):
             count = self.target_layers or "an unknown number of"
@@ -126,37 +86,6 @@ class DSparkConfig:
     def levels(self) -> int:
         """Tokens drafted in one pass: the depth of a draft. Unit: tokens."""
         return self.block if self.from_anchor else self.block - 1
-
-    @property
-    def group(self) -> int:
-        """Query heads per kv head."""
-        return self.q_heads // self.kv_heads
-
-    @property
-    def rope_inv_freq(self) -> tuple[float, ...]:
-        """Inverse frequencies after scaling, one per pair of dimensions."""
-        return self._rope[0]
-
-    @property
-    def rope_scaling(self) -> float:
-        """Factor on cosine and sine (YaRN's attention factor), else 1."""
-        return self._rope[1]
-
-    @cached_property
-    def _rope(self) -> tuple[tuple[float, ...], float]:
-        from transformers import Qwen3Config
-
-        hf = Qwen3Config(
-            hidden_size=self.hidden,
-            num_attention_heads=self.q_heads,
-            head_dim=self.head_dim,
-            max_position_embeddings=self.max_position,
-            rope_parameters=dict(self.rope_parameters),
-        )
-        check_rope(hf)
-        with torch.device("cpu"):  # also where a model is only made for the shapes of its tensors
-            frequencies, scaling = rope_frequencies(hf)
-        return tuple(frequencies.tolist()), scaling
 
     @classmethod
     def for_target(
@@ -191,23 +120,10 @@ class DSparkConfig:
             UnsupportedModelError: The decoder does not support the target, or it lacks a layer.
             FileNotFoundError: The folder has no config.json.
         """
-        from transformers import AutoConfig
-
-        from paceline.decoder import load_config
-
-        target = load_config(folder)
-        hf = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+        shape, target = target_shape(folder, intermediate)
         return cls(
-            hidden=target.hidden,
-            intermediate=intermediate or target.intermediate,
+            **shape,
             layers=layers,
-            q_heads=target.q_heads,
-            kv_heads=target.kv_heads,
-            head_dim=target.head_dim,
-            vocab_size=target.vocab_size,
-            max_position=target.max_position,
-            norm_eps=target.norm_eps,
-            rope_parameters=dict(hf.rope_parameters),
             taps=tuple(tap + target.layers if tap < 0 else tap for tap in taps),
             target_layers=target.layers,
             block=block,

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from paceline.dspark.config import DSparkConfig
 from paceline.dspark.heads import ConfidenceHead, MarkovHead
-from paceline.longspec.module import RmsNorm
+from paceline.layers import Mlp, RmsNorm, turned
 
 
 class Attention(nn.Module):
@@ -58,21 +58,6 @@ class Attention(nn.Module):
         return attended
 
 
-class Mlp(nn.Module):
-    """Gated feed-forward block."""
-
-    def __init__(self, config: DSparkConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden, config.intermediate, bias=False)
-        self.up_proj = nn.Linear(config.hidden, config.intermediate, bias=False)
-        self.down_proj = nn.Linear(config.intermediate, config.hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[..., hidden]`` to the same."""
-        down: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return down
-
-
 class Layer(nn.Module):
     """Attention and feed-forward block, each behind its norm."""
 
@@ -81,7 +66,7 @@ class Layer(nn.Module):
         self.input_layernorm = RmsNorm(config.hidden, config.norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RmsNorm(config.hidden, config.norm_eps)
-        self.mlp = Mlp(config)
+        self.mlp = Mlp(config.hidden, config.intermediate)
 
 
 class DSparkModel(nn.Module):
@@ -150,10 +135,3 @@ class DSparkModel(nn.Module):
 
 Factors = tuple[Tensor, Tensor]
 """Cosines and sines of positions, each ``[..., 1, D / 2]``."""
-
-
-def turned(x: Tensor, factors: Factors) -> Tensor:
-    """Rotary embedding of heads ``[..., H, D]``."""
-    cos, sin = factors
-    low, high = x.float().chunk(2, dim=-1)
-    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x.dtype)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from paceline.decoder import UnsupportedModelError
-from paceline.decoder.config import check_rope, rope_frequencies
+from paceline.layers import LayerShape, target_shape
 
 _LAYER_FIELDS = {
     "hidden_size": "hidden",
@@ -24,7 +23,7 @@ _LAYER_FIELDS = {
 
 
 @dataclass(frozen=True)
-class LongSpecConfig:
+class LongSpecConfig(LayerShape):
     """A LongSpec layer and the place in its target that it reads.
 
     Heads, their width and the rotary embedding are the target's: the layer's cross-attention reads
@@ -32,79 +31,26 @@ class LongSpecConfig:
     the target does.
 
     Attributes:
-        hidden: Width of the residual stream, the target's.
-        intermediate: Width of the feed-forward block.
-        q_heads: Query heads.
-        kv_heads: Key and value heads; divides ``q_heads``.
-        head_dim: Width of a head.
-        vocab_size: Rows of the target's embedding.
-        max_position: Longest context of the target. Unit: tokens.
-        norm_eps: Epsilon of every RMS norm.
-        rope_parameters: The target's, as transformers names them.
         target_layer: Target layer whose keys and values are read, 0 for the first.
         target_layers: Layers of the target, so that "the last" cannot be misread.
         window: Positions that self-attention sees, the token's own included. Unit: tokens.
         final_norm: Whether there is a norm before the LM head; the paper's own layer has none.
     """
 
-    hidden: int
-    intermediate: int
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_position: int
-    norm_eps: float
-    rope_parameters: Mapping[str, Any]
+    COUNTS: ClassVar[tuple[str, ...]] = (*LayerShape.COUNTS, "window", "target_layers")
+
     target_layer: int
     target_layers: int
     window: int = 512
     final_norm: bool = True
 
     def __post_init__(self) -> None:
-        for name in (*_LAYER_FIELDS.values(), "target_layers"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise UnsupportedModelError(f"{name} is {value!r}, expected a number above 0")
-        if self.q_heads % self.kv_heads:
-            raise UnsupportedModelError(
-                f"{self.q_heads} query heads are not a multiple of {self.kv_heads} kv heads"
-            )
+        super().__post_init__()
         if not 0 <= self.target_layer < self.target_layers:
             raise UnsupportedModelError(
                 f"target_layer is {self.target_layer}, expected 0 to {self.target_layers - 1}: the "
                 f"target has {self.target_layers} layers"
             )
-
-    @property
-    def group(self) -> int:
-        """Query heads per kv head."""
-        return self.q_heads // self.kv_heads
-
-    @property
-    def rope_inv_freq(self) -> tuple[float, ...]:
-        """Inverse frequencies after scaling, one per pair of dimensions."""
-        return self._rope[0]
-
-    @property
-    def rope_scaling(self) -> float:
-        """Factor on cosine and sine (YaRN's attention factor), else 1."""
-        return self._rope[1]
-
-    @cached_property
-    def _rope(self) -> tuple[tuple[float, ...], float]:
-        from transformers import LlamaConfig
-
-        hf = LlamaConfig(
-            hidden_size=self.hidden,
-            num_attention_heads=self.q_heads,
-            head_dim=self.head_dim,
-            max_position_embeddings=self.max_position,
-            rope_parameters=dict(self.rope_parameters),
-        )
-        check_rope(hf)
-        frequencies, scaling = rope_frequencies(hf)
-        return tuple(frequencies.tolist()), scaling
 
     @classmethod
     def for_target(
@@ -129,22 +75,9 @@ class LongSpecConfig:
             UnsupportedModelError: The decoder does not support the target, or it lacks the layer.
             FileNotFoundError: The folder has no config.json.
         """
-        from transformers import AutoConfig
-
-        from paceline.decoder import load_config
-
-        target = load_config(folder)
-        hf = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+        shape, target = target_shape(folder, intermediate)
         return cls(
-            hidden=target.hidden,
-            intermediate=intermediate or target.intermediate,
-            q_heads=target.q_heads,
-            kv_heads=target.kv_heads,
-            head_dim=target.head_dim,
-            vocab_size=target.vocab_size,
-            max_position=target.max_position,
-            norm_eps=target.norm_eps,
-            rope_parameters=dict(hf.rope_parameters),
+            **shape,
             target_layer=layer + target.layers if layer < 0 else layer,
             target_layers=target.layers,
             window=window,

@@ -6,22 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from paceline.layers import Mlp, RmsNorm, turned
 from paceline.longspec.config import LongSpecConfig
-
-
-class RmsNorm(nn.Module):
-    """Root mean square norm, in float32 inside."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[..., width]`` to the same."""
-        wide = x.float()
-        scale = (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
-        return (wide * scale * self.weight.float()).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -37,21 +23,6 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(q, config.hidden, bias=False)
 
 
-class Mlp(nn.Module):
-    """Gated feed-forward block."""
-
-    def __init__(self, config: LongSpecConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden, config.intermediate, bias=False)
-        self.up_proj = nn.Linear(config.hidden, config.intermediate, bias=False)
-        self.down_proj = nn.Linear(config.intermediate, config.hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[..., hidden]`` to the same."""
-        down: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return down
-
-
 class Layer(nn.Module):
     """Self-attention, cross-attention and feed-forward block, each behind its norm."""
 
@@ -62,7 +33,7 @@ class Layer(nn.Module):
         self.cross_layernorm = RmsNorm(config.hidden, config.norm_eps)
         self.cross_attn = Attention(config, own_keys=False)
         self.post_attention_layernorm = RmsNorm(config.hidden, config.norm_eps)
-        self.mlp = Mlp(config)
+        self.mlp = Mlp(config.hidden, config.intermediate)
 
 
 class LongSpecModel(nn.Module):
@@ -136,12 +107,6 @@ class LongSpecModel(nn.Module):
 def split_heads(x: Tensor, dim: int) -> Tensor:
     """``[B, S, H D]`` to ``[B, H, S, D]``."""
     return x.view(*x.shape[:2], -1, dim).transpose(1, 2)
-
-
-def turned(x: Tensor, factors: tuple[Tensor, Tensor]) -> Tensor:
-    cos, sin = factors
-    low, high = x.float().chunk(2, dim=-1)
-    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x.dtype)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

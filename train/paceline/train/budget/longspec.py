@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from paceline.layers import turned
 from paceline.longspec import LongSpecModel
-from paceline.longspec.module import Layer, split_heads, turned
+from paceline.longspec.module import Layer, split_heads
 from paceline.train.batches import Batches
 from paceline.train.budget.observed import ObservedTarget
 from paceline.train.budget.preset import OBSERVED, BudgetPreset

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels import attention_weights
-from paceline.longspec.module import turned
+from paceline.layers import turned
 from paceline.train.longspec.target import FrozenTarget
 
 

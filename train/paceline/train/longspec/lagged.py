@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from paceline.layers import turned
 from paceline.longspec import LongSpecModel
-from paceline.longspec.module import Layer, split_heads, turned
+from paceline.longspec.module import Layer, split_heads
 
 
 class LaggedLayer(nn.Module):
