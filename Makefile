@@ -18,8 +18,9 @@ setup: .make/setup
 demo: setup
 	$(BIN)/paceline demo
 
+# Files of tests go to two workers: most tests wait for one process to start, or run one thread.
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # The Helm chart, where Helm and the schemas of Kubernetes can be installed.
 chart: setup

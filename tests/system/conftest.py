@@ -8,7 +8,14 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from system_support import FAMILIES, HOSTILE, shared_memory_segments, write_model, write_tokenizer
+from system_support import (
+    FAMILIES,
+    HOSTILE,
+    SPAWNED,
+    shared_memory_segments,
+    write_model,
+    write_tokenizer,
+)
 
 from paceline.cli.processes import ServiceProcess
 
@@ -42,6 +49,13 @@ def drafter(models: dict[str, Path]) -> Iterator[ServiceProcess]:
 @pytest.fixture(autouse=True, scope="session")
 def no_segment_is_left() -> Iterator[None]:
     """Shared memory is as empty after the tests as before."""
-    before = shared_memory_segments()
-    yield
-    assert shared_memory_segments() <= before
+    with pytest.MonkeyPatch.context() as patch:
+        spawn = ServiceProcess.spawn
+
+        def spawn_and_note(process: ServiceProcess) -> None:
+            spawn(process)
+            SPAWNED.add(process.pid)
+
+        patch.setattr(ServiceProcess, "spawn", spawn_and_note)
+        yield
+    assert not shared_memory_segments()

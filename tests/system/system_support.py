@@ -104,6 +104,11 @@ def reference(folder: Path, prompts: Sequence[list[int]], tokens: int) -> list[l
     return outputs
 
 
+SPAWNED: set[int] = set()
+"""Process ids of all services that these tests started."""
+
+
 def shared_memory_segments() -> set[str]:
-    """Paceline's segments in shared memory now."""
-    return {name for name in os.listdir("/dev/shm") if name.startswith("paceline-")}
+    """KV segments in shared memory now of services that these tests started, dead or alive."""
+    names = (name.split("-") for name in os.listdir("/dev/shm") if name.startswith("paceline-"))
+    return {"-".join(parts) for parts in names if parts[1].isdigit() and int(parts[1]) in SPAWNED}
