@@ -1,12 +1,20 @@
 """The same prompts on transformers' own generate: greedy, prompt lookup and assisted."""
 
+import copy
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils import logging
+
+_CHUNK = 2048  # tokens of a prefill that go through at once
 
 MODES = ("transformers greedy", "transformers prompt lookup", "transformers assisted")
 
@@ -29,11 +37,6 @@ class Transformers:
 
     def generate(self, mode: str, prompt: list[int], tokens: int) -> tuple[list[int], float]:
         """New token ids of a greedy continuation of exactly `tokens`, and the seconds it took."""
-        options: dict[str, Any] = {}
-        if mode == MODES[1]:
-            options["prompt_lookup_num_tokens"] = 10
-        elif mode == MODES[2]:
-            options["assistant_model"] = self._load(self.assistant)
         model = self._load(self.target)
         inputs = torch.tensor([prompt])
         start = time.perf_counter()
@@ -44,15 +47,102 @@ class Transformers:
                 max_new_tokens=tokens,
                 do_sample=False,
                 pad_token_id=0,
-                **options,
+                **self._options(mode),
             )
         return output[0, len(prompt) :].tolist(), time.perf_counter() - start
+
+    @torch.inference_mode()
+    def prefill(self, prompt: list[int]) -> tuple[DynamicCache, float]:
+        """The KV of all of a prompt but its last token, and the seconds it took."""
+        model, cache = self._load(self.target), DynamicCache()
+        start = time.perf_counter()
+        for first in range(0, len(prompt) - 1, _CHUNK):
+            piece = torch.tensor([prompt[first : min(first + _CHUNK, len(prompt) - 1)]])
+            model.model(piece, past_key_values=cache, use_cache=True)
+        return cache, time.perf_counter() - start
+
+    def decode(
+        self,
+        mode: str,
+        prompt: list[int],
+        cache: DynamicCache,
+        tokens: int,
+        *,
+        temperature: float,
+        seed: int,
+    ) -> tuple[list[int], float]:
+        """New tokens behind a prompt whose KV is there, and how many a second; `cache` stays.
+
+        What comes out of the first step is not counted, nor the time until then: an assistant reads
+        the prompt in it.
+        """
+        model, clock = self._load(self.target), _Clock()
+        inputs, own = torch.tensor([prompt]), copy.deepcopy(cache)
+        torch.manual_seed(seed)
+        sampled = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        with torch.inference_mode():
+            output = model.generate(
+                inputs,
+                attention_mask=torch.ones_like(inputs),
+                past_key_values=own,
+                max_new_tokens=tokens,
+                pad_token_id=0,
+                streamer=clock,
+                **(sampled if temperature else {"do_sample": False}),
+                **self._options(mode),
+            )
+        return output[0, len(prompt) :].tolist(), clock.rate()
+
+    def _options(self, mode: str) -> dict[str, Any]:
+        if mode == MODES[1]:
+            return {"prompt_lookup_num_tokens": 10}
+        return {"assistant_model": self._load(self.assistant)} if mode == MODES[2] else {}
 
     def _load(self, folder: Path | None) -> Any:
         key = str(folder)
         if key not in self._models:
-            model = AutoModelForCausalLM.from_pretrained(key, dtype=getattr(torch, self.dtype))
+            logging.set_verbosity_error()
+            logging.disable_progress_bar()
+            model: Any = AutoModelForCausalLM.from_pretrained(key, dtype=getattr(torch, self.dtype))
             model.generation_config.eos_token_id = None  # never stop early: every mode runs alike
             model.eval()
+            model.prepare_inputs_for_generation = _continuing(model.prepare_inputs_for_generation)
             self._models[key] = model
         return self._models[key]
+
+
+def _continuing(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    """The model's own way to prepare a step, but tokens whose KV is given are not read again.
+
+    The first step of transformers' assisted decoding would: it takes the cache for an empty one.
+    """
+
+    @wraps(prepare)  # its signature is looked at
+    def prepared(ids: Tensor, next_sequence_length: int | None = None, **more: Any) -> Any:
+        past = more.get("past_key_values")
+        if next_sequence_length is None and past is not None and past.get_seq_length():
+            next_sequence_length = ids.shape[1] - past.get_seq_length()
+        return prepare(ids, next_sequence_length=next_sequence_length, **more)
+
+    return prepared
+
+
+class _Clock(BaseStreamer):
+    """Notes when tokens come."""
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[float, int]] = []
+        self._prompt = True
+
+    def put(self, value: Tensor) -> None:
+        if not self._prompt:  # what comes first is the prompt
+            self._steps.append((time.perf_counter(), value.numel()))
+        self._prompt = False
+
+    def end(self) -> None:
+        """Nothing is left to do."""
+
+    def rate(self) -> float:
+        """Tokens per second after the first step."""
+        (begin, _), *later = self._steps
+        return sum(count for _, count in later) / (later[-1][0] - begin)

@@ -1,7 +1,6 @@
 """Table and plot of accepted lengths under KV budgets."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -48,19 +47,10 @@ def remote_table(ways: Mapping[str, Mapping[str, Any]]) -> Table:
     return shown
 
 
-def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Write a figure with a panel for each context."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "paceline"  # the same figures, the same file
-    from matplotlib import pyplot
-
-    contexts = sorted({row["context"] for row in rows})
-    figure, panels = pyplot.subplots(
-        1, len(contexts), sharey=True, figsize=(3.4 * len(contexts), 4.2), squeeze=False
-    )
-    for panel, context in zip(panels[0], contexts, strict=True):
+def plot(rows: Sequence[Mapping[str, Any]], panels: Sequence[Any]) -> None:
+    """A panel for each context."""
+    contexts = contexts_of(rows)
+    for panel, context in zip(panels, contexts, strict=True):
         here = [row for row in rows if row["context"] == context]
         for drafter, policy in dict.fromkeys((r["drafter"], r["policy"]) for r in here):
             if policy == "all":
@@ -76,12 +66,13 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         panel.set_title(f"{context:,} tokens")
         panel.set_xlabel("KV budget, tokens (last: all)")
         panel.grid(alpha=0.3)
-    panels[0][0].set_ylabel("accepted length, bonus included")
-    handles, labels = panels[0][-1].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=4, fontsize=8)
-    figure.tight_layout(rect=(0, 0.16, 1, 1))
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
+    panels[0].set_ylabel("accepted length, bonus included")
+    panels[-1].legend(fontsize=6)
+
+
+def contexts_of(rows: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Those that were measured, the shortest first."""
+    return sorted({row["context"] for row in rows})
 
 
 def _name(budget: int) -> str:

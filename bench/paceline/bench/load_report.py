@@ -1,6 +1,6 @@
 """What many generations at once came to: tables for the terminal, and a picture."""
 
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -54,18 +54,9 @@ def _times(spread: dict[str, float] | None) -> str:
     return "" if spread is None else f"{spread['p50']:.0f} ({spread['p99']:.0f})"
 
 
-def draw(figures: dict[str, Any], file: Path) -> None:
-    """Throughput against what one user gets, and the nodes of a request against the load."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "paceline"  # the same figures, the same file
-    from matplotlib import pyplot
-
-    points = figures.get("closed")
-    if not points:
-        return
-    picture, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+def draw(figures: dict[str, Any], axes: Sequence[Any]) -> None:
+    """Two panels: throughput against what one user gets, and the nodes checked by load."""
+    points, (left, right) = figures["closed"], axes
     for mode in MODES:
         rows = [modes[mode] for modes in points.values()]
         users = [row["user_tokens_per_second"]["p50"] for row in rows]
@@ -76,10 +67,8 @@ def draw(figures: dict[str, Any], file: Path) -> None:
         at = (row["user_tokens_per_second"]["p50"], row["tokens_per_second"])
         left.annotate(size, at, textcoords="offset points", xytext=(5, 5), fontsize=8)
     left.set(xlabel="tokens/s of a user (median)", ylabel="tokens/s of all", title="Pareto")
-    left.legend()
-    left.grid(alpha=0.3)
     sizes = list(points)
-    for mode in ("fixed", "scheduled"):
+    for mode in MODES[1:]:
         rows = [points[size][mode] for size in sizes]
         # Nodes checked for each token, rounds without a tree counted.
         shares = [
@@ -88,7 +77,6 @@ def draw(figures: dict[str, Any], file: Path) -> None:
         ]
         right.plot(sizes, shares, marker="o", label=mode)
     right.set(xlabel="generations at once", ylabel="nodes checked a token", title="Budget")
-    right.legend()
-    right.grid(alpha=0.3)
-    picture.savefig(file, metadata={"Date": None})
-    pyplot.close(picture)
+    for axis in axes:
+        axis.legend()
+        axis.grid(alpha=0.3)

@@ -6,10 +6,13 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.bench import accepted, budget_report
+from paceline.bench.table.show import show as show_table
 
 
 def show(results: dict[str, Any], console: Console) -> None:
     """Print what `paceline bench` wrote as JSON."""
+    if "table" in results:
+        show_table(results["table"], console)
     for part, title in (("comparison", "prompts: {}"), ("stretched", "stretched target, {}")):
         if part in results:
             for name, modes in results[part].items():

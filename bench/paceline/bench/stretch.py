@@ -69,21 +69,26 @@ def stretch(
 
 
 def fit_drafter(drafter: Path, stretched: Path, folder: Path) -> None:
-    """Write a copy of a LongSpec drafter of the small target that fits the stretched one.
+    """Write a copy of a LongSpec or DSpark drafter of the small target for the stretched one.
 
-    Only what config.json says of the target changes.
+    Only what config.json says of the target changes. A LongSpec layer reads the last layer, which
+    stays last; a DSpark drafter others, which keep their numbers.
 
     Raises:
-        ValueError: It reads another layer than the small target's last.
+        ValueError: It reads another layer than that.
     """
     config = json.loads((drafter / "config.json").read_text())
     section = config["paceline"]
-    if section["target_layer"] != section["target_layers"] - 1:
-        raise ValueError(f"{drafter} reads layer {section['target_layer']}, expected the last")
+    last = section["target_layers"] - 1
     layers = json.loads((stretched / "config.json").read_text())["num_hidden_layers"]
+    if section["method"] == "longspec":
+        if section["target_layer"] != last:
+            raise ValueError(f"{drafter} reads layer {section['target_layer']}, expected the last")
+        section["target_layer"] = layers - 1
+    elif max(taps := config["aux_hidden_state_layer_ids"]) > last:
+        raise ValueError(f"{drafter} reads states {taps}, expected none of the last layer")
     section |= {
         "target_layers": layers,
-        "target_layer": layers - 1,
         "target_fingerprint": weights_fingerprint(stretched),
     }
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,10 @@
 """Long prompts from the demo target's own corpus: files it never saw, and files it knows."""
 
 import hashlib
+import importlib.util
 import json
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,8 @@ WRITTEN = 128
 """Tokens that the target writes after each."""
 
 SETS = ("heldout", "trained")
+
+_ENOUGH = 64  # times the length of all prompts: more text need not be read
 
 
 @dataclass(frozen=True)
@@ -54,25 +57,49 @@ def load(
     return found
 
 
+def encoder(models: Path) -> Callable[[str], list[int]]:
+    """Token ids of a text, by the demo target's tokenizer."""
+    tokenizer = Tokenizer.from_file(str(models / "target" / "tokenizer.json"))
+    return lambda text: list(tokenizer.encode(text).ids)
+
+
 def joined(models: Path, length: int, count: int) -> list[list[int]]:
     """`count` pieces of `length` tokens of the held-out files, put one after the other.
 
-    Files are parted as in training, and pieces begin at places spread evenly. Raises ValueError
-    where all files together are too short.
+    Raises ValueError where all files together are too short.
     """
-    target = models / "target"
-    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
-    entries = json.loads((target / "corpus.json").read_text())["heldout"]
-    separator = json.loads((target / "config.json").read_text())["eos_token_id"]
-    stream = [
-        token
-        for _, text in _read(entries, models / "prompts" / "heldout")
-        for token in (separator, *tokenizer.encode(text).ids)
-    ]
+    entries = json.loads((models / "target" / "corpus.json").read_text())["heldout"]
+    files = (text for _, text in _read(entries, models / "prompts" / "heldout"))
+    return _spread(models, files, length, count, "the held-out files")
+
+
+def packaged(models: Path, package: str, length: int, count: int) -> list[list[int]]:
+    """The same of the source files of an installed package, in order of their names.
+
+    Raises ValueError where there is no such package, or where it is too short.
+    """
+    found = importlib.util.find_spec(package)
+    folders = found.submodule_search_locations if found is not None else None
+    if not folders:
+        raise ValueError(f"{package} is no installed package: expected a name to import")
+    files = sorted(file for folder in folders for file in Path(folder).rglob("*.py"))
+    read = (file.read_text(encoding="utf-8", errors="replace") for file in files)
+    return _spread(models, read, length, count, f"the files of {package}")
+
+
+def _spread(
+    models: Path, files: Iterable[str], length: int, count: int, what: str
+) -> list[list[int]]:
+    """Files are parted as in training, and pieces begin at places spread evenly."""
+    encode = encoder(models)
+    separator = json.loads((models / "target" / "config.json").read_text())["eos_token_id"]
+    stream: list[int] = []
+    for text in files:
+        stream += (separator, *encode(text))
+        if len(stream) > _ENOUGH * length * count:
+            break
     if len(stream) < length:
-        raise ValueError(
-            f"the held-out files here have {len(stream)} tokens, expected at least {length}"
-        )
+        raise ValueError(f"{what} have {len(stream)} tokens, expected at least {length}")
     step = (len(stream) - length) // max(1, count - 1)
     return [stream[start : start + length] for start in range(0, step * count, step or 1)][:count]
 

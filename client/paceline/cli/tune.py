@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from paceline.cli.prompts import PROMPT_FILE, read_prompts
 from paceline.tune.steps import DEPTHS, METHODS, NEIGHBOURS, RATIOS, TREES, Step, Trial
 
 if TYPE_CHECKING:
@@ -34,8 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         required=True,
         metavar="FILE",
-        help='JSON lines, each a text, a list of token ids, or an object with one as "prompt" or '
-        '"text"; any other file is one prompt',
+        help=PROMPT_FILE,
     )
     parser.add_argument("--count", type=int, default=8, metavar="N", help="most prompts used")
     parser.add_argument(
@@ -148,35 +147,6 @@ def _write(
     page.write_text(to_html(f"paceline tune {spec.method}", steps, plain), encoding="utf-8")
     _show(steps, plain)
     print(f"written: {args.output} (paceline serve --config {args.output}), {page}")
-
-
-def read_prompts(path: Path) -> list[str | list[int]]:
-    """Prompts of a file; see `--prompts`.
-
-    Raises:
-        OSError: It cannot be read.
-        ValueError: It holds no prompt, or a line that is none.
-    """
-    text = path.read_text(encoding="utf-8")
-    if path.suffix not in (".jsonl", ".json"):
-        if not text.strip():
-            raise ValueError(f"{path} is empty; expected a prompt")
-        return [text]
-    lines = [line for line in text.splitlines() if line.strip()]
-    found = [_prompt(json.loads(line), f"{path}, line {n}") for n, line in enumerate(lines, 1)]
-    if not found:
-        raise ValueError(f"{path} holds no prompt; expected one a line")
-    return found
-
-
-def _prompt(entry: Any, where: str) -> str | list[int]:
-    if isinstance(entry, dict):
-        entry = entry.get("prompt", entry.get("text"))
-    if isinstance(entry, str) and entry:
-        return entry
-    if isinstance(entry, list) and entry and all(type(token) is int for token in entry):
-        return entry
-    raise ValueError(f'{where}: expected a text or token ids, or an object with a "prompt"')
 
 
 def _show(steps: Sequence[Step], plain: float) -> None:

@@ -1,0 +1,1 @@
+"""Figures in README and docs, written from the recorded results and held to them."""

@@ -1,0 +1,68 @@
+"""The scheduler under load."""
+
+from paceline.bench.docs.markdown import number, table
+from paceline.bench.docs.results import Results
+
+_WITHIN = 0.15  # of what was foretold: a good guess
+
+
+def facts(results: Results) -> str:
+    """What a decision and the cost table take, and what batching gives."""
+    costs = results.value("load", "costs")
+    decision, shapes = costs["decision"], costs["shapes"]
+    worst = max(shapes, key=lambda shape: float(shape["error"]))
+    near = sum(shape["error"] <= _WITHIN for shape in shapes)
+    plain = {
+        size: modes["plain"]["tokens_per_second"]
+        for size, modes in results.value("load", "load/closed").items()
+    }
+    largest = max(plain, key=int)
+    return (
+        f"- A decision for {decision['sequences']} sequences with {decision['nodes']} nodes each\n"
+        f"  takes {decision['median_ms']:.2f} ms (median; 99th percentile "
+        f"{decision['p99_ms']:.2f}).\n"
+        f"- The table takes {costs['profile_seconds']:.1f} s to measure. On {len(shapes)} steps\n"
+        f"  that lie between its points it is wrong by {costs['mean_error']:.1%} on average, by\n"
+        f"  {costs['median_error']:.1%} at the median; {near} of them are within {_WITHIN:.0%}.\n"
+        f"  The worst, of {worst['tokens']} in a batch behind a context of {worst['context']:,},\n"
+        f"  is off by {worst['error']:.1%}.\n"
+        f"- Continuous batching: {largest} plain generations at once give "
+        f"{plain[largest] / plain['1']:.1f} times the tokens of one."
+    )
+
+
+def closed(results: Results) -> str:
+    """Throughput by generations at once."""
+    rows = []
+    for size, modes in results.value("load", "load/closed").items():
+        scheduled = modes["scheduled"]
+        rates = {mode: figures["tokens_per_second"] for mode, figures in modes.items()}
+        checked = "-"
+        if scheduled["drafted_nodes"]:
+            checked = f"{scheduled['checked_nodes']:.1f} of {scheduled['drafted_nodes']:.1f}"
+        rows.append(
+            [
+                size,
+                *(number(rates[mode], 0) for mode in ("plain", "fixed", "scheduled")),
+                f"{rates['scheduled'] / rates['plain']:.2f}",
+                checked,
+                f"{scheduled['budget_0_share'] or 0:.0%}",
+            ]
+        )
+    headings = ("plain, tokens/s", "every round 8 nodes", "scheduled", "scheduled / plain")
+    return table(("at once", *headings, "checked of drafted nodes", "answers with budget 0"), rows)
+
+
+def window(results: Results) -> str:
+    """How often each cell was measured, and between what bounds ratios and shares lie."""
+    points = results.value("load", "load/closed").values()
+    runs = sorted({len(modes["scheduled"]["runs"]) for modes in points})
+    ratios = [
+        modes["scheduled"]["tokens_per_second"] / modes["plain"]["tokens_per_second"]
+        for modes in points
+    ]
+    shares = [modes["scheduled"]["drafted_share"] for modes in points]
+    return (
+        f"Windows a cell: {' or '.join(map(str, runs))}. Scheduled over plain: {min(ratios):.2f} "
+        f"to {max(ratios):.2f}. Tokens of drafted rounds: {min(shares):.0%} to {max(shares):.0%}."
+    )

@@ -1,0 +1,1 @@
+"""Recorded results as one HTML file."""
