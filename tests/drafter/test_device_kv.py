@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import torch
 
@@ -14,14 +16,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "cudaipc"))
 
 from fake_driver import FakeDriver
 
-from paceline.drafter.kv import KvGone, KvNotShared
+from paceline.drafter.kv import KvExchange, KvGone, KvNotShared, KvOptions, VerifierAccess
 from paceline.drafter.kv.device import DeviceKv
-from paceline.v1 import kv_pb2
+from paceline.v1 import kv_pb2, kv_pb2_grpc
 from paceline.verifier.cache import Cache
 from paceline.verifier.engine.sequence import Generation, Sequence
 from paceline.verifier.kv.layout import KvLayout
 from paceline.verifier.kv.pool import PagedKv, PagePool
-from paceline.verifier.kv_exchange import _describe, _layers
+from paceline.verifier.kv_exchange import KvExchangeServicer, _describe, _layers
 
 LAYOUT = KvLayout(layers=3, kv_heads=2, head_dim=16, dtype=torch.bfloat16)
 COMMITTED = 300
@@ -157,3 +159,76 @@ def test_memory_that_is_not_there_is_refused(world: World, field: str, value: An
 def test_another_grant_opens_nothing(world: World) -> None:
     with pytest.raises(KvNotShared, match="not, or no longer"):
         DeviceKv.open(world.answer(), b"x" * 16, (0,), world.driver, 0)
+
+
+class OneCache:
+    """What the servicer asks of a store that holds the world's cache alone."""
+
+    layout = LAYOUT
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+
+    def find_granted(self, read_grant: bytes) -> Cache:
+        assert read_grant == self._cache.read_grant
+        return self._cache
+
+    def lease_left(self, cache: Cache) -> float:
+        return 30.0
+
+
+@pytest.mark.parametrize(
+    ("device", "linked", "kv", "transport"),
+    [
+        ("cuda:0", False, "auto", "map"),
+        ("cuda:0", False, "map", "map"),
+        ("cuda:1", True, "map", "map"),
+        ("cuda:1", False, "auto", "follow"),
+        ("cpu", False, "auto", "follow"),
+        ("cuda:0", False, "follow", "follow"),
+    ],
+)
+async def test_kv_on_a_gpu_is_mapped_where_the_drafter_can_and_followed_elsewhere(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    device: str, linked: bool, kv: str, transport: str,
+) -> None:  # fmt: skip
+    """By the verifier's own servicer, over gRPC."""
+    if linked:
+        world.driver.linked.add((1, 0))
+    async with exchange(world, tmp_path, monkeypatch, device) as (drafter, address):
+        found = await drafter.open(address, world.cache.read_grant, (0, -1), KvOptions(kv=kv), 64)
+        assert found.transport == transport
+        ((keys, _), *_) = found.parts(0, COMMITTED, 64)
+        assert keys.shape[1] in (4, 64)
+        found.close()
+
+
+@pytest.mark.parametrize(
+    ("device", "reason"), [("cuda:1", "no peer access"), ("cpu", "runs on cpu")]
+)
+async def test_a_drafter_that_insists_on_mapping_is_told_why_it_cannot(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, reason: str
+) -> None:
+    async with exchange(world, tmp_path, monkeypatch, device) as (drafter, address):
+        with pytest.raises(KvNotShared, match=reason):
+            await drafter.open(address, world.cache.read_grant, (0,), KvOptions(kv="map"), 64)
+
+
+@asynccontextmanager
+async def exchange(
+    world: World, folder: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> AsyncIterator[tuple[KvExchange, str]]:
+    """A drafter's side on a device, and where the verifier's side listens."""
+    monkeypatch.setattr("paceline.drafter.kv.device.cuda_driver", lambda: world.driver)
+    store: Any = OneCache(world.cache)
+    server = grpc.aio.server()
+    kv_pb2_grpc.add_KvExchangeServiceServicer_to_server(KvExchangeServicer(store), server)
+    address = f"unix:{folder}/verifier"
+    server.add_insecure_port(address)
+    await server.start()
+    drafter = KvExchange(VerifierAccess(), device)
+    try:
+        yield drafter, address
+    finally:
+        await drafter.close()
+        await server.stop(0)

@@ -12,7 +12,7 @@ from paceline.kernels.attention import (
 from paceline.kernels.history import History
 from paceline.kernels.noise import gumbel_noise, gumbel_noise_at, philox
 from paceline.kernels.paged import PagedPlane, Plane
-from paceline.kernels.probes import Probe
+from paceline.kernels.probes import MOST_NOTED, NotedBlock, PlannedProbes, Probe
 from paceline.kernels.rejection import Proposal, accept_or_resample
 from paceline.kernels.rows import Norm, RowKernels, row_kernels
 from paceline.kernels.sampling import (
@@ -35,14 +35,17 @@ from paceline.kernels.trees import CHUNK, MAX_TREE_NODES, TreePlan, TreeSegment,
 __all__ = [
     "CHUNK",
     "MAX_TREE_NODES",
+    "MOST_NOTED",
     "SELECTION_CHUNK",
     "SINKS",
     "AttentionBackend",
     "History",
     "Norm",
+    "NotedBlock",
     "PageBounds",
     "PagedPlane",
     "Plane",
+    "PlannedProbes",
     "Probe",
     "Proposal",
     "RowKernels",

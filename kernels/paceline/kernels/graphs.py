@@ -11,8 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.kernels._triton.notes import NONE, PLANNED, PlannedNotes
 from paceline.kernels._triton.plan import (
     MASK_WORDS,
     STATIC,
@@ -24,6 +26,7 @@ from paceline.kernels._triton.plan import (
     row_arrays,
     work_arrays,
 )
+from paceline.kernels.probes import MOST_NOTED, NotedBlock
 from paceline.kernels.trees import TreePlan, TreeSegment, plan_trees
 
 
@@ -36,7 +39,15 @@ class GraphPlan:
         tokens: Token of each row, int64 ``[rows]``; 0 in padding.
     """
 
-    def __init__(self, rows: int, keys: Tensor, tilings: Sequence[Tiling], longest: int) -> None:
+    def __init__(
+        self,
+        rows: int,
+        keys: Tensor,
+        tilings: Sequence[Tiling],
+        longest: int,
+        *,
+        notes: bool = False,
+    ) -> None:
         """Lay out the tables.
 
         Args:
@@ -44,6 +55,7 @@ class GraphPlan:
             keys: Key pool ``[pages, Hkv, page_size, D]``, for its device.
             tilings: How each kind of layer is cut; see :func:`tilings_for`.
             longest: Largest position there can be.
+            notes: Whether layers are to note scores.
         """
         self.rows = rows
         self._tilings = tilings
@@ -54,10 +66,13 @@ class GraphPlan:
         for tiling in tilings:
             tiles = rows * -(-tiling.group // tiling.used)
             shapes += [(tiling.programs + tiles, 4), (tiles, 2), (rows,)]
+        if notes:
+            shapes.append((rows, MOST_NOTED, 4, 2))  # as int64
         sizes = [-(-int(np.prod(shape)) // 4) * 4 for shape in shapes]
         on_gpu = keys.device.type == "cuda"
         self._host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=on_gpu)
         self._device = torch.zeros_like(self._host, device=keys.device)
+        self._sent = torch.cuda.Event() if on_gpu else None
         self._sections = [
             part.numpy()[: int(np.prod(shape))].reshape(shape)
             for part, shape in zip(self._host.split(sizes), shapes, strict=True)
@@ -73,10 +88,20 @@ class GraphPlan:
         }
         static = StaticTables(RowTables(*there[1:4]), work)
         self.plan = TreePlan((), (0, rows), positions, longest, keys.device, {STATIC: static})
+        self._notes: NDArray[np.int64] | None = None
+        self._base = torch.zeros(4, device=keys.device)
+        if notes:
+            self._notes = self._sections.pop().view(np.int64)[..., 0]
+            table = there[-1].view(torch.int64)[..., 0]
+            self.plan.prepared[PLANNED] = PlannedNotes(table, self._base)
         self.fill([], [], [])
 
     def fill(
-        self, tokens: Sequence[int], segments: Sequence[TreeSegment], table_rows: Sequence[int]
+        self,
+        tokens: Sequence[int],
+        segments: Sequence[TreeSegment],
+        table_rows: Sequence[int],
+        noted: Sequence[NotedBlock] = (),
     ) -> None:
         """Put in another batch; nothing at all is a batch too.
 
@@ -84,7 +109,10 @@ class GraphPlan:
             tokens: Packed tokens, at most ``rows``.
             segments: Their blocks.
             table_rows: Row of the page tables of each sequence.
+            noted: Blocks whose scores are noted.
         """
+        if self._sent is not None:
+            self._sent.synchronize()  # the copy before may still be reading what changes now
         both, rows, blocks, masks, *work = self._sections
         rows[:, 0] = -1
         for items in work[::3]:
@@ -102,7 +130,16 @@ class GraphPlan:
                 arrays = work_arrays(plan, tiling)
                 for section, array in zip(work[3 * index : 3 * index + 3], arrays, strict=True):
                     section[: len(array)] = array
+        if self._notes is not None:
+            self._notes[..., 0] = NONE
+            for each in noted:
+                layers, rooms, heads, _ = each.room.stride()
+                first = (each.room.data_ptr() - self._base.data_ptr()) // 4
+                for index, node in enumerate(each.nodes):
+                    self._notes[each.block, index] = (node, first + index * rooms, heads, layers)
         self._device.copy_(self._host, non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
 
 
 class StaticTables(Tables):

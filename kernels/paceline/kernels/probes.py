@@ -36,6 +36,42 @@ class Probe:
     weights: bool = False
 
 
+MOST_NOTED = 2
+"""Rows of one block whose scores attention can note on its way."""
+
+
+@dataclass(frozen=True)
+class NotedBlock:
+    """Where a captured pass notes the scores of a block, of all noted layers.
+
+    Attributes:
+        block: Index of the block.
+        nodes: Rows of it, at most ``MOST_NOTED``.
+        room: float32 ``[layers, nodes or more, Hkv, n]`` with a dense last dimension and n at least
+            the block's start. A row's part is as :attr:`Probe.out`.
+    """
+
+    block: int
+    nodes: tuple[int, ...]
+    room: Tensor
+
+
+class PlannedProbes(tuple[Probe, ...]):
+    """No probe, but leave to note what the blocks of a plan with fixed tables want of one layer.
+
+    Attributes:
+        layer: Place of the layer among those that are noted.
+    """
+
+    layer: int
+
+    def __new__(cls, layer: int) -> PlannedProbes:
+        """Make leave for a layer."""
+        made = super().__new__(cls)
+        made.layer = layer
+        return made
+
+
 def note_scores(
     q: Tensor,
     keys: Sequence[Plane],

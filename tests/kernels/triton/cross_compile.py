@@ -11,13 +11,16 @@ import re
 import sys
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from paceline.kernels._triton.backend import MERGE_CHUNKS, attend_shape
 from paceline.kernels._triton.jit.attention import attend_items, merge_items
 from paceline.kernels._triton.jit.rows import add_norm_rows, gate_rows, turn_rows
 from paceline.kernels._triton.jit.sampling import choose_rows
+from paceline.kernels._triton.plan import choose_tiling
 
 TARGET = GPUTarget("cuda", 90, 32)
 STRIDES = ("key_page", "key_head", "key_slot", "value_page", "value_head", "value_slot")
@@ -43,6 +46,7 @@ def compile_kernel(
     ptx = compiled.asm["ptx"]
     facts = {
         "kernel": kernel.__name__,
+        "of": {**constants, **options, "type": signature.get("keys", "")},
         "shared": compiled.metadata.shared,
         "async_copies": len(re.findall(r"cp\.async\.cg|cp\.async\.bulk", ptx)),
         "tensor_products": len(re.findall(r"wgmma\.mma_async|mma\.sync", ptx)),
@@ -50,52 +54,77 @@ def compile_kernel(
     print(json.dumps(facts), flush=True)
 
 
-def compile_attention(kv: str, dim: int, rows: int, page: int, probes: int) -> None:
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def compile_attention(
+    kv: str, dim: int, nodes: int, page: int, *, group: int = 4, window: int = 0, probes: int = 0
+) -> None:
+    """What the backend would launch for blocks of so many nodes."""
     pointers = ("keys", "values")
     types = dict.fromkeys(pointers, f"*{kv}")
     types |= dict.fromkeys(("q", "part", "part_lse", "noted", "lse"), "*fp32")
     integers = ("items", "blocks", "rows", "masks", "tables", "tiles", "bases")
     types |= dict.fromkeys(integers, "*i32")
-    types |= {"places": "*i64", "probes": "*i64", "scale": "fp32", "out": f"*{kv}"}
+    types |= {"places": "*i64", "probes": "*i64", "layer": "i32", "scale": "fp32", "out": f"*{kv}"}
     types |= dict.fromkeys((*STRIDES, "table_stride"), "i32")
-    shape = {"GROUP": 4, "DIM": dim, "WIDE": triton.next_power_of_2(dim)}
-    shape |= {"BLOCK_M": rows, "USED": rows}
-    compile_kernel(
-        attend_items,
-        types,
-        {**shape, "BLOCK_N": 64, "PAGE": page, "ALIGN": 16, "WINDOW": 0, "WORDS": 8,
-         "PROBES": probes, "STAGES": 5 if page else 3},
-        num_warps=4,
-    )  # fmt: skip
-    compile_kernel(merge_items, types, {**shape, "CHUNKS": 16, "HAS_LSE": True}, num_warps=2)
+    keys = torch.empty(1, 8, 1, dim, dtype=TYPES[kv])
+    tiling = choose_tiling(nodes * group, group, keys, window)
+    shape, options = attend_shape(tiling, dim, page)
+    compile_kernel(attend_items, types, {**shape, "ALIGN": 16, "PROBES": probes}, **options)
+    merged = {name: shape[name] for name in ("GROUP", "DIM", "WIDE", "BLOCK_M", "USED")}
+    merged |= {"CHUNKS": MERGE_CHUNKS, "HAS_LSE": bool(window)}
+    compile_kernel(merge_items, types, merged, num_warps=2)
 
 
-def compile_rows() -> None:
-    types = dict.fromkeys(("heads", "keys", "values", "delta", "gate_up", "out"), "*bf16")
+def compile_rows(kv: str = "bf16", dim: int = 128, page: int = 256, *, norms: bool = True) -> None:
+    """The steps between products, for a model of a type."""
+    types = dict.fromkeys(("heads", "keys", "values", "delta", "gate_up", "out"), f"*{kv}")
     types |= dict.fromkeys(("table", "q_norm", "k_norm", "q_out", "x", "weight"), "*fp32")
     types |= dict.fromkeys(("rows", "blocks", "tables"), "*i32")
     types |= dict.fromkeys((*STRIDES, "table_stride"), "i32")
     types |= {"positions": "*i64", "places": "*i64"}
     types |= dict.fromkeys(("q_eps", "k_eps", "eps"), "fp32")
-    heads = {"Q_HEADS": 32, "KV_HEADS": 8, "HALF": 64, "BLOCK": 64, "PAGE": 256, "HAS_NORM": True}
-    compile_kernel(turn_rows, types, heads, num_warps=1)
-    compile_kernel(add_norm_rows, types, {"WIDTH": 4096, "BLOCK": 4096, "HAS_DELTA": True})
+    block = triton.next_power_of_2(dim // 2)
+    heads = {"Q_HEADS": 32, "KV_HEADS": 8, "HALF": dim // 2, "BLOCK": block}
+    compile_kernel(turn_rows, types, {**heads, "PAGE": page, "HAS_NORM": norms}, num_warps=1)
+    compile_kernel(add_norm_rows, types, {"WIDTH": 4096, "BLOCK": 4096, "HAS_DELTA": norms})
     compile_kernel(gate_rows, types, {"WIDTH": 14336, "BLOCK": 1024})
 
 
-def compile_sampling() -> None:
-    types = {"logits": "*bf16", "tokens": "*i64", "integers": "*i64", "floats": "*fp64"}
+def compile_sampling(kind: str) -> None:
+    """The sampling contract over logits of a type."""
+    types = {"logits": f"*{kind}", "tokens": "*i64", "integers": "*i64", "floats": "*fp64"}
     types |= {"vocab": "i32", "stride": "i32"}
     compile_kernel(choose_rows, types, {"BLOCK": 1024}, num_warps=8)
 
 
-if __name__ == "__main__":
-    compile_attention("bf16", 128, 64, page=256, probes=2)
-    if "--all" in sys.argv:
-        compile_attention("bf16", 128, 128, page=256, probes=2)
-        compile_attention("bf16", 128, 16, page=0, probes=0)
-        compile_attention("fp16", 96, 16, page=0, probes=0)
-        compile_attention("fp16", 80, 64, page=0, probes=0)
-        compile_attention("fp16", 64, 64, page=1, probes=0)
+def compile_all() -> None:
+    """Every type, head size, kind of cache and option, each with others; all pairs with --all."""
+    compile_attention("bf16", 128, 16, 256, probes=2)
+    compile_attention("bf16", 256, 64, 256)
+    compile_attention("fp16", 256, 64, 0, probes=1)
+    compile_attention("bf16", 80, 1, 256, group=5)
+    compile_attention("fp16", 96, 64, 1, group=7)
+    compile_attention("bf16", 64, 64, 16, group=1, window=256)
+    compile_attention("fp32", 128, 16, 0, window=100)
     compile_rows()
-    compile_sampling()
+    compile_rows("fp16", 80, 0, norms=False)
+    compile_sampling("bf16")
+    compile_sampling("fp32")
+
+
+def compile_pairs() -> None:
+    """Takes minutes."""
+    for kv in TYPES:
+        for dim in (64, 80, 96, 128, 256):
+            for page in (0, 1, 256):
+                for nodes in (1, 16, 64):
+                    compile_attention(kv, dim, nodes, page, probes=2 * (page == 256))
+        compile_attention(kv, 128, 16, 256, window=100, probes=1)
+        compile_rows(kv)
+        compile_sampling(kv)
+
+
+if __name__ == "__main__":
+    compile_pairs() if "--all" in sys.argv else compile_all()

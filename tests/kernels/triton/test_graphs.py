@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from paceline.decoder import Decoder, DecoderConfig, GraphRunner, LocalCache
-from paceline.kernels import TreeSegment, attention, plan_trees
+from paceline.kernels import PagedPlane, TreeSegment, attention, plan_trees
+from paceline.verifier.engine.watch import Watch, Watches
 from paceline.verifier.kv.layout import KvLayout
 from paceline.verifier.kv.pool import PagePool, PoolView
+from paceline.verifier.selection import ScoreCollector
 
 CONFIG = DecoderConfig(
     model_type="llama", layers=2, hidden=64, intermediate=96, q_heads=4, kv_heads=2, head_dim=32,
@@ -87,6 +89,76 @@ def test_padded_batches_give_what_the_plain_decoder_gives(
     written = pool.kv.isfinite().all(-1).flatten(1).all(1)
     assert not written.any(), "no page is whole, and none but the two was touched"
     assert pool.kv[[0, 2]].isnan().all()
+
+
+def test_scores_are_noted_in_a_captured_pass_as_in_a_plain_one(
+    request: pytest.FixtureRequest,
+) -> None:
+    """Of two rows of one sequence and one of another, in the layer without a window."""
+    request.getfixturevalue("triton_on_cpu")
+    layout = KvLayout(CONFIG.layers, CONFIG.kv_heads, CONFIG.head_dim, CONFIG.dtype)
+    pool = PagePool(
+        layout, torch.device("cpu"), kv_bytes=4 << 20, max_sequences=2, max_context=1024
+    )
+    pool.kv.copy_(torch.randn(pool.kv.shape))
+    pool.tables[1, 0], pool.tables[2, 0] = 3, 1
+    decoder = make_decoder()
+    runner = GraphRunner(decoder, PoolView(pool))
+    segments = [TreeSegment(0, 70, (-1, 0, 0), 3), TreeSegment(1, 33, None, 1)]
+    asked = [(0, (0, 2)), (1, (0,))]
+    collectors = [ScoreCollector([0], FakeSegment(), cumulative=False) for _ in asked]
+    watches = Watches()
+    for collector, (block, nodes) in zip(collectors, asked, strict=True):
+        rows = tuple(3 * block + node for node in nodes)
+        watches.add(Watch(collector, block, nodes, rows, segments[block].start))
+    published = []
+    for captured in (False, True):
+        if captured:
+            layers, noted = watches.rooms(CONFIG.windows)
+            found = runner.forward([5, 6, 7, 8], segments, [1, 2], (), layers, noted)
+            assert found is not None
+            watches.noted(CONFIG.q_heads)
+        else:
+            views = [RowView(pool, row) for row in (1, 2)]
+            plan = plan_trees(segments)
+            tokens = torch.tensor([5, 6, 7, 8])
+            decoder.forward(tokens, plan, views, logit_rows=None, observer=watches)
+        watches.publish()
+        published.append([collector.published.clone() for collector in collectors])
+    for plain, replayed, (block, _) in zip(*published, asked, strict=True):
+        assert replayed.shape == (1, segments[block].start)
+        torch.testing.assert_close(plain, replayed, atol=1e-4, rtol=1e-4)
+    again = runner.forward([5, 6], segments[1:], [1, 2])
+    assert again is not None, "the next batch has nothing to note"
+
+
+def test_what_a_captured_pass_cannot_note_is_left_to_others() -> None:
+    watches = Watches()
+    assert watches.rooms(CONFIG.windows) == ((), [])
+    scores = ScoreCollector([0], FakeSegment(), cumulative=False)
+    watches.add(Watch(scores, 0, (0,), (0,), 20))
+    assert watches.rooms(CONFIG.windows)[0] == (0,)
+    assert watches.rooms((40, 40)) == ((), []), "a window hides positions"
+    watches.add(Watch(ScoreCollector([0], FakeSegment(), cumulative=True), 1, (0,), (0,), 20))
+    assert watches.rooms(CONFIG.windows) == ((), []), "weights take another look"
+
+
+class FakeSegment:
+    """What a collector asks of a sequence's KV."""
+
+    capacity = 256
+    device = torch.device("cpu")
+    layout = KvLayout(CONFIG.layers, CONFIG.kv_heads, CONFIG.head_dim, CONFIG.dtype)
+
+
+class RowView:
+    """The cache of one row of a pool's page tables."""
+
+    def __init__(self, pool: PagePool, row: int) -> None:
+        self._layers = pool.planes(row, 256)
+
+    def layer(self, index: int) -> tuple[PagedPlane, PagedPlane]:
+        return self._layers[index]
 
 
 def test_batches_beyond_every_shape_are_left_to_others() -> None:

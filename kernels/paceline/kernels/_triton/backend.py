@@ -16,7 +16,8 @@ from paceline.kernels.paged import Plane
 from paceline.kernels.probes import Probe, note_scores
 from paceline.kernels.trees import TreePlan
 
-_MERGE_CHUNKS = 16
+MERGE_CHUNKS = 16
+"""Chunks of a row that are merged at a time."""
 
 
 class TritonBackend:
@@ -82,21 +83,35 @@ def attend(
         lse: float32 ``[M, Hq]`` or None.
     """
     kv_heads, dim, items = caches.kv_heads, caches.dim, work.items.shape[0]
-    wide = max(16, triton.next_power_of_2(dim))
+    shape, options = attend_shape(tiling, dim, caches.page_size)
     part = q.new_empty((items, kv_heads, tiling.rows, dim), dtype=torch.float32)
     part_lse = q.new_empty((items, kv_heads, tiling.rows), dtype=torch.float32)
     attend_items[(items, kv_heads)](
         q, caches.keys, caches.values, part, part_lse, work.items, rows.blocks, rows.rows,
-        rows.masks, caches.tables, caches.places, noted.table, noted.base,
+        rows.masks, caches.tables, caches.places, noted.table, noted.base, noted.layer,
         scale * LOG2E, *caches.strides, caches.tables.stride(0),
-        GROUP=tiling.group, DIM=dim, WIDE=wide, BLOCK_M=tiling.rows, USED=tiling.used,
-        BLOCK_N=tiling.keys, PAGE=caches.page_size, ALIGN=caches.align, WINDOW=tiling.window,
-        WORDS=MASK_WORDS, PROBES=noted.count,
-        STAGES=5 if caches.page_size else 3,  # the page numbers take two
-        num_warps=8 if tiling.rows * wide > 64 * 128 else 4,
+        **shape, ALIGN=caches.align, PROBES=noted.count, **options,
     )  # fmt: skip
     merge_items[(rows.rows.shape[0], q.shape[1])](
         part, part_lse, out, part_lse if lse is None else lse, rows.rows, work.tiles, work.bases,
-        GROUP=tiling.group, DIM=dim, WIDE=wide, BLOCK_M=tiling.rows, USED=tiling.used,
-        CHUNKS=_MERGE_CHUNKS, HAS_LSE=lse is not None, num_warps=2,
+        **{name: shape[name] for name in ("GROUP", "DIM", "WIDE", "BLOCK_M", "USED")},
+        CHUNKS=MERGE_CHUNKS, HAS_LSE=lse is not None, num_warps=2,
     )  # fmt: skip
+
+
+def attend_shape(tiling: Tiling, dim: int, page_size: int) -> tuple[dict[str, int], dict[str, int]]:
+    """What the first kernel is compiled for, and how.
+
+    Args:
+        tiling: Sizes of tiles.
+        dim: Elements a head.
+        page_size: Slots a page; 0: contiguous caches.
+    """
+    wide = max(16, triton.next_power_of_2(dim))
+    shape = {
+        "GROUP": tiling.group, "DIM": dim, "WIDE": wide, "BLOCK_M": tiling.rows,
+        "USED": tiling.used, "BLOCK_N": tiling.keys, "PAGE": page_size, "WINDOW": tiling.window,
+        "WORDS": MASK_WORDS,
+        "STAGES": 5 if page_size else 3,  # the page numbers take two
+    }  # fmt: skip
+    return shape, {"num_warps": 8 if tiling.rows * wide > 64 * 128 else 4}

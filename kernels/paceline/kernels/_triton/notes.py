@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.kernels._triton.plan import Tiling
-from paceline.kernels.probes import Probe
+from paceline.kernels.probes import MOST_NOTED, PlannedProbes, Probe
 from paceline.kernels.trees import TreePlan
 
-MOST = 2
-"""Rows of one block that are noted on the way."""
+NONE = -2  # -1 is what rows that pad a tile have
 
-_NONE = -2  # -1 is what rows that pad a tile have
+PLANNED = "planned notes"
+"""What a plan has prepared that notes at fixed addresses (:class:`PlannedNotes`)."""
+
+
+class PlannedNotes(NamedTuple):
+    """The table of a plan that is refilled before each run, as :class:`NotedRows` has it."""
+
+    table: Tensor
+    base: Tensor
 
 
 @dataclass(frozen=True)
@@ -27,30 +35,36 @@ class NotedRows:
     the same bits in every run.
 
     Attributes:
-        count: Probes of a block at most, 0 to ``MOST``.
-        table: int64 ``[S, MOST, 3]``: node (-2: none), origin and head stride of its notes.
+        count: Probes of a block at most, 0 to ``MOST_NOTED``.
+        table: int64 ``[S, MOST_NOTED, 4]``: node (-2: none), origin of its notes, how far those of
+            the next head and of the next layer are.
         base: Where origins count from, float32.
+        layer: Place of the layer among those that are noted in one room.
         others: Probes that the kernel does not fill: those that ask for weights, and any above
-            ``MOST`` of a block.
+            ``MOST_NOTED`` of a block.
     """
 
     count: int
     table: Tensor
     base: Tensor
-    others: tuple[Probe, ...]
+    others: tuple[Probe, ...] = ()
+    layer: int = 0
 
     @classmethod
     def of(cls, probes: Sequence[Probe], plan: TreePlan, tiling: Tiling) -> NotedRows:
         """Sort the probes of one call; where a window may hide positions, -inf is put in first."""
+        if isinstance(probes, PlannedProbes):
+            notes: PlannedNotes = plan.prepared[PLANNED]
+            return cls(MOST_NOTED, notes.table, notes.base, layer=probes.layer)
         taken: dict[int, list[Probe]] = {}
         others: list[Probe] = []
         for probe in probes:
             mine = taken.setdefault(probe.segment, [])
-            fits = len(mine) < MOST and tiling.group <= tiling.rows and not probe.weights
+            fits = len(mine) < MOST_NOTED and tiling.group <= tiling.rows and not probe.weights
             (mine if fits else others).append(probe)
         if not any(taken.values()):
             if "no probes" not in plan.prepared:
-                none = torch.zeros(6, dtype=torch.int64, device=plan.device)
+                none = torch.zeros(4 * MOST_NOTED, dtype=torch.int64, device=plan.device)
                 plan.prepared["no probes"] = none, torch.zeros(4, device=plan.device)
             table, base = plan.prepared["no probes"]
             return cls(0, table, base, tuple(others))
@@ -63,11 +77,11 @@ class NotedRows:
         key = tuple((p.segment, p.node, p.weights, _place(p.out)) for p in probes)
         if key in plan.prepared:  # the next layer notes in the same place
             return cls(count, plan.prepared[key], first, tuple(others))
-        numbers = np.full((len(plan.segments), MOST, 3), _NONE, np.int64)
+        numbers = np.full((len(plan.segments), MOST_NOTED, 4), NONE, np.int64)
         for segment, mine in taken.items():
             for index, probe in enumerate(mine):
                 origin = (probe.out.data_ptr() - first.data_ptr()) // 4
-                numbers[segment, index] = (probe.node, origin, probe.out.stride(0))
+                numbers[segment, index] = (probe.node, origin, probe.out.stride(0), 0)
         plan.prepared[key] = torch.from_numpy(numbers).to(plan.device)
         return cls(count, plan.prepared[key], first, tuple(others))
 

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from paceline.decoder.cache import KVCacheView
 from paceline.decoder.model import Decoder, ForwardResult
-from paceline.kernels import PagedPlane, TreeSegment
+from paceline.kernels import NotedBlock, PagedPlane, PlannedProbes, Probe, TreeSegment
 
 if TYPE_CHECKING:
     from paceline.kernels.graphs import GraphPlan
@@ -55,6 +56,8 @@ class GraphRunner:
         segments: Sequence[TreeSegment],
         table_rows: Sequence[int],
         taps: Sequence[int] = (),
+        noted_layers: Sequence[int] = (),
+        noted: Sequence[NotedBlock] = (),
     ) -> ForwardResult | None:
         """Run packed query blocks and write their keys and values.
 
@@ -63,6 +66,9 @@ class GraphRunner:
             segments: Their blocks; ``segment.sequence`` indexes ``table_rows``.
             table_rows: Row of the page tables of each sequence.
             taps: Layers whose outputs to return, 0 for the first.
+            noted_layers: Layers without a window whose scores to note, rising; the same number as
+                the layers of each room in ``noted``.
+            noted: Blocks whose scores to note there.
 
         Returns:
             Logits of all rows, and taps; None where no shape is large enough.
@@ -76,23 +82,26 @@ class GraphRunner:
         config = self._decoder.config
         widest = max(segment.length for segment in segments)
         tilings = tilings_for(widest, config.group, self._keys, config.windows)
-        key = (rows, tilings, tuple(taps))
+        key = (rows, tilings, tuple(taps), tuple(noted_layers))
         graph = self._graphs.get(key)
         if graph is None:
-            plan = GraphPlan(rows, self._keys, tilings, config.max_position - 1)
-            graph = self._graphs[key] = self._capture(plan, taps)
-        graph.plan.fill(tokens, segments, table_rows)
+            longest = config.max_position - 1
+            plan = GraphPlan(rows, self._keys, tilings, longest, notes=bool(noted_layers))
+            graph = self._graphs[key] = self._capture(plan, taps, noted_layers)
+        graph.plan.fill(tokens, segments, table_rows, noted)
         result = graph.run()
         count = len(tokens)
         return ForwardResult(result.logits[:count], tuple(tap[:count] for tap in result.taps))
 
-    def _capture(self, plan: GraphPlan, taps: Sequence[int]) -> _Graph:
+    def _capture(self, plan: GraphPlan, taps: Sequence[int], noted_layers: Sequence[int]) -> _Graph:
         """Capture a pass over nothing: rows that are padding write nowhere."""
+        observer = _Planned(noted_layers) if noted_layers else None
 
         def run() -> ForwardResult:
             return self._decoder.forward(
-                plan.tokens, plan.plan, [self._planes], logit_rows=None, taps=taps
-            )
+                plan.tokens, plan.plan, [self._planes],
+                logit_rows=None, taps=taps, observer=observer,
+            )  # fmt: skip
 
         if self._keys.device.type != "cuda":
             return _Graph(plan, run)
@@ -112,6 +121,20 @@ class GraphRunner:
             return result
 
         return _Graph(plan, replay)
+
+
+class _Planned:
+    """Lets layers note what their plan's tables say; an ``AttentionObserver``."""
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        self._places = {layer: place for place, layer in enumerate(layers)}
+
+    def probes(self, layer: int) -> Sequence[Probe]:
+        """See :class:`paceline.decoder.AttentionObserver`."""
+        return PlannedProbes(self._places[layer]) if layer in self._places else ()
+
+    def attended(self, layer: int, q: Tensor) -> None:
+        """Nothing: where notes are is told with each batch."""
 
 
 class _Graph:

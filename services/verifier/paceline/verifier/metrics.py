@@ -297,7 +297,7 @@ class _State(Collector):
             (Metric.KV_RESERVED_BYTES, "KV memory that caches take now", reserved),
             (Metric.KV_LIMIT_BYTES, "Most KV memory to be admitted", store.kv_bytes),
         ):
-            yield self._gauge(name, what, value, device="cpu")
+            yield self._gauge(name, what, value, device=str(engine.device))
         rounds = len(waiting) - prefills
         queue = self._gauge(
             Metric.ENGINE_QUEUE, "Jobs that wait for an engine step", rounds, kind="round"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels import (
+    MOST_NOTED,
     SELECTION_CHUNK,
     PageBounds,
     Probe,
@@ -20,6 +21,9 @@ from paceline.verifier.kv.base import SequenceKv
 
 PAGE = 16
 """Positions of a page (Quest)."""
+
+_ROOM = 4096
+"""Rooms grow by this. Unit: positions."""
 
 
 class Collector(ABC):
@@ -67,6 +71,21 @@ class Collector(ABC):
             prefix: As in ``probes``.
         """
 
+    def room(self, prefix: int) -> Tensor | None:
+        """Where a captured pass may note the scores of all of ``layers`` at once.
+
+        Args:
+            prefix: As in ``probes``.
+
+        Returns:
+            float32 ``[layers, MOST_NOTED, Hkv, n]``, and :meth:`noted` is called instead of
+            ``attended``; None if it wants what such a pass does not note.
+        """
+        return None
+
+    def noted(self, rows: int, q_heads: int, prefix: int) -> None:  # noqa: B027 - few have a room
+        """The scores of so many nodes are in the room, sums over ``q_heads`` heads of each."""
+
     @abstractmethod
     def publish(self, prefix: int) -> None:
         """The step is over."""
@@ -94,6 +113,7 @@ class ScoreCollector(Collector):
         self._noted = torch.empty(0)
         self._rows: list[Tensor] = []
         self._share = 1.0
+        self._room = torch.empty(0)
 
     def probes(self, segment: int, nodes: Sequence[int], prefix: int) -> list[Probe]:
         if self._probes is None:
@@ -110,6 +130,19 @@ class ScoreCollector(Collector):
     def attended(self, layer: int, q: Tensor, rows: Sequence[int], prefix: int) -> None:
         torch.sum(self._noted, (0, 1), out=self._rows[self.layers[layer]])
         self._share = 1 / (len(rows) * q.shape[1])
+
+    def room(self, prefix: int) -> Tensor | None:
+        if self._cumulative:  # weights take a second look at the keys
+            return None
+        if not len(self._room) or self._room.shape[3] < prefix:
+            slots = -(-max(prefix, 1) // _ROOM) * _ROOM
+            shape = (len(self.layers), MOST_NOTED, self._notes.shape[1], slots)
+            self._room = self._notes.new_empty(shape)
+        return self._room
+
+    def noted(self, rows: int, q_heads: int, prefix: int) -> None:
+        torch.sum(self._room[:, :rows, :, :prefix], (1, 2), out=self._step[:, :prefix])
+        self._share = 1 / (rows * q_heads)
 
     def publish(self, prefix: int) -> None:
         self._probes = None

@@ -41,19 +41,19 @@ def _key_offsets(
 
 
 @triton.jit
-def _note(scores, node, probe, noted, slots, end, head):
+def _note(scores, node, probe, noted, slots, end, head, layer):
     """Sum over a group of the scores of one row: exact order, no atomics."""
     mine = node == tl.load(probe).to(tl.int32)
     if tl.max(mine.to(tl.int32), 0) > 0:
         total = tl.sum(tl.where(mine[:, None], scores, 0.0), 0) * 0.6931471805599453
-        place = tl.load(probe + 1) + tl.load(probe + 2) * head
+        place = tl.load(probe + 1) + tl.load(probe + 2) * head + tl.load(probe + 3) * layer
         tl.store(noted + place + slots, total, mask=slots < end)
 
 
 @triton.jit
 def _tile(
     q, top, total, out, n, end, start, node, depth, mask_row, sequence, head,
-    keys, values, masks, tables, places, probes, noted, scale,
+    keys, values, masks, tables, places, probes, noted, layer, scale,
     key_page, key_head, key_slot, value_page, value_head, value_slot, table_stride,
     DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
     ALIGN: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, WORDS: tl.constexpr,
@@ -91,9 +91,9 @@ def _tile(
         scores = tl.where(seen, scores, float("-inf"))
     if PROBES >= 1:
         prefix = tl.minimum(start, end)
-        _note(scores, node, probes, noted, slots, prefix, head)
+        _note(scores, node, probes, noted, slots, prefix, head, layer)
         if PROBES == 2:
-            _note(scores, node, probes + 3, noted, slots, prefix, head)
+            _note(scores, node, probes + 4, noted, slots, prefix, head, layer)
     highest = tl.maximum(top, tl.max(scores, 1))
     finite = tl.where(highest == float("-inf"), 0.0, highest)
     weights = tl.exp2(scores - finite[:, None])
@@ -112,10 +112,10 @@ def _tile(
     return highest, total, out
 
 
-@triton.jit(do_not_specialize=["scale"])
+@triton.jit(do_not_specialize=["scale", "layer"])
 def attend_items(
     q, keys, values, part, part_lse, items, blocks, rows, masks, tables, places, probes, noted,
-    scale, key_page, key_head, key_slot, value_page, value_head, value_slot, table_stride,
+    layer, scale, key_page, key_head, key_slot, value_page, value_head, value_slot, table_stride,
     GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
     USED: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, ALIGN: tl.constexpr,
     WINDOW: tl.constexpr, WORDS: tl.constexpr, PROBES: tl.constexpr, STAGES: tl.constexpr,
@@ -148,24 +148,35 @@ def attend_items(
             other=0.0,
         ).to(keys.dtype.element_ty)
         depth = rows + first_row * 3 + 2
-        probe = probes + block * 6
+        probe = probes + block * 8
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         out = tl.zeros([BLOCK_M, WIDE], tl.float32)
-        whole = begin
-        if WINDOW == 0:
-            whole = tl.maximum(tl.minimum(end, start) // BLOCK_N * BLOCK_N, begin)
-            for n in tl.range(begin, whole, BLOCK_N, num_stages=STAGES):
+        # Tiles from ``first`` to ``whole`` are seen by all rows, also by the one farthest on.
+        whole = tl.maximum(tl.minimum(end, start) // BLOCK_N * BLOCK_N, begin)
+        first = begin
+        if WINDOW > 0:
+            oldest = tl.maximum(start + length - WINDOW, 0)
+            oldest = (oldest + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+            first = tl.minimum(tl.maximum(oldest, begin), whole)
+            for n in tl.range(begin, first, BLOCK_N, num_stages=1):
                 top, total, out = _tile(
                     q_tile, top, total, out, n, end, start, node, depth, row, sequence, head,
-                    keys, values, masks, tables, places, probe, noted, scale,
+                    keys, values, masks, tables, places, probe, noted, layer, scale,
                     key_page, key_head, key_slot, value_page, value_head, value_slot,
-                    table_stride, DIM, WIDE, BLOCK_N, PAGE, ALIGN, WINDOW, False, WORDS, PROBES,
+                    table_stride, DIM, WIDE, BLOCK_N, PAGE, ALIGN, WINDOW, True, WORDS, PROBES,
                 )  # fmt: skip
+        for n in tl.range(first, whole, BLOCK_N, num_stages=STAGES):
+            top, total, out = _tile(
+                q_tile, top, total, out, n, end, start, node, depth, row, sequence, head,
+                keys, values, masks, tables, places, probe, noted, layer, scale,
+                key_page, key_head, key_slot, value_page, value_head, value_slot,
+                table_stride, DIM, WIDE, BLOCK_N, PAGE, ALIGN, WINDOW, False, WORDS, PROBES,
+            )  # fmt: skip
         for n in tl.range(whole, end, BLOCK_N, num_stages=1):
             top, total, out = _tile(
                 q_tile, top, total, out, n, end, start, node, depth, row, sequence, head,
-                keys, values, masks, tables, places, probe, noted, scale,
+                keys, values, masks, tables, places, probe, noted, layer, scale,
                 key_page, key_head, key_slot, value_page, value_head, value_slot,
                 table_stride, DIM, WIDE, BLOCK_N, PAGE, ALIGN, WINDOW, True, WORDS, PROBES,
             )  # fmt: skip

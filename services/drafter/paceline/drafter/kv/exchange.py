@@ -70,6 +70,7 @@ class KvExchange:
         self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
         self._closed = False
         self._closing: set[asyncio.Task[None]] = set()
+        self._told = ""
 
     async def open(
         self,
@@ -103,7 +104,7 @@ class KvExchange:
             if options.kv == "map":
                 raise
             not_mapped = error
-        logger.debug("following the KV of %s, since it cannot be mapped: %s", address, not_mapped)
+        self._tell(f"following the KV of {address}, since it cannot be mapped: {not_mapped}")
         try:
             return await self.follow_cache(address, read_grant, layers, options, budget)
         except KvNotShared as error:
@@ -200,6 +201,11 @@ class KvExchange:
             return stub.FollowCache(metadata=self._metadata)
 
         return connect
+
+    def _tell(self, message: str) -> None:
+        """Log it, unless it was the last thing said: each attach would say the same."""
+        logger.log(logging.DEBUG if message == self._told else logging.INFO, message)
+        self._told = message
 
     def _check_known(self, address: str) -> None:
         if not is_local_address(address) and address not in self._remote:

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from paceline.decoder import Decoder, GraphRunner
+from paceline.decoder import Decoder, ForwardResult, GraphRunner
 from paceline.decoder.graphs import table_row
 from paceline.kernels import TreeSegment, plan_trees
 from paceline.verifier.engine.job import Job, Prefill, Round
@@ -106,9 +106,8 @@ class Batch:
             states any sequence keeps.
         """
         taps = sorted(self._taps)
-        if graphs is not None and not len(self._watches):
-            tables = [table_row(cache) for cache in self._caches]
-            result = graphs.forward(self.tokens, self._blocks, tables, taps)
+        if graphs is not None:
+            result = self._replay(decoder, graphs, taps)
             if result is not None:
                 logits = result.logits[torch.tensor(self._logit_rows, device=decoder.device)]
                 return logits, dict(zip(taps, result.taps, strict=True))
@@ -124,6 +123,21 @@ class Batch:
         )
         self._watches.publish()
         return result.logits, dict(zip(taps, result.taps, strict=True))
+
+    def _replay(
+        self, decoder: Decoder, graphs: GraphRunner, taps: Items[int]
+    ) -> ForwardResult | None:
+        """Run it as a captured pass; None if there is none that does all that is wanted."""
+        config = decoder.config
+        layers, noted = self._watches.rooms(config.windows)
+        if len(self._watches) and not noted:
+            return None
+        tables = [table_row(cache) for cache in self._caches]
+        result = graphs.forward(self.tokens, self._blocks, tables, taps, layers, noted)
+        if result is not None:
+            self._watches.noted(config.q_heads)
+            self._watches.publish()
+        return result
 
     def _next_rows(self, count: int) -> slice:
         return slice(len(self.tokens), len(self.tokens) + count)

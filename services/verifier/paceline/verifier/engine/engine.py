@@ -81,6 +81,11 @@ class Engine:
         self._thread: threading.Thread | None = None
 
     @property
+    def device(self) -> torch.device:
+        """Where the model runs and the KV lies."""
+        return self._decoder.device
+
+    @property
     def in_step(self) -> list[Job]:
         """Jobs that the running step serves; all others wait. Any thread may ask."""
         batch = self._batch
@@ -134,7 +139,7 @@ class Engine:
     def _run(self) -> None:
         if self._threads is not None:
             torch.set_num_threads(self._threads)
-        use_device(self._decoder.device)
+        use_device(self.device)
         with torch.inference_mode():
             while not self._stopping:
                 self._take_commands(wait=not (self._rounds or self._prefills))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from paceline.kernels import Probe
+from paceline.kernels import NotedBlock, Probe
 from paceline.verifier.selection import Collector
 
 
@@ -58,6 +58,35 @@ class Watches:
         for watch in self._watches:
             if layer in watch.collector.layers:
                 watch.collector.attended(layer, q, watch.rows, watch.prefix)
+
+    def rooms(self, windows: Sequence[int | None]) -> tuple[tuple[int, ...], list[NotedBlock]]:
+        """What a captured pass has to note for all of them: layers, and blocks with their rooms.
+
+        Args:
+            windows: Of each layer of the model.
+
+        Returns:
+            Nothing to note if they do not fit into one such pass: there all look at the same
+            layers, without windows, and want scores alone.
+        """
+        wanted = {tuple(watch.collector.layers) for watch in self._watches}
+        if len(wanted) != 1:
+            return (), []
+        (layers,) = wanted
+        if any(windows[layer] is not None for layer in layers):
+            return (), []
+        blocks = []
+        for watch in self._watches:
+            room = watch.collector.room(watch.prefix)
+            if room is None:
+                return (), []
+            blocks.append(NotedBlock(watch.block, watch.nodes, room))
+        return layers, blocks
+
+    def noted(self, q_heads: int) -> None:
+        """A captured pass has noted into the rooms."""
+        for watch in self._watches:
+            watch.collector.noted(len(watch.nodes), q_heads, watch.prefix)
 
     def publish(self) -> None:
         """The pass is over."""
