@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PROTOS := $(wildcard protos/paceline/v1/*.proto)
 
 .PHONY: setup demo test chart containers up down lint types proto proto-check browser docs bench drills fuzz audit \
-	gpu-check gpu-train clean
+	gpu-check gpu-packages gpu-train clean
 
 setup: .make/setup
 
@@ -88,9 +88,23 @@ audit: setup
 # The two GPU commands use the Python at hand with its own torch: nothing is downloaded.
 SOURCES := protos/gen:kernels:services/common:services/verifier:services/drafter:client:train:bench
 OUT ?= bench/results
+GPU_WHEELS := .make/gpu-wheels
+GPU_PACKAGES := .make/gpu-packages
+GPU_PYTHON ?= 3.12
+GPU_PLATFORMS ?= manylinux2014_x86_64 manylinux_2_28_x86_64
 
 gpu-check:
-	PYTHONPATH=$(SOURCES) $(PYTHON) -m paceline.bench.gpu --output $(OUT)
+	[ ! -d $(GPU_WHEELS) ] || $(PYTHON) -m pip install --quiet --no-index --no-deps --no-compile \
+	    --upgrade --target $(GPU_PACKAGES) $(GPU_WHEELS)/*.whl
+	PYTHONPATH=$(SOURCES):$(GPU_PACKAGES) $(PYTHON) -m paceline.bench.gpu --output $(OUT)
+
+# What gpu-check's services need of gRPC, and xformers, a rival of the attention kernels, for a machine
+# without a package index: wheels for its Python, to be taken there with the repository.
+gpu-packages:
+	$(PYTHON) -m pip download --quiet --dest $(GPU_WHEELS) --no-deps --only-binary=:all: \
+	    --python-version $(GPU_PYTHON) $(GPU_PLATFORMS:%=--platform %) \
+	    --constraint constraints.txt grpcio grpcio-status grpcio-health-checking \
+	    grpcio-reflection googleapis-common-protos protobuf xformers
 
 # A larger demo target (about 26 M parameters, context 8192) in under ten minutes.
 gpu-train:

@@ -198,8 +198,9 @@ async def test_kv_on_a_gpu_is_mapped_where_the_drafter_can_and_followed_elsewher
     async with exchange(world, tmp_path, monkeypatch, device) as (drafter, address):
         found = await drafter.open(address, world.cache.read_grant, (0, -1), KvOptions(kv=kv), 64)
         assert found.transport == transport
-        ((keys, _), *_) = found.parts(0, COMMITTED, 64)
-        assert keys.shape[1] in (4, 64)
+        if transport == "map":
+            ((keys, _),) = found.parts(0, COMMITTED, 64)
+            assert keys.shape[1] == 64
         found.close()
 
 

@@ -93,13 +93,20 @@ def _command_of(argv: Sequence[str]) -> Command | None:
     return next((command for command in COMMANDS if command.name == name), None)
 
 
+def _version() -> str:
+    try:
+        return metadata.version("paceline")
+    except metadata.PackageNotFoundError:
+        return "not installed: run from its sources"
+
+
 def build_parser(expanded: Collection[Command]) -> argparse.ArgumentParser:
     """The parser of all commands, those of `expanded` with their arguments."""
     parser = argparse.ArgumentParser(
         prog="paceline",
         description="Lossless speculative decoding as services: verifier, drafter, client.",
     )
-    parser.add_argument("--version", action="version", version=metadata.version("paceline"))
+    parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in COMMANDS:
         sub = commands.add_parser(command.name, help=command.help, description=command.help)

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Coroutine
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -196,7 +197,8 @@ def stop_with_stdin() -> None:
 
 
 def _run(main: Coroutine[Any, Any, None]) -> None:
-    if sys.platform == "win32":
+    # Not there on Windows, nor where the sources run beside packages that somebody else chose.
+    if find_spec("uvloop") is None:
         asyncio.run(main)
     else:
         import uvloop

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from paceline.bench.gpu.cases import Case, expected, make_case
-from paceline.bench.gpu.checking import arguments, finish, report, require
-from paceline.kernels import Probe, tree_attention
+from paceline.bench.gpu.cases import PAGE, Case, expected, make_case
+from paceline.bench.gpu.checking import arguments, finish, part, report, require
+from paceline.kernels import PagedPlane, Probe, tree_attention
 from paceline.kernels.probes import note_scores
 
 HEADS = ((4, 4), (8, 2), (32, 8), (28, 4), (5, 1))
@@ -58,34 +60,61 @@ def check_notes(device: torch.device, window: int | None) -> float:
     return worst
 
 
-def main() -> None:
-    """All of it: wide shapes small, then few shapes long."""
-    device, _ = arguments()
-    short, long = [0, 1, 63, 255, 1000], 131072
-    if device.type == "cpu":
-        long = 300
-    for dtype in DTYPES:
-        errors = {}
-        for heads in HEADS:
-            for dim in DIMS:
-                nodes = torch.randint(1, 65, (len(short),)).tolist()
-                case = make_case(device, short, nodes, heads, dim, dtype, paged=dim % 64 == 0)
-                name = f"{heads[0]}:{heads[1]}/{dim}"
-                errors[name] = check(case, f"{dtype}/{name}")
-        report(str(dtype).removeprefix("torch."), errors)
-    more = {
-        "256 nodes": make_case(device, [777], [256], (32, 8), 128, torch.bfloat16),
-        "window": make_case(
-            device, [0, 300, 5000], [40, 64, 9], (28, 4), 128, torch.bfloat16, window=256
-        ),
-        "long": make_case(device, [long, 0, 9000], [64, 256, 1], (32, 8), 128, torch.bfloat16),
-        "long in pages": make_case(
-            device, [long, 33000], [5, 17], (8, 2), 128, torch.float16, paged=True
-        ),
-        "longspec cross-attention": make_case(device, [512], [1], (68 * 8, 8), 128, torch.bfloat16),
+def sweep(device: torch.device, dtype: torch.dtype) -> None:
+    """All heads and head sizes, over short prefixes and any trees."""
+    short = [0, 1, 63, 255, 1000]
+    errors = {}
+    for heads in HEADS:
+        for dim in DIMS:
+            nodes = torch.randint(1, 65, (len(short),)).tolist()
+            case = make_case(device, short, nodes, heads, dim, dtype, paged=dim % 64 == 0)
+            name = f"{heads[0]}:{heads[1]}/{dim}"
+            errors[name] = check(case, f"{dtype}/{name}")
+    report("errors", errors)
+
+
+def more(device: torch.device) -> None:
+    """Few shapes: long, wide, with windows, and with noted scores."""
+    long = 131072 if device.type == "cuda" else 300
+    half, brain = torch.float16, torch.bfloat16
+    cases = {
+        "1 to 256 nodes": make_case(device, [777] * 4, [256, 255, 129, 1], (32, 8), 128, brain),
+        "256 nodes, heads of 256": make_case(device, [777], [256], (8, 2), 256, brain),
+        "window": make_case(device, [0, 300, 5000], [40, 64, 9], (28, 4), 128, brain, window=256),
+        "long": make_case(device, [long, 0, 9000], [64, 256, 1], (32, 8), 128, brain),
+        "long in pages": make_case(device, [long, 33000], [5, 17], (8, 2), 128, half, paged=True),
+        "long, 5:1": make_case(device, [long, 7], [3, 256], (5, 1), 96, half, paged=True),
+        "longspec cross-attention": make_case(device, [512], [1], (68 * 8, 8), 128, brain),
     }
-    report("more", {name: check(case, name) for name, case in more.items()})
+    report("errors", {name: check(case, name) for name, case in cases.items()})
+    if device.type == "cuda":
+        report("offsets beyond 32 bits", check(far_apart(device), "offsets beyond 32 bits"))
     report("noted", [check_notes(device, None), check_notes(device, 900)])
+
+
+def far_apart(device: torch.device) -> Case:
+    """One sequence in the first and the last pages of a pool of more than 2^32 elements."""
+    case = make_case(device, [1000], [9], (8, 2), 128, torch.float16, paged=True)
+    per_page = 2 * 2 * PAGE * 128
+    count = (1 << 32) // per_page + 8
+    pool = torch.full((count, 2, 2, PAGE, 128), torch.nan, dtype=torch.float16, device=device)
+    places = torch.tensor([[0, count - 1, 1, count - 2]], dtype=torch.int32, device=device)
+    for plane, kind in ((case.keys[0], 0), (case.values[0], 1)):
+        assert isinstance(plane, PagedPlane)
+        pages = plane.tables[0, :4].long()
+        pool[places[0].long(), kind] = plane.pool[pages]
+    planes = [[PagedPlane(pool[:, kind], places, 0, 4 * PAGE)] for kind in (0, 1)]
+    return replace(case, keys=planes[0], values=planes[1])
+
+
+def main() -> None:
+    """One type, or the few shapes; all of it by itself."""
+    device, _ = arguments()
+    for dtype in DTYPES:
+        if part() in ("", str(dtype).removeprefix("torch.")):
+            sweep(device, dtype)
+    if part() in ("", "more"):
+        more(device)
     finish()
 
 

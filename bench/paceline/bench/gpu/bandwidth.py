@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch import Tensor
 
 from paceline.bench.gpu.cases import Case, make_case
 from paceline.bench.gpu.checking import arguments, finish, graphed, median_ms, report
-from paceline.kernels import PagedPlane, Probe, tree_attention
+from paceline.bench.gpu.rivals import RIVALS, Batch, eager_with_mask, missing
+from paceline.kernels import Probe, plan_trees, tree_attention
 
 SHAPES: dict[str, tuple[list[int], int]] = {
     "64 rows, 8 x 32k": ([32768] * 8, 16),
@@ -39,6 +41,7 @@ def main() -> None:
     device, _ = arguments()
     copied = copy_bandwidth(device)
     report("copy_gb_s", copied)
+    report("rivals_not_installed", missing())
     for name, (lengths, nodes) in SHAPES.items():
         if device.type == "cpu":
             lengths = [max(1, length // 256) for length in lengths]
@@ -49,21 +52,58 @@ def main() -> None:
             )
             size = sum(segment.stop for segment in case.plan.segments) * 2 * 8 * 128 * 2
             kind = "paged" if paged else "contiguous"
-            time = median_ms(graphed(_ours(case, ()), device), device)
+            time = _timed(_ours(case, ()), device)
             found[kind] = {"ms": time, "of_copy": size / time / 1e6 / copied}
             if paged:
-                noted = median_ms(graphed(_ours(case, _probes(case)), device), device)
+                noted = _timed(_ours(case, _probes(case)), device)
                 found["noting_costs"] = noted / time - 1
-            elif len(lengths) == 1:
-                found |= {f"{rival}_ms": median_ms(graphed(action, device), device)
-                          for rival, action in _rivals(case).items()}  # fmt: skip
+            else:
+                found |= _beside_rivals(case, device, time)
         found["kv_bytes"] = size
         found["target"] = TARGETS.get(name)
         report(name, found)
     finish()
 
 
-def _ours(case: Case, probes: tuple[Probe, ...]) -> Callable[[], object]:
+def _beside_rivals(case: Case, device: torch.device, time: float) -> dict[str, Any]:
+    """Times of others at chains, and of eager attention at the tree of one sequence.
+
+    Args:
+        case: Over contiguous caches.
+        device: Where it lies.
+        time: Ours for it. Unit: milliseconds.
+    """
+    segments = [replace(segment, parents=None) for segment in case.plan.segments]
+    chain = replace(case, plan=plan_trees(segments, device=device))
+    ours = _ours(chain, ())
+    right = ours().float()
+    found: dict[str, Any] = {"chain_ms": _timed(ours, device)}
+    times: dict[str, float] = {}
+    batch = Batch.of(chain)
+    for name in sorted(RIVALS.keys() - missing()):
+        try:
+            action = RIVALS[name](batch)
+            gap = float((action().float() - right).abs().max())
+            if gap < 0.05:
+                times[name] = found[f"{name}_ms"] = _timed(action, device)
+            else:
+                found[name] = f"does other work: its attention differs by {gap}"
+        except Exception as error:  # whatever another's kernel raises is no fault of ours
+            found[name] = f"cannot do it: {error}"[:200]
+    if times:
+        found["best_rival_over_ours"] = min(times.values()) / found["chain_ms"]
+    if len(segments) == 1:
+        found["eager_with_mask_ms"] = _timed(eager_with_mask(case), device)
+        found["eager_over_ours"] = found["eager_with_mask_ms"] / time
+    return found
+
+
+def _timed(action: Callable[[], object], device: torch.device) -> float:
+    """Unit: milliseconds."""
+    return median_ms(graphed(action, device), device)
+
+
+def _ours(case: Case, probes: tuple[Probe, ...]) -> Callable[[], Tensor]:
     out = torch.full_like(case.q, torch.nan)
     return lambda: tree_attention(
         case.q, case.keys, case.values, case.plan, scale=case.scale, out=out, probes=probes
@@ -76,34 +116,6 @@ def _probes(case: Case) -> tuple[Probe, ...]:
         for index, segment in enumerate(case.plan.segments)
         for node in dict.fromkeys((0, segment.length - 1))
     )
-
-
-def _rivals(case: Case) -> dict[str, Callable[[], object]]:
-    """The same work by PyTorch: with a mask, written out, and over a prefix without a mask."""
-    segment = case.plan.segments[0]
-    key, value = case.keys[0], case.values[0]
-    assert not isinstance(key, PagedPlane)
-    assert not isinstance(value, PagedPlane)
-    key, value = key[None, :, : segment.stop], value[None, :, : segment.stop]
-    q = case.q.transpose(0, 1)[None]
-    mask = torch.ones(segment.length, segment.stop, dtype=torch.bool)
-    mask[:, segment.start :] = torch.from_numpy(segment.ancestors())
-    mask = mask.to(q.device)
-
-    def eager() -> object:
-        wide, deep = (each.repeat_interleave(4, 1) for each in (key, value))
-        scores = (q @ wide.transpose(2, 3)) * case.scale
-        return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ deep
-
-    return {
-        "sdpa_with_mask": lambda: scaled_dot_product_attention(
-            q, key, value, attn_mask=mask, scale=case.scale, enable_gqa=True
-        ),
-        "sdpa_of_the_prefix": lambda: scaled_dot_product_attention(
-            q, key, value, scale=case.scale, enable_gqa=True
-        ),
-        "eager_with_mask": eager,
-    }
 
 
 if __name__ == "__main__":

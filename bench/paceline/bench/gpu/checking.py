@@ -19,6 +19,11 @@ def arguments() -> tuple[torch.device, int]:
     return device, seed
 
 
+def part() -> str:
+    """What of the check is to be run, from the command line; empty: all of it."""
+    return sys.argv[3] if len(sys.argv) > 3 else ""
+
+
 def report(name: str, value: Any) -> None:
     """Tell a result at once: a check that fails later has told it."""
     print(json.dumps({name: value}), flush=True)

@@ -11,7 +11,7 @@ from paceline.bench.gpu.bandwidth import copy_bandwidth
 from paceline.bench.gpu.checking import arguments, finish, median_ms, report
 from paceline.bench.gpu.models import EIGHT_BILLION, SMALL, Pages, RandomWeights
 from paceline.decoder import Decoder, GraphRunner
-from paceline.kernels import TreeSegment, plan_trees
+from paceline.kernels import NotedBlock, TreeSegment, plan_trees
 
 CONTEXTS = (2048, 32768)
 NODES = (1, 8, 16, 64)
@@ -48,6 +48,19 @@ def main() -> None:
 
             with torch.inference_mode():
                 found[str(nodes)] = median_ms(replay, device)
+        noting = 0.0
+        layers = tuple(range(config.layers))
+        room = torch.empty(config.layers, 2, config.kv_heads, context, device=device)
+        chain = [TreeSegment(0, context, None, 16)]
+
+        def note(chain=chain, graphs=graphs, room=room, layers=layers) -> None:  # type: ignore[no-untyped-def]
+            noted = [NotedBlock(0, (0, 15), room)]
+            graphs.forward(list(range(16)), chain, [0], (), layers, noted)
+
+        if device.type == "cuda":
+            with torch.inference_mode():
+                noting = median_ms(note, device)
+        del room
         plan_one = [TreeSegment(0, context, None, 1)]
 
         def eager(plan_one=plan_one, pages=pages) -> None:  # type: ignore[no-untyped-def]
@@ -63,6 +76,7 @@ def main() -> None:
             "ms_without_graph": median_ms(eager, device),
             "bound_ms": bound,
             "step_over_bound": found["1"] / bound,
+            "16_nodes_noted_over_not": noting / found["16"],
             "64_nodes_over_step": found["64"] / found["1"],
         })  # fmt: skip
     finish()

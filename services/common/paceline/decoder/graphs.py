@@ -112,7 +112,8 @@ class GraphRunner:
             run()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
+        # Other threads go on meanwhile, such as those that read KV for followers.
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             result = run()
         self._memory = graph.pool()
 
