@@ -1,6 +1,8 @@
 """The official `openai` client against a gateway before a real verifier and drafter."""
 
 import asyncio
+import json
+import shutil
 import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 import openai
 import pytest
 from openai import AsyncOpenAI
+from tokenizers import Tokenizer
 
 from paceline.cli.processes import ServiceProcess
 from paceline.client import Client
@@ -172,6 +175,60 @@ async def test_errors_are_the_openai_clients(api: AsyncOpenAI, gateway: ServiceP
     card = (await api.models.list()).data[0].model_dump()
     assert (card["id"], card["max_model_len"]) == ("llama", 2048)
     assert {"lm", "ngram"} <= set(card["drafters"])
+
+
+async def test_json_by_a_schema_whoever_drafts(models: dict[str, Path], tmp_path: Path) -> None:
+    """A model whose last token ends a text; it drafts for itself, so that much would stand."""
+    folder = tmp_path / "ending"
+    shutil.copytree(models["llama"], folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    end = tokenizer.get_vocab_size() - 1
+    tokenizer.add_special_tokens([tokenizer.id_to_token(end)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": end}))
+    schema = {
+        "type": "object",
+        "properties": {
+            "gear": {"enum": ["road", "track", "gravel"]},
+            "laps": {"type": "integer", "minimum": 0, "maximum": 999},
+            "rider": {"type": "string", "pattern": "^[a-z]{1,8}$"},
+        },
+        "required": ["gear", "laps", "rider"],
+        "additionalProperties": False,
+    }
+    texts = list[str]()
+    load = ["--load", f"lm=lm:{folder}", "--load", "ngram=ngram"]
+    async with (
+        ServiceProcess("verifier", ["--target", str(folder), "--dtype", "float32"]) as verifier,
+        ServiceProcess("drafter", load) as drafter,
+        gateway_process(verifier, drafter) as gateway,
+        AsyncOpenAI(base_url=f"http://{gateway.address}/v1", api_key="any", max_retries=0) as api,
+    ):
+        for name in ("none", "lm", "ngram"):
+            answer = await api.completions.create(
+                model="ending",
+                prompt=PROMPT,
+                max_tokens=400,
+                extra_body={
+                    "drafter": name,
+                    "response_format": {
+                        "type": "json_schema",
+                        "json_schema": {"name": "ride", "schema": schema},
+                    },
+                },
+                **SAMPLED,
+            )
+            assert answer.choices[0].finish_reason == "stop"
+            texts.append(answer.choices[0].text)
+            value = json.loads(texts[-1])
+            assert list(value) == ["gear", "laps", "rider"]
+            assert value["gear"] in ("road", "track", "gravel")
+            assert 0 <= value["laps"] <= 999
+            assert answer.usage is not None
+            assert (answer.usage.model_dump()["speculation"]["drafted"] > 0) == (name != "none")
+    assert len(set(texts)) == 1
 
 
 async def test_a_signal_lets_streams_finish(

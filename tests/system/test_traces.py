@@ -1,5 +1,6 @@
 """Traces of real processes, exported over OTLP to a collector in this one."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 from collector import Collector, Received, collecting
+from openai import AsyncOpenAI
 
 from paceline.cli.processes import ServiceProcess
 
@@ -83,6 +85,37 @@ def generate(
 def released(spans: list[Received]) -> bool:
     names = {span.name.rpartition("/")[2] for span in spans}
     return {"ReleaseCache", "text_completion llama"} <= names
+
+
+async def test_a_callers_trace_goes_on_behind_the_gateway(
+    traced: tuple[Collector, ServiceProcess, ServiceProcess],
+) -> None:
+    collector, verifier, drafter = traced
+    collector.spans.clear()
+    trace, caller = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    where = ["--verifier-address", verifier.address, "--drafter-address", drafter.address]
+    async with (
+        ServiceProcess("gateway", where, environment=collector.environment) as gateway,
+        AsyncOpenAI(base_url=f"http://{gateway.address}/v1", api_key="any", max_retries=0) as api,
+    ):
+        asked: dict[str, Any] = {"model": "llama", "prompt": PROMPT, "max_tokens": 8}
+        parents = {f"00-{trace}-{caller}-{flags}" for flags in ("00", "01")}
+        for parent in sorted(parents):
+            await api.completions.create(**asked, extra_headers={"traceparent": parent})
+        await api.completions.create(**asked)
+
+        def complete(spans: list[Received]) -> bool:
+            names = Counter(span.name for span in spans)
+            there = {span.name for span in spans if span.trace == trace}
+            return names["text_completion llama"] == 2 and "specdec.verifier.round" in there
+
+        await asyncio.to_thread(collector.wait, complete)
+    roots = [span for span in collector.spans if span.name == "text_completion llama"]
+    assert {span.service for span in roots} == {"paceline-gateway"}
+    own, continued = sorted(roots, key=lambda span: span.parent)
+    assert (continued.trace, continued.parent) == (trace, caller)
+    assert own.trace != trace
+    assert own.parent == ""
 
 
 def test_three_processes_make_one_tree(

@@ -24,7 +24,7 @@ from paceline.cli.service_process import (
 from paceline.cli.units import byte_count
 from paceline.client import Client, PacelineError, RetryOptions
 from paceline.service.logs import configure_logging
-from paceline.service.options import OptionsError, read_secret
+from paceline.service.options import OptionsError, add_metrics_arguments, read_secret
 from paceline.telemetry.exporters import traced
 
 if TYPE_CHECKING:
@@ -91,6 +91,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="listen beyond this machine without TLS or key: behind a proxy that has both",
     )
 
+    add_metrics_arguments(parser)
+
     services = parser.add_argument_group("services")
     add = services.add_argument
     add("--verifier-address", default=verifier_address(), metavar="A", help="default: %(default)s")
@@ -129,6 +131,8 @@ def _run(args: argparse.Namespace) -> int:
             max_body_bytes=args.max_body,
             max_requests=args.max_requests,
             drain_seconds=args.drain_seconds,
+            metrics_address=args.metrics_address,
+            insecure_metrics=args.insecure_metrics,
         )
         if args.stop_with_stdin:
             stop_with_stdin()

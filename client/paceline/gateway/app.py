@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING
 
 from aiohttp import web
-from pydantic import BaseModel, ValidationError
 
-from paceline.client import Chunk, Client, GenerationResult, Model, PacelineError
+from paceline.client import Client, Model, PacelineError
 from paceline.service.gate import Gate
+from paceline.telemetry.tracing import continuing
 
+from .answers import FAILED, Work, stream, whole
+from .bodies import read
 from .chat import render
-from .errors import ApiError, bad_request, from_error, from_http, from_validation
+from .errors import ApiError, bad_request, from_error, from_http
 from .options import GatewayOptions
 from .requests import MAX_CHOICES, ChatRequest, CompletionRequest, StreamOptions
 from .responses import Json, Kind, Writer
 from .texts import Texts
 
-# A request's body arrives within this time, or its connection is not worth keeping. Unit: seconds.
-_BODY_TIMEOUT = 30.0
+if TYPE_CHECKING:
+    from .metrics import GatewayMetrics
+
+# What the metrics call the status of a request whose caller hung up.
+_HUNG_UP = 499
 # Whether the verifier answers is told within this time. Unit: seconds.
 _HEALTH_TIMEOUT = 5.0
 
@@ -37,17 +39,6 @@ _PAGE_POLICY = (
 )
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-AnyRequest = TypeVar("AnyRequest", bound=BaseModel)
-
-
-@dataclass(frozen=True)
-class _Work:
-    """A request, read and checked: what to generate and how to tell it."""
-
-    texts: Texts
-    count: int
-    """How many texts it asks for."""
-    writer: Writer
 
 
 class Gateway:
@@ -56,6 +47,7 @@ class Gateway:
     Args:
         client: generates; its owner closes it.
         options: checked options.
+        metrics: counts requests; None: nobody does.
 
     Attributes:
         app: to be served by aiohttp, with `handler_cancellation`, so that a caller who hangs up
@@ -63,13 +55,16 @@ class Gateway:
         gate: what is in flight; closed, new requests are refused and health says so.
     """
 
-    def __init__(self, client: Client, options: GatewayOptions) -> None:
+    def __init__(
+        self, client: Client, options: GatewayOptions, metrics: GatewayMetrics | None = None
+    ) -> None:
         self._client = client
         self._options = options
+        self._metrics = metrics
         self._started = int(time.time())
         self.gate = Gate()
         self.app = web.Application(
-            middlewares=[self._guard], client_max_size=options.max_body_bytes
+            middlewares=[self._counted, self._guard], client_max_size=options.max_body_bytes
         )
         self.app.add_routes(
             [
@@ -81,6 +76,22 @@ class Gateway:
                 web.get("/", _page),
             ]
         )
+
+    @web.middleware
+    async def _counted(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Tells the metrics how requests of the API end."""
+        if self._metrics is None or not request.path.startswith("/v1/"):
+            return await handler(request)
+        began = time.perf_counter()
+        status = _HUNG_UP
+        try:
+            response = await handler(request)
+            status = request.get(FAILED, response.status)
+            return response
+        finally:
+            route = request.match_info.route.resource
+            path = route.canonical if route is not None else ""
+            self._metrics.ended(path, status, time.perf_counter() - began)
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -147,7 +158,7 @@ class Gateway:
             return None
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        asked = await _read(request, CompletionRequest)
+        asked = await read(request, CompletionRequest)
         model = await self._named_model(asked.model)
         prompts = [
             await model.encode(prompt) if isinstance(prompt, str) else prompt
@@ -162,7 +173,7 @@ class Gateway:
         return await self._answer(request, asked, work)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        asked = await _read(request, ChatRequest)
+        asked = await read(request, ChatRequest)
         model = await self._named_model(asked.model)
         if asked.top_logprobs is not None and not asked.logprobs:
             raise bad_request("top_logprobs needs logprobs: set it to true", "top_logprobs")
@@ -196,7 +207,7 @@ class Gateway:
         max_tokens: int | None,
         logprobs: int | None,
         echoes: Sequence[str],
-    ) -> _Work:
+    ) -> Work:
         """Checks what only the served model can tell, and says what to generate."""
         count = len(prompts) * asked.n
         if count > MAX_CHOICES:
@@ -225,7 +236,10 @@ class Gateway:
         ]
         kind: Kind = "completion" if isinstance(asked, CompletionRequest) else "chat"
         writer = Writer(kind, asked.model, model, [len(prompt) for prompt in prompts], echoes)
-        return _Work(Texts(self._client, prompts, choices), count, writer)
+        events = Texts(self._client, prompts, choices).events()
+        if self._metrics is not None:
+            events = self._metrics.watched(events)
+        return Work(events, count, writer)
 
     async def _check_drafter(self, name: str | None) -> None:
         """A name that nobody has would cost speed only, but not tell its sender so."""
@@ -241,7 +255,7 @@ class Gateway:
             )
 
     async def _answer(
-        self, request: web.Request, asked: CompletionRequest | ChatRequest, work: _Work
+        self, request: web.Request, asked: CompletionRequest | ChatRequest, work: Work
     ) -> web.StreamResponse:
         if self.gate.closed:
             raise ApiError(
@@ -259,84 +273,15 @@ class Gateway:
                 code="too_many_requests",
                 headers={"Retry-After": "1"},
             )
-        with self.gate.enter():
+        with self.gate.enter(), continuing(request.headers):
             if asked.stream:
-                return await _stream(request, work, asked.stream_options or StreamOptions())
-            return await _whole(work)
+                return await stream(request, work, asked.stream_options or StreamOptions())
+            return await whole(work)
 
 
 async def _page(request: web.Request) -> web.StreamResponse:
     """The web page, which may talk to this gateway and to nobody else."""
     return web.FileResponse(_PAGE, headers={"Content-Security-Policy": _PAGE_POLICY})
-
-
-async def _whole(work: _Work) -> web.StreamResponse:
-    chunks: list[list[Chunk]] = [[] for _ in range(work.count)]
-    results: dict[int, GenerationResult] = {}
-    async with aclosing(work.texts.events()) as events:
-        async for event in events:
-            if event.chunk is not None:
-                chunks[event.index].append(event.chunk)
-            if event.result is not None:
-                results[event.index] = event.result
-    texts = [(chunks[index], results[index]) for index in range(work.count)]
-    return web.json_response(work.writer.whole(texts))
-
-
-async def _stream(request: web.Request, work: _Work, options: StreamOptions) -> web.StreamResponse:
-    """Server-sent events. What fails before the first is an ordinary error, later an event."""
-    writer, results = work.writer, dict[int, GenerationResult]()
-    response = web.StreamResponse(
-        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-    )
-    opened: set[int] = set()
-
-    async def send(event: Json) -> None:
-        if not response.prepared:
-            await response.prepare(request)
-        # Where usage comes at the end, OpenAI's earlier events say that they have none.
-        note = {"usage": None} if options.include_usage and "usage" not in event else {}
-        await response.write(f"data: {json.dumps(event | note)}\n\n".encode())
-
-    try:
-        async with aclosing(work.texts.events()) as events:
-            async for event in events:
-                if event.index not in opened:
-                    opened.add(event.index)
-                    await send(writer.opening(event.index, work.count))
-                if event.chunk is not None:
-                    rounds = options.include_rounds
-                    await send(writer.chunk(event.index, event.chunk, rounds=rounds))
-                if event.result is not None:
-                    results[event.index] = event.result
-                    await send(writer.ending(event.index, event.result))
-        if options.include_usage:
-            await send(writer.total([results[index] for index in range(work.count)]))
-        await response.write(b"data: [DONE]\n\n")
-    except Exception as error:
-        if not response.prepared:
-            raise
-        if not isinstance(error, ConnectionResetError):
-            await response.write(f"data: {json.dumps(from_error(error).body)}\n\n".encode())
-    return response
-
-
-async def _read(request: web.Request, kind: type[AnyRequest]) -> AnyRequest:
-    """The request's body.
-
-    Only JSON by name: a page of another site cannot make a browser send that unasked.
-    """
-    if request.content_type != "application/json":
-        raise ApiError(415, "send the request as application/json")
-    try:
-        async with asyncio.timeout(_BODY_TIMEOUT):
-            body = await request.read()
-    except TimeoutError:
-        raise ApiError(408, "the request's body took too long", code="timeout") from None
-    try:
-        return kind.model_validate_json(body)
-    except ValidationError as error:
-        raise from_validation(error) from None
 
 
 def _echo(model: Model, prompt: str | list[int]) -> str:

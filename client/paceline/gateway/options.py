@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.service.options import OptionsError, stays_on_this_machine
+from paceline.service.options import OptionsError, ServerOptions, stays_on_this_machine
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,10 @@ class GatewayOptions:
     """Requests in flight; more are told to come again."""
     drain_seconds: float = 30.0
     """How long requests in flight may go on after SIGTERM."""
+    metrics_address: str | None = None
+    """`host:port` or `[v6]:port` for Prometheus to scrape; None: no metrics are kept."""
+    insecure_metrics: bool = False
+    """Serve metrics without the TLS and the key of the gateway, on any address."""
 
     def __post_init__(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -49,6 +53,7 @@ class GatewayOptions:
             raise OptionsError("at least one request must be let in at a time")
         if not 0 <= self.drain_seconds < float("inf"):
             raise OptionsError("the drain time must be a finite number of seconds, 0 or more")
+        self.metrics  # noqa: B018 - checks them
         secured = self.tls_cert is not None and self.api_key is not None
         if not (secured or self.insecure or stays_on_this_machine(self.address)):
             raise OptionsError(
@@ -56,3 +61,19 @@ class GatewayOptions:
                 "--http-tls-cert, --http-tls-key and --api-key-file, listen on 127.0.0.1 or "
                 "unix:/path, or say --insecure if a proxy before it has both"
             )
+
+    @property
+    def metrics(self) -> ServerOptions:
+        """Who may read the metrics: as for those of the services, with the key for a token.
+
+        Raises:
+            OptionsError: they would be served beyond this machine without TLS and a key.
+        """
+        return ServerOptions(
+            address="127.0.0.1:0",  # no service of its own
+            tls_cert=self.tls_cert,
+            tls_key=self.tls_key,
+            token=self.api_key,
+            metrics_address=self.metrics_address,
+            insecure_metrics=self.insecure_metrics,
+        )

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import ssl
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
@@ -15,6 +16,11 @@ from paceline.service.stopping import Stop
 
 from .app import Gateway
 from .options import GatewayOptions
+
+if TYPE_CHECKING:
+    from paceline.telemetry.endpoint import MetricsEndpoint
+
+    from .metrics import GatewayMetrics
 
 logger = logging.getLogger("paceline.gateway")
 
@@ -43,14 +49,18 @@ async def run_gateway(
         SystemExit: with 128 + signal number, after a second signal.
     """
     stop = Stop(stop_event)
-    gateway = Gateway(client, options)
+    context = _tls(options)
+    metrics, endpoint = _metrics(options)
+    gateway = Gateway(client, options, metrics)
+    if metrics is not None:
+        metrics.show(gateway.gate)
     runner = web.AppRunner(
         gateway.app, handler_cancellation=True, access_log=None, shutdown_timeout=_CANCEL_GRACE
     )
     with stop.on_signals():
         await runner.setup()
         try:
-            address = await _listen(runner, options)
+            address = await _listen(runner, options, context)
             logger.info("serving", extra={"address": address})
             if on_ready is not None:
                 on_ready(address)
@@ -60,6 +70,8 @@ async def run_gateway(
             await stop.unless(stop.hard, _drain(gateway, options.drain_seconds))
         finally:
             await runner.cleanup()
+            if endpoint is not None:
+                await asyncio.to_thread(endpoint.close)
             logger.info("stopped")
     if stop.hard.is_set():
         raise SystemExit(128 + stop.signal)
@@ -72,9 +84,23 @@ async def _drain(gateway: Gateway, seconds: float) -> None:
         logger.warning("requests were still in flight after the drain time; cancelling them")
 
 
-async def _listen(runner: web.AppRunner, options: GatewayOptions) -> str:
+def _metrics(options: GatewayOptions) -> tuple[GatewayMetrics | None, MetricsEndpoint | None]:
+    """What counts requests, and where that is served; None where nobody asked for it."""
+    if options.metrics_address is None:
+        return None, None
+    # Here, because only a gateway that keeps metrics needs them.
+    from paceline.service.metrics import new_registry, serve_metrics
+
+    from .metrics import GatewayMetrics
+
+    registry = new_registry()
+    return GatewayMetrics(registry), serve_metrics(options.metrics, registry)
+
+
+async def _listen(
+    runner: web.AppRunner, options: GatewayOptions, context: ssl.SSLContext | None
+) -> str:
     """Bind; the address with its real port."""
-    context = _tls(options)
     path = socket_path_of(options.address)
     site: web.BaseSite
     if path is not None:

@@ -160,6 +160,11 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="how long generations may go on after SIGTERM (default: %(default)s)",
     )
+    add_metrics_arguments(parser)
+
+
+def add_metrics_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the METRICS_ARGUMENTS."""
     metrics = parser.add_argument_group("metrics")
     metrics.add_argument(
         "--metrics-address",

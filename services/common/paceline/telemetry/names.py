@@ -126,6 +126,13 @@ class Metric:
     DRAFTER_RECORDED_TEXTS: Final = "specdec_drafter_recorded_texts"
     DRAFTER_LOST_TEXTS: Final = "specdec_drafter_lost_texts"
 
+    GATEWAY_REQUESTS: Final = "specdec_gateway_requests"
+    GATEWAY_REQUEST_SECONDS: Final = "specdec_gateway_request_seconds"
+    GATEWAY_FIRST_TOKEN_SECONDS: Final = "specdec_gateway_time_to_first_token_seconds"
+    GATEWAY_PROMPT_TOKENS: Final = "specdec_gateway_prompt_tokens"
+    GATEWAY_GENERATION_TOKENS: Final = "specdec_gateway_generation_tokens"
+    GATEWAY_IN_FLIGHT: Final = "specdec_gateway_requests_in_flight"
+
     RPCS: Final = "specdec_rpcs"
 
 

@@ -74,6 +74,26 @@ def remote_parent(traceparent: str, *, remote: bool = True) -> Context | None:
 
 
 @contextmanager
+def continuing(headers: Mapping[str, str]) -> Iterator[None]:
+    """What begins in the body goes on with the trace of a caller over HTTP, if there is one.
+
+    Whether it is recorded is for the sampler to say, which as a rule does as the caller did.
+    """
+    if tracer() is None or "traceparent" not in headers:
+        yield
+        return
+    from opentelemetry import context
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    carrier = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
+    token = context.attach(TraceContextTextMapPropagator().extract(carrier))
+    try:
+        yield
+    finally:
+        context.detach(token)
+
+
+@contextmanager
 def server_span(
     tracer: Tracer, name: str, traceparent: str, attributes: Attributes
 ) -> Iterator[None]:

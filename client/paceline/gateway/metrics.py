@@ -1,0 +1,75 @@
+"""What a gateway counts for Prometheus."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from paceline.service.gate import Gate
+from paceline.telemetry.names import Metric
+
+from .texts import Event
+
+_SECONDS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
+
+
+class GatewayMetrics:
+    """Counters of requests. Belongs to the event loop."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        """Add them to a registry."""
+        self._registry = registry
+        self._requests = Counter(
+            Metric.GATEWAY_REQUESTS,
+            "Requests of the API that ended, by HTTP status; 499: their caller hung up",
+            ("path", "status"),
+            registry=registry,
+        )
+        self._seconds = Histogram(
+            Metric.GATEWAY_REQUEST_SECONDS,
+            "From a request to the end of its answer",
+            ("path",),
+            registry=registry,
+            buckets=_SECONDS,
+        )
+        self._first = Histogram(
+            Metric.GATEWAY_FIRST_TOKEN_SECONDS,
+            "From the start of a text to its first token",
+            registry=registry,
+            buckets=_SECONDS,
+        )
+        self._prompt = Counter(
+            Metric.GATEWAY_PROMPT_TOKENS, "Prompt tokens of texts that ended well",
+            registry=registry,
+        )  # fmt: skip
+        self._written = Counter(
+            Metric.GATEWAY_GENERATION_TOKENS, "Tokens generated", registry=registry
+        )
+
+    def show(self, gate: Gate) -> None:
+        """Tell what is in flight too."""
+        Gauge(
+            Metric.GATEWAY_IN_FLIGHT, "Generating requests in flight", registry=self._registry
+        ).set_function(lambda: gate.inside)
+
+    def ended(self, path: str, status: int, seconds: float) -> None:
+        """A request was answered, or given up by its caller."""
+        self._requests.labels(path, str(status)).inc()
+        self._seconds.labels(path).observe(seconds)
+
+    async def watched(self, events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
+        """The same events, counted as they pass. Closing it closes them."""
+        began, begun = time.perf_counter(), set[int]()
+        async with aclosing(events):
+            async for event in events:
+                if event.chunk is not None:
+                    self._written.inc(len(event.chunk.token_ids))
+                    if event.index not in begun:
+                        begun.add(event.index)
+                        self._first.observe(time.perf_counter() - began)
+                if event.result is not None:
+                    self._prompt.inc(event.result.usage.prompt_tokens)
+                yield event

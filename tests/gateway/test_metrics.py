@@ -1,0 +1,119 @@
+"""What a gateway counts, and who may read it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import aiohttp
+import openai
+import pytest
+from prometheus_client import CollectorRegistry
+
+from paceline.client import MockTransport
+from paceline.gateway import GatewayOptions, server
+from paceline.gateway.metrics import GatewayMetrics
+from paceline.service.options import OptionsError
+from paceline.telemetry.names import Metric
+
+from .conftest import Serve
+
+PATH = "/v1/completions"
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
+    """What the gateways of a test count into; no endpoint is served."""
+    registry = CollectorRegistry()
+    metrics = GatewayMetrics(registry)
+    monkeypatch.setattr(server, "_metrics", lambda options: (metrics, None))
+    return registry
+
+
+async def test_requests_are_counted_as_they_end(serve: Serve, registry: CollectorRegistry) -> None:
+    def count(status: int) -> float:
+        labels = {"path": PATH, "status": str(status)}
+        return registry.get_sample_value(f"{Metric.GATEWAY_REQUESTS}_total", labels) or 0
+
+    def value(name: str) -> float:
+        return registry.get_sample_value(name) or 0
+
+    transport = MockTransport(lambda prompt: prompt.upper())
+    async with serve(transport, key="right", api_key="right") as served:
+        await served.openai.completions.create(model="mock", prompt=["abc", "d"], n=2)
+        stream = await served.openai.completions.create(model="mock", prompt="ab", stream=True)
+        assert [event async for event in stream]
+        with pytest.raises(openai.NotFoundError):
+            await served.openai.completions.create(model="other", prompt="a")
+        wrong = served.openai.with_options(api_key="wrong")
+        with pytest.raises(openai.AuthenticationError):
+            await wrong.completions.create(model="mock", prompt="a")
+        await served.openai.models.retrieve("mock")
+        async with aiohttp.ClientSession() as session, session.get(f"{served.url}/health"):
+            pass
+    assert (count(200), count(404), count(401)) == (2, 1, 1)
+    one = {"path": "/v1/models/{name}", "status": "200"}
+    assert registry.get_sample_value(f"{Metric.GATEWAY_REQUESTS}_total", one) == 1
+    assert value(f"{Metric.GATEWAY_PROMPT_TOKENS}_total") == 3 + 3 + 1 + 1 + 2
+    # Each text also ends with a token that is not shown.
+    assert value(f"{Metric.GATEWAY_GENERATION_TOKENS}_total") == 4 + 4 + 2 + 2 + 3
+    assert value(f"{Metric.GATEWAY_FIRST_TOKEN_SECONDS}_count") == 5
+    assert value(Metric.GATEWAY_IN_FLIGHT) == 0
+
+
+async def test_what_breaks_off_is_no_success(serve: Serve, registry: CollectorRegistry) -> None:
+    def count(status: int) -> float | None:
+        labels = {"path": PATH, "status": str(status)}
+        return registry.get_sample_value(f"{Metric.GATEWAY_REQUESTS}_total", labels)
+
+    async with serve(MockTransport("x" * 50_000)) as served:
+        body = {"model": "mock", "prompt": "a", "max_tokens": 50_000}
+        async with aiohttp.ClientSession() as session:
+            call = asyncio.create_task(session.post(f"{served.url}{PATH}", json=body))
+            async with asyncio.timeout(20):
+                while not served.transport.open_caches:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                assert registry.get_sample_value(Metric.GATEWAY_IN_FLIGHT) == 1
+                call.cancel()
+                while count(499) is None:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("address", "more", "refused"),
+    [
+        ("127.0.0.1:0", {}, False),
+        ("0.0.0.0:0", {}, True),
+        ("0.0.0.0:0", {"api_key": "right"}, True),
+        ("0.0.0.0:0", {"insecure_metrics": True}, False),
+        (None, {"insecure_metrics": True}, True),
+        ("nowhere", {}, True),
+    ],
+)
+def test_metrics_are_served_on_the_services_rules(
+    address: str | None, more: dict[str, object], refused: bool
+) -> None:
+    if refused:
+        with pytest.raises(OptionsError):
+            GatewayOptions(metrics_address=address, **more)  # type: ignore[arg-type]
+    else:
+        GatewayOptions(metrics_address=address, **more)  # type: ignore[arg-type]
+
+
+async def test_the_endpoint_wants_the_key() -> None:
+    options = {"metrics_address": "127.0.0.1:0", "api_key": "right"}
+    metrics, endpoint = server._metrics(GatewayOptions(**options))  # type: ignore[arg-type]
+    assert metrics is not None
+    assert endpoint is not None
+    metrics.ended(PATH, 200, 0.1)
+    try:
+        async with aiohttp.ClientSession() as session:
+            for key, status in (("wrong", 401), ("right", 200)):
+                headers = {"authorization": f"Bearer {key}"}
+                url = f"http://{endpoint.address}/metrics"
+                async with session.get(url, headers=headers) as response:
+                    assert response.status == status
+                    text = await response.text()
+    finally:
+        await asyncio.to_thread(endpoint.close)
+    assert f'{Metric.GATEWAY_REQUESTS}_total{{path="{PATH}",status="200"}} 1.0' in text
+    assert server._metrics(GatewayOptions()) == (None, None)
