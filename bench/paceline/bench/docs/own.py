@@ -7,6 +7,7 @@ from pathlib import Path
 KNOWN = Path("docs/site/numbers.txt")
 
 _CODE = re.compile(r"```.*?```|`[^`\n]*`|\]\([^)]*\)", re.DOTALL)
+_VERSION = re.compile(r"\b(?:Python|PyTorch|Triton|CUDA|sections?|tables?) \d+\.\d+")
 _NUMBER = re.compile(r"(?<![\w.§-])(?:\d[\d,]*(?:\.\d+)?\s?%|\d+\.\d+(?!\.?\d|\w))")
 
 
@@ -15,10 +16,10 @@ def unexplained(page: str, known: str) -> Iterator[str]:
 
     Args:
         page: A page without its generated parts.
-        known: Phrases with numbers that are no measurements of ours, one a line: settings,
-            sections of papers, other people's results.
+        known: Phrases with numbers that are no measurements of ours, one a line: settings, other
+            people's results. Numbers of versions, sections and tables need not be there.
     """
-    words = _CODE.sub("", page)
+    words = _VERSION.sub("", _CODE.sub("", page))
     for phrase in known.splitlines():
         if phrase and not phrase.startswith("#"):
             words = words.replace(phrase, "")
