@@ -42,6 +42,7 @@ down:
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/paceline bench docs --check
 
 types: setup
 	$(BIN)/mypy kernels client services train bench
@@ -66,8 +67,13 @@ docs: setup
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
+# The table of README, into bench/results, then documents and report: about 20 minutes on two cores.
+# BENCH= measures everything, for hours; what is interrupted goes on when it is run again.
+BENCH ?= --part table
 bench: setup
-	$(BIN)/paceline bench
+	$(BIN)/paceline bench $(BENCH)
+	$(BIN)/paceline bench docs
+	$(BIN)/paceline bench report
 
 # Breaks things under load and records in bench/results what held: about a quarter of an hour.
 drills: setup

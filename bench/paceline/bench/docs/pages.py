@@ -2,7 +2,8 @@
 
 `<!-- results: NAME -->...<!-- end -->` holds what the block of that name makes of the results, and
 `<!-- result: TOPIC PATH FORMAT -->...<!-- end -->` one figure: `PATH` leads to it in the topic's
-file, `FORMAT` is as in Python's f-strings. Both are invisible to readers.
+file, `FORMAT` is as in Python's f-strings. Both are invisible to readers; behind a backtick they
+are mere words.
 """
 
 import re
@@ -13,7 +14,7 @@ from paceline.bench.docs.blocks import BLOCKS
 from paceline.bench.docs.results import FigureError, Results
 
 _PART = re.compile(
-    r"<!-- (?P<kind>results?): (?P<what>[^>]+?) -->(?P<text>.*?)<!-- end -->", re.DOTALL
+    r"(?<!`)<!-- (?P<kind>results?): (?P<what>[^>]+?) -->(?P<text>.*?)<!-- end -->", re.DOTALL
 )
 
 
@@ -29,8 +30,8 @@ def filled(page: str, results: Results) -> str:
     Raises:
         FigureError: A part is not known, or its figures are not there.
     """
-    opened = len(re.findall(r"<!-- results?: ", page))
-    if opened != len(re.findall(r"<!-- end -->", page)):
+    opened = len(re.findall(r"(?<!`)<!-- results?: ", page))
+    if opened != len(re.findall(r"(?<!`)<!-- end -->", page)):
         raise FigureError(f"{opened} parts are opened, but not as many ended by <!-- end -->")
 
     def made(part: re.Match[str]) -> str:

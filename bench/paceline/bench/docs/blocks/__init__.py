@@ -9,7 +9,6 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "machine": table.machine,
     "table": table.whole,
     "table-summary": table.summary,
-    "table-prompts": table.prompt_sets,
     "load-facts": load.facts,
     "load-closed": load.closed,
     "load-window": load.window,

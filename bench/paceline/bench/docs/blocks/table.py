@@ -30,32 +30,17 @@ def machine(results: Results) -> str:
 
 
 def summary(results: Results) -> str:
-    """For README: a table for each target and temperature, contexts side by side."""
+    """For README: a table for each target and temperature, prompts side by side."""
     if not results.has("table"):
         return _MISSING
     parts = []
-    for target, temperature, cells in _grouped(results, lambda cell: cell["context"]):
-        headings = ["", *(f"{cell['context'] // 1024}k" for cell in cells)]
+    for target, temperature, cells in _columns(results):
+        headings = ["", *map(_column, cells)]
         rows = []
         for name in cells[0]["rows"]:
             found = [cell["rows"][name] for cell in cells]
             rows.append([_name(name), *map(_figures, found)])
         parts.append(f"**{_TARGETS[target]}, T = {temperature:g}**\n\n{table(headings, rows)}")
-    return "\n\n".join(parts)
-
-
-def prompt_sets(results: Results) -> str:
-    """Sets of short prompts of others, by set and temperature."""
-    if not results.has("table"):
-        return _MISSING
-    parts = []
-    for _, temperature, cells in _grouped(results, lambda cell: not cell["context"]):
-        headings = ["", *(cell["set"] for cell in cells)]
-        rows = [
-            [_name(name), *(_figures(cell["rows"][name]) for cell in cells)]
-            for name in cells[0]["rows"]
-        ]
-        parts.append(f"**T = {temperature:g}**\n\n{table(headings, rows)}")
     return "\n\n".join(parts)
 
 
@@ -98,12 +83,17 @@ def whole(results: Results) -> str:
     return "\n\n".join(parts)
 
 
-def _grouped(results: Results, wanted: Any) -> Iterator[tuple[str, float, list[dict[str, Any]]]]:
-    cells = [cell for cell in results.value("table", "table/cells") if wanted(cell)]
+def _columns(results: Results) -> Iterator[tuple[str, float, list[dict[str, Any]]]]:
+    """Cells by target and temperature: sets of short prompts, then contexts."""
+    cells = results.value("table", "table/cells")
     for target in dict.fromkeys(cell["target"] for cell in cells):
         for temperature in dict.fromkeys(cell["temperature"] for cell in cells):
             found = [c for c in cells if (c["target"], c["temperature"]) == (target, temperature)]
-            yield target, temperature, sorted(found, key=lambda cell: cell["context"])
+            yield target, temperature, sorted(found, key=lambda cell: int(cell["context"]))
+
+
+def _column(cell: dict[str, Any]) -> str:
+    return f"{cell['context'] // 1024}k" if cell["context"] else str(cell["set"])
 
 
 def _name(row: str) -> str:
