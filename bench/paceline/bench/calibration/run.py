@@ -59,9 +59,19 @@ def run(args: argparse.Namespace) -> int:
             _draw(args.pictures / f"reliability-{name}.svg", rounds[name], scalings)
     if args.results is not None:
         args.results.parent.mkdir(parents=True, exist_ok=True)
-        args.results.write_text(json.dumps(results, indent=1) + "\n")
+        args.results.write_text(json.dumps(_with_earlier(results, args.results), indent=1) + "\n")
     console.print(_table(results["drafters"]))
     return 0
+
+
+def _with_earlier(results: dict[str, Any], path: Path) -> dict[str, Any]:
+    """With the drafters that the file has of the same machine and type."""
+    if not path.exists():
+        return results
+    earlier = json.loads(path.read_text())
+    if any(earlier.get(key) != results[key] for key in ("machine", "dtype")):
+        return results
+    return {**results, "drafters": {**earlier["drafters"], **results["drafters"]}}
 
 
 def _recordings(

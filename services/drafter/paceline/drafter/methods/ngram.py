@@ -22,7 +22,7 @@ from paceline.drafter.methods.base import (
     refuse_folder,
 )
 from paceline.drafter.methods.options import check_range, parse_options
-from paceline.drafter.tree import Tree, chain
+from paceline.drafter.tree import Tree
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class NgramOptions:
     match_limit: int = 32
     """Matches are measured up to this length. Unit: tokens."""
 
-    min_survival: float = 0.2
+    min_survival: float = 0.05
     """Nodes less likely than this to be accepted are left out; see :func:`step_confidence`."""
 
     max_nodes: int = 32
@@ -68,6 +68,41 @@ def step_confidence(match: int) -> float:
     longer continuation: at most ``n * (1 / min_survival - 1)`` tokens.
     """
     return match / (match + 1)
+
+
+_DOUBT = 8.0
+"""Guesses that the rule counts for."""
+
+
+class Record:
+    """What matches of each length were worth in this text so far.
+
+    Whether a text repeats itself differs from text to text more than match lengths tell. So every
+    token of the text is guessed as prompt lookup would have, and the rule of
+    :func:`step_confidence` counts for no more than a few of these guesses.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self._groups = [_group(length) for length in range(longest + 1)]
+        self._right = [0] * (self._groups[-1] + 1)
+        self._all = [0] * (self._groups[-1] + 1)
+
+    def learn(self, match: int, *, right: bool) -> None:
+        """A match of so many tokens went on rightly, or did not."""
+        group = self._groups[min(match, len(self._groups) - 1)]
+        self._right[group] += right
+        self._all[group] += 1
+
+    def confidence(self, match: int) -> float:
+        """Chance that a match of so many tokens goes on for one more."""
+        group = self._groups[min(match, len(self._groups) - 1)]
+        right, every = self._right[group], self._all[group]
+        return (right + _DOUBT * step_confidence(match)) / (every + _DOUBT)
+
+
+def _group(length: int) -> int:
+    """Lengths that are taken for alike: each up to 4, then 5 to 8, 9 to 16, ..."""
+    return length if length <= 4 else 2 + (length - 1).bit_length()
 
 
 class NgramIndex:
@@ -155,6 +190,8 @@ class NgramSequence(DraftSequence):
         self._options = options
         self._index = NgramIndex(options.min_n, options.max_n)
         self._text = list(generation.tokens)
+        self._record = Record(options.match_limit)
+        self._place, self._match = -1, 0
 
     @property
     def backlog(self) -> int:
@@ -162,7 +199,8 @@ class NgramSequence(DraftSequence):
 
     def warm(self, limit: int) -> None:
         begin = len(self._index.tokens)
-        self._index.append(self._text[begin : begin + limit])
+        for token in self._text[begin : begin + limit]:
+            self._guess(token)
 
     def extend(self, update: Update) -> None:
         self._text.extend(update.tokens)
@@ -177,13 +215,40 @@ class NgramSequence(DraftSequence):
             Way(self._index.continuation(place, depth), match, match * match)
             for place, match in matches
         )
-        if len(ways) == 1:
-            return _chain(ways[0], min(nodes, depth), options.min_survival)
-        return grow(ways, _expand, nodes=nodes, depth=depth, min_survival=options.min_survival)
+        return grow(ways, self._expand, nodes=nodes, depth=depth, min_survival=options.min_survival)
 
     def close(self) -> None:
         self._index = NgramIndex(self._options.min_n, self._options.max_n)
         self._text.clear()
+
+    def _guess(self, token: int) -> None:
+        """Take in a token, and note whether a lookup would have found it."""
+        index = self._index
+        right = self._place >= 0 and index.tokens[self._place] == token
+        if self._place >= 0:
+            self._record.learn(self._match, right=right)
+        index.append((token,))
+        if right:
+            self._place, self._match = self._place + 1, self._match + 1
+        else:
+            found = index.matches(places=1, match_limit=self._options.match_limit)
+            self._place, self._match = found[0] if found else (-1, 0)
+
+    def _expand(
+        self, ways: Sequence[Way], level: int
+    ) -> Iterator[tuple[int, float, Sequence[Way]]]:
+        """Children of a node that these ways lead through: they share the confidence by weight."""
+        confidence = self._record.confidence
+        if len(ways) == 1:
+            yield ways[0].tokens[level], confidence(ways[0].match + level), ways
+            return
+        branches: dict[int, list[Way]] = {}
+        for way in ways:
+            branches.setdefault(way.tokens[level], []).append(way)
+        total = sum(way.weight for way in ways)
+        for token, through in branches.items():
+            share = sum(way.weight for way in through) / total
+            yield token, share * confidence(max(w.match for w in through) + level), through
 
 
 class Way(NamedTuple):
@@ -206,33 +271,6 @@ def _merge(ways: Iterable[Way]) -> Sequence[Way]:
             way = Way(way.tokens, max(way.match, same.match), way.weight + same.weight)
         merged[way.tokens] = way
     return list(merged.values())
-
-
-def _expand(ways: Sequence[Way], level: int) -> Iterator[tuple[int, float, Sequence[Way]]]:
-    """Children of a node that these ways lead through: they share the confidence by weight."""
-    if len(ways) == 1:
-        yield ways[0].tokens[level], step_confidence(ways[0].match + level), ways
-        return
-    branches: dict[int, list[Way]] = {}
-    for way in ways:
-        branches.setdefault(way.tokens[level], []).append(way)
-    total = sum(way.weight for way in ways)
-    for token, through in branches.items():
-        share = sum(way.weight for way in through) / total
-        yield token, share * step_confidence(max(w.match for w in through) + level), through
-
-
-def _chain(way: Way, length: int, min_survival: float) -> Tree:
-    """What :func:`grow` makes of a single way, without its heap."""
-    confidences: list[float] = []
-    survival = 1.0
-    for level in range(length):
-        confidence = step_confidence(way.match + level)
-        survival *= confidence
-        if survival < min_survival:
-            break
-        confidences.append(confidence)
-    return chain(way.tokens[: len(confidences)], confidences)
 
 
 class NgramDrafter(Drafter):
