@@ -16,7 +16,11 @@ from transformers import (
     Qwen3Config,
 )
 
+from paceline.client import DraftOptions
+
 VOCABULARY = 320
+EAGER = DraftOptions(adaptive=False)
+"""Drafts in every round, for tests that are of drafting, whether it pays or not."""
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from system_support import FAMILIES, make_prompts
+from system_support import EAGER, FAMILIES, make_prompts
 
 from paceline.cli.processes import ServiceProcess
 from paceline.client import Client, GenerationResult
@@ -44,7 +44,7 @@ async def test_tokens_are_those_of_no_drafter(
         ServiceProcess("verifier", ["--target", str(target)], environment=threads) as served,
         ServiceProcess("drafter", loads, environment=threads) as drafter,
     ):
-        async with Client(served.address, drafter=drafter.address) as client:
+        async with Client(served.address, drafter=drafter.address, drafting=EAGER) as client:
 
             async def generate(name: str, temperature: float) -> list[GenerationResult]:
                 runs = (

@@ -92,7 +92,7 @@ async def client(
         drafter=drafter.address,
         token="secret",
         tls=TlsOptions(ca=certificate[0]),
-        drafting=DraftOptions(timeout=5.0, first_delay=0.01, longest_delay=0.05),
+        drafting=DraftOptions(timeout=5.0, first_delay=0.01, longest_delay=0.05, adaptive=False),
     ) as made:
         yield made
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from system_support import make_prompts, shared_memory_segments
+from system_support import EAGER, make_prompts, shared_memory_segments
 
 from paceline.cli.processes import ServiceProcess
 from paceline.client import Client, DraftOptions, GenerationResult
@@ -55,7 +55,7 @@ async def test_a_drafter_in_its_own_process_reads_it(models: dict[str, Path]) ->
     """Many texts at once; as each ends, so do its mapping and its memory."""
     prompts = make_prompts(6, seed=5)
     with verifier(models) as served, drafting() as drafter:
-        async with Client(served.address, drafter=drafter.address) as client:
+        async with Client(served.address, drafter=drafter.address, drafting=EAGER) as client:
             plain = [await generate(client, prompt, "none") for prompt in prompts]
             texts = await asyncio.gather(
                 *(generate(client, prompt, "kv-reader") for prompt in prompts)
@@ -70,7 +70,7 @@ async def test_a_drafter_in_its_own_process_reads_it(models: dict[str, Path]) ->
 async def test_the_verifier_dies_and_comes_back(models: dict[str, Path]) -> None:
     """The drafter lives on, and reads the new verifier's memory."""
     (prompt,) = make_prompts(1, seed=6)
-    options = DraftOptions(first_delay=0.01, longest_delay=0.05)
+    options = DraftOptions(first_delay=0.01, longest_delay=0.05, adaptive=False)
     with verifier(models) as served, drafting() as drafter:
         async with Client(served.address, drafter=drafter.address, drafting=options) as client:
             expected = await generate(client, prompt, "none")
@@ -92,7 +92,7 @@ async def test_the_drafter_stalls_or_dies(models: dict[str, Path]) -> None:
     (prompt,) = make_prompts(1, seed=7)
     before = shared_memory_segments()
     with verifier(models) as served, drafting() as drafter:
-        async with Client(served.address, drafter=drafter.address) as client:
+        async with Client(served.address, drafter=drafter.address, drafting=EAGER) as client:
             expected = await generate(client, prompt, "none")
 
             def stall() -> None:

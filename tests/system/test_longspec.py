@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from system_support import FAMILIES, make_prompts
+from system_support import EAGER, FAMILIES, make_prompts
 
 from paceline.cli.processes import ServiceProcess
 from paceline.client import Client, DraftOptions, GenerationResult
@@ -37,7 +37,7 @@ async def test_tokens_are_those_of_no_drafter(
         ServiceProcess("verifier", ["--target", str(target)], environment=THREADS) as served,
         ServiceProcess("drafter", ["--load", load], environment=THREADS) as drafter,
     ):
-        async with Client(served.address, drafter=drafter.address) as client:
+        async with Client(served.address, drafter=drafter.address, drafting=EAGER) as client:
 
             async def generate(name: str, temperature: float) -> list[GenerationResult]:
                 runs = (
@@ -71,7 +71,7 @@ async def test_it_follows_the_kv_where_it_is_told_to(
     layer = make_layer(target, tmp_path / "layer")
     prompts = [prompt * 8 for prompt in make_prompts(4, seed=9)]
     load = f"longspec=longspec:{layer},target={target},kv=follow,kv_wire={wire},context=40"
-    options = DraftOptions(timeout=2.0, first_delay=0.01, longest_delay=0.05)
+    options = DraftOptions(timeout=2.0, first_delay=0.01, longest_delay=0.05, adaptive=False)
     with (
         ServiceProcess("verifier", ["--target", str(target)], environment=THREADS) as served,
         ServiceProcess("drafter", ["--load", load], environment=THREADS) as drafter,

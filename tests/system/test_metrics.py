@@ -8,7 +8,7 @@ from pathlib import Path
 
 import grpc
 from prometheus_client.parser import text_string_to_metric_families
-from system_support import make_prompts
+from system_support import EAGER, make_prompts
 
 from paceline.cli.processes import ServiceProcess
 from paceline.client import Client, GenerationResult
@@ -69,7 +69,7 @@ async def test_numbers_equal_the_clients(models: dict[str, Path]) -> None:
         ServiceProcess("verifier", [*target, *verifier.arguments]) as served,
         ServiceProcess("drafter", [*load, *drafter.arguments]) as drafting,
     ):
-        async with Client(served.address, drafter=drafting.address) as client:
+        async with Client(served.address, drafter=drafting.address, drafting=EAGER) as client:
             prompts = make_prompts(6)
             generations = [
                 client.generate(prompt, max_new_tokens=TOKENS, drafter=name)

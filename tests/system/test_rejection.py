@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from system_support import make_prompts
+from system_support import EAGER, make_prompts
 from test_dspark import make_drafter
 from test_longspec import make_layer
 
@@ -30,8 +30,9 @@ async def test_drafts_of_every_method_are_taken(
         "--load", f"selfspec=selfspec:{target}",
         "--load", "ngram=ngram",
     ]  # fmt: skip
+    arguments = ["--target", str(target), "--schedule", "off"]
     with (
-        ServiceProcess("verifier", ["--target", str(target)], environment=threads) as served,
+        ServiceProcess("verifier", arguments, environment=threads) as served,
         ServiceProcess("drafter", loads, environment=threads) as drafters,
     ):
 
@@ -52,7 +53,7 @@ async def test_drafts_of_every_method_are_taken(
             )
             return await asyncio.gather(*runs)
 
-        async with Client(served.address, drafter=drafters.address) as client:
+        async with Client(served.address, drafter=drafters.address, drafting=EAGER) as client:
             for name in ("lm", "dspark", "longspec", "selfspec", "ngram"):
                 results = await generate(client, name)
                 assert all(len(result.token_ids) == TOKENS for result in results)
@@ -63,7 +64,7 @@ async def test_drafts_of_every_method_are_taken(
                     rounds = [e for r in results for e in r.stats.rounds if e.drafted]
                     accepted = sum(entry.accepted for entry in rounds)
                     assert accepted > 0.8 * sum(entry.drafted for entry in rounds)
-        async with Client(served.address, drafter=drafter.address) as client:
+        async with Client(served.address, drafter=drafter.address, drafting=EAGER) as client:
             for name in ("random-tree", "malformed", "failing"):
                 results = await generate(client, name)
                 assert all(len(result.token_ids) == TOKENS for result in results), name

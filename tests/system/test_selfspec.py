@@ -48,8 +48,8 @@ async def test_tokens_are_those_of_no_drafter(
 ) -> None:
     """Greedy and sampled, by every policy."""
     prompts = [prompt * 3 for prompt in make_prompts(4, seed=2)]
-    arguments = ["--target", str(models[family]), "--dtype", "float32"]
-    options = DraftOptions(timeout=5.0)
+    arguments = ["--target", str(models[family]), "--dtype", "float32", "--schedule", "off"]
+    options = DraftOptions(timeout=5.0, adaptive=False)
     with ServiceProcess("verifier", arguments, environment=THREADS) as served:
         async with Client(served.address, drafter=drafter.address, drafting=options) as client:
 

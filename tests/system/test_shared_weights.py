@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from system_support import VOCABULARY, make_prompts, write_tokenizer
+from system_support import EAGER, VOCABULARY, make_prompts, write_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline.cli.processes import ServiceProcess
@@ -68,7 +68,7 @@ async def test_there_is_one_copy_of_the_weights(target: Path) -> None:
         return ServiceProcess("drafter", [f"--load={load}"], environment=THREADS)
 
     (prompt,) = make_prompts(1)
-    arguments = ["--target", str(target), "--share-weights"]
+    arguments = ["--target", str(target), "--share-weights", "--schedule", "off"]
     texts = []
     with drafting("own") as drafter:
         with_own_copy = private_bytes(drafter)
@@ -77,7 +77,7 @@ async def test_there_is_one_copy_of_the_weights(target: Path) -> None:
         drafting("shared") as drafter,
     ):
         assert with_own_copy - private_bytes(drafter) > 0.9 * weights
-        async with Client(verifier.address, drafter=drafter.address) as client:
+        async with Client(verifier.address, drafter=drafter.address, drafting=EAGER) as client:
             for name in ("none", "selfspec"):
                 text = await client.generate(
                     prompt * 4, max_new_tokens=24, drafter=name, ignore_eos=True

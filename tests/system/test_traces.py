@@ -26,7 +26,7 @@ def services(
     """A verifier, and a drafter with a method that guesses right and one that reads KV."""
     methods = str(Path(__file__).parent.parent / "drafter")
     paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), methods]))
-    target = ["--target", str(models["llama"]), "--dtype", "float32"]
+    target = ["--target", str(models["llama"]), "--dtype", "float32", "--schedule", "off"]
     load = [
         *("--load", f"lm=lm:{models['llama']}", "--load=kv-reader", "--allow-test-methods"),
         *("--test-method", "kv-reader=kv_reader:KvReader"),
@@ -57,7 +57,7 @@ from paceline.telemetry.exporters import traced
 verifier, drafter, name, prompt = sys.argv[1:]
 Pace.steps = lambda self: 0  # every round asks for a tree, and waits for it, however slow it all is
 async def main():
-    patient = DraftOptions(timeout=30)
+    patient = DraftOptions(timeout=30, adaptive=False)
     async with Client(verifier, drafter=drafter, drafting=patient, cache_dir=None) as client:
         return await client.generate(prompt, max_new_tokens=40, drafter=name, seed=1)
 with traced("paceline-client"):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -14,16 +17,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from verifier_support import Client, Round, serving
+from simulated_load import MODES, Accepted, Simulation
+from verifier_support import Client, Round, failure, reason_of, serving
 
 from paceline.decoder import Decoder
 from paceline.kernels import SamplingParams
-from paceline.v1 import sampling_pb2, tree_pb2
+from paceline.v1 import sampling_pb2, tree_pb2, verifier_pb2
 from paceline.verifier.engine.tree import DraftTree
 from paceline.verifier.scheduler import library
 from paceline.verifier.scheduler.admission import Step
 from paceline.verifier.scheduler.costs import CostTable
-from paceline.verifier.scheduler.outlook import Outlook, Shared
+from paceline.verifier.scheduler.experience import Account, Experiences, Means
+from paceline.verifier.scheduler.outlook import Outlook
+from paceline.verifier.scheduler.plain import PlainSpeed
 from paceline.verifier.scheduler.scheduler import Scheduler
 from paceline.verifier.scheduler.trust import Trust
 
@@ -92,7 +98,6 @@ async def test_unlikely_nodes_are_left_out_where_steps_cost(client: Client) -> N
     (answer,) = await rounds(client, tree)
     assert answer.checked_nodes == 0
     assert answer.batch_tokens == 1
-    assert 0 < answer.node_budget < 4
 
 
 @pytest.mark.parametrize("part", ["admit", "stepped"])
@@ -125,61 +130,142 @@ async def test_a_new_cache_says_how_much_to_draft(model: Path, tmp_path: Path) -
         assert not engine._scheduler._outlooks, "a released sequence is forgotten"
 
 
-def seen(outlook: Outlook, load: int, emitted: int, price: float, rounds: int = 50) -> None:
-    """Let it see the same round again and again."""
-    for _ in range(rounds):
-        outlook.drafted(load, emitted, price)
+def stands(chance: float) -> Callable[[int, random.Random], int]:
+    """A drafter whose tokens stand with such a chance each, whoever it drafts for."""
+
+    def accepted(user: int, draws: random.Random) -> int:
+        count = 0
+        while count < 8 and draws.random() < chance:
+            count += 1
+        return count
+
+    return accepted
 
 
-def test_where_trees_cost_more_than_they_bring_drafting_rests_until_a_probe() -> None:
-    outlook = Outlook(Shared(), 255)
-    seen(outlook, load=8, emitted=2, price=3.0)
-    assert outlook.budget(8) == 0
-    outlook.ran(1000)
-    assert outlook.budget(8) > 0, "a probe"
-    seen(outlook, load=8, emitted=2, price=3.0, rounds=1)
-    assert outlook.budget(8) == 0, "it failed"
-    outlook.ran(1000)
-    seen(outlook, load=8, emitted=9, price=3.0, rounds=1)
-    assert outlook.budget(8) > 0, "it pays again"
+def rates(accepted: Accepted, users: int) -> dict[str, float]:
+    """Tokens a plain step, by mode."""
+    steps = 1000 + 2000 / users
+    return {mode: Simulation(accepted, users, mode).run(steps) for mode in MODES}
 
 
-def test_one_sequence_alone_may_always_draft() -> None:
-    outlook = Outlook(Shared(), 255)
-    seen(outlook, load=1, emitted=1, price=3.0)
-    assert outlook.budget(1) > 0
+@pytest.mark.parametrize("users", [1, 4, 32])
+def test_drafting_that_does_not_pay_costs_next_to_nothing(users: int) -> None:
+    rate = rates(stands(0.2), users)
+    assert rate["scheduled"] > 0.97 * rate["plain"] > 1.2 * rate["fixed"]
+
+
+@pytest.mark.parametrize("users", [1, 4])
+def test_drafting_that_pays_is_let_go_on(users: int) -> None:
+    rate = rates(stands(0.85), users)
+    assert rate["scheduled"] > 0.95 * rate["fixed"] > 1.2 * rate["plain"]
+
+
+@pytest.mark.parametrize("users", [1, 4])
+def test_sequences_differ_and_each_gets_its_own_way(users: int) -> None:
+    """Every fourth one is easy to draft for, and the others are not."""
+
+    def accepted(user: int, draws: random.Random) -> int:
+        return stands(0.05 if user % 4 else 0.95)(user, draws)
+
+    rate = rates(accepted, users)
+    assert rate["scheduled"] > max(rate["plain"], rate["fixed"])
+
+
+def test_a_drafter_that_never_drafts_costs_next_to_nothing() -> None:
+    rate = rates(lambda user, draws: None, 4)
+    assert rate["scheduled"] > 0.97 * rate["plain"]
+
+
+def test_names_share_what_drafting_brought_and_no_others_do() -> None:
+    experiences = Experiences()
+    for name, emitted in (("good", 5), ("bad", 1)):
+        for _ in range(50):
+            experiences.of(name).means.learn(8, emitted=emitted, price=3.0)
+    assert Outlook(experiences.of("good"), 255, drafts=True).pays(8)
+    assert not Outlook(experiences.of("bad"), 255, drafts=True).pays(8)
+    assert not Outlook(experiences.of("other"), 255, drafts=True).pays(8), "nobody knows"
+
+
+def test_clients_cannot_make_it_remember_any_number_of_names() -> None:
+    experiences = Experiences()
+    kept = experiences.of("used all the time")
+    for number in range(1000):
+        experiences.of(str(number))
+        assert experiences.of("used all the time") is kept
+    assert len(experiences._named) < 100
 
 
 def test_what_one_load_showed_does_not_close_another() -> None:
-    outlook = Outlook(Shared(), 255)
-    seen(outlook, load=2, emitted=3, price=2.0)
-    seen(outlook, load=32, emitted=3, price=5.0)
-    assert outlook.budget(2) > 0
-    assert outlook.budget(30) == 0
+    means = Means()
+    for _ in range(50):
+        means.learn(2, emitted=3, price=2.0)
+        means.learn(32, emitted=3, price=5.0)
+    assert (means.gain(2) or 0) > 0 > (means.gain(30) or 0)
 
 
-def test_new_sequences_begin_with_what_others_showed() -> None:
-    shared = Shared()
-    seen(Outlook(shared, 255), load=8, emitted=1, price=3.0)
-    fresh, better = Outlook(shared, 255), Outlook(shared, 255)
-    assert fresh.budget(8) > 0, "a round of its own: the others' drafter may be a worse one"
-    seen(fresh, load=8, emitted=1, price=3.0, rounds=1)
-    assert fresh.budget(8) == 0
-    assert better.budget(8) > 0
-    seen(better, load=8, emitted=12, price=3.0, rounds=1)
-    assert better.budget(8) > 0
+def test_an_account_bounds_what_is_lost_whatever_the_means_say() -> None:
+    account, lost = Account(), 0.0
+    for _ in range(10_000):
+        account.passed(1.0)
+        if account.balance > 0:
+            account.settle(-3.0)
+            lost += 3.0
+    assert lost < 0.01 * 10_000 + 20
+
+
+def test_plain_steps_are_measured_before_drafting_is_judged_and_again_later() -> None:
+    plain = PlainSpeed()
+    assert not plain.known(4)
+    for _ in range(20):
+        plain.quiet(4, emitted=4, steps=1.25)
+    assert plain.known(4)
+    assert plain.rate(4) == pytest.approx(0.8, rel=0.02)
+    assert plain.rate(16) == plain.rate(4), "the nearest level that was seen"
+    for _ in range(4000):
+        plain.disturbed(4)
+    assert not plain.known(4)
+
+
+def outlook() -> Outlook:
+    return Outlook(Experiences().of("some"), 64, drafts=True)
 
 
 def test_budgets_follow_what_is_admitted() -> None:
-    outlook = Outlook(Shared(), 64)
-    outlook.checked(drafted=64, admitted=4)
-    assert outlook.budget(1) == 6
-    outlook.checked(drafted=6, admitted=6)
-    outlook.checked(drafted=14, admitted=14)
-    assert outlook.budget(1) > 14, "it grows while all is admitted"
+    one = outlook()
+    one.checked(drafted=64, admitted=4)
+    assert one.nodes == 6
+    one.checked(drafted=6, admitted=6)
+    one.checked(drafted=14, admitted=14)
+    assert one.nodes > 14, "it grows while all is admitted"
     for _ in range(9):
-        outlook.checked(drafted=outlook.budget(1), admitted=outlook.budget(1))
-    assert outlook.budget(1) == 64
+        one.checked(drafted=one.nodes, admitted=one.nodes)
+    assert one.nodes == 64
+
+
+async def test_a_run_ends_when_drafting_may_begin(client: Client) -> None:
+    """But not that of a client that drafts nothing."""
+    await served_with(client, FLAT)
+    ran = []
+    for drafter in ("some", None):
+        created = await client.create(PROMPT, max_new_tokens=99, ignore_eos=True, drafter=drafter)
+        assert (created.node_budget > 0) == (drafter is None), "plain steps are not yet measured"
+        stream = client.stub.Verify()
+        await stream.write(Round.of(created.handle, 1, free_run_steps=64))
+        tokens, last = 0, False
+        while not last:
+            answer = await stream.read()
+            tokens, last = tokens + len(answer.result.tokens), answer.last
+        assert answer.node_budget > 0
+        ran.append(tokens)
+        await client.release(created.handle)
+    assert 1 < ran[0] < 32
+    assert ran[1] == 64
+
+
+async def test_the_name_of_a_drafter_has_a_length(client: Client) -> None:
+    request = verifier_pb2.CreateCacheRequest(prompt_tokens=PROMPT, drafter="x" * 257)
+    error = await failure(client.stub.CreateCache(request))
+    assert reason_of(error) == "BAD_DRAFTER"
 
 
 @pytest.mark.parametrize("truth", [0.2, 0.5, 0.8])
@@ -224,6 +310,9 @@ def test_costs_rise_with_the_table_and_are_its_own_at_its_points(
     some = np.array([tokens, tokens + 1], float)
     less, more = table.seconds(some, some * max(10.0, context))
     assert 0 < less <= more + 1e-12
+    for count, seconds in ((tokens, less), (tokens + 1, more)):
+        one = table.step_seconds(1, count, round(count * max(10.0, context)))
+        assert one == pytest.approx(seconds, rel=0.01)
 
 
 def test_tables_are_kept_and_measured_once(
@@ -232,15 +321,42 @@ def test_tables_are_kept_and_measured_once(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     decoder = Decoder.load(model)
     with torch.inference_mode():
-        table = library.cost_table(decoder, "print", 2048)
+        table = library.cost_table(decoder, 2048)
         (file,) = (tmp_path / "paceline" / "costs").glob("*.json")
         assert CostTable.from_json(file.read_text()) == table
         monkeypatch.setattr(library, "profile", lambda *_: FLAT)
-        assert library.cost_table(decoder, "print", 2048) == table
-        assert library.cost_table(decoder, "other model", 2048) == FLAT
-        assert library.cost_table(decoder, "print", 2048, again=True) == FLAT
+        assert library.cost_table(decoder, 2048) == table
+        assert library.cost_table(decoder, 99) == FLAT, "other contexts"
+        assert library.cost_table(decoder, 2048, again=True) == FLAT
         file.write_text('{"tokens": [1]}')
-        assert library.cost_table(decoder, "print", 2048) == FLAT, "a file nobody can believe"
+        assert library.cost_table(decoder, 2048) == FLAT, "a file nobody can believe"
+
+
+def test_a_table_that_cannot_be_kept_serves_once(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "paceline").write_text("in the way")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(library, "profile", lambda *_: FLAT)
+    assert library.cost_table(Decoder.load(model), 2048) == FLAT
+
+
+def test_of_several_that_start_at_a_time_one_measures(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    decoder, measured = Decoder.load(model), []
+
+    def slow(*_: object) -> CostTable:
+        measured.append(FLAT)
+        time.sleep(0.05)
+        return FLAT
+
+    monkeypatch.setattr(library, "profile", slow)
+    with ThreadPoolExecutor(3) as pool:
+        tables = list(pool.map(lambda _: library.cost_table(decoder, 2048), range(3)))
+    assert tables == [FLAT] * 3
+    assert len(measured) == 1
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ HELD_OUT = (
 )
 """Shapes between the table's points: batch tokens, context, and tokens a sequence."""
 
+_SWEEPS = 12  # what is compared with the table ought to be surer than the table
+
 SEQUENCES, NODES = 64, 16
 """Of the decision that is timed."""
 
@@ -33,7 +35,7 @@ def measure(target: Path, dtype: str) -> dict[str, Any]:
         profiler = Profiler(decoder, max(context for _, context, _ in HELD_OUT))
         rows = []
         steps = [shapes_of(tokens, context, each) for tokens, context, each in HELD_OUT]
-        measured = least_seconds(profiler, steps)
+        measured = least_seconds(profiler, steps, sweeps=(_SWEEPS, _SWEEPS))
         for (tokens, context, each), shapes, took in zip(HELD_OUT, steps, measured, strict=True):
             foretold = table.step_seconds(len(shapes), tokens, tokens * context)
             rows.append(

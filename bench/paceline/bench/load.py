@@ -17,12 +17,6 @@ from paceline.bench.prompts import Prompt
 from paceline.bench.served import Services
 from paceline.client import Client, DraftOptions, RoundStats
 
-CONCURRENCY = (1, 2, 4, 8, 16, 32, 64)
-"""Generations at a time of the closed loop."""
-
-ARRIVALS = (1.0, 2.0, 4.0)
-"""Generations that begin in the open loop. Unit: per second."""
-
 LENGTHS = (32, 96, 192, 384)
 """Prompt lengths, in turns. Unit: tokens."""
 
@@ -32,12 +26,39 @@ TOKENS = 128
 LOOPS = ("closed", "open")
 """So many users who ask again and again; users who come at random times."""
 
-PROMPT_SETS = ("heldout", "trained", "copying")
-
 MODES = ("plain", "fixed", "scheduled")
 """No speculation; a tree of `FIXED_NODES`, checked whole, in every round; the scheduler."""
 
 FIXED_NODES = 8
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is asked for, who drafts for it, and how much of it at a time.
+
+    Attributes:
+        drafter: Name of the drafter.
+        sets: Sets of prompts, in turn.
+        users: Generations at a time of the closed loop.
+        arrivals: Generations that begin in the open loop. Unit: per second.
+    """
+
+    drafter: str
+    sets: tuple[str, ...]
+    users: tuple[int, ...]
+    arrivals: tuple[float, ...] = ()
+
+
+_MIXED = ("heldout", "trained", "copying")
+
+WORKLOADS = {
+    "load": Workload("ngram", _MIXED, (1, 2, 4, 8, 16, 32, 64), (1.0, 2.0, 4.0)),
+    "load-copying": Workload("ngram", ("copying",), (1, 4, 16)),
+    "load-longspec": Workload("longspec", ("copying",), (1, 4, 16)),
+}
+"""By the name of the part. Prompt lookup costs least beside the target; it hardly pays but where
+texts repeat themselves."""
+
 _WARM_SECONDS, _WARM_SECONDS_A_USER = 1.0, 0.04
 
 
@@ -163,6 +184,7 @@ class Load:
 
 
 async def measure(
+    workload: Workload,
     prompts: Sequence[Prompt],
     target: Path,
     drafter: str,
@@ -175,7 +197,10 @@ async def measure(
 ) -> dict[str, Any]:
     """Closed and open loops of all modes, the modes in turn, `repeats` times over.
 
+    Plain decoding and fixed trees have a verifier without a scheduler.
+
     Args:
+        workload: How much at a time.
         prompts: What to ask for, in turn.
         target: Model folder.
         drafter: Specification, METHOD[:DIR][,key=value...], under the name "load".
@@ -185,8 +210,8 @@ async def measure(
         repeats: Windows of each point.
         progress: Told what is under way.
     """
-    points = [("closed", float(users)) for users in CONCURRENCY if "closed" in loops]
-    points += [("open", rate) for rate in ARRIVALS if "open" in loops]
+    points = [("closed", float(users)) for users in workload.users if "closed" in loops]
+    points += [("open", rate) for rate in workload.arrivals if "open" in loops]
     found: dict[str, dict[str, Any]] = {loop: {} for loop, _ in points}
     with ExitStack() as running:
         scheduled = Services(target, [f"load={drafter}"], dtype, verifier=["--schedule=profile"])
@@ -198,7 +223,7 @@ async def measure(
             unscheduled.client(drafting=DraftOptions(adaptive=False)) as eager,
         ):
             loads = {
-                "plain": Load(client, prompts, "none"),
+                "plain": Load(eager, prompts, "none"),
                 "fixed": Load(eager, prompts, "load", max_nodes=FIXED_NODES),
                 "scheduled": Load(client, prompts, "load"),
             }

@@ -21,7 +21,8 @@ def _table(title: str, what: str, points: dict[str, Any]) -> Table:
     table.add_column(what, justify="right")
     table.add_column("mode")
     for heading in (
-        *("tokens/s", "x plain", "tokens/s a user", "first token ms", "between messages ms"),
+        *("tokens/s", "x plain", "tokens/s a user", "first token ms", "a token ms"),
+        "between messages ms",
         *("drafted share", "accepted", "drafted", "checked", "budget 0"),
     ):
         table.add_column(heading, justify="right")
@@ -35,6 +36,7 @@ def _table(title: str, what: str, points: dict[str, Any]) -> Table:
                 f"{row['tokens_per_second'] / modes['plain']['tokens_per_second']:.2f}",
                 _number(row["user_tokens_per_second"], "p50", 0),
                 _times(row["first_token_ms"]),
+                _times(row["per_token_ms"]),
                 _times(row["between_messages_ms"]),
                 f"{row['drafted_share']:.0%}",
                 *(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -195,17 +196,18 @@ def _heads(bench: Bench) -> dict[str, Any] | None:
     return {"weights": {name: digest(folder) for name, folder in folders.items()}, "sets": found}
 
 
-def _load(bench: Bench) -> dict[str, Any]:
-    """Many generations at once, drafted for by prompt lookup: it costs least beside the target."""
-    wanted = [name for name in load.LOOPS if bench.wanted(name)]
-    prompts_ = [prompt for prompt in bench.every_prompt() if prompt.set in load.PROMPT_SETS]
+def _load(workload: load.Workload, bench: Bench) -> dict[str, Any] | None:
+    """Many generations at once."""
+    if workload.drafter not in bench.drafters():
+        return None
     return _wait(
         load.measure(
-            prompts_,
+            workload,
+            [prompt for prompt in bench.every_prompt() if prompt.set in workload.sets],
             bench.target,
-            "ngram",
+            bench.drafters()[workload.drafter],
             dtype=bench.args.dtype,
-            loops=wanted,
+            loops=[name for name in load.LOOPS if bench.wanted(name)],
             seconds=bench.args.seconds,
             repeats=bench.repeats,
             progress=bench.console.log,
@@ -253,7 +255,7 @@ PARTS = {
     "selfspec": Part(_selfspec, "selfspec"),
     "collection": Part(_collection, "selfspec"),
     "costs": Part(_costs, "load"),
-    "load": Part(_load, "load"),
+    **{name: Part(partial(_load, each), "load") for name, each in load.WORKLOADS.items()},
     "budgets": Part(_budgets, "budgets"),
     "remote": Part(_remote, "budgets"),
     "replay": Part(_replay, ""),

@@ -7,7 +7,7 @@ from typing import Any
 
 BY_SET = (
     *("comparison", "stretched", "acceptance", "coupling", "reach", "selfspec"),
-    "load",
+    *("load", "load-copying", "load-longspec"),
 )
 """Parts that are measured set by set: those that a run leaves out stay."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from paceline.bench import echo, load_report, machine, report
+from paceline.bench import echo, load, load_report, machine, report
 from paceline.bench.parts import PARTS
 from paceline.bench.record import Book, digest
 from paceline.bench.setting import Bench
@@ -54,8 +54,9 @@ def run(args: argparse.Namespace) -> int:
                     f"written to {bench.book.file}, {time.monotonic() - began:.0f} s so far"
                 )
     report.show(results, console)
-    if "load" in results:
-        load_report.show(results["load"], console)
+    for name in load.WORKLOADS:
+        if name in results:
+            load_report.show(results[name], console)
     return 0
 
 

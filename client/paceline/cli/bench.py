@@ -24,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         choices=(
             *("table", "comparison", "stretched", "acceptance", "coupling", "draft", "reach"),
-            *("heads", "selfspec", "collection", "costs", "load", "budgets", "remote", "replay"),
-            "server",
+            *("heads", "selfspec", "collection", "costs", "budgets", "remote", "replay", "server"),
+            *("load", "load-copying", "load-longspec"),
         ),
         help="measure only this part (repeatable), and keep the others of its file; default: all",
     )

@@ -72,7 +72,7 @@ async def _check(
         drafter=args.address,
         token=read_token(args.token_file),
         tls=tls_of(args),
-        drafting=DraftOptions(timeout=_PATIENCE),
+        drafting=DraftOptions(timeout=_PATIENCE, adaptive=False),
     ) as client:
         for prompt in prompts:
             result = await client.generate(

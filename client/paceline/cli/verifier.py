@@ -68,8 +68,8 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--schedule",
         choices=["off", "auto", "profile"],
-        help="off: check all nodes (default); auto: check nodes as far as they pay under the load, "
-        "by a table of step times from the first start; profile: measure that table again",
+        help="auto (default): draft and check nodes as far as they pay under the load, by a table "
+        "of step times from the first start; profile: measure that table again; off: check all",
     )
 
 

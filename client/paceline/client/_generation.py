@@ -233,6 +233,8 @@ class Generation:
         shared, options = self._shared, self._options
         prompt, output = self._prompt_tokens, self._output
         deadline = monotonic() + options.deadline if options.deadline is not None else None
+        name = options.drafter or ""
+        drafts = shared.transport.has_drafter and name != "none"
         self._verifier = VerifierSession(
             shared.transport,
             model.facts,
@@ -244,9 +246,9 @@ class Generation:
             deadline,
             self._trace,
             taps,
+            name if drafts else None,
         )
-        name = options.drafter or ""
-        if shared.transport.has_drafter and name != "none":
+        if drafts:
             self._drafter = DrafterSession(
                 shared.transport,
                 name,
@@ -263,13 +265,17 @@ class Generation:
         return Rounds(
             self._verifier,
             self._drafter,
-            Pace(shared.speeds(name), adaptive=shared.drafting.adaptive),
+            Pace(
+                shared.speeds(name),
+                adaptive=shared.drafting.adaptive and not model.facts.weighs_drafting,
+            ),
             output,
             self._outlet,
             options,
             model.facts,
             self.stats,
             self._trace,
+            eager=not shared.drafting.adaptive,
         )
 
     async def _clean_up(self) -> None:

@@ -73,7 +73,8 @@ class DraftOptions:
     longest_delay: float = 10.0
     """Most delay before a lost drafter is attached again. Unit: seconds."""
     adaptive: bool = True
-    """Draft only where it pays. False: in every round, to measure what drafts are worth."""
+    """Draft only where it pays. False: in every round, whatever the verifier's node budget says, to
+    measure what drafts are worth."""
 
     def __post_init__(self) -> None:
         if self.timeout is not None:

@@ -1,8 +1,7 @@
 """When to speculate: a rule that learns from what rounds cost this generation.
 
-It is asked only where the verifier's node budget lets a tree be drafted at all. The budget weighs
-what trees cost all generations that share the verifier, which no client can see; this rule weighs
-what rounds take from here, the way to and from the services included. Either may say no.
+It is for verifiers that do not weigh that themselves (`GetModelResponse.weighs_drafting`): a
+verifier with a scheduler sees what trees cost all generations that share it, as no client can.
 
 A drafted round is worth its time if it emits tokens at least as fast as plain steps do. Where it
 does not, the client free-runs and probes again now and then, seldom enough that failed probes

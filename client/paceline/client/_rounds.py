@@ -27,7 +27,8 @@ class Rounds:
 
     As soon as a round's tokens are known the next tree is asked for. Reading the tokens as text and
     handing them out takes about as long as a quick drafter does, so it waits until the verifier has
-    its next round to work on. Nothing decided here changes a token.
+    its next round to work on. An eager one drafts even where the verifier says that it does not
+    pay. Nothing decided here changes a token.
     """
 
     def __init__(
@@ -41,6 +42,8 @@ class Rounds:
         facts: verifier_pb2.GetModelResponse,
         stats: Stats,
         trace: GenerationTrace | None = None,
+        *,
+        eager: bool = False,
     ) -> None:
         self._verifier = verifier
         self._drafter = drafter
@@ -51,6 +54,7 @@ class Rounds:
         self._facts = facts
         self._stats = stats
         self._trace = trace
+        self._eager = eager
         self._most_nodes = min(options.max_nodes or facts.max_tree_nodes, facts.max_tree_nodes)
         self._node_budget = self._most_nodes
         self._committed = 0
@@ -184,11 +188,13 @@ class Rounds:
         self._steps = _PLAIN_RUN
         if self._drafter is None:
             return
+        nodes = min(self._node_budget, self._most_nodes)
+        if self._eager:
+            nodes = nodes or self._most_nodes
+        if nodes == 0:
+            return  # trees cost more than they bring: the verifier says when again
         self._follow_grant(self._drafter)
         left = self._options.max_new_tokens - len(self._output.token_ids)
-        nodes = min(self._node_budget, self._most_nodes)
-        if nodes == 0:
-            return  # trees would cost others more than they bring: the verifier says when again
         self._steps = self._pace.steps()
         if self._steps == 0:
             # The last token of a round is the verifier's own: no path need reach the very end.

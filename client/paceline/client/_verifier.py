@@ -39,8 +39,9 @@ class VerifierSession:
     session resumes by handle and repeats the round; when the cache is gone, it prefills prompt and
     output again and answers the round with the token that follows. Its user sees tokens only.
 
-    `output` is the live list of emitted tokens: `receive` never returns a token twice, provided
-    that its user appends what one call returned before it calls again.
+    `drafter` names who is to draft, if anybody does. `output` is the live list of emitted tokens:
+    `receive` never returns a token twice, provided that its user appends what one call returned
+    before it calls again.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class VerifierSession:
         deadline: float | None,
         trace: GenerationTrace | None = None,
         taps: Taps = NO_TAPS,
+        drafter: str | None = None,
     ) -> None:
         self._transport = transport
         self._facts = facts
@@ -65,6 +67,7 @@ class VerifierSession:
         self._deadline = deadline
         self._trace = trace
         self._taps = taps
+        self._drafter = drafter
         self._attempts = Attempts(retry)
         self._parent = options.parent_handle
         self._stream: VerifyStream | None = None
@@ -182,6 +185,7 @@ class VerifierSession:
             traceparent="" if self._trace is None else self._trace.begin_prefill(),
             hidden_state_layers=self._taps.layers,
             hidden_state_window=self._taps.window,
+            drafter=self._drafter,
         )
         created: verifier_pb2.CacheCreated | None = None
         try:
@@ -266,7 +270,9 @@ class VerifierSession:
             round_id=round_id,
             result=created.first,
             last=True,
-            node_budget=facts.max_tree_nodes,
+            node_budget=(
+                created.node_budget if created.HasField("node_budget") else facts.max_tree_nodes
+            ),
             generation=created.generation,
             queue_us=created.queue_us,
         )

@@ -17,7 +17,7 @@ class GetModelRequest(_message.Message):
     def __init__(self, known_tokenizer_digest: _Optional[str] = ..., omit_tokenizer: _Optional[bool] = ...) -> None: ...
 
 class GetModelResponse(_message.Message):
-    __slots__ = ("name", "architecture", "vocab_size", "max_context", "eos_token_ids", "bos_token_id", "dtype", "target_fingerprint", "tokenizer_digest", "tokenizer_gzip", "chat_template", "max_tree_nodes", "layers", "kv_heads", "head_dim", "hidden_size", "instance_id", "batch_invariant", "lease_ms")
+    __slots__ = ("name", "architecture", "vocab_size", "max_context", "eos_token_ids", "bos_token_id", "dtype", "target_fingerprint", "tokenizer_digest", "tokenizer_gzip", "chat_template", "max_tree_nodes", "layers", "kv_heads", "head_dim", "hidden_size", "instance_id", "batch_invariant", "lease_ms", "weighs_drafting")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +37,7 @@ class GetModelResponse(_message.Message):
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     BATCH_INVARIANT_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHS_DRAFTING_FIELD_NUMBER: _ClassVar[int]
     name: str
     architecture: str
     vocab_size: int
@@ -56,10 +57,11 @@ class GetModelResponse(_message.Message):
     instance_id: str
     batch_invariant: bool
     lease_ms: int
-    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., dtype: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., tokenizer_gzip: _Optional[bytes] = ..., chat_template: _Optional[str] = ..., max_tree_nodes: _Optional[int] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., hidden_size: _Optional[int] = ..., instance_id: _Optional[str] = ..., batch_invariant: _Optional[bool] = ..., lease_ms: _Optional[int] = ...) -> None: ...
+    weighs_drafting: bool
+    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., dtype: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., tokenizer_gzip: _Optional[bytes] = ..., chat_template: _Optional[str] = ..., max_tree_nodes: _Optional[int] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., hidden_size: _Optional[int] = ..., instance_id: _Optional[str] = ..., batch_invariant: _Optional[bool] = ..., lease_ms: _Optional[int] = ..., weighs_drafting: _Optional[bool] = ...) -> None: ...
 
 class CreateCacheRequest(_message.Message):
-    __slots__ = ("prompt_tokens", "output_tokens", "sampling", "max_new_tokens", "stop_token_ids", "ignore_eos", "logprobs", "top_logprobs", "parent_handle", "hidden_state_layers", "traceparent", "hidden_state_window")
+    __slots__ = ("prompt_tokens", "output_tokens", "sampling", "max_new_tokens", "stop_token_ids", "ignore_eos", "logprobs", "top_logprobs", "parent_handle", "hidden_state_layers", "traceparent", "hidden_state_window", "drafter")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +74,7 @@ class CreateCacheRequest(_message.Message):
     HIDDEN_STATE_LAYERS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_STATE_WINDOW_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: _containers.RepeatedScalarFieldContainer[int]
     output_tokens: _containers.RepeatedScalarFieldContainer[int]
     sampling: _sampling_pb2.SamplingParams
@@ -84,7 +87,8 @@ class CreateCacheRequest(_message.Message):
     hidden_state_layers: _containers.RepeatedScalarFieldContainer[int]
     traceparent: str
     hidden_state_window: int
-    def __init__(self, prompt_tokens: _Optional[_Iterable[int]] = ..., output_tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., parent_handle: _Optional[bytes] = ..., hidden_state_layers: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ..., hidden_state_window: _Optional[int] = ...) -> None: ...
+    drafter: str
+    def __init__(self, prompt_tokens: _Optional[_Iterable[int]] = ..., output_tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., parent_handle: _Optional[bytes] = ..., hidden_state_layers: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ..., hidden_state_window: _Optional[int] = ..., drafter: _Optional[str] = ...) -> None: ...
 
 class CreateCacheResponse(_message.Message):
     __slots__ = ("progress", "created")

@@ -24,6 +24,7 @@ MAX_TREE_NODES = 255
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_TOKENS = 1024
 MAX_LOGIT_BIAS = 4096
+MAX_NAME = 256
 
 _FINISH = {
     None: sampling_pb2.FINISH_REASON_UNSPECIFIED,
@@ -103,6 +104,21 @@ def read_generation(request: verifier_pb2.CreateCacheRequest, limits: Limits) ->
         top_logprobs=request.top_logprobs if wants_logprobs else None,
         taps=_read_taps(request, limits),
     )
+
+
+def drafter_name(request: verifier_pb2.CreateCacheRequest) -> str | None:
+    """Who is to draft, if the client says so.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT.
+    """
+    if len(request.drafter) > MAX_NAME:
+        raise _invalid(
+            "BAD_DRAFTER",
+            f"the drafter's name has {len(request.drafter)} characters, expected at most "
+            f"{MAX_NAME}; shorten it or leave it out",
+        )
+    return request.drafter if request.HasField("drafter") else None
 
 
 async def guided(generation: Generation, schema: str, grammars: Grammars) -> Generation:

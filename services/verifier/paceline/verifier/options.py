@@ -33,10 +33,10 @@ class VerifierOptions:
     """Most tokens of prompts in one forward pass, so that rounds go on beside a long prompt."""
     node_budget: int = MAX_TREE_NODES
     """Drafted nodes that clients are told to send in a round at most."""
-    schedule: str = "off"
-    """off checks every node that comes; auto cuts trees to what is worth checking under the load,
-    by a table of step times measured at the first start with a model and kept; profile measures it
-    again."""
+    schedule: str = "auto"
+    """auto cuts trees to what is worth checking under the load, by a table of step times measured
+    at the first start with a model and kept, and lets generations draft only where it pays; profile
+    measures that table again; off checks every node that comes, as a GPU does in any case."""
     threads: int | None = None
     """Threads of one operation; None: torch's choice."""
     device: str = "cpu"

@@ -92,11 +92,11 @@ class VerifierService:
                 costs = pool.submit(
                     cost_table,
                     decoder,
-                    facts.message.target_fingerprint,
                     facts.message.max_context,
                     again=options.schedule == "profile",
                 ).result()
                 scheduler = Scheduler(costs, options.node_budget)
+                facts.message.weighs_drafting = True
         config = decoder.config
         layout = KvLayout(
             config.layers, config.kv_heads, config.head_dim, config.dtype, config.hidden

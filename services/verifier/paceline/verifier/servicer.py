@@ -12,7 +12,7 @@ from paceline.verifier.cache import CAPABILITY_BYTES, Cache
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.job import Prefill
 from paceline.verifier.failures import as_service_errors, cache_not_found
-from paceline.verifier.messages import guided, read_generation, write_result
+from paceline.verifier.messages import drafter_name, guided, read_generation, write_result
 from paceline.verifier.model import ModelFacts
 from paceline.verifier.store import CacheNotFound, CacheStore
 from paceline.verifier.stream import VerifyStream
@@ -55,7 +55,9 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             parent = None
             if request.parent_handle:
                 parent = self._find(request.parent_handle, owner).sequence
+            name = drafter_name(request)
             cache = self._store.admit(generation, owner)
+            cache.sequence.drafter = name
             if self._telemetry is not None:
                 self._telemetry.admitted(cache)
             try:

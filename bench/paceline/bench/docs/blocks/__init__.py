@@ -12,6 +12,8 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "load-facts": load.facts,
     "load-closed": load.closed,
     "load-window": load.window,
+    "load-paying": load.paying,
+    "load-open": load.opened,
     "calibration": dspark.calibration,
     "heads": dspark.heads,
     "longspec-contexts": longspec.contexts,

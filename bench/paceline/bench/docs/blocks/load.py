@@ -2,7 +2,9 @@
 
 from paceline.bench.docs.markdown import number, table
 from paceline.bench.docs.results import Results
+from paceline.bench.load import MODES
 
+_PAYING = {"ngram": "load-copying", "longspec": "load-longspec"}
 _WITHIN = 0.15  # of what was foretold: a good guess
 
 
@@ -51,6 +53,33 @@ def closed(results: Results) -> str:
         )
     headings = ("plain, tokens/s", "every round 8 nodes", "scheduled", "scheduled / plain")
     return table(("at once", *headings, "checked of drafted nodes", "answers with budget 0"), rows)
+
+
+def paying(results: Results) -> str:
+    """Throughput where texts repeat themselves, by drafter and generations at once."""
+    rows = []
+    for drafter, part in _PAYING.items():
+        for size, modes in results.value("load", f"{part}/closed").items():
+            rates = [modes[mode]["tokens_per_second"] for mode in MODES]
+            plain, fixed, scheduled = rates
+            ratios = (f"{scheduled / plain:.2f}", f"{scheduled / fixed:.2f}")
+            rows.append([f"`{drafter}`", size, *(number(rate, 0) for rate in rates), *ratios])
+    headings = ("plain, tokens/s", "every round 8 nodes", "scheduled")
+    return table(("drafter", "at once", *headings, "over plain", "over fixed"), rows)
+
+
+def opened(results: Results) -> str:
+    """What users saw who came at random times."""
+    rows = []
+    for arrivals, modes in results.value("load", "load/open").items():
+        for index, mode in enumerate(MODES):
+            row = modes[mode]
+            times = [
+                f"{row[key]['p50']:.0f} ({row[key]['p99']:.0f})"
+                for key in ("first_token_ms", "per_token_ms")
+            ]
+            rows.append(["" if index else arrivals, mode, *times])
+    return table(("arrivals a second", "mode", "first token, ms", "a token, ms"), rows)
 
 
 def window(results: Results) -> str:

@@ -25,7 +25,7 @@ from paceline.verifier.engine.settle import Outcome, settle
 from paceline.verifier.engine.tree import DraftTree
 from paceline.verifier.kv.base import OutOfMemory
 from paceline.verifier.scheduler.admission import Step
-from paceline.verifier.scheduler.scheduler import Decision, Scheduler
+from paceline.verifier.scheduler.scheduler import Decision, Scheduler, Served
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -256,10 +256,14 @@ class Engine:
         if outcome.error is not None:
             self._fail(job, StepFailed(f"the round could not be settled: {outcome.error}"))
             return
-        budget = self._node_budget
-        if self._scheduler is not None:
-            budget = self._scheduler.budget(job.sequence)
+        scheduler, budget = self._scheduler, self._node_budget
+        if scheduler is not None:
+            budget = scheduler.budget(job.sequence)
+            if budget and isinstance(job, Round) and scheduler.rests(job.sequence):
+                job.steps = 1  # the run was asked for because it could not draft: now it can
         job.take(outcome.emission(began, ended, batch_tokens, budget), began, ended)
+        if scheduler is not None and job.done and job.sequence.finish is None:
+            scheduler.told(job.sequence, budget)
         if job.telling:
             self._news.append(job)
         if isinstance(job, Prefill) and not job.done:
@@ -273,10 +277,12 @@ class Engine:
         if scheduler is None:
             return None
         try:
-            decision = scheduler.stepped(began, ended)
-            for outcome in outcomes:
-                if isinstance(outcome.job, Round) and outcome.walk is not None:
-                    scheduler.answered(outcome.job, outcome.share.tree, outcome.walk, ended)
+            served = [
+                Served(outcome.job, outcome.share.tree, outcome.walk)
+                for outcome in outcomes
+                if isinstance(outcome.job, Round) and outcome.walk is not None
+            ]
+            decision = scheduler.stepped(began, ended, served)
         except Exception:  # the step's answers must go out
             self._drop_scheduler()
             return None

@@ -62,6 +62,7 @@ class Sequence:
         segment: Its KV; closed by the engine when the sequence is released.
         tokens: Prompt and output.
         finish: Why the generation ended, if it did.
+        drafter: Who is to draft for it, as its client calls it; None: nobody, or it was not said.
         collectors: What looks on while its rounds are verified. The event loop adds and removes
             them, the engine thread takes a copy of the list for each step.
         listeners: Called on the event loop, which owns them, after steps and at the release.
@@ -76,6 +77,7 @@ class Sequence:
         self.guide = None if grammar is None else grammar.begin(generation.output)
         self._committed = 0
         self.finish: Finish | None = None
+        self.drafter: str | None = None
         self.collectors: list[Collector] = []
         self.listeners: set[Callable[[], None]] = set()
 

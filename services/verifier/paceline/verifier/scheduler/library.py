@@ -2,56 +2,58 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import logging
 import os
 import platform
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import torch
 
 from paceline.decoder import Decoder
 from paceline.verifier.scheduler.costs import CostTable
-from paceline.verifier.scheduler.profile import profile
+from paceline.verifier.scheduler.profile import contexts_of, profile
 
 _log = logging.getLogger(__name__)
 _MOST_FILES = 64
-_FORMAT = 1  # of the file, and of what is measured
+_FORMAT = 3  # of the file, and of what is measured
 
 
-def cost_table(
-    decoder: Decoder, fingerprint: str, max_context: int, *, again: bool = False
-) -> CostTable:
-    """The table of a model on this kind of machine: the stored one, or one measured now.
+def cost_table(decoder: Decoder, max_context: int, *, again: bool = False) -> CostTable:
+    """The table of a model's shape on this kind of machine: the stored one, or one measured now.
+
+    Weights make no difference. Of several processes that start at a time one measures, and the
+    others wait for it: they would only disturb each other.
 
     Args:
         decoder: The model.
-        fingerprint: Tells it from others.
         max_context: Longest text that will be served. Unit: tokens.
         again: Measure even if there is one.
     """
-    file = _folder() / f"{_key(decoder, fingerprint, max_context)}.json"
-    if not again:
-        with suppress(OSError, ValueError):  # none yet, or none that can be believed
-            return CostTable.from_json(file.read_text())
-    table = profile(decoder, max_context)
-    try:
-        _write(file, table)
-    except OSError as error:
-        _log.warning("the cost table could not be stored", extra={"error": str(error)})
+    file = _folder() / f"{_key(decoder, max_context)}.json"
+    with _alone(file.with_suffix(".lock")):
+        if not again and (stored := _read(file)) is not None:
+            return stored
+        table = profile(decoder, max_context)
+        try:
+            _write(file, table)
+        except OSError as error:
+            _log.warning("the cost table could not be stored", extra={"error": str(error)})
     return table
 
 
-def _key(decoder: Decoder, fingerprint: str, max_context: int) -> str:
+def _key(decoder: Decoder, max_context: int) -> str:
     facts = (
         _FORMAT,
-        fingerprint,
-        str(decoder.config.dtype),
+        decoder.config,
         str(decoder.device),
-        max_context,
+        contexts_of(max_context),
         torch.get_num_threads(),
         torch.__version__,
+        os.environ.get("PACELINE_NATIVE"),
         _machine(),
     )
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
@@ -72,11 +74,27 @@ def _folder() -> Path:
     return Path(root, "paceline", "costs")
 
 
+@contextmanager
+def _alone(file: Path) -> Iterator[None]:
+    """Hold a file's lock, which the system frees if the process dies. No matter where it can't."""
+    with ExitStack() as held:
+        with suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            fcntl.flock(held.enter_context(file.open("w")), fcntl.LOCK_EX)
+        yield
+
+
+def _read(file: Path) -> CostTable | None:
+    with suppress(OSError, ValueError):  # none yet, or none that can be believed
+        return CostTable.from_json(file.read_text())
+    return None
+
+
 def _write(file: Path, table: CostTable) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     fresh = file.with_suffix(f".{os.getpid()}")
     fresh.write_text(table.to_json())
     fresh.replace(file)
     files = sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)
     for old in files[:-_MOST_FILES]:
         old.unlink(missing_ok=True)
+        old.with_suffix(".lock").unlink(missing_ok=True)

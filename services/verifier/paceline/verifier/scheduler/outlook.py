@@ -1,79 +1,49 @@
-"""Whether drafting pays under this load, for one sequence and for all of them."""
+"""Whether drafting pays for one sequence, and how much of it."""
 
 from __future__ import annotations
 
+from paceline.verifier.scheduler.experience import Experience, Means
 from paceline.verifier.scheduler.trust import Trust
 
-_NEWEST = 0.2  # weight of the newest round in a sequence's means
-_NEWEST_SHARED = 0.05  # and in those of all sequences
-_FIRST_PROBE, _LAST_PROBE = 128, 1024  # tokens between probes: the least and the most
+_FIRST_PROBE, _LAST_PROBE = 8, 1024  # tokens between probes: the least and the most
 _GROWTH = 8  # nodes that a budget grows by at least, where all that was sent was admitted
-
-
-class Means:
-    """Running means of drafted rounds.
-
-    A round's price is the time from one answer to the next, drafting and travel included, over
-    that of a plain step under the same load: what the sequence might have emitted meanwhile.
-    """
-
-    def __init__(self, newest: float, like: Means | None = None) -> None:
-        self._newest = newest
-        self.emitted: float | None = like.emitted if like else None
-        """Tokens a round emits; None until one was seen."""
-        self._prices: dict[int, float] = dict(like._prices) if like else {}
-
-    def learn(self, load: int, emitted: float, price: float) -> None:
-        """Take in a round that was run with so many sequences alive."""
-        self.emitted = self._mixed(self.emitted, emitted)
-        level = _level(load)
-        self._prices[level] = self._mixed(self._prices.get(level), price)
-
-    def price(self, load: int) -> float | None:
-        """What a round costs under a load, or under the nearest that was seen."""
-        level = _level(load)
-        if not self._prices:
-            return None
-        return self._prices[min(self._prices, key=lambda seen: (abs(seen - level), seen))]
-
-    def pays(self, load: int) -> bool:
-        """Whether rounds emit what they cost; true until something is known."""
-        price = self.price(load)
-        return self.emitted is None or price is None or self.emitted >= price
-
-    def _mixed(self, mean: float | None, value: float) -> float:
-        return value if mean is None else mean + self._newest * (value - mean)
-
-
-class Shared:
-    """What all sequences showed: where new ones begin."""
-
-    def __init__(self) -> None:
-        self.means = Means(_NEWEST_SHARED)
-        self.trust = Trust()
 
 
 class Outlook:
     """What the scheduler knows of one sequence.
 
     Attributes:
+        experience: What is shared by its drafter's name.
         trust: How far its confidences are to be believed.
-        answered: Time of the scheduler's clock when a step last served it. Unit: plain steps.
-        seen: When that was, or when it began to wait for a step (time.perf_counter).
-        closed: Its last budget was 0, but for probes.
+        drafts: Whether somebody drafts for it.
+        seen: When it was served, or began to wait for a step (time.perf_counter).
+        open: Whether its last answer let it draft.
+        drafting: Whether what happens from its last answer to the next is drafting's doing.
+        toll: What the others lost since then, as far as it is to blame. Unit: tokens.
+        waits: Whether it was let draft, and there is nothing to judge that by yet.
     """
 
-    def __init__(self, shared: Shared, most: int) -> None:
-        self.trust = Trust(shared.trust)
-        self.answered: float | None = None
+    def __init__(self, experience: Experience, most: int, *, drafts: bool) -> None:
+        self.experience = experience
+        self.trust = Trust(experience.trust)
+        self.drafts = drafts
         self.seen = 0.0
-        self.closed = False
-        self._shared = shared
-        self._means = Means(_NEWEST, shared.means)
+        self.open = False
+        self.drafting = False
+        self.toll = 0.0
+        self.waits = False
+        self._answered: float | None = None
+        self._told_under = 1
+        self._means = Means(experience.means)
         self._most = most
-        self._budget = most
-        # What others showed may be another drafter's doing: each sequence has a round of its own.
-        self._emitted_closed = self._probe_after = _FIRST_PROBE
+        self._nodes = experience.nodes or most
+        self._resting = self._probe_after = _FIRST_PROBE
+        self._tries = 0
+
+    @property
+    def nodes(self) -> int:
+        """Most nodes to draft next, if any at all."""
+        return min(self._nodes, self._most)
 
     def checked(self, drafted: int, admitted: int) -> None:
         """A tree was cut to ``admitted`` of its ``drafted`` nodes.
@@ -81,38 +51,64 @@ class Outlook:
         The next one may be somewhat larger, so that it is seen when more would pay again.
         """
         if admitted == drafted:
-            self._budget = min(self._most, max(self._budget, 2 * drafted, drafted + _GROWTH))
+            self._nodes = min(self._most, max(self._nodes, 2 * drafted, drafted + _GROWTH))
         else:
-            self._budget = min(self._most, admitted + max(2, admitted // 2))
+            self._nodes = min(self._most, admitted + max(2, admitted // 2))
+        self.experience.nodes = self._nodes
 
-    def drafted(self, load: int, emitted: int, price: float) -> None:
-        """A round with a tree was answered."""
-        self._means.learn(load, emitted, price)
-        self._shared.means.learn(load, emitted, price)
-        if self.closed:  # it was a probe
-            self._probe_after = min(2 * self._probe_after, _LAST_PROBE)
-        self._emitted_closed = 0
-
-    def ran(self, emitted: int) -> None:
-        """Tokens came out of a free run."""
-        self._emitted_closed += emitted
-
-    def budget(self, load: int) -> int:
-        """Most nodes to draft next.
-
-        One sequence alone takes nothing from others: there its client's own clock decides.
+    def answered(self, load: int, emitted: int, clock: float, *, tree: bool) -> None:
+        """A step served it.
 
         Args:
             load: Sequences alive.
+            emitted: Tokens it got.
+            clock: Tokens that plain steps would have given it since the scheduler began.
+            tree: Whether it had sent a tree.
         """
-        if load < 2 or self._means.pays(load):
-            self.closed = False
+        self.drafts |= tree
+        if self._answered is not None and (tree or self.drafting):
+            self._settle(load, emitted, clock - self._answered, tree=tree)
+        self._resting += emitted
+        self._answered, self.toll = clock, 0.0
+        # The way back from a tree to a free run is part of what the tree cost.
+        self.drafting = tree
+
+    def told(self, load: int, budget: int, clock: float) -> None:
+        """Its client was answered under some load, and told how much to draft."""
+        self._answered, self._told_under = clock, load
+        opens = self.drafts and budget > 0
+        if opens and not self.open:
+            self._tries, self.waits = 0, False
+        self.open = opens
+        self.drafting |= opens
+        if opens:
+            self._resting = 0
+
+    def pays(self, load: int) -> bool:
+        """Whether rounds bring what they cost; not before that is known."""
+        gain = self._means.gain(load)
+        return gain is not None and gain >= (self.experience.tolls.at(load) or 0.0)
+
+    @property
+    def probe_due(self) -> bool:
+        """Whether it rested long enough to try again."""
+        return self._resting >= self._probe_after
+
+    def _settle(self, load: int, emitted: int, price: float, *, tree: bool) -> None:
+        """Book what a drafted round brought and cost, to the sequence and to the others."""
+        # The account that let it draft pays: loads come and go between levels.
+        account = self.experience.account(self._told_under)
+        account.settle((emitted - price - self.toll) / load)
+        # There may be no tree yet at first, because a drafter is still being attached.
+        self.waits = self.open and not tree and self._tries == 0
+        self._tries += 1
+        if not self.open or self.waits:
+            return
+        probe = not self.pays(load)
+        self._means.learn(load, emitted, price, probe=probe)
+        self.experience.means.learn(load, emitted, price)
+        self.experience.tolls.learn(load, self.toll)
+        if self.pays(load):
             self._probe_after = _FIRST_PROBE
-            return self._budget
-        self.closed = True
-        return self._budget if self._emitted_closed >= self._probe_after else 0
-
-
-def _level(load: int) -> int:
-    """Loads that are taken for alike: 1, 2, 3 to 4, 5 to 8, ..."""
-    return (load - 1).bit_length()
+        else:
+            self._probe_after = min(2 * self._probe_after, _LAST_PROBE)

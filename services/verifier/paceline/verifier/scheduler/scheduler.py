@@ -15,11 +15,17 @@ from paceline.verifier.engine.sequence import Sequence
 from paceline.verifier.engine.tree import UNTOLD, DraftTree
 from paceline.verifier.scheduler.admission import Floats, Step, admit
 from paceline.verifier.scheduler.costs import CostTable
-from paceline.verifier.scheduler.outlook import Outlook, Shared
+from paceline.verifier.scheduler.experience import Experiences
+from paceline.verifier.scheduler.outlook import Outlook
+from paceline.verifier.scheduler.plain import PlainSpeed
 
 _NEWEST = 0.1  # weight of the newest step in running means
 _AWAY = 0.5  # seconds of silence after which a sequence no longer counts as alive
 _STRANGE = 5.0  # a step this many times off its prediction was disturbed: it counts no more
+# Sequences that may try at a time what did not pay before, or a quarter of all: one that drafts
+# alone disturbs the others as much as several do, and is no measure of what they would gain.
+_LEAST_TRIALS = 2
+_MOST_LOST = 2.0  # plain steps that one step can take from others by drafting: more is chance
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +43,20 @@ class Decision:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A round that a step served: what was checked of its tree, and what came out."""
+
+    round: Round
+    tree: DraftTree
+    walk: Walk
+
+
 class Scheduler:
     """Cuts trees to what is worth checking, and tells how large the next ones may be.
 
-    Safety contract: only speed depends on it. Whatever it decides, and whatever confidences it was
-    told, the tokens are the same. Belongs to the engine thread.
+    Safety contract: only speed depends on it. Whatever it decides, and whatever confidences and
+    names it was told, the tokens are the same. Belongs to the engine thread.
     """
 
     def __init__(self, costs: CostTable, most: int) -> None:
@@ -54,18 +69,20 @@ class Scheduler:
         self._decision: Decision | None = None
         self._costs = costs
         self._most = most
-        self._shared = Shared()
+        self._experiences = Experiences()
         self._outlooks: dict[Sequence, Outlook] = {}
-        self._alive = 0
-        # Measured over predicted time of steps, with trees and without: what else the machine does,
-        # drafting perhaps, takes its part.
-        self._strain = {True: 1.0, False: 1.0}
+        self._alive: list[Outlook] = []
+        # Of steps without pieces of prompts, and with: the table tells less of those.
+        self._plain_speed = (PlainSpeed(), PlainSpeed())
+        # Measured over predicted time of steps with trees: what else the machine does.
+        self._strain = 1.0
         self._predicted = self._plain = 0.0
+        self._prompts = False
         self._idle = 0.0
         self._ended = 0.0
-        # Time in plain steps of all that are alive: it goes slower while steps take longer for all,
-        # beside a prompt for instance.
+        # Tokens that each sequence alive would have got in plain steps so far.
         self._clock = 0.0
+        self._trials: int | None = None
 
     def admit(self, rounds: Items[Round], trees: Items[DraftTree], step: Step) -> list[DraftTree]:
         """Cut the trees of a step that begins now.
@@ -82,9 +99,9 @@ class Scheduler:
         self._decision = None
         if not any(sizes):
             return list(trees)
-        own = self._costs.per_sequence * step.emitted
-        lost = self._idle / self._strain[True] + own  # whatever the step's size
-        drawn = [_drawn(round_) for round_ in rounds]
+        own = self._costs.sequence_seconds(step.emitted, step.attended / step.tokens)
+        lost = self._idle / self._strain + own  # whatever the step's size
+        drawn, load = [_drawn(round_) for round_ in rounds], len(self._alive)
         admission = admit(
             [
                 _told_before(tree.survivals) if causal else tree.survivals
@@ -94,7 +111,8 @@ class Scheduler:
             Step(step.tokens, step.attended, step.emitted, lost),
             self._costs,
             exponents=[
-                1.0 if causal else outlook.trust.exponent
+                # What is told counts where nothing is learnt, and where one wants to find out.
+                1.0 if causal or not outlook.pays(load) else outlook.trust.exponent
                 for outlook, causal in zip(outlooks, drawn, strict=True)
             ],
             causal=any(causal and size for causal, size in zip(drawn, sizes, strict=True)),
@@ -109,77 +127,132 @@ class Scheduler:
         self._decision = Decision(sum(sizes), sum(admission.counts), perf_counter() - began)
         return cut
 
-    def stepped(self, began: float, ended: float) -> Decision | None:
+    def stepped(self, began: float, ended: float, served: Items[Served] = ()) -> Decision | None:
         """A step ran without an error: of rounds, cut just before, or of pieces of prompts alone.
 
         Args:
             began: When it began (time.perf_counter).
             ended: When it ended.
+            served: What came of its rounds.
 
         Returns:
             What had been decided; None if there was no tree.
         """
-        self._ended = ended
-        decision, predicted = self._decision, self._predicted
-        self._decision, self._predicted = None, 0.0
-        if predicted:
-            ratio = (ended - began) / predicted
+        decision, plain = self._decision, self._plain
+        idle = began - self._ended
+        self._decision, self._plain, self._ended = None, 0.0, ended
+        if not plain:
+            return None
+        if decision is not None:
+            ratio = (ended - began) / self._predicted
             if 1 / _STRANGE < ratio < _STRANGE:
-                drafted = decision is not None
-                self._strain[drafted] += _NEWEST * (ratio - self._strain[drafted])
-            self._clock += (ended - began) / (self._plain * self._strain[False])
+                self._strain += _NEWEST * (ratio - self._strain)
+        passed = ended - began + (idle if idle < _AWAY else 0.0)
+        self._account(passed / plain, served, drafted=decision is not None)
+        for each in served:
+            self._answered(each, ended)
         return decision
-
-    def answered(self, round_: Round, tree: DraftTree, walk: Walk, ended: float) -> None:
-        """A step served a round.
-
-        Args:
-            round_: The round.
-            tree: What was checked of its tree.
-            walk: What came out.
-            ended: When the step ended (time.perf_counter).
-        """
-        outlook = self._outlook(round_.sequence)
-        if len(round_.tree) > 1:
-            if len(tree) > 1 and not _drawn(round_):
-                outlook.trust.learn(tree.survivals, len(walk.path))
-                self._shared.trust.learn(tree.survivals, len(walk.path))
-            if outlook.answered is not None:
-                price = self._clock - outlook.answered
-                outlook.drafted(self._alive, len(walk.tokens), price)
-        else:
-            outlook.ran(len(walk.tokens))
-        outlook.answered = self._clock
-        outlook.seen = ended if walk.finish is None else 0.0
 
     def budget(self, sequence: Sequence) -> int:
         """Most nodes to draft next for a sequence; 0: none for now."""
-        return self._outlook(sequence).budget(self._alive)
+        outlook = self._outlook(sequence)
+        return outlook.nodes if self._may_draft(outlook) else 0
+
+    def told(self, sequence: Sequence, budget: int) -> None:
+        """A client was answered, with this budget: its next round is to come."""
+        outlook = self._outlook(sequence)
+        outlook.told(max(1, len(self._alive)), budget, self._clock)
+        self._trials = None
+        outlook.seen = self._ended
+
+    def rests(self, sequence: Sequence) -> bool:
+        """Whether its client would draft, but was told not to."""
+        outlook = self._outlook(sequence)
+        return outlook.drafts and not outlook.open
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence is gone."""
         self._outlooks.pop(sequence, None)
 
+    def _may_draft(self, outlook: Outlook) -> bool:
+        load = max(1, len(self._alive))
+        if not outlook.drafts:
+            return True  # nobody drafts, or this is how it comes to light
+        if not self._plain_speed[False].known(load):
+            return False
+        account = outlook.experience.account(load)
+        if account.balance <= 0:
+            return False
+        if outlook.pays(load) or outlook.waits:
+            return True
+        if not (account.trying and outlook.probe_due):
+            return False
+        if self._trials is None:
+            self._trials = sum(each.open and not each.pays(load) for each in self._alive)
+        return self._trials < max(_LEAST_TRIALS, load // 4)
+
+    def _account(self, steps: float, served: Items[Served], *, drafted: bool) -> None:
+        """Let time pass, and find out what drafting takes from those who do not draft.
+
+        Args:
+            steps: The time, over that of a plain step of all who are alive by the table.
+            served: What came of the step at its end.
+            drafted: Whether it held trees.
+        """
+        load = len(self._alive)
+        drafting = [outlook for outlook in self._alive if outlook.drafting]
+        speed = self._plain_speed[self._prompts]
+        if not (drafted or drafting):
+            speed.quiet(load, sum(len(each.walk.tokens) for each in served), steps)
+        tick = steps * speed.rate(load)
+        self._clock += tick
+        self._experiences.passed(load, tick)
+        if not drafting:
+            return
+        speed.disturbed(load)
+        others = load - len(drafting)
+        got = sum(
+            len(each.walk.tokens)
+            for each in served
+            if not self._outlooks[each.round.sequence].drafting
+        )
+        lost = min(tick * others - got, _MOST_LOST * others)
+        for outlook in drafting:
+            outlook.toll += lost / len(drafting)
+
+    def _answered(self, served: Served, ended: float) -> None:
+        outlook = self._outlook(served.round.sequence)
+        tree = len(served.round.tree) > 1
+        if len(served.tree) > 1 and not _drawn(served.round):
+            for trust in (outlook.trust, outlook.experience.trust):
+                trust.learn(served.tree.survivals, len(served.walk.path))
+        emitted = len(served.walk.tokens)
+        outlook.answered(len(self._alive), emitted, self._clock, tree=tree)
+        outlook.seen = ended if served.walk.finish is None else 0.0
+
     def _count(self, here: Iterable[Outlook], step: Step, began: float) -> None:
         """Note who is alive, what the step would take without trees, and time lost before it."""
         for outlook in here:
             outlook.seen = began
-        self._alive = sum(began - outlook.seen < _AWAY for outlook in self._outlooks.values())
-        away = self._alive - step.emitted
+        alive = [each for each in self._outlooks.values() if began - each.seen < _AWAY]
+        self._alive, self._trials = alive, None
+        away = len(alive) - step.emitted
         per_sequence = step.attended // step.tokens
-        self._predicted = self._costs.step_seconds(step.emitted, step.tokens, step.attended)
+        self._prompts = step.tokens > step.emitted
         self._plain = self._costs.step_seconds(
-            self._alive, step.tokens + away, step.attended + away * per_sequence
+            len(alive), step.tokens + away, step.attended + away * per_sequence
         )
         idle = began - self._ended
         if idle < _AWAY:
             self._idle += _NEWEST * (idle - self._idle)
-            self._clock += idle / (self._plain * self._strain[False])
 
     def _outlook(self, sequence: Sequence) -> Outlook:
         found = self._outlooks.get(sequence)
         if found is None:
-            found = self._outlooks[sequence] = Outlook(self._shared, self._most)
+            name = sequence.drafter
+            experience = self._experiences.of(name or "")
+            found = Outlook(experience, self._most, drafts=name is not None)
+            self._outlooks[sequence] = found
         return found
 
 

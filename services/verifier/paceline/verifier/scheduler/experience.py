@@ -1,0 +1,144 @@
+"""What drafting cost and brought: for one sequence, and for all that share a drafter's name."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from paceline.verifier.scheduler.plain import level_of
+from paceline.verifier.scheduler.trust import Trust
+
+_NEWEST = 0.1  # weight of the newest round in a sequence's means
+_PROBE = 0.5  # and of one that was let draft to see whether it pays by now
+_NEWEST_SHARED = 0.05  # weight in the means of all sequences
+_NEWEST_TOLL = 0.2
+_PRIOR = 8  # rounds that the means of all count for where a sequence begins
+_SHARE = 0.01  # of the time that passes: what drafting that does not pay may cost
+_FIRST, _LEAST, _MOST = 2.0, -8.0, 16.0  # an account at first, and its bounds. Unit: plain steps
+_MOST_NAMES = 64
+
+
+class ByLevel:
+    """Running means by load level. Where a level was never seen, the nearest one is taken."""
+
+    def __init__(self, newest: float, like: ByLevel | None = None) -> None:
+        """See nothing yet; or begin with what ``like`` saw, as if it were some samples."""
+        self._newest = newest
+        self._means: dict[int, tuple[float, int]] = {}
+        if like is not None:
+            self._means = {
+                level: (mean, min(count, _PRIOR)) for level, (mean, count) in like._means.items()
+            }
+
+    def learn(self, load: int, value: float, weight: float = 0.0) -> None:
+        """Take in a sample that counts for such a part of the mean at least."""
+        level = level_of(load)
+        mean, count = self._means.get(level, (0.0, 0))
+        mean += max(self._newest, weight, 1 / (count + 1)) * (value - mean)
+        self._means[level] = mean, count + 1
+
+    def at(self, load: int) -> float | None:
+        """The mean under a load; None: nothing was seen."""
+        level = level_of(load)
+        if level not in self._means:
+            nearest = min(self._means, key=lambda seen: (abs(seen - level), seen), default=None)
+            if nearest is None:
+                return None
+            level = nearest
+        return self._means[level][0]
+
+
+class Means:
+    """Running means of drafted rounds.
+
+    A round's price is the time from one answer to the next, drafting and travel included, in
+    tokens that the sequence would have got in plain steps meanwhile.
+    """
+
+    def __init__(self, like: Means | None = None) -> None:
+        newest = _NEWEST_SHARED if like is None else _NEWEST
+        self._emitted: ByLevel = ByLevel(newest, like._emitted if like else None)
+        self._prices: ByLevel = ByLevel(newest, like._prices if like else None)
+
+    def learn(self, load: int, emitted: int, price: float, *, probe: bool = False) -> None:
+        """Take in a round that was run with so many sequences alive."""
+        weight = _PROBE if probe else 0.0
+        self._emitted.learn(1, emitted, weight)  # it is the same under any load
+        self._prices.learn(load, price, weight)
+
+    def gain(self, load: int) -> float | None:
+        """Tokens that a round brings beyond its price; None: nothing is known."""
+        emitted, price = self._emitted.at(1), self._prices.at(load)
+        return None if emitted is None or price is None else emitted - price
+
+
+class Account:
+    """What drafting may still lose under a load. Unit: plain steps of all who are alive.
+
+    A hundredth of the time that passes is paid in. Rounds pay in what they gain and draw what they
+    lose, to the sequence and to all others. Nobody drafts on an empty account: whatever the means
+    believe, drafting cannot take more than that hundredth for long. Bounds keep old gains from
+    paying for new losses, and one odd measurement from closing it for good.
+
+    Attributes:
+        balance: What is there.
+        trying: Whether sequences may draft for which it did not pay so far, once there is enough
+            for several of them.
+    """
+
+    def __init__(self) -> None:
+        self.balance = _FIRST
+        self.trying = True
+
+    def passed(self, steps: float) -> None:
+        """Time went by."""
+        self._set(self.balance + _SHARE * steps)
+
+    def settle(self, gain: float) -> None:
+        """A round is over."""
+        self._set(max(_LEAST, self.balance + gain))
+
+    def _set(self, balance: float) -> None:
+        self.balance = min(_MOST, balance)
+        self.trying = self.balance >= _FIRST or (self.trying and self.balance > 0)
+
+
+class Experience:
+    """What all sequences of one drafter's name showed: where new ones begin.
+
+    Attributes:
+        means: Of their rounds.
+        tolls: What a round cost all the others who were alive. Unit: tokens.
+        trust: How far confidences are to be believed.
+        nodes: Nodes that the next tree of a sequence was allowed last; None: no tree was seen.
+    """
+
+    def __init__(self) -> None:
+        self.means = Means()
+        self.tolls = ByLevel(_NEWEST_TOLL)
+        self.trust = Trust()
+        self.nodes: int | None = None
+        self._accounts: dict[int, Account] = {}
+
+    def account(self, load: int) -> Account:
+        """The account of a load level."""
+        return self._accounts.setdefault(level_of(load), Account())
+
+
+class Experiences:
+    """By name. Clients choose names: only those of late are kept."""
+
+    def __init__(self) -> None:
+        self._named: OrderedDict[str, Experience] = OrderedDict()
+
+    def of(self, name: str) -> Experience:
+        """What is known of a name."""
+        found = self._named.setdefault(name, Experience())
+        self._named.move_to_end(name)
+        while len(self._named) > _MOST_NAMES:
+            self._named.popitem(last=False)
+        return found
+
+    def passed(self, load: int, steps: float) -> None:
+        """Time went by, measured in plain steps."""
+        for experience in self._named.values():
+            experience.account(load).passed(steps)
