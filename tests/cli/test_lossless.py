@@ -70,11 +70,11 @@ def test_the_first_difference_is_told_with_its_gap() -> None:
     assert lossless._difference(0, plain, plain) is None
 
 
-@pytest.mark.parametrize("content", ["", '{"prompt": "x"}\n', "[1]\n", "nonsense\n"])
+@pytest.mark.parametrize("content", ["", '{"other": "x"}\n', "[true]\n", "nonsense\n"])
 def test_files_without_prompts_are_refused(
     content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "prompts"
+    file = tmp_path / "prompts.jsonl"
     file.write_text(content)
     assert main(["verify-lossless", "--target", "x", "--prompts", str(file)]) == 2
     assert "paceline verify-lossless: " in capsys.readouterr().err

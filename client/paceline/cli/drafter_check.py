@@ -6,15 +6,13 @@ This is for methods of every kind. A drafter service can check on its own, by te
 
 import argparse
 import asyncio
-import json
 from pathlib import Path
 
 from paceline.cli.connection import tls_of
+from paceline.cli.prompts import read_prompts
 from paceline.client import Client, DraftOptions, PacelineError
 from paceline.service.options import OptionsError, read_token
 from paceline.v1 import drafter_pb2
-
-Prompt = str | list[int]
 
 _TOKENS = 32
 """New ones of each prompt."""
@@ -27,27 +25,20 @@ class CheckFailedError(PacelineError):
     """The version did not draft, or drafted what the verifier refused."""
 
 
-def read_prompts(path: Path) -> list[Prompt]:
-    """Prompts of a file of JSON lines: `prompt` (text or token ids) or `text`.
+def checked_prompts(path: Path) -> list[str | list[int]]:
+    """Prompts of a file.
 
     Raises:
         OptionsError: The file cannot be read, has no line, or one of another form.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        prompts = [_prompt(json.loads(line)) for line in lines]
+        return read_prompts(path)
     except (OSError, ValueError) as error:
-        raise OptionsError(
-            f"cannot read prompts from {path}: {error}; expected JSON objects, one a line, with "
-            "'prompt' (text or token ids) or 'text'"
-        ) from error
-    if not prompts:
-        raise OptionsError(f"{path} has no prompts")
-    return prompts
+        raise OptionsError(f"cannot read prompts from {path}: {error}") from error
 
 
 def check(
-    args: argparse.Namespace, drafter: str, prompts: list[Prompt]
+    args: argparse.Namespace, drafter: str, prompts: list[str | list[int]]
 ) -> drafter_pb2.DrafterCheck:
     """Generate for every prompt with one version of a drafter, and tell how it did.
 
@@ -64,7 +55,7 @@ def check(
 
 
 async def _check(
-    args: argparse.Namespace, drafter: str, prompts: list[Prompt]
+    args: argparse.Namespace, drafter: str, prompts: list[str | list[int]]
 ) -> drafter_pb2.DrafterCheck:
     rounds, accepted, draft_ms = 0, 0, 0.0
     async with Client(
@@ -92,15 +83,6 @@ async def _check(
         accepted_length=accepted / rounds,
         draft_us=round(draft_ms / rounds * 1e3),
     )
-
-
-def _prompt(line: object) -> Prompt:
-    value = line.get("prompt", line.get("text")) if isinstance(line, dict) else None
-    if isinstance(value, str) and value:
-        return value
-    if isinstance(value, list) and value and all(isinstance(v, int) and v >= 0 for v in value):
-        return value
-    raise ValueError(f"{str(line)[:80]} holds no prompt")
 
 
 def _failed(drafter: str, why: str) -> CheckFailedError:

@@ -19,7 +19,7 @@ from paceline.cli.connection import (
     open_channel,
     verifier_address,
 )
-from paceline.cli.drafter_check import CheckFailedError, check, read_prompts
+from paceline.cli.drafter_check import CheckFailedError, check, checked_prompts
 from paceline.client._errors import PacelineError, from_rpc_error
 from paceline.service.options import OptionsError
 from paceline.v1 import drafter_pb2, drafter_pb2_grpc
@@ -176,7 +176,7 @@ def _load(args: argparse.Namespace, call: Call) -> None:
         options=dict(args.option),
         activate=args.activate and args.check is None,
     )
-    prompts = [] if args.check is None else read_prompts(args.check)
+    prompts = [] if args.check is None else checked_prompts(args.check)
     info = call("LoadDrafter", request).drafter
     if args.check is not None:
         which = {"name": info.name, "version": info.version}

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from paceline.cli.generate import run_async
 from paceline.cli.processes import ProcessFailed, ServiceProcess
+from paceline.cli.prompts import PROMPT_FILE, read_prompts
 from paceline.client import Client, GenerationResult, PacelineError
 
 NEAR = 1e-3
@@ -84,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="METHOD[:DIR][,KEY=VALUE...]",
         help="drafter to try, as for paceline serve; repeatable (default: ngram)",
     )
-    add("--prompts", type=Path, required=True, metavar="FILE", help="JSON lines with a text field")
+    add("--prompts", type=Path, required=True, metavar="FILE", help=PROMPT_FILE)
     add("--limit", type=int, default=20, metavar="N", help="most prompts (default: %(default)s)")
     add("--max-new-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
     add(
@@ -131,26 +132,6 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report.identical else 1
 
 
-def read_prompts(file: Path) -> list[str]:
-    """The texts of a JSON-lines file.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: a line is no JSON object with a text, or there is none.
-    """
-    prompts = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        entry = json.loads(line)
-        if not isinstance(entry, dict) or not isinstance(entry.get("text"), str):
-            raise ValueError(f'{file}, line {number}: expected {{"text": "..."}}')
-        prompts.append(entry["text"])
-    if not prompts:
-        raise ValueError(f"{file} holds no prompt")
-    return prompts
-
-
 def _start(services: ExitStack, args: argparse.Namespace) -> tuple[ServiceProcess, ServiceProcess]:
     """Both services, started side by side; `services` stops them."""
     verifier = ServiceProcess("verifier", ["--target", str(args.target), "--dtype", args.dtype])
@@ -165,7 +146,7 @@ def _start(services: ExitStack, args: argparse.Namespace) -> tuple[ServiceProces
 
 
 async def _compare(
-    verifier: str, drafter: str, prompts: Sequence[str], args: argparse.Namespace
+    verifier: str, drafter: str, prompts: Sequence[str | list[int]], args: argparse.Namespace
 ) -> Report:
     comparisons: list[Comparison] = []
     gaps: list[float] = []
@@ -196,7 +177,7 @@ async def _compare(
 
 async def _drafted(
     client: Client,
-    prompts: Sequence[str],
+    prompts: Sequence[str | list[int]],
     name: str,
     args: argparse.Namespace,
     options: dict[str, Any],
@@ -204,7 +185,7 @@ async def _drafted(
     """Several at a time, so that batches differ from those of the plain runs too."""
     slots = asyncio.Semaphore(args.concurrency)
 
-    async def one(place: int, prompt: str) -> GenerationResult:
+    async def one(place: int, prompt: str | list[int]) -> GenerationResult:
         async with slots:
             return await client.generate(prompt, drafter=name, seed=args.seed + place, **options)
 

@@ -43,6 +43,10 @@ def _prompt(entry: Any, where: str) -> str | list[int]:
             entry = entry[0]  # a conversation: its first turn
     if isinstance(entry, str) and entry:
         return entry
-    if isinstance(entry, list) and entry and all(type(token) is int for token in entry):
+    if (
+        isinstance(entry, list)
+        and entry
+        and all(type(token) is int and token >= 0 for token in entry)
+    ):
         return entry
     raise ValueError(f"{where}: expected a text or token ids, or an object with one of {FIELDS}")
