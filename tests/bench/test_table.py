@@ -119,6 +119,11 @@ def test_an_interrupted_run_goes_on_and_a_finished_one_begins_anew(
     bench(tmp_path).book.add("table", found)
     run(bench(tmp_path))
     assert measured[-len(names) :] == names, "a finished run is not taken for its rest"
+    bench(tmp_path).book.add("table", found)
+    again = run(bench(tmp_path, set=[names[1]]))
+    assert again is not None
+    assert sorted(cell["group"] for cell in again["cells"]) == sorted(names)
+    assert measured[-1] == names[1], "one group alone, and the others kept"
 
 
 def test_everybody_writes_after_the_same_prefilled_prompt(tmp_path: Path) -> None:

@@ -31,10 +31,17 @@ class Results:
         return self.file(topic).is_file()
 
     def file(self, topic: str) -> Path:
-        """Where a topic's results are: `KIND-TOPIC.json`, of older commands `TOPIC-KIND.json`."""
+        """Where a topic's results are: `KIND-TOPIC.json`, of some commands `TOPIC-KIND.json`.
+
+        Files of other machines are named whole, without their `.json`; `models/NAME` are the notes
+        in a demo model's own folder.
+        """
+        if topic.startswith("models/"):
+            return self.root / "models" / "demo" / topic.removeprefix("models/") / "config.json"
         folder = self.root / "bench" / "results"
-        older = folder / f"{topic}-{self._kind}.json"
-        return older if older.is_file() else folder / f"{self._kind}-{topic}.json"
+        own = folder / f"{self._kind}-{topic}.json"
+        others = (folder / f"{topic}-{self._kind}.json", folder / f"{topic}.json")
+        return next((file for file in (own, *others) if file.is_file()), own)
 
     def value(self, topic: str, path: str) -> Any:
         """One figure, `path` being keys and list indices with slashes between them."""

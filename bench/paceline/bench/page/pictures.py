@@ -12,12 +12,15 @@ _LENGTH = "accepted length, bonus included"
 
 def _table(found: dict[str, Any]) -> list[str]:
     long = [cell for cell in found["cells"] if cell["context"]]
-    drawn = [by_context(long, "against_none", _RATIO), by_context(long, "accepted_length", _LENGTH)]
-    return [
-        *(drawn if long else []),
-        by_temperature(found["cells"], "accepted_length", _LENGTH),
-        by_temperature(found["cells"], "against_transformers", "tokens/s over transformers"),
-    ]
+    drawn: list[str] = []
+    if long:
+        drawn.append(by_context(long, "against_none", _RATIO))
+        drawn.append(by_context(long, "accepted_length", _LENGTH))
+    for target in dict.fromkeys(cell["target"] for cell in found["cells"]):
+        here = [cell for cell in found["cells"] if cell["target"] == target]
+        drawn.append(by_temperature(here, "accepted_length", _LENGTH))
+        drawn.append(by_temperature(here, "against_transformers", "tokens/s over transformers"))
+    return drawn
 
 
 def load(found: dict[str, Any]) -> list[str]:

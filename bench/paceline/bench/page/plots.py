@@ -52,6 +52,8 @@ def by_context(cells: Sequence[Mapping[str, Any]], figure: str, label: str) -> s
                     axis.plot(*zip(*points, strict=True), marker="o", ms=4, label=row)
             axis.set(title=f"{target} target, T = {heat:g}", xlabel="context, tokens", ylabel=label)
             axis.set_xscale("log", base=2)
+            contexts = [cell["context"] for cell in here]
+            axis.set_xticks(contexts, [f"{context // 1024}k" for context in contexts])
             axis.grid(alpha=0.3)
         axes[-1].legend(fontsize=7)
 
@@ -71,9 +73,11 @@ def by_temperature(cells: Sequence[Mapping[str, Any]], figure: str, label: str) 
                 values = [cell["rows"][row].get(figure, 0.0) for row in rows]
                 axis.bar(places, values, width=0.38, label=f"T = {cell['temperature']:g}")
             names = [row.removeprefix("paceline ") for row in rows]
-            axis.set_xticks([place + 0.2 for place in range(len(rows))], names, rotation=60)
+            axis.set_xticks(
+                [place + 0.2 for place in range(len(rows))], names, rotation=60, ha="right"
+            )
             axis.set(title=group, ylabel=label)
             axis.grid(alpha=0.3, axis="y")
         axes[0].legend(fontsize=8)
 
-    return svg(f"temperature-{figure}", len(groups), draws, _HEIGHT + 1.2)
+    return svg(f"temperature-{groups[0]}-{figure}", len(groups), draws, _HEIGHT + 1.2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import uvloop
@@ -22,15 +22,16 @@ TOKENS = 64
 def run(bench: Bench) -> dict[str, Any] | None:
     """Cells of all groups; each group is written down as soon as it is measured.
 
-    A run with the same models and settings goes on where an unfinished one ended. None where the
-    demo's drafters are not all there.
+    A run with the same models and settings goes on where an unfinished one ended; one of some
+    groups alone (`--set`) keeps the others. None where the demo's drafters are not all there.
     """
     if bench.small is None or bench.longspec is None or bench.dspark is None:
         return None
     tokens = bench.args.tokens or TOKENS
     chosen = groups(bench.args.package or FILES, bench.args.prompts)
-    if bench.args.repeats:
-        chosen = [replace(group, repeats=bench.args.repeats) for group in chosen]
+    asked = {"prompts": bench.args.texts, "repeats": bench.args.repeats}
+    asked = {name: count for name, count in asked.items() if count}
+    chosen = [replace(group, **asked) for group in chosen]
     if bench.args.set:
         chosen = [group for group in chosen if group.name in bench.args.set]
     found: dict[str, Any] = {
@@ -39,12 +40,10 @@ def run(bench: Bench) -> dict[str, Any] | None:
             folder.name: digest(folder)
             for folder in (bench.target, bench.small, bench.longspec, bench.dspark)
         },
-        "groups": [group.name for group in chosen],
+        "groups": [asdict(group) for group in chosen],
     }
     earlier = bench.book.earlier("table") or {}
-    unfinished = not earlier.get("complete") and all(earlier.get(k) == v for k, v in found.items())
-    found["cells"] = earlier["cells"] if unfinished else []
-    found["seconds"] = earlier["seconds"] if unfinished else 0.0
+    found |= _kept(found, earlier, {group.name for group in chosen} if bench.args.set else None)
     for group in chosen:
         if any(cell["group"] == group.name for cell in found["cells"]):
             bench.console.log(f"{group.name}: measured already")
@@ -54,7 +53,7 @@ def run(bench: Bench) -> dict[str, Any] | None:
         measuring = measure(
             group,
             fitted(group, bench.models, bench.work),
-            texts[: bench.args.texts],
+            texts,
             dtype=bench.args.dtype,
             tokens=tokens,
             progress=bench.console.log,
@@ -64,3 +63,19 @@ def run(bench: Bench) -> dict[str, Any] | None:
         bench.console.log(f"{group.name}: {found['seconds']:.0f} s in all")
         bench.book.add("table", {**found, "complete": False})
     return {**found, "complete": True}
+
+
+def _kept(found: dict[str, Any], earlier: dict[str, Any], again: set[str] | None) -> dict[str, Any]:
+    """Cells of an earlier run with the same models that this one need not measure.
+
+    All of an unfinished run of the same groups; else, where only the groups `again` are asked for,
+    those of the others.
+    """
+    cells: list[dict[str, Any]] = []
+    seconds = 0.0
+    if all(earlier.get(key) == found[key] for key in ("tokens", "weights")):
+        if earlier["groups"] == found["groups"] and not earlier["complete"]:
+            cells, seconds = earlier["cells"], earlier["seconds"]
+        elif again is not None:
+            cells = [cell for cell in earlier["cells"] if cell["group"] not in again]
+    return {"cells": cells, "seconds": seconds}

@@ -12,7 +12,7 @@ def show(found: dict[str, Any], console: Console) -> None:
         prefill = cell["prefill_seconds"]
         table = Table(
             title=f"{cell['group']}, T = {cell['temperature']:g}",
-            caption=f"{cell['prompts']} prompts, {cell['runs']} runs; prefill "
+            caption=f"prompts: {cell['prompts']}, runs: {cell['runs']}; prefill "
             f"{prefill['paceline']:.1f} s, of transformers {prefill['transformers']:.1f} s; "
             f"Paceline's texts are {'identical' if cell['identical'] else 'NOT IDENTICAL'}",
         )

@@ -74,8 +74,8 @@ def whole(results: Results) -> str:
         yarn = f", RoPE scaled by YaRN x{cell['yarn']}" if cell["yarn"] else ""
         parts.append(
             f"### {cell['group'].capitalize()}, T = {cell['temperature']:g}\n\n"
-            f"{cell['prompts']} prompts of {cell['prompt_tokens']:,.0f} tokens (median){yarn}; "
-            f"{cell['runs']} runs. Prefill {prefill['paceline']:.1f} s, of transformers "
+            f"Prompts: {cell['prompts']}, of {cell['prompt_tokens']:,.0f} tokens (median){yarn}; "
+            f"runs: {cell['runs']}. Prefill {prefill['paceline']:.1f} s, of transformers "
             f"{prefill['transformers']:.1f} s. Paceline's texts "
             f"{'identical in all rows' if cell['identical'] else 'NOT IDENTICAL'}."
             f"\n\n{table(headings, rows)}"
