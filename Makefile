@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROTOS := $(wildcard protos/paceline/v1/*.proto)
 
-.PHONY: setup demo test chart containers up down lint types proto proto-check browser docs bench drills fuzz audit \
+.PHONY: setup demo test chart containers up down lint types proto proto-check browser docs bench learn drills fuzz audit \
 	gpu-check gpu-packages gpu-train clean
 
 setup: .make/setup
@@ -74,6 +74,10 @@ bench: setup
 	$(BIN)/paceline bench $(BENCH)
 	$(BIN)/paceline bench docs
 	$(BIN)/paceline bench report
+
+# A drafter learns from traffic that it never saw: about a quarter of an hour.
+learn: setup
+	$(BIN)/python -m paceline.bench.online --work .make/learn
 
 # Breaks things under load and records in bench/results what held: about a quarter of an hour.
 drills: setup

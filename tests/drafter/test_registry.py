@@ -15,6 +15,7 @@ from paceline.drafter import DrafterSpec, LoadError, register_method
 from paceline.drafter.methods.base import Drafter, Resources
 from paceline.drafter.registry import Registry, Sample
 from paceline.drafter.registry.loader import Loader
+from paceline.drafter.registry.trial import TrialSettings
 from paceline.drafter.spec import Roots
 from paceline.service import ServiceError
 
@@ -157,6 +158,16 @@ def test_shares_are_kept_exactly(share: float, count: int) -> None:
             await registry.close()
 
     assert abs(asyncio.run(chosen())["2"] - share * count) <= 1.0
+
+
+async def test_a_trial_draws_by_chance(registry: Registry) -> None:
+    """Requests of two kinds that come in turns: each version gets both."""
+    await registry.load(spec("x=fake"))
+    await registry.load(spec("x=fake"))
+    registry.activate("x", "2", 0.5, TrialSettings())
+    chosen = [registry.choose("x").version for _ in range(400)]
+    for kind in (chosen[::2], chosen[1::2]):
+        assert 50 < kind.count("2") < 150
 
 
 async def test_unloading_waits_for_streams(registry: Registry, disposed: Disposed) -> None:

@@ -130,7 +130,7 @@ async def test_a_better_version_is_promoted(record: Path) -> None:
         await trial(service, "x", "2", time_margin=99)
         stays = await service.attach([1])
         assert stays.attached.version in ("1", "2")
-        for _ in range(40):
+        for _ in range(400):  # versions are drawn by chance
             await generate(service)
             if (await trial_of(service)).state != drafter_pb2.TRIAL_STATE_RUNNING:
                 break
@@ -147,7 +147,7 @@ async def test_a_worse_version_is_rolled_back(record: Path) -> None:
     async with drafting(f"x=replay:{record},p=0.9", roots=[record.parent]) as service:
         await load(service, "x", "replay", folder=str(record), options={"p": "0.3"})
         await trial(service, "x", "2", share=0.25, time_margin=99)
-        for _ in range(60):
+        for _ in range(400):
             await generate(service)
             if (await trial_of(service)).state != drafter_pb2.TRIAL_STATE_RUNNING:
                 break

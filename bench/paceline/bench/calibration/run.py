@@ -30,6 +30,7 @@ from paceline.v1 import sampling_pb2
 
 _CONTEXTS = (300, 1000)
 _MODES = {"greedy": 0.0, "sampled": 1.0}
+_FEWEST = 3  # texts: two to fit to, one to measure on
 
 
 def run(args: argparse.Namespace) -> int:
@@ -100,9 +101,14 @@ def _recordings(
 def _calibrate(
     modes: Mapping[str, Sequence[list[Paths]]],
 ) -> tuple[dict[str, Any], dict[str, tuple[Scaling, ...]]]:
-    """Figures by mode, on every third text, and scalings fitted to the others."""
+    """Figures by mode, on every third text, and scalings fitted to the others.
+
+    A mode with fewer than three texts is left as it is: recorded traffic may hold one mode only.
+    """
     figures, scalings = {}, {}
     for mode, by_text in modes.items():
+        if len(by_text) < _FEWEST:
+            continue
         fitted, heldout = _split(by_text)
         alone = fit(fitted, shifts=False)
         scalings[mode] = fit(fitted)
@@ -161,7 +167,8 @@ def _output(args: argparse.Namespace, name: str, spec: DrafterSpec) -> Path:
 def _write(
     path: Path, drafter: Drafter, scalings: Mapping[str, tuple[Scaling, ...]], notes: Any
 ) -> None:
-    Calibration(drafter.method, scalings["greedy"], scalings["sampled"]).write(path, notes)
+    greedy, sampled = (scalings.get(mode, ()) for mode in _MODES)
+    Calibration(drafter.method, greedy, sampled).write(path, notes)
 
 
 def _draw(
@@ -171,6 +178,8 @@ def _draw(
 ) -> None:
     panels = {}
     for mode, by_text in modes.items():
+        if mode not in scalings:
+            continue
         _, heldout = _split(by_text)
         curves = {"before": heldout, "after": calibrated(heldout, scalings[mode])}
         panels[mode] = {

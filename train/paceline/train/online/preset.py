@@ -68,7 +68,7 @@ PRESETS: dict[str, OnlinePreset] = {
     "cpu": OnlinePreset(
         minutes=5, steps=5000, length=512,
         rows={"dspark": 2, "longspec": 4, "lm": 4},
-        muon_rate={"dspark": 0.01, "longspec": 0.008, "lm": 0.01},
-        adamw_rate={"dspark": 1.5e-3, "longspec": 1.2e-3, "lm": 1.5e-3},
+        muon_rate={"dspark": 0.01, "longspec": 0.008, "lm": 0.015},
+        adamw_rate={"dspark": 1.5e-3, "longspec": 1.2e-3, "lm": 2.5e-3},
     ),
 }  # fmt: skip

@@ -52,10 +52,11 @@ def train_online(
     with process.main_process_first():  # the others read what the first one wrote
         texts = recorded_texts(recordings, target_folder, run.work)
         kept = run.work / "own.safetensors"
-        own = authored_texts(Decoder.load(target_folder), known, preset.old_texts, eos, kept)
+        count = preset.old_texts if preset.old_share else 0
+        own = authored_texts(Decoder.load(target_folder), known, count, eos, kept)
     recorded = [[*text.prompt, *text.tokens] for text in texts.trained]
-    count = sum(map(len, recorded))
-    old = first_tokens([*own, *known], round(count * preset.old_share / (1 - preset.old_share)))
+    total = sum(map(len, recorded))
+    old = first_tokens([*own, *known], round(total * preset.old_share / (1 - preset.old_share)))
     batches = Batches([*recorded, *old], eos)
     torch.manual_seed(0)
     plan = OnlinePlan(preset, preset.rows[method], run.minutes, run.steps)
@@ -68,7 +69,7 @@ def train_online(
     facts: dict[str, str | int] = {
         "from": start.name,
         "recorded_texts": len(recorded),
-        "recorded_tokens": count,
+        "recorded_tokens": total,
         "old_tokens": sum(map(len, old)),
     }
     before = measured.measure(start)

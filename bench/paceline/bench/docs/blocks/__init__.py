@@ -32,5 +32,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "flatness": sparse.flatness,
     "remote": sparse.remote,
     "budget-training": training.budgets,
+    "online": training.online,
+    "online-run": training.online_run,
     "telemetry-cost": training.telemetry,
 }

@@ -2,7 +2,7 @@
 
 import re
 
-from paceline.bench.docs.markdown import table
+from paceline.bench.docs.markdown import interval, table
 from paceline.bench.docs.results import FigureError, Results
 
 _LENGTHS = ("1,024", "3,840")
@@ -43,3 +43,31 @@ def telemetry(results: Results) -> str:
         f"differed by more (quartiles {low:+.1%} and {high:+.1%}); a round took {longer:.2f} ms "
         f"longer beside its computing, and {processor:.1f} ms more processor time."
     )
+
+
+def online(results: Results) -> str:
+    """Accepted length before and after learning from traffic."""
+    rows = []
+    for method, run in results.value("online", "drafters").items():
+        for kind, heats in run["accepted_length"].items():
+            for heat, versions in heats.items():
+                cells = [interval(versions[name]) for name in ("before", "after")]
+                rows.append([f"`{method}`", kind, heat.removeprefix("T="), *cells])
+    return table(("drafter", "prompts from", "T", "before", "after"), rows)
+
+
+def online_run(results: Results) -> str:
+    """How much was recorded and learnt, and what the trial said."""
+    lines = []
+    for method, run in results.value("online", "drafters").items():
+        training, trial = run["training"], run["trial"]
+        lines += [
+            f"- `{method}`: learnt from {training['recorded_texts']} texts of at most "
+            f"{run['new_tokens']} tokens",
+            f"  after prompts of {run['prompt_tokens']}; {training['steps']} steps in "
+            f"{training['minutes']:.1f} minutes.",
+            f"  The trial ended {trial['state'].replace('_', ' ')}, after "
+            f"{trial['candidate_figures']['generations']} generations of the new version:",
+            f"  {trial['reason']}.",
+        ]
+    return "\n".join(lines)

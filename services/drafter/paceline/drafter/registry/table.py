@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import chain
 
 from paceline.drafter.registry.version import Version
@@ -61,8 +62,9 @@ class VersionTable:
     def choose(self, name: str, version: str = "") -> Version:
         """The version a new generation gets: the one asked for, or one by its share.
 
-        Shares are kept exactly, not by chance: of any n generations in a row a version gets its
-        share of n, give or take one.
+        Shares are kept exactly: of any n generations in a row a version gets its share of n, give
+        or take one. In a trial they are drawn by chance, so that nothing that comes in turns, such
+        as two kinds of requests, falls to one version alone and is taken for its merit.
 
         Raises:
             ServiceError: DRAFTER_NOT_FOUND, or UNAVAILABLE with DRAFTER_DRAINING.
@@ -78,6 +80,8 @@ class VersionTable:
         active = self.active(name)
         if not active:
             raise _draining(name, "")
+        if any(each.on_trial for each in active):
+            return random.choices(active, [each.share for each in active])[0]
         for each in active:
             each.credit += each.share
         chosen = max(active, key=lambda v: v.credit)

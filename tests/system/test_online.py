@@ -1,0 +1,96 @@
+"""The loop of learning: texts are recorded, learnt from, and the new version takes over."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from system_support import VOCABULARY, make_prompts
+
+from paceline.cli.main import main
+from paceline.cli.processes import ServiceProcess
+from paceline.client import Client, DraftOptions, GenerationResult
+from paceline.drafter.recordings import read_recordings
+
+PROMPTS = make_prompts(28, seed=5)
+TOKENS = 72
+
+
+@pytest.fixture
+def folders(models: dict[str, Path], tmp_path: Path) -> dict[str, Path]:
+    """Copies of a target and a drafter whose last token parts texts, and files to train on."""
+    found = {}
+    for name, source in (("target", models["llama"]), ("lm", models["small"])):
+        found[name] = tmp_path / name
+        shutil.copytree(source, found[name])
+        settings = found[name] / "tokenizer_config.json"
+        end = {"eos_token": f"<spare{VOCABULARY - 1}>"}
+        settings.write_text(json.dumps({**json.loads(settings.read_text()), **end}))
+    found["data"] = tmp_path / "data"
+    found["data"].mkdir()
+    for number in range(14):
+        (found["data"] / f"{number}.txt").write_text(f"round {number} and on and " * 300)
+    return found
+
+
+def paceline(*words: object) -> None:
+    """Give a command, in this process: it has torch already."""
+    assert main([str(word) for word in words]) == 0
+
+
+def generate(verifier: ServiceProcess, drafter: ServiceProcess) -> list[GenerationResult]:
+    async def all_at_once() -> list[GenerationResult]:
+        drafting = DraftOptions(timeout=30, adaptive=False)
+        async with Client(verifier.address, drafter=drafter.address, drafting=drafting) as client:
+            asked = [client.generate(p, max_new_tokens=TOKENS, drafter="lm") for p in PROMPTS]
+            return await asyncio.gather(*asked)
+
+    return asyncio.run(all_at_once())
+
+
+def tokens_of(results: list[GenerationResult]) -> list[list[int]]:
+    return [result.token_ids for result in results]
+
+
+def test_a_drafter_learns_from_what_it_drafted(folders: dict[str, Path], tmp_path: Path) -> None:
+    texts, work, out = tmp_path / "texts", tmp_path / "work", tmp_path / "lm-2"
+    target = ["--target", str(folders["target"]), "--dtype", "float32"]
+    load = ["--load", f"lm=lm:{folders['lm']}", "--record", str(texts)]
+    with (
+        ServiceProcess("verifier", target) as verifier,
+        ServiceProcess("drafter", load) as drafter,
+    ):
+        first = generate(verifier, drafter)
+        drafter.kill()
+        # All but what was still on its way to the disk; no text has its last round.
+        kept = {text.prompt: text.tokens for text in read_recordings(texts)}
+        assert len(kept) >= len(PROMPTS) - 2
+        for prompt, result in zip(PROMPTS, first, strict=True):
+            tokens = kept.get(tuple(prompt), ())
+            assert tokens == tuple(result.token_ids[: len(tokens)])
+        assert min(map(len, kept.values())) > TOKENS // 2
+
+        drafter.restart_same_address()
+        training = [
+            *("--target", folders["target"], "--from", folders["lm"], "--data", folders["data"]),
+            *("--from-recordings", texts, "--work", work, "--out", out),
+        ]
+        paceline("train", "online", *training, "--steps", 2, "--old-share", 0)
+        assert json.loads((out / "config.json").read_text())["paceline"]["training"]["steps"] == 2
+
+        where = ("--address", drafter.address)
+        check = ("--check", work / "heldout.jsonl", "--verifier-address", verifier.address)
+        paceline("drafters", "load", "lm", "lm", out, *check, *where)
+        # Whatever the trial finds of so few texts, it is no reason to roll back.
+        margins = ("--length-margin", 0.99, "--time-margin", 99)
+        paceline("drafters", "try", "lm", 2, "--share", 0.5, *margins, *where)
+        tried = generate(verifier, drafter)
+        assert {v for r in tried for v in r.stats.drafter_versions} == {"lm@1", "lm@2"}
+        paceline("drafters", "activate", "lm", 2, *where)
+        last = generate(verifier, drafter)
+        assert {tuple(r.stats.drafter_versions) for r in last} == {("lm@2",)}
+        assert tokens_of(first) == tokens_of(tried) == tokens_of(last)
+        assert len(read_recordings(texts)) > 2 * len(PROMPTS)
