@@ -100,3 +100,9 @@ def another_device() -> Iterator[None]:
             yield
     finally:
         torch._C._set_only_lift_cpu_tensors(before)
+
+
+def enter_thread() -> None:
+    """``other:0`` is a device in the calling thread, until it ends."""
+    torch._C._set_only_lift_cpu_tensors(True)
+    _Mode().__enter__()

@@ -17,11 +17,13 @@ def test_a_device_that_is_not_there_is_refused(device: str) -> None:
         build_service([], device=device)
 
 
-def test_methods_keep_their_tensors_on_one_device() -> None:
+def test_services_keep_their_tensors_on_one_device() -> None:
     """In a process of its own: PyTorch is told of a device that is not there."""
-    cases = Path(__file__).with_name("on_another_device.py")
+    tests = Path(__file__).parents[1]
+    cases = [tests / service / "on_another_device.py" for service in ("drafter", "verifier")]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", str(cases)], capture_output=True, text=True, check=False
-    )
+        [sys.executable, "-m", "pytest", *map(str, cases)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout[-5000:]
     assert "17 passed" in done.stdout

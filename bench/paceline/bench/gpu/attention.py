@@ -82,11 +82,15 @@ def more(device: torch.device) -> None:
         "256 nodes, heads of 256": make_case(device, [777], [256], (8, 2), 256, brain),
         "window": make_case(device, [0, 300, 5000], [40, 64, 9], (28, 4), 128, brain, window=256),
         "long": make_case(device, [long, 0, 9000], [64, 256, 1], (32, 8), 128, brain),
-        "long in pages": make_case(device, [long, 33000], [5, 17], (8, 2), 128, half, paged=True),
-        "long, 5:1": make_case(device, [long, 7], [3, 256], (5, 1), 96, half, paged=True),
+        "long, heads of 96": make_case(device, [long, 7], [3, 256], (5, 1), 96, half, paged=True),
         "longspec cross-attention": make_case(device, [512], [1], (68 * 8, 8), 128, brain),
     }
     report("errors", {name: check(case, name) for name, case in cases.items()})
+    ragged = {}
+    for heads in HEADS:
+        case = make_case(device, [long, long // 4, 0], [5, 256, 17], heads, 128, brain, paged=True)
+        ragged[f"{heads[0]}:{heads[1]}"] = check(case, f"ragged, {heads}")
+    report("ragged", ragged)
     if device.type == "cuda":
         report("offsets beyond 32 bits", check(far_apart(device), "offsets beyond 32 bits"))
     report("noted", [check_notes(device, None), check_notes(device, 900)])

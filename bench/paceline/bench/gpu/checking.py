@@ -36,6 +36,11 @@ def require(holds: bool, message: str) -> None:
         print(message, file=sys.stderr, flush=True)
 
 
+def broken() -> bool:
+    """Whether anything did not hold so far."""
+    return bool(_BROKEN)
+
+
 def finish() -> None:
     """Leave with status 1 if anything did not hold."""
     sys.exit(1 if _BROKEN else 0)

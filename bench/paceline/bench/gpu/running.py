@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from paceline.bench.gpu.checking import broken, report
+
 MODELS = Path(__file__).parents[4] / "models" / "demo"
 NEEDED = (
     *("grpc", "google.rpc", "grpc_status", "grpc_health", "grpc_reflection", "google.protobuf"),
@@ -72,7 +74,10 @@ def drafters(methods: Sequence[str], **options: str) -> list[str]:
 
 
 class Pair:
-    """A verifier and a drafter for the length of a with-block, in float32."""
+    """A verifier and a drafter for the length of a with-block, in float32.
+
+    Where something did not hold, the ends of their logs are reported.
+    """
 
     def __init__(
         self,
@@ -110,6 +115,9 @@ class Pair:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if error is not None or broken():
+            for process in (self.verifier, self.drafter):
+                report(f"log of the {process.kind}", process.log_tail(30).splitlines())
         self._running.close()
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.decoder import find_device
 from paceline.drafter.methods import method_class
 from paceline.drafter.methods.base import (
     Budget,
@@ -56,13 +57,14 @@ class PacelineAssistant:
         folder: Folder of its weights; None for methods without.
         options: Its options, as text.
         nodes: Most tokens drafted a round.
+        device: Where a method with weights computes: cpu, cuda or cuda:N.
 
     Attributes:
         stats: Of the last call.
 
     Raises:
         LoadError: There is no such method, or its folder or options are wrong.
-        ValueError: It reads the target's KV or hidden states.
+        ValueError: It reads the target's KV or hidden states, or there is no such device.
     """
 
     def __init__(
@@ -72,9 +74,11 @@ class PacelineAssistant:
         *,
         options: Mapping[str, str] | None = None,
         nodes: int = 16,
+        device: str = "cpu",
     ) -> None:
         path = None if folder is None else Path(folder)
-        self._drafter: Drafter = method_class(method).load(path, dict(options or {}), Resources())
+        resources = Resources(device=str(find_device(device)))
+        self._drafter: Drafter = method_class(method).load(path, dict(options or {}), resources)
         needs = self._drafter.needs
         if needs.kv_layers or needs.hidden_state_layers:
             raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Self
 
 import torch
@@ -77,6 +78,7 @@ class PagePool:
         most = (round_up(max_context) + TREE_TOKENS) // PAGE_TOKENS
         # A row more, all of whose pages are page 0: what nothing reads may be written there.
         self.tables = torch.zeros(max_sequences + 1, most, dtype=torch.int32, device=device)
+        self._reading = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._free_pages = list(range(count))[::-1]
         self._free_rows = list(range(1, max_sequences + 1))[::-1]
 
@@ -99,6 +101,13 @@ class PagePool:
             )
             for layer in range(self.layout.layers)
         ]
+
+    def beside_steps(self) -> AbstractContextManager[object]:
+        """What is read in here, of committed positions, waits for no step that the GPU runs.
+
+        The GPU was done with these positions before they were called committed.
+        """
+        return nullcontext() if self._reading is None else torch.cuda.stream(self._reading)
 
     def take_row(self) -> int:
         """A page table for a sequence.
@@ -216,8 +225,9 @@ class PagedKv(SequenceKv):
     def gather(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`SequenceKv`."""
         keys, values = self._layers[layer]
-        there = positions.to(self.device)
-        return keys.gather(there).cpu(), values.gather(there).cpu()
+        with self.pool.beside_steps():
+            there = positions.to(self.device)
+            return keys.gather(there).cpu(), values.gather(there).cpu()
 
     def reserve(self, tokens: int) -> None:
         """See :class:`SequenceKv`."""

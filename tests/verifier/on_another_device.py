@@ -1,0 +1,102 @@
+"""A verifier keeps all its tensors on one device, and gives the tokens that it gives on the CPU.
+
+Run by tests/drafter/test_devices.py, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import drafters
+import pytest
+import torch
+from verifier_support import VOCAB, make_model, serving
+
+from paceline.kernels import attention
+from paceline.kernels._dense import DenseBackend
+from paceline.v1 import kv_pb2, kv_pb2_grpc, sampling_pb2
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from another_device import DEVICE, OnDevice, another_device, enter_thread
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "mistral", "Mistral")
+
+
+@pytest.fixture(autouse=True)
+def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name ``cuda`` means the device, in every thread that computes."""
+    for kind in ("cpu", "other"):
+        monkeypatch.setitem(attention._LOADED, kind, DenseBackend())
+    service, engine = "paceline.verifier.service", "paceline.verifier.engine.engine"
+    real = torch.device("cpu")
+    monkeypatch.setattr(f"{service}.find_device", lambda name: DEVICE if name == "cuda" else real)
+    for module in (service, engine):
+        monkeypatch.setattr(
+            f"{module}.use_device", lambda device: device == DEVICE and enter_thread()
+        )
+
+
+def text(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 3, "presence_penalty": 0.3}])
+async def test_same_tokens(folder: Path, tmp_path: Path, sampling: dict[str, Any]) -> None:
+    """Plain and in trees, with a fork of another text and hidden states that are kept."""
+    prompt = text(3, 60)
+    fields = {
+        "sampling": sampling_pb2.SamplingParams(**sampling),
+        "max_new_tokens": 12,
+        "ignore_eos": True,
+    }
+    options: dict[str, Any] = {"kv_bytes": 1 << 24, "paged_kv": True, "max_sequences": 8}
+    async with serving(folder, tmp_path / "p.sock", **options) as client:
+        plain = await client.generate(prompt, drafters.nothing, **fields)
+    with another_device():
+        async with serving(folder, tmp_path / "v.sock", device="cuda", **options) as client:
+            pool = client.service._pool
+            assert pool is not None
+            assert isinstance(pool.kv, OnDevice)
+            for drafter in (
+                drafters.nothing,
+                drafters.right(plain, len(prompt)),
+                drafters.scattered(plain, len(prompt)),
+            ):
+                assert await client.generate(prompt, drafter, **fields) == plain
+            parent = await client.create(prompt, max_new_tokens=5, hidden_state_layers=[0])
+            fork = await client.create(
+                [*prompt[:50], 1, 2], max_new_tokens=5, parent_handle=parent.handle
+            )
+            alone = await client.create([*prompt[:50], 1, 2], max_new_tokens=5)
+            assert fork.first.tokens == alone.first.tokens
+
+
+@pytest.mark.parametrize("policy", ["VERIFIED", "CHUNK_TOPK", "QUEST"])
+async def test_followed_is_what_was_written(folder: Path, tmp_path: Path, policy: str) -> None:
+    options: dict[str, Any] = {"kv_bytes": 1 << 24, "paged_kv": True, "max_sequences": 8}
+    with another_device():
+        async with serving(folder, tmp_path / "p.sock", device="cuda", **options) as client:
+            created = await client.create(text(1, 90), max_new_tokens=5, ignore_eos=True)
+            stub: Any = kv_pb2_grpc.KvExchangeServiceStub(client.channel)
+            stream = stub.FollowCache()
+            subscribe = kv_pb2.FollowSubscribe(
+                read_grant=created.read_grant,
+                layers=[1],
+                budget=40,
+                policy=kv_pb2.SelectionPolicy.Value(f"SELECTION_POLICY_{policy}"),
+            )
+            await stream.write(kv_pb2.FollowCacheRequest(subscribe=subscribe))
+            await stream.read()
+            update = await stream.read()
+            (chunk,) = update.chunks
+            (cache,) = client.service.store
+            keys, _ = cache.sequence.segment.gather(1, torch.tensor(chunk.positions))
+            assert chunk.keys == keys.contiguous().numpy().tobytes()
