@@ -70,8 +70,8 @@ def compile_attention(
     types |= dict.fromkeys((*STRIDES, "table_stride"), "i32")
     keys = torch.empty(1, 8, 1, dim, dtype=TYPES[kv])
     tiling = choose_tiling(nodes * group, group, keys, window)
-    shape, options = attend_shape(tiling, dim, page)
-    compile_kernel(attend_items, types, {**shape, "ALIGN": 16, "PROBES": probes}, **options)
+    shape, options = attend_shape(tiling, dim, page, probes)
+    compile_kernel(attend_items, types, {**shape, "ALIGN": 16}, **options)
     merged = {name: shape[name] for name in ("GROUP", "DIM", "WIDE", "BLOCK_M", "USED")}
     merged |= {"CHUNKS": MERGE_CHUNKS, "HAS_LSE": bool(window)}
     compile_kernel(merge_items, types, merged, num_warps=2)

@@ -64,8 +64,8 @@ def test_any_batch_of_trees_agrees_with_the_reference(
         (8, 2, 80, torch.float32, 256, None),
         (32, 8, 64, torch.float16, 256, 30),
         (28, 4, 128, torch.float16, 16, None),
-        (5, 1, 96, torch.float32, 1, 70),
-        (5, 1, 128, torch.float16, 0, 70),
+        (5, 1, 96, torch.float32, 1, 40),
+        (5, 1, 128, torch.float16, 0, 40),
     ],
 )
 def test_errors_are_at_most_twice_those_of_pytorch_in_the_same_type(
@@ -73,7 +73,7 @@ def test_errors_are_at_most_twice_those_of_pytorch_in_the_same_type(
 ) -> None:
     """Root mean squares against float64, an empty prefix among others; gpu-check does all pairs."""
     torch.manual_seed(0)
-    segments = [TreeSegment(0, 0, None, 2), TreeSegment(1, 130, (-1, -1, 0, 1, 1), 5)]
+    segments = [TreeSegment(0, 0, None, 2), TreeSegment(1, 70, (-1, -1, 0, 1, 1), 5)]
     q, keys, values = draw_caches(segments, (q_heads, kv_heads, dim), dtype)
     plan, scale = plan_trees(segments), dim**-0.5
     right, _ = reference_attention(q, keys, values, plan, scale=scale, window=window)

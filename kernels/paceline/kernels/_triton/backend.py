@@ -83,14 +83,14 @@ def attend(
         lse: float32 ``[M, Hq]`` or None.
     """
     kv_heads, dim, items = caches.kv_heads, caches.dim, work.items.shape[0]
-    shape, options = attend_shape(tiling, dim, caches.page_size)
+    shape, options = attend_shape(tiling, dim, caches.page_size, noted.count)
     part = q.new_empty((items, kv_heads, tiling.rows, dim), dtype=torch.float32)
     part_lse = q.new_empty((items, kv_heads, tiling.rows), dtype=torch.float32)
     attend_items[(items, kv_heads)](
         q, caches.keys, caches.values, part, part_lse, work.items, rows.blocks, rows.rows,
         rows.masks, caches.tables, caches.places, noted.table, noted.base, noted.layer,
         scale * LOG2E, *caches.strides, caches.tables.stride(0),
-        **shape, ALIGN=caches.align, PROBES=noted.count, **options,
+        **shape, ALIGN=caches.align, **options,
     )  # fmt: skip
     merge_items[(rows.rows.shape[0], q.shape[1])](
         part, part_lse, out, part_lse if lse is None else lse, rows.rows, work.tiles, work.bases,
@@ -99,19 +99,24 @@ def attend(
     )  # fmt: skip
 
 
-def attend_shape(tiling: Tiling, dim: int, page_size: int) -> tuple[dict[str, int], dict[str, int]]:
+def attend_shape(
+    tiling: Tiling, dim: int, page_size: int, probes: int
+) -> tuple[dict[str, int], dict[str, int]]:
     """What the first kernel is compiled for, and how.
 
     Args:
         tiling: Sizes of tiles.
         dim: Elements a head.
         page_size: Slots a page; 0: contiguous caches.
+        probes: Rows of a block whose scores are noted.
     """
     wide = max(16, triton.next_power_of_2(dim))
     shape = {
         "GROUP": tiling.group, "DIM": dim, "WIDE": wide, "BLOCK_M": tiling.rows,
         "USED": tiling.used, "BLOCK_N": tiling.keys, "PAGE": page_size, "WINDOW": tiling.window,
-        "WORDS": MASK_WORDS,
-        "STAGES": 5 if page_size else 3,  # the page numbers take two
+        "WORDS": MASK_WORDS, "PROBES": probes,
+        # Page numbers take two. Sums of noted scores need room beside the third tile of keys, or
+        # two programs would not fit on a multiprocessor.
+        "STAGES": (5 - bool(probes)) if page_size else 3,
     }  # fmt: skip
     return shape, {"num_warps": 8 if tiling.rows * wide > 64 * 128 else 4}

@@ -41,10 +41,14 @@ def _key_offsets(
 
 
 @triton.jit
-def _note(scores, node, probe, noted, slots, end, head, layer):
+def _note(
+    scores, node, lead, probe, noted, slots, end, head, layer,
+    GROUP: tl.constexpr, USED: tl.constexpr,
+):  # fmt: skip
     """Sum over a group of the scores of one row: exact order, no atomics."""
-    mine = node == tl.load(probe).to(tl.int32)
-    if tl.max(mine.to(tl.int32), 0) > 0:
+    wanted = tl.load(probe).to(tl.int32)
+    if (wanted >= lead) & (wanted < lead + USED // GROUP):  # a tile holds whole groups
+        mine = node == wanted
         total = tl.sum(tl.where(mine[:, None], scores, 0.0), 0) * 0.6931471805599453
         place = tl.load(probe + 1) + tl.load(probe + 2) * head + tl.load(probe + 3) * layer
         tl.store(noted + place + slots, total, mask=slots < end)
@@ -52,12 +56,12 @@ def _note(scores, node, probe, noted, slots, end, head, layer):
 
 @triton.jit
 def _tile(
-    q, top, total, out, n, end, start, node, depth, mask_row, sequence, head,
+    q, top, total, out, n, end, start, node, lead, depth, mask_row, sequence, head,
     keys, values, masks, tables, places, probes, noted, layer, scale,
     key_page, key_head, key_slot, value_page, value_head, value_slot, table_stride,
     DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
     ALIGN: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, WORDS: tl.constexpr,
-    PROBES: tl.constexpr,
+    PROBES: tl.constexpr, GROUP: tl.constexpr, USED: tl.constexpr,
 ):  # fmt: skip
     """Take one tile of keys into the running softmax ``(top, total, out)``."""
     cols = tl.arange(0, BLOCK_N)
@@ -91,9 +95,9 @@ def _tile(
         scores = tl.where(seen, scores, float("-inf"))
     if PROBES >= 1:
         prefix = tl.minimum(start, end)
-        _note(scores, node, probes, noted, slots, prefix, head, layer)
+        _note(scores, node, lead, probes, noted, slots, prefix, head, layer, GROUP, USED)
         if PROBES == 2:
-            _note(scores, node, probes + 4, noted, slots, prefix, head, layer)
+            _note(scores, node, lead, probes + 4, noted, slots, prefix, head, layer, GROUP, USED)
     highest = tl.maximum(top, tl.max(scores, 1))
     finite = tl.where(highest == float("-inf"), 0.0, highest)
     weights = tl.exp2(scores - finite[:, None])
@@ -136,10 +140,12 @@ def attend_items(
         length = tl.load(blocks + block * 4 + 2)
         sequence = tl.load(blocks + block * 4 + 3)
         lanes = tl.arange(0, BLOCK_M)
-        packed = tl.load(items + item * 4 + 1) + lanes
+        head_row = tl.load(items + item * 4 + 1)
+        packed = head_row + lanes
         live = (lanes < USED) & (packed < length * GROUP)
         node = tl.where(live, packed // GROUP, -1)
         row = first_row + tl.where(live, node, 0)
+        lead = head_row // GROUP
         dims = tl.arange(0, WIDE)
         query = (row * kv_heads + head).to(tl.int64) * GROUP + packed % GROUP
         q_tile = tl.load(
@@ -161,24 +167,27 @@ def attend_items(
             first = tl.minimum(tl.maximum(oldest, begin), whole)
             for n in tl.range(begin, first, BLOCK_N, num_stages=1):
                 top, total, out = _tile(
-                    q_tile, top, total, out, n, end, start, node, depth, row, sequence, head,
+                    q_tile, top, total, out, n, end, start, node, lead, depth, row, sequence, head,
                     keys, values, masks, tables, places, probe, noted, layer, scale,
                     key_page, key_head, key_slot, value_page, value_head, value_slot,
                     table_stride, DIM, WIDE, BLOCK_N, PAGE, ALIGN, WINDOW, True, WORDS, PROBES,
+                    GROUP, USED,
                 )  # fmt: skip
         for n in tl.range(first, whole, BLOCK_N, num_stages=STAGES):
             top, total, out = _tile(
-                q_tile, top, total, out, n, end, start, node, depth, row, sequence, head,
+                q_tile, top, total, out, n, end, start, node, lead, depth, row, sequence, head,
                 keys, values, masks, tables, places, probe, noted, layer, scale,
                 key_page, key_head, key_slot, value_page, value_head, value_slot,
                 table_stride, DIM, WIDE, BLOCK_N, PAGE, ALIGN, WINDOW, False, WORDS, PROBES,
+                GROUP, USED,
             )  # fmt: skip
         for n in tl.range(whole, end, BLOCK_N, num_stages=1):
             top, total, out = _tile(
-                q_tile, top, total, out, n, end, start, node, depth, row, sequence, head,
+                q_tile, top, total, out, n, end, start, node, lead, depth, row, sequence, head,
                 keys, values, masks, tables, places, probe, noted, layer, scale,
                 key_page, key_head, key_slot, value_page, value_head, value_slot,
                 table_stride, DIM, WIDE, BLOCK_N, PAGE, ALIGN, WINDOW, True, WORDS, PROBES,
+                GROUP, USED,
             )  # fmt: skip
         empty = total == 0.0
         out = out / tl.where(empty, 1.0, total)[:, None]
