@@ -14,7 +14,7 @@ from paceline.client import Client, DraftOptions
 
 TEMPERATURES = (0.0, 1.0)
 
-_WARM = 24  # tokens
+_WARM, _LEARN = 24, 128  # tokens
 _LEASE = "--lease-seconds=7200"
 _PATIENCE = 20.0  # for a tree, where every round is to draft. Unit: s
 
@@ -98,12 +98,12 @@ class _Crowd:
         self._tokens = tokens
 
     async def warm_up(self, prompt: list[int]) -> None:
-        """Let everybody write a little, and the client learn what rounds cost."""
+        """Let everybody write a little, client and verifier learn what rounds cost."""
         cache, _ = self._baseline.prefill(prompt)
         for mode in self._baseline.modes():
             self._baseline.decode(mode, prompt, cache, _WARM, temperature=0.0, seed=0)
         for drafter in ("none", *self._drafters):
-            await generate(self._paced, prompt, 2 * _WARM, drafter)
+            await generate(self._paced, prompt, _LEARN, drafter)
         for drafter in self._drafters:
             await generate(self._always, prompt, _WARM, drafter)
 
