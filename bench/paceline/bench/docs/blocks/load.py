@@ -59,6 +59,8 @@ def paying(results: Results) -> str:
     """Throughput where texts repeat themselves, by drafter and generations at once."""
     rows = []
     for drafter, part in _PAYING.items():
+        if part not in results.of("load"):
+            continue
         for size, modes in results.value("load", f"{part}/closed").items():
             rates = [modes[mode]["tokens_per_second"] for mode in MODES]
             plain, fixed, scheduled = rates

@@ -6,6 +6,7 @@ from paceline.verifier.scheduler.experience import Experience, Means
 from paceline.verifier.scheduler.trust import Trust
 
 _FIRST_PROBE, _LAST_PROBE = 8, 1024  # tokens between probes: the least and the most
+_PATIENCE = 4  # rounds that one who tries again may ask in vain: not every place can be drafted for
 _GROWTH = 8  # nodes that a budget grows by at least, where all that was sent was admitted
 
 
@@ -99,10 +100,10 @@ class Outlook:
         # The account that let it draft pays: loads come and go between levels.
         account = self.experience.account(self._told_under)
         account.settle((emitted - price - self.toll) / load)
-        # There may be no tree yet at first, because a drafter is still being attached.
-        self.waits = self.open and not tree and self._tries == 0
         self._tries += 1
-        if not self.open or self.waits:
+        self.waits = self.open and not tree and self._tries < _PATIENCE
+        # At first there may be no tree because the drafter is still being attached.
+        if not self.open or (self._tries == 1 and not tree):
             return
         probe = not self.pays(load)
         self._means.learn(load, emitted, price, probe=probe)
