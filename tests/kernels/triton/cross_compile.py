@@ -103,15 +103,12 @@ def compile_all() -> None:
     """Every type, head size, kind of cache and option, each with others; all pairs with --all."""
     compile_attention("bf16", 128, 16, 256, probes=2)
     compile_attention("bf16", 256, 64, 256)
-    compile_attention("fp16", 256, 64, 0, probes=1)
-    compile_attention("bf16", 80, 1, 256, group=5)
-    compile_attention("fp16", 96, 64, 1, group=7)
-    compile_attention("bf16", 64, 64, 16, group=1, window=256)
-    compile_attention("fp32", 128, 16, 0, window=100)
+    compile_attention("fp16", 80, 1, 0, group=5, probes=1)
+    compile_attention("bf16", 96, 64, 1, group=7)
+    compile_attention("fp32", 64, 16, 0, window=100)
     compile_rows()
     compile_rows("fp16", 80, 0, norms=False)
     compile_sampling("bf16")
-    compile_sampling("fp32")
 
 
 def compile_pairs() -> None:
