@@ -67,7 +67,7 @@ docs: setup
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
-# The table of README, into bench/results, then documents and report: a quarter of an hour on two cores.
+# The table of README, into bench/results, then documents and report: about 20 minutes on two cores.
 # BENCH= measures everything, for hours; what is interrupted goes on when it is run again.
 BENCH ?= --part table
 bench: setup

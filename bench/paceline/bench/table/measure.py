@@ -116,8 +116,12 @@ class _Crowd:
         index: int,
         repeat: int,
     ) -> Turn:
-        """Everybody once, another one first each time."""
+        """Everybody once, another one first each time.
+
+        But for plain steps, which all others are held against: the median of several runs counts.
+        """
         turn = Turn()
+        plain: list[float] = []
         how: dict[str, Any] = {"temperature": temperature, "seed": index + 1}
 
         async def transformers(mode: str) -> None:
@@ -128,13 +132,18 @@ class _Crowd:
             sample = await self._generate(self._paced, prompt, drafter, parent, how)
             turn.paced[f"paceline {drafter}"] = sample
             turn.rates[f"paceline {drafter}"] = decode_rate(sample)
-            if drafter != "none":
+            if drafter == "none":
+                plain.append(decode_rate(sample))
+                turn.rates[PLAIN] = statistics.median(plain)
+            else:
                 sample = await self._generate(self._always, prompt, drafter, parent, how)
                 turn.always[f"paceline {drafter}"] = sample
 
         acts: list[tuple[Callable[[str], Awaitable[None]], str]]
         acts = [(transformers, mode) for mode in self._baseline.modes()]
-        acts += [(paceline, drafter) for drafter in ("none", *self._drafters)]
+        for place, drafter in enumerate(self._drafters):
+            acts += [(paceline, "none")] if place % 2 == 0 else []
+            acts.append((paceline, drafter))
         first = (index + repeat) % len(acts)
         for act, name in acts[first:] + acts[:first]:
             await act(name)
