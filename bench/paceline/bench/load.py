@@ -3,12 +3,12 @@
 import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -195,7 +195,7 @@ async def measure(
     repeats: int,
     progress: Callable[[str], object],
 ) -> dict[str, Any]:
-    """Closed and open loops of all modes, the modes in turn, `repeats` times over.
+    """Closed and open loops of all modes, `repeats` turns of them.
 
     Plain decoding and fixed trees have a verifier without a scheduler.
 
@@ -213,6 +213,7 @@ async def measure(
     points = [("closed", float(users)) for users in workload.users if "closed" in loops]
     points += [("open", rate) for rate in workload.arrivals if "open" in loops]
     found: dict[str, dict[str, Any]] = {loop: {} for loop, _ in points}
+    order = random.Random(1)
     with ExitStack() as running:
         scheduled = Services(target, [f"load={drafter}"], dtype, verifier=["--schedule=profile"])
         services = running.enter_context(scheduled)
@@ -232,23 +233,31 @@ async def measure(
             for loop, size in points:
                 windows: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
                 for _ in range(repeats):
-                    for mode, load in loads.items():
+                    # A machine's speed drifts: no mode may always be the last.
+                    for mode in order.sample(MODES, len(MODES)):
                         if loop == "closed":
-                            window = await load.closed(int(size), seconds)
+                            window = await loads[mode].closed(int(size), seconds)
                         else:
-                            window = await load.opened(size, seconds)
+                            window = await loads[mode].opened(size, seconds)
                         windows[mode].append(window.summary())
                 found[loop][f"{size:g}"] = {mode: _middle(runs) for mode, runs in windows.items()}
                 rates = found[loop][f"{size:g}"]
                 progress(
                     f"{loop} {size:g}: "
                     + ", ".join(f"{m} {rates[m]['tokens_per_second']:.0f}/s" for m in MODES)
+                    + f"; scheduled over plain {against(rates, 'scheduled', 'plain'):.2f}"
                 )
     return {"drafter": drafter, "tokens": TOKENS, "prompt_lengths": LENGTHS, **found}
 
 
+def against(modes: Mapping[str, Any], mode: str, other: str) -> float:
+    """Throughput of a mode over that of another: the median of the turns' quotients."""
+    pairs = zip(modes[mode]["runs"], modes[other]["runs"], strict=True)
+    return float(median(own / its for own, its in pairs))
+
+
 def _middle(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The run with the median throughput, and the throughput of all."""
+    """The run with the median throughput, and the throughput of all, turn by turn."""
     ordered = sorted(runs, key=lambda run: float(run["tokens_per_second"]))
     return {**ordered[len(ordered) // 2], "runs": [run["tokens_per_second"] for run in runs]}
 

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from paceline.bench.load import MODES
+from paceline.bench.load import MODES, against
 
 
 def show(figures: dict[str, Any], console: Console) -> None:
@@ -33,7 +33,7 @@ def _table(title: str, what: str, points: dict[str, Any]) -> Table:
                 size,
                 mode,
                 f"{row['tokens_per_second']:.0f}",
-                f"{row['tokens_per_second'] / modes['plain']['tokens_per_second']:.2f}",
+                f"{against(modes, mode, 'plain'):.2f}",
                 _number(row["user_tokens_per_second"], "p50", 0),
                 _times(row["first_token_ms"]),
                 _times(row["per_token_ms"]),

@@ -2,7 +2,7 @@
 
 from paceline.bench.docs.markdown import number, table
 from paceline.bench.docs.results import Results
-from paceline.bench.load import MODES
+from paceline.bench.load import MODES, against
 
 _PAYING = {"ngram": "load-copying", "longspec": "load-longspec"}
 _WITHIN = 0.15  # of what was foretold: a good guess
@@ -46,12 +46,13 @@ def closed(results: Results) -> str:
             [
                 size,
                 *(number(rates[mode], 0) for mode in ("plain", "fixed", "scheduled")),
-                f"{rates['scheduled'] / rates['plain']:.2f}",
+                f"{against(modes, 'scheduled', 'plain'):.2f}",
+                f"{against(modes, 'scheduled', 'fixed'):.2f}",
                 checked,
                 f"{scheduled['budget_0_share'] or 0:.0%}",
             ]
         )
-    headings = ("plain, tokens/s", "every round 8 nodes", "scheduled", "scheduled / plain")
+    headings = ("plain, tokens/s", "every round 8 nodes", "scheduled", "over plain", "over fixed")
     return table(("at once", *headings, "checked of drafted nodes", "answers with budget 0"), rows)
 
 
@@ -63,8 +64,7 @@ def paying(results: Results) -> str:
             continue
         for size, modes in results.value("load", f"{part}/closed").items():
             rates = [modes[mode]["tokens_per_second"] for mode in MODES]
-            plain, fixed, scheduled = rates
-            ratios = (f"{scheduled / plain:.2f}", f"{scheduled / fixed:.2f}")
+            ratios = [f"{against(modes, 'scheduled', other):.2f}" for other in ("plain", "fixed")]
             rows.append([f"`{drafter}`", size, *(number(rate, 0) for rate in rates), *ratios])
     headings = ("plain, tokens/s", "every round 8 nodes", "scheduled")
     return table(("drafter", "at once", *headings, "over plain", "over fixed"), rows)
@@ -88,10 +88,7 @@ def window(results: Results) -> str:
     """How often each cell was measured, and between what bounds ratios and shares lie."""
     points = results.value("load", "load/closed").values()
     runs = sorted({len(modes["scheduled"]["runs"]) for modes in points})
-    ratios = [
-        modes["scheduled"]["tokens_per_second"] / modes["plain"]["tokens_per_second"]
-        for modes in points
-    ]
+    ratios = [against(modes, "scheduled", "plain") for modes in points]
     shares = [modes["scheduled"]["drafted_share"] for modes in points]
     return (
         f"Windows a cell: {' or '.join(map(str, runs))}. Scheduled over plain: {min(ratios):.2f} "
