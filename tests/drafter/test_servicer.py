@@ -79,10 +79,11 @@ async def test_budgets_are_kept(ngram: Drafting) -> None:
 @pytest.mark.parametrize("name", ["threaded", "inline"])
 async def test_a_round_whose_time_is_over_gets_an_empty_tree(fakes: Drafting, name: str) -> None:
     stream = await fakes.attach([1], drafter=name)
+    await stream.round([2])  # behind it nothing is left of the prompt to be worked off
     sequence = FakeDrafter.loaded[name == "inline"].sequences[0]
     sequence.stuck = True
     assert not (await stream.round([4], deadline_ms=20)).tree.tokens
-    assert sequence.text == [1, 4]
+    assert sequence.text == [1, 2, 4]
     sequence.stuck = False
     assert list((await stream.round([5], deadline_ms=60_000)).tree.tokens) == [5]
     await stream.end()

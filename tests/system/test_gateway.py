@@ -200,8 +200,10 @@ async def test_json_by_a_schema_whoever_drafts(models: dict[str, Path], tmp_path
     }
     texts = list[str]()
     load = ["--load", f"lm=lm:{folder}", "--load", "ngram=ngram"]
+    # Drafting pays for no model so small: the scheduler would stop it.
+    arguments = ["--target", str(folder), "--dtype", "float32", "--schedule", "off"]
     async with (
-        ServiceProcess("verifier", ["--target", str(folder), "--dtype", "float32"]) as verifier,
+        ServiceProcess("verifier", arguments) as verifier,
         ServiceProcess("drafter", load) as drafter,
         gateway_process(verifier, drafter) as gateway,
         AsyncOpenAI(base_url=f"http://{gateway.address}/v1", api_key="any", max_retries=0) as api,
@@ -227,7 +229,9 @@ async def test_json_by_a_schema_whoever_drafts(models: dict[str, Path], tmp_path
             assert value["gear"] in ("road", "track", "gravel")
             assert 0 <= value["laps"] <= 999
             assert answer.usage is not None
-            assert (answer.usage.model_dump()["speculation"]["drafted"] > 0) == (name != "none")
+            drafted = answer.usage.model_dump()["speculation"]["drafted"]
+            # Prompt lookup may find nothing to look up.
+            assert drafted > 0 if name == "lm" else name == "ngram" or not drafted
     assert len(set(texts)) == 1
 
 

@@ -169,7 +169,8 @@ class World:
                 drafter=drafter.address,
                 # Longer than anything is down here, so that only a fault makes a request fail.
                 retry=RetryOptions(budget=_READY_SECONDS),
-                drafting=DraftOptions(first_delay=0.05, longest_delay=1.0),
+                # Drafting hardly pays for models so small, and nothing would be drilled.
+                drafting=DraftOptions(first_delay=0.05, longest_delay=1.0, adaptive=False),
             )
             async with client, grpc.aio.insecure_channel(drafter.address) as channel:
                 registry = drafter_pb2_grpc.DrafterRegistryServiceStub(channel)
