@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
-
-_FINAL_RATE = 0.05
 
 OBSERVED = 64
 """Newest tokens of a prefix whose attention chooses its chunks; prefixes are multiples of it."""
@@ -74,32 +71,6 @@ class BudgetPreset:
     def with_budgets(self, budgets: tuple[int, ...], weights: tuple[float, ...]) -> BudgetPreset:
         """The same for other budgets; without weights they are drawn evenly."""
         return replace(self, budgets=budgets, weights=weights or (1.0,) * len(budgets))
-
-
-@dataclass(frozen=True)
-class BudgetPlan:
-    """When a run does what: the :class:`~paceline.train.loop.Plan` of a budget run."""
-
-    preset: BudgetPreset
-    minutes: float
-    steps: int
-
-    def progress(self, step: int, elapsed: float) -> float:
-        """Share of the run done, 0 to 1, after `step` steps and `elapsed` seconds of stepping."""
-        return min(1.0, max(step / self.steps, elapsed / (60 * self.minutes)))
-
-    def rate(self, step: int, progress: float) -> float:
-        """Factor on the learning rates: a warm-up, then a cosine."""
-        fall = _FINAL_RATE + (1 - _FINAL_RATE) * (1 + math.cos(math.pi * progress)) / 2
-        return fall * min(1.0, (step + 1) / self.preset.warm_up)
-
-    def documents(self, progress: float) -> int | None:
-        """All documents, always."""
-        return None
-
-    def shape(self, progress: float) -> tuple[int, int]:
-        """(rows, length in tokens) of the next batch."""
-        return 1, self.preset.length
 
 
 PRESETS: dict[str, BudgetPreset] = {

@@ -13,13 +13,14 @@ from paceline.decoder import Decoder
 from paceline.train.batches import Batches
 from paceline.train.budget.card import budget_card
 from paceline.train.budget.heldout import BudgetHeldout
-from paceline.train.budget.preset import BudgetPlan, BudgetPreset
+from paceline.train.budget.preset import BudgetPreset
 from paceline.train.budget.students import read_student
 from paceline.train.corpus import Corpus
 from paceline.train.longspec.heldout import prompts_of
 from paceline.train.loop import Run, train
 from paceline.train.optim import Optimizer
 from paceline.train.own_text import authored_texts
+from paceline.train.schedule import ContinuedPlan
 from paceline.train.tokenizer import encode_all, load_tokenizer
 
 _MEASURED_FILES = 4
@@ -47,7 +48,7 @@ def train_budget(
     batches = Batches([*own, *trained[: preset.files]], eos)
     torch.manual_seed(0)
     loss = student.loss(batches, preset, run.device)
-    plan = BudgetPlan(preset, run.minutes, run.steps)
+    plan = ContinuedPlan(1, preset.length, preset.warm_up, run.minutes, run.steps)
     optimizer = Optimizer(student.module, preset.muon_rate, preset.adamw_rate)
     measured = BudgetHeldout(student, _prompts(heldout, preset.length))
     progress = train(student.module, loss, batches, optimizer, plan, run, lambda _: measured.log())

@@ -20,7 +20,7 @@ from paceline.train.longspec.preset import PRESETS as LONGSPEC_PRESETS
 from paceline.train.longspec.preset import Stage, StagePlan
 from paceline.train.longspec.target import FrozenTarget
 from paceline.train.loop import Loss
-from paceline.train.online.preset import OnlinePlan
+from paceline.train.schedule import ContinuedPlan
 from paceline.train.trained import Trained, TrainedBlock, TrainedLayer, TrainedLm, read_trained
 
 
@@ -36,7 +36,7 @@ class Learner(ABC):
     module: nn.Module
 
     @abstractmethod
-    def loss(self, batches: Batches, plan: OnlinePlan, separator: int, device: str) -> Loss:
+    def loss(self, batches: Batches, plan: ContinuedPlan, separator: int, device: str) -> Loss:
         """What it learns from a batch; loads the target. `separator` stands between texts."""
 
 
@@ -47,8 +47,8 @@ class LayerLearner(Learner):
         self.trained = self._layer = trained
         self.module = LaggedLayer(trained.model)
 
-    def loss(self, batches: Batches, plan: OnlinePlan, separator: int, device: str) -> Loss:
-        stage = Stage("recorded", 1.0, plan.rows, plan.preset.length, rate=1.0, offset=True)
+    def loss(self, batches: Batches, plan: ContinuedPlan, separator: int, device: str) -> Loss:
+        stage = Stage("recorded", 1.0, plan.rows, plan.length, rate=1.0, offset=True)
         preset = replace(LONGSPEC_PRESETS["cpu"], stages=(stage,), levels=self._layer.levels)
         target = FrozenTarget(self.trained.target, device, self._layer.config.target_layer)
         return LaggedLoss(target, batches, preset, StagePlan(preset, plan.minutes, plan.steps, 0))
@@ -61,7 +61,7 @@ class BlockLearner(Learner):
         self.trained = self._block = trained
         self.module = BlockDrafter(trained.model)
 
-    def loss(self, batches: Batches, plan: OnlinePlan, separator: int, device: str) -> Loss:
+    def loss(self, batches: Batches, plan: ContinuedPlan, separator: int, device: str) -> Loss:
         config = self._block.config
         target = TappedTarget(self.trained.target, device, config.taps)
         return BlockLoss(config, target, batches, DSPARK_PRESETS["cpu"], separator)
@@ -74,7 +74,7 @@ class LmLearner(Learner):
         self.trained = trained
         self.module = trained.model
 
-    def loss(self, batches: Batches, plan: OnlinePlan, separator: int, device: str) -> Loss:
+    def loss(self, batches: Batches, plan: ContinuedPlan, separator: int, device: str) -> Loss:
         target = FrozenTarget(self.trained.target, device, layer=0)
 
         def loss(forward: nn.Module, places: Tensor, done: float) -> Tensor:

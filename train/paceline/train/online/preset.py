@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-_FINAL_RATE = 0.05
 
 
 @dataclass(frozen=True)
@@ -34,33 +31,6 @@ class OnlinePreset:
     def __post_init__(self) -> None:
         if not 0 <= self.old_share < 1:
             raise ValueError(f"the old share is {self.old_share}, expected 0 to below 1")
-
-
-@dataclass(frozen=True)
-class OnlinePlan:
-    """When a run does what: the :class:`~paceline.train.loop.Plan` of an online run."""
-
-    preset: OnlinePreset
-    rows: int
-    minutes: float
-    steps: int
-
-    def progress(self, step: int, elapsed: float) -> float:
-        """Share of the run done, 0 to 1, after `step` steps and `elapsed` seconds of stepping."""
-        return min(1.0, max(step / self.steps, elapsed / (60 * self.minutes)))
-
-    def rate(self, step: int, progress: float) -> float:
-        """Factor on the learning rates: a warm-up, then a cosine."""
-        fall = _FINAL_RATE + (1 - _FINAL_RATE) * (1 + math.cos(math.pi * progress)) / 2
-        return fall * min(1.0, (step + 1) / self.preset.warm_up)
-
-    def documents(self, progress: float) -> int | None:
-        """All documents, always."""
-        return None
-
-    def shape(self, progress: float) -> tuple[int, int]:
-        """(rows, length in tokens) of the next batch."""
-        return self.rows, self.preset.length
 
 
 PRESETS: dict[str, OnlinePreset] = {

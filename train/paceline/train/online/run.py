@@ -15,10 +15,11 @@ from paceline.train.loop import Run, train
 from paceline.train.online.card import online_card
 from paceline.train.online.heldout import OnlineHeldout
 from paceline.train.online.learners import read_learner
-from paceline.train.online.preset import OnlinePlan, OnlinePreset
+from paceline.train.online.preset import OnlinePreset
 from paceline.train.online.texts import recorded_texts
 from paceline.train.optim import Optimizer
 from paceline.train.own_text import authored_texts
+from paceline.train.schedule import ContinuedPlan
 from paceline.train.tokenizer import encode_all, load_tokenizer
 
 
@@ -59,7 +60,7 @@ def train_online(
     old = first_tokens([*own, *known], round(total * preset.old_share / (1 - preset.old_share)))
     batches = Batches([*recorded, *old], eos)
     torch.manual_seed(0)
-    plan = OnlinePlan(preset, preset.rows[method], run.minutes, run.steps)
+    plan = ContinuedPlan(preset.rows[method], preset.length, preset.warm_up, run.minutes, run.steps)
     loss = learner.loss(batches, plan, eos, run.device)
     optimizer = Optimizer(learner.module, preset.muon_rate[method], preset.adamw_rate[method])
     measured = OnlineHeldout(learner.trained, texts.heldout, heldout, eos)
