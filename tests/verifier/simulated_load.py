@@ -20,8 +20,9 @@ STEP = 0.005
 
 CONTEXT, RUN, WAITING_RUN = 200, 64, 4
 MODES = ("plain", "fixed", "scheduled")
-Accepted = Callable[[int, random.Random], int | None]
-"""Drafted tokens that stand in a round of a user, by its number; None: there is no tree."""
+Accepted = Callable[[int, int, random.Random], int | None]
+"""Drafted tokens that stand in a round of a user, by its number and how many tokens it has got;
+None: there is no tree."""
 
 
 @dataclass
@@ -57,6 +58,7 @@ class User:
         number: Which generation it is, of all.
         sequence: What the scheduler knows it by.
         left: Tokens still to emit.
+        got: Tokens it has got.
         budget: What it was told.
         back_at: When its next round comes.
         steps: Steps of that round.
@@ -67,6 +69,7 @@ class User:
     number: int
     sequence: Any
     left: int
+    got: int = 0
     budget: int = 0
     back_at: float = 0.0
     steps: int = 0
@@ -137,7 +140,7 @@ class Simulation:
         if user.budget:
             asked = self.costs.drafting * (1 if user.attached else 2)
             user.attached = True
-            user.tree = self.accepted(user.number, self._chance) is not None
+            user.tree = self.accepted(user.number, user.got, self._chance) is not None
             user.back_at, user.steps = self._now + asked, 1 if user.tree else WAITING_RUN
         else:
             user.back_at, user.tree, user.steps = self._now + self.costs.turn, False, RUN
@@ -159,7 +162,7 @@ class Simulation:
         self._now += took * self._chance.uniform(1 - self.costs.noise, 1 + self.costs.noise)
         served: list[Any] = []
         for user, round_, tree in zip(here, rounds, checked, strict=True):
-            stood = self.accepted(user.number, self._chance) if user.tree else None
+            stood = self.accepted(user.number, user.got, self._chance) if user.tree else None
             stood = min(stood or 0, len(tree) - 1)
             walk: Any = SimpleNamespace(
                 tokens=[1] * (stood + 1), path=list(range(1, stood + 1)), finish=None
@@ -172,6 +175,7 @@ class Simulation:
 
     def _answer(self, user: User, emitted: int) -> None:
         user.left -= emitted
+        user.got += emitted
         user.steps -= 1
         budget = self._scheduler.budget(user.sequence)
         if user.left <= 0:

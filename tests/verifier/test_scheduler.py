@@ -130,10 +130,10 @@ async def test_a_new_cache_says_how_much_to_draft(model: Path, tmp_path: Path) -
         assert not engine._scheduler._outlooks, "a released sequence is forgotten"
 
 
-def stands(chance: float) -> Callable[[int, random.Random], int]:
+def stands(chance: float) -> Callable[[int, int, random.Random], int]:
     """A drafter whose tokens stand with such a chance each, whoever it drafts for."""
 
-    def accepted(user: int, draws: random.Random) -> int:
+    def accepted(user: int, got: int, draws: random.Random) -> int:
         count = 0
         while count < 8 and draws.random() < chance:
             count += 1
@@ -164,15 +164,15 @@ def test_drafting_that_pays_is_let_go_on(users: int) -> None:
 def test_sequences_differ_and_each_gets_its_own_way(users: int) -> None:
     """Every fourth one is easy to draft for, and the others are not."""
 
-    def accepted(user: int, draws: random.Random) -> int:
-        return stands(0.05 if user % 4 else 0.95)(user, draws)
+    def accepted(user: int, got: int, draws: random.Random) -> int:
+        return stands(0.05 if user % 4 else 0.95)(user, got, draws)
 
     rate = rates(accepted, users)
     assert rate["scheduled"] > max(rate["plain"], rate["fixed"])
 
 
 def test_a_drafter_that_never_drafts_costs_next_to_nothing() -> None:
-    rate = rates(lambda user, draws: None, 4)
+    rate = rates(lambda *_: None, 4)
     assert rate["scheduled"] > 0.97 * rate["plain"]
 
 

@@ -59,6 +59,7 @@ WORKLOADS = {
 """By the name of the part. Prompt lookup costs least beside the target; it hardly pays but where
 texts repeat themselves."""
 
+_PROMPTS_A_TURN = 37  # each turn begins with other prompts, the same in all modes
 _WARM_SECONDS, _WARM_SECONDS_A_USER = 1.0, 0.04
 
 
@@ -119,6 +120,10 @@ class Load:
         self._drafter = drafter
         self._options = options
         self._next = count()
+
+    def begin_with(self, prompt: int) -> None:
+        """Go on with this prompt, by its number."""
+        self._next = count(prompt)
 
     async def closed(self, users: int, seconds: float) -> Window:
         """So many users, each of whom asks again as soon as a generation ends."""
@@ -232,9 +237,10 @@ async def measure(
                 await load.closed(2, 1.0)  # warm
             for loop, size in points:
                 windows: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
-                for _ in range(repeats):
+                for turn in range(repeats):
                     # A machine's speed drifts: no mode may always be the last.
                     for mode in order.sample(MODES, len(MODES)):
+                        loads[mode].begin_with(turn * _PROMPTS_A_TURN)
                         if loop == "closed":
                             window = await loads[mode].closed(int(size), seconds)
                         else:

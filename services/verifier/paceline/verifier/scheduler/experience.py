@@ -7,13 +7,14 @@ from collections import OrderedDict
 from paceline.verifier.scheduler.plain import level_of
 from paceline.verifier.scheduler.trust import Trust
 
-_NEWEST = 0.1  # weight of the newest round in a sequence's means
+_NEWEST = 0.05  # weight of the newest round in a sequence's means
 _PROBE = 0.5  # and of one that was let draft to see whether it pays by now
 _NEWEST_SHARED = 0.05  # weight in the means of all sequences
 _NEWEST_TOLL = 0.2
+_NEWEST_ASK = 0.02
 _PRIOR = 8  # rounds that the means of all count for where a sequence begins
 _SHARE = 0.01  # of the time that passes: what drafting that does not pay may cost
-_FIRST, _LEAST, _MOST = 2.0, -8.0, 16.0  # an account at first, and its bounds. Unit: plain steps
+_FIRST, _LEAST, _MOST = 2.0, -8.0, 64.0  # an account at first, and its bounds. Unit: plain steps
 _MOST_NAMES = 64
 
 
@@ -71,6 +72,34 @@ class Means:
         return None if emitted is None or price is None else emitted - price
 
 
+class Asks:
+    """What asking a drafter brought, by how long no drafted token had stood then.
+
+    Some drafters have something to say in some places only, and such places lie together: the
+    longer nothing stood, the less likely that the next tree will. An ask is worth what its round
+    gained, and the rounds after it up to the first of which nothing stood.
+    """
+
+    def __init__(self) -> None:
+        self._gains: dict[int, ByLevel] = {}
+
+    def learn(self, load: int, since: int, gain: float) -> None:
+        """An ask, so many tokens after a drafted one had stood, and what followed from it."""
+        place = since.bit_length()
+        if place not in self._gains:
+            self._gains[place] = ByLevel(_NEWEST_ASK, self._nearest(place))
+        self._gains[place].learn(load, gain)
+
+    def gain(self, load: int, since: int) -> float | None:
+        """Tokens that such an ask brings beyond its price; None: nothing is known."""
+        found = self._nearest(since.bit_length())
+        return None if found is None else found.at(load)
+
+    def _nearest(self, place: int) -> ByLevel | None:
+        nearest = min(self._gains, key=lambda seen: (abs(seen - place), seen), default=None)
+        return None if nearest is None else self._gains[nearest]
+
+
 class Account:
     """What drafting may still lose under a load. Unit: plain steps of all who are alive.
 
@@ -106,7 +135,8 @@ class Experience:
     """What all sequences of one drafter's name showed: where new ones begin.
 
     Attributes:
-        means: Of their rounds.
+        means: Of their rounds that followed one of which something stood.
+        asks: What came of the others.
         tolls: What a round cost all the others who were alive. Unit: tokens.
         trust: How far confidences are to be believed.
         nodes: Nodes that the next tree of a sequence was allowed last; None: no tree was seen.
@@ -114,6 +144,7 @@ class Experience:
 
     def __init__(self) -> None:
         self.means = Means()
+        self.asks = Asks()
         self.tolls = ByLevel(_NEWEST_TOLL)
         self.trust = Trust()
         self.nodes: int | None = None

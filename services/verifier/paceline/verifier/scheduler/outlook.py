@@ -40,6 +40,9 @@ class Outlook:
         self._nodes = experience.nodes or most
         self._resting = self._probe_after = _FIRST_PROBE
         self._tries = 0
+        self._since = 1  # tokens since a drafted one stood, or since it began
+        self._asked_since = 1
+        self._gained = 0.0
 
     @property
     def nodes(self) -> int:
@@ -69,6 +72,7 @@ class Outlook:
         self.drafts |= tree
         if self._answered is not None and (tree or self.drafting):
             self._settle(load, emitted, clock - self._answered, tree=tree)
+        self._since = 0 if tree and emitted > 1 else self._since + emitted
         self._resting += emitted
         self._answered, self.toll = clock, 0.0
         # The way back from a tree to a free run is part of what the tree cost.
@@ -88,6 +92,9 @@ class Outlook:
     def pays(self, load: int) -> bool:
         """Whether rounds bring what they cost; not before that is known."""
         gain = self._means.gain(load)
+        if self._since:
+            asked = self.experience.asks.gain(load, self._since)
+            gain = gain if asked is None else asked
         return gain is not None and gain >= (self.experience.tolls.at(load) or 0.0)
 
     @property
@@ -105,11 +112,21 @@ class Outlook:
         # At first there may be no tree because the drafter is still being attached.
         if not self.open or (self._tries == 1 and not tree):
             return
-        probe = not self.pays(load)
-        self._means.learn(load, emitted, price, probe=probe)
-        self.experience.means.learn(load, emitted, price)
+        if tree:
+            probe = not self.pays(load)
+            self._means.learn(load, emitted, price, probe=probe)
+            self.experience.means.learn(load, emitted, price)
+        self._book(load, emitted - price, stood=tree and emitted > 1)
         self.experience.tolls.learn(load, self.toll)
         if self.pays(load):
             self._probe_after = _FIRST_PROBE
         else:
             self._probe_after = min(2 * self._probe_after, _LAST_PROBE)
+
+    def _book(self, load: int, gain: float, *, stood: bool) -> None:
+        """Add a round to what came of the last ask after silence, or of this one."""
+        if self._since:
+            self._asked_since, self._gained = self._since, 0.0
+        self._gained += gain
+        if not stood:
+            self.experience.asks.learn(load, self._asked_since, self._gained)
