@@ -84,19 +84,23 @@ def test_a_wrong_command_line_is_refused(
     assert "usage: paceline" in capsys.readouterr().err
 
 
-def test_service_commands_set_threads_before_torch_is_imported() -> None:
+def test_service_commands_set_threads_and_pages_before_torch_is_imported() -> None:
     names = ("main", "serve", "verifier", "drafter", "drafters", "processes")
     script = "".join(f"import paceline.cli.{name}\n" for name in names)
     script += """
 import os, sys
 import paceline.drafter
 assert "torch" not in sys.modules
-from paceline.cli.service_process import set_thread_environment
-set_thread_environment(1)
+from paceline.cli.service_process import set_torch_environment
+set_torch_environment(1)
 import torch
 print(torch.get_num_threads(), os.environ["GOMP_SPINCOUNT"], os.environ["KMP_BLOCKTIME"])
+print(os.environ["THP_MEM_ALLOC_ENABLE"])
 """
-    environment = {key: value for key, value in os.environ.items() if "OMP" not in key}
+    ours = ("OMP", "THP")
+    environment = {
+        key: value for key, value in os.environ.items() if not any(part in key for part in ours)
+    }
     environment["KMP_BLOCKTIME"] = "7"
     done = subprocess.run(
         [sys.executable, "-c", script],
@@ -106,7 +110,7 @@ print(torch.get_num_threads(), os.environ["GOMP_SPINCOUNT"], os.environ["KMP_BLO
         timeout=120,
         check=True,
     )
-    assert done.stdout.split() == ["1", "20000", "7"]
+    assert done.stdout.split() == ["1", "20000", "7", "1"]
 
 
 @pytest.mark.parametrize("name", ["verifier", "drafter"])

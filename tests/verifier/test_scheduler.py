@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -23,14 +24,14 @@ from verifier_support import Client, Round, failure, reason_of, serving
 from paceline.decoder import Decoder
 from paceline.kernels import SamplingParams
 from paceline.v1 import sampling_pb2, tree_pb2, verifier_pb2
-from paceline.verifier.engine.tree import DraftTree
+from paceline.verifier.engine.tree import NO_TREE, DraftTree
 from paceline.verifier.scheduler import library
 from paceline.verifier.scheduler.admission import Step
 from paceline.verifier.scheduler.costs import CostTable
-from paceline.verifier.scheduler.experience import Account, Experiences, Means
+from paceline.verifier.scheduler.experience import Account, Asks, Experiences, Means
 from paceline.verifier.scheduler.outlook import Outlook
 from paceline.verifier.scheduler.plain import PlainSpeed
-from paceline.verifier.scheduler.scheduler import Scheduler
+from paceline.verifier.scheduler.scheduler import Scheduler, Served
 from paceline.verifier.scheduler.trust import Trust
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -142,9 +143,9 @@ def stands(chance: float) -> Callable[[int, int, random.Random], int]:
     return accepted
 
 
-def rates(accepted: Accepted, users: int) -> dict[str, float]:
+def rates(accepted: Accepted, users: int, steps: float = 1000) -> dict[str, float]:
     """Tokens a plain step, by mode."""
-    steps = 1000 + 2000 / users
+    steps += 2000 / users
     return {mode: Simulation(accepted, users, mode).run(steps) for mode in MODES}
 
 
@@ -169,6 +170,70 @@ def test_sequences_differ_and_each_gets_its_own_way(users: int) -> None:
 
     rate = rates(accepted, users)
     assert rate["scheduled"] > max(rate["plain"], rate["fixed"])
+
+
+def here_and_there(gap: float, length: float) -> Accepted:
+    """A drafter that has something to say in some places of each text only, and is right there."""
+
+    @cache
+    def places(user: int) -> list[int]:
+        """Tokens that are left of the place that each token lies in."""
+        draws, left = random.Random(user), [0] * 200
+        place = 0
+        while place < len(left):
+            place += 1 + int(draws.expovariate(1 / gap))
+            end = min(len(left), place + 2 + int(draws.expovariate(1 / length)))
+            left[place:end] = range(end - place, 0, -1)
+            place = end
+        return left
+
+    def accepted(user: int, got: int, draws: random.Random) -> int | None:
+        return min(8, places(user)[got]) or None
+
+    return accepted
+
+
+@pytest.mark.parametrize(("gap", "pays"), [(15, True), (100, False)])
+def test_places_to_draft_are_found_where_that_pays(gap: float, pays: bool) -> None:
+    rate = rates(here_and_there(gap, 10), 1, 4000)
+    assert (rate["fixed"] > 1.1 * rate["plain"]) == pays
+    assert rate["scheduled"] > 0.97 * max(rate["plain"], rate["fixed"])
+
+
+def test_what_an_ask_is_worth_depends_on_how_long_nothing_stood() -> None:
+    asks = Asks()
+    assert asks.gain(1, 3) is None
+    for _ in range(300):
+        asks.learn(1, 2, 3.0)
+        asks.learn(1, 40, -0.5)
+    assert (asks.gain(1, 2) or 0) > 0 > (asks.gain(1, 50) or 0)
+    assert asks.gain(1, 500) == asks.gain(1, 50), "the nearest that was seen"
+
+
+def test_plain_steps_are_booked_before_anything_depends_on_them() -> None:
+    costs = CostTable((1, 512), (1, 2048), ((1.0, 1.0), (2.0, 2.0)))
+    scheduler = Scheduler(costs, 255)
+    sequence: Any = Mock(drafter="some", committed=9)
+    round_: Any = Mock(sequence=sequence)
+    round_.tree = NO_TREE
+    walk: Any = Mock(tokens=[1], path=[], finish=None)
+    scheduler.told(sequence, 0)
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            began = time.perf_counter()
+            scheduler.admit([round_], [NO_TREE], Step(1, 9, 1))
+            scheduler.stepped(began, began + 1e-4, [Served(round_, NO_TREE, walk)])
+
+    run(30)
+    assert scheduler._unbooked, "they wait for more of them"
+    before = scheduler._clock
+    scheduler.told(sequence, 0)
+    assert scheduler._clock > before
+    run(3)
+    scheduler.forget(sequence)
+    assert not scheduler._unbooked
+    assert not scheduler._outlooks
 
 
 def test_a_drafter_that_never_drafts_costs_next_to_nothing() -> None:
@@ -204,7 +269,7 @@ def test_what_one_load_showed_does_not_close_another() -> None:
 
 
 def test_an_account_bounds_what_is_lost_whatever_the_means_say() -> None:
-    account, lost = Account(), 0.0
+    account, lost = Account(1), 0.0
     for _ in range(10_000):
         account.passed(1.0)
         if account.balance > 0:
@@ -233,6 +298,9 @@ def outlook() -> Outlook:
 def test_budgets_follow_what_is_admitted() -> None:
     one = outlook()
     one.checked(drafted=64, admitted=4)
+    assert 48 <= one.nodes < 64, "one tree says little about the next"
+    for _ in range(40):
+        one.checked(drafted=one.nodes, admitted=4)
     assert one.nodes == 6
     one.checked(drafted=6, admitted=6)
     one.checked(drafted=14, admitted=14)

@@ -3,12 +3,12 @@
 import asyncio
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -202,7 +202,8 @@ async def measure(
 ) -> dict[str, Any]:
     """Closed and open loops of all modes, `repeats` turns of them.
 
-    Plain decoding and fixed trees have a verifier without a scheduler.
+    Plain decoding and fixed trees have a verifier without a scheduler. Each turn has processes of
+    its own: of two that are alike one may be a few percent faster as long as it lives.
 
     Args:
         workload: How much at a time.
@@ -217,10 +218,43 @@ async def measure(
     """
     points = [("closed", float(users)) for users in workload.users if "closed" in loops]
     points += [("open", rate) for rate in workload.arrivals if "open" in loops]
-    found: dict[str, dict[str, Any]] = {loop: {} for loop, _ in points}
+    windows: dict[tuple[str, float], dict[str, list[dict[str, Any]]]] = {
+        point: {mode: [] for mode in MODES} for point in points
+    }
     order = random.Random(1)
+    for turn in range(repeats):
+        async with _running(prompts, target, drafter, dtype, again=turn == 0) as loads:
+            for loop, size in points:
+                # A machine's speed drifts: no mode may always be the last.
+                for mode in order.sample(MODES, len(MODES)):
+                    load = loads[mode]
+                    load.begin_with(turn * _PROMPTS_A_TURN)
+                    if loop == "closed":
+                        window = await load.closed(int(size), seconds)
+                    else:
+                        window = await load.opened(size, seconds)
+                    windows[loop, size][mode].append(window.summary())
+                rates = {mode: _middle(runs) for mode, runs in windows[loop, size].items()}
+                progress(
+                    f"turn {turn + 1} of {repeats}, {loop} {size:g}: "
+                    + ", ".join(f"{m} {rates[m]['tokens_per_second']:.0f}/s" for m in MODES)
+                    + f"; scheduled over plain {against(rates, 'scheduled', 'plain'):.2f}"
+                )
+    found: dict[str, Any] = {"drafter": drafter, "tokens": TOKENS, "prompt_lengths": LENGTHS}
+    for (loop, size), modes in windows.items():
+        cells = found.setdefault(loop, {})
+        cells[f"{size:g}"] = {mode: _middle(runs) for mode, runs in modes.items()}
+    return found
+
+
+@asynccontextmanager
+async def _running(
+    prompts: Sequence[Prompt], target: Path, drafter: str, dtype: str, *, again: bool
+) -> AsyncIterator[dict[str, Load]]:
+    """The loads of all modes, against services that run meanwhile; `again`: costs are measured."""
     with ExitStack() as running:
-        scheduled = Services(target, [f"load={drafter}"], dtype, verifier=["--schedule=profile"])
+        schedule = f"--schedule={'profile' if again else 'auto'}"
+        scheduled = Services(target, [f"load={drafter}"], dtype, verifier=[schedule])
         services = running.enter_context(scheduled)
         unscheduled = Services(target, [f"load={drafter}"], dtype, verifier=["--schedule=off"])
         running.enter_context(unscheduled)
@@ -235,31 +269,14 @@ async def measure(
             }
             for load in loads.values():
                 await load.closed(2, 1.0)  # warm
-            for loop, size in points:
-                windows: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
-                for turn in range(repeats):
-                    # A machine's speed drifts: no mode may always be the last.
-                    for mode in order.sample(MODES, len(MODES)):
-                        loads[mode].begin_with(turn * _PROMPTS_A_TURN)
-                        if loop == "closed":
-                            window = await loads[mode].closed(int(size), seconds)
-                        else:
-                            window = await loads[mode].opened(size, seconds)
-                        windows[mode].append(window.summary())
-                found[loop][f"{size:g}"] = {mode: _middle(runs) for mode, runs in windows.items()}
-                rates = found[loop][f"{size:g}"]
-                progress(
-                    f"{loop} {size:g}: "
-                    + ", ".join(f"{m} {rates[m]['tokens_per_second']:.0f}/s" for m in MODES)
-                    + f"; scheduled over plain {against(rates, 'scheduled', 'plain'):.2f}"
-                )
-    return {"drafter": drafter, "tokens": TOKENS, "prompt_lengths": LENGTHS, **found}
+            yield loads
 
 
-def against(modes: Mapping[str, Any], mode: str, other: str) -> float:
-    """Throughput of a mode over that of another: the median of the turns' quotients."""
+def against(modes: Mapping[str, Any], mode: str, other: str, quantile: float = 0.5) -> float:
+    """Throughput of a mode over that of another: the median of the turns' quotients, or another
+    quantile."""
     pairs = zip(modes[mode]["runs"], modes[other]["runs"], strict=True)
-    return float(median(own / its for own, its in pairs))
+    return float(np.quantile([own / its for own, its in pairs], quantile))
 
 
 def _middle(runs: list[dict[str, Any]]) -> dict[str, Any]:

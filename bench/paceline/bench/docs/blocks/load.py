@@ -1,5 +1,8 @@
 """The scheduler under load."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from paceline.bench.docs.markdown import number, table
 from paceline.bench.docs.results import Results
 from paceline.bench.load import MODES, against
@@ -46,14 +49,21 @@ def closed(results: Results) -> str:
             [
                 size,
                 *(number(rates[mode], 0) for mode in ("plain", "fixed", "scheduled")),
-                f"{against(modes, 'scheduled', 'plain'):.2f}",
-                f"{against(modes, 'scheduled', 'fixed'):.2f}",
+                *(_ratio(modes, other) for other in ("plain", "fixed")),
                 checked,
                 f"{scheduled['budget_0_share'] or 0:.0%}",
             ]
         )
     headings = ("plain, tokens/s", "every round 8 nodes", "scheduled", "over plain", "over fixed")
     return table(("at once", *headings, "checked of drafted nodes", "answers with budget 0"), rows)
+
+
+def _ratio(modes: Mapping[str, Any], other: str) -> str:
+    """Scheduled over another mode: the median of the turns, and their quartiles."""
+    least, middle, most = (
+        against(modes, "scheduled", other, quantile) for quantile in (0.25, 0.5, 0.75)
+    )
+    return f"{middle:.2f} ({least:.2f}-{most:.2f})"
 
 
 def paying(results: Results) -> str:
@@ -64,7 +74,7 @@ def paying(results: Results) -> str:
             continue
         for size, modes in results.value("load", f"{part}/closed").items():
             rates = [modes[mode]["tokens_per_second"] for mode in MODES]
-            ratios = [f"{against(modes, 'scheduled', other):.2f}" for other in ("plain", "fixed")]
+            ratios = [_ratio(modes, other) for other in ("plain", "fixed")]
             rows.append([f"`{drafter}`", size, *(number(rate, 0) for rate in rates), *ratios])
     headings = ("plain, tokens/s", "every round 8 nodes", "scheduled")
     return table(("drafter", "at once", *headings, "over plain", "over fixed"), rows)

@@ -11,10 +11,12 @@ _NEWEST = 0.05  # weight of the newest round in a sequence's means
 _PROBE = 0.5  # and of one that was let draft to see whether it pays by now
 _NEWEST_SHARED = 0.05  # weight in the means of all sequences
 _NEWEST_TOLL = 0.2
-_NEWEST_ASK = 0.02
+_NEWEST_ASK = 0.02  # weight of the newest ask: what most of them bring, a few bring
 _PRIOR = 8  # rounds that the means of all count for where a sequence begins
 _SHARE = 0.01  # of the time that passes: what drafting that does not pay may cost
-_FIRST, _LEAST, _MOST = 2.0, -8.0, 64.0  # an account at first, and its bounds. Unit: plain steps
+_LEAST, _MOST = -8.0, 64.0  # bounds of an account. Unit: plain steps
+_FIRST = 8.0  # what an account for one sequence begins with
+_ENOUGH = 2.0  # for several to try
 _MOST_NAMES = 64
 
 
@@ -105,8 +107,10 @@ class Account:
 
     A hundredth of the time that passes is paid in. Rounds pay in what they gain and draw what they
     lose, to the sequence and to all others. Nobody drafts on an empty account: whatever the means
-    believe, drafting cannot take more than that hundredth for long. Bounds keep old gains from
-    paying for new losses, and one odd measurement from closing it for good.
+    believe, drafting cannot take more than that hundredth for long. It begins with something, to
+    find out soon where drafting pays, and with less where many are alive: there it seldom does.
+    Bounds keep old gains from paying for new losses, and one odd measurement from closing it for
+    good.
 
     Attributes:
         balance: What is there.
@@ -114,8 +118,9 @@ class Account:
             for several of them.
     """
 
-    def __init__(self) -> None:
-        self.balance = _FIRST
+    def __init__(self, load: int) -> None:
+        """Begin under such a load."""
+        self.balance = _FIRST / load
         self.trying = True
 
     def passed(self, steps: float) -> None:
@@ -128,15 +133,15 @@ class Account:
 
     def _set(self, balance: float) -> None:
         self.balance = min(_MOST, balance)
-        self.trying = self.balance >= _FIRST or (self.trying and self.balance > 0)
+        self.trying = self.balance >= _ENOUGH or (self.trying and self.balance > 0)
 
 
 class Experience:
     """What all sequences of one drafter's name showed: where new ones begin.
 
     Attributes:
-        means: Of their rounds that followed one of which something stood.
-        asks: What came of the others.
+        means: Of their rounds with trees.
+        asks: Of all their rounds, by how long nothing had stood.
         tolls: What a round cost all the others who were alive. Unit: tokens.
         trust: How far confidences are to be believed.
         nodes: Nodes that the next tree of a sequence was allowed last; None: no tree was seen.
@@ -152,7 +157,7 @@ class Experience:
 
     def account(self, load: int) -> Account:
         """The account of a load level."""
-        return self._accounts.setdefault(level_of(load), Account())
+        return self._accounts.setdefault(level_of(load), Account(load))
 
 
 class Experiences:

@@ -7,6 +7,7 @@ from paceline.verifier.scheduler.trust import Trust
 
 _FIRST_PROBE, _LAST_PROBE = 8, 1024  # tokens between probes: the least and the most
 _PATIENCE = 4  # rounds that one who tries again may ask in vain: not every place can be drafted for
+_SHRINKING = 8  # part that a budget shrinks by at most, after a tree
 _GROWTH = 8  # nodes that a budget grows by at least, where all that was sent was admitted
 
 
@@ -22,6 +23,7 @@ class Outlook:
         drafting: Whether what happens from its last answer to the next is drafting's doing.
         toll: What the others lost since then, as far as it is to blame. Unit: tokens.
         waits: Whether it was let draft, and there is nothing to judge that by yet.
+        budget: What it may draft, as decided last; None: never yet.
     """
 
     def __init__(self, experience: Experience, most: int, *, drafts: bool) -> None:
@@ -33,6 +35,7 @@ class Outlook:
         self.drafting = False
         self.toll = 0.0
         self.waits = False
+        self.budget: int | None = None
         self._answered: float | None = None
         self._told_under = 1
         self._means = Means(experience.means)
@@ -52,12 +55,14 @@ class Outlook:
     def checked(self, drafted: int, admitted: int) -> None:
         """A tree was cut to ``admitted`` of its ``drafted`` nodes.
 
-        The next one may be somewhat larger, so that it is seen when more would pay again.
+        The next one may be somewhat larger, so that it is seen when more would pay again. A tree
+        of which little is worth checking says little about the next: it shrinks step by step.
         """
         if admitted == drafted:
             self._nodes = min(self._most, max(self._nodes, 2 * drafted, drafted + _GROWTH))
         else:
-            self._nodes = min(self._most, admitted + max(2, admitted // 2))
+            worth = admitted + max(2, admitted // 2)
+            self._nodes = min(self._most, max(worth, self._nodes - self._nodes // _SHRINKING - 1))
         self.experience.nodes = self._nodes
 
     def answered(self, load: int, emitted: int, clock: float, *, tree: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from time import perf_counter
@@ -25,6 +24,7 @@ _STRANGE = 5.0  # a step this many times off its prediction was disturbed: it co
 # Sequences that may try at a time what did not pay before, or a quarter of all: one that drafts
 # alone disturbs the others as much as several do, and is no measure of what they would gain.
 _LEAST_TRIALS = 2
+_DEFERRED = 8  # plain steps that are booked together
 _MOST_LOST = 2.0  # plain steps that one step can take from others by drafting: more is chance
 
 
@@ -50,6 +50,18 @@ class Served:
     round: Round
     tree: DraftTree
     walk: Walk
+
+
+@dataclass(frozen=True, slots=True)
+class _PlainStep:
+    """A step without trees that is yet to be booked. Times by time.perf_counter."""
+
+    rounds: Items[Round]
+    step: Step
+    asked: float
+    began: float
+    ended: float
+    served: Items[Served]
 
 
 class Scheduler:
@@ -83,6 +95,11 @@ class Scheduler:
         # Tokens that each sequence alive would have got in plain steps so far.
         self._clock = 0.0
         self._trials: int | None = None
+        # While nobody drafts, steps are booked some at a time: what is done once a step, between
+        # two passes through the model, costs several times as much as what is done in a row.
+        self._quiet = False
+        self._running: tuple[Items[Round], Step, float] | None = None
+        self._unbooked: list[_PlainStep] = []
 
     def admit(self, rounds: Items[Round], trees: Items[DraftTree], step: Step) -> list[DraftTree]:
         """Cut the trees of a step that begins now.
@@ -93,9 +110,13 @@ class Scheduler:
             step: What it is without any of their nodes; the idle time is added here.
         """
         began = perf_counter()
-        outlooks = [self._outlook(round_.sequence) for round_ in rounds]
-        self._count(outlooks, step, began)
         sizes = [len(tree) - 1 for tree in trees]
+        if self._quiet and not any(sizes):
+            self._running = rounds, step, began
+            return list(trees)
+        self._running = None
+        self._book()
+        outlooks = self._count(rounds, step, began)
         self._decision = None
         if not any(sizes):
             return list(trees)
@@ -138,6 +159,23 @@ class Scheduler:
         Returns:
             What had been decided; None if there was no tree.
         """
+        if self._running is not None:
+            self._unbooked.append(_PlainStep(*self._running, began, ended, served))
+            self._running = None
+            if len(self._unbooked) == _DEFERRED:
+                self._book()
+            return None
+        self._book()
+        return self._learn(began, ended, served)
+
+    def _book(self) -> None:
+        """Take in the plain steps that have run since this was done last."""
+        steps, self._unbooked = self._unbooked, []
+        for each in steps:
+            self._count(each.rounds, each.step, each.asked)
+            self._learn(each.began, each.ended, each.served)
+
+    def _learn(self, began: float, ended: float, served: Items[Served]) -> Decision | None:
         decision, plain = self._decision, self._plain
         idle = began - self._ended
         self._decision, self._plain, self._ended = None, 0.0, ended
@@ -151,17 +189,22 @@ class Scheduler:
         self._account(passed / plain, served, drafted=decision is not None)
         for each in served:
             self._answered(each, ended)
+        self._quiet = not any(each.open or each.drafting for each in self._alive)
         return decision
 
     def budget(self, sequence: Sequence) -> int:
         """Most nodes to draft next for a sequence; 0: none for now."""
         outlook = self._outlook(sequence)
-        return outlook.nodes if self._may_draft(outlook) else 0
+        if outlook.budget is None or not self._unbooked:
+            outlook.budget = outlook.nodes if self._may_draft(outlook) else 0
+        return outlook.budget
 
     def told(self, sequence: Sequence, budget: int) -> None:
         """A client was answered, with this budget: its next round is to come."""
+        self._book()
         outlook = self._outlook(sequence)
         outlook.told(max(1, len(self._alive)), budget, self._clock)
+        self._quiet &= not outlook.open
         self._trials = None
         outlook.seen = self._ended
 
@@ -172,6 +215,8 @@ class Scheduler:
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence is gone."""
+        self._running = None  # of a step that failed
+        self._book()
         self._outlooks.pop(sequence, None)
 
     def _may_draft(self, outlook: Outlook) -> bool:
@@ -230,8 +275,9 @@ class Scheduler:
         outlook.answered(len(self._alive), emitted, self._clock, tree=tree)
         outlook.seen = ended if served.walk.finish is None else 0.0
 
-    def _count(self, here: Iterable[Outlook], step: Step, began: float) -> None:
+    def _count(self, rounds: Items[Round], step: Step, began: float) -> list[Outlook]:
         """Note who is alive, what the step would take without trees, and time lost before it."""
+        here = [self._outlook(round_.sequence) for round_ in rounds]
         for outlook in here:
             outlook.seen = began
         alive = [each for each in self._outlooks.values() if began - each.seen < _AWAY]
@@ -245,6 +291,7 @@ class Scheduler:
         idle = began - self._ended
         if idle < _AWAY:
             self._idle += _NEWEST * (idle - self._idle)
+        return here
 
     def _outlook(self, sequence: Sequence) -> Outlook:
         found = self._outlooks.get(sequence)
