@@ -1,6 +1,7 @@
 """`paceline bench`: side-by-side measurements on this machine."""
 
 import argparse
+import os
 from pathlib import Path
 
 from paceline.cli.prompts import PROMPT_FILE
@@ -91,6 +92,8 @@ def run(args: argparse.Namespace) -> int:
         from paceline.bench.page.write import report
 
         return report(Path(), args.output or Path("bench-report.html"))
+    # Who is measured in this process gets huge pages as the services do.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     from paceline.bench.run import run as measure
 
     return measure(args)
