@@ -281,12 +281,12 @@ def test_an_account_bounds_what_is_lost_whatever_the_means_say() -> None:
 def test_plain_steps_are_measured_before_drafting_is_judged_and_again_later() -> None:
     plain = PlainSpeed()
     assert not plain.known(4)
-    for _ in range(20):
+    for _ in range(60):
         plain.quiet(4, emitted=4, steps=1.25)
     assert plain.known(4)
     assert plain.rate(4) == pytest.approx(0.8, rel=0.02)
     assert plain.rate(16) == plain.rate(4), "the nearest level that was seen"
-    for _ in range(4000):
+    for _ in range(2000):
         plain.disturbed(4)
     assert not plain.known(4)
 

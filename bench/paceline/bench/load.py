@@ -60,6 +60,11 @@ WORKLOADS = {
 texts repeat themselves."""
 
 _PROMPTS_A_TURN = 37  # each turn begins with other prompts, the same in all modes
+_FINDING_OUT_SECONDS = 3.0  # under each load, for the scheduler: its like run for days
+_MANY, _LONGER = (
+    8,
+    2,
+)  # from so many users on windows are so many times longer: prompts come in bursts
 _WARM_SECONDS, _WARM_SECONDS_A_USER = 1.0, 0.04
 
 
@@ -212,7 +217,7 @@ async def measure(
         drafter: Specification, METHOD[:DIR][,key=value...], under the name "load".
         dtype: Of the target.
         loops: Which of `LOOPS`.
-        seconds: Length of each window.
+        seconds: Length of each window; twice that where there are many users.
         repeats: Windows of each point.
         progress: Told what is under way.
     """
@@ -225,12 +230,15 @@ async def measure(
     for turn in range(repeats):
         async with _running(prompts, target, drafter, dtype, again=turn == 0) as loads:
             for loop, size in points:
+                if loop == "closed":
+                    await loads["scheduled"].closed(int(size), _FINDING_OUT_SECONDS)
                 # A machine's speed drifts: no mode may always be the last.
                 for mode in order.sample(MODES, len(MODES)):
                     load = loads[mode]
                     load.begin_with(turn * _PROMPTS_A_TURN)
                     if loop == "closed":
-                        window = await load.closed(int(size), seconds)
+                        longer = 1 if size < _MANY else _LONGER
+                        window = await load.closed(int(size), longer * seconds)
                     else:
                         window = await load.opened(size, seconds)
                     windows[loop, size][mode].append(window.summary())

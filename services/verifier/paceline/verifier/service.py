@@ -173,6 +173,7 @@ class VerifierService:
         sweep_orphans()
         gc.collect()
         gc.freeze()  # the model's objects live for ever: a full collection need not walk them
+        gc.set_threshold(20_000)  # a step makes hundreds of small objects and keeps few
         self.engine.start()
         self._sweeper = asyncio.create_task(self._sweep_leases())
 

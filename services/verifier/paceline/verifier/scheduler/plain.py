@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-_ENOUGH = 8  # quiet steps after which the speed of a load level is known
-_STALE = 4000  # steps with drafting after which it is measured again
-_NEWEST = 0.05  # weight of the newest quiet step
+_ENOUGH = 32  # quiet steps after which the speed of a load level is known
+_STALE = 2000  # steps with drafting after which it is measured again
+_NEWEST = 0.02  # weight of the newest quiet step
 _STRANGE = 5.0  # an interval this many times longer than foretold was disturbed: it counts no more
 
 
