@@ -61,10 +61,7 @@ texts repeat themselves."""
 
 _PROMPTS_A_TURN = 37  # each turn begins with other prompts, the same in all modes
 _FINDING_OUT_SECONDS = 3.0  # under each load, for the scheduler: its like run for days
-_MANY, _LONGER = (
-    8,
-    2,
-)  # from so many users on windows are so many times longer: prompts come in bursts
+_MANY, _LONGER = 8, 2  # users from which on windows last longer: their prompts come in bursts
 _WARM_SECONDS, _WARM_SECONDS_A_USER = 1.0, 0.04
 
 
