@@ -12,7 +12,7 @@ from rich.console import Console
 
 from paceline.bench import acceptance, accepted, coupling, texts
 from paceline.bench.acceptance import Cell
-from paceline.bench.figures import accepted_length, gain
+from paceline.bench.figures import accepted_length
 from paceline.bench.rejection import settle
 from paceline.longspec import LongSpecConfig, LongSpecModel, TargetRef, save_longspec
 
@@ -31,18 +31,6 @@ def test_heldout_texts_have_their_lengths_and_places() -> None:
     assert {text.set for text in found} == {"heldout"}
     assert len({text.file for text in found[:4]}) == 4
     assert len({tuple(text.tokens[:50]) for text in found}) >= 7
-
-
-def test_a_gain_is_told_text_by_text() -> None:
-    """Texts differ by more than the drafters do, and the interval is narrow all the same."""
-    before = [[level] * 20 for level in range(12)]
-    after = [[level, level + 1] * 10 for level in range(12)]
-    found = gain(before, after)
-    assert found["gain"] == pytest.approx(0.5)
-    assert found["interval_95"] == pytest.approx([0.5, 0.5])
-    low, high = accepted_length(before)["interval_95"]
-    assert high - low > 2
-    assert gain(before, before) == {"gain": 0.0, "interval_95": [0.0, 0.0]}
 
 
 @given(st.lists(st.lists(st.integers(0, 4), max_size=20), min_size=1, max_size=6))

@@ -6,16 +6,13 @@ Prompts come from an installed package that neither target nor drafter was train
 service records what is generated for some of its files; the drafter is trained further on that,
 loaded beside itself, tried out and promoted. Accepted length is measured before and after, on other
 files of the package and on the old workload. Prints the commands as it goes.
-
-With a control there is a third version, trained as long on as many texts of the old workload: what
-it gains on the new one is due to more training, and not to the new texts.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +21,9 @@ from rich.table import Table
 
 from paceline.bench import machine, texts
 from paceline.bench.docs.markdown import interval
-from paceline.bench.figures import accepted_length, gain
-from paceline.bench.online.steps import HEATS, Course, Loop
-from paceline.bench.online.workload import LENGTH, of_package
+from paceline.bench.figures import accepted_length
+from paceline.bench.online.steps import HEATS, Loop
+from paceline.bench.online.workload import of_package
 from paceline.bench.served import Services
 from paceline.bench.texts import Text
 
@@ -47,34 +44,19 @@ def main() -> int:
     )
     old = texts.load(args.models, args.measured, (300,), ("heldout",))
     options = "" if args.method == "lm" else f",target={target}"
-    new, control = Course("2", work / "new"), Course("3", work / "control")
-    courses = [new, control] if args.control else [new]
-    traffic = {
-        new: workload.traffic[: args.texts],
-        control: texts.load(args.models, args.texts, (LENGTH,), ("trained",)),
-    }
-    options = "" if args.method == "lm" else f",target={target}"
     load = [f"{args.method}={args.method}:{start}{options}"]
-    roots = ["--root", str(work), "--root", str(args.models)]
-    for course in courses:
-        if _recorded(course.recordings) < args.texts // 2:
-            record = ["--record", str(course.recordings)]
-            console.log(f"recording {len(traffic[course])} generations")
-            with Services(target, load, "bfloat16", *roots, *record) as services:
-                loop = Loop(services, args.method, target, start, console.log)
-                loop.generate(traffic[course], args.tokens, args.method)
-    with Services(target, load, "bfloat16", *roots) as services:
-        loop = Loop(services, args.method, target, start, console.log)
-        for course in courses:
-            loop.train(course, args.minutes)
-            loop.calibrate(course)
-            loop.load(course)
-        console.log("measuring all versions")
-        versions = {"before": "1", "after": new.version}
-        if args.control:
-            versions["control"] = control.version
+    recording = ["--record", str(work / "texts"), "--root", str(work), "--root", str(args.models)]
+    with Services(target, load, "bfloat16", *recording) as services:
+        loop = Loop(services, args.method, target, start, work, console.log)
+        if _recorded(loop.recordings) < args.texts // 2:
+            console.log(f"recording {args.texts} generations after prompts from {args.package}")
+            loop.generate(workload.traffic[: args.texts], args.tokens, args.method)
+        loop.train(args.minutes)
+        loop.calibrate()
+        loop.load()
+        console.log("measuring both versions")
         measured = {
-            kind: _compare(loop, prompts, args.tokens, versions)
+            kind: _compare(loop, prompts, args.tokens)
             for kind, prompts in ((args.package, workload.heldout), ("old workload", old))
         }
         loop.try_out(_TRIAL_SHARE)
@@ -84,7 +66,7 @@ def main() -> int:
         "files": args.files,
         "prompt_tokens": len(workload.traffic[0].tokens),
         "new_tokens": args.tokens,
-        "training": json.loads((new.out / "config.json").read_text())["paceline"]["training"],
+        "training": json.loads((loop.out / "config.json").read_text())["paceline"]["training"],
         "accepted_length": measured,
         "trial": trial,
     }
@@ -106,28 +88,22 @@ def _record(method: str, run: dict[str, Any], output: Path | None) -> Path:
     return output
 
 
-def _compare(
-    loop: Loop, prompts: Sequence[Text], tokens: int, versions: Mapping[str, str]
-) -> dict[str, Any]:
-    """Figures of versions on the same prompts, by temperature; texts must be the same."""
-    found = {
+def _compare(loop: Loop, prompts: Sequence[Text], tokens: int) -> dict[str, Any]:
+    """Figures of both versions on the same prompts, by temperature; texts must be the same."""
+    versions = {
         name: loop.generate(prompts, tokens, f"{loop.method}@{version}")
-        for name, version in versions.items()
+        for name, version in (("before", "1"), ("after", "2"))
     }
-    first, *others = ([ids for ids, _ in each] for each in found.values())
-    if any(other != first for other in others):
+    before, after = ([ids for ids, _ in found] for found in versions.values())
+    if before != after:
         raise RuntimeError("two versions of a drafter gave different tokens")
-    figures: dict[str, Any] = {}
-    for place, heat in enumerate(HEATS):
-        rounds = {
-            name: [accepted for _, accepted in each[place :: len(HEATS)]]
-            for name, each in found.items()
+    return {
+        f"T={heat:g}": {
+            name: accepted_length([rounds for _, rounds in found[place :: len(HEATS)]])
+            for name, found in versions.items()
         }
-        figures[f"T={heat:g}"] = {
-            name: {**accepted_length(each), "over_before": gain(rounds["before"], each)}
-            for name, each in rounds.items()
-        }
-    return figures
+        for place, heat in enumerate(HEATS)
+    }
 
 
 def _wait_for_verdict(loop: Loop, prompts: Sequence[Text], tokens: int) -> dict[str, Any]:
@@ -158,8 +134,7 @@ def _recorded(folder: Path) -> int:
 
 def _table(measured: dict[str, Any]) -> Table:
     table = Table(title="accepted length, bonus included (95% interval over texts)")
-    names = list(next(iter(next(iter(measured.values())).values())))
-    for heading in ("prompts", "temperature", *names):
+    for heading in ("prompts", "temperature", "before", "after"):
         table.add_column(heading)
     for kind, heats in measured.items():
         for heat, versions in heats.items():
@@ -178,11 +153,6 @@ def _arguments() -> argparse.Namespace:
     add("--measured", type=int, default=32, metavar="N", help="prompts of each kind to measure on")
     add("--tokens", type=int, default=160, metavar="N", help="new tokens of each")
     add("--minutes", type=float, default=5.0, metavar="M", help="of training")
-    add(
-        "--control",
-        action="store_true",
-        help="train and measure a third version too, on texts of the old workload",
-    )
     add("--work", type=Path, required=True, help="folder for texts, training and the new version")
     add("--output", type=Path, help="default: bench/results/MACHINE-online.json")
     return parser.parse_args()

@@ -24,38 +24,31 @@ _AT_ONCE = 8
 
 
 @dataclass(frozen=True)
-class Course:
-    """A version to come, and what it learns from."""
-
-    version: str
-    work: Path
-
-    @property
-    def recordings(self) -> Path:
-        """Where texts are recorded for it."""
-        return self.work / "texts"
-
-    @property
-    def out(self) -> Path:
-        """Its folder."""
-        return self.work / "drafter"
-
-    @property
-    def heldout(self) -> Path:
-        """Recorded texts that it does not learn from."""
-        return self.work / "run" / "heldout.jsonl"
-
-
-@dataclass(frozen=True)
 class Loop:
-    """One drafter that learns, and its services."""
+    """One drafter that learns, its services and its folders."""
 
     services: Services
     method: str
     target: Path
     start: Path
     """The drafter's folder."""
+    work: Path
     say: Callable[[str], None]
+
+    @property
+    def recordings(self) -> Path:
+        """Where its texts are recorded."""
+        return self.work / "texts"
+
+    @property
+    def out(self) -> Path:
+        """The folder of the version to come."""
+        return self.work / f"{self.method}-2"
+
+    @property
+    def heldout(self) -> Path:
+        """Recorded texts that were not learnt from."""
+        return self.work / "run" / "heldout.jsonl"
 
     def generate(
         self, prompts: Sequence[Text], tokens: int, drafter: str, seed: int = 0
@@ -86,29 +79,29 @@ class Loop:
 
             return await asyncio.gather(*(one(n, prompt) for n, prompt in enumerate(prompts)))
 
-    def train(self, course: Course, minutes: float) -> None:
+    def train(self, minutes: float) -> None:
         """Train a new version on what was recorded."""
         self._paceline(
             *("train", "online", "--target", self.target, "--from", self.start),
-            *("--from-recordings", course.recordings, "--minutes", minutes),
-            *("--work", course.work / "run", "--out", course.out),
+            *("--from-recordings", self.recordings, "--minutes", minutes),
+            *("--work", self.work / "run", "--out", self.out),
         )
 
-    def calibrate(self, course: Course) -> None:
+    def calibrate(self) -> None:
         """Let its confidences mean what they say."""
         options = "" if self.method == "lm" else f",target={self.target}"
         self._paceline(
-            *("calibrate", f"{self.method}:{course.out}{options}", "--target", self.target),
-            *("--recordings", course.heldout),
+            *("calibrate", f"{self.method}:{self.out}{options}", "--target", self.target),
+            *("--recordings", self.heldout),
         )
 
-    def load(self, course: Course) -> None:
+    def load(self) -> None:
         """Load the version beside the one that drafts, and check that it can."""
         verifier, drafter = self.services.addresses
         option = [] if self.method == "lm" else ["--option", f"target={self.target}"]
         self._paceline(
-            *("drafters", "load", self.method, self.method, course.out, *option),
-            *("--check", course.heldout, "--address", drafter, "--verifier-address", verifier),
+            *("drafters", "load", self.method, self.method, self.out, *option),
+            *("--check", self.heldout, "--address", drafter, "--verifier-address", verifier),
         )
 
     def try_out(self, share: float) -> None:

@@ -1,7 +1,6 @@
 """What training under budgets gave, by the models' cards, and what telemetry costs."""
 
 import re
-from typing import Any
 
 from paceline.bench.docs.markdown import interval, table
 from paceline.bench.docs.results import FigureError, Results
@@ -52,18 +51,9 @@ def online(results: Results) -> str:
     for method, run in results.value("online", "drafters").items():
         for kind, heats in run["accepted_length"].items():
             for heat, versions in heats.items():
-                cells = [interval(versions["before"])]
-                cells += [_gained(versions[name]) for name in ("after", "control")]
+                cells = [interval(versions[name]) for name in ("before", "after")]
                 rows.append([f"`{method}`", kind, heat.removeprefix("T="), *cells])
-    headings = ("drafter", "prompts from", "T", "before", "after", "control")
-    return table(headings, rows)
-
-
-def _gained(version: dict[str, Any]) -> str:
-    """An accepted length, and what it is beyond the one before."""
-    gained = version["over_before"]
-    low, high = gained["interval_95"]
-    return f"{version['accepted_length']:.2f} ({low:+.2f} to {high:+.2f})"
+    return table(("drafter", "prompts from", "T", "before", "after"), rows)
 
 
 def online_run(results: Results) -> str:
