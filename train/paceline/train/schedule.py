@@ -29,17 +29,29 @@ class Clock:
         self.elapsed += seconds
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """Learning rate and row length as functions of the share of the run that is done."""
+class Budgeted:
+    """A run that ends when its stepping time or its steps run out, whichever is first.
 
-    preset: Preset
+    Attributes:
+        minutes: Stepping time.
+        steps: Steps.
+    """
+
     minutes: float
     steps: int
 
     def progress(self, step: int, elapsed: float) -> float:
         """Share of the run done, 0 to 1, after `step` steps and `elapsed` seconds of stepping."""
         return min(1.0, max(step / self.steps, elapsed / (60 * self.minutes)))
+
+
+@dataclass(frozen=True)
+class Schedule(Budgeted):
+    """Learning rate and row length as functions of the share of the run that is done."""
+
+    preset: Preset
+    minutes: float
+    steps: int
 
     def rate(self, step: int, progress: float) -> float:
         """Factor on the learning rates: a short warm-up, constant, then a linear fall."""
@@ -58,7 +70,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class ContinuedPlan:
+class ContinuedPlan(Budgeted):
     """The :class:`~paceline.train.loop.Plan` of a run that takes a trained drafter further.
 
     Attributes:
@@ -74,10 +86,6 @@ class ContinuedPlan:
     warm_up: int
     minutes: float
     steps: int
-
-    def progress(self, step: int, elapsed: float) -> float:
-        """Share of the run done, 0 to 1, after `step` steps and `elapsed` seconds of stepping."""
-        return min(1.0, max(step / self.steps, elapsed / (60 * self.minutes)))
 
     def rate(self, step: int, progress: float) -> float:
         """Factor on the learning rates: a warm-up, then a cosine."""

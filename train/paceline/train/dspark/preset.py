@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from paceline.train.schedule import Budgeted
+
 _WARM_UP = 0.04  # share of the run in which the learning rates rise, as in the reference
 _FINAL_RATE = 0.03
 
@@ -47,17 +49,13 @@ class DSparkPreset:
 
 
 @dataclass(frozen=True)
-class DSparkPlan:
+class DSparkPlan(Budgeted):
     """The :class:`~paceline.train.loop.Plan` of a run; `own` documents come first in the stream."""
 
     preset: DSparkPreset
     minutes: float
     steps: int
     own: int
-
-    def progress(self, step: int, elapsed: float) -> float:
-        """Share of the run done, 0 to 1, after `step` steps and `elapsed` seconds of stepping."""
-        return min(1.0, max(step / self.steps, elapsed / (60 * self.minutes)))
 
     def rate(self, step: int, progress: float) -> float:
         """Factor on the learning rates: a linear rise, then a cosine."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from paceline.train.schedule import Budgeted
+
 _WARM_UP_STEPS = 20
 _FINAL_RATE = 0.1  # of a stage's rate, at its end
 
@@ -72,7 +74,7 @@ class LongSpecPreset:
 
 
 @dataclass(frozen=True)
-class StagePlan:
+class StagePlan(Budgeted):
     """When which stage runs: the :class:`~paceline.train.loop.Plan` of a LongSpec run.
 
     `own` documents, the target's own texts, come first in the stream.
@@ -82,10 +84,6 @@ class StagePlan:
     minutes: float
     steps: int
     own: int
-
-    def progress(self, step: int, elapsed: float) -> float:
-        """Share of the run done, 0 to 1, after `step` steps and `elapsed` seconds of stepping."""
-        return min(1.0, max(step / self.steps, elapsed / (60 * self.minutes)))
 
     def stage(self, progress: float) -> tuple[Stage, float]:
         """The stage, and the share of it that is done."""
