@@ -1,7 +1,6 @@
 """`paceline bench`: side-by-side measurements on this machine."""
 
 import argparse
-import os
 from pathlib import Path
 
 from paceline.cli.prompts import PROMPT_FILE
@@ -92,8 +91,9 @@ def run(args: argparse.Namespace) -> int:
         from paceline.bench.page.write import report
 
         return report(Path(), args.output or Path("bench-report.html"))
-    # Who is measured in this process gets huge pages as the services do.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    from paceline.cli.service_process import use_huge_pages
+
+    use_huge_pages()  # for who is measured in this process, as the services have them
     from paceline.bench.run import run as measure
 
     return measure(args)

@@ -148,13 +148,12 @@ def refuse(error: Exception) -> int:
 
 
 def set_torch_environment(threads: int | None) -> None:
-    """Fix thread count and waiting for the OpenMP runtime that torch loads later, and its memory.
+    """Fix thread count and waiting for the OpenMP runtime that torch loads later.
 
     Threads spin for a few dozen microseconds and then sleep: long enough to bridge the gap between
     two operations of a step (a sleeping thread takes longer to wake than most of them last), short
     enough to leave the cores to whoever's turn it is next, drafter or verifier. Weights lie in huge
-    pages where the system lends them: a step reads all of them, and reads them a tenth faster.
-    Variables that are set already win, but for the count when `threads` is given.
+    pages. Variables that are set already win, but for the count when `threads` is given.
 
     Raises:
         OptionsError: if `threads` is below 1.
@@ -166,6 +165,14 @@ def set_torch_environment(threads: int | None) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(_cores()))
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     os.environ.setdefault("KMP_BLOCKTIME", "1")
+    use_huge_pages()
+
+
+def use_huge_pages() -> None:
+    """Let torch, loaded later, keep large tensors in huge pages where the system lends them.
+
+    A step reads all weights, and reads them about a tenth faster.
+    """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 

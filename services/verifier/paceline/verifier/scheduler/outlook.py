@@ -75,9 +75,10 @@ class Outlook:
             tree: Whether it had sent a tree.
         """
         self.drafts |= tree
+        stood = tree and emitted > 1
         if self._answered is not None and (tree or self.drafting):
-            self._settle(load, emitted, clock - self._answered, tree=tree)
-        self._since = 0 if tree and emitted > 1 else self._since + emitted
+            self._settle(load, emitted, clock - self._answered, tree=tree, stood=stood)
+        self._since = 0 if stood else self._since + emitted
         self._resting += emitted
         self._answered, self.toll = clock, 0.0
         # The way back from a tree to a free run is part of what the tree cost.
@@ -107,7 +108,7 @@ class Outlook:
         """Whether it rested long enough to try again."""
         return self._resting >= self._probe_after
 
-    def _settle(self, load: int, emitted: int, price: float, *, tree: bool) -> None:
+    def _settle(self, load: int, emitted: int, price: float, *, tree: bool, stood: bool) -> None:
         """Book what a drafted round brought and cost, to the sequence and to the others."""
         # The account that let it draft pays: loads come and go between levels.
         account = self.experience.account(self._told_under)
@@ -121,7 +122,7 @@ class Outlook:
             probe = not self.pays(load)
             self._means.learn(load, emitted, price, probe=probe)
             self.experience.means.learn(load, emitted, price)
-        self._book(load, emitted - price, stood=tree and emitted > 1)
+        self._book(load, emitted - price, stood=stood)
         self.experience.tolls.learn(load, self.toll)
         if self.pays(load):
             self._probe_after = _FIRST_PROBE

@@ -276,7 +276,11 @@ class Scheduler:
         outlook.seen = ended if served.walk.finish is None else 0.0
 
     def _count(self, rounds: Items[Round], step: Step, began: float) -> list[Outlook]:
-        """Note who is alive, what the step would take without trees, and time lost before it."""
+        """Note who is alive, what the step would take without trees, and time lost before it.
+
+        Returns:
+            Outlooks of the rounds.
+        """
         here = [self._outlook(round_.sequence) for round_ in rounds]
         for outlook in here:
             outlook.seen = began
