@@ -168,7 +168,7 @@ def test_sequences_differ_and_each_gets_its_own_way(users: int) -> None:
     def accepted(user: int, got: int, draws: random.Random) -> int:
         return stands(0.05 if user % 4 else 0.95)(user, got, draws)
 
-    rate = rates(accepted, users)
+    rate = rates(accepted, users, 4000)
     assert rate["scheduled"] > max(rate["plain"], rate["fixed"])
 
 
@@ -208,6 +208,10 @@ def test_what_an_ask_is_worth_depends_on_how_long_nothing_stood() -> None:
         asks.learn(1, 40, -0.5)
     assert (asks.gain(1, 2) or 0) > 0 > (asks.gain(1, 50) or 0)
     assert asks.gain(1, 500) == asks.gain(1, 50), "the nearest that was seen"
+    assert asks.gain(1, 2, losing=True) == asks.gain(1, 2), "no sequence has lost by it yet"
+    for _ in range(50):
+        asks.learn(1, 2, -1.0, losing=True)
+    assert (asks.gain(1, 2) or 0) > 0 > (asks.gain(1, 2, losing=True) or 0)
 
 
 def test_plain_steps_are_booked_before_anything_depends_on_them() -> None:
@@ -276,6 +280,49 @@ def test_an_account_bounds_what_is_lost_whatever_the_means_say() -> None:
             account.settle(-3.0)
             lost += 3.0
     assert lost < 0.01 * 10_000 + 20
+
+
+def test_trials_lose_no_more_than_their_own_share_whatever_others_gain() -> None:
+    account, lost = Account(1), 0.0
+    for _ in range(10_000):
+        account.passed(1.0)
+        account.settle(2.0)
+        if account.trying:
+            account.settle(-3.0, trial=True)
+            lost += 3.0
+    assert 0 < lost < 0.01 * 10_000 + 20
+    account.settle(8.0, trial=True)
+    assert account.trying, "a trial that found something lets others try"
+
+
+def test_a_sequence_that_lost_by_asking_is_judged_by_others_that_did() -> None:
+    experience = Experiences().of("some")
+    for _ in range(50):
+        experience.asks.learn(1, 1, 1.0)
+        experience.asks.learn(1, 1, -1.0, losing=True)
+    new, tried = (Outlook(experience, 64, drafts=True) for _ in range(2))
+    assert new.pays(1)
+    clock = 0.0
+    tried.told(1, 8, clock)
+    for _ in range(2):
+        clock += 2.0
+        tried.answered(1, 1, clock, tree=True)
+        tried.told(1, 8, clock)
+    assert not tried.pays(1)
+    assert new.pays(1)
+
+
+def test_what_an_ask_brings_counts_although_the_text_ends_first() -> None:
+    one = outlook()
+    clock = 0.0
+    one.told(1, 8, clock)
+    for _ in range(3):
+        clock += 2.0
+        one.answered(1, 5, clock, tree=True)
+        one.told(1, 8, clock)
+    assert one.experience.asks.gain(1, 1) is None, "it goes on"
+    one.ended()
+    assert one.experience.asks.gain(1, 1) == pytest.approx(3 * 3.0)
 
 
 def test_plain_steps_are_measured_before_drafting_is_judged_and_again_later() -> None:

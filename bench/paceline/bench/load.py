@@ -61,7 +61,6 @@ texts repeat themselves."""
 
 _PROMPTS_A_TURN = 37  # each turn begins with other prompts, the same in all modes
 _FINDING_OUT_SECONDS = 3.0  # under each load, for the scheduler: its like run for days
-_MANY, _LONGER = 8, 2  # users from which on windows last longer: their prompts come in bursts
 _WARM_SECONDS, _WARM_SECONDS_A_USER = 1.0, 0.04
 
 
@@ -214,7 +213,7 @@ async def measure(
         drafter: Specification, METHOD[:DIR][,key=value...], under the name "load".
         dtype: Of the target.
         loops: Which of `LOOPS`.
-        seconds: Length of each window; twice that where there are many users.
+        seconds: Length of each window.
         repeats: Windows of each point.
         progress: Told what is under way.
     """
@@ -234,8 +233,7 @@ async def measure(
                     load = loads[mode]
                     load.begin_with(turn * _PROMPTS_A_TURN)
                     if loop == "closed":
-                        longer = 1 if size < _MANY else _LONGER
-                        window = await load.closed(int(size), longer * seconds)
+                        window = await load.closed(int(size), seconds)
                     else:
                         window = await load.opened(size, seconds)
                     windows[loop, size][mode].append(window.summary())

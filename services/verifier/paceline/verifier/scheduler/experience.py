@@ -13,9 +13,9 @@ _NEWEST_SHARED = 0.05  # weight in the means of all sequences
 _NEWEST_TOLL = 0.2
 _NEWEST_ASK = 0.02  # weight of the newest ask: what most of them bring, a few bring
 _PRIOR = 8  # rounds that the means of all count for where a sequence begins
-_SHARE = 0.01  # of the time that passes: what drafting that does not pay may cost
+_SHARE = 0.007  # of the time that passes: what drafting that does not pay may cost
 _LEAST, _MOST = -8.0, 64.0  # bounds of an account. Unit: plain steps
-_FIRST = 8.0  # what an account for one sequence begins with
+_FIRST = 8.0  # what an account for one sequence begins with, and all that trials may save up
 _ENOUGH = 2.0  # for several to try
 _MOST_NAMES = 64
 
@@ -78,62 +78,68 @@ class Asks:
     """What asking a drafter brought, by how long no drafted token had stood then.
 
     Some drafters have something to say in some places only, and such places lie together: the
-    longer nothing stood, the less likely that the next tree will. An ask is worth what its round
-    gained, and the rounds after it up to the first of which nothing stood.
+    longer nothing stood, the less likely that the next tree will. They also have more to say in
+    some texts than in others: sequences that lost by asking so far are told apart. An ask is worth
+    what its round gained, and the rounds after it up to the first of which nothing stood.
     """
 
     def __init__(self) -> None:
-        self._gains: dict[int, ByLevel] = {}
+        self._gains: dict[bool, dict[int, ByLevel]] = {False: {}, True: {}}
 
-    def learn(self, load: int, since: int, gain: float) -> None:
+    def learn(self, load: int, since: int, gain: float, *, losing: bool = False) -> None:
         """An ask, so many tokens after a drafted one had stood, and what followed from it."""
-        place = since.bit_length()
-        if place not in self._gains:
-            self._gains[place] = ByLevel(_NEWEST_ASK, self._nearest(place))
-        self._gains[place].learn(load, gain)
+        place, gains = since.bit_length(), self._gains[losing]
+        if place not in gains:
+            gains[place] = ByLevel(_NEWEST_ASK, self._nearest(place, losing))
+        gains[place].learn(load, gain)
 
-    def gain(self, load: int, since: int) -> float | None:
+    def gain(self, load: int, since: int, *, losing: bool = False) -> float | None:
         """Tokens that such an ask brings beyond its price; None: nothing is known."""
-        found = self._nearest(since.bit_length())
+        found = self._nearest(since.bit_length(), losing)
         return None if found is None else found.at(load)
 
-    def _nearest(self, place: int) -> ByLevel | None:
-        nearest = min(self._gains, key=lambda seen: (abs(seen - place), seen), default=None)
-        return None if nearest is None else self._gains[nearest]
+    def _nearest(self, place: int, losing: bool) -> ByLevel | None:
+        gains = self._gains[losing] or self._gains[not losing]
+        nearest = min(gains, key=lambda seen: (abs(seen - place), seen), default=None)
+        return None if nearest is None else gains[nearest]
 
 
 class Account:
     """What drafting may still lose under a load. Unit: plain steps of all who are alive.
 
-    A hundredth of the time that passes is paid in. Rounds pay in what they gain and draw what they
-    lose, to the sequence and to all others. Nobody drafts on an empty account: whatever the means
-    believe, drafting cannot take more than that hundredth for long. It begins with something, to
+    A small share of the time that passes is paid in. Rounds pay in what they gain and draw what
+    they lose, to the sequence and to all others. Nobody drafts on an empty account: whatever the
+    means believe, drafting cannot take more than that share for long. It begins with something, to
     find out soon where drafting pays, and with less where many are alive: there it seldom does.
     Bounds keep old gains from paying for new losses, and one odd measurement from closing it for
     good.
 
+    Those who try whether drafting pays have an allowance of their own, of the same share. What
+    texts gain in which it pays would else be lost again, and unseen, in those where it does not.
+
     Attributes:
         balance: What is there.
-        trying: Whether sequences may draft for which it did not pay so far, once there is enough
-            for several of them.
+        trying: Whether sequences may draft for which it did not pay so far, once their allowance
+            is enough for several of them.
     """
 
     def __init__(self, load: int) -> None:
         """Begin under such a load."""
-        self.balance = _FIRST / load
+        self.balance = self._allowance = _FIRST / load
         self.trying = True
 
     def passed(self, steps: float) -> None:
         """Time went by."""
-        self._set(self.balance + _SHARE * steps)
+        self._set(self.balance + _SHARE * steps, self._allowance + _SHARE * steps)
 
-    def settle(self, gain: float) -> None:
-        """A round is over."""
-        self._set(max(_LEAST, self.balance + gain))
+    def settle(self, gain: float, *, trial: bool = False) -> None:
+        """A round is over, of a sequence that tried or of one for which drafting paid so far."""
+        self._set(max(_LEAST, self.balance + gain), self._allowance + gain * trial)
 
-    def _set(self, balance: float) -> None:
+    def _set(self, balance: float, allowance: float) -> None:
         self.balance = min(_MOST, balance)
-        self.trying = self.balance >= _ENOUGH or (self.trying and self.balance > 0)
+        self._allowance = min(_FIRST, max(_LEAST, allowance))
+        self.trying = self._allowance >= _ENOUGH or (self.trying and self._allowance > 0)
 
 
 class Experience:

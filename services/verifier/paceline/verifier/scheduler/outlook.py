@@ -6,7 +6,10 @@ from paceline.verifier.scheduler.experience import Experience, Means
 from paceline.verifier.scheduler.trust import Trust
 
 _FIRST_PROBE, _LAST_PROBE = 8, 1024  # tokens between probes: the least and the most
-_PATIENCE = 4  # rounds that one who tries again may ask in vain: not every place can be drafted for
+_PATIENCE = 2  # rounds that one who tries again may ask in vain: not every place can be drafted for
+# Tokens that asks have to bring beyond their price: of gains that are 0 in truth, every other one
+# looks like more.
+_MARGIN = 0.25
 _SHRINKING = 8  # part that a budget shrinks by at most, after a tree
 _GROWTH = 8  # nodes that a budget grows by at least, where all that was sent was admitted
 
@@ -43,8 +46,12 @@ class Outlook:
         self._nodes = experience.nodes or most
         self._resting = self._probe_after = _FIRST_PROBE
         self._tries = 0
+        self._trial = False  # whether it was let draft although that did not pay so far
         self._since = 1  # tokens since a drafted one stood, or since it began
-        self._asked_since = 1
+        self._balance = 0.0  # what its rounds gained so far
+        self._losing = False
+        # Of the last ask after silence: how things stood, and what came of it.
+        self._asked_since, self._asked_losing = 1, False
         self._gained = 0.0
 
     @property
@@ -88,6 +95,7 @@ class Outlook:
         """Its client was answered under some load, and told how much to draft."""
         self._answered, self._told_under = clock, load
         opens = self.drafts and budget > 0
+        self._trial = opens and not self.pays(load)
         if opens and not self.open:
             self._tries, self.waits = 0, False
         self.open = opens
@@ -99,9 +107,14 @@ class Outlook:
         """Whether rounds bring what they cost; not before that is known."""
         gain = self._means.gain(load)
         if self._since:
-            asked = self.experience.asks.gain(load, self._since)
-            gain = gain if asked is None else asked
+            asked = self.experience.asks.gain(load, self._since, losing=self._losing)
+            gain = gain if asked is None else asked - _MARGIN
         return gain is not None and gain >= (self.experience.tolls.at(load) or 0.0)
+
+    def ended(self) -> None:
+        """The sequence is gone: nothing more will come of what it asked last."""
+        if not self._since:
+            self._learn_ask(self._told_under)
 
     @property
     def probe_due(self) -> bool:
@@ -112,7 +125,7 @@ class Outlook:
         """Book what a drafted round brought and cost, to the sequence and to the others."""
         # The account that let it draft pays: loads come and go between levels.
         account = self.experience.account(self._told_under)
-        account.settle((emitted - price - self.toll) / load)
+        account.settle((emitted - price - self.toll) / load, trial=self._trial)
         self._tries += 1
         self.waits = self.open and not tree and self._tries < _PATIENCE
         # At first there may be no tree because the drafter is still being attached.
@@ -132,7 +145,13 @@ class Outlook:
     def _book(self, load: int, gain: float, *, stood: bool) -> None:
         """Add a round to what came of the last ask after silence, or of this one."""
         if self._since:
-            self._asked_since, self._gained = self._since, 0.0
+            self._asked_since, self._asked_losing, self._gained = self._since, self._losing, 0.0
         self._gained += gain
+        self._balance += gain
         if not stood:
-            self.experience.asks.learn(load, self._asked_since, self._gained)
+            self._learn_ask(load)
+            self._losing = self._balance < 0
+
+    def _learn_ask(self, load: int) -> None:
+        asked = self._asked_since, self._gained
+        self.experience.asks.learn(load, *asked, losing=self._asked_losing)

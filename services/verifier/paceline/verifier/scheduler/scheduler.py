@@ -217,7 +217,9 @@ class Scheduler:
         """A sequence is gone."""
         self._running = None  # of a step that failed
         self._book()
-        self._outlooks.pop(sequence, None)
+        outlook = self._outlooks.pop(sequence, None)
+        if outlook is not None:
+            outlook.ended()
 
     def _may_draft(self, outlook: Outlook) -> bool:
         load = max(1, len(self._alive))
