@@ -1,0 +1,95 @@
+"""What steps cost: the table, and where it is kept."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.decoder import Decoder
+from paceline.verifier.scheduler import library
+from paceline.verifier.scheduler.costs import CostTable
+
+SOME = CostTable((1, 2), (1, 2), ((1.0, 1.0), (1.0, 1.0)))
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.floats(1e-4, 1), min_size=2, max_size=6),
+    st.integers(1, 500),
+    st.floats(0, 5000),
+)
+def test_costs_rise_with_the_table_and_are_its_own_at_its_points(
+    steps: list[float], tokens: int, context: float
+) -> None:
+    axis = tuple(2**i for i in range(len(steps)))
+    column = np.cumsum(steps)
+    table = CostTable(axis, (10, 1000), tuple((float(v), float(2 * v)) for v in column))
+    at = np.array(axis, float)
+    assert table.seconds(at, at * 10) == pytest.approx(column)
+    assert table.seconds(at, at * 1000) == pytest.approx(2 * column)
+    some = np.array([tokens, tokens + 1], float)
+    less, more = table.seconds(some, some * max(10.0, context))
+    assert 0 < less <= more + 1e-12
+    for count, seconds in ((tokens, less), (tokens + 1, more)):
+        one = table.step_seconds(1, count, round(count * max(10.0, context)))
+        assert one == pytest.approx(seconds, rel=0.01)
+
+
+def test_tables_are_kept_and_measured_once(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    decoder = Decoder.load(model)
+    with torch.inference_mode():
+        table = library.cost_table(decoder, 2048)
+        (file,) = (tmp_path / "paceline" / "costs").glob("*.json")
+        assert CostTable.from_json(file.read_text()) == table
+        monkeypatch.setattr(library, "profile", lambda *_: SOME)
+        assert library.cost_table(decoder, 2048) == table
+        assert library.cost_table(decoder, 99) == SOME, "other contexts"
+        assert library.cost_table(decoder, 2048, again=True) == SOME
+        file.write_text('{"tokens": [1]}')
+        assert library.cost_table(decoder, 2048) == SOME, "a file nobody can believe"
+
+
+def test_a_table_that_cannot_be_kept_serves_once(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "paceline").write_text("in the way")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(library, "profile", lambda *_: SOME)
+    assert library.cost_table(Decoder.load(model), 2048) == SOME
+
+
+def test_of_several_that_start_at_a_time_one_measures(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    decoder, measured = Decoder.load(model), []
+
+    def slow(*_: object) -> CostTable:
+        measured.append(SOME)
+        time.sleep(0.05)
+        return SOME
+
+    monkeypatch.setattr(library, "profile", slow)
+    with ThreadPoolExecutor(3) as pool:
+        tables = list(pool.map(lambda _: library.cost_table(decoder, 2048), range(3)))
+    assert tables == [SOME] * 3
+    assert len(measured) == 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "table"),
+    [((1,), ((1.0, 1.0),)), ((2, 1), ((1.0, 1.0), (1.0, 1.0))), ((1, 2), ((1.0, 0.0), (1.0, 1.0)))],
+)
+def test_bad_tables(tokens: tuple[int, ...], table: tuple[tuple[float, ...], ...]) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        CostTable(tokens, (1, 2), table)
