@@ -278,8 +278,13 @@ async def _running(
 def against(modes: Mapping[str, Any], mode: str, other: str, quantile: float = 0.5) -> float:
     """Throughput of a mode over that of another: the median of the turns' quotients, or another
     quantile."""
+    return float(np.quantile(quotients(modes, mode, other), quantile))
+
+
+def quotients(modes: Mapping[str, Any], mode: str, other: str) -> list[float]:
+    """Throughput of a mode over that of another, turn by turn."""
     pairs = zip(modes[mode]["runs"], modes[other]["runs"], strict=True)
-    return float(np.quantile([own / its for own, its in pairs], quantile))
+    return [own / its for own, its in pairs]
 
 
 def _middle(runs: list[dict[str, Any]]) -> dict[str, Any]:

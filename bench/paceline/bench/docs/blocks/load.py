@@ -1,11 +1,12 @@
 """The scheduler under load."""
 
 from collections.abc import Mapping
+from statistics import fmean, stdev
 from typing import Any
 
 from paceline.bench.docs.markdown import number, table
 from paceline.bench.docs.results import Results
-from paceline.bench.load import MODES, against
+from paceline.bench.load import MODES, against, quotients
 
 _PAYING = {"ngram": "load-copying", "longspec": "load-longspec"}
 _WITHIN = 0.15  # of what was foretold: a good guess
@@ -95,12 +96,15 @@ def opened(results: Results) -> str:
 
 
 def window(results: Results) -> str:
-    """How often each cell was measured, and between what bounds ratios and shares lie."""
+    """How often each cell was measured, between what bounds ratios and shares lie, and the mean."""
     points = results.value("load", "load/closed").values()
-    runs = sorted({len(modes["scheduled"]["runs"]) for modes in points})
+    turns = [quotients(modes, "scheduled", "plain") for modes in points]
     ratios = [against(modes, "scheduled", "plain") for modes in points]
     shares = [modes["scheduled"]["drafted_share"] for modes in points]
+    every = [quotient for cell in turns for quotient in cell]
     return (
-        f"Windows a cell: {' or '.join(map(str, runs))}. Scheduled over plain: {min(ratios):.2f} "
-        f"to {max(ratios):.2f}. Tokens of drafted rounds: {min(shares):.0%} to {max(shares):.0%}."
+        f"Windows a cell: {' or '.join(map(str, sorted({len(cell) for cell in turns})))}. "
+        f"Scheduled over plain: {min(ratios):.2f} to {max(ratios):.2f}, on average over all "
+        f"windows {fmean(every):.3f} (standard error {stdev(every) / len(every) ** 0.5:.3f}). "
+        f"Tokens of drafted rounds: {min(shares):.0%} to {max(shares):.0%}."
     )
