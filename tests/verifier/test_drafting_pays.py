@@ -187,6 +187,14 @@ def test_trials_lose_no_more_than_their_own_share_whatever_others_gain() -> None
     assert account.trying, "a trial that found something lets others try"
 
 
+def draft(one: Outlook, rounds: int, emitted: int) -> None:
+    """Rounds with trees, each of which takes two plain steps and may be followed by another."""
+    one.told(1, 8, 0.0)
+    for number in range(1, rounds + 1):
+        one.answered(1, emitted, 2.0 * number, tree=True)
+        one.told(1, 8, 2.0 * number)
+
+
 def test_a_sequence_that_lost_by_asking_is_judged_by_others_that_did() -> None:
     experience = Experiences().of("some")
     for _ in range(50):
@@ -194,24 +202,14 @@ def test_a_sequence_that_lost_by_asking_is_judged_by_others_that_did() -> None:
         experience.asks.learn(1, 1, -1.0, losing=True)
     new, tried = (Outlook(experience, 64, drafts=True) for _ in range(2))
     assert new.pays(1)
-    clock = 0.0
-    tried.told(1, 8, clock)
-    for _ in range(2):
-        clock += 2.0
-        tried.answered(1, 1, clock, tree=True)
-        tried.told(1, 8, clock)
+    draft(tried, rounds=2, emitted=1)
     assert not tried.pays(1)
     assert new.pays(1)
 
 
 def test_what_an_ask_brings_counts_although_the_text_ends_first() -> None:
     one = outlook()
-    clock = 0.0
-    one.told(1, 8, clock)
-    for _ in range(3):
-        clock += 2.0
-        one.answered(1, 5, clock, tree=True)
-        one.told(1, 8, clock)
+    draft(one, rounds=3, emitted=5)
     assert one.experience.asks.gain(1, 1) is None, "it goes on"
     one.ended()
     assert one.experience.asks.gain(1, 1) == pytest.approx(3 * 3.0)

@@ -1,7 +1,7 @@
 """The scheduler under load."""
 
 from collections.abc import Mapping
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from typing import Any
 
 from paceline.bench.docs.markdown import number, table
@@ -99,7 +99,7 @@ def window(results: Results) -> str:
     """How often each cell was measured, between what bounds ratios and shares lie, and the mean."""
     points = results.value("load", "load/closed").values()
     turns = [quotients(modes, "scheduled", "plain") for modes in points]
-    ratios = [against(modes, "scheduled", "plain") for modes in points]
+    ratios = [median(cell) for cell in turns]
     shares = [modes["scheduled"]["drafted_share"] for modes in points]
     every = [quotient for cell in turns for quotient in cell]
     return (

@@ -153,5 +153,6 @@ class Outlook:
             self._losing = self._balance < 0
 
     def _learn_ask(self, load: int) -> None:
-        asked = self._asked_since, self._gained
-        self.experience.asks.learn(load, *asked, losing=self._asked_losing)
+        """Nothing more comes of the last ask."""
+        asks = self.experience.asks
+        asks.learn(load, self._asked_since, self._gained, losing=self._asked_losing)
