@@ -48,8 +48,15 @@ async def test_disk_serves_the_next_process(
     assert [file.name for file in (tmp_path / "new").iterdir()] == [f"{DIGEST}.json.gz"]
 
 
+# Named, because gzip writes the time: two workers have to call a test the same.
 @pytest.mark.parametrize(
-    "content", [b"", b"not gzip", gzip.compress(b"{}"), gzip.compress(TOKENIZER)[:-9]]
+    "content",
+    [
+        pytest.param(b"", id="empty"),
+        pytest.param(b"not gzip", id="not gzip"),
+        pytest.param(gzip.compress(b"{}"), id="another tokenizer"),
+        pytest.param(gzip.compress(TOKENIZER)[:-9], id="cut short"),
+    ],
 )
 async def test_a_spoilt_file_is_ignored_and_replaced(
     world: World, tmp_path: Path, content: bytes
