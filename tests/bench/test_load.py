@@ -5,8 +5,9 @@ from typing import Any
 
 from rich.console import Console
 
-from paceline.bench import load_report
-from paceline.bench.load import MODES, User, Window
+from paceline.bench.load import report as load_report
+from paceline.bench.load.turns import MODES
+from paceline.bench.load.users import User, Window
 from paceline.bench.page import pictures
 from paceline.client import RoundStats
 
@@ -33,6 +34,7 @@ def window() -> Window:
 
 def figures() -> dict[str, Any]:
     modes = {mode: {**window().summary(), "runs": [8.0]} for mode in MODES}
+    modes["scheduled"]["beside"] = {"plain": [8.0], "fixed": [9.0]}
     return {"drafter": "ngram", "closed": {"1": modes, "8": modes}, "open": {"2": modes}}
 
 

@@ -17,7 +17,6 @@ from paceline.bench import (
     costs,
     coupling,
     draft,
-    load,
     longer,
     remote,
     replay,
@@ -27,6 +26,8 @@ from paceline.bench import (
     table,
     texts,
 )
+from paceline.bench.load import turns
+from paceline.bench.load.workload import LOOPS, WORKLOADS, Workload
 from paceline.bench.record import digest
 from paceline.bench.setting import Bench
 from paceline.cli.prompts import read_prompts
@@ -196,18 +197,18 @@ def _heads(bench: Bench) -> dict[str, Any] | None:
     return {"weights": {name: digest(folder) for name, folder in folders.items()}, "sets": found}
 
 
-def _load(workload: load.Workload, bench: Bench) -> dict[str, Any] | None:
+def _load(workload: Workload, bench: Bench) -> dict[str, Any] | None:
     """Many generations at once."""
     if workload.drafter not in bench.drafters():
         return None
     return _wait(
-        load.measure(
+        turns.measure(
             workload,
             [prompt for prompt in bench.every_prompt() if prompt.set in workload.sets],
             bench.target,
             bench.drafters()[workload.drafter],
             dtype=bench.args.dtype,
-            loops=[name for name in load.LOOPS if bench.wanted(name)],
+            loops=[name for name in LOOPS if bench.wanted(name)],
             seconds=bench.args.seconds,
             repeats=bench.repeats,
             progress=bench.console.log,
@@ -255,7 +256,7 @@ PARTS = {
     "selfspec": Part(_selfspec, "selfspec"),
     "collection": Part(_collection, "selfspec"),
     "costs": Part(_costs, "load"),
-    **{name: Part(partial(_load, each), "load") for name, each in load.WORKLOADS.items()},
+    **{name: Part(partial(_load, each), "load") for name, each in WORKLOADS.items()},
     "budgets": Part(_budgets, "budgets"),
     "remote": Part(_remote, "budgets"),
     "replay": Part(_replay, ""),

@@ -9,7 +9,9 @@ from typing import Any
 
 from rich.console import Console
 
-from paceline.bench import echo, load, load_report, machine, report
+from paceline.bench import echo, machine, report
+from paceline.bench.load import report as load_report
+from paceline.bench.load.workload import WORKLOADS
 from paceline.bench.parts import PARTS
 from paceline.bench.record import Book, digest
 from paceline.bench.setting import Bench
@@ -54,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
                     f"written to {bench.book.file}, {time.monotonic() - began:.0f} s so far"
                 )
     report.show(results, console)
-    for name in load.WORKLOADS:
+    for name in WORKLOADS:
         if name in results:
             load_report.show(results[name], console)
     return 0

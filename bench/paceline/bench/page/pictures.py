@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from paceline.bench import budget_report, load_report
+from paceline.bench import budget_report
+from paceline.bench.load import report as load_report
 from paceline.bench.page.plots import by_context, by_temperature, svg
 
 _RATIO = "tokens/s over no drafter"

@@ -6,7 +6,7 @@ from typing import Any
 
 from paceline.bench.docs.markdown import number, table
 from paceline.bench.docs.results import Results
-from paceline.bench.load import MODES, against, quotients
+from paceline.bench.load.turns import MODES, over, quotients
 
 _PAYING = {"ngram": "load-copying", "longspec": "load-longspec"}
 _WITHIN = 0.15  # of what was foretold: a good guess
@@ -61,9 +61,7 @@ def closed(results: Results) -> str:
 
 def _ratio(modes: Mapping[str, Any], other: str) -> str:
     """Scheduled over another mode: the median of the turns, and their quartiles."""
-    least, middle, most = (
-        against(modes, "scheduled", other, quantile) for quantile in (0.25, 0.5, 0.75)
-    )
+    least, middle, most = (over(modes, other, quantile) for quantile in (0.25, 0.5, 0.75))
     return f"{middle:.2f} ({least:.2f}-{most:.2f})"
 
 
@@ -98,7 +96,7 @@ def opened(results: Results) -> str:
 def window(results: Results) -> str:
     """How often each cell was measured, between what bounds ratios and shares lie, and the mean."""
     points = results.value("load", "load/closed").values()
-    turns = [quotients(modes, "scheduled", "plain") for modes in points]
+    turns = [quotients(modes, "plain") for modes in points]
     ratios = [median(cell) for cell in turns]
     shares = [modes["scheduled"]["drafted_share"] for modes in points]
     every = [quotient for cell in turns for quotient in cell]

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from paceline.bench.load import MODES, against
+from paceline.bench.load.turns import MODES, over
 
 
 def show(figures: dict[str, Any], console: Console) -> None:
@@ -21,7 +21,7 @@ def _table(title: str, what: str, points: dict[str, Any]) -> Table:
     table.add_column(what, justify="right")
     table.add_column("mode")
     for heading in (
-        *("tokens/s", "x plain", "tokens/s a user", "first token ms", "a token ms"),
+        *("tokens/s", "scheduled over it", "tokens/s a user", "first token ms", "a token ms"),
         "between messages ms",
         *("drafted share", "accepted", "drafted", "checked", "budget 0"),
     ):
@@ -33,7 +33,7 @@ def _table(title: str, what: str, points: dict[str, Any]) -> Table:
                 size,
                 mode,
                 f"{row['tokens_per_second']:.0f}",
-                f"{against(modes, mode, 'plain'):.2f}",
+                "" if mode == "scheduled" else f"{over(modes, mode):.2f}",
                 _number(row["user_tokens_per_second"], "p50", 0),
                 _times(row["first_token_ms"]),
                 _times(row["per_token_ms"]),

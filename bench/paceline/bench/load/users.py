@@ -1,0 +1,137 @@
+"""Users who ask for generations, and what they see."""
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from paceline.bench.load.workload import LENGTHS, TOKENS, Spell
+from paceline.bench.prompts import Prompt
+from paceline.client import Client, RoundStats
+
+
+@dataclass
+class User:
+    """What one generation's user saw inside the window. Times in milliseconds."""
+
+    first_token: float | None = None
+    gaps: list[float] = field(default_factory=list)
+    """Between messages."""
+    tokens: int = 0
+    """After the first message."""
+    rounds: Sequence[RoundStats] = ()
+
+    @property
+    def per_second(self) -> float | None:
+        """Tokens per second after the first message."""
+        return self.tokens / sum(self.gaps) * 1e3 if sum(self.gaps) else None
+
+
+@dataclass
+class Window:
+    """Tokens that came out between two times (time.perf_counter)."""
+
+    begin: float
+    end: float
+    tokens: int = 0
+    users: list[User] = field(default_factory=list)
+
+    def summary(self) -> dict[str, Any]:
+        """JSON-ready figures."""
+        users = [user for user in self.users if user.gaps]
+        rounds = [entry for user in users for entry in user.rounds]
+        drafted = [entry for entry in rounds if entry.drafted]
+        emitted = sum(entry.emitted for entry in rounds)
+        return {
+            "tokens_per_second": self.tokens / (self.end - self.begin),
+            "generations": len(users),
+            "user_tokens_per_second": _spread([u.per_second for u in users if u.per_second]),
+            "first_token_ms": _spread([u.first_token for u in users if u.first_token is not None]),
+            "between_messages_ms": _spread([gap for user in users for gap in user.gaps]),
+            "per_token_ms": _spread([1e3 / u.per_second for u in users if u.per_second]),
+            "drafted_share": sum(entry.emitted for entry in drafted) / max(1, emitted),
+            "accepted_length": fmean(e.emitted for e in drafted) if drafted else None,
+            "drafted_nodes": fmean(e.drafted for e in drafted) if drafted else None,
+            "checked_nodes": fmean(e.checked for e in drafted) if drafted else None,
+            "node_budget": fmean(e.node_budget for e in rounds) if rounds else None,
+            "budget_0_share": fmean(e.node_budget == 0 for e in rounds) if rounds else None,
+        }
+
+
+class Load:
+    """Generations against running services, prompt after prompt."""
+
+    def __init__(self, client: Client, prompts: Sequence[Prompt], drafter: str, **options: Any):
+        self._client = client
+        self._prompts = prompts
+        self._drafter = drafter
+        self._options = options
+        self._next = count()
+
+    async def run(self, spell: Spell) -> Window:
+        """What users see, who are gone at its end."""
+        self._next = count(spell.prompt)
+        window = Window(spell.begin, spell.begin + spell.seconds)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(window.end - time.perf_counter()):
+                if spell.loop == "closed":
+                    await self._crowd(int(spell.size), window)
+                else:
+                    await self._arrivals(spell.size, window)
+        return window
+
+    async def _crowd(self, users: int, window: Window) -> None:
+        async def user(index: int) -> None:
+            # The first generations differ in length, or all would take in prompts at the same time.
+            await self._generate(window, TOKENS * (index + 1) // users or 1)
+            while True:
+                await self._generate(window, TOKENS)
+
+        async with asyncio.TaskGroup() as group:
+            for index in range(users):
+                group.create_task(user(index))
+
+    async def _arrivals(self, rate: float, window: Window) -> None:
+        chance = random.Random(1)  # the same times for all modes
+        async with asyncio.TaskGroup() as group:
+            while True:
+                group.create_task(self._generate(window, TOKENS))
+                await asyncio.sleep(chance.expovariate(rate))
+
+    async def _generate(self, window: Window, tokens: int) -> None:
+        number = next(self._next)
+        prompt = self._prompts[number % len(self._prompts)]
+        began = time.perf_counter()
+        generation = self._client.generate(
+            prompt.tokens[-LENGTHS[number % len(LENGTHS)] :],
+            max_new_tokens=tokens,
+            drafter=self._drafter,
+            ignore_eos=True,
+            **self._options,
+        )
+        user = User(rounds=generation.stats.rounds)
+        window.users.append(user)
+        last = None
+        async for chunk in generation:
+            now = time.perf_counter()
+            if now >= window.begin:
+                window.tokens += len(chunk.token_ids)
+                if last is None:
+                    user.first_token = (now - began) * 1e3
+                else:
+                    user.tokens += len(chunk.token_ids)
+                    user.gaps.append((now - last) * 1e3)
+            last = now
+
+
+def _spread(values: Sequence[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    return {f"p{q}": float(np.percentile(values, q)) for q in (50, 90, 99)}
