@@ -54,6 +54,7 @@ def test_tables_and_picture_show_every_point() -> None:
     load_report.show(figures(), console)
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
-    assert text.count("scheduled") == 3
+    assert text.count("fixed") == 3
+    assert "0.89" in text, "scheduled over fixed"
     (first,), (second,) = pictures.load(figures()), pictures.load(figures())
     assert first == second

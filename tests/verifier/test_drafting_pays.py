@@ -219,7 +219,7 @@ def test_plain_steps_are_measured_before_drafting_is_judged_and_again_later() ->
     plain = PlainSpeed()
     assert not plain.known(4)
     for _ in range(60):
-        plain.quiet(4, emitted=4, steps=1.25)
+        plain.quiet(4, emitted=4, time=1.25)
     assert plain.known(4)
     assert plain.rate(4) == pytest.approx(0.8, rel=0.02)
     assert plain.rate(16) == plain.rate(4), "the nearest level that was seen"

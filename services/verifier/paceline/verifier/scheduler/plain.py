@@ -43,22 +43,24 @@ class PlainSpeed:
         level = self._levels.get(level_of(load))
         return level is not None and level.quiet >= _ENOUGH
 
-    def quiet(self, load: int, emitted: int, steps: float) -> None:
-        """A step without any drafting.
+    def quiet(self, load: int, emitted: int, time: float, steps: int = 1) -> None:
+        """Steps without any drafting.
 
         Args:
             load: Sequences alive.
-            emitted: Tokens it gave them, and
-            steps: its time, that since the step before included, over what the table foretells.
+            emitted: Tokens that they were given in all, and
+            time: how long that took, the time since the step before included, over what the table
+                foretells for one step.
+            steps: How many they are.
         """
-        if steps > _STRANGE:
+        if time > _STRANGE * steps:
             return
         level = self._at(load)
-        level.quiet = min(level.quiet + 1, int(1 / _NEWEST))
+        level.quiet = min(level.quiet + steps, int(1 / _NEWEST))
         level.disturbed = 0
-        share = max(_NEWEST, 1 / (level.quiet + 1))
-        level.emitted += share * (emitted - level.emitted)
-        level.foretold += share * (load * steps - level.foretold)
+        share = max(1 - (1 - _NEWEST) ** steps, steps / (level.quiet + 1))
+        level.emitted += share * (emitted / steps - level.emitted)
+        level.foretold += share * (load * time / steps - level.foretold)
 
     def disturbed(self, load: int) -> None:
         """A step with drafting: what is known grows old."""

@@ -8,7 +8,6 @@ from time import perf_counter
 
 import numpy as np
 
-from paceline.verifier.engine.acceptance import Walk
 from paceline.verifier.engine.job import Round
 from paceline.verifier.engine.sequence import Sequence
 from paceline.verifier.engine.tree import UNTOLD, DraftTree
@@ -17,6 +16,7 @@ from paceline.verifier.scheduler.costs import CostTable
 from paceline.verifier.scheduler.experience import Experiences
 from paceline.verifier.scheduler.outlook import Outlook
 from paceline.verifier.scheduler.plain import PlainSpeed
+from paceline.verifier.scheduler.quiet import QuietRun, Served
 
 _NEWEST = 0.1  # weight of the newest step in running means
 _AWAY = 0.5  # seconds of silence after which a sequence no longer counts as alive
@@ -24,7 +24,6 @@ _STRANGE = 5.0  # a step this many times off its prediction was disturbed: it co
 # Sequences that may try at a time what did not pay before, or a quarter of all: one that drafts
 # alone disturbs the others as much as several do, and is no measure of what they would gain.
 _LEAST_TRIALS = 2
-_DEFERRED = 8  # plain steps that are booked together
 _MOST_LOST = 2.0  # plain steps that one step can take from others by drafting: more is chance
 
 
@@ -41,27 +40,6 @@ class Decision:
     offered: int
     admitted: int
     seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """A round that a step served: what was checked of its tree, and what came out."""
-
-    round: Round
-    tree: DraftTree
-    walk: Walk
-
-
-@dataclass(frozen=True, slots=True)
-class _PlainStep:
-    """A step without trees that is yet to be booked. Times by time.perf_counter."""
-
-    rounds: Items[Round]
-    step: Step
-    asked: float
-    began: float
-    ended: float
-    served: Items[Served]
 
 
 class Scheduler:
@@ -95,11 +73,10 @@ class Scheduler:
         # Tokens that each sequence alive would have got in plain steps so far.
         self._clock = 0.0
         self._trials: int | None = None
-        # While nobody drafts, steps are booked some at a time: what is done once a step, between
-        # two passes through the model, costs several times as much as what is done in a row.
+        # While nobody drafts, steps are booked some at a time.
         self._quiet = False
         self._running: tuple[Items[Round], Step, float] | None = None
-        self._unbooked: list[_PlainStep] = []
+        self._unbooked: QuietRun | None = None
 
     def admit(self, rounds: Items[Round], trees: Items[DraftTree], step: Step) -> list[DraftTree]:
         """Cut the trees of a step that begins now.
@@ -160,22 +137,28 @@ class Scheduler:
             What had been decided; None if there was no tree.
         """
         if self._running is not None:
-            self._unbooked.append(_PlainStep(*self._running, began, ended, served))
+            rounds, step, asked = self._running
             self._running = None
-            if len(self._unbooked) == _DEFERRED:
+            if self._unbooked is None or not self._unbooked.goes_on(rounds, step, ended):
+                self._book()
+                self._unbooked = QuietRun(rounds, step, asked, began)
+            self._unbooked.add(ended, served)
+            if self._unbooked.full:
                 self._book()
             return None
         self._book()
         return self._learn(began, ended, served)
 
     def _book(self) -> None:
-        """Take in the plain steps that have run since this was done last."""
-        steps, self._unbooked = self._unbooked, []
-        for each in steps:
-            self._count(each.rounds, each.step, each.asked)
-            self._learn(each.began, each.ended, each.served)
+        """Take in the quiet steps that have run since this was done last."""
+        run, self._unbooked = self._unbooked, None
+        if run is not None:
+            self._count(run.rounds, run.step, run.asked)
+            self._learn(run.began, run.ended, run.served(), steps=len(run))
 
-    def _learn(self, began: float, ended: float, served: Items[Served]) -> Decision | None:
+    def _learn(
+        self, began: float, ended: float, served: Items[Served], *, steps: int = 1
+    ) -> Decision | None:
         decision, plain = self._decision, self._plain
         idle = began - self._ended
         self._decision, self._plain, self._ended = None, 0.0, ended
@@ -186,7 +169,7 @@ class Scheduler:
             if 1 / _STRANGE < ratio < _STRANGE:
                 self._strain += _NEWEST * (ratio - self._strain)
         passed = ended - began + (idle if idle < _AWAY else 0.0)
-        self._account(passed / plain, served, drafted=decision is not None)
+        self._account(passed / plain, served, steps, drafted=decision is not None)
         for each in served:
             self._answered(each, ended)
         self._quiet = not any(each.open or each.drafting for each in self._alive)
@@ -195,7 +178,7 @@ class Scheduler:
     def budget(self, sequence: Sequence) -> int:
         """Most nodes to draft next for a sequence; 0: none for now."""
         outlook = self._outlook(sequence)
-        if outlook.budget is None or not self._unbooked:
+        if outlook.budget is None or self._unbooked is None:
             outlook.budget = outlook.nodes if self._may_draft(outlook) else 0
         return outlook.budget
 
@@ -238,20 +221,22 @@ class Scheduler:
             self._trials = sum(each.open and not each.pays(load) for each in self._alive)
         return self._trials < max(_LEAST_TRIALS, load // 4)
 
-    def _account(self, steps: float, served: Items[Served], *, drafted: bool) -> None:
+    def _account(self, time: float, served: Items[Served], steps: int, *, drafted: bool) -> None:
         """Let time pass, and find out what drafting takes from those who do not draft.
 
         Args:
-            steps: The time, over that of a plain step of all who are alive by the table.
-            served: What came of the step at its end.
+            time: That of a step, or of some that are booked together, over that of one plain step
+                of all who are alive by the table.
+            served: What came of it at its end.
+            steps: How many they are.
             drafted: Whether it held trees.
         """
         load = len(self._alive)
         drafting = [outlook for outlook in self._alive if outlook.drafting]
         speed = self._plain_speed[self._prompts]
         if not (drafted or drafting):
-            speed.quiet(load, sum(len(each.walk.tokens) for each in served), steps)
-        tick = steps * speed.rate(load)
+            speed.quiet(load, sum(len(each.walk.tokens) for each in served), time, steps)
+        tick = time * speed.rate(load)
         self._clock += tick
         self._experiences.passed(load, tick)
         if not drafting:
