@@ -33,8 +33,8 @@ def window() -> Window:
 
 
 def figures() -> dict[str, Any]:
-    modes = {mode: {**window().summary(), "runs": [8.0]} for mode in MODES}
-    modes["scheduled"]["beside"] = {"plain": [8.0], "fixed": [9.0]}
+    modes = {mode: {**window().summary(), "runs": [8.0, 8.0]} for mode in MODES}
+    modes["scheduled"]["beside"] = {"plain": [8.0, 8.0], "fixed": [18.0, 8.0]}
     return {"drafter": "ngram", "closed": {"1": modes, "8": modes}, "open": {"2": modes}}
 
 
@@ -55,6 +55,6 @@ def test_tables_and_picture_show_every_point() -> None:
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     assert text.count("fixed") == 3
-    assert "0.89" in text, "scheduled over fixed"
+    assert text.count("1.50") == 3, "scheduled over fixed"
     (first,), (second,) = pictures.load(figures()), pictures.load(figures())
     assert first == second

@@ -1,9 +1,9 @@
 """Two measurements at the same time on one machine, each in a lane with cores of its own.
 
 A machine that others share is fast and slow in turns, by a tenth between one ten seconds and the
-next: of two windows one after the other nobody can tell a difference of a few percent. What slows
-one core slows the other at the same time, mostly, so the quotient of two windows at the same time
-is steady to about one percent.
+next: of two windows one after the other nobody can tell a difference of a few percent. Most of what
+slows one core slows the other at the same time. What is left, a core that is slower than the other
+for some ten seconds, shows when the lanes swap cores.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import asyncio
 import multiprocessing
 import os
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -77,11 +78,31 @@ class Lane(AbstractAsyncContextManager["Lane"]):
         self._pipe.send(order)
         return await self._answer()
 
+    def move(self, cores: set[int]) -> None:
+        """Go on, with all that was started, on other cores."""
+        assert self._process.pid is not None
+        for pid in _family(self._process.pid):
+            for thread in Path(f"/proc/{pid}/task").iterdir():
+                with suppress(ProcessLookupError):
+                    os.sched_setaffinity(int(thread.name), cores)
+
     async def _answer(self) -> Any:
         try:
             return await asyncio.to_thread(self._pipe.recv)
         except EOFError:
             raise RuntimeError("a lane's process died: see its traceback above") from None
+
+
+def _family(pid: int) -> list[int]:
+    """A process, its children, theirs, and so on."""
+    parents: dict[int, int] = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parents[int(file.parent.name)] = int(file.read_text().rpartition(")")[2].split()[1])
+    family = [pid]
+    for member in family:
+        family += [child for child, parent in parents.items() if parent == member]
+    return family
 
 
 def _run(pipe: Connection, cores: Sequence[int], setup: Setup) -> None:

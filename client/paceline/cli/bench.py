@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--repeats", type=int, help="passes over the prompts (default: 3)")
     parser.add_argument(
-        "--seconds", type=float, default=4.0, help="window of each point of the load"
+        "--seconds", type=float, default=4.0, help="window of each open loop of the load"
     )
     parser.add_argument(
         "--texts", type=int, help="most long prompts of each set and context length (default: 4)"

@@ -4,7 +4,9 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from functools import partial
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,9 @@ _RIVALS = MODES[:2]
 # What windows of scheduled decoding and of another mode came to, at the same time.
 _Pair = tuple[dict[str, Any], dict[str, Any]]
 _PROMPTS_A_TURN = 37  # each turn begins with other prompts, the same in all modes
-_FINDING_OUT_SECONDS = 3.0  # under each load, for the scheduler: its like run for days
+# Generations that are watched, at least, and that the scheduler has first to find out what pays
+# under a load, at least: its like run for days.
+_LEAST_GENERATIONS, _FINDING_OUT = 12, 6
 
 
 async def measure(
@@ -44,9 +48,9 @@ async def measure(
     """Closed and open loops of all modes, `repeats` turns of them.
 
     Scheduled decoding runs beside each of the others at the same time, every one on cores of its
-    own with a verifier, a drafter and a client of its own. The others' verifier has no scheduler.
-    Each turn swaps the cores and has processes of its own: of two that are alike one may be a few
-    percent faster as long as it lives.
+    own with a verifier, a drafter and a client of its own, and then again with the cores swapped.
+    The others' verifier has no scheduler. Each turn has processes of its own: of two that are alike
+    one may be a few percent faster as long as it lives.
 
     Args:
         workload: How much at a time.
@@ -55,8 +59,8 @@ async def measure(
         drafter: Specification, METHOD[:DIR][,key=value...], under the name "load".
         dtype: Of the target.
         loops: Which of `LOOPS`.
-        seconds: Length of each window.
-        repeats: Windows of each pair.
+        seconds: How long each open loop is watched.
+        repeats: Turns.
         progress: Told what is under way.
     """
     points = [("closed", float(users)) for users in workload.users if "closed" in loops]
@@ -68,17 +72,24 @@ async def measure(
     start = partial(_services, list(prompts), target, drafter, dtype)
     for turn in range(repeats):
         async with AsyncExitStack() as running:
-            cores = shares()[:: 1 if turn % 2 else -1]
-            costs = "auto" if turn else "profile"
-            own = await running.enter_async_context(Lane(cores[0], partial(start, costs)))
-            its = await running.enter_async_context(Lane(cores[1], partial(start, "off")))
+            lanes = []
+            for cores, schedule in zip(
+                shares(), ("auto" if turn else "profile", "off"), strict=True
+            ):
+                lane = Lane(cores, partial(start, schedule))
+                lanes.append(await running.enter_async_context(lane))
             for loop, size in points:
-                spell = partial(Spell.soon, loop, size, prompt=turn * _PROMPTS_A_TURN)
+                spell = Spell(loop, size, seconds, turn * _PROMPTS_A_TURN)
                 if loop == "closed":
-                    await _both(own, its, "plain", spell(_FINDING_OUT_SECONDS))
-                for rival in order.sample(_RIVALS, len(_RIVALS)):
-                    found = await _both(own, its, rival, spell(seconds))
-                    pairs[loop, size][rival].append(found)
+                    await _both(lanes, "plain", replace(spell, much=max(_FINDING_OUT, size)))
+                    spell = replace(spell, much=max(_LEAST_GENERATIONS, size))
+                rivals = order.sample(_RIVALS, len(_RIVALS))
+                for places in (shares(), shares()[::-1]):
+                    for lane, cores in zip(lanes, places, strict=True):
+                        lane.move(cores)
+                    for rival in rivals:
+                        pairs[loop, size][rival].append(await _both(lanes, rival, spell))
+                    rivals.reverse()
                 cell = _cell(pairs[loop, size])
                 progress(
                     f"turn {turn + 1} of {repeats}, {loop} {size:g}: "
@@ -96,8 +107,15 @@ async def measure(
     return results
 
 
-async def _both(own: Lane, its: Lane, rival: str, spell: Spell) -> _Pair:
-    scheduled, other = await asyncio.gather(own.do(("scheduled", spell)), its.do((rival, spell)))
+async def _both(lanes: Sequence[Lane], rival: str, spell: Spell) -> _Pair:
+    """The same work in both; who has done it goes on until the other has too."""
+
+    async def each(spell: Spell | None) -> list[Any]:
+        orders = zip(lanes, ("scheduled", rival), strict=True)
+        return await asyncio.gather(*(lane.do((mode, spell)) for lane, mode in orders))
+
+    scheduled, other = await each(spell)
+    await each(None)
     return scheduled, other
 
 
@@ -116,11 +134,15 @@ async def _services(
                 "scheduled": Load(client, prompts, "load"),
             }
 
-            async def work(order: tuple[str, Spell]) -> dict[str, Any]:
+            async def work(order: tuple[str, Spell | None]) -> dict[str, Any] | None:
                 mode, spell = order
+                if spell is None:
+                    await loads[mode].stop()
+                    return None
                 return (await loads[mode].run(spell)).summary()
 
-            await work(("scheduled", Spell.soon("closed", 2, 1.0, 0)))  # warm
+            await work(("scheduled", Spell("closed", 2, 4, 0)))  # warm
+            await work(("scheduled", None))
             yield work
 
 
@@ -131,9 +153,11 @@ def over(cell: Mapping[str, Any], rival: str, quantile: float = 0.5) -> float:
 
 
 def quotients(cell: Mapping[str, Any], rival: str) -> list[float]:
-    """Scheduled throughput over that of another mode at the same time, turn by turn."""
+    """Scheduled throughput over that of another mode at the same time, turn by turn: the geometric
+    mean of the two times, before the lanes swapped cores and after."""
     pairs = zip(cell["scheduled"]["beside"][rival], cell[rival]["runs"], strict=True)
-    return [own / its for own, its in pairs]
+    times = [own / its for own, its in pairs]
+    return [sqrt(before * after) for before, after in zip(times[::2], times[1::2], strict=True)]
 
 
 def _cell(pairs: Mapping[str, Sequence[_Pair]]) -> dict[str, Any]:

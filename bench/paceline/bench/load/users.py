@@ -1,6 +1,7 @@
 """Users who ask for generations, and what they see."""
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ import numpy as np
 from paceline.bench.load.workload import LENGTHS, TOKENS, Spell
 from paceline.bench.prompts import Prompt
 from paceline.client import Client, RoundStats
+
+_WARM_SECONDS = 1.0  # of the open loop
 
 
 @dataclass
@@ -38,8 +41,8 @@ class User:
 class Window:
     """Tokens that came out between two times (time.perf_counter)."""
 
-    begin: float
-    end: float
+    begin: float = math.inf
+    end: float = math.inf
     tokens: int = 0
     users: list[User] = field(default_factory=list)
 
@@ -74,32 +77,66 @@ class Load:
         self._drafter = drafter
         self._options = options
         self._next = count()
+        self._work: asyncio.Task[None] | None = None
 
     async def run(self, spell: Spell) -> Window:
-        """What users see, who are gone at its end."""
+        """What users see while they are watched. They go on until `stop`."""
         self._next = count(spell.prompt)
-        window = Window(spell.begin, spell.begin + spell.seconds)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(window.end - time.perf_counter()):
-                if spell.loop == "closed":
-                    await self._crowd(int(spell.size), window)
-                else:
-                    await self._arrivals(spell.size, window)
+        window, over = Window(), asyncio.Event()
+        if spell.loop == "closed":
+            work = self._crowd(int(spell.size), int(spell.much), window, over)
+        else:
+            work = self._arrivals(spell.size, spell.much, window, over)
+        self._work = asyncio.create_task(work)
+        await asyncio.wait(
+            [self._work, asyncio.create_task(over.wait())], return_when=asyncio.FIRST_COMPLETED
+        )
         return window
 
-    async def _crowd(self, users: int, window: Window) -> None:
+    async def stop(self) -> None:
+        """All users leave."""
+        if self._work is not None:
+            self._work.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._work
+
+    async def _crowd(
+        self, users: int, generations: int, window: Window, over: asyncio.Event
+    ) -> None:
+        """So many users, each of whom asks again as soon as a generation ends.
+
+        They are watched from the end of one generation to that of another, so that the same work
+        lies between: long prompts come in turns, and a window of some seconds would hold one more
+        or less.
+        """
+        ended = 0
+
         async def user(index: int) -> None:
+            nonlocal ended
             # The first generations differ in length, or all would take in prompts at the same time.
-            await self._generate(window, TOKENS * (index + 1) // users or 1)
+            tokens = TOKENS * (index + 1) // users or 1
             while True:
-                await self._generate(window, TOKENS)
+                await self._generate(window, tokens)
+                tokens = TOKENS
+                ended += 1
+                if ended == users:
+                    window.begin = time.perf_counter()
+                if ended == users + generations:
+                    window.end = time.perf_counter()
+                    over.set()
 
         async with asyncio.TaskGroup() as group:
             for index in range(users):
                 group.create_task(user(index))
 
-    async def _arrivals(self, rate: float, window: Window) -> None:
+    async def _arrivals(
+        self, rate: float, seconds: float, window: Window, over: asyncio.Event
+    ) -> None:
+        """Users who come at random times, `rate` a second on average, whoever waits."""
         chance = random.Random(1)  # the same times for all modes
+        window.begin = time.perf_counter() + _WARM_SECONDS
+        window.end = window.begin + seconds
+        asyncio.get_running_loop().call_later(_WARM_SECONDS + seconds, over.set)
         async with asyncio.TaskGroup() as group:
             while True:
                 group.create_task(self._generate(window, TOKENS))
@@ -121,7 +158,7 @@ class Load:
         last = None
         async for chunk in generation:
             now = time.perf_counter()
-            if now >= window.begin:
+            if window.begin <= now <= window.end:
                 window.tokens += len(chunk.token_ids)
                 if last is None:
                     user.first_token = (now - began) * 1e3

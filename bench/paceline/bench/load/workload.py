@@ -1,7 +1,6 @@
 """What a verifier is loaded with."""
 
 from dataclasses import dataclass
-from time import perf_counter
 
 LENGTHS = (32, 96, 192, 384)
 """Prompt lengths, in turns. Unit: tokens."""
@@ -11,8 +10,6 @@ TOKENS = 128
 
 LOOPS = ("closed", "open")
 """So many users who ask again and again; users who come at random times."""
-
-_WARM_SECONDS, _WARM_SECONDS_A_USER = 1.0, 0.04
 
 
 @dataclass(frozen=True)
@@ -34,28 +31,19 @@ class Workload:
 
 @dataclass(frozen=True)
 class Spell:
-    """One stretch of work, and the window in it in which it is watched.
+    """One stretch of work, and what of it is watched.
 
     Attributes:
         loop: One of `LOOPS`.
         size: Users of the closed loop, or arrivals per second of the open one.
-        begin: When the window begins (time.perf_counter, which on Linux all processes share); the
-            work begins at once.
-        seconds: Length of the window.
+        much: How long it is watched. Unit: generations of the closed loop, seconds of the open one.
         prompt: Number of the prompt to begin with.
     """
 
     loop: str
     size: float
-    begin: float
-    seconds: float
+    much: float
     prompt: int
-
-    @staticmethod
-    def soon(loop: str, size: float, seconds: float, prompt: int) -> "Spell":
-        """One whose window begins as soon as the work is under way."""
-        warm = _WARM_SECONDS + (_WARM_SECONDS_A_USER * size if loop == "closed" else 0.0)
-        return Spell(loop, size, perf_counter() + warm, seconds, prompt)
 
 
 _MIXED = ("heldout", "trained", "copying")
