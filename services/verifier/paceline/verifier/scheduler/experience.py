@@ -13,7 +13,10 @@ _NEWEST_SHARED = 0.05  # weight in the means of all sequences
 _NEWEST_TOLL = 0.2
 _NEWEST_ASK = 0.02  # weight of the newest ask: what most of them bring, a few bring
 _PRIOR = 8  # rounds that the means of all count for where a sequence begins
-_SHARE = 0.007  # of the time that passes: what drafting that does not pay may cost
+# Of the time that passes: what drafting that does not pay may cost. The less of it, the fewer of
+# those who tried of late gained by it.
+_SHARE, _LEAST_SHARE, _SHARE_OF_HITS = 0.007, 0.002, 0.02
+_FIRST_HITS, _NEWEST_TRIAL = 0.25, 0.1
 _LEAST, _MOST = -8.0, 64.0  # bounds of an account. Unit: plain steps
 _FIRST = 8.0  # what an account for one sequence begins with, and all that trials may save up
 _ENOUGH = 2.0  # for several to try
@@ -126,14 +129,18 @@ class Account:
     def __init__(self, load: int) -> None:
         """Begin under such a load."""
         self.balance = self._allowance = _FIRST / load
+        self._hits = _FIRST_HITS
         self.trying = True
 
     def passed(self, steps: float) -> None:
         """Time went by."""
-        self._set(self.balance + _SHARE * steps, self._allowance + _SHARE * steps)
+        share = min(_SHARE, _LEAST_SHARE + _SHARE_OF_HITS * self._hits) * steps
+        self._set(self.balance + share, self._allowance + share)
 
     def settle(self, gain: float, *, trial: bool = False) -> None:
         """A round is over, of a sequence that tried or of one for which drafting paid so far."""
+        if trial:
+            self._hits += _NEWEST_TRIAL * ((gain > 0) - self._hits)
         self._set(max(_LEAST, self.balance + gain), self._allowance + gain * trial)
 
     def _set(self, balance: float, allowance: float) -> None:
