@@ -13,8 +13,8 @@ _NEWEST_SHARED = 0.05  # weight in the means of all sequences
 _NEWEST_TOLL = 0.2
 _NEWEST_ASK = 0.02  # weight of the newest ask: what most of them bring, a few bring
 _PRIOR = 8  # rounds that the means of all count for where a sequence begins
-# Of the time that passes: what drafting that does not pay may cost at most, what it may in any case,
-# and what more for the part of trials that gained.
+# Of the time that passes: what drafting that does not pay may cost at most, what it may in any
+# case, and what more for the part of trials that gained.
 _SHARE, _LEAST_SHARE, _SHARE_OF_HITS = 0.007, 0.002, 0.02
 _FIRST_HITS, _NEWEST_TRIAL = 0.25, 0.1  # that part at first, and the weight of the newest trial
 _LEAST, _MOST = -8.0, 64.0  # bounds of an account. Unit: plain steps
@@ -110,9 +110,9 @@ class Asks:
 class Account:
     """What drafting may still lose under a load. Unit: plain steps of all who are alive.
 
-    A small share of the time that passes is paid in, and a smaller one, the fewer of those who tried
-    of late gained by it: they pay for others who try. Rounds pay in what they gain and draw what
-    they lose, to the sequence and to all others. Nobody drafts on an empty account: whatever the
+    A small share of the time that passes is paid in, the smaller, the fewer of those who tried of
+    late gained by it. Rounds pay in what they gain and draw what they lose, to the sequence and to
+    all others. Nobody drafts on an empty account: whatever the
     means believe, drafting cannot take more than that share for long. It begins with something, to
     find out soon where drafting pays, and with less where many are alive: there it seldom does.
     Bounds keep old gains from paying for new losses, and one odd measurement from closing it for
