@@ -72,24 +72,19 @@ async def measure(
     start = partial(_services, list(prompts), target, drafter, dtype)
     for turn in range(repeats):
         async with AsyncExitStack() as running:
-            lanes = []
-            for cores, schedule in zip(
-                shares(), ("auto" if turn else "profile", "off"), strict=True
-            ):
-                lane = Lane(cores, partial(start, schedule))
-                lanes.append(await running.enter_async_context(lane))
+            schedules = ("auto" if turn else "profile", "off")
+            lanes = [
+                await running.enter_async_context(Lane(cores, partial(start, schedule)))
+                for cores, schedule in zip(shares(), schedules, strict=True)
+            ]
             for loop, size in points:
                 spell = Spell(loop, size, seconds, turn * _PROMPTS_A_TURN)
                 if loop == "closed":
                     await _both(lanes, "plain", replace(spell, much=max(_FINDING_OUT, size)))
                     spell = replace(spell, much=max(_LEAST_GENERATIONS, size))
                 rivals = order.sample(_RIVALS, len(_RIVALS))
-                for places in (shares(), shares()[::-1]):
-                    for lane, cores in zip(lanes, places, strict=True):
-                        lane.move(cores)
-                    for rival in rivals:
-                        pairs[loop, size][rival].append(await _both(lanes, rival, spell))
-                    rivals.reverse()
+                for rival, found in (await _swapped(lanes, rivals, spell)).items():
+                    pairs[loop, size][rival] += found
                 cell = _cell(pairs[loop, size])
                 progress(
                     f"turn {turn + 1} of {repeats}, {loop} {size:g}: "
@@ -105,6 +100,20 @@ async def measure(
     for (loop, size), runs in pairs.items():
         results.setdefault(loop, {})[f"{size:g}"] = _cell(runs)
     return results
+
+
+async def _swapped(
+    lanes: Sequence[Lane], rivals: Sequence[str], spell: Spell
+) -> dict[str, list[_Pair]]:
+    """Scheduled decoding beside each rival, before the lanes swap cores and after."""
+    found: dict[str, list[_Pair]] = {rival: [] for rival in rivals}
+    for places in (shares(), shares()[::-1]):
+        for lane, cores in zip(lanes, places, strict=True):
+            lane.move(cores)
+        for rival in rivals:
+            found[rival].append(await _both(lanes, rival, spell))
+        rivals = rivals[::-1]
+    return found
 
 
 async def _both(lanes: Sequence[Lane], rival: str, spell: Spell) -> _Pair:

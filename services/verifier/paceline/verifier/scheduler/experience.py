@@ -112,11 +112,10 @@ class Account:
 
     A small share of the time that passes is paid in, the smaller, the fewer of those who tried of
     late gained by it. Rounds pay in what they gain and draw what they lose, to the sequence and to
-    all others. Nobody drafts on an empty account: whatever the
-    means believe, drafting cannot take more than that share for long. It begins with something, to
-    find out soon where drafting pays, and with less where many are alive: there it seldom does.
-    Bounds keep old gains from paying for new losses, and one odd measurement from closing it for
-    good.
+    all others. Nobody drafts on an empty account: whatever the means believe, drafting cannot take
+    more than that share for long. It begins with something, to find out soon where drafting pays,
+    and with less where many are alive: there it seldom does. Bounds keep old gains from paying for
+    new losses, and one odd measurement from closing it for good.
 
     Those who try whether drafting pays have an allowance of their own, of the same share. What
     texts gain in which it pays would else be lost again, and unseen, in those where it does not.
