@@ -101,8 +101,8 @@ def window(results: Results) -> str:
     shares = [modes["scheduled"]["drafted_share"] for modes in points]
     every = [quotient for cell in turns for quotient in cell]
     return (
-        f"Windows a cell: {' or '.join(map(str, sorted({len(cell) for cell in turns})))}. "
+        f"Turns a cell: {' or '.join(map(str, sorted({len(cell) for cell in turns})))}. "
         f"Scheduled over plain: {min(ratios):.2f} to {max(ratios):.2f}, on average over all "
-        f"windows {fmean(every):.3f} (standard error {stdev(every) / len(every) ** 0.5:.3f}). "
+        f"turns {fmean(every):.3f} (standard error {stdev(every) / len(every) ** 0.5:.3f}). "
         f"Tokens of drafted rounds: {min(shares):.0%} to {max(shares):.0%}."
     )
