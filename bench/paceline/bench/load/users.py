@@ -80,7 +80,10 @@ class Load:
         self._work: asyncio.Task[None] | None = None
 
     async def run(self, spell: Spell) -> Window:
-        """What users see while they are watched. They go on until `stop`."""
+        """What users see while they are watched. They go on until `stop`.
+
+        Raises whatever a generation does.
+        """
         self._next = count(spell.prompt)
         window, over = Window(), asyncio.Event()
         if spell.loop == "closed":
@@ -88,9 +91,11 @@ class Load:
         else:
             work = self._arrivals(spell.size, spell.much, window, over)
         self._work = asyncio.create_task(work)
-        await asyncio.wait(
-            [self._work, asyncio.create_task(over.wait())], return_when=asyncio.FIRST_COMPLETED
-        )
+        watch = asyncio.create_task(over.wait())
+        await asyncio.wait([self._work, watch], return_when=asyncio.FIRST_COMPLETED)
+        watch.cancel()
+        if self._work.done():
+            self._work.result()  # users never end by themselves
         return window
 
     async def stop(self) -> None:
