@@ -13,7 +13,8 @@ from paceline.verifier.engine.tree import NO_TREE, DraftTree
 from paceline.verifier.scheduler import scheduler as module
 from paceline.verifier.scheduler.admission import Step
 from paceline.verifier.scheduler.costs import CostTable
-from paceline.verifier.scheduler.scheduler import Scheduler, Served
+from paceline.verifier.scheduler.quiet import Served
+from paceline.verifier.scheduler.scheduler import Scheduler
 
 STEP = 0.005
 """Seconds that a plain step of one sequence takes; everything else is told in such steps."""

@@ -19,7 +19,8 @@ from paceline.verifier.scheduler.costs import CostTable
 from paceline.verifier.scheduler.experience import Account, Asks, Experiences, Means
 from paceline.verifier.scheduler.outlook import Outlook
 from paceline.verifier.scheduler.plain import PlainSpeed
-from paceline.verifier.scheduler.scheduler import Scheduler, Served
+from paceline.verifier.scheduler.quiet import Served
+from paceline.verifier.scheduler.scheduler import Scheduler
 from paceline.verifier.scheduler.trust import Trust
 
 

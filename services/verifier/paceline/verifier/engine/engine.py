@@ -25,7 +25,8 @@ from paceline.verifier.engine.settle import Outcome, settle
 from paceline.verifier.engine.tree import DraftTree
 from paceline.verifier.kv.base import OutOfMemory
 from paceline.verifier.scheduler.admission import Step
-from paceline.verifier.scheduler.scheduler import Decision, Scheduler, Served
+from paceline.verifier.scheduler.quiet import Served
+from paceline.verifier.scheduler.scheduler import Decision, Scheduler
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
