@@ -1,0 +1,123 @@
+"""Milliseconds of a decoder step by rows and context, and of a prefill: ``python -m ... step``.
+
+A step is one forward pass over a chain of so many rows behind so many committed positions, with
+logits for every row. The cache holds random keys and values: their bits do not change the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.bench.machine import describe
+from paceline.decoder import Decoder, LocalCache
+from paceline.kernels import TreeSegment, plan_trees
+
+ROWS = (1, 8, 16, 33, 64)
+CONTEXTS = (128, 2048, 6144)
+PREFILLS = (2048, 6144)
+PREFILL_ROWS = 256
+"""Rows of a prefill chunk, as the engine cuts a prompt."""
+
+
+def measure(
+    target: Path,
+    dtype: str = "bfloat16",
+    rows: Sequence[int] = ROWS,
+    contexts: Sequence[int] = CONTEXTS,
+    prefills: Sequence[int] = PREFILLS,
+    repeats: int = 9,
+) -> dict[str, Any]:
+    """Median milliseconds by context and rows, and of whole prefills.
+
+    Args:
+        target: A Hugging Face folder.
+        dtype: float32 or bfloat16.
+        rows: Numbers of rows of a step.
+        contexts: Committed positions before the step.
+        prefills: Lengths of prompts.
+        repeats: Steps a median is taken of.
+    """
+    decoder = Decoder.load(target, dtype)
+    steps: dict[str, dict[str, float]] = {}
+    for context in contexts:
+        cache = _filled(decoder, context)
+        steps[str(context)] = {
+            str(count): _median_ms(lambda c=count: _step(decoder, cache, c), repeats)  # type: ignore[misc]
+            for count in rows
+        }
+    filled = {str(length): _median_ms(lambda n=length: _prefill(decoder, n), 1) for length in prefills}  # type: ignore[misc]
+    return {"dtype": dtype, "threads": torch.get_num_threads(), "step_ms": steps, "prefill_ms": filled}
+
+
+def _filled(decoder: Decoder, context: int) -> LocalCache:
+    cache = LocalCache(decoder.config, decoder.device)
+    _append(decoder, cache, 64)
+    while len(cache) < context:
+        _append(decoder, cache, min(PREFILL_ROWS, context - len(cache)))
+    return cache
+
+
+def _append(decoder: Decoder, cache: LocalCache, rows: int) -> None:
+    _forward(decoder, cache, rows, [rows - 1])
+    cache.commit(range(rows))
+
+
+def _step(decoder: Decoder, cache: LocalCache, rows: int) -> None:
+    _forward(decoder, cache, rows, None)
+    cache.truncate(len(cache))
+
+
+def _prefill(decoder: Decoder, length: int) -> None:
+    cache = LocalCache(decoder.config, decoder.device)
+    while len(cache) < length:
+        _append(decoder, cache, min(PREFILL_ROWS, length - len(cache)))
+
+
+def _forward(decoder: Decoder, cache: LocalCache, rows: int, logits: list[int] | None) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    tokens = torch.randint(decoder.config.vocab_size, (rows,), generator=generator)
+    cache.reserve(rows)
+    plan = plan_trees([TreeSegment(0, len(cache), None, rows)])
+    wanted = None if logits is None else torch.tensor(logits)
+    decoder.forward(tokens, plan, [cache], logit_rows=wanted)
+
+
+def _median_ms(step: Callable[[], None], repeats: int) -> float:
+    if repeats > 1:
+        step()
+    taken = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        step()
+        taken.append((time.perf_counter() - begin) * 1e3)
+    return round(statistics.median(taken), 2)
+
+
+def main() -> None:
+    """Measure, print a table, and write the result where asked."""
+    parser = argparse.ArgumentParser(prog="python -m paceline.bench.step", description=__doc__)
+    parser.add_argument("--target", type=Path, required=True, help="a Hugging Face folder")
+    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
+    parser.add_argument("--label", default="now", help="the entry of the result file")
+    parser.add_argument("--output", type=Path, help="a JSON file to add the result to")
+    args = parser.parse_args()
+    found = measure(args.target, args.dtype)
+    for context, steps in found["step_ms"].items():
+        print(f"{context:>6}", *(f"{rows} rows {ms} ms" for rows, ms in steps.items()), sep="  ")
+    print("prefill", *(f"{length}: {ms / 1e3:.2f} s" for length, ms in found["prefill_ms"].items()))
+    if args.output:
+        results = json.loads(args.output.read_text()) if args.output.exists() else {}
+        results |= {"machine": describe(), args.label: found}
+        args.output.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
