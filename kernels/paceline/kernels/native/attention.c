@@ -14,7 +14,8 @@
 
 #define CHUNK 256
 #define KEYS 32  /* keys of a tile of scores */
-#define ROWS 4   /* rows worked on at once: KEYS / LANES * ROWS sums fill the registers */
+#define ROWS 4   /* rows worked on at once */
+#define WIDE (LANES == 16 ? 4 : 2) /* vectors of values worked on at once: sums fit the registers */
 #define SMALL_WORK 200000 /* products below which waking another thread costs more */
 
 typedef struct {
@@ -65,63 +66,41 @@ static float *take(size_t floats) {
   return scratch.memory;
 }
 
-#define EXCHANGE(step)                                                                            \
-  for (int i = 0; i < LANES; i++)                                                                 \
-    if (!(i & step)) {                                                                            \
-      ivec low, high;                                                                             \
-      for (int l = 0; l < LANES; l++) {                                                           \
-        low[l] = l & step ? LANES + (l ^ step) : l;                                               \
-        high[l] = l & step ? LANES + l : l | step;                                                \
-      }                                                                                           \
-      vec a = x[i], b = x[i | step];                                                              \
-      x[i] = __builtin_shuffle(a, b, low);                                                        \
-      x[i | step] = __builtin_shuffle(a, b, high);                                                \
-    }
-
-INLINE void transpose(vec x[LANES]) {
-#pragma GCC unroll 16
-  EXCHANGE(8)
-#pragma GCC unroll 16
-  EXCHANGE(4)
-#pragma GCC unroll 16
-  EXCHANGE(2)
-#pragma GCC unroll 16
-  EXCHANGE(1)
-}
-
 /* KEYS keys from `slot` on as [dim][KEYS] floats; those from `stop` on are 0. */
 static void transpose_keys(const Cache *k, int64_t head, int64_t slot, int64_t stop, int64_t dim,
                            int bf16, float *out) {
   const int64_t base = head * k->head_stride;
-  for (int64_t half = 0; half < KEYS; half += LANES)
+  for (int64_t part = 0; part < KEYS; part += LANES)
     for (int64_t d = 0; d < dim; d += LANES) {
       vec x[LANES];
       for (int64_t i = 0; i < LANES; i++) {
-        int64_t at = slot + half + i;
+        int64_t at = slot + part + i;
         x[i] = at < stop ? load_any(k->data, base + at * k->slot_stride + d, bf16) : splat(0.0f);
       }
       transpose(x);
-      for (int64_t i = 0; i < LANES; i++) store_f32(out + (d + i) * KEYS + half, x[i]);
+      for (int64_t i = 0; i < LANES; i++) store_f32(out + (d + i) * KEYS + part, x[i]);
     }
 }
 
 /* Scores of ROWS rows (stride dim) and KEYS keys, to out (stride `stride`). */
 INLINE void multiply_keys(const float *q, const float *keys, int64_t dim, float *out,
                           int64_t stride) {
-  vec low[ROWS], high[ROWS];
-  for (int r = 0; r < ROWS; r++) low[r] = high[r] = splat(0.0f);
-  for (int64_t d = 0; d < dim; d++) {
-    vec a = load_f32(keys + d * KEYS), b = load_f32(keys + d * KEYS + LANES);
+  for (int64_t part = 0; part < KEYS; part += 2 * LANES) {
+    vec low[ROWS], high[ROWS];
+    for (int r = 0; r < ROWS; r++) low[r] = high[r] = splat(0.0f);
+    for (int64_t d = 0; d < dim; d++) {
+      vec a = load_f32(keys + d * KEYS + part), b = load_f32(keys + d * KEYS + part + LANES);
 #pragma GCC unroll 4
-    for (int r = 0; r < ROWS; r++) {
-      vec x = splat(q[r * dim + d]);
-      low[r] = fma_(x, a, low[r]);
-      high[r] = fma_(x, b, high[r]);
+      for (int r = 0; r < ROWS; r++) {
+        vec x = splat(q[r * dim + d]);
+        low[r] = fma_(x, a, low[r]);
+        high[r] = fma_(x, b, high[r]);
+      }
     }
-  }
-  for (int r = 0; r < ROWS; r++) {
-    store_f32(out + r * stride, low[r]);
-    store_f32(out + r * stride + LANES, high[r]);
+    for (int r = 0; r < ROWS; r++) {
+      store_f32(out + r * stride + part, low[r]);
+      store_f32(out + r * stride + part + LANES, high[r]);
+    }
   }
 }
 
@@ -142,48 +121,56 @@ static float weigh(float *row, int64_t from, int64_t to, int64_t columns) {
   for (int64_t c = to; c < columns; c++) row[c] = -INFINITY;
   vec most = splat(-INFINITY);
   for (int64_t c = from / LANES * LANES; c < to; c += LANES) most = max_(most, load_f32(row + c));
-  float peak = most[0];
-  for (int l = 1; l < LANES; l++) peak = most[l] > peak ? most[l] : peak;
+  float lanes[LANES], peak = -INFINITY;
+  store_f32(lanes, most);
+  for (int l = 0; l < LANES; l++) peak = lanes[l] > peak ? lanes[l] : peak;
   for (int64_t c = 0; c < columns; c += LANES)
     store_f32(row + c, exp_(load_f32(row + c) - splat(peak)));
   return peak;
 }
 
 /* sums += weights times values, for ROWS rows, `count` slots and VECTORS vectors of the values from
- * element `at` on. A row of `sums` holds `dim` weighted values, then the sum of the weights in
- * every lane of one more vector. */
-#define WEIGHTED(name, VECTORS)                                                                   \
+ * element `at` on. With MASS, each row's sum of weights is added up too, in every lane of the vector
+ * `mass` elements behind its sums. */
+#define WEIGHTED(name, VECTORS, MASS)                                                             \
   INLINE void name(const float *weights, int64_t stride, const Cache *v, int64_t at,              \
-                   int64_t count, int bf16, float *sums, int64_t width) {                         \
-    vec sum[ROWS][VECTORS];                                                                       \
-    for (int r = 0; r < ROWS; r++)                                                                \
+                   int64_t count, int bf16, float *sums, int64_t width, int64_t mass) {           \
+    vec sum[ROWS][VECTORS], total[ROWS];                                                          \
+    for (int r = 0; r < ROWS; r++) {                                                              \
+      if (MASS) total[r] = load_f32(sums + r * width + mass);                                     \
       for (int i = 0; i < VECTORS; i++) sum[r][i] = load_f32(sums + r * width + i * LANES);       \
+    }                                                                                             \
     for (int64_t s = 0; s < count; s++, at += v->slot_stride) {                                   \
       vec x[VECTORS];                                                                             \
       for (int i = 0; i < VECTORS; i++) x[i] = load_any(v->data, at + i * LANES, bf16);           \
       for (int r = 0; r < ROWS; r++) {                                                            \
         vec w = splat(weights[r * stride + s]);                                                   \
         for (int i = 0; i < VECTORS; i++) sum[r][i] = fma_(w, x[i], sum[r][i]);                   \
+        if (MASS) total[r] = total[r] + w;                                                        \
       }                                                                                           \
     }                                                                                             \
-    for (int r = 0; r < ROWS; r++)                                                                \
+    for (int r = 0; r < ROWS; r++) {                                                              \
+      if (MASS) store_f32(sums + r * width + mass, total[r]);                                     \
       for (int i = 0; i < VECTORS; i++) store_f32(sums + r * width + i * LANES, sum[r][i]);       \
+    }                                                                                             \
   }
-WEIGHTED(weighted_1, 1)
-WEIGHTED(weighted_4, 4)
+WEIGHTED(weighted_first, WIDE, 1)
+WEIGHTED(weighted_wide, WIDE, 0)
+WEIGHTED(weighted_rest, 1, 0)
+WEIGHTED(weighted_only, 1, 1)
 
+/* The same for all `dim` values of a row, with the sum of the weights behind them. */
 INLINE void add_values(const float *weights, int64_t stride, const Cache *v, int64_t at,
                        int64_t count, int64_t dim, int bf16, float *sums, int64_t width) {
   int64_t d = 0;
-  for (; d + 4 * LANES <= dim; d += 4 * LANES)
-    weighted_4(weights, stride, v, at + d, count, bf16, sums + d, width);
+  if (dim < WIDE * LANES)
+    weighted_only(weights, stride, v, at, count, bf16, sums, width, dim), d = LANES;
+  else
+    weighted_first(weights, stride, v, at, count, bf16, sums, width, dim), d = WIDE * LANES;
+  for (; d + WIDE * LANES <= dim; d += WIDE * LANES)
+    weighted_wide(weights, stride, v, at + d, count, bf16, sums + d, width, 0);
   for (; d < dim; d += LANES)
-    weighted_1(weights, stride, v, at + d, count, bf16, sums + d, width);
-  vec mass[ROWS];
-  for (int r = 0; r < ROWS; r++) mass[r] = load_f32(sums + r * width + dim);
-  for (int64_t s = 0; s < count; s++)
-    for (int r = 0; r < ROWS; r++) mass[r] = mass[r] + splat(weights[r * stride + s]);
-  for (int r = 0; r < ROWS; r++) store_f32(sums + r * width + dim, mass[r]);
+    weighted_rest(weights, stride, v, at + d, count, bf16, sums + d, width, 0);
 }
 
 /* Close a chunk: total += sums, sums = 0. */
@@ -246,7 +233,7 @@ static int attend_tile(const Plan *p, const Block *b, int64_t head, int64_t node
   t.prefix = chain ? b->start + node + nodes : b->start; /* slots that are their own position */
   t.columns = (b->start + deepest + 1 - t.base + KEYS - 1) / KEYS * KEYS;
   t.stride = t.columns + KEYS; /* a tile of scores may reach over the prefix */
-  t.width = dim + LANES;
+  t.width = dim + WIDTH;
   const int64_t tree_columns = chain ? 0 : (b->length + KEYS - 1) / KEYS * KEYS;
   const size_t sums = (size_t)(t.padded * t.width);
   float *memory = take((size_t)(t.padded * (dim + t.stride + tree_columns)) + (size_t)(KEYS * dim) +
@@ -316,11 +303,11 @@ static int attend_tile(const Plan *p, const Block *b, int64_t head, int64_t node
     }
     close_chunk(total, sum, t.width);
     int64_t to = (b->row + n) * p->q_heads + head * t.group + r % t.group;
-    vec mass = load_f32(total + dim);
+    const vec mass = load_f32(total + dim);
     for (int64_t d = 0; d < dim; d += LANES)
       store_any(out, to * dim + d, (int)p->out_bf16, load_f32(total + d) / mass);
-    if (lse) lse[to] = t.peaks[r] + logf(mass[0]);
-    if (probes->count) note(probes, 1, p, b, n, head, &t, r, 1.0f / mass[0], 0.0f);
+    if (lse) lse[to] = t.peaks[r] + logf(total[dim]);
+    if (probes->count) note(probes, 1, p, b, n, head, &t, r, 1.0f / total[dim], 0.0f);
   }
   return 0;
 }
