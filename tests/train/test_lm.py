@@ -79,4 +79,5 @@ def test_a_drafter_shares_its_targets_tokenizer(
     assert "| files trained on to the end |" in card
     assert "after a prompt from held-out files" in card
     with pytest.raises(ValueError, match="vocabulary of 320"):
-        train_lm(target, corpus, replace(small, vocabulary=4096), make_run("x", steps=1), out)
+        other = replace(small, vocabulary=4096)
+        train_lm(target, corpus, other, make_run("x", steps=1), tmp_path / "other")
