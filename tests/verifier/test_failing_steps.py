@@ -104,8 +104,9 @@ def chain(*tokens: int) -> DraftTree:
 
 async def texts(
     decoder: Any, drafts: list[list[int]], *, poisoned: bool = False
-) -> list[list[int]]:
-    """What three sequences emit in a prefill, a round of ``drafts`` and a free run.
+) -> tuple[list[list[int]], list[list[float]]]:
+    """What three sequences emit in a prefill, a round of ``drafts`` and a free run, and the scores
+    of their collectors.
 
     Each begins in a batch of all of them and, if wanted, of a job that cannot be computed.
     """
@@ -118,6 +119,7 @@ async def texts(
         for sequence in sequences:
             collector = ScoreCollector([0, 1], sequence.segment, cumulative=False)
             sequence.collectors.append(collector)
+        scores: list[list[float]] = []
         bad = hand.sequence(7, 7, 7, temperature=0.0)
         hand.step(Prefill(bad))
         before = [*bad.tokens], bad.committed, len(bad.history)
@@ -129,6 +131,8 @@ async def texts(
                 assert isinstance(wrong.error, StepFailed)
                 assert "a bad token" in str(wrong.error)
             assert ([*bad.tokens], bad.committed, len(bad.history)) == before
+            published = [each.collectors[0].published for each in sequences]
+            scores.extend(each.flatten().tolist() for each in published if each is not None)
 
         step([Prefill(each) for each in sequences], Prefill(hand.sequence(POISON)))
         rounds = [
@@ -142,18 +146,18 @@ async def texts(
         for each in sequences:
             assert len(each.history) == len(each.tokens)
             assert each.committed == len(each.tokens) - 1
-            assert each.collectors[0].published is not None
-        return [each.tokens[len(each.generation.prompt) :] for each in sequences]
+        assert len(scores) == 9
+        return [each.tokens[len(each.generation.prompt) :] for each in sequences], scores
 
 
 async def test_only_the_sequence_at_fault_ends(decoder: Decoder) -> None:
-    plain = await texts(decoder, [[], [], []])
+    plain, _ = await texts(decoder, [[], [], []])
     assert [len(text) for text in plain] == [7, 7, 7]
     drafts = [text[1:4] for text in plain]
-    drafted = await texts(decoder, drafts)
+    drafted, scores = await texts(decoder, drafts)
     assert [text[:7] for text in drafted] == plain
     poisoned = Poisoned(decoder)
-    assert await texts(poisoned, drafts, poisoned=True) == drafted
+    assert await texts(poisoned, drafts, poisoned=True) == (drafted, scores)
     # Three batches of four jobs failed and were run one by one; the rest as if nothing had been.
     assert poisoned.passes == 1 + 3 * (1 + 4) + 4
 
