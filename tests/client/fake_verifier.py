@@ -58,6 +58,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         self.prefill_seconds = 0.0
         self.renewals = 0
         self.strays = False
+        self.create_faults: list[grpc.Status] = []
         self.release_faults: list[grpc.StatusCode] = []
         self.arrival = asyncio.Condition()
         self.rounds: list[verifier_pb2.VerifyRequest] = []
@@ -68,7 +69,9 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         self.lease_ms = 30_000
         self.node_budget = 64
         self.with_tokenizer = True
-        self.fault: Callable[[int, int], grpc.StatusCode | str | None] = lambda *_: None
+        self.fault: Callable[[int, int], grpc.StatusCode | grpc.Status | str | None] = lambda *_: (
+            None
+        )
 
     def restart(self, fingerprint: str | None = None) -> None:
         """Forgets everything, as a new process would."""
@@ -110,6 +113,8 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
     async def CreateCache(self, request: Any, context: Any) -> AsyncIterator[Any]:
         self._called("CreateCache", context)
         self.creates.append(request)
+        if self.create_faults:
+            await context.abort_with_status(self.create_faults.pop())
         if self.full > 0:
             self.full -= 1
             await context.abort_with_status(
@@ -182,6 +187,8 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
                     await context.abort(grpc.StatusCode.CANCELLED)
                 if fault == "end":
                     return
+                if isinstance(fault, grpc.Status):
+                    await context.abort_with_status(fault)
                 if fault is not None:
                     await context.abort(fault, "scripted")
                 yield response

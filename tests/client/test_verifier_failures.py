@@ -24,14 +24,15 @@ from .world import World
 PROMPT = [104, 105, 106]
 SEED = 5
 QUICK = RetryOptions(budget=0.2, first_delay=0.01)
-Fault = Callable[[int, int], grpc.StatusCode | str | None]
+What = grpc.StatusCode | grpc.Status | str
+Fault = Callable[[int, int], What | None]
 
 
-def once(round_id: int, messages: int, what: grpc.StatusCode | str) -> Fault:
+def once(round_id: int, messages: int, what: What) -> Fault:
     """A fault before answer number `messages` of a round, the first time it is sent."""
     left = [what]
 
-    def fault(now: int, sent: int) -> grpc.StatusCode | str | None:
+    def fault(now: int, sent: int) -> What | None:
         return left.pop() if left and (now, sent) == (round_id, messages) else None
 
     return fault
@@ -84,7 +85,7 @@ async def test_a_lost_cache_is_prefilled_again(
     """As after a restart of the verifier on the same address."""
     fault = once(1, messages, "reset")
 
-    def restart(round_id: int, sent: int) -> grpc.StatusCode | str | None:
+    def restart(round_id: int, sent: int) -> What | None:
         what = fault(round_id, sent)
         if what:
             world.verifier.restart()
@@ -125,7 +126,7 @@ async def test_a_real_restart(world: World, client: Client) -> None:
 async def test_another_model_after_a_restart_is_an_error(world: World, client: Client) -> None:
     fault = once(1, 2, "reset")
 
-    def restart(round_id: int, sent: int) -> grpc.StatusCode | str | None:
+    def restart(round_id: int, sent: int) -> What | None:
         what = fault(round_id, sent)
         if what:
             world.verifier.restart(fingerprint="0" * 64)
@@ -197,18 +198,44 @@ async def test_a_deadline_ends_the_generation_and_frees_the_cache(
     assert not world.verifier.caches
 
 
-async def test_a_fault_inside_the_verifier_is_raised(world: World, client: Client) -> None:
-    async def broken(cache: object, request: object, context: grpc.aio.ServicerContext) -> None:
-        await context.abort_with_status(
-            status(grpc.StatusCode.INTERNAL, "STEP_FAILED", "a bug there")
-        )
-        yield
-
-    world.verifier._round = broken  # type: ignore[assignment,method-assign]
-    with pytest.raises(ServerError) as caught:
-        await client.generate(PROMPT)
-    assert caught.value.reason == "STEP_FAILED"
+@pytest.mark.parametrize("messages", [0, 1, 3])
+@pytest.mark.parametrize("drafter", ["none", "fake"])
+async def test_one_failed_step_is_overcome_by_a_prefill(
+    world: World, client: Client, messages: int, drafter: str
+) -> None:
+    failed = status(grpc.StatusCode.INTERNAL, "STEP_FAILED", "a bug there")
+    world.verifier.fault = once(1, messages, failed)
+    result = await client.generate(PROMPT, max_new_tokens=140, seed=SEED, drafter=drafter)
+    assert result.token_ids == continuation(PROMPT, 140, SEED)
+    assert result.stats.fallbacks["step_failed"] == 1
+    first, again = world.verifier.creates
+    assert not first.output_tokens
+    assert list(again.output_tokens) == result.token_ids[: 1 + messages]
     assert not world.verifier.caches
+
+
+@pytest.mark.parametrize(("reason", "creates"), [("STEP_FAILED", 2), ("A_BUG", 1)])
+async def test_a_fault_that_stays_is_raised(
+    world: World, client: Client, reason: str, creates: int
+) -> None:
+    failed = status(grpc.StatusCode.INTERNAL, reason, "a bug there")
+    world.verifier.fault = lambda *_: failed
+    with pytest.raises(ServerError, match="a bug there") as caught:
+        await client.generate(PROMPT)
+    assert caught.value.reason == reason
+    assert len(world.verifier.creates) == creates
+    assert not world.verifier.caches
+
+
+async def test_a_prefill_that_fails_is_tried_once_more(world: World, client: Client) -> None:
+    failed = status(grpc.StatusCode.INTERNAL, "STEP_FAILED", "a bug there")
+    world.verifier.create_faults = [failed]
+    result = await client.generate(PROMPT, max_new_tokens=20, seed=SEED)
+    assert result.token_ids == continuation(PROMPT, 20, SEED)
+    world.verifier.create_faults = [failed] * 3
+    with pytest.raises(ServerError, match="a bug there"):
+        await client.generate(PROMPT)
+    assert len(world.verifier.create_faults) == 1
 
 
 async def test_a_refused_prompt_is_an_invalid_request(world: World, client: Client) -> None:

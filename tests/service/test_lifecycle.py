@@ -65,6 +65,9 @@ async def test_a_stop_event_drains_then_stops_once(serve: Serve) -> None:
         await stream.write(StringValue(value="one"))
         await stream.read()
         served.stop.set()
+        async with asyncio.timeout(60):
+            while "drain" not in served.toy.events:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
         await stream.write(StringValue(value="two"))
         assert (await stream.read()).value == "two"
         await stream.done_writing()
@@ -170,6 +173,24 @@ async def test_a_failing_start_still_stops(serve: Serve) -> None:
     toy.fail_to_start = True
     with pytest.raises(ServiceError, match="the model is not there"):
         await run_server(toy, ServerOptions("127.0.0.1:0"), stop_event=asyncio.Event())
+    assert toy.events == ["start", "stop"]
+
+
+async def test_a_fault_ends_the_server_without_a_drain() -> None:
+    toy, ready = Toy(), asyncio.get_running_loop().create_future()
+    options = ServerOptions("127.0.0.1:0")
+    running = asyncio.create_task(
+        run_server(toy, options, on_ready=ready.set_result, stop_event=asyncio.Event())
+    )
+    async with grpc.aio.insecure_channel(await ready) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(
+            health_pb2.HealthCheckRequest(service="toy.Toy")
+        )
+        assert (await watch.read()).status == SERVING
+        toy.broken.set()
+        assert (await watch.read()).status == NOT_SERVING
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            await running
     assert toy.events == ["start", "stop"]
 
 

@@ -36,6 +36,7 @@ class Toy:
         self.events: list[str] = []
         self.start_seconds = 0.0
         self.fail_to_start = False
+        self.broken = asyncio.Event()
 
     def register(self, server: grpc.aio.Server) -> None:
         makers = {
@@ -63,6 +64,10 @@ class Toy:
         if self.fail_to_start:
             raise ServiceError.internal("NO_MODEL", "the model is not there")
         await asyncio.sleep(self.start_seconds)
+
+    async def fault(self) -> None:
+        await self.broken.wait()
+        raise RuntimeError("the device is gone")
 
     async def drain(self) -> None:
         self._note("drain")

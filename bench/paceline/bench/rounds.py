@@ -115,7 +115,7 @@ def continued(
     """
     with _new_text(target, prompt, count + drafter.max_depth + 1, sampling) as text:
         batch = Batch()
-        batch.add_prefill(Prefill(text), [*range(0, len(prompt), _CHUNK), len(prompt)])
+        batch.add_prefill(Prefill(text), len(prompt))
         _settled(batch, *batch.forward(target))
         rounds = _rounds(target, drafter, text, sampling)
         timed: list[TimedRound] = []
@@ -173,7 +173,7 @@ def continued_each(
     texts: list[list[int]] = []
     with _new_text(target, prompt, room, sampling) as first:
         batch = Batch()
-        batch.add_prefill(Prefill(first), [*range(0, len(prompt), _CHUNK), len(prompt)])
+        batch.add_prefill(Prefill(first), len(prompt))
         [begun] = _settled(batch, *batch.forward(target))
         for name, (drafter, chooses) in drafters.items():
             text = Text(first.generation, first.segment)
@@ -238,7 +238,7 @@ def _rounds(
 def _settled(batch: Batch, logits: Tensor, states: States) -> list[int]:
     """Take the batch's one share in; the tokens that came of it."""
     [share] = batch.shares
-    outcome = settle(share, logits[share.logits], states)
+    outcome = settle(share, logits, states)
     if outcome.error is not None:
         raise outcome.error
     assert outcome.walk is not None

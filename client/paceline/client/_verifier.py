@@ -37,7 +37,8 @@ class VerifierSession:
 
     `start` sends a round and `receive` reads its answers. When the stream breaks in between, the
     session resumes by handle and repeats the round; when the cache is gone, it prefills prompt and
-    output again and answers the round with the token that follows. Its user sees tokens only.
+    output again and answers the round with the token that follows. The first step that fails inside
+    the verifier is overcome in the same way, a second one is an error. Its user sees tokens only.
 
     `drafter` names who is to draft, if anybody does. `output` is the live list of emitted tokens:
     `receive` never returns a token twice, provided that its user appends what one call returned
@@ -74,6 +75,7 @@ class VerifierSession:
         self._pending = verifier_pb2.VerifyRequest()
         self._received = 0
         self._to_skip = 0
+        self._step_failed = False
         self.handle = b""
         self.read_grant = b""
         self.lease_seconds = 30.0
@@ -101,6 +103,9 @@ class VerifierSession:
                 if not self._parent:
                     raise
                 self._parent = b""  # The parent is gone: prefill everything.
+            except ServerError as error:
+                await self._excuse(error)
+                self._parent = b""
 
     async def start(self, tree: tree_pb2.TokenTree | None, steps: int) -> None:
         """Sends a round: a tree to verify, or None for a free run of `steps`."""
@@ -240,7 +245,11 @@ class VerifierSession:
         elif isinstance(error, (NotFoundError, PreconditionError)):
             logger.info("prefilling again after: %s", error)
             await self._attempts.pause(error)
-            return await self._recreate()
+            return await self._recreate("verifier_restarted")
+        elif isinstance(error, ServerError):
+            await self._excuse(error)
+            await self.close()  # the failed cache still holds memory
+            return await self._recreate("step_failed")
         elif isinstance(error, UnavailableError) or (
             isinstance(error, CapacityError) and error.retry_after is not None
         ):
@@ -253,9 +262,17 @@ class VerifierSession:
         await self._send()
         return None
 
-    async def _recreate(self) -> verifier_pb2.VerifyResponse:
+    async def _excuse(self, error: ServerError) -> None:
+        """Waits before the one prefill that failed steps are worth. Raises any other error."""
+        if error.reason != "STEP_FAILED" or self._step_failed:
+            raise error
+        logger.info("prefilling once more after: %s", error)
+        self._step_failed = True
+        await self._attempts.pause(error)
+
+    async def _recreate(self, reason: str) -> verifier_pb2.VerifyResponse:
         """Prefills prompt and output again; the token that follows is the round's answer."""
-        self._stats.fallbacks["verifier_restarted"] += 1
+        self._stats.fallbacks[reason] += 1
         round_id = self._pending.round_id
         self.handle = self._parent = b""
         facts = await self._facts_now()

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from paceline.train.batches import Batches, Position
+from paceline.train.identity import cleared
 from paceline.train.optim import Optimizer
 
 _NAME = "run.pt"
@@ -68,18 +69,13 @@ def load_run(
 ) -> Progress | None:
     """Put a run back where `save_run` left it; None where `folder` holds no run.
 
-    Raises RuntimeError where the checkpoint is of a model of another shape.
+    That it is the same run is for `begin_run` to say.
     """
     path = folder / _NAME
     if not path.is_file():
         return None
     state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    try:
-        model.load_state_dict(state["model"])
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"{path} is of another model: give the preset it was started with, or another --work"
-        ) from error
+    model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     batches.seek(Position(**state["position"]))
     torch.set_rng_state(state["rng"])
@@ -103,10 +99,10 @@ def save_model(
 ) -> LlamaForCausalLM:
     """Write an HF model folder (bf16 safetensors, config, tokenizer); `model` becomes bf16.
 
-    Returns the model read back from `folder`: that is what a card must measure, as buffers such
-    as the rotary frequencies come back in fp32.
+    Files of an older model in `folder` go. Returns the model read back from there: that is what a
+    card must measure, as buffers such as the rotary frequencies come back in fp32.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    cleared(folder).mkdir(parents=True, exist_ok=True)
     model.to(torch.bfloat16)  # type: ignore[arg-type]
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

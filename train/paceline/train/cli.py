@@ -172,7 +172,7 @@ def _online(args: argparse.Namespace) -> None:
     preset = ONLINE_PRESETS[args.preset]
     if args.old_share is not None:
         preset = replace(preset, old_share=args.old_share)
-    # Its own for each version: another run must not be taken for this one.
+    # Each version is a run of its own.
     args.work = args.work or _default_work() / f"online-{args.out.resolve().name}"
     run = _run(args, preset.minutes, preset.steps)
     corpus = load_corpus(args.data, _ALL_FILES, _HELDOUT_FILES, wide=True)
@@ -200,6 +200,7 @@ def _run(args: argparse.Namespace, minutes: float, steps: int) -> Run:
         device=args.device or device,
         compile=args.compile,
         accumulate=args.accumulate,
+        force=args.force,
     )
 
 
@@ -219,8 +220,9 @@ def _add_common(
     parser.add_argument(
         "--out", type=Path, default=out, required=out is None, help="model folder to write"
     )
+    parser.add_argument("--force", action="store_true", help="replace a model that is in --out")
     parser.add_argument(
-        "--work", type=Path, help="folder of checkpoints; a run found there goes on"
+        "--work", type=Path, help="folder of checkpoints; the same run found there goes on"
     )
     parser.add_argument("--device", help="cpu, cuda or cuda:N; default: cuda where there is one")
     parser.add_argument("--compile", action="store_true", help="compile the model first")

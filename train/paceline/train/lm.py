@@ -11,6 +11,7 @@ from paceline.train.batches import Batches
 from paceline.train.card import Facts, drafter_card
 from paceline.train.checkpoint import save_model
 from paceline.train.corpus import Corpus
+from paceline.train.identity import begin_run
 from paceline.train.loop import Run, train
 from paceline.train.measure import HELDOUT, TRAINED, measure_drafter
 from paceline.train.model import build_model
@@ -40,8 +41,10 @@ def train_lm(
     kept in `run.work`; the time that takes is not part of `run.minutes`. `prompts` are what the
     card measures on. Returns the model, in bf16.
 
-    Raises ValueError where the preset's vocabulary is not the target's.
+    Raises ValueError where the preset's vocabulary is not the target's, and what `begin_run`
+    raises.
     """
+    begin_run(run, out, "lm", preset, corpus, target=target_folder)
     tokenizer = load_tokenizer(target_folder)
     target = LlamaForCausalLM.from_pretrained(target_folder)
     target.to(torch.device(run.device))  # type: ignore[arg-type]

@@ -51,7 +51,7 @@ class Run:
     `work` holds the checkpoints, written every `every` seconds; `minutes` counts stepping only,
     so a paused run loses nothing. `device` is "cpu" or a CUDA device; with `bf16` the forward
     pass runs in bf16 autocast there. A batch goes through the model in `accumulate` parts, where
-    memory is short.
+    memory is short. `force` lets it replace a model that stands where its own is to be written.
     """
 
     work: Path
@@ -63,6 +63,7 @@ class Run:
     compile: bool = False
     log_steps: int = 20
     accumulate: int = 1
+    force: bool = False
 
 
 def train(

@@ -12,6 +12,7 @@ from paceline.train.card import Facts, target_card
 from paceline.train.checkpoint import earlier_runs, save_model, write_runs
 from paceline.train.corpus import Corpus
 from paceline.train.evaluate import next_token_loss, text_loss
+from paceline.train.identity import begin_run
 from paceline.train.loop import Run, train
 from paceline.train.measure import EARLY, HELDOUT, TRAINED, measure_target
 from paceline.train.model import build_model
@@ -39,8 +40,10 @@ def train_target(
     same one. `prompts` are what the card measures repetition on. With `start`, a model folder,
     weights and tokenizer are taken from there and trained further. Returns the model, in bf16.
 
-    Raises OSError where `start` holds no model, RuntimeError where it is of another shape.
+    Raises OSError where `start` holds no model, RuntimeError where it is of another shape, and what
+    `begin_run` raises.
     """
+    begin_run(run, out, "target", preset, corpus, start=start)
     kept = run.work / "tokenizer"
     if (kept / "tokenizer.json").is_file():
         tokenizer = load_tokenizer(kept)

@@ -84,7 +84,7 @@ class Loop:
         self._paceline(
             *("train", "online", "--target", self.target, "--from", self.start),
             *("--from-recordings", self.recordings, "--minutes", minutes),
-            *("--work", self.work / "run", "--out", self.out),
+            *("--work", self.work / "run", "--out", self.out, "--force"),
         )
 
     def calibrate(self) -> None:

@@ -34,7 +34,8 @@ MIN_PING_SECONDS = 5.0
 class Service(Protocol):
     """One gRPC service, or several that share their state, with a lifecycle.
 
-    The runtime calls `start`, `register`, `drain` and `stop` on its event loop, in this order.
+    The runtime calls `start`, `register`, `fault`, `drain` and `stop` on its event loop, in this
+    order.
     `stop` may free everything: the server has stopped by then and no handler runs, unless one
     ignored its cancellation for CANCEL_GRACE_SECONDS.
     """
@@ -48,6 +49,10 @@ class Service(Protocol):
 
     async def start(self) -> None:
         """Get ready; the server does not listen yet. Cancelled by a signal."""
+
+    async def fault(self) -> None:
+        """Wait for a fault after which nothing can be served any more, and raise it: the server
+        stops without a drain. Runs while the server serves, and is cancelled when it is to stop."""
 
     async def drain(self) -> None:
         """Refuse new generations with UNAVAILABLE (reason DRAINING) from now on, and return when
@@ -79,6 +84,7 @@ async def run_server(
 
     Raises:
         OptionsError: if an address cannot be bound or a TLS file is bad.
+        Exception: what the service's `fault` raised, after the clean-up.
         SystemExit: with 128 + signal number, after the clean-up that a second signal asked for.
     """
     stop = Stop(stop_event)
@@ -134,9 +140,11 @@ async def _serve(
         logger.info("serving", extra={"address": address, "services": service.service_names})
         if on_ready is not None:
             on_ready(address)
-        await stop.soft.wait()
+        try:
+            await stop.unless(stop.soft, service.fault())
+        finally:
+            await status.shutting_down()
         logger.info("draining", extra={"drain_seconds": options.drain_seconds})
-        await status.shutting_down()
         await stop.unless(stop.hard, _drain(service, options.drain_seconds))
     finally:
         await server.stop(0 if stop.hard.is_set() else CLOSE_GRACE_SECONDS)

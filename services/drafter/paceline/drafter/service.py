@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -111,6 +112,10 @@ class DrafterService:
         self._worker.start()
         state = self._state.read() if self._state is not None else None
         await self._registry.begin(self._load, state)
+
+    async def fault(self) -> None:
+        """Never returns: whatever fails, fails one drafter or one stream."""
+        await asyncio.Future()
 
     async def drain(self) -> None:
         """Refuse new streams, and return when those attached have ended."""

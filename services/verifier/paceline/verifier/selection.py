@@ -29,8 +29,9 @@ _ROOM = 4096
 class Collector(ABC):
     """Scores the prefix of one sequence, layer by layer, as a by-product of its steps.
 
-    The engine thread calls ``probes``, ``attended`` and ``publish``; the event loop reads
-    ``published``. It begins with the first step after it was hung into ``Sequence.collectors``.
+    The engine thread calls ``begin``, ``probes``, ``attended`` and, if the step does not fail,
+    ``publish``; the event loop reads ``published``. It looks on from the first step after it was
+    hung into ``Sequence.collectors``.
 
     Attributes:
         size: Positions a score stands for.
@@ -49,6 +50,9 @@ class Collector(ABC):
         """Rows of a sequence's block to look at: the first, and the deepest if that is another."""
         deepest = block.depths.index(max(block.depths))
         return (0, deepest) if deepest else (0,)
+
+    def begin(self) -> None:  # noqa: B027 - few keep anything for a step
+        """A step begins."""
 
     @abstractmethod
     def probes(self, segment: int, nodes: Sequence[int], prefix: int) -> list[Probe]:
@@ -115,6 +119,9 @@ class ScoreCollector(Collector):
         self._share = 1.0
         self._room = torch.empty(0)
 
+    def begin(self) -> None:
+        self._probes = None
+
     def probes(self, segment: int, nodes: Sequence[int], prefix: int) -> list[Probe]:
         if self._probes is None:
             if len(nodes) > len(self._notes):
@@ -145,7 +152,6 @@ class ScoreCollector(Collector):
         self._share = 1 / (rows * q_heads)
 
     def publish(self, prefix: int) -> None:
-        self._probes = None
         chunks = prefix // self.size
         buffer = self._buffers.pop(0)
         self._buffers.append(buffer)

@@ -177,6 +177,14 @@ class VerifierService:
         self.engine.start()
         self._sweeper = asyncio.create_task(self._sweep_leases())
 
+    async def fault(self) -> None:
+        """Wait for the end of the device.
+
+        Raises:
+            DeviceLost: It came.
+        """
+        await self.engine.lost()
+
     async def drain(self) -> None:
         """Refuse new caches (UNAVAILABLE, DRAINING); return when every generation has ended.
 

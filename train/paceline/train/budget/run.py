@@ -16,6 +16,7 @@ from paceline.train.budget.heldout import BudgetHeldout
 from paceline.train.budget.preset import BudgetPreset
 from paceline.train.budget.students import read_student
 from paceline.train.corpus import Corpus
+from paceline.train.identity import begin_run, cleared
 from paceline.train.longspec.heldout import prompts_of
 from paceline.train.loop import Run, train
 from paceline.train.optim import Optimizer
@@ -35,8 +36,10 @@ def train_budget(
     Text: `corpus`, and `preset.own_texts` texts by the target itself, which are kept in `run.work`
     (their time is not part of `run.minutes`).
 
-    Raises ValueError where the drafter does not fit the target or the preset.
+    Raises ValueError where the drafter does not fit the target or the preset, and what `begin_run`
+    raises.
     """
+    begin_run(run, out, "budget", preset, corpus, target=target_folder, start=start)
     tokenizer = load_tokenizer(target_folder)
     trained, heldout = (encode_all(tokenizer, part) for part in (corpus.train, corpus.heldout))
     eos = tokenizer.eos_token_id
@@ -56,7 +59,7 @@ def train_budget(
         return
     of_preset = asdict(preset)
     chosen = {name: of_preset[name] for name in ("budgets", "weights", "sparse_weight", "policies")}
-    student.trained.save(out, {**progress.summary(), **chosen})
+    student.trained.save(cleared(out), {**progress.summary(), **chosen})
     card = budget_card(
         student.trained.method, start.name, corpus, preset, progress, len(own),
         before=measured.measure(start), after=measured.measure(out),

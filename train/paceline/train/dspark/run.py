@@ -16,6 +16,7 @@ from paceline.train.dspark.heldout import Heldout
 from paceline.train.dspark.objective import BlockDrafter, BlockLoss
 from paceline.train.dspark.preset import DSparkPlan, DSparkPreset
 from paceline.train.dspark.target import TappedTarget
+from paceline.train.identity import begin_run, cleared
 from paceline.train.loop import Run, train
 from paceline.train.optim import Optimizer
 from paceline.train.own_text import authored_texts
@@ -36,7 +37,10 @@ def train_dspark(
     Text: `corpus`, and `preset.own_texts` texts by the target itself, which are kept in `run.work`
     (their time is not part of `run.minutes`). Masks are fed as the tokenizer's end of text, whose
     embedding is there already and never an anchor's. Returns the drafter, fp32.
+
+    Raises what `begin_run` raises.
     """
+    begin_run(run, out, "dspark", preset, corpus, target=target_folder)
     tokenizer = load_tokenizer(target_folder)
     trained, heldout = (encode_all(tokenizer, part) for part in (corpus.train, corpus.heldout))
     eos = tokenizer.eos_token_id
@@ -72,7 +76,7 @@ def train_dspark(
     if not process.is_main_process:
         return model
     notes = {**progress.summary(), "files": len(trained[: preset.files]), "own_texts": len(own)}
-    save_dspark(out, config, model.state_dict(), TargetRef.of(target_folder), notes=notes)
+    save_dspark(cleared(out), config, model.state_dict(), TargetRef.of(target_folder), notes=notes)
     measured = {name: Heldout(target, part, eos).measure(model) for name, part in prompts.items()}
     parameters = sum(p.numel() for p in model.parameters())
     card = dspark_card(config, corpus, preset, progress, parameters, len(own), measured)

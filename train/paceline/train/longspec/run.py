@@ -13,6 +13,7 @@ from paceline.decoder import Decoder
 from paceline.longspec import LongSpecConfig, LongSpecModel, TargetRef, save_longspec
 from paceline.train.batches import Batches
 from paceline.train.corpus import Corpus
+from paceline.train.identity import begin_run, cleared
 from paceline.train.longspec.card import longspec_card
 from paceline.train.longspec.heldout import Heldout, prompts_of
 from paceline.train.longspec.lagged import LaggedLayer
@@ -36,7 +37,10 @@ def train_longspec(
 
     Text: `corpus`, and `preset.own_texts` texts by the target itself, which are kept in `run.work`
     (their time is not part of `run.minutes`). Returns the layer, fp32.
+
+    Raises what `begin_run` raises.
     """
+    begin_run(run, out, "longspec", preset, corpus, target=target_folder)
     tokenizer = load_tokenizer(target_folder)
     trained, heldout = (encode_all(tokenizer, part) for part in (corpus.train, corpus.heldout))
     eos = tokenizer.eos_token_id
@@ -69,7 +73,8 @@ def train_longspec(
     files = len(trained[: preset.files])
     notes = {**progress.summary(), "files": files, "own_texts": len(own)}
     reference = TargetRef.of(target_folder)
-    save_longspec(out, config, model.state_dict(), reference, levels=preset.levels, notes=notes)
+    weights = model.state_dict()
+    save_longspec(cleared(out), config, weights, reference, levels=preset.levels, notes=notes)
     measured = {
         split: prompts(part, *_CARD_PROMPTS).measure(model)
         for split, part in (

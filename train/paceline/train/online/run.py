@@ -11,6 +11,7 @@ from accelerate import PartialState
 from paceline.decoder import Decoder
 from paceline.train.batches import Batches
 from paceline.train.corpus import Corpus
+from paceline.train.identity import begin_run, cleared
 from paceline.train.loop import Run, train
 from paceline.train.online.card import online_card
 from paceline.train.online.heldout import OnlineHeldout
@@ -39,11 +40,12 @@ def train_online(
     texts others are read, by the target itself and from `corpus`, so that nothing is unlearnt. What
     was recorded, and what the target writes, is kept in `run.work`.
 
-    Raises ValueError where the drafter does not fit the target, `out` is `start`, or there are too
-    few texts.
+    Raises ValueError where the drafter does not fit the target or there are too few texts, and what
+    `begin_run` raises.
     """
-    if out.resolve() == start.resolve():
-        raise ValueError(f"{out} is the drafter to begin with: give --out another folder")
+    begin_run(
+        run, out, "online", preset, corpus, target=target_folder, start=start, recordings=recordings
+    )
     learner = read_learner(start, target_folder, run.device)
     method = learner.trained.method
     process = PartialState(cpu=torch.device(run.device).type == "cpu")
@@ -74,7 +76,7 @@ def train_online(
         "old_tokens": sum(map(len, old)),
     }
     before = measured.measure(start)
-    learner.trained.save(out, {**progress.summary(), **facts})
+    learner.trained.save(cleared(out), {**progress.summary(), **facts})
     card = online_card(method, facts, corpus, preset, progress, before, measured.measure(out))
     (out / "README.md").write_text(card)
 

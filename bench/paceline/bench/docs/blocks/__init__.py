@@ -16,8 +16,6 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "load-open": load.opened,
     "calibration": dspark.calibration,
     "heads": dspark.heads,
-    "longspec-contexts": longspec.contexts,
-    "longspec-trees": longspec.trees,
     "longspec-accepted": longspec.accepted,
     "longspec-coupling": longspec.coupling,
     "longspec-stretched": longspec.stretched,

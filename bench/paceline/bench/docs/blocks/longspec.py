@@ -27,47 +27,6 @@ _ROWS = {
 }
 
 
-def contexts(results: Results) -> str:
-    """Times by context."""
-    names = ("draft_ms", "draft_all_ms", "target_ms", "settle_ms")
-    rows = [
-        [f"{row['context']:,}", *(f"{row[name]:.1f}" for name in names)]
-        for row in results.value("draft", "draft/by_context")
-    ]
-    reading_all = "draft that reads all (`context=0`)"
-    return table(("context", "draft", reading_all, "target", "rest"), rows)
-
-
-def trees(results: Results) -> str:
-    """What trees of different shapes bring and cost."""
-    measured = {
-        (row["widths"], row["max_nodes"], row["temperature"], row["prompts"]): row
-        for row in results.value("draft", "draft/by_tree")
-    }
-    rows = []
-    for widths, nodes in dict.fromkeys((widths, nodes) for widths, nodes, *_ in measured):
-
-        def pair(heat: str, key: str, digits: int, at: Any = (widths, nodes)) -> str:
-            both = (measured[*at, heat, kind][key] for kind in ("heldout", "trained"))
-            return " / ".join(f"{value:.{digits}f}" for value in both)
-
-        greedy = measured[widths, nodes, "0", "heldout"]
-        rows.append(
-            [
-                widths,
-                str(nodes),
-                pair("0", "accepted_length", 2),
-                pair("1", "accepted_length", 2),
-                f"{greedy['draft_ms']:.1f} + {greedy['target_ms']:.1f}",
-                pair("0", "tokens_per_second", 0),
-                pair("1", "tokens_per_second", 0),
-            ]
-        )
-    lengths = ("accepted, T=0, held-out / trained-on", "T=1")
-    times = ("draft + target, ms, T=0, held-out", "tokens/s, T=0", "tokens/s, T=1")
-    return table(("widths", "most nodes", *lengths, *times), rows)
-
-
 def accepted(results: Results) -> str:
     """Accepted length by length of prompt."""
     rows = []

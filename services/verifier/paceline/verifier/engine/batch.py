@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.decoder import Decoder, ForwardResult, GraphRunner
 from paceline.decoder.graphs import table_row
-from paceline.kernels import TreeSegment, plan_trees
+from paceline.kernels import CHUNK, TreeSegment, plan_trees
 from paceline.verifier.engine.job import Job, Prefill, Round
 from paceline.verifier.engine.sequence import Sequence, States
 from paceline.verifier.engine.tree import NO_TREE, DraftTree
@@ -56,6 +56,16 @@ class Batch:
         self._taps: set[int] = set()
         self._watches = Watches()
 
+    @classmethod
+    def of(cls, share: Share) -> Batch:
+        """A batch of what one job has in another batch."""
+        batch = cls()
+        if isinstance(share.job, Round):
+            batch.add_round(share.job, share.tree)
+        elif isinstance(share.job, Prefill):
+            batch.add_prefill(share.job, share.stop)
+        return batch
+
     def __len__(self) -> int:
         """Packed tokens."""
         return len(self.tokens)
@@ -81,15 +91,17 @@ class Batch:
         )
         self._watch(sequence)
 
-    def add_prefill(self, prefill: Prefill, borders: Items[int]) -> None:
-        """Add pieces of a prefill: the text between each border and the next."""
-        text = prefill.sequence.tokens
-        first, ends = len(self._logit_rows), borders[-1] == len(text)
-        logits, rows = slice(first, first + ends), self._next_rows(borders[-1] - borders[0])
-        self.shares.append(Share(prefill, NO_TREE, borders[-1], logits, rows))
+    def add_prefill(self, prefill: Prefill, stop: int) -> None:
+        """Add a piece of a prefill: the text from what is committed to ``stop``."""
+        text, begin = prefill.sequence.tokens, prefill.sequence.committed
+        first, ends = len(self._logit_rows), stop == len(text)
+        logits, rows = slice(first, first + ends), self._next_rows(stop - begin)
+        self.shares.append(Share(prefill, NO_TREE, stop, logits, rows))
         cache = self._cache(prefill.sequence)
-        for start, stop in pairwise(borders):
-            self._add_block(cache, start, text[start:stop], None)
+        # No block may cross a chunk of the attention, or its bits would depend on the cut.
+        borders = [begin, *range((begin // CHUNK + 1) * CHUNK, stop, CHUNK), stop]
+        for start, end in pairwise(borders):
+            self._add_block(cache, start, text[start:end], None)
         if ends:
             self._logit_rows.append(len(self.tokens) - 1)
             self._watch(prefill.sequence)

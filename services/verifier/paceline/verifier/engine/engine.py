@@ -16,12 +16,16 @@ import torch
 
 from paceline.decoder import Decoder, GraphRunner, use_device
 from paceline.kernels import CHUNK, MAX_TREE_NODES
-from paceline.verifier.engine.ahead import choose_ahead
 from paceline.verifier.engine.batch import Batch
-from paceline.verifier.engine.errors import SequenceClosed, StepFailed
+from paceline.verifier.engine.errors import (
+    DeviceLost,
+    SequenceClosed,
+    StepFailed,
+    device_lost,
+)
 from paceline.verifier.engine.job import Job, Prefill, Round
 from paceline.verifier.engine.sequence import Sequence
-from paceline.verifier.engine.settle import Outcome, settle
+from paceline.verifier.engine.settle import Outcome, run_batch
 from paceline.verifier.engine.tree import DraftTree
 from paceline.verifier.kv.base import OutOfMemory
 from paceline.verifier.scheduler.admission import Step
@@ -95,6 +99,7 @@ class Engine:
     def start(self) -> None:
         """Start the thread. Its answers go to the running event loop."""
         self._loop = asyncio.get_running_loop()
+        self._lost: asyncio.Future[None] = self._loop.create_future()
         self._thread = threading.Thread(target=self._run, name="paceline-engine", daemon=True)
         self._thread.start()
 
@@ -106,6 +111,14 @@ class Engine:
         await asyncio.to_thread(self._thread.join)
         self._thread = None
         self._take_commands()
+
+    async def lost(self) -> None:
+        """Wait for the end of the device.
+
+        Raises:
+            DeviceLost: It came.
+        """
+        await asyncio.shield(self._lost)
 
     def prefill(self, job: Prefill, parent: Sequence | None = None) -> None:
         """Queue a prefill; KV of the longest common prefix with ``parent`` is copied."""
@@ -163,26 +176,56 @@ class Engine:
             self._gather_rounds(batch)
             if not batch.shares:
                 return
-            self._batch = batch
-            logits, states = batch.forward(self._decoder, self._graphs)
-            ahead = choose_ahead(batch.shares, logits)
-            outcomes = [
-                settle(share, logits[share.logits], states, ahead.get(index))
-                for index, share in enumerate(batch.shares)
-            ]
+            outcomes = self._run_batch(batch)
         except Exception as error:
             _log.exception("step failed", extra={"batch_tokens": len(batch)})
-            for share in batch.shares:
-                self._fail(share.job, StepFailed(f"the model could not be run: {error}"))
+            self._run_one_by_one(batch, error)
             return
-        finally:
-            self._batch = None
         ended = perf_counter()
         decision = self._learn(outcomes, began, ended)
-        for outcome in outcomes:
-            self._answer(outcome, began, ended, len(batch))
+        self._answer_all(outcomes, began, ended, len(batch))
         if self.on_step is not None:
             self.on_step(ended - began, len(batch), decision)
+
+    def _run_batch(self, batch: Batch) -> list[Outcome]:
+        self._batch = batch
+        try:
+            return run_batch(batch, self._decoder, self._graphs)
+        finally:
+            self._batch = None
+
+    def _run_one_by_one(self, failed: Batch, error: Exception) -> None:
+        """Give each job of a failed batch one batch of its own; those that fail there end.
+
+        A step that failed teaches the scheduler nothing.
+        """
+        for share in failed.shares:
+            began = perf_counter()
+            try:
+                if len(failed.shares) == 1:
+                    raise error
+                alone = Batch.of(share)
+                outcomes = self._run_batch(alone)
+            except Exception as own:
+                _log.warning("a step failed for one sequence alone: %s", own)
+                self._fail(share.job, StepFailed(f"the model could not be run: {own}"))
+            else:
+                self._answer_all(outcomes, began, perf_counter(), len(alone))
+        self._check_device()
+
+    def _answer_all(
+        self, outcomes: list[Outcome], began: float, ended: float, batch_tokens: int
+    ) -> None:
+        for outcome in outcomes:
+            self._answer(outcome, began, ended, batch_tokens)
+        if any(outcome.error is not None for outcome in outcomes):
+            self._check_device()
+
+    def _check_device(self) -> None:
+        if device_lost(self.device):
+            _log.critical("the device fails every call: the verifier has to be started again")
+            lost = DeviceLost(f"{self.device} fails every call since an error in a kernel")
+            self._tell(partial(_set, self._lost, self._lost.set_exception, lost))
 
     def _gather_rounds(self, batch: Batch) -> None:
         rounds: list[Round] = []
@@ -230,9 +273,7 @@ class Engine:
             share = max(CHUNK, left // (len(self._prefills) + 1))
             stop = min(end, start + min(share, left))
             if self._reserve(job, stop):
-                # No piece may cross a chunk of the attention, or its bits would depend on the cut.
-                chunks = range((start // CHUNK + 1) * CHUNK, stop, CHUNK)
-                batch.add_prefill(job, [start, *chunks, stop])
+                batch.add_prefill(job, stop)
                 left -= stop - start
 
     def _wanted(self, job: Job) -> bool:

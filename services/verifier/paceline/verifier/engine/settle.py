@@ -1,4 +1,4 @@
-"""After the forward pass: what one job's share of the logits comes to."""
+"""The forward pass of a batch, and what each job's share of the logits comes to."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from paceline.decoder import Decoder, GraphRunner
 from paceline.verifier.engine.acceptance import Walk, walk
-from paceline.verifier.engine.batch import Share
+from paceline.verifier.engine.ahead import choose_ahead
+from paceline.verifier.engine.batch import Batch, Share
 from paceline.verifier.engine.choice import Chooser
 from paceline.verifier.engine.job import Emission, Job, Prefill, microseconds
 from paceline.verifier.engine.sequence import Sequence, States
@@ -59,6 +61,15 @@ class Outcome:
         )
 
 
+def run_batch(batch: Batch, decoder: Decoder, graphs: GraphRunner | None) -> list[Outcome]:
+    """Run a batch and settle its shares. An exception leaves all of their sequences as before."""
+    logits, states = batch.forward(decoder, graphs)
+    ahead = choose_ahead(batch.shares, logits)
+    return [
+        settle(share, logits, states, ahead.get(index)) for index, share in enumerate(batch.shares)
+    ]
+
+
 def settle(
     share: Share, logits: Tensor, states: States, tokens: Items[int] | None = None
 ) -> Outcome:
@@ -66,7 +77,7 @@ def settle(
 
     Args:
         share: One job's part of the batch.
-        logits: Its rows, ``[rows, V]``.
+        logits: Of the whole batch, ``[rows, V]``.
         states: Outputs of tapped layers for the whole batch.
         tokens: Tokens behind its nodes, where they are known already.
     """
@@ -77,7 +88,7 @@ def settle(
             sequence.committed = share.stop
             if share.stop < len(sequence.tokens):
                 return Outcome(share)
-        chooser = Chooser(sequence, logits, share.tree, tokens)
+        chooser = Chooser(sequence, logits[share.logits], share.tree, tokens)
         walked = walk(share.tree, chooser, sequence.generation.stop_ids, sequence.room)
         sequence.commit(walked, states, share.rows.start)
     except Exception as error:

@@ -42,6 +42,7 @@ class Watches:
 
     def add(self, watch: Watch) -> None:
         """Look on for another collector."""
+        watch.collector.begin()
         self._watches.append(watch)
 
     def probes(self, layer: int) -> Sequence[Probe]:

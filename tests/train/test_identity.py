@@ -1,0 +1,131 @@
+"""A run's folder serves that run alone, and no model is overwritten unasked."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.train.checkpoint import save_model
+from paceline.train.corpus import Corpus, load_corpus
+from paceline.train.identity import begin_run, cleared
+from paceline.train.lm import train_lm
+from paceline.train.loop import Run
+from paceline.train.model import build_model
+from paceline.train.preset import Preset
+from paceline.train.target import train_target
+from paceline.train.tokenizer import load_tokenizer
+
+MakeRun = Callable[..., Run]
+
+
+@pytest.fixture
+def begun(target: Path, corpus: Corpus, preset: Preset, make_run: MakeRun, tmp_path: Path) -> Run:
+    """A run of a drafter for `target` that has something in its folder."""
+    run = make_run("work", steps=2)
+    begin_run(run, tmp_path / "out", "lm", preset, corpus, target=target)
+    (run.work / "own.safetensors").touch()
+    return run
+
+
+def test_the_same_run_goes_on_wherever_it_computes(
+    begun: Run, target: Path, corpus: Corpus, preset: Preset, tmp_path: Path
+) -> None:
+    again = replace(begun, accumulate=2, every=1.0)
+    shutil.copytree(target, tmp_path / "moved")
+    begin_run(again, tmp_path / "elsewhere", "lm", preset, corpus, target=tmp_path / "moved")
+
+
+def test_another_run_is_refused_and_both_are_named(
+    begun: Run, target: Path, corpus: Corpus, preset: Preset, folder: Path, tmp_path: Path
+) -> None:
+    def refused(method: str = "lm", *, run: Run = begun, settings: Preset = preset,
+                text: Corpus = corpus, of: Path = target, **more: Path) -> str:  # fmt: skip
+        with pytest.raises(ValueError, match="holds another run") as caught:
+            begin_run(run, tmp_path / "out", method, settings, text, target=of, **more)
+        lines = str(caught.value).splitlines()
+        assert "give this run another --work, or remove" in lines[-1]
+        (differing,) = lines[1:-1]
+        return differing.strip()
+
+    assert refused("dspark") == "method: found lm, this run wants dspark"
+    wider = replace(preset, width=128)
+    assert refused(settings=wider) == "preset.width: found 64, this run wants 128"
+    assert refused(run=replace(begun, steps=9)) == "steps: found 2, this run wants 9"
+    assert refused(run=replace(begun, minutes=9)).startswith("minutes: found 60")
+    (folder / "part0" / "file0.py").write_text("x = 1\n" * 1000)
+    changed = load_corpus(str(folder), preset.files, preset.heldout_files)
+    assert refused(text=changed).startswith("data: found folder corpus, 8 files, SHA-256 ")
+    other = tmp_path / "other"
+    tokenizer = load_tokenizer(target)
+    model = build_model(replace(preset, context=512), tokenizer.eos_token_id, seed=1)
+    save_model(other, model, tokenizer)
+    assert refused(of=other).startswith("target: found ")
+    assert refused(start=other).startswith("start: found None")
+    assert refused(recordings=tmp_path).startswith("recordings: found None")
+
+
+def test_what_a_trainer_made_for_one_target_is_not_taken_for_another(
+    corpus: Corpus, preset: Preset, make_run: MakeRun, tmp_path: Path
+) -> None:
+    """Of the same shape, so that nothing but the identity tells."""
+    for name, steps in (("first", 2), ("second", 3)):
+        train_target(corpus, preset, make_run(f"{name}-run", steps=steps), tmp_path / name)
+    run = make_run("lm-run", steps=2)
+    train_lm(tmp_path / "first", corpus, preset, run, tmp_path / "lm")
+    log = torch.load(run.work / "run.pt", weights_only=True)
+    with pytest.raises(ValueError, match="target: found"):
+        train_lm(tmp_path / "second", corpus, preset, run, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    train_lm(tmp_path / "first", corpus, preset, run, tmp_path / "again")
+    after = torch.load(run.work / "run.pt", weights_only=True)
+    assert after["progress"] == log["progress"]
+
+
+def test_a_folder_that_does_not_say_what_it_is_is_refused(
+    corpus: Corpus, preset: Preset, make_run: MakeRun, tmp_path: Path
+) -> None:
+    run = make_run("work", steps=1)
+    run.work.mkdir()
+    (run.work / "run.pt").touch()
+    with pytest.raises(ValueError, match=r"no run\.json says which run made it"):
+        begin_run(run, tmp_path / "out", "target", preset, corpus)
+
+
+def test_a_run_that_left_nothing_claims_nothing(
+    corpus: Corpus, preset: Preset, make_run: MakeRun, tmp_path: Path
+) -> None:
+    for steps in (1, 2):
+        begin_run(make_run("work", steps=steps), tmp_path / "out", "target", preset, corpus)
+
+
+def test_a_model_is_replaced_only_if_asked(
+    target: Path, corpus: Corpus, preset: Preset, make_run: MakeRun, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    run = make_run("work", steps=1)
+    shutil.copytree(target, out)
+    (out / "calibration.json").touch()
+    (out / "kept").mkdir()
+    with pytest.raises(FileExistsError, match="--force to replace it"):
+        train_target(corpus, preset, run, out)
+    assert not run.work.exists()
+    train_target(corpus, preset, replace(run, force=True), out)
+    assert not (out / "calibration.json").exists(), "of the model that was there"
+    assert (out / "kept").is_dir()
+    assert (out / "training.json").is_file()
+
+
+def test_what_is_no_model_is_never_replaced(
+    target: Path, corpus: Corpus, preset: Preset, make_run: MakeRun, tmp_path: Path
+) -> None:
+    run = replace(make_run("work", steps=1), force=True)
+    with pytest.raises(FileExistsError, match="holds no model"):
+        begin_run(run, tmp_path, "target", preset, corpus)
+    with pytest.raises(ValueError, match="a model that this run reads"):
+        begin_run(run, target, "lm", preset, corpus, target=target)
+    begin_run(run, cleared(tmp_path / "new"), "target", preset, corpus)

@@ -1,0 +1,197 @@
+"""A step that fails is run again for each of its jobs alone: only those at fault end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from verifier_support import CONTEXT, serving
+
+from paceline.decoder import Decoder
+from paceline.kernels import SamplingParams
+from paceline.v1 import verifier_pb2
+from paceline.verifier.engine import engine as engine_module
+from paceline.verifier.engine.engine import Engine
+from paceline.verifier.engine.errors import DeviceLost, StepFailed
+from paceline.verifier.engine.job import Job, Prefill
+from paceline.verifier.engine.job import Round as RoundJob
+from paceline.verifier.engine.sequence import Generation, Sequence
+from paceline.verifier.engine.tree import DraftTree
+from paceline.verifier.kv.layout import KvLayout
+from paceline.verifier.kv.segment import Segment
+from paceline.verifier.selection import ScoreCollector
+
+POISON = 59
+
+
+class Poisoned:
+    """A decoder whose passes raise, halfway through, if a token is among those they are given."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self.passes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._decoder, name)
+
+    def forward(self, tokens: torch.Tensor, plan: Any, caches: Any, **options: Any) -> Any:
+        self.passes += 1
+        if POISON in tokens:
+            # As a fault in a late layer: keys, values and scores of the batch are written by then.
+            self._decoder.forward(tokens, plan, caches, **options)
+            raise RuntimeError("a bad token")
+        return self._decoder.forward(tokens, plan, caches, **options)
+
+
+class ByHand:
+    """An engine without its thread: each step is a call. No sequence emits ``POISON``."""
+
+    def __init__(self, decoder: Any) -> None:
+        config = decoder.config
+        self.layout = KvLayout(
+            config.layers, config.kv_heads, config.head_dim, config.dtype, config.hidden
+        )
+        self.engine = Engine(decoder)
+        self.engine._loop = asyncio.get_running_loop()
+        self.sequences: list[Sequence] = []
+
+    def sequence(self, *prompt: int, **sampling: Any) -> Sequence:
+        params = SamplingParams(logit_bias=((POISON, -1e4),), **sampling)
+        generation = Generation(prompt, sampling=params, length_limit=CONTEXT)
+        sequence = Sequence(generation, Segment(self.layout, CONTEXT))
+        self.sequences.append(sequence)
+        return sequence
+
+    def step(self, *jobs: Job) -> None:
+        """One step of all of them."""
+        for job in jobs:
+            if isinstance(job, Prefill):
+                self.engine.prefill(job)
+            else:
+                assert isinstance(job, RoundJob)
+                self.engine.verify(job)
+        self.engine._take_commands()
+        with torch.inference_mode():
+            self.engine._step()
+
+
+@pytest.fixture
+def decoder(model: Path) -> Decoder:
+    return Decoder.load(model)
+
+
+@contextlib.contextmanager
+def by_hand(decoder: Any) -> Iterator[ByHand]:
+    hand = ByHand(decoder)
+    try:
+        yield hand
+    finally:
+        for sequence in hand.sequences:
+            sequence.segment.close()
+
+
+def chain(*tokens: int) -> DraftTree:
+    return DraftTree(tokens, range(-1, len(tokens) - 1))
+
+
+async def texts(
+    decoder: Any, drafts: list[list[int]], *, poisoned: bool = False
+) -> tuple[list[list[int]], list[list[float]]]:
+    """What three sequences emit in a prefill, a round of ``drafts`` and a free run, and the scores
+    of their collectors.
+
+    Each begins in a batch of all of them and, if wanted, of a job that cannot be computed.
+    """
+    with by_hand(decoder) as hand:
+        sequences = [
+            hand.sequence(3, 1, 4, temperature=0.0),
+            hand.sequence(1, 5, 9, 2, temperature=1.0, seed=4),
+            hand.sequence(6, 5, 3, 5, temperature=0.7, seed=5, presence_penalty=1.0),
+        ]
+        for sequence in sequences:
+            collector = ScoreCollector([0, 1], sequence.segment, cumulative=False)
+            sequence.collectors.append(collector)
+        scores: list[list[float]] = []
+        bad = hand.sequence(7, 7, 7, temperature=0.0)
+        hand.step(Prefill(bad))
+        before = [*bad.tokens], bad.committed, len(bad.history)
+
+        def step(jobs: Items[Job], wrong: Job) -> None:
+            hand.step(*jobs[:2], *([wrong] if poisoned else []), *jobs[2:])
+            assert [job.error for job in jobs] == [None] * 3
+            if poisoned:
+                assert isinstance(wrong.error, StepFailed)
+                assert "a bad token" in str(wrong.error)
+            assert ([*bad.tokens], bad.committed, len(bad.history)) == before
+            published = [each.collectors[0].published for each in sequences]
+            scores.extend(each.flatten().tolist() for each in published if each is not None)
+
+        step([Prefill(each) for each in sequences], Prefill(hand.sequence(POISON)))
+        rounds = [
+            RoundJob(each, 1, chain(*draft)) for each, draft in zip(sequences, drafts, strict=True)
+        ]
+        step(rounds, RoundJob(bad, 1, chain(POISON)))
+        runs = [RoundJob(each, 2, steps=5) for each in sequences]
+        step(runs, RoundJob(bad, 1, chain(POISON)))
+        while not all(job.done for job in runs):
+            hand.step()
+        for each in sequences:
+            assert len(each.history) == len(each.tokens)
+            assert each.committed == len(each.tokens) - 1
+        assert len(scores) == 9
+        return [each.tokens[len(each.generation.prompt) :] for each in sequences], scores
+
+
+async def test_only_the_sequence_at_fault_ends(decoder: Decoder) -> None:
+    plain, _ = await texts(decoder, [[], [], []])
+    assert [len(text) for text in plain] == [7, 7, 7]
+    drafts = [text[1:4] for text in plain]
+    drafted, scores = await texts(decoder, drafts)
+    assert [text[:7] for text in drafted] == plain
+    poisoned = Poisoned(decoder)
+    assert await texts(poisoned, drafts, poisoned=True) == (drafted, scores)
+    # Three batches of four jobs failed and were run one by one; the rest as if nothing had been.
+    assert poisoned.passes == 1 + 3 * (1 + 4) + 4
+
+
+async def test_a_job_that_failed_alone_is_not_run_again(decoder: Decoder) -> None:
+    poisoned = Poisoned(decoder)
+    with by_hand(poisoned) as hand:
+        job = Prefill(hand.sequence(POISON))
+        hand.step(job)
+        assert isinstance(job.error, StepFailed)
+        assert poisoned.passes == 1
+
+
+async def test_a_lost_device_ends_the_verifier(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failed step asks whether the device still answers; health tells before the server stops."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("an illegal memory access")
+
+    lost = pytest.raises(DeviceLost, match="fails every call")
+    with lost:
+        async with serving(model, tmp_path / "v.sock", kv_bytes=1 << 28) as client:
+            health = health_pb2_grpc.HealthStub(client.channel).Watch(
+                health_pb2.HealthCheckRequest(service="paceline.v1.VerifierService")
+            )
+            assert (await health.read()).status == health_pb2.HealthCheckResponse.SERVING
+            monkeypatch.setattr(client.service.engine._decoder, "forward", fail)
+            with pytest.raises(grpc.aio.AioRpcError, match="illegal memory access"):
+                await client.create([3, 1, 4])
+            call = client.stub.GetModel(verifier_pb2.GetModelRequest())
+            assert (await call).name == "Llama", "a step may fail without the device"
+            monkeypatch.setattr(engine_module, "device_lost", lambda device: True)
+            with pytest.raises(grpc.aio.AioRpcError):
+                await client.create([3, 1, 4])
+            assert (await health.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
