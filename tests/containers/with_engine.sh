@@ -82,7 +82,7 @@ base_image() {
 build_image() {
     docker image inspect "$BUILD_IMAGE" > /dev/null 2>&1 && return
     attempt "download the packages that images install" .venv/bin/python -m pip download \
-        --constraint constraints.txt --dest "$work/wheels" torch hatchling ".[gateway,server]"
+        --constraint constraints.txt --dest "$work/wheels" torch hatchling ".[gateway,cuda]"
     cat > "$work/Dockerfile" << 'END'
 FROM paceline-python
 RUN apt-get update && apt-get install --yes --no-install-recommends python3-pip gcc libc6-dev
@@ -101,7 +101,7 @@ free=$(df --output=avail --block-size=G "$(docker info --format '{{.DockerRootDi
 if ! timeout 60 docker pull --quiet python:3.11-slim-bookworm > /dev/null 2>&1; then
     base_image
     export PYTHON_IMAGE=paceline-python
-    BUILD_IMAGE=paceline-build:$(cat constraints.txt pyproject.toml | sha256sum | cut -c1-12)
+    BUILD_IMAGE=paceline-build:$(cat constraints.txt pyproject.toml tests/containers/with_engine.sh | sha256sum | cut -c1-12)
     export BUILD_IMAGE
     build_image
 fi
