@@ -1,0 +1,59 @@
+"""The images for GPUs, on a machine without one: they compile for it, and compute on the CPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .conftest import Deployment, serving
+
+HOME = "/home/paceline/.triton/"
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """`compose/cpu.yml` with those images and devices found by themselves."""
+    devices = {"PACELINE_DEVICE": "auto", "PACELINE_DRAFTER_DEVICE": "auto"}
+    folder = tmp_path_factory.mktemp("cuda")
+    with serving("cpu", folder, project="cuda", over=["cuda"], environment=devices) as running:
+        yield running
+
+
+def test_kernels_and_their_launcher_compile_for_a_gpu_that_is_not_there(
+    deployment: Deployment,
+) -> None:
+    lines = deployment.run("run", "--rm", "-T", "compiler").splitlines()
+    facts = json.loads(lines[0])
+    assert facts["kernel"] == "attend_items"
+    assert facts["tensor_products"]
+    kept = [line for line in lines[1:] if line.startswith(HOME)]
+    assert kept == lines[1:]
+    assert {Path(line).suffix for line in kept} == {".so", ".cubin"}
+
+
+def test_what_was_compiled_is_there_after_a_restart(deployment: Deployment) -> None:
+    made = deployment.run("run", "--rm", "-T", "compiler").splitlines()[1:]
+    found = deployment.run("exec", "-T", "drafter", "find", HOME, "-name", "*.cubin")
+    assert set(found.split()) <= set(made)
+    assert found
+
+
+def test_images_for_gpus_run_as_nobody_special_with_a_compiler(deployment: Deployment) -> None:
+    look = "id -u; command -v gcc pip || true; touch /x 2> /dev/null || echo sealed"
+    for service in ("verifier", "drafter"):
+        said = deployment.run("exec", "-T", service, "sh", "-c", look).split()
+        assert said == ["10001", "/usr/bin/gcc", "sealed"]
+        order = deployment.run("exec", "-T", service, "printenv", "CUDA_DEVICE_ORDER")
+        assert order.strip() == "PCI_BUS_ID"
+
+
+def test_without_a_gpu_they_say_so_and_generate_on_the_cpu(deployment: Deployment) -> None:
+    for service in ("verifier", "drafter"):
+        log = deployment.run("logs", "--no-color", service)
+        assert "device auto: computing on the CPU" in log
+    words = ("generate", "import asyncio\n" * 8, "--max-new-tokens", "8", "--json")
+    result = json.loads(deployment.cli(*words).splitlines()[-1])
+    assert result["usage"]["completion_tokens"] == 8
