@@ -1,4 +1,4 @@
-"""Compiles in a container what the first start on a GPU does; prints where it is kept, a line each."""
+"""Compiles in a container what a first start on a GPU does, and prints where it is kept."""
 
 from __future__ import annotations
 
