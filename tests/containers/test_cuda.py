@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from .conftest import Deployment, serving
+from .conftest import COMPOSE, Deployment, serving
 
 
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """`compose/cpu.yml` with those images and devices found by themselves."""
-    devices = {"PACELINE_DEVICE": "auto", "PACELINE_DRAFTER_DEVICE": "auto"}
+    """`compose/cpu.yml` with those images, and the devices and drafters of the two-GPU file."""
+    two_gpus = (COMPOSE / "docker-compose.yml").read_text()
+    names = "PACELINE_DEVICE|PACELINE_DRAFTER_DEVICE|PACELINE_DRAFTER"
+    defaults = dict(re.findall(rf"\$\{{({names}):-([^}}]*)\}}", two_gpus))
+    settings = {name: " ".join(value.split()) for name, value in defaults.items()}
     folder = tmp_path_factory.mktemp("cuda")
-    with serving("cpu", folder, project="cuda", over=["cuda"], environment=devices) as running:
+    with serving("cpu", folder, project="cuda", over=["cuda"], environment=settings) as running:
         yield running
 
 
@@ -45,5 +49,7 @@ def test_without_a_gpu_they_say_so_and_generate_on_the_cpu(deployment: Deploymen
         log = deployment.run("logs", "--no-color", service)
         assert "device auto: computing on the CPU" in log
     words = ("generate", "import asyncio\n" * 8, "--max-new-tokens", "8", "--json")
-    result = json.loads(deployment.cli(*words).splitlines()[-1])
-    assert result["usage"]["completion_tokens"] == 8
+    for drafter in ("longspec", "dspark", "ngram"):
+        result = json.loads(deployment.cli(*words, "--drafter", drafter).splitlines()[-1])
+        assert result["usage"]["completion_tokens"] == 8
+        assert not result["stats"]["fallbacks"]
