@@ -80,6 +80,19 @@ def test_it_runs_both_and_ends_both_with_one_signal(serve: Callable[..., Serve])
     assert "ERROR" not in running.log.read_text()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "devices"),
+    [((), ("auto", "auto")), (("--device=cpu",), ("cpu", "cpu"))],
+)
+def test_drafters_are_on_the_cpu_where_the_verifier_is_told_to_be(
+    serve: Callable[..., Serve], arguments: tuple[str, ...], devices: tuple[str, str]
+) -> None:
+    running = serve(*arguments)
+    running.addresses()
+    for kind, device in zip(("verifier", "drafter"), devices, strict=True):
+        assert f"--device={device}" in running.child(kind).cmdline()
+
+
 def test_a_dead_drafter_comes_back_where_it_was(serve: Callable[..., Serve]) -> None:
     running = serve()
     _verifier, drafter = running.addresses()

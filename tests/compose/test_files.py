@@ -7,14 +7,18 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from compose_viz.spec.compose_spec import ComposeSpecification
 
 from paceline.cli import drafter, gateway, verifier
+from paceline.decoder import find_device
+from paceline.drafter.device import drafting_device
 from paceline.telemetry.names import Metric
 
 COMPOSE = Path(__file__).parents[2] / "compose"
@@ -52,15 +56,31 @@ def test_compose_itself_takes_each_deployment(name: str) -> None:
         assert done.returncode == 0, done.stderr
 
 
+def filled(text: str, settings: Mapping[str, str] | None = None) -> str:
+    """A text of a compose file with its variables replaced, by their defaults if need be."""
+    given = settings or {}
+    return re.sub(r"\$\{(\w+):-([^}]*)\}", lambda match: given.get(match[1], match[2]), text)
+
+
+def words(name: str, service: str) -> list[str]:
+    """The command line of a service in a deployment."""
+    common = read("services")["services"][service]
+    merged = {**common, **read(name)["services"][service]}
+    parts = (merged.get("entrypoint", f"paceline {service}"), merged["command"])
+    return " ".join(map(filled, parts)).split()
+
+
+@pytest.mark.parametrize("name", DEPLOYMENTS)
 @pytest.mark.parametrize(
     ("service", "module"),
     [("verifier", verifier), ("drafter", drafter), ("gateway", gateway)],
 )
-def test_commands_are_ones_that_the_services_take(service: str, module: Any) -> None:
-    command = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", read("services")["services"][service]["command"])
+def test_commands_are_ones_that_the_services_take(name: str, service: str, module: Any) -> None:
     parser = argparse.ArgumentParser(exit_on_error=False)
     module.add_arguments(parser)
-    assert parser.parse_args(command.split()).address.startswith("0.0.0.0:")
+    command = words(name, service)
+    assert command[:2] == ["paceline", service]
+    assert parser.parse_args(command[2:]).address.startswith("0.0.0.0:")
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -86,12 +106,44 @@ def test_verifier_and_drafter_share_what_shared_kv_needs(name: str) -> None:
             assert services[service][namespace] == "service:pod"
 
 
-def test_both_services_see_both_gpus_each_its_own_first() -> None:
-    services = read("docker-compose")["services"]
-    seen = {name: services[name]["deploy"] for name in ("verifier", "drafter")}
-    assert seen["verifier"] == seen["drafter"]
-    first = {services[name]["environment"]["CUDA_VISIBLE_DEVICES"][0] for name in seen}
-    assert first == {"0", "1"}
+def chosen_gpu(monkeypatch: pytest.MonkeyPatch, service: str, settings: dict[str, str]) -> str:
+    """Which of `settings` a service of the two-GPU file computes on, by the rules of CUDA."""
+    found = read("docker-compose")["services"][service]
+    visible = filled(found["environment"]["CUDA_VISIBLE_DEVICES"], settings).split(",")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(visible))
+    monkeypatch.setattr("paceline.drafter.device._has_driver", lambda: True)
+    words = filled(found["command"], settings).split()
+    name = words[words.index("--device") + 1]
+    choose = {"verifier": find_device, "drafter": drafting_device}[service]
+    return visible[torch.device(str(choose(name))).index]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("0", "1"), ("1", "0"), ("3", "2"), ("GPU-b3a0", "GPU-0c1d")]
+)
+def test_each_service_computes_on_the_gpu_named_for_it(
+    monkeypatch: pytest.MonkeyPatch, first: str, second: str
+) -> None:
+    settings = {"PACELINE_GPU_0": first, "PACELINE_GPU_1": second}
+    assert chosen_gpu(monkeypatch, "verifier", settings) == first
+    assert chosen_gpu(monkeypatch, "drafter", settings) == second
+
+
+def test_gpus_keep_their_numbers_in_containers() -> None:
+    """All are passed on: of a few, CUDA would number anew whatever order they are named in."""
+    for service in ("verifier", "drafter"):
+        resources = read("docker-compose")["services"][service]["deploy"]["resources"]
+        (devices,) = resources["reservations"]["devices"]
+        assert devices == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+    assert "ENV CUDA_DEVICE_ORDER=PCI_BUS_ID" in (COMPOSE / "Dockerfile").read_text()
+
+
+@pytest.mark.parametrize("name", DEPLOYMENTS)
+def test_the_demo_has_the_models_that_are_loaded(name: str) -> None:
+    demo = COMPOSE.parent / "models" / "demo"
+    for service in ("verifier", "drafter"):
+        for folder in re.findall(r"/models/([^\s,]+)", " ".join(words(name, service))):
+            assert (demo / folder / "config.json").is_file()
 
 
 def test_the_example_of_settings_names_all_of_them() -> None:

@@ -25,9 +25,11 @@ CANARY = [
     {"name": "ngram", "version": "2", "load": "ngram=ngram,max_nodes=4", "weight": 10},
 ]
 SCALED = {"autoscaling": {"enabled": True, "maxReplicas": 3, "queueLength": 2}}
+DEMO = yaml.safe_load((CHART / "demo.yaml").read_text())
 SETTINGS: dict[str, dict[str, Any]] = {
     "as it comes": {},
     "co-located": {"coLocated": True, "verifier": {"count": 3}},
+    "demo": DEMO,
     "canary": {"drafters": CANARY, "metrics": {"insecure": True}},
     "scaled": {"verifier": {"count": 2, **SCALED}, "drafters": [{**CANARY[0], **SCALED}]},
     "own secret, no GPU": {"existingSecret": "mine", "verifier": {"gpu": ""}},
@@ -143,14 +145,41 @@ def test_each_gpu_has_a_deployment_of_its_own() -> None:
     drafters = [{**CANARY[0], "gpu": "nvidia.com/gpu"}]
     objects = render({"verifier": {"count": 3}, "drafters": drafters})
     (deployment,) = of_kind(objects, "Deployment", "-drafter-").values()
-    assert "--device=cuda" in containers(deployment)["drafter"]["args"]
+    assert "--device=auto" in containers(deployment)["drafter"]["args"]
     verifiers = of_kind(objects, "Deployment", "-verifier-")
     assert len(verifiers) == 3
     for deployment in verifiers.values():
         assert deployment["spec"]["replicas"] == 1
         limits = containers(deployment)["verifier"]["resources"]["limits"]
         assert limits == {"nvidia.com/gpu": 1}
-        assert "--device=cuda" in containers(deployment)["verifier"]["args"]
+        assert "--device=auto" in containers(deployment)["verifier"]["args"]
+
+
+def test_services_without_a_gpu_are_told_so() -> None:
+    for deployment in of_kind(render(SETTINGS["own secret, no GPU"]), "Deployment").values():
+        for name, container in containers(deployment).items():
+            assert name == "envoy" or "--device=cpu" in container["args"]
+
+
+def test_the_demo_has_its_drafters_on_a_gpu_of_their_own() -> None:
+    objects = render(DEMO)
+    (deployment,) = of_kind(objects, "Deployment", "-verifier-").values()
+    for container in containers(deployment).values():
+        assert container["resources"]["limits"] == {"nvidia.com/gpu": 1}
+        assert "--device=auto" in container["args"]
+    loads = [word for word in containers(deployment)["drafter"]["args"] if "--load" in word]
+    assert [load.removeprefix("--load=").partition("=")[0] for load in loads] == [
+        *("longspec", "dspark", "ngram")
+    ]
+
+
+def test_services_can_write_their_home(objects: list[dict[str, Any]]) -> None:
+    for deployment in of_kind(objects, "Deployment").values():
+        volumes = deployment["spec"]["template"]["spec"]["volumes"]
+        for name, container in containers(deployment).items():
+            if name in ("verifier", "drafter"):
+                assert {"name": "home", "emptyDir": {}} in volumes
+                assert {"name": "home", "mountPath": "/home/paceline"} in container["volumeMounts"]
 
 
 def test_calls_of_a_client_stay_together() -> None:

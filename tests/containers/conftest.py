@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -106,23 +106,35 @@ def far_apart(
 
 
 @contextmanager
-def serving(name: str, folder: Path, *others: str) -> Iterator[Deployment]:
+def serving(
+    name: str,
+    folder: Path,
+    *others: str,
+    project: str | None = None,
+    over: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Deployment]:
     """A compose file's verifier and drafter, as a project of its own on free ports.
 
     Args:
         name: Of the compose file.
         folder: For the certificate.
         others: Services to start besides.
+        project: To tell it from another deployment of the same file; None: the file's name.
+        over: Names of files here that change it.
+        environment: Settings of the compose file.
     """
     services = ["verifier", "drafter", *others]
-    files = [f"{name}.yml", str(Path(__file__).with_name("small.yml"))]
+    changes = [str(Path(__file__).with_name(f"{each}.yml")) for each in ("small", *over)]
+    files = [f"{name}.yml", *changes]
     running = Deployment(COMPOSE, files, build=True, wait=False, services=services)
     running.ports = {port: free_port() for port in ("VERIFIER", "DRAFTER", "GATEWAY", "OTLP")}
     running.environment = {
-        "COMPOSE_PROJECT_NAME": f"paceline-test-{name}-{os.getpid()}",
+        "COMPOSE_PROJECT_NAME": f"paceline-test-{project or name}-{os.getpid()}",
         # Where only the older builder is there, compose is not to ask for another.
         "COMPOSE_DOCKER_CLI_BUILD": "0",
         **{f"PACELINE_{port}_PORT": str(number) for port, number in running.ports.items()},
+        **(environment or {}),
     }
     if "collector" in others:
         running.environment["COMPOSE_PROFILES"] = "observability"

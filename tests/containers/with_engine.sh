@@ -82,7 +82,7 @@ base_image() {
 build_image() {
     docker image inspect "$BUILD_IMAGE" > /dev/null 2>&1 && return
     attempt "download the packages that images install" .venv/bin/python -m pip download \
-        --constraint constraints.txt --dest "$work/wheels" torch hatchling ".[gateway,server]"
+        --constraint constraints.txt --dest "$work/wheels" $WHEELS
     cat > "$work/Dockerfile" << 'END'
 FROM paceline-python
 RUN apt-get update && apt-get install --yes --no-install-recommends python3-pip gcc libc6-dev
@@ -101,9 +101,10 @@ free=$(df --output=avail --block-size=G "$(docker info --format '{{.DockerRootDi
 if ! timeout 60 docker pull --quiet python:3.11-slim-bookworm > /dev/null 2>&1; then
     base_image
     export PYTHON_IMAGE=paceline-python
-    BUILD_IMAGE=paceline-build:$(cat constraints.txt pyproject.toml | sha256sum | cut -c1-12)
+    WHEELS="torch hatchling .[gateway,cuda]"
+    BUILD_IMAGE=paceline-build:$(cat constraints.txt pyproject.toml - <<< "$WHEELS" | sha256sum | cut -c1-12)
     export BUILD_IMAGE
     build_image
 fi
 echo "containers: $*"
-PACELINE_CONTAINERS=1 timeout --kill-after=30 "${SECONDS_TO_RUN:-1200}" "$@" < /dev/null
+PACELINE_CONTAINERS=1 timeout --kill-after=30 "${SECONDS_TO_RUN:-2400}" "$@" < /dev/null

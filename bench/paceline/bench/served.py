@@ -41,10 +41,11 @@ class Services(AbstractContextManager["Services"]):
         *extra: str,
         verifier: Sequence[str] = (),
     ) -> None:
+        given = ["--target", str(target), "--dtype", dtype]
         drafter = [argument for spec in load for argument in ("--load", spec)]
         self._processes = [
-            ServiceProcess("verifier", ["--target", str(target), "--dtype", dtype, *verifier]),
-            ServiceProcess("drafter", [*drafter, *extra]),
+            ServiceProcess("verifier", ["--device=cpu", *given, *verifier]),
+            ServiceProcess("drafter", ["--device=cpu", *drafter, *extra]),
         ]
         self._running = ExitStack()
 

@@ -87,7 +87,7 @@ class Pair:
     """A verifier, a drafter, and a client of both."""
 
     def __init__(self, target: Path, environment: dict[str, str], metrics: bool) -> None:
-        extra = ["--metrics-address", "127.0.0.1:0"] if metrics else []
+        extra = ["--device=cpu", *(["--metrics-address", "127.0.0.1:0"] if metrics else [])]
         arguments = {
             "verifier": ["--target", str(target), "--kv-bytes", "256MiB", *extra],
             "drafter": ["--load", "ngram=ngram", *extra],

@@ -21,6 +21,7 @@ from paceline.cli.processes import ProcessFailed, ServiceProcess
 from paceline.client import Client, GenerationResult, PacelineError
 
 _DRAFTED = "bold green"
+_CPU = ("--device", "cpu")  # where tokens are the same to the last bit
 _PROMPTS = Path("prompts", "heldout.jsonl")
 
 
@@ -86,8 +87,9 @@ def _start(
 ) -> tuple[ServiceProcess, ServiceProcess]:
     """Both services, started side by side; `services` stops them."""
     console.print(f"Starting verifier ({target}) and drafter ({', '.join(load)}) ...", style="dim")
-    verifier = ServiceProcess("verifier", ["--target", str(target)])
-    drafter = ServiceProcess("drafter", [word for spec in load for word in ("--load", spec)])
+    verifier = ServiceProcess("verifier", [*_CPU, "--target", str(target)])
+    loads = [word for spec in load for word in ("--load", spec)]
+    drafter = ServiceProcess("drafter", [*_CPU, *loads])
     for process in (verifier, drafter):
         services.callback(process.stop)
         process.spawn()

@@ -47,9 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--device",
+        default="auto",
         metavar="D",
-        help="where drafters with weights compute: cpu (default), cuda or cuda:N; KV of a verifier "
-        "on a GPU is mapped by drafters on a GPU, and followed by others",
+        help="where drafters with weights compute: auto (default: the second GPU, the only one, or "
+        "the CPU where there is none), cpu, cuda or cuda:N; KV of a verifier on a GPU is mapped by "
+        "drafters on a GPU, and followed by others",
     )
     group.add_argument("--max-context", type=int, metavar="N", help="longest text, in tokens")
     group.add_argument(

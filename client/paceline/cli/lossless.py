@@ -134,9 +134,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _start(services: ExitStack, args: argparse.Namespace) -> tuple[ServiceProcess, ServiceProcess]:
     """Both services, started side by side; `services` stops them."""
-    verifier = ServiceProcess("verifier", ["--target", str(args.target), "--dtype", args.dtype])
+    cpu = "--device=cpu"  # where tokens are the same to the last bit
+    target = ["--target", str(args.target), "--dtype", args.dtype]
+    verifier = ServiceProcess("verifier", [cpu, *target])
     loads = [f"--load={spec}" for spec in args.drafter or ["ngram"]]
-    drafter = ServiceProcess("drafter", loads)
+    drafter = ServiceProcess("drafter", [cpu, *loads])
     for process in (verifier, drafter):
         services.callback(process.stop)
         process.spawn()

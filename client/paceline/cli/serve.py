@@ -29,8 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--drafter-device",
         metavar="D",
-        help="where drafters with weights compute: cpu (default), cuda or cuda:N; --device is the "
-        "verifier's",
+        help="where drafters with weights compute: auto, cpu, cuda or cuda:N, as of `paceline "
+        "drafter` (default: the CPU if the verifier is told to be there, else auto); --device is "
+        "the verifier's",
     )
     parser.add_argument(
         "--verifier-address", default=VERIFIER_ADDRESS, metavar="A", help="default: %(default)s"
@@ -74,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         "drafter",
         [
             *(f"--load={spec}" for spec in args.drafter or ["ngram"]),
-            *([] if args.drafter_device is None else [f"--device={args.drafter_device}"]),
+            f"--device={args.drafter_device or _drafter_device(args)}",
             *(*_flags(args, ("record",)), *trust, *shared, *_metrics_flags(args, 1)),
         ],
         address=args.drafter_address,
@@ -82,6 +83,11 @@ def run(args: argparse.Namespace) -> int:
         ready_seconds=float("inf"),
     )
     return Supervisor(verifier, drafter, lambda: _tell(verifier, drafter, args.ready_file)).run()
+
+
+def _drafter_device(args: argparse.Namespace) -> str:
+    """On the CPU beside a verifier that was told to be there."""
+    return "cpu" if args.share_weights or args.device == "cpu" else "auto"
 
 
 def _metrics_flags(args: argparse.Namespace, offset: int) -> list[str]:

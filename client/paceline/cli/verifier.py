@@ -28,14 +28,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_target_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add those that `paceline serve` hands down. One left out has the service's own default."""
+    """Add those that `paceline serve` hands down. One without a default has the service's own."""
     group = parser.add_argument_group("verifier")
     group.add_argument("--target", type=Path, required=True, metavar="DIR", help="HF model folder")
     group.add_argument(
         "--dtype", choices=["auto", "float32", "bfloat16"], help="of weights and KV cache"
     )
     group.add_argument(
-        "--device", metavar="D", help="where the model runs: cpu (default), cuda or cuda:N"
+        "--device",
+        default="auto",
+        metavar="D",
+        help="where the model runs: auto (default: the first GPU, or the CPU where there is none "
+        "or with --share-weights), cpu, cuda or cuda:N",
     )
     group.add_argument(
         "--kv-bytes", type=byte_count, metavar="N", help="memory for KV caches, such as 4GiB"

@@ -58,6 +58,9 @@ affinity: {{ toJson . }}
   secret: {secretName: {{ include "paceline.secret" . }}, defaultMode: 0440}
 - name: tmp
   emptyDir: {}
+# Kernels that were compiled, tables that were measured.
+- name: home
+  emptyDir: {}
 {{- end }}
 
 {{- /* A service's container but for image and arguments: (dict root port metrics gpu resources). */ -}}
@@ -99,6 +102,7 @@ volumeMounts:
   - {name: models, mountPath: /models, readOnly: true}
   - {name: secrets, mountPath: /run/paceline, readOnly: true}
   - {name: tmp, mountPath: /tmp}
+  - {name: home, mountPath: /home/paceline}
   {{- if .shared }}
   - {name: shared-memory, mountPath: /dev/shm}
   {{- end }}
@@ -122,15 +126,15 @@ volumeMounts:
 - name: drafter
   image: {{ .root.Values.images.drafter }}
   args:
-    - --load={{ .drafter.load }}
+    {{- range kindIs "string" .drafter.load | ternary (list .drafter.load) .drafter.load }}
+    - --load={{ . }}
+    {{- end }}
     - --root=/models
     - --verifier-tls-ca=/run/paceline/tls.crt
     {{- if .shared }}
     - --kv-address=127.0.0.1:7431
     {{- end }}
-    {{- if .drafter.gpu }}
-    - --device=cuda
-    {{- end }}
+    - --device={{ ternary "auto" "cpu" (not (empty .drafter.gpu)) }}
     {{- include "paceline.arguments" (dict "root" .root "port" 7432 "metrics" 9432 "more" .drafter.arguments) | nindent 4 }}
   {{- include "paceline.container" (dict "root" .root "name" "drafter" "port" 7432 "metrics" 9432 "gpu" .drafter.gpu "resources" .drafter.resources "shared" .shared) | nindent 2 }}
 {{- end }}

@@ -128,7 +128,7 @@ class World:
         wrapper: Sequence[str] = (),
     ) -> ServiceProcess:
         """A verifier, not yet started; a later argument wins over a standard one."""
-        given = ["--target", str(self.target), "--dtype", "float32"]
+        given = ["--device=cpu", "--target", str(self.target), "--dtype", "float32"]
         lease = ["--lease-seconds", str(_LEASE_SECONDS)]
         return ServiceProcess(
             "verifier",
@@ -159,7 +159,7 @@ class World:
         verifier = verifier or self.verifier_process(environment=environment)
         drafter = ServiceProcess(
             "drafter",
-            [*specs, *drafter_arguments],
+            ["--device=cpu", *specs, *drafter_arguments],
             environment={**_ONE_THREAD, **(environment or {})},
             ready_seconds=_READY_SECONDS,
         )

@@ -57,7 +57,7 @@ class PacelineAssistant:
         folder: Folder of its weights; None for methods without.
         options: Its options, as text.
         nodes: Most tokens drafted a round.
-        device: Where a method with weights computes: cpu, cuda or cuda:N.
+        device: Where a method with weights computes: auto, cpu, cuda or cuda:N.
 
     Attributes:
         stats: Of the last call.

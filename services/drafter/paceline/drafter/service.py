@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
 
 from paceline.drafter.check import LoadCheck
+from paceline.drafter.device import drafting_device, thread_setup
 from paceline.drafter.kv import KvExchange, VerifierAccess
 from paceline.drafter.methods import register_method
 from paceline.drafter.methods.base import Drafter, LoadError, Resources
@@ -64,7 +64,7 @@ class DrafterService:
         self._state = state
         self._recorder = recorder
         self._exchange = KvExchange(access, resources.device)
-        self._worker = DraftWorker(_at_device(resources.device))
+        self._worker = DraftWorker(thread_setup(resources.device))
         self._registry = Registry(
             Loader(roots, resources),
             self._dispose,
@@ -155,8 +155,9 @@ def build_service(
             loaded over gRPC too.
         roots: Folders below which LoadDrafter may load from. Empty: the folders in ``load`` and
             their parents.
-        device: Where methods with weights compute: cpu, cuda or cuda:N. KV on a GPU is mapped only
-            by drafters on one.
+        device: Where methods with weights compute: auto, cpu, cuda or cuda:N
+            (:func:`paceline.drafter.device.drafting_device`). KV on a GPU is mapped only by
+            drafters on one.
         threads: Threads of the math library for methods with weights; None: as it is set.
         max_context: Longest text a stream may have. Unit: tokens.
         max_streams: Most generations attached at once; further ones get RESOURCE_EXHAUSTED.
@@ -197,7 +198,7 @@ def build_service(
     return DrafterService(
         load,
         Roots(allowed),
-        Resources(device=_found(device), threads=threads),
+        Resources(device=drafting_device(device), threads=threads),
         access or VerifierAccess(),
         max_context=max_context,
         max_streams=max_streams,
@@ -206,22 +207,3 @@ def build_service(
         recordings=read_recordings(recordings) if recordings is not None else (),
         recorder=Recorder(record, record_bytes) if record is not None else None,
     )
-
-
-def _found(device: str) -> str:
-    """The same device with its number, if it is there."""
-    if device == "cpu":
-        return device
-    # Here, since drafters without weights need no torch.
-    from paceline.decoder import find_device
-
-    return str(find_device(device))
-
-
-def _at_device(device: str) -> Callable[[], None] | None:
-    """What the drafting thread does first; None on the CPU, which need not be chosen."""
-    if device == "cpu":
-        return None
-    from paceline.decoder import use_device
-
-    return partial(use_device, device)

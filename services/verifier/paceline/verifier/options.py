@@ -40,7 +40,8 @@ class VerifierOptions:
     threads: int | None = None
     """Threads of one operation; None: torch's choice."""
     device: str = "cpu"
-    """Where the model runs and its KV lies: cpu, cuda or cuda:N."""
+    """Where the model runs and its KV lies: cpu, cuda, cuda:N, or auto for the first GPU where
+    there is one and weights are not shared, and the CPU elsewhere."""
     paged_kv: bool = False
     """Whether KV lies in pages of one pool on the CPU too, as it always does on a GPU. Drafters
     cannot map it there. For tests."""
@@ -57,7 +58,8 @@ class VerifierOptions:
             raise ValueError(f"node_budget is {self.node_budget}, expected 0 to {MAX_TREE_NODES}")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule is {self.schedule!r}, expected {', '.join(SCHEDULES)}")
-        if self.share_weights and self.device != "cpu":
+        if self.share_weights and self.device not in ("auto", "cpu"):
             raise ValueError(
-                f"weights are shared in main memory, and device is {self.device!r}; expected cpu"
+                f"weights are shared in main memory, and device is {self.device!r}; expected auto "
+                "or cpu"
             )

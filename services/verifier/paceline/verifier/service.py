@@ -67,7 +67,7 @@ class VerifierService:
         # outnumber the cores, and its workers then sleep and wake at every operation, which doubles
         # the time of a step. So this thread gets none, and the loading one takes its own along.
         torch.set_num_threads(1)
-        device = find_device(options.device)
+        device = find_device("cpu" if options.share_weights else options.device)
         with ThreadPoolExecutor(1, initializer=_use, initargs=(threads, device)) as pool:
             decoder = pool.submit(Decoder.load, target, options.dtype, device).result()
             facts = pool.submit(

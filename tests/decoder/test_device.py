@@ -1,0 +1,56 @@
+"""Which device a name means, with GPUs that PyTorch is told of."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from paceline.decoder import find_device
+from paceline.drafter.device import drafting_device
+
+
+def with_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr("paceline.drafter.device._has_driver", lambda: count > 0)
+
+
+@pytest.mark.parametrize(
+    ("count", "verifier", "drafter"),
+    [(0, "cpu", "cpu"), (1, "cuda:0", "cuda:0"), (2, "cuda:0", "cuda:1"), (8, "cuda:0", "cuda:1")],
+)
+def test_auto_takes_gpus_apart_where_there_are_two(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    count: int,
+    verifier: str,
+    drafter: str,
+) -> None:
+    with_gpus(monkeypatch, count)
+    caplog.set_level(logging.INFO, "paceline.device")
+    assert str(find_device("auto")) == verifier
+    assert drafting_device("auto") == drafter
+    for record, device in zip(caplog.records, (verifier, drafter), strict=True):
+        where = "the CPU" if device == "cpu" else device
+        assert f"device auto: computing on {where}," in record.getMessage()
+
+
+def test_a_driver_without_a_gpu_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(monkeypatch, 0)
+    monkeypatch.setattr("paceline.drafter.device._has_driver", lambda: True)
+    assert drafting_device("auto") == "cpu"
+
+
+@pytest.mark.parametrize("find", [find_device, drafting_device])
+def test_named_devices_are_those_or_none(monkeypatch: pytest.MonkeyPatch, find: object) -> None:
+    assert callable(find)
+    with_gpus(monkeypatch, 2)
+    found = {name: str(find(name)) for name in ("cpu", "cuda", "cuda:1")}
+    assert found == {"cpu": "cpu", "cuda": "cuda:0", "cuda:1": "cuda:1"}
+    for name, problem in (
+        ("cuda:2", "one of the 2"),
+        ("tpu", "expected auto, cpu, cuda or cuda:N"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            find(name)
