@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.telemetry.exporters import _exporter, _otlp, _wanted
+from paceline.telemetry.exporters import _exporter, _exporter_names, _provider
 
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4317"}
 
@@ -26,7 +26,7 @@ ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4317"}
     ],
 )
 def test_which_exporters(environment: dict[str, str], exporters: list[str]) -> None:
-    assert _wanted(environment) == exporters
+    assert _exporter_names(environment) == exporters
 
 
 @pytest.mark.parametrize("protocol", [None, "grpc", "http/protobuf"])
@@ -34,7 +34,7 @@ def test_protocols(monkeypatch: pytest.MonkeyPatch, protocol: str | None) -> Non
     monkeypatch.setenv(*next(iter(ENDPOINT.items())))
     if protocol is not None:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
-    exporter: Any = _otlp()
+    exporter: Any = _exporter("otlp")
     assert (protocol or "grpc").partition("/")[0] in type(exporter).__module__
     exporter.shutdown()
 
@@ -42,7 +42,7 @@ def test_protocols(monkeypatch: pytest.MonkeyPatch, protocol: str | None) -> Non
 @pytest.mark.parametrize(
     ("name", "environment", "warning"),
     [
-        ("jaeger", {}, "'jaeger' is none of otlp, console, none"),
+        ("jaeger", {}, "jaeger: OTEL_TRACES_EXPORTER must be otlp, console or none"),
         ("otlp", {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, "the protocol is 'http/json'"),
     ],
 )
@@ -55,7 +55,7 @@ def test_what_cannot_be_made_is_warned_about(
 ) -> None:
     for key, value in environment.items():
         monkeypatch.setenv(key, value)
-    assert _exporter(name) is None
+    assert _provider("test", [name]) is None
     assert warning in caplog.text
 
 
