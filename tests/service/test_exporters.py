@@ -3,11 +3,10 @@
 import os
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
-from paceline.telemetry.exporters import _exporter, _otlp, _wanted
+from paceline.telemetry.exporters import _exporter, _exporter_names, _provider
 
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4317"}
 
@@ -26,37 +25,24 @@ ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4317"}
     ],
 )
 def test_which_exporters(environment: dict[str, str], exporters: list[str]) -> None:
-    assert _wanted(environment) == exporters
+    assert _exporter_names(environment) == exporters
 
 
-@pytest.mark.parametrize("protocol", [None, "grpc", "http/protobuf"])
-def test_protocols(monkeypatch: pytest.MonkeyPatch, protocol: str | None) -> None:
-    monkeypatch.setenv(*next(iter(ENDPOINT.items())))
-    if protocol is not None:
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
-    exporter: Any = _otlp()
+@pytest.mark.parametrize("protocol", ["", "grpc", "http/protobuf"])
+def test_protocols(monkeypatch: pytest.MonkeyPatch, protocol: str) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
+    exporter = _exporter("otlp")
     assert (protocol or "grpc").partition("/")[0] in type(exporter).__module__
     exporter.shutdown()
 
 
-@pytest.mark.parametrize(
-    ("name", "environment", "warning"),
-    [
-        ("jaeger", {}, "'jaeger' is none of otlp, console, none"),
-        ("otlp", {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, "the protocol is 'http/json'"),
-    ],
-)
 def test_what_cannot_be_made_is_warned_about(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    name: str,
-    environment: dict[str, str],
-    warning: str,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for key, value in environment.items():
-        monkeypatch.setenv(key, value)
-    assert _exporter(name) is None
-    assert warning in caplog.text
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json")
+    assert _provider("test", ["jaeger", "otlp"]) is None
+    assert "to jaeger: OTEL_TRACES_EXPORTER must be otlp, console or none" in caplog.text
+    assert "to otlp: the protocol is 'http/json'" in caplog.text
 
 
 def run(program: str, **environment: str) -> "subprocess.CompletedProcess[str]":
@@ -86,9 +72,12 @@ def test_console_writes_to_standard_error() -> None:
         assert part in done.stderr
 
 
-def test_the_environment_names_the_service() -> None:
-    done = run(SPAN, OTEL_TRACES_EXPORTER="console", OTEL_SERVICE_NAME="theirs")
-    assert '"service.name": "theirs"' in done.stderr
+def test_the_environment_names_the_service_and_the_sampler() -> None:
+    console = {"OTEL_TRACES_EXPORTER": "console", "OTEL_SERVICE_NAME": "theirs"}
+    assert '"service.name": "theirs"' in run(SPAN, **console).stderr
+    none = {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0"}
+    done = run(SPAN, **console, **none)
+    assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
 
 
 def test_without_the_sdk_there_is_a_warning_and_no_tracer() -> None:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from enum import Enum, auto
 from time import monotonic
 
+from paceline.telemetry.names import Span
 from paceline.v1 import drafter_pb2, sampling_pb2, tree_pb2, verifier_pb2
 
 from ._errors import PacelineError, UnavailableError
@@ -156,7 +157,7 @@ class DrafterSession:
                 deadline_ms=int(self._patience() * 1000),
                 committed_length=committed_length,
                 total_length=len(self._prompt) + len(self._output),
-                traceparent="" if self._trace is None else self._trace.begin_draft(),
+                traceparent="" if self._trace is None else self._trace.begin(Span.DRAFT),
             )
         )
         self._told = len(self._output)

@@ -141,7 +141,7 @@ class Generation:
         """The generation's task: generates, cleans up, reports."""
         began = perf_counter()
         self._shared.running.add(self)
-        self._trace = GenerationTrace.begin(self._options, self._shared.transport.verifier_address)
+        self._trace = GenerationTrace.start(self._options, self._shared.transport.verifier_address)
         error: BaseException | None = None
         try:
             await self._generate()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from time import perf_counter
 
+from paceline.telemetry.names import Span
 from paceline.v1 import drafter_pb2, tree_pb2, verifier_pb2
 
 from ._drafter import DrafterSession
@@ -183,7 +184,7 @@ class Rounds:
         """Decides on a tree or a free run. A tree is asked for at once."""
         self._round_began = perf_counter()
         if self._trace is not None:
-            self._trace.begin_round()
+            self._trace.begin(Span.ROUND)
         self._asked = False
         self._steps = _PLAIN_RUN
         if self._drafter is None:
@@ -227,8 +228,6 @@ class Rounds:
         if self._unpublished is not None:
             waiting, self._unpublished = self._unpublished, None
             self._publish(*waiting)
-        if self._trace is not None:
-            self._trace.settle()
 
     def _publish(
         self,

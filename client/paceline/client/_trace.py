@@ -1,14 +1,11 @@
-"""The spans of one generation, where somebody records traces."""
+"""The spans of one generation, where it is recorded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from time import time_ns
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from paceline.telemetry.names import PROVIDER, Attribute, Span
-from paceline.telemetry.recorder import Note, Recorder, new_span_id
 from paceline.telemetry.tracing import fail, traceparent_of, tracer
 from paceline.v1 import drafter_pb2, tree_pb2, verifier_pb2
 
@@ -16,102 +13,89 @@ from ._options import GenerationOptions
 from ._stats import RoundStats, Stats, Usage
 
 if TYPE_CHECKING:
+    from opentelemetry import trace
     from opentelemetry.sdk.trace import Tracer
 
-_Values = dict[str, Any]
-
-
-class _Open:
-    """A span that has begun: its id, and what its children name as their parent."""
-
-    __slots__ = ("began_ns", "id", "parent", "traceparent")
-
-    def __init__(self, parent: str) -> None:
-        self.began_ns = time_ns()
-        self.id = new_span_id()
-        self.parent = parent
-        self.traceparent = f"{parent[:36]}{self.id:016x}-01"
+_Values = Mapping[str, Any]
 
 
 class GenerationTrace:
-    """Notes when something begins and ends; spans are made of it while the verifier works.
+    """Begins and ends the spans of a generation: its prefills, rounds, drafts and verifications.
 
-    So no token waits for its own telemetry but for the time to draw an id.
+    A span that begins during a round is a child of the round, any other one of the generation.
     """
 
-    def __init__(self, source: Tracer, options: GenerationOptions, address: str) -> None:
-        """Begin the generation's span, as a child of the current one. Use `begin`."""
-        from opentelemetry import context, trace
-
-        self._call, self._internal = trace.SpanKind.CLIENT, trace.SpanKind.INTERNAL
-        attributes = _request(options, address)
-        self._root = source.start_span(Span.GENERATION, None, self._call, attributes)
-        self._recorder = Recorder(source)
-        self._context = trace.set_span_in_context(self._root)
-        self._attach = context.attach
-        self.traceparent = traceparent_of(self._root)
-        """Of the generation."""
-        self._parent = self.traceparent
-        self._prefill: _Open | None = None
-        self._round: _Open | None = None
-        self._draft: _Open | None = None
-        self._verify: _Open | None = None
+    def __init__(self, source: Tracer, root: trace.Span) -> None:
+        """Take the generation's span. Use `start`."""
+        self._tracer = source
+        self._root = root
+        self._open: dict[str, trace.Span] = {}
         self._tree: drafter_pb2.DraftTree | None = None
-        self._drafter: drafter_pb2.DraftAttached | None = None
+        self._drafter = drafter_pb2.DraftAttached()
+        self.traceparent = traceparent_of(root)
+        """Of the generation."""
 
     @classmethod
-    def begin(cls, options: GenerationOptions, address: str) -> GenerationTrace | None:
-        """A trace, current in this task from now on; None where nobody records this one."""
+    def start(cls, options: GenerationOptions, address: str) -> GenerationTrace | None:
+        """Begin the generation's span as a child of the current one, and make it the current span
+        of this task. None where it is not recorded."""
         source = tracer()
         if source is None:
             return None
-        begun = cls(source, options, address)
-        if not begun._root.is_recording():
+        from opentelemetry import context, trace
+
+        kind = trace.SpanKind.CLIENT
+        root = source.start_span(Span.GENERATION, None, kind, _request(options, address))
+        if not root.is_recording():
             return None
-        begun._attach(begun._context)
-        return begun
+        context.attach(trace.set_span_in_context(root))
+        return cls(source, root)
 
     def served_by(self, model: str) -> None:
         """The model's name became known."""
         self._root.update_name(f"{Span.GENERATION} {model}")
-        for key in (Attribute.REQUEST_MODEL, Attribute.RESPONSE_MODEL):
-            self._root.set_attribute(key, model)
+        self._root.set_attributes({Attribute.REQUEST_MODEL: model, Attribute.RESPONSE_MODEL: model})
 
-    def begin_prefill(self) -> str:
-        """A prompt goes out; the traceparent for it."""
-        self._prefill = _Open(self._parent)
-        return self._prefill.traceparent
+    def begin(self, name: str) -> str:
+        """Begin a span, one of `names.Span`; returns the traceparent for the services."""
+        from opentelemetry import trace
+
+        parent = trace.set_span_in_context(self._open.get(Span.ROUND, self._root))
+        kind = trace.SpanKind.INTERNAL if name == Span.ROUND else trace.SpanKind.CLIENT
+        span = self._open[name] = self._tracer.start_span(name, parent, kind)
+        return traceparent_of(span)
 
     def end_prefill(self, outcome: verifier_pb2.CacheCreated | Exception) -> None:
-        """A cache came, or none."""
+        """A cache was created, or could not be."""
         if isinstance(outcome, Exception):
-            self._end(Span.PREFILL, self._prefill, dict, outcome)
-        else:
-            self._end(Span.PREFILL, self._prefill, partial(_prefill, outcome))
-        self._prefill = None
-
-    def begin_round(self) -> None:
-        """A round begins."""
-        self._round = _Open(self.traceparent)
-        self._parent = self._round.traceparent
-        self._tree = None
-
-    def begin_draft(self) -> str:
-        """A tree is asked for; the traceparent for it."""
-        self._draft = _Open(self._parent)
-        return self._draft.traceparent
+            self._end(Span.PREFILL, {}, outcome)
+            return
+        self._end(
+            Span.PREFILL,
+            {
+                Attribute.QUEUE_US: outcome.queue_us,
+                Attribute.COMPUTE_US: outcome.prefill_us,
+                Attribute.REUSED_TOKENS: outcome.reused_tokens,
+                Attribute.CACHE_GENERATION: outcome.generation,
+            },
+        )
 
     def end_draft(
         self, tree: drafter_pb2.DraftTree | None, drafter: drafter_pb2.DraftAttached
     ) -> None:
         """A tree came; None: it is waited for no longer."""
-        self._end(Span.DRAFT, self._draft, partial(_draft, tree, drafter))
-        self._tree, self._drafter, self._draft = tree, drafter, None
-
-    def begin_verify(self) -> str:
-        """A tree or a free run goes out; the traceparent for it."""
-        self._verify = _Open(self._parent)
-        return self._verify.traceparent
+        self._tree, self._drafter = tree, drafter
+        values: dict[str, Any] = {Attribute.DRAFTER_NAME: drafter.drafter}
+        if tree is not None:
+            values |= {
+                Attribute.KV_TRANSPORT: drafter.kv_transport or "none",
+                Attribute.KV_BYTES: tree.kv_bytes,
+                Attribute.DRAFTER_VERSION: tree.version,
+                Attribute.NUM_DRAFT_TOKENS: len(tree.tree.tokens),
+                Attribute.QUEUE_US: tree.queue_us,
+                Attribute.COMPUTE_US: tree.draft_us,
+            }
+        self._end(Span.DRAFT, values)
 
     def end_round(
         self, index: int, entry: RoundStats, response: verifier_pb2.VerifyResponse
@@ -120,69 +104,86 @@ class GenerationTrace:
 
         Args:
             index: Of the round, from 1, as in `Chunk.round`.
-            entry: What it came to.
+            entry: The round's statistics.
             response: Its last answer.
         """
-        tree = self._tree if entry.drafted else None
-        self._end(Span.VERIFY, self._verify, partial(_verify, entry, response))
         self._end(
-            Span.ROUND, self._round, partial(_round, index, entry, response, tree, self._drafter)
+            Span.VERIFY,
+            {
+                Attribute.NUM_EMITTED: entry.emitted,
+                # A free run has many answers and no drafter: its queueing is all the verifier's.
+                Attribute.QUEUE_US: (
+                    response.queue_us if entry.drafted else round(entry.queue_ms * 1000)
+                ),
+                Attribute.COMPUTE_US: round(entry.verify_ms * 1000),
+                Attribute.BATCH_TOKENS: response.batch_tokens,
+            },
         )
-        self._verify = self._round = None
-        self._parent = self.traceparent
-
-    def settle(self) -> None:
-        """Make spans, if there are many to make: nobody waits for this task now."""
-        if self._recorder.full:
-            self._recorder.flush()
+        values: dict[str, Any] = {
+            Attribute.ROUND_INDEX: index,
+            Attribute.NUM_DRAFT_TOKENS: entry.drafted,
+            Attribute.NUM_ACCEPTED: entry.accepted,
+            Attribute.NUM_EMITTED: entry.emitted,
+            Attribute.CACHE_GENERATION: response.generation,
+        }
+        if entry.drafted and self._tree is not None:
+            values |= {
+                Attribute.TREE_DEPTH: _depth(self._tree.tree),
+                Attribute.DRAFTER_VERSION: self._tree.version,
+                Attribute.KV_BYTES: self._tree.kv_bytes,
+                Attribute.KV_TRANSPORT: self._drafter.kv_transport or "none",
+            }
+        self._end(Span.ROUND, values)
 
     def finish(
         self, usage: Usage, stats: Stats, finish_reason: str, error: BaseException | None
     ) -> None:
         """The generation is over; `error` says why it failed, if it did."""
-        # What a stop string, a cancellation or a failure cut short.
-        self._end(Span.PREFILL, self._prefill, dict, error)
-        self._end(Span.DRAFT, self._draft, dict, error)
-        self._end(Span.VERIFY, self._verify, dict, error)
-        self._end(Span.ROUND, self._round, dict, error)
-        self._recorder.flush()
-        self._root.set_attributes(_response(usage, stats, finish_reason))
+        # Spans that a stop string, a cancellation or a failure cut short, the round last.
+        for name in reversed(self._open.copy()):
+            self._end(name, {}, error)
+        self._root.set_attributes(
+            {
+                Attribute.INPUT_TOKENS: usage.prompt_tokens,
+                Attribute.OUTPUT_TOKENS: usage.completion_tokens,
+                Attribute.REUSED_TOKENS: usage.reused_tokens,
+                Attribute.NUM_DRAFTS: stats.drafted_rounds,
+                Attribute.NUM_DRAFT_TOKENS: stats.drafted,
+                Attribute.NUM_ACCEPTED: stats.accepted,
+            }
+        )
+        if finish_reason:
+            self._root.set_attribute(Attribute.FINISH_REASONS, (finish_reason,))
         if error is not None:
             fail(self._root, error)
         self._root.end()
 
-    def _end(
-        self,
-        name: str,
-        span: _Open | None,
-        attributes: Callable[[], _Values],
-        error: BaseException | None = None,
-    ) -> None:
+    def _end(self, name: str, values: _Values, error: BaseException | None = None) -> None:
+        span = self._open.pop(name, None)
         if span is None:
             return
-        kind = self._internal if name == Span.ROUND else self._call
-        began, ended = span.began_ns, time_ns()
-        self._recorder.add(
-            Note(name, span.parent, kind, began, ended, attributes, span.id, error, remote=False)
-        )
+        span.set_attributes(values)
+        if error is not None:
+            fail(span, error)
+        span.end()
 
 
-def _request(options: GenerationOptions, address: str) -> Mapping[str, Any]:
-    values: _Values = {
+def _request(options: GenerationOptions, address: str) -> _Values:
+    values: dict[str, Any] = {
         Attribute.OPERATION: Span.GENERATION,
         Attribute.PROVIDER: PROVIDER,
         Attribute.REQUEST_MAX_TOKENS: options.max_new_tokens,
         Attribute.REQUEST_TEMPERATURE: options.temperature,
         Attribute.REQUEST_TOP_P: options.top_p,
-        # Seeds have 64 bits without a sign, attributes 64 with one.
+        # Seeds are unsigned, attributes signed integers of 64 bits.
         Attribute.REQUEST_SEED: options.seed if options.seed < 1 << 63 else str(options.seed),
     }
-    if options.top_k:
-        values[Attribute.REQUEST_TOP_K] = options.top_k
-    if options.frequency_penalty:
-        values[Attribute.REQUEST_FREQUENCY_PENALTY] = options.frequency_penalty
-    if options.presence_penalty:
-        values[Attribute.REQUEST_PRESENCE_PENALTY] = options.presence_penalty
+    optional = {
+        Attribute.REQUEST_TOP_K: options.top_k,
+        Attribute.REQUEST_FREQUENCY_PENALTY: options.frequency_penalty,
+        Attribute.REQUEST_PRESENCE_PENALTY: options.presence_penalty,
+    }
+    values |= {key: value for key, value in optional.items() if value}
     if options.drafter is not None:
         values[Attribute.DRAFTER_NAME] = options.drafter
     host, colon, port = address.rpartition(":")
@@ -190,76 +191,6 @@ def _request(options: GenerationOptions, address: str) -> Mapping[str, Any]:
         values |= {Attribute.SERVER_ADDRESS: host.strip("[]"), Attribute.SERVER_PORT: int(port)}
     elif address:
         values[Attribute.SERVER_ADDRESS] = address
-    return values
-
-
-def _response(usage: Usage, stats: Stats, finish_reason: str) -> _Values:
-    values: _Values = {
-        Attribute.INPUT_TOKENS: usage.prompt_tokens,
-        Attribute.OUTPUT_TOKENS: usage.completion_tokens,
-        Attribute.REUSED_TOKENS: usage.reused_tokens,
-        Attribute.NUM_DRAFTS: stats.drafted_rounds,
-        Attribute.NUM_DRAFT_TOKENS: stats.drafted,
-        Attribute.NUM_ACCEPTED: stats.accepted,
-    }
-    if finish_reason:
-        values[Attribute.FINISH_REASONS] = (finish_reason,)
-    return values
-
-
-def _prefill(created: verifier_pb2.CacheCreated) -> _Values:
-    return {
-        Attribute.QUEUE_US: created.queue_us,
-        Attribute.COMPUTE_US: created.prefill_us,
-        Attribute.REUSED_TOKENS: created.reused_tokens,
-        Attribute.CACHE_GENERATION: created.generation,
-    }
-
-
-def _draft(tree: drafter_pb2.DraftTree | None, drafter: drafter_pb2.DraftAttached) -> _Values:
-    if tree is None:
-        return {Attribute.DRAFTER_NAME: drafter.drafter}
-    return {
-        Attribute.DRAFTER_NAME: drafter.drafter,
-        Attribute.KV_TRANSPORT: drafter.kv_transport or "none",
-        Attribute.KV_BYTES: tree.kv_bytes,
-        Attribute.DRAFTER_VERSION: tree.version,
-        Attribute.NUM_DRAFT_TOKENS: len(tree.tree.tokens),
-        Attribute.QUEUE_US: tree.queue_us,
-        Attribute.COMPUTE_US: tree.draft_us,
-    }
-
-
-def _verify(entry: RoundStats, response: verifier_pb2.VerifyResponse) -> _Values:
-    return {
-        Attribute.NUM_EMITTED: entry.emitted,
-        # A free run's answers are many, and a drafter queues for none of them.
-        Attribute.QUEUE_US: response.queue_us if entry.drafted else round(entry.queue_ms * 1000),
-        Attribute.COMPUTE_US: round(entry.verify_ms * 1000),
-        Attribute.BATCH_TOKENS: response.batch_tokens,
-    }
-
-
-def _round(
-    index: int,
-    entry: RoundStats,
-    response: verifier_pb2.VerifyResponse,
-    tree: drafter_pb2.DraftTree | None,
-    drafter: drafter_pb2.DraftAttached | None,
-) -> _Values:
-    values: _Values = {
-        Attribute.ROUND_INDEX: index,
-        Attribute.NUM_DRAFT_TOKENS: entry.drafted,
-        Attribute.NUM_ACCEPTED: entry.accepted,
-        Attribute.NUM_EMITTED: entry.emitted,
-        Attribute.CACHE_GENERATION: response.generation,
-    }
-    if tree is not None:
-        values[Attribute.TREE_DEPTH] = _depth(tree.tree)
-        values[Attribute.DRAFTER_VERSION] = tree.version
-        values[Attribute.KV_BYTES] = tree.kv_bytes
-    if tree is not None and drafter is not None:
-        values[Attribute.KV_TRANSPORT] = drafter.kv_transport or "none"
     return values
 
 

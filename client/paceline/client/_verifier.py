@@ -7,6 +7,7 @@ import logging
 from contextlib import aclosing, suppress
 from time import monotonic
 
+from paceline.telemetry.names import Span
 from paceline.v1 import tree_pb2, verifier_pb2
 
 from ._errors import (
@@ -113,7 +114,7 @@ class VerifierSession:
             round_id=self._pending.round_id + 1,
             tree=tree,
             free_run_steps=steps,
-            traceparent="" if self._trace is None else self._trace.begin_verify(),
+            traceparent="" if self._trace is None else self._trace.begin(Span.VERIFY),
         )
         self._received = self._to_skip = 0
         self.disturbed = False
@@ -187,7 +188,7 @@ class VerifierSession:
             logprobs=options.logprobs,
             top_logprobs=options.top_logprobs,
             parent_handle=self._parent,
-            traceparent="" if self._trace is None else self._trace.begin_prefill(),
+            traceparent="" if self._trace is None else self._trace.begin(Span.PREFILL),
             hidden_state_layers=self._taps.layers,
             hidden_state_window=self._taps.window,
             drafter=self._drafter,

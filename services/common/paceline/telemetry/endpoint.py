@@ -6,13 +6,12 @@ import logging
 import socket
 import ssl
 import threading
-from collections.abc import Callable
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Iterable
+from socketserver import ThreadingMixIn
 from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
+from prometheus_client import CollectorRegistry, make_wsgi_app
 
 logger = logging.getLogger("paceline.telemetry")
 
@@ -44,7 +43,8 @@ class MetricsEndpoint:
         authorized: Callable[[str], bool],
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        self._server = _Server(host, port, registry, authorized, tls)
+        self._server = _Server(host, port, tls)
+        self._server.set_app(_application(registry, authorized))
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="metrics", daemon=True
         )
@@ -63,21 +63,32 @@ class MetricsEndpoint:
         self._thread.join()
 
 
-class _Server(ThreadingHTTPServer):
+def _application(
+    registry: CollectorRegistry, authorized: Callable[[str], bool]
+) -> Callable[[Any, Any], Iterable[bytes]]:
+    """A WSGI application."""
+    metrics = make_wsgi_app(registry)
+
+    def answer(environ: Any, start_response: Any) -> Iterable[bytes]:
+        headers = [("Content-Type", "text/plain; charset=utf-8")]
+        if environ["PATH_INFO"] != PATH:
+            start_response("404 Not Found", headers)
+            return [f"metrics are at {PATH}\n".encode()]
+        if not authorized(environ.get("HTTP_AUTHORIZATION", "")):
+            start_response("401 Unauthorized", [*headers, ("WWW-Authenticate", "Bearer")])
+            return [b"metrics need the token of this service: authorization: Bearer TOKEN\n"]
+        answered: Iterable[bytes] = metrics(environ, start_response)
+        return answered
+
+    return answer
+
+
+class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
     # A second server on the same port must fail, not take half of the calls.
     allow_reuse_port = False
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        registry: CollectorRegistry,
-        authorized: Callable[[str], bool],
-        tls: ssl.SSLContext | None,
-    ) -> None:
-        self.registry = registry
-        self.authorized = authorized
+    def __init__(self, host: str, port: int, tls: ssl.SSLContext | None) -> None:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         self.address_family = family
         super().__init__(address[:2], _Handler)  # type: ignore[arg-type]
@@ -92,36 +103,8 @@ class _Server(ThreadingHTTPServer):
         logger.debug("a metrics caller broke off", exc_info=True)
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server
+class _Handler(WSGIRequestHandler):
     timeout = CALLER_SECONDS
-    server_version = "paceline"
-    sys_version = ""
-
-    def do_GET(self) -> None:
-        """Answer a scrape."""
-        if self.path.partition("?")[0] != PATH:
-            self._refuse(HTTPStatus.NOT_FOUND, f"metrics are at {PATH}")
-        elif not self.server.authorized(self.headers.get("authorization", "")):
-            self._refuse(
-                HTTPStatus.UNAUTHORIZED,
-                "metrics need the token of this service: authorization: Bearer TOKEN",
-            )
-        else:
-            encode, kind = choose_encoder(self.headers.get("accept", ""))
-            self._answer(HTTPStatus.OK, encode(self.server.registry), kind)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log nothing."""
-
-    def _refuse(self, status: HTTPStatus, why: str) -> None:
-        self._answer(status, f"{why}\n".encode(), "text/plain; charset=utf-8")
-
-    def _answer(self, status: HTTPStatus, body: bytes, kind: str) -> None:
-        self.send_response(status)
-        if status == HTTPStatus.UNAUTHORIZED:
-            self.send_header("WWW-Authenticate", "Bearer")
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)

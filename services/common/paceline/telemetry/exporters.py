@@ -1,6 +1,6 @@
-"""Where spans go: told by OpenTelemetry's own environment variables, read where a process begins.
+"""Where spans go, by OpenTelemetry's own environment variables.
 
-Nothing about telemetry may keep a process from its work: what cannot be set up is warned about.
+Telemetry never stops a process: what cannot be set up is logged as a warning.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
-
-from paceline.telemetry.recorder import Recorder
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -38,7 +36,8 @@ def traced(service: str) -> Iterator[None]:
       others that OpenTelemetry's SDK reads: headers, sampler, batch sizes, resource attributes.
     - `OTEL_SERVICE_NAME`: instead of `service`.
     """
-    provider = _provider(service, _wanted(os.environ))
+    names = _exporter_names(os.environ)
+    provider = _provider(service, names) if names else None
     if provider is None:
         yield
         return
@@ -48,24 +47,23 @@ def traced(service: str) -> Iterator[None]:
     try:
         yield
     finally:
-        Recorder.flush_all()
-        _shut_down(provider)
+        # A thread, because the SDK waits longer than this for a collector that is not there.
+        ending = threading.Thread(target=provider.shutdown, daemon=True)
+        ending.start()
+        ending.join(FLUSH_SECONDS)
 
 
-def _wanted(environ: Mapping[str, str]) -> list[str]:
-    """Names of exporters."""
+def _exporter_names(environ: Mapping[str, str]) -> list[str]:
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return []
     default = "otlp" if any(environ.get(name) for name in _ENDPOINTS) else "none"
-    named = environ.get("OTEL_TRACES_EXPORTER", "").strip() or default
-    names = [name.strip().lower() for name in named.split(",")]
+    chosen = environ.get("OTEL_TRACES_EXPORTER", "").strip() or default
+    names = [name.strip().lower() for name in chosen.split(",")]
     return [name for name in names if name not in ("", "none")]
 
 
-def _provider(service: str, wanted: list[str]) -> TracerProvider | None:
-    """A provider with all exporters that could be made; None if there is none."""
-    if not wanted:
-        return None
+def _provider(service: str, names: list[str]) -> TracerProvider | None:
+    """A provider with every exporter that could be made; None if there is none."""
     try:
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
@@ -76,10 +74,15 @@ def _provider(service: str, wanted: list[str]) -> TracerProvider | None:
             error.name,
         )
         return None
-    exporters = [exporter for name in wanted if (exporter := _exporter(name)) is not None]
+    exporters = []
+    for name in names:
+        try:
+            exporters.append(_exporter(name))
+        except Exception as error:
+            logger.warning("no traces are exported to %s: %s", name, error)
     if not exporters:
         return None
-    # What the environment says goes over what we say.
+    # The environment takes precedence over the default name.
     resource = Resource.create({"service.name": service}).merge(OTELResourceDetector().detect())
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     for exporter in exporters:
@@ -87,22 +90,13 @@ def _provider(service: str, wanted: list[str]) -> TracerProvider | None:
     return provider
 
 
-def _exporter(name: str) -> SpanExporter | None:
-    try:
-        if name == "console":
-            from opentelemetry.sdk.trace.export import ConsoleSpanExporter
+def _exporter(name: str) -> SpanExporter:
+    if name == "console":
+        from opentelemetry.sdk.trace.export import ConsoleSpanExporter
 
-            return ConsoleSpanExporter(out=sys.stderr)
-        if name == "otlp":
-            return _otlp()
-    except Exception as error:
-        logger.warning("no traces are exported to %s: %s", name, error)
-        return None
-    logger.warning("OTEL_TRACES_EXPORTER: %r is none of otlp, console, none", name)
-    return None
-
-
-def _otlp() -> SpanExporter:
+        return ConsoleSpanExporter(out=sys.stderr)
+    if name != "otlp":
+        raise ValueError("OTEL_TRACES_EXPORTER must be otlp, console or none")
     protocol = next((os.environ[name] for name in _PROTOCOLS if os.environ.get(name)), "grpc")
     if protocol == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as grpc
@@ -113,10 +107,3 @@ def _otlp() -> SpanExporter:
 
         return http.OTLPSpanExporter()
     raise ValueError(f"the protocol is {protocol!r}, expected 'grpc' or 'http/protobuf'")
-
-
-def _shut_down(provider: TracerProvider) -> None:
-    """Send what is left, but do not wait long for a collector that is not there."""
-    ending = threading.Thread(target=provider.shutdown, name="telemetry-shutdown", daemon=True)
-    ending.start()
-    ending.join(FLUSH_SECONDS)

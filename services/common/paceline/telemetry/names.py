@@ -53,7 +53,6 @@ class Attribute:
     NUM_EMITTED: Final = "specdec.num_emitted_tokens"
     NODE_BUDGET: Final = "specdec.node_budget"
     TREE_DEPTH: Final = "specdec.tree.depth"
-    FREE_RUN_STEPS: Final = "specdec.free_run.steps"
     QUEUE_US: Final = "specdec.queue_us"
     COMPUTE_US: Final = "specdec.compute_us"
     BATCH_TOKENS: Final = "specdec.batch_tokens"

@@ -1,7 +1,7 @@
-"""Spans: whether anyone wants them, and how a trace goes on in another process.
+"""Spans of OpenTelemetry's SDK, and how a trace continues in another process.
 
-The sampling decision is made once, where a generation begins. A service adds spans only for a
-caller that says, by a sampled W3C traceparent, that its trace is being recorded.
+The sampler of the process decides which traces are recorded. Services start no trace: they add
+spans to the trace that a caller names by a W3C traceparent.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from paceline.telemetry.names import Attribute
+
 if TYPE_CHECKING:
-    from opentelemetry.context import Context
     from opentelemetry.sdk.trace import Tracer
     from opentelemetry.trace import Span
     from opentelemetry.util.types import AttributeValue
@@ -21,30 +22,37 @@ Attributes = Mapping[str, "AttributeValue"]
 
 
 def tracer() -> Tracer | None:
-    """Makes the spans of this process; None where nobody set up tracing.
+    """Makes the spans of this process; None where tracing is not set up.
 
     Set it up by `paceline.telemetry.exporters.traced`, or with a tracer provider of OpenTelemetry's
-    SDK. Each call gives another tracer.
+    SDK.
     """
-    # Whoever set up tracing has imported it; nobody else shall wait for that.
+    # A process that set up tracing has imported the SDK; no other process should load it.
     if "opentelemetry.sdk.trace" not in sys.modules:
         return None
     from opentelemetry import trace
     from opentelemetry.sdk.trace import Tracer
 
     found = trace.get_tracer_provider().get_tracer("paceline")
-    # The SDK gives none where OTEL_SDK_DISABLED says so.
+    # The SDK gives a tracer of another class where OTEL_SDK_DISABLED is set.
     return found if isinstance(found, Tracer) else None
 
 
 def traceparent_of(span: Span) -> str:
-    """What makes spans elsewhere children of this one."""
-    context = span.get_span_context()
-    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+    """The W3C traceparent that makes spans of another process children of this one."""
+    from opentelemetry.trace import set_span_in_context
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    headers: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(headers, set_span_in_context(span))
+    return headers.get("traceparent", "")
 
 
 def current_metadata() -> tuple[tuple[str, str], ...]:
-    """The current span as gRPC metadata, for calls that carry no traceparent in their messages."""
+    """The current span as gRPC metadata, for calls whose messages have no traceparent.
+
+    Empty where that span is not recorded or has ended.
+    """
     if "opentelemetry.trace" not in sys.modules:
         return ()
     from opentelemetry import trace
@@ -53,40 +61,20 @@ def current_metadata() -> tuple[tuple[str, str], ...]:
     return (("traceparent", traceparent_of(span)),) if span.is_recording() else ()
 
 
-def remote_parent(traceparent: str, *, remote: bool = True) -> Context | None:
-    """The caller's span as a parent; None where it is malformed or not recorded.
-
-    With `remote` false it is taken for a span of this process.
-    """
-    if not traceparent:
-        return None
-    from opentelemetry import trace
-    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-    context = TraceContextTextMapPropagator().extract({"traceparent": traceparent})
-    parent = trace.get_current_span(context).get_span_context()
-    if not (parent.is_valid and parent.trace_flags.sampled):
-        return None
-    if remote:
-        return context
-    local = trace.SpanContext(parent.trace_id, parent.span_id, False, parent.trace_flags)
-    return trace.set_span_in_context(trace.NonRecordingSpan(local))
-
-
 @contextmanager
 def continuing(headers: Mapping[str, str]) -> Iterator[None]:
-    """What begins in the body goes on with the trace of a caller over HTTP, if there is one.
+    """Spans that begin in the body belong to the trace of an HTTP caller, if it sent one.
 
-    Whether it is recorded is for the sampler to say, which as a rule does as the caller did.
+    Whether they are recorded is decided by the sampler, by default as the caller decided.
     """
-    if tracer() is None or "traceparent" not in headers:
+    if tracer() is None:
         yield
         return
     from opentelemetry import context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-    carrier = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
-    token = context.attach(TraceContextTextMapPropagator().extract(carrier))
+    propagator = TraceContextTextMapPropagator()
+    token = context.attach(propagator.extract(headers, context.get_current()))
     try:
         yield
     finally:
@@ -97,29 +85,51 @@ def continuing(headers: Mapping[str, str]) -> Iterator[None]:
 def server_span(
     tracer: Tracer, name: str, traceparent: str, attributes: Attributes
 ) -> Iterator[None]:
-    """A service's span around the body, and its current one; nothing without a recording caller.
+    """A service's span around the body, as the current span; none without a valid traceparent.
 
     An exception that leaves the body fails the span, a cancellation too.
     """
-    parent = remote_parent(traceparent)
-    if parent is None:
+    span = _start(tracer, name, traceparent, attributes)
+    if span is None:
         yield
         return
-    from opentelemetry import trace
+    from opentelemetry.trace import use_span
 
-    span = tracer.start_span(name, parent, trace.SpanKind.SERVER, attributes)
-    with trace.use_span(span, record_exception=False, set_status_on_exception=False):
+    with use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False):
         try:
             yield
         except BaseException as error:
             fail(span, error)
             raise
-        finally:
-            span.end()
+
+
+def add_server_span(
+    tracer: Tracer,
+    name: str,
+    traceparent: str,
+    began_ns: int,
+    attributes: Attributes,
+    error: BaseException | None = None,
+) -> None:
+    """Add a service's span that ends now; none without a valid traceparent.
+
+    Args:
+        tracer: Of this process.
+        name: One of `names.Span`.
+        traceparent: As the caller sent it.
+        began_ns: When the message arrived. Unit: nanoseconds since 1970.
+        attributes: By `names.Attribute`.
+        error: Why the work failed, if it did.
+    """
+    span = _start(tracer, name, traceparent, attributes, began_ns)
+    if span is not None:
+        if error is not None:
+            fail(span, error)
+        span.end()
 
 
 def annotate(attributes: Attributes) -> None:
-    """Add to the current span."""
+    """Add attributes to the current span."""
     from opentelemetry import trace
 
     trace.get_current_span().set_attributes(attributes)
@@ -129,8 +139,22 @@ def fail(span: Span, error: BaseException) -> None:
     """Mark a span as failed."""
     from opentelemetry.trace import StatusCode
 
-    from paceline.telemetry.names import Attribute
-
     reason = getattr(error, "reason", None)
     span.set_attribute(Attribute.ERROR_TYPE, reason or type(error).__name__)
     span.set_status(StatusCode.ERROR, str(error))
+
+
+def _start(
+    tracer: Tracer,
+    name: str,
+    traceparent: str,
+    attributes: Attributes,
+    began_ns: int | None = None,
+) -> Span | None:
+    from opentelemetry import trace
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    parent = TraceContextTextMapPropagator().extract({"traceparent": traceparent})
+    if not trace.get_current_span(parent).get_span_context().is_valid:
+        return None
+    return tracer.start_span(name, parent, trace.SpanKind.SERVER, attributes, start_time=began_ns)

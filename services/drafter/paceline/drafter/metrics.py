@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -23,16 +22,6 @@ _SECONDS = (
 )
 _STATES = ("active", "trial", "standby", "draining")
 Labels = tuple[str, str, str]
-
-
-@dataclass(frozen=True)
-class _Bound:
-    """The counters of one version."""
-
-    rounds: Counter
-    tokens: Counter
-    seconds: Histogram
-    queued: Histogram
 
 
 class DrafterMetrics(Collector):
@@ -92,15 +81,16 @@ class DrafterMetrics(Collector):
         self._sessions: set[Session] = set()
         # Of sessions that have ended:
         self._updates = self._bytes = 0
-        self._bound: dict[Labels, _Bound] = {}
+        self._counted: set[Labels] = set()
 
     def drafted(self, version: Version, drafted: Drafted) -> None:
         """A round was answered."""
-        bound = self._of(_labels(version))
-        bound.rounds.inc()
-        bound.tokens.inc(len(drafted.tree.tokens))
-        bound.seconds.observe(drafted.draft_seconds)
-        bound.queued.observe(drafted.queue_seconds)
+        labels = _labels(version)
+        self._rounds.labels(*labels).inc()
+        self._tokens.labels(*labels).inc(len(drafted.tree.tokens))
+        self._seconds.labels(*labels).observe(drafted.draft_seconds)
+        self._queued.labels(*labels).observe(drafted.queue_seconds)
+        self._counted.add(labels)
 
     def attached(self, session: Session) -> None:
         """A generation has what it needs."""
@@ -186,19 +176,9 @@ class DrafterMetrics(Collector):
             self._bytes + sum(each.bytes for each in following),
         )
 
-    def _of(self, labels: Labels) -> _Bound:
-        if labels not in self._bound:
-            self._bound[labels] = _Bound(
-                self._rounds.labels(*labels),
-                self._tokens.labels(*labels),
-                self._seconds.labels(*labels),
-                self._queued.labels(*labels),
-            )
-        return self._bound[labels]
-
     def _forget_all_but(self, loaded: set[Labels]) -> None:
-        for labels in set(self._bound) - loaded:
-            del self._bound[labels]
+        for labels in self._counted - loaded:
+            self._counted.discard(labels)
             for metric in (self._rounds, self._tokens, self._seconds, self._queued):
                 metric.remove(*labels)
 

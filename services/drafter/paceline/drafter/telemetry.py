@@ -1,19 +1,17 @@
-"""What the drafter tells of its work to those who want to know: metrics, spans, or both."""
+"""Reports the drafter's work as metrics, as spans, or as both."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING
 
 from paceline.drafter.registry import Version
 from paceline.drafter.session import Session
 from paceline.drafter.worker import Drafted
 from paceline.telemetry.names import Attribute, Span
-from paceline.telemetry.recorder import ServiceSpans
-from paceline.telemetry.tracing import Attributes, annotate, server_span
+from paceline.telemetry.tracing import Attributes, add_server_span, annotate, server_span
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import Tracer
@@ -22,12 +20,11 @@ if TYPE_CHECKING:
 
 
 class Telemetry:
-    """Where nobody wants to know there is none. Belongs to the event loop."""
+    """A drafter without metrics and traces has none. Belongs to the event loop."""
 
     def __init__(self, metrics: DrafterMetrics | None, tracer: Tracer | None) -> None:
         self._metrics = metrics
         self._tracer = tracer
-        self._spans = None if tracer is None else ServiceSpans(tracer)
 
     @contextmanager
     def attaching(self, version: Version, traceparent: str) -> Iterator[None]:
@@ -35,12 +32,12 @@ class Telemetry:
         if self._tracer is None:
             yield
             return
-        facts = {
+        attributes = {
             Attribute.DRAFTER_NAME: version.spec.name,
             Attribute.DRAFTER_VERSION: version.version,
             Attribute.DRAFTER_METHOD: version.spec.method,
         }
-        with server_span(self._tracer, Span.DRAFTER_ATTACH, traceparent, facts):
+        with server_span(self._tracer, Span.DRAFTER_ATTACH, traceparent, attributes):
             yield
 
     def attached(self, session: Session) -> None:
@@ -64,16 +61,12 @@ class Telemetry:
         """A round was answered that came in at `arrived` (time.monotonic)."""
         if self._metrics is not None:
             self._metrics.drafted(version, drafted)
-        if self._spans is not None and traceparent:
+        if self._tracer is not None and traceparent:
             began = time.time_ns() - round((time.monotonic() - arrived) * 1e9)
-            facts = partial(_facts, version.version, drafted)
-            self._spans.add(Span.DRAFTER_ROUND, traceparent, began, facts)
-
-
-def _facts(version: str, drafted: Drafted) -> Attributes:
-    return {
-        Attribute.DRAFTER_VERSION: version,
-        Attribute.NUM_DRAFT_TOKENS: len(drafted.tree.tokens),
-        Attribute.QUEUE_US: round(drafted.queue_seconds * 1e6),
-        Attribute.COMPUTE_US: round(drafted.draft_seconds * 1e6),
-    }
+            attributes: Attributes = {
+                Attribute.DRAFTER_VERSION: version.version,
+                Attribute.NUM_DRAFT_TOKENS: len(drafted.tree.tokens),
+                Attribute.QUEUE_US: round(drafted.queue_seconds * 1e6),
+                Attribute.COMPUTE_US: round(drafted.draft_seconds * 1e6),
+            }
+            add_server_span(self._tracer, Span.DRAFTER_ROUND, traceparent, began, attributes)

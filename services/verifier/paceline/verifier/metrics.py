@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from time import perf_counter
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -38,16 +39,15 @@ _SCHEDULE_SECONDS = (0.00005, 0.0001, 0.0002, 0.0003, 0.0005, 0.001, 0.002, 0.00
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
+@dataclass(slots=True)
 class Request:
-    """The times of one generation (time.perf_counter) and what it emitted."""
+    """One generation. Times by time.perf_counter."""
 
-    __slots__ = ("began", "ended", "first", "newest", "tokens")
-
-    def __init__(self, began: float) -> None:
-        self.began = began
-        self.first = self.newest = began
-        self.tokens = 0
-        self.ended = False
+    began: float
+    first: float = 0.0
+    newest: float = 0.0
+    tokens: int = 0
+    ended: bool = False
 
     def emitted(self, tokens: int) -> None:
         """Tokens came out just now."""
@@ -81,16 +81,25 @@ class VerifierMetrics:
             follows: What goes to followers.
         """
 
+        labels = {"model_name": model.name}
+        # Of OpenTelemetry's conventions for generative AI.
+        conventional = {
+            "gen_ai_operation_name": Span.GENERATION,
+            "gen_ai_provider_name": PROVIDER,
+            "gen_ai_request_model": model.name,
+        }
+
         def counter(name: str, what: str) -> Counter:
-            return Counter(name, what, ("model_name",), registry=registry).labels(model.name)
+            return Counter(name, what, labels, registry=registry).labels(**labels)
 
-        def histogram(name: str, what: str, buckets: Sequence[float]) -> Histogram:
-            labels = ("model_name",)
+        def histogram(
+            name: str,
+            what: str,
+            buckets: Sequence[float] = _STEP_SECONDS,
+            labels: dict[str, str] = labels,
+        ) -> Histogram:
             metric = Histogram(name, what, labels, registry=registry, buckets=buckets)
-            return metric.labels(model.name)
-
-        def seconds(name: str, what: str) -> Histogram:
-            return histogram(name, what, _STEP_SECONDS)
+            return metric.labels(**labels)
 
         self._drafts = counter(Metric.NUM_DRAFTS, "Trees checked")
         self._draft_tokens = counter(Metric.NUM_DRAFT_TOKENS, "Drafted tokens that came")
@@ -114,15 +123,14 @@ class VerifierMetrics:
             ("model_name", "position"),
             registry=registry,
         )
-        self._positions: list[Counter] = []
         self._prompt_tokens = counter(Metric.PROMPT_TOKENS, "Prompt tokens prefilled or reused")
         self._tokens = counter(Metric.GENERATION_TOKENS, "Tokens emitted")
         self._free_tokens = counter(Metric.FREE_RUN_TOKENS, "Tokens emitted without a tree")
         self._rounds = counter(Metric.ROUNDS, "Rounds answered, free runs included")
-        self._verify = seconds(Metric.VERIFY_SECONDS, "Engine time of a round with a tree")
-        self._queued = seconds(Metric.VERIFY_QUEUE_SECONDS, "Wait of a round for the engine")
-        self._prefill = seconds(Metric.PREFILL_SECONDS, "Engine time of a prompt")
-        self._prefill_queued = seconds(
+        self._verify = histogram(Metric.VERIFY_SECONDS, "Engine time of a round with a tree")
+        self._queued = histogram(Metric.VERIFY_QUEUE_SECONDS, "Wait of a round for the engine")
+        self._prefill = histogram(Metric.PREFILL_SECONDS, "Engine time of a prompt")
+        self._prefill_queued = histogram(
             Metric.PREFILL_QUEUE_SECONDS, "Wait of a prompt for its first engine step"
         )
         self._length = histogram(
@@ -131,24 +139,40 @@ class VerifierMetrics:
             _LENGTHS,
         )
         self._batch = histogram(
-            Metric.ENGINE_BATCH_TOKENS,
-            "Tokens of all sequences in an engine step",
-            _BATCHES,
+            Metric.ENGINE_BATCH_TOKENS, "Tokens of all sequences in an engine step", _BATCHES
         )
         self._busy = counter(Metric.ENGINE_BUSY_SECONDS, "Time the engine spent in steps")
         self._steps = counter(Metric.ENGINE_STEPS, "Engine steps")
         self._model_name = model.name
-        self._conventional = _Conventional(registry, model.name)
-        target = Gauge(
-            f"{Metric.TARGET}_info",
-            "What is served",
-            ("model_name", "architecture", "dtype", "fingerprint", "batch_invariant"),
+        self._conventional = tuple(conventional.values())
+        self._duration = Histogram(
+            Metric.REQUEST_DURATION,
+            "From the request for a cache to the last token",
+            (*conventional, "error_type"),
             registry=registry,
+            buckets=_REQUEST_SECONDS,
         )
-        invariant = str(model.batch_invariant).lower()
-        target.labels(
-            model.name, model.architecture, model.dtype, model.target_fingerprint, invariant
-        ).set(1)
+        self._first_token = histogram(
+            Metric.TIME_TO_FIRST_TOKEN,
+            "From the request for a cache to its first token",
+            _FIRST_TOKEN_SECONDS,
+            conventional,
+        )
+        self._per_token = histogram(
+            Metric.TIME_PER_OUTPUT_TOKEN,
+            "Time per token after the first, mean over a generation",
+            _TOKEN_SECONDS,
+            conventional,
+        )
+        target = {
+            **labels,
+            "architecture": model.architecture,
+            "dtype": model.dtype,
+            "fingerprint": model.target_fingerprint,
+            "batch_invariant": str(model.batch_invariant).lower(),
+        }
+        info = Gauge(f"{Metric.TARGET}_info", "What is served", target, registry=registry)
+        info.labels(**target).set(1)
         registry.register(_State(store, engine, follows, model.name))
 
     def admitted(self, cache: Cache) -> None:
@@ -166,7 +190,7 @@ class VerifierMetrics:
         request = cache.request
         if request is not None:
             request.emitted(1)
-            self._conventional.first_token.observe(request.first - request.began)
+            self._first_token.observe(request.first - request.began)
             self._finish(cache)
 
     def answered(self, cache: Cache, round_: Round) -> None:
@@ -188,7 +212,7 @@ class VerifierMetrics:
             self._checked.inc(emission.checked)
             self._accepted.inc(accepted)
             for position in range(accepted):
-                self._position(position).inc()
+                self._per_position.labels(self._model_name, str(position)).inc()
             self._length.observe(emitted)
             self._verify.observe(emission.step_us / 1e6)
         else:
@@ -199,9 +223,14 @@ class VerifierMetrics:
 
     def released(self, cache: Cache, error: str) -> None:
         """A cache is gone; `error` says why its generation ended early, if it was by a fault."""
-        if cache.request is not None and not cache.request.ended:
-            cache.request.ended = True
-            self._conventional.ended(cache.request, error)
+        request = cache.request
+        if request is None or request.ended:
+            return
+        request.ended = True
+        seconds = request.newest - request.began if request.tokens else 0.0
+        self._duration.labels(*self._conventional, error).observe(seconds)
+        if request.tokens > 1:
+            self._per_token.observe((request.newest - request.first) / (request.tokens - 1))
 
     def step(self, seconds: float, tokens: int, decision: Decision | None) -> None:
         """The engine ran a step. Engine thread."""
@@ -214,49 +243,6 @@ class VerifierMetrics:
     def _finish(self, cache: Cache) -> None:
         if cache.sequence.finish is not None:
             self.released(cache, "")
-
-    def _position(self, position: int) -> Counter:
-        while len(self._positions) <= position:
-            labels = (self._model_name, str(len(self._positions)))
-            self._positions.append(self._per_position.labels(*labels))
-        return self._positions[position]
-
-
-class _Conventional:
-    """The server metrics of OpenTelemetry's conventions for generative AI."""
-
-    def __init__(self, registry: CollectorRegistry, model: str) -> None:
-        labels = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model")
-        values = (Span.GENERATION, PROVIDER, model)
-        self._values = values
-        self._duration = Histogram(
-            Metric.REQUEST_DURATION,
-            "From the request for a cache to the last token",
-            (*labels, "error_type"),
-            registry=registry,
-            buckets=_REQUEST_SECONDS,
-        )
-        self.first_token = Histogram(
-            Metric.TIME_TO_FIRST_TOKEN,
-            "From the request for a cache to its first token",
-            labels,
-            registry=registry,
-            buckets=_FIRST_TOKEN_SECONDS,
-        ).labels(*values)
-        self._per_token = Histogram(
-            Metric.TIME_PER_OUTPUT_TOKEN,
-            "Time per token after the first, mean over a generation",
-            labels,
-            registry=registry,
-            buckets=_TOKEN_SECONDS,
-        ).labels(*values)
-
-    def ended(self, request: Request, error: str) -> None:
-        """A generation ended."""
-        self._duration.labels(*self._values, error).observe(request.newest - request.began)
-        if request.tokens > 1:
-            seconds = request.newest - request.first
-            self._per_token.observe(seconds / (request.tokens - 1))
 
 
 class _State(Collector):

@@ -1,4 +1,4 @@
-"""Watches the engine's jobs for those who want to know: metrics, spans, or both."""
+"""Reports the engine's jobs as metrics, as spans, or as both."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from time import time_ns
 from typing import TYPE_CHECKING
 
 from paceline.telemetry.names import Attribute, Span
-from paceline.telemetry.recorder import ServiceSpans
+from paceline.telemetry.tracing import add_server_span
 from paceline.verifier.cache import Cache
 from paceline.verifier.engine.job import Job, Prefill, Round
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class Telemetry:
-    """What the servicers tell of their work. Where nobody wants to know there is none.
+    """What the servicers report. A verifier without metrics and traces has none.
 
-    Belongs to the event loop. All is noted when a job is done and its answer on its way.
+    Belongs to the event loop. A job is reported when it is done, after its answer was sent.
     """
 
     def __init__(self, metrics: VerifierMetrics | None, tracer: Tracer | None) -> None:
         self._metrics = metrics
-        self._spans = None if tracer is None else ServiceSpans(tracer)
+        self._tracer = tracer
 
     def admitted(self, cache: Cache) -> None:
         """A generation begins."""
@@ -42,17 +42,13 @@ class Telemetry:
                 self._metrics.prefilled(cache, job)
             elif isinstance(job, Round):
                 self._metrics.answered(cache, job)
-        if self._spans is not None and traceparent:
+        if self._tracer is not None and traceparent:
             name = Span.VERIFIER_PREFILL if isinstance(job, Prefill) else Span.VERIFIER_ROUND
-            facts = partial(_facts, job, cache.generation)
-            self._spans.add(name, traceparent, began_ns, facts, job.error)
+            attributes = {**_attributes(job), Attribute.CACHE_GENERATION: cache.generation}
+            add_server_span(self._tracer, name, traceparent, began_ns, attributes, job.error)
 
 
-def _facts(job: Job, generation: int) -> dict[str, int]:
-    return {**_work(job), Attribute.CACHE_GENERATION: generation}
-
-
-def _work(job: Job) -> dict[str, int]:
+def _attributes(job: Job) -> dict[str, int]:
     if isinstance(job, Prefill):
         return {
             Attribute.INPUT_TOKENS: job.total,
