@@ -1,7 +1,9 @@
 """Random tiny targets of every family, and real service processes over them."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from system_support import (
     FAMILIES,
     HOSTILE,
     SPAWNED,
+    THREADS,
     shared_memory_segments,
     write_model,
     write_tokenizer,
@@ -33,6 +36,20 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
+def verifiers(models: dict[str, Path]) -> Iterator[Callable[[str], ServiceProcess]]:
+    """Gives the verifier of a family, in fp32, which checks all that is drafted."""
+    with ExitStack() as running:
+
+        @cache
+        def verifier(family: str) -> ServiceProcess:
+            arguments = ["--target", str(models[family]), "--dtype", "float32", "--schedule", "off"]
+            process = ServiceProcess("verifier", arguments, environment=THREADS)
+            return running.enter_context(process)
+
+        yield verifier
+
+
+@pytest.fixture(scope="session")
 def drafter(models: dict[str, Path]) -> Iterator[ServiceProcess]:
     """One drafter service for all families, good and hostile methods alike."""
     hostile = Path(__file__).parent.parent / "drafter"
@@ -41,7 +58,7 @@ def drafter(models: dict[str, Path]) -> Iterator[ServiceProcess]:
     for method, kind in HOSTILE.items():
         arguments += ["--test-method", f"{method}=adversaries:{kind}"]
         arguments += ["--load", f"{method}={method}"]
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(hostile)}
+    environment = {**THREADS, "PYTHONPATH": str(hostile)}
     with ServiceProcess("drafter", arguments, environment=environment) as process:
         yield process
 

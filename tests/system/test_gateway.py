@@ -4,7 +4,7 @@ import asyncio
 import json
 import shutil
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,8 @@ OWN: dict[str, Any] = {"min_p": 0.01, "top_k": 40, "repetition_penalty": 1.1}
 
 
 @pytest.fixture(scope="module")
-def verifier(models: dict[str, Path]) -> Iterator[ServiceProcess]:
-    arguments = ["--target", str(models["llama"]), "--dtype", "float32"]
-    with ServiceProcess("verifier", arguments) as process:
-        yield process
+def verifier(verifiers: Callable[[str], ServiceProcess]) -> ServiceProcess:
+    return verifiers("llama")
 
 
 def gateway_process(

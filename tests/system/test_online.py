@@ -8,11 +8,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from system_support import VOCABULARY, make_prompts
+from system_support import EAGER, VOCABULARY, make_prompts
 
 from paceline.cli.main import main
 from paceline.cli.processes import ServiceProcess
-from paceline.client import Client, DraftOptions, GenerationResult
+from paceline.client import Client, GenerationResult
 from paceline.drafter.recordings import read_recordings
 from paceline.train.online import heldout
 
@@ -44,8 +44,7 @@ def paceline(*words: object) -> None:
 
 def generate(verifier: ServiceProcess, drafter: ServiceProcess) -> list[GenerationResult]:
     async def all_at_once() -> list[GenerationResult]:
-        drafting = DraftOptions(timeout=30, adaptive=False)
-        async with Client(verifier.address, drafter=drafter.address, drafting=drafting) as client:
+        async with Client(verifier.address, drafter=drafter.address, drafting=EAGER) as client:
             asked = [client.generate(p, max_new_tokens=TOKENS, drafter="lm") for p in PROMPTS]
             return await asyncio.gather(*asked)
 
