@@ -51,9 +51,13 @@ def verifiers(models: dict[str, Path]) -> Iterator[Callable[[str], ServiceProces
 
 @pytest.fixture(scope="session")
 def drafter(models: dict[str, Path]) -> Iterator[ServiceProcess]:
-    """One drafter service for all families, good and hostile methods alike."""
+    """One drafter service for all families, good and hostile methods alike.
+
+    A family's name is the drafter that guesses like its target.
+    """
     hostile = Path(__file__).parent.parent / "drafter"
     arguments = ["--load", f"lm=lm:{models['small']}", "--load", "ngram=ngram"]
+    arguments += [f"--load={family}=lm:{models[family]}" for family in FAMILIES]
     arguments.append("--allow-test-methods")
     for method, kind in HOSTILE.items():
         arguments += ["--test-method", f"{method}=adversaries:{kind}"]

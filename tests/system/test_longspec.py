@@ -105,9 +105,8 @@ async def test_it_follows_the_kv_where_it_is_told_to(
                 assert [r.token_ids for r in drafted] == plain
                 for result in drafted:
                     rounds = [r for r in result.stats.rounds if r.drafted]
-                    first = sum(r.kv_bytes for r in rounds[:1])
-                    assert 40 * position <= sum(r.kv_bytes for r in rounds)
-                    assert all(r.kv_bytes < first for r in rounds[3:]), "only what changed"
+                    whole, sent = 40 * position, sum(r.kv_bytes for r in rounds)
+                    assert whole <= sent < whole * len(rounds) / 4, "only what changed"
             generation = client.generate(
                 prompts[0],
                 max_new_tokens=TOKENS,
