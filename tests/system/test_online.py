@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from system_support import EAGER, VOCABULARY, make_prompts
 from paceline.cli.main import main
 from paceline.cli.processes import ServiceProcess
 from paceline.client import Client, GenerationResult
+from paceline.drafter import LoadError
 from paceline.drafter.recordings import read_recordings
 from paceline.train.online import heldout
 
@@ -51,6 +55,21 @@ def generate(verifier: ServiceProcess, drafter: ServiceProcess) -> list[Generati
     return asyncio.run(all_at_once())
 
 
+Kept = dict[tuple[int, ...], tuple[int, ...]]
+
+
+def recorded(folder: Path, enough: Callable[[Kept], bool]) -> Kept:
+    """Tokens by prompt of what is on the disk, once that is enough."""
+    deadline = time.monotonic() + 60
+    while True:
+        with suppress(LoadError):  # There is none yet.
+            kept = {text.prompt: text.tokens for text in read_recordings(folder)}
+            if enough(kept):
+                return kept
+        assert time.monotonic() < deadline, "texts are not recorded"
+        time.sleep(0.1)
+
+
 def tokens_of(results: list[GenerationResult]) -> list[list[int]]:
     return [result.token_ids for result in results]
 
@@ -68,10 +87,9 @@ def test_a_drafter_learns_from_what_it_drafted(
         ServiceProcess("drafter", load) as drafter,
     ):
         first = generate(verifier, drafter)
+        # No text has its last round.
+        kept = recorded(texts, lambda tokens: len(tokens) == len(PROMPTS))
         drafter.kill()
-        # All but what was still on its way to the disk; no text has its last round.
-        kept = {text.prompt: text.tokens for text in read_recordings(texts)}
-        assert len(kept) >= len(PROMPTS) - 2
         for prompt, result in zip(PROMPTS, first, strict=True):
             tokens = kept.get(tuple(prompt), ())
             assert tokens == tuple(result.token_ids[: len(tokens)])
@@ -97,4 +115,4 @@ def test_a_drafter_learns_from_what_it_drafted(
         last = generate(verifier, drafter)
         assert {tuple(r.stats.drafter_versions) for r in last} == {("lm@2",)}
         assert tokens_of(first) == tokens_of(tried) == tokens_of(last)
-        assert len(read_recordings(texts)) > 2 * len(PROMPTS)
+        recorded(texts, lambda _: len(read_recordings(texts)) > 2 * len(PROMPTS))
