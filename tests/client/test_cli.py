@@ -202,6 +202,7 @@ def test_the_demo_says_what_is_missing(capsys: pytest.CaptureFixture[str], tmp_p
     assert f"has no prompt 'nosuch'; it has: {first_prompt()['id']}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_demo_with_real_services(tmp_path: Path) -> None:
     """A random tiny target and no terminal: no control codes, all processes gone, exit code 0."""
     write_tiny_model(tmp_path / "target")

@@ -196,6 +196,7 @@ def test_the_drafters_look_at_the_kv_belongs_to_it(
     assert attach.attributes["specdec.kv.bytes"] > 0
 
 
+@pytest.mark.slow
 def test_a_collector_that_is_not_there_hurts_nothing(models: dict[str, Path]) -> None:
     """The same tokens, and every process ends as it should."""
     nowhere = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", "OTEL_BSP_SCHEDULE_DELAY": "20"}
