@@ -27,7 +27,7 @@ class Serve:
                     *(sys.executable, "-m", "paceline.cli.main", "serve", *arguments),
                     *("--ready-file", str(self.ready)),
                     *("--verifier-address", f"unix:{folder}/v.sock"),
-                    *("--drafter-address", "127.0.0.1:0"),
+                    *("--drafter-address", f"unix:{folder}/d.sock"),
                 ],
                 stdout=log,
                 stderr=log,

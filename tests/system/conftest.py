@@ -1,6 +1,7 @@
 """Random tiny targets of every family, and real service processes over them."""
 
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
@@ -65,6 +66,13 @@ def drafter(models: dict[str, Path]) -> Iterator[ServiceProcess]:
     environment = {**THREADS, "PYTHONPATH": str(hostile)}
     with ServiceProcess("drafter", arguments, environment=environment) as process:
         yield process
+
+
+@pytest.fixture(scope="session")
+def sockets() -> Iterator[Path]:
+    """Where services listen that are started again: a TCP port may be another's by then."""
+    with tempfile.TemporaryDirectory(prefix="pl") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(autouse=True, scope="session")

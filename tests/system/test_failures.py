@@ -38,7 +38,9 @@ def client_of(verifier: str, drafter: str, drafting: DraftOptions | None = None)
 
 
 @pytest.fixture(scope="module")
-def services(models: dict[str, Path]) -> Iterator[tuple[ServiceProcess, ServiceProcess]]:
+def services(
+    models: dict[str, Path], sockets: Path
+) -> Iterator[tuple[ServiceProcess, ServiceProcess]]:
     """A verifier and a drafter, which run again after each test."""
     arguments = ["--target", str(models["llama"]), "--dtype", "float32", "--lease-seconds", "5"]
     loads = {"lm": f"lm:{models['small']}", "ngram": "ngram"}
@@ -46,8 +48,12 @@ def services(models: dict[str, Path]) -> Iterator[tuple[ServiceProcess, ServiceP
         loads[name] = f"selfspec:{models['llama']},context=24,{way}"
     drafting = [f"--load={name}={spec}" for name, spec in loads.items()]
     with (
-        ServiceProcess("verifier", arguments, environment=THREADS) as verifier,
-        ServiceProcess("drafter", drafting, environment=THREADS) as drafter,
+        ServiceProcess(
+            "verifier", arguments, address=f"unix:{sockets}/v", environment=THREADS
+        ) as verifier,
+        ServiceProcess(
+            "drafter", drafting, address=f"unix:{sockets}/d", environment=THREADS
+        ) as drafter,
     ):
         yield verifier, drafter
 

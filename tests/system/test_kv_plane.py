@@ -21,16 +21,23 @@ TOKENS = 256
 
 
 @pytest.fixture(scope="module")
-def services(models: dict[str, Path]) -> Iterator[tuple[ServiceProcess, ServiceProcess]]:
+def services(
+    models: dict[str, Path], sockets: Path
+) -> Iterator[tuple[ServiceProcess, ServiceProcess]]:
     """A verifier, and a drafter that maps its KV; both run again after each test."""
     target = ["--target", str(models["llama"]), "--dtype", "float32"]
     methods = str(Path(__file__).parent.parent / "drafter")
     paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), methods]))
     reader = ["--allow-test-methods", "--test-method", "kv-reader=kv_reader:KvReader"]
     with (
-        ServiceProcess("verifier", target, environment=THREADS) as verifier,
         ServiceProcess(
-            "drafter", [*reader, "--load=kv-reader"], environment={**THREADS, "PYTHONPATH": paths}
+            "verifier", target, address=f"unix:{sockets}/kv-v", environment=THREADS
+        ) as verifier,
+        ServiceProcess(
+            "drafter",
+            [*reader, "--load=kv-reader"],
+            address=f"unix:{sockets}/kv-d",
+            environment={**THREADS, "PYTHONPATH": paths},
         ) as drafter,
     ):
         yield verifier, drafter

@@ -84,12 +84,15 @@ async def test_tokens_are_those_of_no_drafter(
 
 
 async def test_it_follows_the_kv_where_it_is_told_to(
-    models: dict[str, Path], drafter: ServiceProcess
+    models: dict[str, Path], drafter: ServiceProcess, sockets: Path
 ) -> None:
     """Copies of 40 positions over gRPC, refreshed each round, through the death of a verifier."""
     prompts = [prompt * 8 for prompt in make_prompts(4, seed=9)]
     with ServiceProcess(
-        "verifier", ["--target", str(models["llama"])], environment=THREADS
+        "verifier",
+        ["--target", str(models["llama"])],
+        address=f"unix:{sockets}/follow",
+        environment=THREADS,
     ) as served:
         async with Client(
             served.address, drafter=drafter.address, drafting=EAGER, unread_chunks=2

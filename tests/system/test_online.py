@@ -75,7 +75,7 @@ def tokens_of(results: list[GenerationResult]) -> list[list[int]]:
 
 
 def test_a_drafter_learns_from_what_it_drafted(
-    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folders: dict[str, Path], sockets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heldout, "_TEXTS", 2)
     monkeypatch.setattr(heldout, "_WRITTEN", 16)
@@ -84,7 +84,7 @@ def test_a_drafter_learns_from_what_it_drafted(
     load = ["--load", f"lm=lm:{folders['lm']}", "--record", str(texts)]
     with (
         ServiceProcess("verifier", target) as verifier,
-        ServiceProcess("drafter", load) as drafter,
+        ServiceProcess("drafter", load, address=f"unix:{sockets}/online") as drafter,
     ):
         first = generate(verifier, drafter)
         # No text has its last round.
