@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROTOS := $(wildcard protos/paceline/v1/*.proto)
 
-.PHONY: setup demo test chart containers up down lint types proto proto-check browser docs bench learn drills fuzz audit \
+.PHONY: setup demo test test-slow chart containers up down lint types proto proto-check browser docs bench learn drills fuzz audit \
 	gpu-check gpu-packages gpu-train clean
 
 setup: .make/setup
@@ -21,6 +21,10 @@ demo: setup
 # Files of tests go to two workers: most tests wait for one process to start, or run one thread.
 test: setup
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+# What `make test` leaves out because it takes long by nature.
+test-slow: setup
+	$(BIN)/python -m pytest -m slow --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # The Helm chart, where Helm and the schemas of Kubernetes can be installed.
 chart: setup

@@ -126,6 +126,7 @@ def test_an_interrupted_run_goes_on_and_a_finished_one_begins_anew(
     assert measured[-1] == names[1], "one group alone, and the others kept"
 
 
+@pytest.mark.slow
 def test_everybody_writes_after_the_same_prefilled_prompt(tmp_path: Path) -> None:
     target = MODELS / "target"
     dspark = f"dspark:{MODELS / 'dspark'},target={target}"

@@ -52,14 +52,14 @@ def serving(address: str) -> bool:
     with grpc.insecure_channel(address) as channel:
         try:
             response = health_pb2_grpc.HealthStub(channel).Check(
-                health_pb2.HealthCheckRequest(), timeout=10
+                health_pb2.HealthCheckRequest(), timeout=60
             )
         except grpc.RpcError:
             return False
     return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-def eventually(true: Callable[[], bool], seconds: float = 60.0) -> None:
+def eventually(true: Callable[[], bool], seconds: float = 300.0) -> None:
     """Wait until `true()`; fail if it never is."""
     deadline = time.monotonic() + seconds
     while not true():

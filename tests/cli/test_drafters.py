@@ -104,7 +104,7 @@ def test_beyond_loopback_with_mutual_tls_and_a_token(
         address = drafter.address.replace("0.0.0.0", "127.0.0.1")
         mutual = ("--tls-ca", cert, "--tls-cert", cert, "--tls-key", key)
         for arguments, code in ((mutual, 0), (mutual[:2], 1), ((), 1)):
-            listing = ["drafters", "list", "--address", address, "--timeout", "10"]
+            listing = ["drafters", "list", "--address", address, "--timeout", "60"]
             assert main([*listing, *arguments]) == code
     assert "ngram (default)" in capsys.readouterr().out
 

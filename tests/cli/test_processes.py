@@ -45,8 +45,10 @@ async def test_it_is_an_async_context_manager_too(drafter: ServiceProcess) -> No
     assert drafter.returncode == 0
 
 
-def test_after_a_kill_it_comes_back_at_the_same_address(drafter: ServiceProcess) -> None:
-    with drafter:
+def test_after_a_kill_it_comes_back_at_the_same_address(short_folder: Path) -> None:
+    with ServiceProcess(
+        "drafter", ["--load", "ngram"], address=f"unix:{short_folder}/d"
+    ) as drafter:
         address, pid = drafter.address, drafter.pid
         drafter.kill()
         assert drafter.returncode == -signal.SIGKILL

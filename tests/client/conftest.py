@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from paceline.client import Client, DraftOptions, RetryOptions
-from paceline.client._pace import Pace
 
 from .world import World, running
 
@@ -23,19 +22,27 @@ async def world(socket_folder: Path) -> AsyncIterator[World]:
         yield world
 
 
-@pytest.fixture
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every round asks for a tree, whatever the clock says."""
-    monkeypatch.setattr(Pace, "steps", lambda self: 0)
+def quick_client(world: World, *, adaptive: bool, timeout: float = 60.0) -> Client:
+    """A client of both fakes that retries quickly, and gives trees `timeout` seconds."""
+    return Client(
+        *world.addresses,
+        cache_dir=None,
+        retry=RetryOptions(budget=60, first_delay=0.005, longest_delay=0.05),
+        drafting=DraftOptions(
+            timeout=timeout, first_delay=0.01, longest_delay=0.05, adaptive=adaptive
+        ),
+    )
 
 
 @pytest.fixture
 async def client(world: World) -> AsyncIterator[Client]:
-    """A client of both fakes that retries quickly."""
-    async with Client(
-        *world.addresses,
-        cache_dir=None,
-        retry=RetryOptions(budget=10, first_delay=0.005, longest_delay=0.05),
-        drafting=DraftOptions(timeout=0.5, first_delay=0.01, longest_delay=0.05),
-    ) as client:
+    """A client that drafts where it pays."""
+    async with quick_client(world, adaptive=True) as client:
+        yield client
+
+
+@pytest.fixture
+async def eager(world: World) -> AsyncIterator[Client]:
+    """A client that drafts in every round, and waits for each tree however busy the machine is."""
+    async with quick_client(world, adaptive=False) as client:
         yield client

@@ -19,7 +19,9 @@ class FakeDrafter(drafter_pb2_grpc.DrafterServiceServicer):
 
     def __init__(self) -> None:
         self.mode = "good"
-        self.seconds = 0.0
+        self.may_attach, self.may_draft = asyncio.Event(), asyncio.Event()
+        self.may_attach.set()
+        self.may_draft.set()
         self.attaches: list[drafter_pb2.DraftAttach] = []
         self.rounds: list[drafter_pb2.DraftRound] = []
         self.asked = 0
@@ -38,6 +40,7 @@ class FakeDrafter(drafter_pb2_grpc.DrafterServiceServicer):
                 text = list(request.attach.tokens)
                 seed = request.attach.sampling.seed
                 name = request.attach.drafter or "fake"
+                await self.may_attach.wait()
                 yield drafter_pb2.DraftResponse(
                     attached=drafter_pb2.DraftAttached(drafter=name, version="1", max_nodes=32)
                 )
@@ -51,7 +54,7 @@ class FakeDrafter(drafter_pb2_grpc.DrafterServiceServicer):
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "scripted death")
             if self.mode == "silent":
                 continue
-            await asyncio.sleep(self.seconds)
+            await self.may_draft.wait()
             if self.mode == "stray":
                 stray = tree_pb2.TokenTree(tokens=[1, 2], parents=[-1])
                 yield drafter_pb2.DraftResponse(

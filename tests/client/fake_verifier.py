@@ -44,7 +44,8 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
     """Keeps the contract of the real one, and breaks where a test says so.
 
     `fault(round_id, messages)` is called before each answer with the number of answers sent in
-    this round; it may raise, or return False to drop the stream without a word.
+    this round; it may raise, or return False to drop the stream without a word. Texts come to rest
+    at `hold_at` tokens, until the service is stopped.
     """
 
     def __init__(self) -> None:
@@ -55,6 +56,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         self.full = 0
         self.retry_after: float | None = 0.01
         self.step_seconds = 0.0
+        self.hold_at: int | None = None
         self.prefill_seconds = 0.0
         self.renewals = 0
         self.strays = False
@@ -83,6 +85,12 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         """Returns when so many rounds have arrived in all."""
         async with self.arrival:
             await self.arrival.wait_for(lambda: len(self.rounds) >= count)
+
+    async def wait_for_texts(self, count: int) -> None:
+        """Returns when so many texts have come to rest at `hold_at` tokens."""
+        assert self.hold_at is not None
+        while sum(cache.emitted >= self.hold_at for cache in self.caches.values()) < count:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
     async def wait_for_renewals(self, count: int) -> None:
         """Returns when leases were renewed so many times in all."""
@@ -219,6 +227,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             verify_us=int(self.step_seconds * 1e6),
         )
         if nodes:
+            await self._hold(cache)
             await asyncio.sleep(self.step_seconds)
             node, reason = -1, 0
             while not reason:
@@ -244,6 +253,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             answer.result.CopyFrom(cache.round_result)
             yield answer
         for step in range(len(cache.round_result.tokens), steps):
+            await self._hold(cache)
             await asyncio.sleep(self.step_seconds)
             answer.ClearField("result")
             reason = self._emit(cache, answer.result)
@@ -256,6 +266,10 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             yield answer
             if reason:
                 return
+
+    async def _hold(self, cache: Cache) -> None:
+        if self.hold_at is not None and cache.emitted >= self.hold_at:
+            await asyncio.Event().wait()
 
     async def RenewLease(self, request: Any, context: Any) -> Any:
         self._called("RenewLease", context)

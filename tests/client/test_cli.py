@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from rich.console import Console
 
 from paceline.cli import demo
 from paceline.cli.main import main
-from paceline.client import Client
+from paceline.client import Client, DraftOptions
 
 from .fake_target import TOKENIZER, continuation
 from .world import World
@@ -32,11 +33,19 @@ async def generate(world: World, *arguments: str) -> int:
     return await asyncio.to_thread(main, ["generate", *services, *common, *arguments])
 
 
+@pytest.fixture
+def eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command drafts in every round, and waits for each tree."""
+    drafting = DraftOptions(timeout=60, adaptive=False)
+    monkeypatch.setattr("paceline.cli.generate.Client", partial(Client, drafting=drafting))
+
+
 @pytest.fixture(autouse=True)
 def cache_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
+@pytest.mark.usefixtures("eagerly")
 async def test_generate_streams_text(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     assert await generate(world, "hi") == 0
     assert capsys.readouterr() == (TEXT + "\n", "")
@@ -70,7 +79,7 @@ async def test_generate_reads_files_and_stdin(
     assert capsys.readouterr().out == 2 * (TEXT + "\n")
 
 
-@pytest.mark.usefixtures("eager")
+@pytest.mark.usefixtures("eagerly")
 async def test_generate_tells_what_it_cost(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -130,9 +139,8 @@ def demo_arguments(**changed: Any) -> argparse.Namespace:
     return args
 
 
-@pytest.mark.usefixtures("eager")
 async def test_the_demo_colours_what_was_drafted(
-    world: World, client: Client, monkeypatch: pytest.MonkeyPatch
+    world: World, eager: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Coloured on a terminal, plain elsewhere, and the same text in both."""
     monkeypatch.setenv("TERM", "xterm")  # rich takes a dumb one for 80 columns wide
@@ -140,7 +148,7 @@ async def test_the_demo_colours_what_was_drafted(
         screen = io.StringIO()
         colours = "standard" if terminal else "auto"
         console = Console(file=screen, width=120, force_terminal=terminal, color_system=colours)
-        await demo._stream(console, client, "hi", "fake", demo_arguments())
+        await demo._stream(console, eager, "hi", "fake", demo_arguments())
         shown = screen.getvalue()
         drafted = re.findall(r"\x1b\[1;32m(.*?)\x1b\[0m", shown.partition("hi")[2], re.DOTALL)
         assert bool(drafted) == terminal
@@ -194,13 +202,14 @@ def test_the_demo_says_what_is_missing(capsys: pytest.CaptureFixture[str], tmp_p
     assert f"has no prompt 'nosuch'; it has: {first_prompt()['id']}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_demo_with_real_services(tmp_path: Path) -> None:
     """A random tiny target and no terminal: no control codes, all processes gone, exit code 0."""
     write_tiny_model(tmp_path / "target")
     command = [sys.executable, "-m", "paceline.cli.main", "demo", "--target", tmp_path / "target"]
     command += ["--load", "ngram=ngram", "--max-new-tokens", "32"]
     done = subprocess.run(
-        command, capture_output=True, text=True, errors="replace", timeout=120, check=False
+        command, capture_output=True, text=True, errors="replace", timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "identical tokens: yes" in done.stdout

@@ -17,7 +17,7 @@ LONG = 100_000
 
 async def freed(world: World) -> bool:
     """Whether all caches go within a while."""
-    for _ in range(400):
+    for _ in range(6000):
         if not world.verifier.caches:
             return True
         await asyncio.sleep(0.01)
@@ -70,9 +70,8 @@ async def test_cancel_at_any_moment_leaves_nothing(world: World, client: Client)
         generation.cancel()
         assert (await task).finish_reason == "cancelled"
     if not await freed(world):
-        # One whose answer was just on its way when its client left: its lease is for that.
-        (unheard,) = world.verifier.caches.values()
-        assert unheard.round_id == 0
+        # Of those whose answer was just on its way when their client left: their lease is for that.
+        assert all(cache.round_id == 0 for cache in world.verifier.caches.values())
 
 
 @pytest.mark.parametrize("drafter", ["none", "fake"])

@@ -11,9 +11,8 @@ PROMPT = [104, 105, 106]
 SEED = 5
 
 
-@pytest.mark.usefixtures("eager")
-async def test_chunks_make_up_the_result(world: World, client: Client) -> None:
-    generation = client.generate(PROMPT, max_new_tokens=120, seed=SEED, logprobs=3)
+async def test_chunks_make_up_the_result(world: World, eager: Client) -> None:
+    generation = eager.generate(PROMPT, max_new_tokens=120, seed=SEED, logprobs=3)
     chunks = [chunk async for chunk in generation]
     result = await generation
     assert [token for chunk in chunks for token in chunk.token_ids] == result.token_ids
@@ -53,17 +52,16 @@ async def test_an_empty_prompt_is_refused(client: Client, prompt: str | list[int
         await client.generate(prompt)
 
 
-@pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("drafter", ["none", "fake"])
 @pytest.mark.parametrize("span", [1, 2, 5])
 async def test_a_stop_string_ends_text_and_tokens(
-    world: World, client: Client, drafter: str, span: int
+    world: World, eager: Client, drafter: str, span: int
 ) -> None:
     """It may span tokens (each is one character here) and lie among accepted drafted ones."""
     text = bytes(continuation(PROMPT, 120, SEED)).decode()
     stop = text[60 : 60 + span]
     end = text.index(stop) + span
-    result = await client.generate(
+    result = await eager.generate(
         PROMPT, max_new_tokens=120, seed=SEED, stop=stop, drafter=drafter, logprobs=True
     )
     assert result.finish_reason == "stop"

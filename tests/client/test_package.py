@@ -24,7 +24,7 @@ with paceline.client.SyncClient(transport=paceline.client.MockTransport("fine"))
     print(client.generate("x").text)
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False
     )
     assert (done.stdout, done.stderr) == ("fine\n", "")
 
@@ -36,6 +36,6 @@ import paceline.client
 print([name for name in ("torch", "transformers", "numpy") if name in sys.modules])
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True
     )
     assert done.stdout == "[]\n"

@@ -5,36 +5,42 @@ from itertools import pairwise
 
 import pytest
 
-from paceline.client import Client, DraftOptions
+from paceline.client import Client
 
+from .conftest import quick_client
 from .fake_target import continuation
 from .world import World
 
 PROMPT = [104, 105, 106]
 SEED = 5
+LONG = 100_000
+MODES = ["good", "wrong", "empty", "huge", "lengths", "forward", "refusing", "dying", "silent"]
 
 
-@pytest.mark.parametrize(
-    "mode",
-    ["good", "wrong", "empty", "huge", "lengths", "forward", "refusing", "dying", "silent"],
-)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("length", [1, 2, 150])
-async def test_tokens_do_not_depend_on_the_drafter(
-    world: World, client: Client, mode: str, length: int
-) -> None:
+async def test_tokens_do_not_depend_on_the_drafter(world: World, mode: str, length: int) -> None:
     world.drafter.mode = mode
-    result = await client.generate(PROMPT, max_new_tokens=length, seed=SEED)
+    timeout = 0.02 if mode == "silent" else 60.0
+    async with quick_client(world, adaptive=False, timeout=timeout) as client:
+        result = await client.generate(PROMPT, max_new_tokens=length, seed=SEED)
     assert result.token_ids == continuation(PROMPT, length, SEED)
     assert result.finish_reason == "length"
     assert result.usage.total_tokens == len(PROMPT) + length
     assert sum(entry.emitted for entry in result.stats.rounds) == length - 1
     assert not world.drafter.out_of_step
     assert not world.verifier.caches
-    if length > 100:
+    if length > 100 and mode != "silent":
         assert world.drafter.attaches
 
 
-@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("mode", MODES)
+async def test_nor_on_when_it_pays(world: World, client: Client, mode: str) -> None:
+    world.drafter.mode = "good" if mode == "silent" else mode
+    result = await client.generate(PROMPT, max_new_tokens=150, seed=SEED)
+    assert result.token_ids == continuation(PROMPT, 150, SEED)
+
+
 @pytest.mark.parametrize(
     ("mode", "reason"),
     [
@@ -43,23 +49,21 @@ async def test_tokens_do_not_depend_on_the_drafter(
         ("forward", "invalid_tree"),
         ("refusing", "drafter_refused"),
         ("dying", "drafter_unavailable"),
-        ("silent", "drafter_timeout"),
     ],
 )
 async def test_fallbacks_are_counted_by_reason(
-    world: World, client: Client, mode: str, reason: str
+    world: World, eager: Client, mode: str, reason: str
 ) -> None:
     world.drafter.mode = mode
-    result = await client.generate(PROMPT, max_new_tokens=100, seed=SEED)
+    result = await eager.generate(PROMPT, max_new_tokens=100, seed=SEED)
     assert result.stats.fallbacks[reason] >= 1
     assert set(result.stats.fallbacks) == {reason}
 
 
-@pytest.mark.usefixtures("eager")
-async def test_answers_to_rounds_not_asked_for_are_dropped(world: World, client: Client) -> None:
+async def test_answers_to_rounds_not_asked_for_are_dropped(world: World, eager: Client) -> None:
     world.drafter.mode = "stray"
     world.verifier.strays = True
-    result = await client.generate(PROMPT, max_new_tokens=100, seed=SEED)
+    result = await eager.generate(PROMPT, max_new_tokens=100, seed=SEED)
     assert result.token_ids == continuation(PROMPT, 100, SEED)
     assert result.stats.accepted > 0
     assert not result.stats.fallbacks
@@ -77,9 +81,8 @@ async def test_without_speculation(world: World, client: Client) -> None:
     assert again.token_ids == result.token_ids
 
 
-@pytest.mark.usefixtures("eager")
-async def test_a_good_drafter_is_believed(world: World, client: Client) -> None:
-    result = await client.generate(PROMPT, max_new_tokens=100, seed=SEED, drafter="fake")
+async def test_a_good_drafter_is_believed(world: World, eager: Client) -> None:
+    result = await eager.generate(PROMPT, max_new_tokens=100, seed=SEED, drafter="fake")
     stats = result.stats
     assert stats.drafted_rounds == 20
     assert stats.mean_accepted_length == pytest.approx(stats.mean_accepted_drafts + 1, abs=0.2)
@@ -93,8 +96,8 @@ async def test_a_good_drafter_is_believed(world: World, client: Client) -> None:
         assert parts >= entry.round_ms * 0.999
 
 
-async def test_a_drafter_is_told_what_it_needs(world: World, client: Client) -> None:
-    await client.generate(
+async def test_a_drafter_is_told_what_it_needs(world: World, eager: Client) -> None:
+    await eager.generate(
         PROMPT, max_new_tokens=40, seed=SEED, temperature=0.5, drafter="by-name", top_k=7
     )
     attach = world.drafter.attaches[0]
@@ -108,54 +111,72 @@ async def test_a_drafter_is_told_what_it_needs(world: World, client: Client) -> 
     assert attach.verifier_address == world.addresses[0]
 
 
-@pytest.mark.usefixtures("eager")
 async def test_a_slow_drafter_is_not_waited_for(world: World) -> None:
-    world.drafter.seconds = 0.3
-    async with Client(
-        *world.addresses, cache_dir=None, drafting=DraftOptions(timeout=0.01)
-    ) as client:
-        result = await client.generate(PROMPT, max_new_tokens=400, seed=SEED)
-    assert result.token_ids == continuation(PROMPT, 400, SEED)
-    assert result.stats.fallbacks["drafter_timeout"] >= 1
-    assert world.drafter.asked <= 1 + result.stats.fallbacks["drafter_timeout"]
-
-
-@pytest.mark.usefixtures("eager")
-async def test_a_late_tree_is_dropped_and_the_drafter_used_again(world: World) -> None:
-    world.drafter.seconds = 0.05
-    async with Client(
-        *world.addresses, cache_dir=None, drafting=DraftOptions(timeout=0.02)
-    ) as client:
+    """It owes one tree, and is asked for no other."""
+    world.drafter.may_draft.clear()
+    async with quick_client(world, adaptive=False, timeout=0.02) as client:
         tokens: list[int] = []
-        async for chunk in client.generate(PROMPT, max_new_tokens=3000, seed=SEED):
+        generation = client.generate(PROMPT, max_new_tokens=LONG, seed=SEED)
+        async for chunk in generation:
             tokens += chunk.token_ids
-            if len(tokens) > 30:
-                world.drafter.seconds = 0.0
-    assert tokens == continuation(PROMPT, 3000, SEED)
-    assert world.drafter.asked > 10
+            if generation.stats.fallbacks["drafter_timeout"] and len(tokens) > 100:
+                break
+    assert tokens == continuation(PROMPT, len(tokens), SEED)
+    assert world.drafter.asked == 1
+
+
+async def test_the_first_round_waits_for_the_drafter_if_every_round_drafts(
+    world: World, eager: Client
+) -> None:
+    world.drafter.may_attach.clear()
+    running = asyncio.ensure_future(eager.generate(PROMPT, max_new_tokens=100, seed=SEED))
+    async with asyncio.timeout(60):
+        while not world.drafter.attaches:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    for _ in range(10):
+        await asyncio.sleep(0.01)
+        assert not world.verifier.rounds
+    world.drafter.may_attach.set()
+    stats = (await running).stats
+    assert stats.drafted_rounds == len(stats.rounds) == 20
+
+
+async def test_a_late_tree_is_dropped_and_the_drafter_used_again(world: World) -> None:
+    world.drafter.may_draft.clear()
+    async with quick_client(world, adaptive=False, timeout=0.02) as client:
+        tokens: list[int] = []
+        generation = client.generate(PROMPT, max_new_tokens=LONG, seed=SEED)
+        async for chunk in generation:
+            tokens += chunk.token_ids
+            if generation.stats.fallbacks["drafter_timeout"]:
+                world.drafter.may_draft.set()
+            if world.drafter.asked > 10:
+                break
+    assert tokens == continuation(PROMPT, len(tokens), SEED)
     assert len(world.drafter.attaches) == 1
     assert not world.drafter.out_of_step
 
 
-async def test_a_drafter_that_comes_back_is_attached_again(world: World, client: Client) -> None:
-    world.verifier.step_seconds = 0.001
+async def test_a_drafter_that_comes_back_is_attached_again(world: World, eager: Client) -> None:
     tokens: list[int] = []
-    async for chunk in client.generate(PROMPT, max_new_tokens=600, seed=SEED):
-        if len(tokens) < 50 <= len(tokens) + len(chunk.token_ids):
-            await world.drafter_service.stop()
-        if len(tokens) < 150 <= len(tokens) + len(chunk.token_ids):
-            await world.drafter_service.start()
+    generation = eager.generate(PROMPT, max_new_tokens=LONG, seed=SEED)
+    losses = generation.stats.fallbacks
+    async for chunk in generation:
         tokens += chunk.token_ids
-    assert tokens == continuation(PROMPT, 600, SEED)
-    assert len(world.drafter.attaches) > 1
+        if not losses and len(tokens) > 50:
+            await world.drafter_service.stop()
+        if losses["drafter_unavailable"] >= 2 and not world.drafter_service.running:
+            await world.drafter_service.start()
+        if len(world.drafter.attaches) > 1:
+            break
+    assert tokens == continuation(PROMPT, len(tokens), SEED)
     assert len(world.drafter.attaches[-1].tokens) > 50
     assert not world.drafter.out_of_step
 
 
-async def test_without_a_drafter_service_text_still_comes(world: World) -> None:
+async def test_without_a_drafter_service_text_still_comes(world: World, eager: Client) -> None:
     await world.drafter_service.stop()
-    async with Client(*world.addresses, cache_dir=None) as client:
-        result = await client.generate(PROMPT, max_new_tokens=100, seed=SEED)
+    result = await eager.generate(PROMPT, max_new_tokens=100, seed=SEED)
     assert result.token_ids == continuation(PROMPT, 100, SEED)
     assert result.stats.fallbacks["drafter_unavailable"] >= 1
 
@@ -168,10 +189,9 @@ async def test_a_zero_node_budget_sends_no_tree(world: World, client: Client) ->
     assert sum(1 for nodes in trees if nodes) <= 1
 
 
-@pytest.mark.usefixtures("eager")
-async def test_budgets_bound_the_tree(world: World, client: Client) -> None:
-    await client.generate(PROMPT, max_new_tokens=60, seed=SEED, max_nodes=3)
-    await client.generate(PROMPT, max_new_tokens=60, seed=SEED)
+async def test_budgets_bound_the_tree(world: World, eager: Client) -> None:
+    await eager.generate(PROMPT, max_new_tokens=60, seed=SEED, max_nodes=3)
+    await eager.generate(PROMPT, max_new_tokens=60, seed=SEED)
     sizes = {len(request.tree.tokens) for request in world.verifier.rounds}
     assert 3 in sizes
     assert 8 in sizes

@@ -15,6 +15,7 @@ from paceline.client import Client, InvalidRequestError, PacelineError
 from paceline.client._trace import _depth
 from paceline.v1 import tree_pb2
 
+from .conftest import quick_client
 from .fake_target import continuation
 from .world import World
 
@@ -55,11 +56,10 @@ def facts(span: ReadableSpan) -> dict[str, object]:
     return dict(span.attributes or {})
 
 
-@pytest.mark.usefixtures("eager")
 async def test_every_message_names_the_span_it_belongs_to(
-    world: World, client: Client, recording: Recording
+    world: World, eager: Client, recording: Recording
 ) -> None:
-    result = await client.generate(PROMPT, max_new_tokens=40, seed=SEED, drafter="fake")
+    result = await eager.generate(PROMPT, max_new_tokens=40, seed=SEED, drafter="fake")
     (root,) = recording.named("text_completion fake")
     rounds = recording.named("specdec.round")
     drafts, verifies = recording.named("specdec.draft"), recording.named("specdec.verify")
@@ -114,13 +114,14 @@ async def test_a_trace_that_nobody_records_leaves_no_mark(
     assert not any("traceparent" in metadata for metadata in world.verifier.metadata)
 
 
-@pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("mode", ["wrong", "huge", "forward", "refusing", "dying", "silent"])
 async def test_all_spans_end_whatever_the_drafter_does(
-    world: World, client: Client, recording: Recording, mode: str
+    world: World, recording: Recording, mode: str
 ) -> None:
     world.drafter.mode = mode
-    result = await client.generate(PROMPT, max_new_tokens=60, seed=SEED)
+    timeout = 0.02 if mode == "silent" else 60.0
+    async with quick_client(world, adaptive=False, timeout=timeout) as client:
+        result = await client.generate(PROMPT, max_new_tokens=60, seed=SEED)
     assert result.token_ids == continuation(PROMPT, 60, SEED)
     names = recording.names()
     rounds = len(result.stats.rounds)

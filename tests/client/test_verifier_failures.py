@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from itertools import count
 
 import grpc
 import pytest
@@ -99,22 +100,38 @@ async def test_a_lost_cache_is_prefilled_again(
     assert result.usage.completion_tokens == 140
     assert not world.drafter.out_of_step
     assert not world.verifier.caches
-    if drafter == "fake":
-        grants = {bytes(attach.read_grant) for attach in world.drafter.attaches}
-        assert len(grants) == 2
+
+
+async def test_a_new_cache_is_shown_to_the_drafter(world: World, eager: Client) -> None:
+    fault = once(3, 0, "reset")
+
+    def restart(round_id: int, sent: int) -> grpc.StatusCode | str | None:
+        what = fault(round_id, sent)
+        if what:
+            world.verifier.restart()
+        return what
+
+    world.verifier.fault = restart
+    result = await eager.generate(PROMPT, max_new_tokens=140, seed=SEED)
+    assert result.token_ids == continuation(PROMPT, 140, SEED)
+    first, second = world.drafter.attaches
+    assert first.read_grant != second.read_grant
+    assert len(second.tokens) > len(first.tokens)
+    assert not world.drafter.out_of_step
 
 
 async def test_a_real_restart(world: World, client: Client) -> None:
     """The server goes away for a while and comes back without its caches."""
-    world.verifier.step_seconds = 0.001
+    world.verifier.hold_at = 50
     generations = [
         client.generate([n, 1], max_new_tokens=300, seed=SEED, drafter="fake" if n % 2 else "none")
         for n in range(6)
     ]
     work = asyncio.gather(*generations)
-    await world.verifier.wait_for_rounds(12)
+    await world.verifier.wait_for_texts(6)
     await world.verifier_service.stop()
     world.verifier.restart()
+    world.verifier.hold_at = None
     await asyncio.sleep(0.2)
     await world.verifier_service.start()
     for n, result in enumerate(await work):
@@ -137,6 +154,14 @@ async def test_another_model_after_a_restart_is_an_error(world: World, client: C
         await client.generate(PROMPT, max_new_tokens=100, seed=SEED)
 
 
+@pytest.fixture
+def ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock of attempts that goes on by 0.1 s whenever one looks at it."""
+    clock = count()
+    monkeypatch.setattr("paceline.client._retry.monotonic", lambda: next(clock) / 10)
+
+
+@pytest.mark.usefixtures("ticks")
 async def test_streams_that_break_all_the_time_use_up_the_budget(world: World) -> None:
     world.verifier.fault = lambda *_: grpc.StatusCode.UNAVAILABLE
     async with Client(*world.addresses, cache_dir=None, retry=QUICK) as client:
@@ -146,14 +171,14 @@ async def test_streams_that_break_all_the_time_use_up_the_budget(world: World) -
     assert not world.verifier.caches
 
 
+@pytest.mark.usefixtures("ticks")
 async def test_streams_that_break_now_and_then_do_not(world: World) -> None:
     """The budget is for time without progress, not for the whole generation."""
     world.verifier.fault = lambda _, sent: "reset" if sent == 1 else None
-    retry = RetryOptions(budget=0.2, first_delay=0.02)
-    async with Client(*world.addresses, cache_dir=None, retry=retry) as client:
+    async with Client(*world.addresses, cache_dir=None, retry=QUICK) as client:
         result = await client.generate(PROMPT, max_new_tokens=60, seed=SEED)
     assert result.token_ids == continuation(PROMPT, 60, SEED)
-    assert result.stats.fallbacks["verifier_resumed"] >= 1
+    assert result.stats.fallbacks["verifier_resumed"] > 3
 
 
 async def test_an_absent_verifier_is_unavailable(world: World) -> None:

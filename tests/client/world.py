@@ -23,6 +23,10 @@ class Service:
         self._register = register
         self._server: grpc.aio.Server | None = None
 
+    @property
+    def running(self) -> bool:
+        return self._server is not None
+
     async def start(self) -> None:
         self._server = grpc.aio.server()
         self._register(self._server)

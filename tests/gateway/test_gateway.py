@@ -33,7 +33,7 @@ async def served(serve: Serve) -> AsyncIterator[Served]:
 
 
 async def eventually(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not true():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 

@@ -69,7 +69,7 @@ async def test_what_breaks_off_is_no_success(serve: Serve, registry: CollectorRe
         body = {"model": "mock", "prompt": "a", "max_tokens": 50_000}
         async with aiohttp.ClientSession() as session:
             call = asyncio.create_task(session.post(f"{served.url}{PATH}", json=body))
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while not served.transport.open_caches:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
                 assert registry.get_sample_value(Metric.GATEWAY_IN_FLIGHT) == 1

@@ -1,7 +1,10 @@
 """Random tiny targets of every family, and real service processes over them."""
 
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from system_support import (
     FAMILIES,
     HOSTILE,
     SPAWNED,
+    THREADS,
     shared_memory_segments,
     write_model,
     write_tokenizer,
@@ -33,17 +37,42 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
+def verifiers(models: dict[str, Path]) -> Iterator[Callable[[str], ServiceProcess]]:
+    """Gives the verifier of a family, in fp32, which checks all that is drafted."""
+    with ExitStack() as running:
+
+        @cache
+        def verifier(family: str) -> ServiceProcess:
+            arguments = ["--target", str(models[family]), "--dtype", "float32", "--schedule", "off"]
+            process = ServiceProcess("verifier", arguments, environment=THREADS)
+            return running.enter_context(process)
+
+        yield verifier
+
+
+@pytest.fixture(scope="session")
 def drafter(models: dict[str, Path]) -> Iterator[ServiceProcess]:
-    """One drafter service for all families, good and hostile methods alike."""
+    """One drafter service for all families, good and hostile methods alike.
+
+    A family's name is the drafter that guesses like its target.
+    """
     hostile = Path(__file__).parent.parent / "drafter"
     arguments = ["--load", f"lm=lm:{models['small']}", "--load", "ngram=ngram"]
+    arguments += [f"--load={family}=lm:{models[family]}" for family in FAMILIES]
     arguments.append("--allow-test-methods")
     for method, kind in HOSTILE.items():
         arguments += ["--test-method", f"{method}=adversaries:{kind}"]
         arguments += ["--load", f"{method}={method}"]
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(hostile)}
+    environment = {**THREADS, "PYTHONPATH": str(hostile)}
     with ServiceProcess("drafter", arguments, environment=environment) as process:
         yield process
+
+
+@pytest.fixture(scope="session")
+def sockets() -> Iterator[Path]:
+    """Where services listen that are started again: a TCP port may be another's by then."""
+    with tempfile.TemporaryDirectory(prefix="pl") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -6,11 +6,10 @@ from typing import Self
 
 
 class Proxy:
-    """Forwards a loopback port to `target` ("host:port"); `cut` breaks what is connected."""
+    """Forwards a loopback port to `target` ("unix:path"); `cut` breaks what is connected."""
 
     def __init__(self, target: str, delay: float = 0.0) -> None:
-        self._host, _, port = target.rpartition(":")
-        self._port = int(port)
+        self._path = target.removeprefix("unix:")
         self.delay = delay
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -46,7 +45,7 @@ class Proxy:
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            far_reader, far_writer = await asyncio.open_connection(self._host, self._port)
+            far_reader, far_writer = await asyncio.open_unix_connection(self._path)
         except OSError:
             writer.transport.abort()
             return

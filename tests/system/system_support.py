@@ -19,8 +19,9 @@ from transformers import (
 from paceline.client import DraftOptions
 
 VOCABULARY = 320
-EAGER = DraftOptions(adaptive=False)
-"""Drafts in every round, for tests that are of drafting, whether it pays or not."""
+THREADS = {"OMP_NUM_THREADS": "1"}
+EAGER = DraftOptions(timeout=60, first_delay=0.05, longest_delay=0.1, adaptive=False)
+"""Drafts in every round, for tests that are of drafting, however slow the machine makes it."""
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,

@@ -1,14 +1,16 @@
 """The main promise, through real processes: the same tokens whoever drafts."""
 
 import asyncio
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from system_support import FAMILIES, HOSTILE, make_prompts, reference
+from system_support import EAGER, FAMILIES, HOSTILE, THREADS, make_prompts, reference
 
 from paceline.cli.processes import ServiceProcess
 from paceline.client import Client
 
+Verifiers = Callable[[str], ServiceProcess]
 USEFUL = ("lm", "ngram")
 CONCURRENT = 8
 TOKENS = 64
@@ -47,46 +49,59 @@ async def generate_all(
     return [ids for ids, _ in results], sum(accepted for _, accepted in results)
 
 
+@pytest.mark.parametrize("count", [24, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_greedy_equals_transformers(
-    family: str, models: dict[str, Path], drafter: ServiceProcess
+    family: str,
+    count: int,
+    models: dict[str, Path],
+    verifiers: Verifiers,
+    drafter: ServiceProcess,
 ) -> None:
-    """200 prompts x 64 tokens in fp32, no drafter and every drafter, 8 at a time."""
-    prompts = make_prompts(200)
+    """64 tokens in fp32 for each prompt, no drafter and every drafter, 8 at a time."""
+    prompts = make_prompts(count)
     expected = reference(models[family], prompts, TOKENS)
-    arguments = ["--target", str(models[family]), "--dtype", "float32", "--schedule", "off"]
-    async with ServiceProcess(
-        "verifier", arguments, environment={"OMP_NUM_THREADS": "1"}
-    ) as served:
-        async with Client(served.address, drafter=drafter.address) as client:
-            plain, _ = await generate_all(client, prompts, "none")
-            assert plain == expected
-            for name in USEFUL:
-                output, accepted = await generate_all(client, prompts, name)
-                assert output == expected, name
-                assert accepted, f"{name} never guessed right: the test shows nothing"
-            for name in HOSTILE:
-                output, _ = await generate_all(client, prompts[:24], name)
-                assert output == expected[:24], name
+    served = await asyncio.to_thread(verifiers, family)
+    async with Client(served.address, drafter=drafter.address, drafting=EAGER) as client:
+        plain, _ = await generate_all(client, prompts, "none")
+        assert plain == expected
+        for name in (family, *USEFUL):
+            output, accepted = await generate_all(client, prompts, name)
+            assert output == expected, name
+            # The others are right by luck, which takes many prompts.
+            right = accepted > 0 or (name != family and count < 200)
+            assert right, f"{name} never guessed right: the test shows nothing"
+        few = count // 3
+        for name in HOSTILE:
+            output, _ = await generate_all(client, prompts[:few], name)
+            assert output == expected[:few], name
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def verifier(request: pytest.FixtureRequest, models: dict[str, Path]) -> Iterator[ServiceProcess]:
+    """One that weighs drafting, of a dtype."""
+    arguments = ["--target", str(models["qwen3"]), "--dtype", request.param]
+    with ServiceProcess("verifier", arguments, environment=THREADS) as served:
+        yield served
+
+
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 async def test_seed_decides_whoever_drafts(
-    sampling: str, dtype: str, models: dict[str, Path], drafter: ServiceProcess
+    sampling: str, verifier: ServiceProcess, drafter: ServiceProcess
 ) -> None:
     """Sampled text is the same for any drafter, in bf16 too; another seed gives another text."""
-    prompts = make_prompts(24, seed=1)
-    arguments = ["--target", str(models["qwen3"]), "--dtype", dtype]
+    prompts = make_prompts(16, seed=1)
     options = SAMPLINGS[sampling]
-    async with ServiceProcess(
-        "verifier", arguments, environment={"OMP_NUM_THREADS": "1"}
-    ) as served:
-        async with Client(served.address, drafter=drafter.address) as client:
-            expected, _ = await generate_all(client, prompts, "none", **options)
-            assert len({tuple(output) for output in expected}) == len(prompts)
-            for name in (*USEFUL, *HOSTILE):
-                output, _ = await generate_all(client, prompts, name, **options)
-                assert output == expected, name
-            other, _ = await generate_all(client, prompts[::-1], "none", **options)
-            assert other[::-1] != expected
+    async with (
+        Client(verifier.address, drafter=drafter.address) as client,
+        Client(verifier.address, drafter=drafter.address, drafting=EAGER) as eager,
+    ):
+        expected, _ = await generate_all(client, prompts, "none", **options)
+        assert len({tuple(output) for output in expected}) == len(prompts)
+        for name in ("qwen3", *USEFUL, *HOSTILE):
+            output, _ = await generate_all(eager, prompts, name, **options)
+            assert output == expected, name
+        output, _ = await generate_all(client, prompts, "lm", **options)
+        assert output == expected, "drafting where it pays"
+        other, _ = await generate_all(client, prompts[::-1], "none", **options)
+        assert other[::-1] != expected

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from system_support import VOCABULARY, make_prompts
+from system_support import EAGER, VOCABULARY, make_prompts
 
 from paceline.cli.main import main
 from paceline.cli.processes import ServiceProcess
-from paceline.client import Client, DraftOptions, GenerationResult
+from paceline.client import Client, GenerationResult
+from paceline.drafter import LoadError
 from paceline.drafter.recordings import read_recordings
 from paceline.train.online import heldout
 
@@ -44,12 +48,26 @@ def paceline(*words: object) -> None:
 
 def generate(verifier: ServiceProcess, drafter: ServiceProcess) -> list[GenerationResult]:
     async def all_at_once() -> list[GenerationResult]:
-        drafting = DraftOptions(timeout=30, adaptive=False)
-        async with Client(verifier.address, drafter=drafter.address, drafting=drafting) as client:
+        async with Client(verifier.address, drafter=drafter.address, drafting=EAGER) as client:
             asked = [client.generate(p, max_new_tokens=TOKENS, drafter="lm") for p in PROMPTS]
             return await asyncio.gather(*asked)
 
     return asyncio.run(all_at_once())
+
+
+Kept = dict[tuple[int, ...], tuple[int, ...]]
+
+
+def recorded(folder: Path, enough: Callable[[Kept], bool]) -> Kept:
+    """Tokens by prompt of what is on the disk, once that is enough."""
+    deadline = time.monotonic() + 60
+    while True:
+        with suppress(LoadError):  # There is none yet.
+            kept = {text.prompt: text.tokens for text in read_recordings(folder)}
+            if enough(kept):
+                return kept
+        assert time.monotonic() < deadline, "texts are not recorded"
+        time.sleep(0.1)
 
 
 def tokens_of(results: list[GenerationResult]) -> list[list[int]]:
@@ -57,7 +75,7 @@ def tokens_of(results: list[GenerationResult]) -> list[list[int]]:
 
 
 def test_a_drafter_learns_from_what_it_drafted(
-    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folders: dict[str, Path], sockets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heldout, "_TEXTS", 2)
     monkeypatch.setattr(heldout, "_WRITTEN", 16)
@@ -66,13 +84,12 @@ def test_a_drafter_learns_from_what_it_drafted(
     load = ["--load", f"lm=lm:{folders['lm']}", "--record", str(texts)]
     with (
         ServiceProcess("verifier", target) as verifier,
-        ServiceProcess("drafter", load) as drafter,
+        ServiceProcess("drafter", load, address=f"unix:{sockets}/online") as drafter,
     ):
         first = generate(verifier, drafter)
+        # No text has its last round.
+        kept = recorded(texts, lambda tokens: len(tokens) == len(PROMPTS))
         drafter.kill()
-        # All but what was still on its way to the disk; no text has its last round.
-        kept = {text.prompt: text.tokens for text in read_recordings(texts)}
-        assert len(kept) >= len(PROMPTS) - 2
         for prompt, result in zip(PROMPTS, first, strict=True):
             tokens = kept.get(tuple(prompt), ())
             assert tokens == tuple(result.token_ids[: len(tokens)])
@@ -98,4 +115,4 @@ def test_a_drafter_learns_from_what_it_drafted(
         last = generate(verifier, drafter)
         assert {tuple(r.stats.drafter_versions) for r in last} == {("lm@2",)}
         assert tokens_of(first) == tokens_of(tried) == tokens_of(last)
-        assert len(read_recordings(texts)) > 2 * len(PROMPTS)
+        recorded(texts, lambda _: len(read_recordings(texts)) > 2 * len(PROMPTS))

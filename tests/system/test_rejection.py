@@ -1,9 +1,10 @@
 """The REJECTION mode with real drafters: every chain they send is one that the verifier takes."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
-from system_support import EAGER, make_prompts
+from system_support import EAGER, THREADS, make_prompts
 from test_dspark import make_drafter
 from test_longspec import make_layer
 
@@ -17,12 +18,14 @@ REFUSALS = {"invalid_tree", "malformed_tree", "drafter_refused"}
 
 
 async def test_drafts_of_every_method_are_taken(
-    models: dict[str, Path], drafter: ServiceProcess, tmp_path: Path
+    models: dict[str, Path],
+    verifiers: Callable[[str], ServiceProcess],
+    drafter: ServiceProcess,
+    tmp_path: Path,
 ) -> None:
     target = models["llama"]
     block = make_drafter(target, tmp_path / "dspark")
     layer = make_layer(target, tmp_path / "longspec")
-    threads = {"OMP_NUM_THREADS": "1"}
     loads = [
         "--load", f"lm=lm:{target}",  # the target itself: nearly all is accepted
         "--load", f"dspark=dspark:{block},target={target}",
@@ -30,11 +33,8 @@ async def test_drafts_of_every_method_are_taken(
         "--load", f"selfspec=selfspec:{target}",
         "--load", "ngram=ngram",
     ]  # fmt: skip
-    arguments = ["--target", str(target), "--schedule", "off"]
-    with (
-        ServiceProcess("verifier", arguments, environment=threads) as served,
-        ServiceProcess("drafter", loads, environment=threads) as drafters,
-    ):
+    served = await asyncio.to_thread(verifiers, "llama")
+    with ServiceProcess("drafter", loads, environment=THREADS) as drafters:
 
         async def generate(client: Client, name: str) -> list[GenerationResult]:
             runs = (

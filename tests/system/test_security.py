@@ -80,7 +80,7 @@ def secured(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
 async def attempt(address: str, tls: TlsOptions, token: str | None) -> list[int]:
     prompt = make_prompts(1)[0]
     async with Client(address, tls=tls, token=token, retry=IMPATIENT) as client:
-        return (await client.generate(prompt, max_new_tokens=4, deadline=20)).token_ids
+        return (await client.generate(prompt, max_new_tokens=4, deadline=120)).token_ids
 
 
 async def test_who_has_all_of_it_is_served(secured: Secured) -> None:

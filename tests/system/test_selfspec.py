@@ -1,17 +1,16 @@
 """The target drafts for itself over its verifier's KV, mapped or followed, and changes no token."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from system_support import FAMILIES, make_prompts, reference
+from system_support import EAGER, FAMILIES, THREADS, make_prompts, reference
 
 from paceline.cli.processes import ServiceProcess
-from paceline.client import Client, DraftOptions, GenerationResult
+from paceline.client import Client, GenerationResult
 
 TOKENS = 24
-THREADS = {"OMP_NUM_THREADS": "1"}
 WAYS = {
     "mapped": "kv=map",
     "chosen": "kv=map,kv_policy=verified",
@@ -44,39 +43,40 @@ def drafter(models: dict[str, Path]) -> Iterator[ServiceProcess]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_tokens_are_those_of_no_drafter(
-    family: str, models: dict[str, Path], drafter: ServiceProcess
+    family: str,
+    models: dict[str, Path],
+    verifiers: Callable[[str], ServiceProcess],
+    drafter: ServiceProcess,
 ) -> None:
     """Greedy and sampled, by every policy."""
     prompts = [prompt * 3 for prompt in make_prompts(4, seed=2)]
-    arguments = ["--target", str(models[family]), "--dtype", "float32", "--schedule", "off"]
-    options = DraftOptions(timeout=5.0, adaptive=False)
-    with ServiceProcess("verifier", arguments, environment=THREADS) as served:
-        async with Client(served.address, drafter=drafter.address, drafting=options) as client:
+    served = await asyncio.to_thread(verifiers, family)
+    async with Client(served.address, drafter=drafter.address, drafting=EAGER) as client:
 
-            async def generate(name: str, **sampling: object) -> list[GenerationResult]:
-                runs = (
-                    client.generate(
-                        prompt,
-                        max_new_tokens=TOKENS,
-                        seed=seed,
-                        drafter=name,
-                        ignore_eos=True,
-                        **sampling,  # type: ignore[arg-type]
-                    )
-                    for seed, prompt in enumerate(prompts)
+        async def generate(name: str, **sampling: object) -> list[GenerationResult]:
+            runs = (
+                client.generate(
+                    prompt,
+                    max_new_tokens=TOKENS,
+                    seed=seed,
+                    drafter=name,
+                    ignore_eos=True,
+                    **sampling,  # type: ignore[arg-type]
                 )
-                return await asyncio.gather(*runs)
+                for seed, prompt in enumerate(prompts)
+            )
+            return await asyncio.gather(*runs)
 
-            greedy = reference(models[family], prompts, TOKENS)
-            sampled = [r.token_ids for r in await generate("none", **SAMPLED)]
-            kv_bytes = {}
-            for name in WAYS:
-                drafted = await generate(f"{family}-{name}")
-                assert [r.token_ids for r in drafted] == greedy, name
-                rounds = [r for result in drafted for r in result.stats.rounds if r.drafted]
-                assert sum(r.accepted for r in rounds) > 0, f"{name} was of no use"
-                kv_bytes[name] = sum(r.kv_bytes for r in rounds)
-                drafted = await generate(f"{family}-{name}", **SAMPLED)
-                assert [r.token_ids for r in drafted] == sampled, name
-            assert kv_bytes["mapped"] == 0
-            assert 0 < kv_bytes["chosen"] < kv_bytes["verified"] / 10, "positions without their KV"
+        greedy = reference(models[family], prompts, TOKENS)
+        sampled = [r.token_ids for r in await generate("none", **SAMPLED)]
+        kv_bytes = {}
+        for name in WAYS:
+            drafted = await generate(f"{family}-{name}")
+            assert [r.token_ids for r in drafted] == greedy, name
+            rounds = [r for result in drafted for r in result.stats.rounds if r.drafted]
+            assert sum(r.accepted for r in rounds) > 0, f"{name} was of no use"
+            kv_bytes[name] = sum(r.kv_bytes for r in rounds)
+            drafted = await generate(f"{family}-{name}", **SAMPLED)
+            assert [r.token_ids for r in drafted] == sampled, name
+        assert kv_bytes["mapped"] == 0
+        assert 0 < kv_bytes["chosen"] < kv_bytes["verified"] / 10, "positions without their KV"

@@ -7,13 +7,13 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from system_support import make_prompts
+from system_support import EAGER, make_prompts
 
 from paceline.cli import tune as command
 from paceline.cli.config import expand
 from paceline.cli.main import main
 from paceline.cli.processes import ServiceProcess
-from paceline.client import Client, DraftOptions
+from paceline.client import Client
 
 
 async def test_a_tuned_drafter_is_served(models: dict[str, Path], tmp_path: Path) -> None:
@@ -33,7 +33,7 @@ async def test_a_tuned_drafter_is_served(models: dict[str, Path], tmp_path: Path
         [sys.executable, "-c", script, *words],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     assert "sparse ratio again" in done.stdout
@@ -48,8 +48,7 @@ async def test_a_tuned_drafter_is_served(models: dict[str, Path], tmp_path: Path
         ServiceProcess("verifier", arguments("verifier")) as verifier,
         ServiceProcess("drafter", arguments("drafter")) as drafter,
     ):
-        drafting = DraftOptions(adaptive=False)
-        async with Client(verifier.address, drafter=drafter.address, drafting=drafting) as client:
+        async with Client(verifier.address, drafter=drafter.address, drafting=EAGER) as client:
             text = await client.generate(make_prompts(1)[0] * 4, max_new_tokens=32)
     assert text.stats.drafter_versions == ["mine@1"]
 

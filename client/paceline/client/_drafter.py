@@ -140,7 +140,8 @@ class DrafterSession:
     async def ask(self, node_budget: int, max_depth: int, committed_length: int) -> bool:
         """Asks for a tree of at most `node_budget` nodes; False where that is no use now."""
         if self._state is _State.ATTACHING:
-            await self._wait_for_news(_ATTACH_GRACE - (monotonic() - self._asked_at))
+            grace = _ATTACH_GRACE if self._options.adaptive else self._patience()
+            await self._wait_for_news(grace - (monotonic() - self._asked_at))
         if self._state is not _State.READY:
             if self._stream is not None and monotonic() - self._asked_at > _HUNG_AFTER:
                 self._lose("drafter_hung", UnavailableError("it owes an answer"))
