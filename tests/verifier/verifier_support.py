@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,45 @@ async def failure(call: Any) -> grpc.aio.AioRpcError:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for something that nobody announces."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
+
+
+class HeldUp:
+    """A verifier whose engine is stopped before one of its steps."""
+
+    def __init__(self) -> None:
+        self._here, self._go_on = threading.Event(), threading.Event()
+
+    async def reached(self) -> None:
+        """Wait until the engine is at that step."""
+        assert await asyncio.to_thread(self._here.wait, 60), "the engine never came that far"
+
+    def go_on(self) -> None:
+        """Let the engine run again."""
+        self._go_on.set()
+
+    def wait(self) -> None:
+        """On the engine thread: wait until it may go on."""
+        self._here.set()
+        assert self._go_on.wait(60), "nobody let the engine go on"
+
+
+@contextlib.contextmanager
+def held_up(client: Client, after: int) -> Iterator[HeldUp]:
+    """Stop the engine after so many more steps; it goes on when it is let, or the body ends."""
+    decoder: Any = client.service.engine._decoder
+    forward, left, held = decoder.forward, iter(range(after)), HeldUp()
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        if next(left, None) is None:
+            held.wait()
+        return forward(*args, **kwargs)
+
+    decoder.forward = step
+    try:
+        yield held
+    finally:
+        held.go_on()
+        decoder.forward = forward

@@ -53,8 +53,15 @@ def measure(
             str(count): _median_ms(lambda c=count: _step(decoder, cache, c), repeats)  # type: ignore[misc]
             for count in rows
         }
-    filled = {str(length): _median_ms(lambda n=length: _prefill(decoder, n), 1) for length in prefills}  # type: ignore[misc]
-    return {"dtype": dtype, "threads": torch.get_num_threads(), "step_ms": steps, "prefill_ms": filled}
+    filled = {
+        str(length): _median_ms(lambda n=length: _prefill(decoder, n), 1) for length in prefills
+    }  # type: ignore[misc]
+    return {
+        "dtype": dtype,
+        "threads": torch.get_num_threads(),
+        "step_ms": steps,
+        "prefill_ms": filled,
+    }
 
 
 def _filled(decoder: Decoder, context: int) -> LocalCache:
