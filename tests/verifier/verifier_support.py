@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import grpc
 import torch
@@ -19,6 +20,7 @@ from grpc_status import rpc_status
 from paceline.service import ServerOptions, run_server
 from paceline.v1 import tree_pb2, verifier_pb2, verifier_pb2_grpc
 from paceline.verifier import VerifierService, build_service
+from paceline.verifier import service as service_module
 from paceline.verifier.kv.layout import KvLayout
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
@@ -162,8 +164,16 @@ class Round:
 async def serving(target: Path, socket: Path, **options: Any) -> AsyncIterator[Client]:
     """A verifier on a unix socket in this loop; checked for leaks at the end.
 
-    It checks every node it is sent, unless the options have a schedule.
+    It checks every node it is sent, unless the options have a schedule. It does not collect the
+    garbage of the tests' whole process at its start: that takes longer than all the rest.
     """
+    with patch.object(service_module, "gc", Mock()):
+        async with _served(target, socket, **options) as client:
+            yield client
+
+
+@contextlib.asynccontextmanager
+async def _served(target: Path, socket: Path, **options: Any) -> AsyncIterator[Client]:
     service = build_service(target, **{"schedule": "off", **options})
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
     server = asyncio.create_task(
