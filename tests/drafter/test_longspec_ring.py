@@ -98,7 +98,7 @@ def random_rounds(
 
 
 @pytest.mark.parametrize("window", [3, 8, 64])
-def test_after_thousands_of_rounds_the_ring_is_that_of_the_text(
+def test_after_many_rounds_the_ring_is_that_of_the_text(
     target: Path, tmp_path: Path, window: int
 ) -> None:
     """Bit by bit, and in the same memory as at first."""
@@ -107,12 +107,12 @@ def test_after_thousands_of_rounds_the_ring_is_that_of_the_text(
     text = text_of(5)
     sequence = start(drafter, text, kv)
     place, size = sequence.ring.keys.data_ptr(), sequence.ring.nbytes
-    for count, new in enumerate(random_rounds(sequence, 1500, random.Random(window))):
+    for count, new in enumerate(random_rounds(sequence, 500, random.Random(window))):
         text += new
         if count % 100 == 0:
             check_ring(drafter, sequence, text)
     check_ring(drafter, sequence, text)
-    assert len(text) > 3000
+    assert len(text) > 10 * window
     assert (sequence.ring.keys.data_ptr(), sequence.ring.nbytes) == (place, size)
     kv.committed = 40
     assert sequence.draft(Budget(16, 4)) == start(drafter, text, kv).draft(Budget(16, 4))

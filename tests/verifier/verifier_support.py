@@ -179,7 +179,7 @@ async def _served(target: Path, socket: Path, **options: Any) -> AsyncIterator[C
     server = asyncio.create_task(
         run_server(
             service,
-            ServerOptions(address=f"unix:{socket}", drain_seconds=0.2),
+            ServerOptions(address=f"unix:{socket}", drain_seconds=0.01),
             on_ready=ready.set_result,
             stop_event=stop,
         )
