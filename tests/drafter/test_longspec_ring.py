@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -25,7 +25,6 @@ from .longspec_models import WIDE_HEADS, FakeKv, load, made_up_kv, start, write_
 from .models import VOCAB, text_of, write_model
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_masks_show_the_window_along_each_path(data: Any) -> None:
     """Against a list of what lies where after a text was written in arbitrary parts."""

@@ -129,7 +129,7 @@ async def test_one_recorder_a_folder(tmp_path: Path) -> None:
         Recorder(tmp_path, LEAST_BYTES - 1)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(texts=st.lists(st.builds(Recording, ids, ids), min_size=1, max_size=4), data=st.data())
 def test_a_writer_killed_at_any_byte_costs_the_last_text_at_most(
     tmp_path_factory: pytest.TempPathFactory, texts: list[Recording], data: st.DataObject

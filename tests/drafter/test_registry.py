@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.drafter import DrafterSpec, LoadError, register_method
@@ -144,7 +144,6 @@ async def test_wrong_activations_are_refused(registry: Registry) -> None:
     refused("DRAFTER_NOT_FOUND", lambda: registry.choose("x", "9"))
 
 
-@settings(deadline=None)  # it makes threads
 @given(share=st.floats(0.01, 0.99), count=st.integers(1, 60))
 def test_shares_are_kept_exactly(share: float, count: int) -> None:
     async def chosen() -> Counter[str]:

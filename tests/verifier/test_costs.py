@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.decoder import Decoder
@@ -19,7 +19,6 @@ from paceline.verifier.scheduler.costs import CostTable
 SOME = CostTable((1, 2), (1, 2), ((1.0, 1.0), (1.0, 1.0)))
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.floats(1e-4, 1), min_size=2, max_size=6),
     st.integers(1, 500),

@@ -52,7 +52,7 @@ def new_cache(segment: Segment) -> Cache:
     return Cache(Sequence(Generation((1,), length_limit=900), segment), "local", 1)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(
     steps=st.lists(st.tuples(st.integers(1, 120), st.integers(1, 200)), min_size=1, max_size=6),
     seed=st.integers(0, 99),
@@ -134,7 +134,6 @@ def test_a_lying_update_is_found_out(segment: Segment, change: Any, says: str) -
             held.apply([message], 103)
 
 
-@settings(deadline=None)
 @given(
     wire=st.sampled_from(sorted(WIRE_TYPES)),
     seed=st.integers(0, 99),

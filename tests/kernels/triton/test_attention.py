@@ -21,7 +21,7 @@ from paceline.kernels.reference import reference_attention
 HEADS = [(2, 2, 64), (8, 2, 80), (7, 1, 96), (5, 1, 128), (1, 1, 256), (40, 1, 64)]
 
 
-@settings(max_examples=8, deadline=None, phases=[Phase.generate])
+@settings(max_examples=8, phases=[Phase.generate])
 @given(
     shapes=st.lists(
         st.tuples(st.sampled_from([0, 1, 63, 65, 140]), trees(12)), min_size=1, max_size=2
