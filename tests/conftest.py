@@ -4,6 +4,8 @@ import os
 import sys
 from pathlib import Path
 
+from hypothesis import HealthCheck, settings
+
 # Tiny models in many processes: a second thread in each only makes them wait for one another.
 # Before anything imports torch, and inherited by every service process.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -14,3 +16,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 sys.path.insert(0, str(Path(__file__).parent))  # for what several folders use
 # Triton decides when it is imported whether its kernels are interpreted on the CPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# How long an example takes depends on the machine: that is no failure.
+settings.register_profile("paceline", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("paceline")

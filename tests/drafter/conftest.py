@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,15 @@ class Drafting:
     """Client side of one service in a test."""
 
     def __init__(
-        self, address: str, channel: grpc.aio.Channel, stop: asyncio.Event | None = None
+        self,
+        address: str,
+        channel: grpc.aio.Channel,
+        stop: asyncio.Event | None = None,
+        service: Any = None,
     ) -> None:
         self.address = address
+        self.service = service
+        """What is served."""
         self.stop = stop or asyncio.Event()
         """Setting it tells the service to drain and stop."""
         self.channel = channel
@@ -88,8 +94,10 @@ class Stream:
 
 
 @asynccontextmanager
-async def drafting(*specs: str, **options: Any) -> AsyncIterator[Drafting]:
-    """Serve drafters on a unix socket for the body."""
+async def drafting(
+    *specs: str, drain_seconds: float = 0.1, **options: Any
+) -> AsyncIterator[Drafting]:
+    """Serve drafters on a unix socket for the body; streams left after it are ended."""
     with tempfile.TemporaryDirectory() as folder:
         address = f"unix:{folder}/drafter"
         service = build_service([DrafterSpec.parse(spec) for spec in specs], **options)
@@ -97,7 +105,7 @@ async def drafting(*specs: str, **options: Any) -> AsyncIterator[Drafting]:
         server = asyncio.create_task(
             run_server(
                 service,
-                ServerOptions(address=address, drain_seconds=2),
+                ServerOptions(address=address, drain_seconds=drain_seconds),
                 on_ready=lambda _: ready.set(),
                 stop_event=stop,
             )
@@ -109,10 +117,17 @@ async def drafting(*specs: str, **options: Any) -> AsyncIterator[Drafting]:
             await server
         try:
             async with grpc.aio.insecure_channel(address) as channel:
-                yield Drafting(address, channel, stop)
+                yield Drafting(address, channel, stop, service)
         finally:
             stop.set()
             await server
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that nobody announces."""
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
 
 
 def failure(error: pytest.ExceptionInfo[grpc.aio.AioRpcError]) -> tuple[grpc.StatusCode, str]:
@@ -123,6 +138,14 @@ def failure(error: pytest.ExceptionInfo[grpc.aio.AioRpcError]) -> tuple[grpc.Sta
     assert status.details[0].Unpack(info)
     assert info.domain == "paceline"
     return error.value.code(), info.reason
+
+
+@pytest.fixture(autouse=True, scope="session")
+def patience() -> Iterator[None]:
+    """A verifier that takes long to answer is no failure here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paceline.drafter.kv.exchange.CALL_SECONDS", 60.0)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -115,7 +115,7 @@ class FakeDrafter(Drafter):
 
     def draft_many(self, rounds: Sequence[tuple[DraftSequence, Budget]]) -> list[Tree]:
         self.holding.set()
-        assert self.hold.wait(20)
+        assert self.hold.wait(60)
         self.batches.append(len(rounds))
         return super().draft_many(rounds)
 
@@ -141,7 +141,7 @@ class SlowLoad(FakeDrafter):
     def load(
         cls, folder: Path | None, options: Mapping[str, str], resources: Resources
     ) -> FakeDrafter:
-        assert cls.go_on.wait(20)
+        assert cls.go_on.wait(60)
         return super().load(folder, options, resources)
 
 

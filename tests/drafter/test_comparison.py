@@ -7,7 +7,7 @@ from collections import Counter
 from statistics import mean, variance
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.drafter.registry.comparison import (
@@ -41,7 +41,6 @@ def test_quantiles_are_those_of_the_tables(error: float, freedom: int, quantile:
     assert student_quantile(error, freedom) == pytest.approx(quantile, abs=1e-4)
 
 
-@settings(deadline=None)  # hundreds of terms
 @given(error=ERRORS, freedom=st.integers(1, 2000))
 def test_quantiles_fall_with_error_and_freedom(error: float, freedom: int) -> None:
     quantile = student_quantile(error, freedom)

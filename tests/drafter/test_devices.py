@@ -17,6 +17,7 @@ def test_a_device_that_is_not_there_is_refused(device: str) -> None:
         build_service([], device=device)
 
 
+@pytest.mark.slow
 def test_services_keep_their_tensors_on_one_device() -> None:
     """In a process of its own: PyTorch is told of a device that is not there."""
     tests = Path(__file__).parents[1]

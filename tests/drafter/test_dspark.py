@@ -118,7 +118,7 @@ def test_sequences_drafted_together_get_their_own_trees(pair: tuple[Path, Path])
     assert together[-1].depth == 1  # it was late already
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_trees_are_good_ones(small: tuple[Path, Path], data: Any) -> None:
     drafter, dense = _loaded(small)

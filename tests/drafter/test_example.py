@@ -48,7 +48,7 @@ def test_it_drafts_what_came_before() -> None:
     nodes=st.integers(1, 20),
     depth=st.integers(1, 8),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_its_trees_are_valid_and_within_the_budget(text: list[int], nodes: int, depth: int) -> None:
     tree = begin(text).draft(Budget(nodes=nodes, depth=depth))
     assert len(tree) <= nodes

@@ -16,7 +16,7 @@ from paceline.drafter import VerifierAccess
 from paceline.drafter.kv import exchange
 from paceline.verifier.kv.segment import Segment
 
-from .conftest import Drafting, drafting, failure
+from .conftest import Drafting, drafting, failure, until
 from .fakes import TESTING, FakeDrafter, FakeSequence
 from .kv_verifier import KvVerifier, kv_verifier
 from .segments import COMMITTED, GRANT, new_segment
@@ -51,9 +51,7 @@ def newest() -> FakeSequence:
 
 async def closed(sequence: FakeSequence) -> None:
     """Until its mapping is closed; after it, as the sequence itself asserts."""
-    async with asyncio.timeout(10):
-        while sequence.kv is None or not sequence.kv.closed:  # noqa: ASYNC110 - on the worker
-            await asyncio.sleep(0.005)
+    await until(lambda: sequence.kv is not None and sequence.kv.closed)
     assert sequence.closed == 1
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.drafter.methods.base import Budget, Generation, Update
@@ -101,7 +101,6 @@ def test_the_budget_may_change_between_rounds(small: tuple[Path, Path]) -> None:
         sequence.extend(Update([token]))
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_any_tree_gets_the_logits_of_the_dense_layer(pair: tuple[Path, Path], data: Any) -> None:
     """One dense pass over text and tree, with every mask written out; the tree comes in levels."""
@@ -185,7 +184,6 @@ def test_sequences_drafted_together_get_their_own_trees(pair: tuple[Path, Path])
     assert together[-1].depth == 1  # it was late already
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_trees_are_good_ones(small: tuple[Path, Path], data: Any) -> None:
     drafter, dense = _loaded(small)

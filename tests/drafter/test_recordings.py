@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import os
@@ -19,7 +18,7 @@ from paceline.drafter.recordings import Recorder, Recording, read_recordings
 from paceline.drafter.recordings.recorder import LEAST_BYTES
 from paceline.v1 import drafter_pb2, sampling_pb2
 
-from .conftest import Drafting, drafting
+from .conftest import Drafting, drafting, until
 
 TEXT = Recording((1, 2, 3), (4, 5), 0.5, 7, "f" * 64)
 ids = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=9).map(tuple)
@@ -36,11 +35,7 @@ async def recording(folder: Path, limit: int = LEAST_BYTES) -> AsyncIterator[Rec
 
 async def settled(recorder: Recorder, texts: int) -> None:
     """Return when so many texts are kept or lost."""
-    for _ in range(10_000):
-        if recorder.recorded + recorder.lost >= texts:
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError("the texts never came to the disk")
+    await until(lambda: recorder.recorded + recorder.lost >= texts)
 
 
 def taken(folder: Path) -> int:
@@ -92,10 +87,8 @@ async def test_a_full_disk_ends_the_recording_and_no_generation(
         monkeypatch.setattr("paceline.drafter.recordings.recorder.os.write", full)
         for _ in range(3):
             await generate(service)
-        for _ in range(10_000):
-            if not await told(service):
-                break
-            await asyncio.sleep(0.001)
+        while await told(service):
+            await generate(service)
         await generate(service)
         assert not await told(service)
     assert [r.message for r in caplog.records].count("no more texts are recorded") == 1
@@ -136,7 +129,7 @@ async def test_one_recorder_a_folder(tmp_path: Path) -> None:
         Recorder(tmp_path, LEAST_BYTES - 1)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(texts=st.lists(st.builds(Recording, ids, ids), min_size=1, max_size=4), data=st.data())
 def test_a_writer_killed_at_any_byte_costs_the_last_text_at_most(
     tmp_path_factory: pytest.TempPathFactory, texts: list[Recording], data: st.DataObject

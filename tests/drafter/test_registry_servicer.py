@@ -14,7 +14,7 @@ import pytest
 
 from paceline.v1 import drafter_pb2
 
-from .conftest import Drafting, drafting, failure
+from .conftest import Drafting, drafting, failure, until
 from .fakes import METHODS, TESTING, FakeDrafter, SlowLoad
 
 CODE = grpc.StatusCode
@@ -135,14 +135,14 @@ async def test_generations_go_on_through_any_churn() -> None:
         async def churn() -> None:
             for version in range(2, 22):
                 await load(service, "x", "fake", version=str(version), activate=True)
-                await asyncio.sleep(0.01)
+                before = answers
+                await until(lambda before=before: answers > before)  # type: ignore[misc]
                 await unload(service, "x", str(version - 1), force=version % 2 == 0)
 
         generations = [asyncio.create_task(generation(i)) for i in range(8)]
         await churn()
         over.set()
         await asyncio.gather(*generations)
-        assert answers > 0
         for code, details in ends:
             # grpc's own client reports a write that meets the stream's end as the latter.
             assert code is CODE.UNAVAILABLE or details == "Internal error from Core"
@@ -225,9 +225,9 @@ async def test_an_unloaded_version_is_held_by_nobody() -> None:
         unloaded = weakref.ref(FakeDrafter.loaded.pop())
         await load(service, "x", "fake", activate=True)
         await unload(service, "x", "1")
-        for _ in range(100):
+
+        def freed() -> bool:
             gc.collect()
-            if unloaded() is None:
-                break
-            await asyncio.sleep(0.02)
-        assert unloaded() is None, gc.get_referrers(unloaded())
+            return unloaded() is None
+
+        await until(freed)

@@ -15,7 +15,7 @@ import pytest
 from paceline.v1 import drafter_pb2
 
 from . import adversaries
-from .conftest import VOCAB, Drafting, Stream, drafting, failure
+from .conftest import VOCAB, Drafting, Stream, drafting, failure, until
 from .fakes import METHODS, FakeDrafter
 
 TEXT = [5, 6, 7, 8, 9, 10, 11, 1, 2, 5, 6, 7]
@@ -36,13 +36,13 @@ async def fakes() -> AsyncIterator[Drafting]:
 
 async def until_closed(count: int) -> None:
     """Until every sequence of every fake is closed."""
-    async with asyncio.timeout(10):
-        while True:
-            sequences = [s for drafter in FakeDrafter.loaded for s in drafter.sequences]
-            assert all(sequence.closed <= 1 for sequence in sequences)
-            if len(sequences) == count and all(sequence.closed for sequence in sequences):
-                return
-            await asyncio.sleep(0.005)
+
+    def closed() -> bool:
+        sequences = [s for drafter in FakeDrafter.loaded for s in drafter.sequences]
+        assert all(sequence.closed <= 1 for sequence in sequences)
+        return len(sequences) == count and all(sequence.closed for sequence in sequences)
+
+    await until(closed)
 
 
 async def test_a_round_goes_there_and_back(ngram: Drafting) -> None:
@@ -229,18 +229,28 @@ async def test_a_full_service_says_when_to_come_again() -> None:
 
 
 async def test_a_drain_lets_generations_finish() -> None:
-    async with drafting("ngram") as service:
+    async with drafting("ngram", drain_seconds=60) as service:
         stream = await service.attach(TEXT)
         service.stop.set()
-        await asyncio.sleep(0.05)
+
+        async def attach() -> None:
+            while True:  # until the service has heard of it
+                await (await service.attach([1])).end()
+
         with pytest.raises(grpc.aio.AioRpcError) as error:
-            await service.attach([1])
+            await attach()
         assert failure(error) == (CODE.UNAVAILABLE, "DRAINING")
         assert list((await stream.round()).tree.tokens)[:2] == [8, 9]
         await stream.end()
 
 
 async def test_many_generations_at_once(fakes: Drafting) -> None:
+    first = await fakes.attach([1], drafter="threaded")
+    FakeDrafter.loaded[0].hold.clear()  # until two rounds wait behind this one
+    await first.send(
+        drafter_pb2.DraftRequest(round=drafter_pb2.DraftRound(node_budget=1, total_length=1))
+    )
+
     async def generation(seed: int) -> None:
         draws = random.Random(seed)
         text = [draws.randrange(VOCAB) for _ in range(draws.randint(1, 600))]
@@ -250,8 +260,13 @@ async def test_many_generations_at_once(fakes: Drafting) -> None:
             assert list((await stream.round(new)).tree.tokens) == new[-1:]
         await stream.end()
 
-    await asyncio.gather(*(generation(seed) for seed in range(40)))
-    await until_closed(40)
+    generations = [asyncio.create_task(generation(seed)) for seed in range(40)]
+    await until(lambda: fakes.service._worker.waiting > 1)
+    FakeDrafter.loaded[0].hold.set()
+    await asyncio.gather(*generations)
+    assert list((await first.read()).tree.tree.tokens) == [1]
+    await first.end()
+    await until_closed(41)
     assert max(FakeDrafter.loaded[0].batches) > 1
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 
+from paceline.drafter import session
 from paceline.drafter.methods.replay import write_records
 from paceline.v1 import drafter_pb2
 
 from .adversaries import METHODS as HOSTILE
-from .conftest import VOCAB, Drafting, drafting, failure
+from .conftest import VOCAB, Drafting, drafting, failure, until
 from .fakes import METHODS, TESTING, FakeDrafter
 from .test_registry_servicer import listed, load, unload
 
@@ -77,11 +79,9 @@ async def test_a_stream_takes_its_whole_text_along() -> None:
         assert FakeDrafter.loaded[1].sequences[0].text == [1, 2, 3, 4, 5, 6, 7]
         await stream.end()
         assert [(v[1], v[3]) for v in await listed(service)] == [("2", 0)]
-        for _ in range(500):  # it is closed on its worker, after the last stream has left
-            if FakeDrafter.loaded[0].closed:
-                break
-            await asyncio.sleep(0.01)
-        assert FakeDrafter.loaded[0].closed == 1
+        old = FakeDrafter.loaded[0]
+        await until(lambda: bool(old.closed))  # on its worker, after the last stream has left
+        assert old.closed == 1
 
 
 @pytest.mark.parametrize(
@@ -121,13 +121,19 @@ async def test_the_last_version_of_a_name_serves_its_streams_to_their_end() -> N
         await stream.end()
 
 
+@pytest.fixture
+def timeless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts take no time, whatever else the machine does."""
+    monkeypatch.setattr(session, "time", SimpleNamespace(monotonic=lambda: 0.0))
+
+
+@pytest.mark.usefixtures("timeless")
 async def test_a_better_version_is_promoted(record: Path) -> None:
     specs = f"x=replay:{record},p=0.3"
     async with drafting(specs, roots=[record.parent]) as service:
         better = {"p": "0.9"}
         await load(service, "x", "replay", folder=str(record), options=better)
-        # The drafts take microseconds: their time is left out, as a test knows no timing.
-        await trial(service, "x", "2", time_margin=99)
+        await trial(service, "x", "2")
         stays = await service.attach([1])
         assert stays.attached.version in ("1", "2")
         for _ in range(400):  # versions are drawn by chance
@@ -143,10 +149,11 @@ async def test_a_better_version_is_promoted(record: Path) -> None:
         await stays.end()
 
 
+@pytest.mark.usefixtures("timeless")
 async def test_a_worse_version_is_rolled_back(record: Path) -> None:
     async with drafting(f"x=replay:{record},p=0.9", roots=[record.parent]) as service:
         await load(service, "x", "replay", folder=str(record), options={"p": "0.3"})
-        await trial(service, "x", "2", share=0.25, time_margin=99)
+        await trial(service, "x", "2", share=0.25)
         for _ in range(400):
             await generate(service)
             if (await trial_of(service)).state != drafter_pb2.TRIAL_STATE_RUNNING:

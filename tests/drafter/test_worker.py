@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 
 from paceline.drafter.methods.base import Budget, Generation, Update
 from paceline.drafter.worker import SLICE, DraftWorker
 
+from .conftest import until
 from .fakes import FakeDrafter, FakeSequence
 
 BUDGET = Budget(8, 8)
@@ -29,12 +30,6 @@ def started(drafter: FakeDrafter, tokens: int = 3) -> FakeSequence:
     sequence = drafter.start(Generation([1] * 3, 3, 100))
     sequence.pending = tokens
     return sequence
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread does."""
-    while not condition():  # noqa: ASYNC110 - the other thread sets no event
-        await asyncio.sleep(0.001)
 
 
 async def idle(worker: DraftWorker) -> None:
@@ -155,7 +150,8 @@ async def test_a_closed_sequence_is_warmed_no_more(worker: DraftWorker) -> None:
     await idle(worker)
     await idle(worker)
     warmed = len(drafter.journal)
-    await asyncio.sleep(0.02)
+    for _ in range(3):
+        await idle(worker)
     assert len(drafter.journal) == warmed
     assert sequence.closed == 1
     waiting.cancel()

@@ -86,7 +86,7 @@ def test_the_anchors_place_predicts_only_where_the_layout_says_so() -> None:
         torch.testing.assert_close(later(*blocks, seen), model(*blocks, seen)[:, 1:])
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_packed_blocks_know_nothing_of_each_other(data: st.DataObject) -> None:
     """Several texts in one pack, windows in any order and padded: each block as if alone."""

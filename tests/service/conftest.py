@@ -137,7 +137,7 @@ class ToyProcess:
             await asyncio.sleep(0.01)
 
     async def ended(self) -> int:
-        return await asyncio.to_thread(self.process.wait, 30)
+        return await asyncio.to_thread(self.process.wait, 60)
 
     def events(self) -> list[str]:
         return self.diary.read_text().splitlines()

@@ -32,9 +32,9 @@ def get(
 ) -> http.client.HTTPResponse:
     host, _, port = address.rpartition(":")
     if tls is None:
-        connection = http.client.HTTPConnection(host, int(port), timeout=10)
+        connection = http.client.HTTPConnection(host, int(port), timeout=60)
     else:
-        connection = http.client.HTTPSConnection(host, int(port), timeout=10, context=tls)
+        connection = http.client.HTTPSConnection(host, int(port), timeout=60, context=tls)
     connection.request("GET", path, headers=headers)
     return connection.getresponse()
 

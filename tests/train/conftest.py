@@ -6,12 +6,19 @@ from pathlib import Path
 
 import pytest
 
+from paceline.train import measure
 from paceline.train.checkpoint import save_model
 from paceline.train.corpus import Corpus, load_corpus
 from paceline.train.loop import Run
 from paceline.train.model import build_model
 from paceline.train.preset import PRESETS, Preset
 from paceline.train.tokenizer import train_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a model card says comes of short texts."""
+    monkeypatch.setattr(measure, "GENERATED_TOKENS", 24)
 
 
 @pytest.fixture

@@ -182,6 +182,7 @@ def test_lambda_weighs_the_sparse_loss(layer: Path, lm: Path, target: Path) -> N
         assert half == pytest.approx((none + whole) / 2, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["layer", "lm"])
 def test_the_loss_falls_and_a_run_goes_on_bit_for_bit(
     kind: str, target: Path, corpus: Corpus, tmp_path: Path, request: pytest.FixtureRequest

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.decoder import load_config
@@ -40,7 +40,6 @@ SMALL = DSparkPreset(
 )  # fmt: skip
 
 
-@settings(deadline=None)
 @given(
     rows=st.integers(1, 3), length=st.integers(6, 40), window=st.sampled_from([0, 1, 5, 64]),
     count=st.integers(1, 60), seed=st.integers(0, 99), from_anchor=st.booleans(),

@@ -12,7 +12,6 @@ from paceline.train.model import build_model
 from paceline.train.own_text import own_texts
 from paceline.train.preset import Preset
 from paceline.train.prompts import Prompt
-from paceline.train.target import train_target
 from paceline.train.teacher import Opinions, opinions_of
 
 MakeRun = Callable[..., Run]
@@ -67,10 +66,9 @@ def test_the_loss_is_least_where_student_and_target_agree() -> None:
 
 
 def test_a_drafter_shares_its_targets_tokenizer(
-    corpus: Corpus, preset: Preset, make_run: MakeRun, tmp_path: Path
+    target: Path, corpus: Corpus, preset: Preset, make_run: MakeRun, tmp_path: Path
 ) -> None:
-    target, out = tmp_path / "target", tmp_path / "lm"
-    train_target(corpus, preset, make_run("target-run", steps=4), target)
+    out = tmp_path / "lm"
     small = replace(preset, layers=1, focus_files=4, own_texts=2)
     prompts = [Prompt("sum", "heldout", "def add_1(a, b):\n")]
     train_lm(target, corpus, small, make_run("lm-run", steps=4), out, prompts)

@@ -78,6 +78,7 @@ def test_parts_of_a_batch_add_up_to_it(
     _assert_equal_weights(tmp_path / "a", tmp_path / "b", exact=False)
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one(target: Path, folder: Path, tmp_path: Path) -> None:
     """Real processes, started as `accelerate launch` starts them; gradients meet over gloo."""
     command = [

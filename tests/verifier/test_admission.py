@@ -59,7 +59,6 @@ def plain(drafted: list[DraftTree], idle: float = 0.0) -> Step:
     return Step(len(drafted), 0, len(drafted), idle)
 
 
-@settings(deadline=None)
 @given(several, curves, st.booleans())
 def test_what_is_admitted_is_a_tree(drafted: list[DraftTree], costs: Costs, causal: bool) -> None:
     got = admit(
@@ -76,7 +75,7 @@ def test_what_is_admitted_is_a_tree(drafted: list[DraftTree], costs: Costs, caus
         assert cut.drafted_path([count][:count]) == tree.drafted_path([count][:count])
 
 
-@settings(deadline=None, max_examples=50)  # up to 4096 choices each
+@settings(max_examples=50)  # up to 4096 choices each
 @given(several, curves, st.floats(0, 2))
 def test_no_choice_of_trees_does_better(
     drafted: list[DraftTree], costs: Costs, idle: float
@@ -98,7 +97,6 @@ def test_no_choice_of_trees_does_better(
     assert got.expected / (idle + got.seconds) == pytest.approx(best)
 
 
-@settings(deadline=None)
 @given(several, curves)
 def test_it_admits_more_when_time_is_lost_anyway(drafted: list[DraftTree], costs: Costs) -> None:
     """Monotone: the more a step loses before it begins, the more nodes are worth their time."""
@@ -110,7 +108,6 @@ def test_it_admits_more_when_time_is_lost_anyway(drafted: list[DraftTree], costs
     assert counts == sorted(counts)
 
 
-@settings(deadline=None)
 @given(several, curves)
 def test_early_stopping_admits_no_more_than_the_full_search(
     drafted: list[DraftTree], costs: Costs
@@ -121,7 +118,6 @@ def test_early_stopping_admits_no_more_than_the_full_search(
     assert early <= full
 
 
-@settings(deadline=None)
 @given(several, curves, st.data())
 def test_early_stopping_looks_at_nothing_behind_its_cut(
     drafted: list[DraftTree], costs: Costs, data: st.DataObject

@@ -9,17 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.decoder import Decoder
-from paceline.verifier.scheduler import library
+from paceline.verifier.scheduler import library, profile
 from paceline.verifier.scheduler.costs import CostTable
 
 SOME = CostTable((1, 2), (1, 2), ((1.0, 1.0), (1.0, 1.0)))
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.floats(1e-4, 1), min_size=2, max_size=6),
     st.integers(1, 500),
@@ -46,6 +45,7 @@ def test_tables_are_kept_and_measured_once(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(profile, "_BUDGET", 0.0)
     decoder = Decoder.load(model)
     with torch.inference_mode():
         table = library.cost_table(decoder, 2048)

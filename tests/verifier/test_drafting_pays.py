@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-import time
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -14,6 +14,7 @@ import pytest
 from simulated_load import MODES, Accepted, Simulation
 
 from paceline.verifier.engine.tree import NO_TREE, DraftTree
+from paceline.verifier.scheduler import scheduler as scheduler_module
 from paceline.verifier.scheduler.admission import Step
 from paceline.verifier.scheduler.costs import CostTable
 from paceline.verifier.scheduler.experience import Account, Asks, Experiences, Means
@@ -107,7 +108,11 @@ def test_what_an_ask_is_worth_depends_on_how_long_nothing_stood() -> None:
     assert (asks.gain(1, 2) or 0) > 0 > (asks.gain(1, 2, losing=True) or 0)
 
 
-def test_plain_steps_are_booked_before_anything_depends_on_them() -> None:
+def test_plain_steps_are_booked_before_anything_depends_on_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = itertools.count(step=1e-4)
+    monkeypatch.setattr(scheduler_module, "perf_counter", lambda: next(clock))
     costs = CostTable((1, 512), (1, 2048), ((1.0, 1.0), (2.0, 2.0)))
     scheduler = Scheduler(costs, 255)
     sequence: Any = Mock(drafter="some", committed=9)
@@ -118,9 +123,9 @@ def test_plain_steps_are_booked_before_anything_depends_on_them() -> None:
 
     def run(steps: int) -> None:
         for _ in range(steps):
-            began = time.perf_counter()
+            began = next(clock)
             scheduler.admit([round_], [NO_TREE], Step(1, 9, 1))
-            scheduler.stepped(began, began + 1e-4, [Served(round_, NO_TREE, walk)])
+            scheduler.stepped(began, next(clock), [Served(round_, NO_TREE, walk)])
 
     run(30)
     assert scheduler._unbooked, "they wait for more of them"

@@ -174,7 +174,7 @@ async def test_emitted_tokens_follow_the_softmax(client: Client, model: Path) ->
     """
     from transformers import AutoModelForCausalLM
 
-    count = 1200
+    count = 600
     hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     parent = await client.create(PROMPT)
     bias = dict.fromkeys(range(6, VOCAB), -10000.0)  # six tokens are enough to count

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 from verifier_support import LAYOUT, Client, Round, failure, reason_of, serving, until
 
 from paceline.drafter.kv import KvExchange, KvGone, KvNotShared, KvOptions, VerifierAccess, updates
+from paceline.drafter.kv import exchange as exchange_module
 from paceline.drafter.kv.followed import FollowedKv
 from paceline.drafter.kv.held import HeldKv
 from paceline.kernels import streaming
@@ -52,7 +52,7 @@ def new_cache(segment: Segment) -> Cache:
     return Cache(Sequence(Generation((1,), length_limit=900), segment), "local", 1)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(
     steps=st.lists(st.tuples(st.integers(1, 120), st.integers(1, 200)), min_size=1, max_size=6),
     seed=st.integers(0, 99),
@@ -134,7 +134,6 @@ def test_a_lying_update_is_found_out(segment: Segment, change: Any, says: str) -
             held.apply([message], 103)
 
 
-@settings(deadline=None)
 @given(
     wire=st.sampled_from(sorted(WIRE_TYPES)),
     seed=st.integers(0, 99),
@@ -163,6 +162,14 @@ async def following(
     kv = await exchange.open(client.address, created.read_grant, layers, options, budget)
     assert isinstance(kv, FollowedKv)
     return exchange, kv
+
+
+async def lost(exchange: KvExchange, address: str, followed: Any) -> None:
+    """Break the connection, and wait until the stream is another one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange_module, "CALL_SECONDS", 0.0)  # of grace
+        exchange._drop(address)
+    await until(lambda: followed._stream > 1)
 
 
 async def caught_up(kv: FollowedKv, committed: int, budget: int = 64, held: int = 0) -> None:
@@ -214,7 +221,7 @@ async def test_a_follower_that_takes_nothing_in_is_sent_two_updates(client: Clie
         await stream.write(Round.of(created.handle, number))
         await stream.read()
     await until(lambda: len(kv._pending) == 2)
-    await asyncio.sleep(0.05)
+    await client.service.engine.between_steps(lambda: None)
     assert len(kv._pending) == 2
     assert kv.parts(0, 3, 64)[0][0].shape[1] == 3, "an update ahead of the text waits"
     assert len(kv._pending) == 1
@@ -249,8 +256,7 @@ async def test_a_lost_stream_is_opened_again(
     created = await client.create([3, 1, 4], max_new_tokens=50, ignore_eos=True)
     exchange, kv = await following(client, created)
     await caught_up(kv, 3)
-    exchange._drop(client.address)
-    await until(lambda: kv._stream > 1)
+    await lost(exchange, client.address, kv)
     stream = client.stub.Verify()
     await stream.write(Round.of(created.handle, 1))
     await stream.read()

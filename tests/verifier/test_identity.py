@@ -11,7 +11,7 @@ from typing import Any
 import drafters
 import pytest
 import torch
-from verifier_support import CONTEXT, VOCAB, Client, Round, serving
+from verifier_support import CONTEXT, VOCAB, Client, Round, held_up, serving, until
 
 from paceline.v1 import sampling_pb2
 
@@ -143,17 +143,15 @@ async def test_decoding_goes_on_beside_a_long_prefill(model: Path, tmp_path: Pat
         model, tmp_path / "v.sock", kv_bytes=1 << 28, prefill_token_limit=64
     ) as client:
         short = await client.create([1, 2, 3], max_new_tokens=400, ignore_eos=True)
-        long = asyncio.create_task(client.create_watched(text(1, 1500), max_new_tokens=2))
+        (cache,) = client.service.store
         stream = client.stub.Verify()
-
-        batches = set()
-        number = 0
-        while not long.done():
-            number += 1
-            await stream.write(Round.of(short.handle, number))
-            batches.add((await stream.read()).batch_tokens)
+        with held_up(client, after=2) as held:
+            long = asyncio.create_task(client.create_watched(text(1, 1500), max_new_tokens=2))
+            await held.reached()
+            await stream.write(Round.of(short.handle, 1))
+            await until(lambda: cache.busy)
+        assert (await stream.read()).batch_tokens == 65, "the round beside a piece of the prompt"
         created, progress = await long
-        assert 65 in batches, "no step served the round and a piece of the prompt together"
         done = [message.prefilled_tokens for message in progress]
         assert done == sorted(done)
         assert {message.total_tokens for message in progress} == {1500}

@@ -5,29 +5,43 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import drafters
 import grpc
 import pytest
-from verifier_support import Client, Round, failure, reason_of, serving, until
+from test_store import Clock
+from verifier_support import Client, Round, failure, held_up, reason_of, serving, until
 
 from paceline.v1 import verifier_pb2
+from paceline.verifier import service
 from paceline.verifier.kv.base import OutOfMemory
 from paceline.verifier.kv.segment import Segment, own_segments
+from paceline.verifier.store import CacheStore
 
 PROMPT = [3, 1, 4, 1, 5]
 
 
-async def test_abandoned_caches_go_with_their_lease(model: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """What leases are measured by."""
+    made = Clock()
+    monkeypatch.setattr(service, "CacheStore", partial(CacheStore, clock=made))
+    return made
+
+
+async def test_abandoned_caches_go_with_their_lease(
+    model: Path, tmp_path: Path, clock: Clock
+) -> None:
     async with serving(model, tmp_path / "v.sock", kv_bytes=1 << 28, lease_seconds=0.3) as client:
         created = await client.create(PROMPT)
         assert created.lease_ms == 300
         stream = client.stub.Verify()
         await stream.write(Round.of(created.handle, 1))
         await stream.read()
+        clock.now += 0.3
         await until(lambda: len(client.service.store) == 0)
         assert own_segments() == set()
         await stream.write(Round.of(created.handle, 2))
@@ -36,23 +50,20 @@ async def test_abandoned_caches_go_with_their_lease(model: Path, tmp_path: Path)
 
 
 async def test_a_lease_lasts_through_a_long_prefill(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, clock: Clock
 ) -> None:
-    """Six pieces of prompt, each longer than a lease."""
+    """Longer than a lease, and longer than one once more."""
     async with serving(
-        model, tmp_path / "v.sock", kv_bytes=1 << 28, lease_seconds=0.05, prefill_token_limit=256
+        model, tmp_path / "v.sock", kv_bytes=1 << 28, prefill_token_limit=256
     ) as client:
-        engine = client.service.engine
-        forward = engine._decoder.forward
-
-        def slow(*args: Any, **kwargs: Any) -> Any:
-            time.sleep(0.1)
-            return forward(*args, **kwargs)
-
-        monkeypatch.setattr(engine._decoder, "forward", slow)
-        created, progress = await client.create_watched([1] * 1500)
-        assert len(progress) == 5
-        await client.release(created.handle)
+        for steps in (1, 3):
+            with held_up(client, after=steps) as held:
+                creating = asyncio.create_task(client.create([1] * 1500))
+                await held.reached()
+                for _ in range(2):
+                    clock.now += 30
+                    assert await client.service.store.sweep() == 0
+            assert await client.release((await creating).handle)
 
 
 async def test_cancelling_a_prefill_frees_it(model: Path, tmp_path: Path) -> None:
@@ -60,8 +71,10 @@ async def test_cancelling_a_prefill_frees_it(model: Path, tmp_path: Path) -> Non
         model, tmp_path / "v.sock", kv_bytes=1 << 28, prefill_token_limit=32
     ) as client:
         call = client.stub.CreateCache(verifier_pb2.CreateCacheRequest(prompt_tokens=[1] * 2000))
-        await call.read()
-        call.cancel()
+        with held_up(client, after=3):
+            await call.read()
+            call.cancel()
+            await until(lambda: not list(client.service.store))
         await until(lambda: len(client.service.store) == 0)
         await client.service.check_integrity()
 
@@ -155,8 +168,8 @@ async def test_nothing_leaks_under_churn(client: Client) -> None:
             assert await task == plain
 
     await asyncio.gather(*(churn(index) for index in range(24)))
-    for cache in client.service.store:  # of cancelled clients, before their leases end
-        await client.release(cache.handle)
-    await until(lambda: not any(cache.busy for cache in client.service.store))
+    while client.service._gate.inside or len(client.service.store):
+        for cache in client.service.store:  # of cancelled clients, before their leases end
+            await client.release(cache.handle)
+        await asyncio.sleep(0)
     await client.service.check_integrity()
-    assert len(client.service.store) == 0

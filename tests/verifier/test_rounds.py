@@ -9,7 +9,7 @@ from typing import Any
 import drafters
 import grpc
 import pytest
-from verifier_support import VOCAB, Client, Round, failure, reason_of, until
+from verifier_support import VOCAB, Client, Round, failure, held_up, reason_of, until
 
 from paceline.v1 import sampling_pb2, verifier_pb2
 
@@ -111,9 +111,14 @@ async def test_taking_over_in_the_middle_of_a_free_run(client: Client) -> None:
     plain = await client.generate(PROMPT, drafters.free_run, **FIELDS)
     created = await client.create(PROMPT, **FIELDS)
     old = client.stub.Verify()
-    await old.write(Round.of(created.handle, 1, free_run_steps=299))
-    seen = list((await old.read()).result.tokens)
-    (stored,) = await answer(client, Round.of(created.handle, 1, free_run_steps=299))
+    with held_up(client, after=5):
+        await old.write(Round.of(created.handle, 1, free_run_steps=299))
+        seen = list((await old.read()).result.tokens)
+        taking_over = asyncio.create_task(
+            answer(client, Round.of(created.handle, 1, free_run_steps=299))
+        )
+        assert reason_of(await failure(old)) == "STREAM_SUPERSEDED"
+    (stored,) = await taking_over
     tokens = list(stored.result.tokens)
     assert len(seen) <= len(tokens) < 299, "the run went on although nobody listened"
     assert tokens[: len(seen)] == seen
@@ -124,11 +129,13 @@ async def test_taking_over_in_the_middle_of_a_free_run(client: Client) -> None:
 
 async def test_a_broken_stream_ends_its_free_run(client: Client, handle: bytes) -> None:
     stream = client.stub.Verify()
-    await stream.write(Round.of(handle, 1, free_run_steps=299))
-    seen = list((await stream.read()).result.tokens)
-    stream.cancel()
     (cache,) = list(client.service.store)
-    await until(lambda: not cache.busy and cache.stream is None)
+    with held_up(client, after=5):
+        await stream.write(Round.of(handle, 1, free_run_steps=299))
+        seen = list((await stream.read()).result.tokens)
+        stream.cancel()
+        await until(lambda: cache.stream is None)
+    await until(lambda: not cache.busy)
     (stored,) = await answer(client, Round.of(handle, 1))
     assert list(stored.result.tokens)[: len(seen)] == seen
     assert len(stored.result.tokens) < 299

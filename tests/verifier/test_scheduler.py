@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import drafters
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from verifier_support import Client, Round, failure, reason_of, serving
 
@@ -155,7 +155,6 @@ def drawn(confidences: list[float], costs: CostTable) -> list[int]:
     return cut.tokens
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=6), st.data())
 def test_whether_a_sample_is_checked_says_nothing_about_it(
     confidences: list[float], data: st.DataObject

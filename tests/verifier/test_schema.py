@@ -80,13 +80,12 @@ def check(tokens: list[int]) -> None:
 
 
 async def test_valid_and_identical_whoever_drafts(client: Client) -> None:
-    for sampling in SAMPLINGS.values():
-        for seed in range(2):
-            wanted = fields(seed, **sampling)
-            plain = await client.generate(PROMPT, drafters.nothing, **wanted)
-            check(plain)
-            for name, draw in drafters.all_of(plain, len(PROMPT)).items():
-                assert await client.generate(PROMPT, draw, seed=3, **wanted) == plain, name
+    for seed, sampling in enumerate(SAMPLINGS.values()):
+        wanted = fields(seed, **sampling)
+        plain = await client.generate(PROMPT, drafters.nothing, **wanted)
+        check(plain)
+        for name, draw in drafters.all_of(plain, len(PROMPT)).items():
+            assert await client.generate(PROMPT, draw, seed=3, **wanted) == plain, name
 
 
 async def test_rejection_sampling_follows_it_too(client: Client) -> None:

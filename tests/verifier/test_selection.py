@@ -9,7 +9,7 @@ from typing import Any
 import drafters
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_follow_cache import caught_up, following
 from torch import Tensor
@@ -166,7 +166,6 @@ class Given(Collector):
     def publish(self, prefix: int) -> None: ...
 
 
-@settings(deadline=None)
 @given(
     committed=st.integers(1, 400),
     behind=st.integers(0, 30),

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import grpc
 import torch
@@ -18,6 +20,7 @@ from grpc_status import rpc_status
 from paceline.service import ServerOptions, run_server
 from paceline.v1 import tree_pb2, verifier_pb2, verifier_pb2_grpc
 from paceline.verifier import VerifierService, build_service
+from paceline.verifier import service as service_module
 from paceline.verifier.kv.layout import KvLayout
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
@@ -161,14 +164,22 @@ class Round:
 async def serving(target: Path, socket: Path, **options: Any) -> AsyncIterator[Client]:
     """A verifier on a unix socket in this loop; checked for leaks at the end.
 
-    It checks every node it is sent, unless the options have a schedule.
+    It checks every node it is sent, unless the options have a schedule. It does not collect the
+    garbage of the tests' whole process at its start: that takes longer than all the rest.
     """
+    with patch.object(service_module, "gc", Mock()):
+        async with _served(target, socket, **options) as client:
+            yield client
+
+
+@contextlib.asynccontextmanager
+async def _served(target: Path, socket: Path, **options: Any) -> AsyncIterator[Client]:
     service = build_service(target, **{"schedule": "off", **options})
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
     server = asyncio.create_task(
         run_server(
             service,
-            ServerOptions(address=f"unix:{socket}", drain_seconds=0.2),
+            ServerOptions(address=f"unix:{socket}", drain_seconds=0.01),
             on_ready=ready.set_result,
             stop_event=stop,
         )
@@ -220,6 +231,45 @@ async def failure(call: Any) -> grpc.aio.AioRpcError:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for something that nobody announces."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
+
+
+class HeldUp:
+    """A verifier whose engine is stopped before one of its steps."""
+
+    def __init__(self) -> None:
+        self._here, self._go_on = threading.Event(), threading.Event()
+
+    async def reached(self) -> None:
+        """Wait until the engine is at that step."""
+        assert await asyncio.to_thread(self._here.wait, 60), "the engine never came that far"
+
+    def go_on(self) -> None:
+        """Let the engine run again."""
+        self._go_on.set()
+
+    def wait(self) -> None:
+        """On the engine thread: wait until it may go on."""
+        self._here.set()
+        assert self._go_on.wait(60), "nobody let the engine go on"
+
+
+@contextlib.contextmanager
+def held_up(client: Client, after: int) -> Iterator[HeldUp]:
+    """Stop the engine after so many more steps; it goes on when it is let, or the body ends."""
+    decoder: Any = client.service.engine._decoder
+    forward, left, held = decoder.forward, iter(range(after)), HeldUp()
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        if next(left, None) is None:
+            held.wait()
+        return forward(*args, **kwargs)
+
+    decoder.forward = step
+    try:
+        yield held
+    finally:
+        held.go_on()
+        decoder.forward = forward

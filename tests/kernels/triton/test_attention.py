@@ -21,7 +21,7 @@ from paceline.kernels.reference import reference_attention
 HEADS = [(2, 2, 64), (8, 2, 80), (7, 1, 96), (5, 1, 128), (1, 1, 256), (40, 1, 64)]
 
 
-@settings(max_examples=8, deadline=None, phases=[Phase.generate])
+@settings(max_examples=8, phases=[Phase.generate])
 @given(
     shapes=st.lists(
         st.tuples(st.sampled_from([0, 1, 63, 65, 140]), trees(12)), min_size=1, max_size=2
@@ -62,8 +62,8 @@ def test_any_batch_of_trees_agrees_with_the_reference(
     [
         (4, 4, 256, torch.float16, 0, None),
         (8, 2, 80, torch.float32, 256, None),
-        (32, 8, 64, torch.float16, 256, 30),
-        (28, 4, 128, torch.float16, 16, None),
+        (8, 2, 64, torch.float16, 256, 30),
+        (7, 1, 128, torch.float16, 16, None),
         (5, 1, 96, torch.float32, 1, 40),
         (5, 1, 128, torch.float16, 0, 40),
     ],

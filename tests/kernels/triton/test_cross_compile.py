@@ -8,7 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.slow
 def test_kernels_compile_for_sm_90() -> None:
     environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(

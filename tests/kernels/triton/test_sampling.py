@@ -21,7 +21,7 @@ PARAMS = st.builds(
 
 
 # Shrinking takes minutes in Triton's interpreter.
-@settings(max_examples=12, deadline=None, phases=set(Phase) - {Phase.shrink})
+@settings(max_examples=12, phases=set(Phase) - {Phase.shrink})
 @example(  # one token is left where top_k would keep three
     params=[SamplingParams(temperature=0.7, top_k=3, min_p=0.5)],
     position=0,
