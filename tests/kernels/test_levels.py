@@ -101,23 +101,20 @@ def test_no_inner_loop_of_the_attention_uses_the_stack(level: str) -> None:
         ["objdump", "--disassemble", "--no-show-raw-insn", library._name],
         check=True, capture_output=True, text=True,
     ).stdout  # fmt: skip
-    loops = [
-        loop for name, body in functions(listing) if "attend" in name for loop in inner_loops(body)
-    ]
+    loops = [loop for body in functions(listing) for loop in inner_loops(body)]
     busy = [loop for loop in loops if sum("vfmadd" in line for line in loop) >= 8]
-    assert len(busy) >= 4  # scores and weighted values, in float32 and bfloat16
+    assert len(busy) >= 5  # scores; weighted values, in float32 and bfloat16; exponentials
     for loop in busy:
         spilled = [line for line in loop if re.search(r"[xyz]mm", line) and STACK.search(line)]
         assert not spilled, "\n".join(loop)
 
 
-def functions(listing: str) -> Iterator[tuple[str, list[tuple[int, str]]]]:
-    """Every function's name and its instructions with their addresses."""
+def functions(listing: str) -> Iterator[list[tuple[int, str]]]:
+    """Every function's instructions with their addresses."""
     for part in re.split(r"\n(?=[0-9a-f]+ <)", listing):
-        head = re.match(r"[0-9a-f]+ <([^>]+)>:", part)
-        if head:
-            lines = re.findall(r"^ *([0-9a-f]+):\t(.*)$", part, re.MULTILINE)
-            yield head[1], [(int(at, 16), text) for at, text in lines]
+        lines = re.findall(r"^ *([0-9a-f]+):\t(.*)$", part, re.MULTILINE)
+        if lines:
+            yield [(int(at, 16), text) for at, text in lines]
 
 
 def inner_loops(body: list[tuple[int, str]]) -> list[list[str]]:

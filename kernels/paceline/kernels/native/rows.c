@@ -16,9 +16,7 @@ INLINE float sum_squares(const float *x, int64_t width) {
     }
     store_f32(part + l, sum);
   }
-  for (int half = WIDTH / 2; half; half /= 2)
-    for (int l = 0; l < half; l++) part[l] += part[l + half];
-  return part[0];
+  return add_up(part);
 }
 
 /* Mean square norm of one row times its weight; `weight` float32. */

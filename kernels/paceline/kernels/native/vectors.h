@@ -16,6 +16,7 @@
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #include <immintrin.h>
 #define LANES 16
+#define BLOCK 4 /* vectors that are worked on at once: with 6 rows, what the registers hold */
 typedef __m512 vec;
 
 INLINE vec splat(float x) { return _mm512_set1_ps(x); }
@@ -39,6 +40,13 @@ INLINE vec scale_(vec x, vec shifted, vec magic) {
 INLINE vec load_bf16(const uint16_t *p) {
   __m512i x = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
   return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
+}
+
+/* 32 bfloat16 values in memory order, as even and odd ones. */
+INLINE void split_bf16(vec pairs, vec *even, vec *odd) {
+  const __m512i x = _mm512_castps_si512(pairs), high = _mm512_set1_epi32((int)0xffff0000);
+  *even = _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
+  *odd = _mm512_castsi512_ps(_mm512_and_si512(x, high));
 }
 
 INLINE void store_bf16(uint16_t *p, vec x) {
@@ -73,6 +81,7 @@ INLINE void transpose(vec x[LANES]) {
 #elif defined(__AVX2__) && defined(__FMA__)
 #include <immintrin.h>
 #define LANES 8
+#define BLOCK 2
 typedef __m256 vec;
 
 INLINE vec splat(float x) { return _mm256_set1_ps(x); }
@@ -94,6 +103,12 @@ INLINE vec scale_(vec x, vec shifted, vec magic) {
 INLINE vec load_bf16(const uint16_t *p) {
   __m256i x = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
   return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));
+}
+
+INLINE void split_bf16(vec pairs, vec *even, vec *odd) {
+  const __m256i x = _mm256_castps_si256(pairs), high = _mm256_set1_epi32((int)0xffff0000);
+  *even = _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));
+  *odd = _mm256_castsi256_ps(_mm256_and_si256(x, high));
 }
 
 INLINE void store_bf16(uint16_t *p, vec x) {
@@ -124,6 +139,7 @@ INLINE void transpose(vec x[LANES]) {
 #else
 /* Plain C: the reference that the other levels are compared with, and the code for ARM. */
 #define LANES 4
+#define BLOCK 4
 typedef float vec __attribute__((vector_size(16)));
 typedef int32_t ivec __attribute__((vector_size(16)));
 
@@ -149,6 +165,10 @@ INLINE vec scale_(vec x, vec shifted, vec magic) {
 INLINE vec load_bf16(const uint16_t *p) {
   return (vec)(ivec){p[0] << 16, p[1] << 16, p[2] << 16, p[3] << 16};
 }
+INLINE void split_bf16(vec pairs, vec *even, vec *odd) {
+  *even = (vec)((ivec)pairs << 16);
+  *odd = (vec)((ivec)pairs & (int32_t)0xffff0000);
+}
 INLINE void store_bf16(uint16_t *p, vec x) {
   for (int i = 0; i < LANES; i++) {
     uint32_t bits;
@@ -164,6 +184,13 @@ INLINE void transpose(vec x[LANES]) {
   memcpy(x, y, sizeof y);
 }
 #endif
+
+/* Sum of WIDTH partial sums, always in the same order; they are lost. */
+INLINE float add_up(float part[WIDTH]) {
+  for (int half = WIDTH / 2; half; half /= 2)
+    for (int l = 0; l < half; l++) part[l] += part[l + half];
+  return part[0];
+}
 
 typedef struct {
   void *data; /* slot s of kv head h: data + h * head_stride + s * slot_stride, in elements */
