@@ -16,12 +16,10 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what rests on equal bits where torch operations, which promise none, take the place of
-    the compiled kernels."""
+    """Skip tests of equal bits where torch operations, which promise none, replace the kernels."""
     if item.get_closest_marker("bits") is not None:
-        from paceline.kernels._native import cpu_kernels
+        from paceline.kernels import cpu_kernels
 
-        if cpu_kernels().library is None:
-            pytest.skip(
-                f"no compiled CPU kernels, so no promise of equal bits: {cpu_kernels().origin}"
-            )
+        kernels = cpu_kernels()
+        if kernels.library is None:
+            pytest.skip(f"equal bits are promised by compiled kernels alone: {kernels.origin}")

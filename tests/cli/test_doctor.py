@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from cli.test_main import run_client_only
+from paceline.kernels import cpu_kernels
 from paceline.kernels._compile import levels_here
-from paceline.kernels._native import cpu_kernels
 
 
 def doctor(*words: str, level: str = "") -> str:

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from paceline.decoder import Decoder, LocalCache, check_batch_invariance
 from paceline.decoder.linear import Linear
-from paceline.kernels import TreeSegment, plan_trees
-from paceline.kernels._native import CpuKernels
+from paceline.kernels import CpuKernels, TreeSegment, plan_trees
+
+pytestmark = pytest.mark.bits
 
 DTYPES = [torch.float32, torch.bfloat16]
 _LOADED: dict[tuple[str, torch.dtype], Decoder] = {}

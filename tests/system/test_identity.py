@@ -9,6 +9,8 @@ from system_support import FAMILIES, HOSTILE, make_prompts, reference
 from paceline.cli.processes import ServiceProcess
 from paceline.client import Client
 
+pytestmark = pytest.mark.bits
+
 USEFUL = ("lm", "ngram")
 CONCURRENT = 8
 TOKENS = 64

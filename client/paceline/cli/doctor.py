@@ -91,7 +91,7 @@ def _with_torch() -> Facts:
     import torch
 
     from paceline.decoder.onednn import current_limit, multiplies_bfloat16
-    from paceline.kernels._native import cpu_kernels
+    from paceline.kernels import cpu_kernels
 
     try:
         kernels = cpu_kernels()

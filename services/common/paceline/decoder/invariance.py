@@ -10,8 +10,8 @@ from paceline.decoder.cache import LocalCache
 from paceline.decoder.linear import MOST_ROWS, Linear
 from paceline.decoder.model import Decoder
 from paceline.decoder.onednn import LIMITS, current_limit
-from paceline.kernels import CHUNK, TreeSegment, plan_trees
-from paceline.kernels._native import LANES, cpu_kernels
+from paceline.kernels import CHUNK, TreeSegment, cpu_kernels, plan_trees
+from paceline.kernels._native import LANES
 
 _PREFIX = CHUNK - 3  # so that the tree crosses a chunk border
 # Of a linear layer, against all: libraries choose kernels by whether the rows fill their blocks.
