@@ -4,7 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROTOS := $(wildcard protos/paceline/v1/*.proto)
 
-.PHONY: setup demo test test-slow chart containers up down lint types proto proto-check browser docs bench learn drills fuzz audit \
+.PHONY: setup demo test test-slow levels chart containers up down lint types proto proto-check browser docs bench learn \
+	drills fuzz audit \
 	gpu-check gpu-packages gpu-train clean
 
 setup: .make/setup
@@ -25,6 +26,17 @@ test: setup
 # What `make test` leaves out because it takes long by nature.
 test-slow: setup
 	$(BIN)/python -m pytest -m slow --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+# The decoder, and tests of equal tokens, as on processors with fewer instructions than this one and
+# without compiled kernels. Kernels by themselves are tested at every level by the other tests.
+LEVELS = $(shell $(BIN)/python -c "from paceline.kernels import _compile; \
+	print(*_compile.levels_here()[1:], 'none')")
+levels: setup
+	set -e; for level in $(LEVELS); do \
+	    PACELINE_CPU_LEVEL=$$level $(BIN)/python -m pytest --numprocesses 2 --dist loadfile \
+	        tests/decoder tests/drafter/test_lm.py tests/drafter/test_lm_budget.py \
+	        tests/verifier/test_greedy.py tests/verifier/test_identity.py; \
+	done
 
 # The Helm chart, where Helm and the schemas of Kubernetes can be installed.
 chart: setup

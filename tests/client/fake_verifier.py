@@ -53,6 +53,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         self.made = 0
         self.instance = "first"
         self.fingerprint = "f" * 64
+        self.batch_invariant = True
         self.full = 0
         self.retry_after: float | None = 0.01
         self.step_seconds = 0.0
@@ -114,7 +115,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             tokenizer_gzip=gzip.compress(TOKENIZER) if wanted and self.with_tokenizer else b"",
             max_tree_nodes=64,
             instance_id=self.instance,
-            batch_invariant=True,
+            batch_invariant=self.batch_invariant,
             lease_ms=self.lease_ms,
         )
 

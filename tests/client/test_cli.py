@@ -63,6 +63,7 @@ async def test_generate_prints_json(world: World, capsys: pytest.CaptureFixture[
     assert result["usage"]["prompt_tokens"] == 2
     assert result["stats"]["drafted_rounds"] == 0
     assert result["stats"]["fallbacks"] == {}
+    assert result["stats"]["batch_invariant"] is True
     assert not world.drafter.attaches
 
 

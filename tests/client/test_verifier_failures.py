@@ -90,10 +90,12 @@ async def test_a_lost_cache_is_prefilled_again(
         what = fault(round_id, sent)
         if what:
             world.verifier.restart()
+            world.verifier.batch_invariant = False
         return what
 
     world.verifier.fault = restart
     result = await client.generate(PROMPT, max_new_tokens=140, seed=SEED, drafter=drafter)
+    assert result.stats.batch_invariant is False
     assert result.token_ids == continuation(PROMPT, 140, SEED)
     assert result.stats.fallbacks["verifier_restarted"] == 1
     assert list(world.verifier.creates[1].output_tokens) == result.token_ids[: 1 + messages]

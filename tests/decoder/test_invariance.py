@@ -11,9 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.decoder import Decoder, LocalCache, is_batch_invariant
+from paceline.decoder import Decoder, LocalCache, check_batch_invariance
 from paceline.decoder.linear import Linear
-from paceline.kernels import TreeSegment, plan_trees
+from paceline.kernels import CpuKernels, TreeSegment, plan_trees
+
+pytestmark = pytest.mark.bits
 
 DTYPES = [torch.float32, torch.bfloat16]
 _LOADED: dict[tuple[str, torch.dtype], Decoder] = {}
@@ -29,7 +31,8 @@ def load(models: dict[str, Path], name: str, dtype: torch.dtype) -> Decoder:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_self_check_holds(models: dict[str, Path], name: str, dtype: torch.dtype) -> None:
-    assert is_batch_invariant(load(models, name, dtype))
+    found = check_batch_invariance(load(models, name, dtype))
+    assert (found.holds, found.reason) == (True, "")
 
 
 def test_the_self_check_notices(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +44,9 @@ def test_the_self_check_notices(models: dict[str, Path], monkeypatch: pytest.Mon
 
     attention = model.tree_attention
     monkeypatch.setattr(model, "tree_attention", leaky)
-    assert not is_batch_invariant(load(models, "llama", torch.float32))
+    found = check_batch_invariance(load(models, "llama", torch.float32))
+    assert not found.holds
+    assert "in a tree" in found.reason
 
 
 def test_the_self_check_notices_a_single_row_summed_another_way(
@@ -59,7 +64,23 @@ def test_the_self_check_notices_a_single_row_summed_another_way(
     decoder = load(models, "llama", torch.float32)
     down = decoder.linears()[3]
     monkeypatch.setattr(Linear, "__call__", careless)
-    assert not is_batch_invariant(decoder)
+    found = check_batch_invariance(decoder)
+    assert not found.holds
+    assert f"{down.in_features} to {down.out_features}" in found.reason
+    assert "among 1 than" in found.reason
+    assert "ONEDNN_MAX_CPU_ISA" in found.reason
+
+
+def test_without_compiled_kernels_the_self_check_says_so(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import paceline.decoder.invariance as invariance
+
+    none = CpuKernels("none", None, "there is no C compiler")
+    monkeypatch.setattr(invariance, "cpu_kernels", lambda: none)
+    found = check_batch_invariance(load(models, "llama", torch.float32))
+    assert not found.holds
+    assert "there is no C compiler; install gcc" in found.reason
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))

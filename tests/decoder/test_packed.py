@@ -29,11 +29,11 @@ def test_a_model_over_published_weights_has_the_same_bits(
     own = Decoder.load(models[name], dtype)
     path = packed_path(FINGERPRINT, dtype)
     assert PackedWeights.open(path) is None
-    published = publish(path, own.large_tensors(), dtype)
+    published = publish(path, own.large_tensors())
     assert published is not None
     try:
         assert path.stat().st_mode & 0o777 == 0o600
-        assert publish(path, own.large_tensors(), dtype) is None, "there are some already"
+        assert publish(path, own.large_tensors()) is None, "there are some already"
         found = PackedWeights.open(path)
         assert found is not None
         assert logits(Decoder.load(models[name], dtype, shared=found)).equal(logits(own))

@@ -65,6 +65,7 @@ def test_another_noise_accepts_less(folder: Path) -> None:
     assert accepted < 30  # of 60
 
 
+@pytest.mark.bits
 def test_a_tree_does_not_depend_on_how_the_text_came(folder: Path) -> None:
     drafter = load(folder)
     text = text_of(900)
@@ -78,6 +79,7 @@ def test_a_tree_does_not_depend_on_how_the_text_came(folder: Path) -> None:
     assert in_parts.draft(Budget(16, 4)) == at_once
 
 
+@pytest.mark.bits
 def test_sequences_drafted_together_get_their_own_trees(folder: Path) -> None:
     drafter = load(folder)
     texts = [text_of(length, length) for length in (1, 3, 300, 40)]

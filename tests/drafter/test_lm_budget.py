@@ -79,6 +79,7 @@ def test_a_chain_is_the_sparse_models_own_text(folder: Path, policy: str) -> Non
         sequence.extend(Update([VOCAB - 1, 7]))  # nothing drafted stays
 
 
+@pytest.mark.bits
 def test_a_budget_that_covers_the_text_changes_nothing(folder: Path) -> None:
     text = text_of(60)
     plain = warmed(load(folder), text).draft(Budget(16, 4))

@@ -152,7 +152,11 @@ async def test_a_wrong_model_and_a_wrong_path(served: Served) -> None:
     assert (raised.value.code, raised.value.param) == ("model_not_found", "model")
     with pytest.raises(openai.NotFoundError):
         await served.openai.embeddings.create(model="mock", input="a")
-    assert (await served.openai.models.retrieve("mock")).id == "mock"
+    model = await served.openai.models.retrieve("mock")
+    assert model.id == "mock"
+    assert model.model_extra is not None
+    assert model.model_extra["batch_invariant"] is True
+    assert model.model_extra["batch_invariance_reason"] == ""
 
 
 async def test_only_json_of_a_bounded_size_is_read(serve: Serve) -> None:

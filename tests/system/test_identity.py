@@ -10,6 +10,7 @@ from system_support import EAGER, FAMILIES, HOSTILE, THREADS, make_prompts, refe
 from paceline.cli.processes import ServiceProcess
 from paceline.client import Client
 
+pytestmark = pytest.mark.bits
 Verifiers = Callable[[str], ServiceProcess]
 USEFUL = ("lm", "ngram")
 CONCURRENT = 8

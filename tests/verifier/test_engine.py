@@ -17,7 +17,7 @@ import pytest
 import torch
 from verifier_support import CONTEXT, VOCAB, Client, Round, failure, reason_of, serving
 
-from paceline.decoder import weights_fingerprint
+from paceline.decoder import BatchInvariance, weights_fingerprint
 from paceline.v1 import sampling_pb2, verifier_pb2
 from paceline.verifier import build_service
 from paceline.verifier.engine import settle as settling
@@ -117,11 +117,30 @@ async def test_model(client: Client, model: Path) -> None:
     assert (list(got.eos_token_ids), got.bos_token_id) == ([0], 1)
     assert got.dtype == "float32"
     assert got.target_fingerprint == weights_fingerprint(model)
-    assert got.batch_invariant
     assert got.lease_ms == 30_000
     assert len(got.instance_id) == 32
     assert got.tokenizer_digest == ""
     assert got.chat_template == ""
+
+
+@pytest.mark.bits
+async def test_batch_invariance_holds(client: Client) -> None:
+    got = await client.stub.GetModel(verifier_pb2.GetModelRequest())
+    assert (got.batch_invariant, got.batch_invariance_reason) == (True, "")
+
+
+async def test_why_batch_invariance_does_not_hold_is_told_and_logged(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    found = BatchInvariance(False, "a layer of 8 to 9 differs; do this")
+    monkeypatch.setattr("paceline.verifier.model.check_batch_invariance", lambda decoder: found)
+    async with serving(model, tmp_path / "v.sock", kv_bytes=1 << 28) as client:
+        got = await client.stub.GetModel(verifier_pb2.GetModelRequest())
+    assert (got.batch_invariant, got.batch_invariance_reason) == (False, found.reason)
+    assert found.reason in caplog.text
 
 
 async def test_tokenizer(model: Path, tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from verifier_support import CONTEXT, VOCAB, Client, Round, held_up, serving, un
 
 from paceline.v1 import sampling_pb2
 
+pytestmark = pytest.mark.bits
+
 GREEDY: dict[str, Any] = {}
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": GREEDY,

@@ -61,6 +61,8 @@ class Report:
     dtype: str
     batch_invariant: bool
     """What the verifier found at its start."""
+    batch_invariance_reason: str
+    """Why it is not so; empty where it is."""
     comparisons: tuple[Comparison, ...]
     positions: int
     """Tokens of the texts without speculation, at all temperatures."""
@@ -170,6 +172,7 @@ async def _compare(
         target=str(args.target),
         dtype=facts.dtype,
         batch_invariant=facts.batch_invariant,
+        batch_invariance_reason=facts.batch_invariance_reason,
         comparisons=tuple(comparisons),
         positions=len(gaps),
         near_ties=sum(gap < NEAR for gap in gaps),
@@ -258,6 +261,7 @@ def _print(report: Report) -> None:
         f"numeric ties: at {report.near_ties} of {report.positions} positions the two likeliest "
         f"tokens were within {NEAR:g} nats, at {report.exact_ties} of them equal; "
         f"batch-invariant: {'yes' if report.batch_invariant else 'no'}"
+        f"{report.batch_invariance_reason and ': ' + report.batch_invariance_reason}"
     )
     console.print(f"identical tokens: {'yes' if report.identical else 'NO'}")
 

@@ -184,6 +184,7 @@ class Generation:
                     raise asyncio.CancelledError
                 self._shared.check_open()
                 model = await self._shared.models.get()
+                self.stats.batch_invariant = model.facts.batch_invariant
                 if self._trace is not None:
                     self._trace.served_by(model.facts.name)
                 await self._prepare(model)

@@ -71,6 +71,9 @@ class Stats:
     """From the request for a cache to the first token."""
     total_ms: float = 0.0
     """From the start of the generation to its end."""
+    batch_invariant: bool | None = None
+    """Whether logits had the same bits in every batch, at every verifier that served the text: if
+    not, it may depend on the drafter at numeric ties. None until a verifier has answered."""
 
     def add(self, entry: RoundStats) -> None:
         """Takes in a finished round."""
@@ -158,6 +161,7 @@ class Stats:
             "prefill_ms": self.prefill_ms,
             "first_token_ms": self.first_token_ms,
             "total_ms": self.total_ms,
+            "batch_invariant": self.batch_invariant,
             "drafter_versions": list(self.drafter_versions),
             "fallbacks": dict(self.fallbacks),
         }

@@ -283,6 +283,8 @@ class VerifierSession:
                 f"text was begun by {self._facts.name} ({self._facts.target_fingerprint[:12]}): "
                 "generate it anew"
             )
+        if not facts.batch_invariant:
+            self._stats.batch_invariant = False
         created = await self.open()
         return verifier_pb2.VerifyResponse(
             round_id=round_id,

@@ -147,6 +147,7 @@ class Gateway:
             "owned_by": "paceline",
             "max_model_len": facts.max_context,
             "batch_invariant": facts.batch_invariant,
+            "batch_invariance_reason": facts.batch_invariance_reason,
             "drafters": list(await self._drafters() or ()),
         }
 

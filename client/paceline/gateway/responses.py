@@ -211,4 +211,6 @@ def _together(parts: Iterable[Stats]) -> Stats:
         total.prefill_ms += part.prefill_ms
         total.first_token_ms += part.first_token_ms
         total.total_ms += part.total_ms
+        if part.batch_invariant is not None:
+            total.batch_invariant = part.batch_invariant and total.batch_invariant is not False
     return total

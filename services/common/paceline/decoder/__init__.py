@@ -5,13 +5,14 @@ from paceline.decoder.config import DecoderConfig, load_config
 from paceline.decoder.device import find_device, use_device
 from paceline.decoder.errors import UnsupportedModelError
 from paceline.decoder.graphs import GraphRunner
-from paceline.decoder.invariance import is_batch_invariant
+from paceline.decoder.invariance import BatchInvariance, check_batch_invariance
 from paceline.decoder.model import AttentionObserver, Decoder, ForwardResult
 from paceline.decoder.packed import PackedWeights, Publication, packed_path, publish
 from paceline.decoder.weights import weights_fingerprint
 
 __all__ = [
     "AttentionObserver",
+    "BatchInvariance",
     "Decoder",
     "DecoderConfig",
     "ForwardResult",
@@ -21,8 +22,8 @@ __all__ = [
     "PackedWeights",
     "Publication",
     "UnsupportedModelError",
+    "check_batch_invariance",
     "find_device",
-    "is_batch_invariant",
     "load_config",
     "packed_path",
     "publish",

@@ -2,29 +2,105 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from paceline.decoder.cache import LocalCache
-from paceline.decoder.linear import Linear
+from paceline.decoder.linear import MOST_ROWS, Linear
 from paceline.decoder.model import Decoder
-from paceline.kernels import CHUNK, TreeSegment, plan_trees
+from paceline.decoder.onednn import LIMITS, current_limit
+from paceline.kernels import CHUNK, TreeSegment, cpu_kernels, plan_trees
+from paceline.kernels._native import LANES
 
 _PREFIX = CHUNK - 3  # so that the tree crosses a chunk border
-_ROWS = (1, 2, 3, 5, 8, 16, 33)  # of a linear layer, against all of
-_ALL_ROWS = 48
+# Of a linear layer, against all: libraries choose kernels by whether the rows fill their blocks.
+_ROWS = (*range(1, 18), 33, 49, 65, 129, 257)
 _PARENTS = (-1, 0, 0, 1, 1, 3, 2, 5, 7, 4, 8, 9)
 
 
-def is_batch_invariant(decoder: Decoder) -> bool:
-    """Whether logits have the same bits in a tree as token by token, on this machine.
+@dataclass(frozen=True)
+class BatchInvariance:
+    """Whether the logits of a token have the same bits in every batch and tree.
 
-    First every kind of linear layer, with several numbers of rows: where a product is split another
-    way, few values change, and few of those reach a logit. Then a short prompt and one tree through
-    the decoder, packed together with another sequence, where every node is compared with its path
-    decoded alone. One layer of each sliding window stands for all of them.
+    Attributes:
+        holds: Whether they have.
+        reason: What differs and what to do about it; empty where nothing does.
     """
-    if not all(_rows_are_independent(layer, decoder) for layer in decoder.linears()):
-        return False
+
+    holds: bool
+    reason: str = ""
+
+
+def check_batch_invariance(decoder: Decoder) -> BatchInvariance:
+    """Check on this machine that logits have the same bits in a tree as token by token.
+
+    First every shape of linear layer, with several numbers of rows: where a product is split
+    another way, few values change, and few of those reach a logit. Then a short prompt and one tree
+    through the decoder, packed together with another sequence, where every node is compared with
+    its path decoded alone. One layer of each sliding window stands for all of them. Without
+    compiled attention kernels nothing is promised on the CPU, so nothing is checked.
+    """
+    differs = _plain_attention(decoder) if decoder.device.type == "cpu" else ""
+    differs = differs or _rows_that_differ(decoder) or _tree_that_differs(decoder)
+    if differs and decoder.device.type != "cpu":
+        differs += (
+            f"; products on {decoder.device.type} add up in an order that depends on their rows: "
+            "serve on the CPU where texts must be equal bit for bit"
+        )
+    return BatchInvariance(not differs, differs)
+
+
+def _plain_attention(decoder: Decoder) -> str:
+    kernels = cpu_kernels()
+    if kernels.library is None:
+        return (
+            f"attention runs on torch operations: {kernels.origin}; install gcc, or a wheel for "
+            "x86-64 Linux, which brings the compiled kernels"
+        )
+    if decoder.config.head_dim % LANES:
+        return (
+            f"attention runs on torch operations: heads are {decoder.config.head_dim} wide, the "
+            f"compiled kernels need a multiple of {LANES}"
+        )
+    return ""
+
+
+def _rows_that_differ(decoder: Decoder) -> str:
+    shapes = {(each.in_features, each.out_features): each for each in decoder.linears()}
+    for (ins, outs), layer in shapes.items():
+        rows = _rows_that_depend_on_others(layer, decoder)
+        if not rows:
+            continue
+        differs = (
+            f"a linear layer of {ins} to {outs} in {decoder.config.dtype} gives a row other bits "
+            f"among {rows} than among {MOST_ROWS}"
+        )
+        if decoder.device.type != "cpu":
+            return differs
+        if not layer.packed:
+            return f"{differs}: this build of torch has no oneDNN, install one that has"
+        limit = current_limit() or "every instruction set of this processor"
+        return (
+            f"{differs}: oneDNN may use {limit}; start with {LIMITS[0]}=AVX512_CORE_BF16, or AVX2, "
+            "and import paceline before torch computes anything"
+        )
+    return ""
+
+
+def _rows_that_depend_on_others(layer: Linear, decoder: Decoder) -> int:
+    """The first number of rows in which a row has other bits; 0: there is none."""
+    generator = torch.Generator().manual_seed(layer.in_features)
+    x = torch.randn(MOST_ROWS, layer.in_features, generator=generator)
+    x = x.to(decoder.device, decoder.config.dtype)
+    with torch.inference_mode():
+        together = layer(x)
+        return next(
+            (rows for rows in _ROWS if not torch.equal(layer(x[-rows:]), together[-rows:])), 0
+        )
+
+
+def _tree_that_differs(decoder: Decoder) -> str:
     windows = decoder.config.windows
     decoder = decoder.with_layers([windows.index(window) for window in dict.fromkeys(windows)])
     generator = torch.Generator().manual_seed(0)
@@ -48,22 +124,9 @@ def is_batch_invariant(decoder: Decoder) -> bool:
         for node in _path(leaf):
             logits = _append(decoder, alone, tree[node : node + 1])
             if not torch.equal(logits[0], together[node]):
-                return False
+                return "attention or a row operation gives other bits in a tree than token by token"
         alone.truncate(_PREFIX)
-    return True
-
-
-def _rows_are_independent(layer: Linear, decoder: Decoder) -> bool:
-    generator = torch.Generator().manual_seed(layer.in_features)
-    x = torch.randn(_ALL_ROWS, layer.in_features, generator=generator)
-    x = x.to(decoder.device, decoder.config.dtype)
-    with torch.inference_mode():
-        together = layer(x)
-        return all(
-            torch.equal(layer(x[start : start + rows]), together[start : start + rows])
-            for rows in _ROWS
-            for start in (0, 7, 15)
-        )
+    return ""
 
 
 def _path(leaf: int) -> list[int]:

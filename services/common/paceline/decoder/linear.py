@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from paceline.decoder.onednn import multiplies_bfloat16
+
 _PACK_ROWS = 64  # batch size the packed layout is chosen for; any other gives the same bits
 MOST_ROWS = 513
 """Most rows of one product."""
@@ -18,14 +20,17 @@ except AttributeError:  # a build of torch without oneDNN
     _linear = None
 
 
-def can_pack(weight: Tensor) -> bool:
-    """Whether oneDNN can prepack this weight: CPU, float32 or bfloat16."""
-    return (
-        weight.device.type == "cpu"
-        and weight.dtype in (torch.float32, torch.bfloat16)
-        and _linear is not None
-        and (weight.dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    )
+def product_type(weight: Tensor) -> torch.dtype | None:
+    """Type in which oneDNN multiplies with this weight; None: it does not.
+
+    float32 stands in for bfloat16 where the processor has no products of that: twice the memory,
+    and the same result as exact sums rounded once.
+    """
+    if weight.device.type != "cpu" or _linear is None:
+        return None
+    if weight.dtype == torch.bfloat16 and not multiplies_bfloat16():
+        return torch.float32
+    return weight.dtype if weight.dtype in (torch.float32, torch.bfloat16) else None
 
 
 def product_rows(rows: int) -> int:
@@ -58,21 +63,24 @@ class Linear:
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Take over a weight ``[out, in]``, packed or not, and a bias ``[out]`` of its type."""
+        """Take over a weight ``[out, in]``, packed or not, and a bias ``[out]``."""
         self.out_features, self.in_features = weight.shape
-        self.bias = bias
-        self.packed = can_pack(weight)
-        if self.packed and not weight.is_mkldnn:
-            weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS)
+        dtype = product_type(weight)
+        self.packed = dtype is not None
+        if dtype is not None and not weight.is_mkldnn:
+            weight = weight.to(dtype).contiguous()
+            weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
         self.weight = weight
-        """Packed, if it is."""
+        """Packed, if it is; then of the type it is multiplied in."""
+        self.bias = None if bias is None else bias.to(weight.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``[rows, in]`` to ``[rows, out]``."""
+        """``[rows, in]`` to ``[rows, out]`` in the type of ``x``."""
         if self.packed and _linear is not None:
             parts = [
                 _linear(part, self.weight, self.bias, "none", [], "")
-                for part in pad_rows(x).split(MOST_ROWS)
+                for part in pad_rows(x.to(self.weight.dtype)).split(MOST_ROWS)
             ]
-            return (parts[0] if len(parts) == 1 else torch.cat(parts))[: x.shape[0]]
+            out = parts[0] if len(parts) == 1 else torch.cat(parts)
+            return out[: x.shape[0]].to(x.dtype)
         return torch.nn.functional.linear(x, self.weight, self.bias)

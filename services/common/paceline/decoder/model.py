@@ -64,8 +64,8 @@ class Decoder:
     """A Llama, Mistral, Qwen2 or Qwen3 language model over packed query blocks.
 
     On the CPU the logits of a token have the same bits whatever else is in the batch, and whether
-    its ancestors are committed or nodes of the tree (see :func:`is_batch_invariant`). Safe to call
-    from several threads as long as no two of them use one cache.
+    its ancestors are committed or nodes of the tree, where :func:`check_batch_invariance` holds.
+    Safe to call from several threads as long as no two of them use one cache.
     """
 
     def __init__(

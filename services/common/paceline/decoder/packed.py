@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from paceline.decoder.blobs import can_map, layout_of, memory_of, packed_over
+from paceline.decoder.onednn import current_limit
 from paceline.shm import PREFIX, SHM, claim, is_orphan
 
 _log = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ def packed_path(fingerprint: str, dtype: torch.dtype) -> Path:
         fingerprint: Of the model (:func:`paceline.decoder.weights_fingerprint`).
         dtype: Of its weights.
     """
-    return SHM / f"{PREFIX}weights-{fingerprint[:32]}-{str(dtype).removeprefix('torch.')}"
+    return SHM / f"{PREFIX}weights-{fingerprint[:32]}-{_name(dtype)}"
 
 
 class PackedWeights:
@@ -51,7 +52,6 @@ class PackedWeights:
 
     def __init__(self, memory: mmap.mmap, header: Mapping[str, Any], begin: int) -> None:
         """See :meth:`open`."""
-        self.dtype: torch.dtype = getattr(torch, header["dtype"])
         with warnings.catch_warnings():
             # That it is read-only is what we want: weights are never written.
             warnings.filterwarnings("ignore", "The given buffer is not writable")
@@ -86,9 +86,10 @@ class PackedWeights:
         """
         entry = self._entries[name]
         data = self._data[entry["offset"] : entry["offset"] + entry["bytes"]]
+        dtype: torch.dtype = getattr(torch, entry["dtype"])
         if not entry["layout"]:
-            return data.view(self.dtype).view(entry["shape"])
-        return packed_over(data, entry["shape"], self.dtype, bytes.fromhex(entry["layout"]))
+            return data.view(dtype).view(entry["shape"])
+        return packed_over(data, entry["shape"], dtype, bytes.fromhex(entry["layout"]))
 
 
 class Publication:
@@ -107,8 +108,8 @@ class Publication:
             self._file = -1
 
 
-def publish(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Publication | None:
-    """Write tensors of one type where :meth:`PackedWeights.open` finds them.
+def publish(path: Path, tensors: Mapping[str, Tensor]) -> Publication | None:
+    """Write tensors where :meth:`PackedWeights.open` finds them.
 
     Returns:
         None, with a warning in the log, if there is no room, somebody shares them already, or
@@ -117,7 +118,7 @@ def publish(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Pu
     if not can_map():
         _log.warning("weights are not shared: this torch can map no packed ones")
         return None
-    header, size = _header(tensors, dtype)
+    header, size = _header(tensors)
     begin = _page_end(_LENGTH_BYTES + len(header))
     draft = path.with_name(f"{path.name}.{os.getpid()}")
     file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -140,22 +141,26 @@ def publish(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Pu
     return Publication(path, file)
 
 
-def _header(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[bytes, int]:
+def _header(tensors: Mapping[str, Tensor]) -> tuple[bytes, int]:
     """What the file begins with, and the bytes of all tensors."""
     entries: list[dict[str, Any]] = []
     at = 0
     for name, tensor in tensors.items():
         size = memory_of(tensor)[1]
-        place = {"name": name, "offset": at, "bytes": size}
+        place = {"name": name, "offset": at, "bytes": size, "dtype": _name(tensor.dtype)}
         entries.append({**place, "shape": list(tensor.shape), "layout": layout_of(tensor).hex()})
         at += _aligned(size)
-    described = {"made_by": _made_by(), "dtype": str(dtype).removeprefix("torch.")}
-    return json.dumps({**described, "tensors": entries}).encode(), at
+    return json.dumps({"made_by": _made_by(), "tensors": entries}).encode(), at
 
 
 def _made_by() -> str:
     """Packed layouts are those of a build of torch on a kind of processor."""
-    return f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"torch {torch.__version__}, {capability}, oneDNN limit {current_limit() or 'none'}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _aligned(size: int) -> int:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import logging
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.decoder import Decoder, is_batch_invariant, weights_fingerprint
+from paceline.decoder import Decoder, check_batch_invariance, weights_fingerprint
 from paceline.v1 import verifier_pb2
 from paceline.verifier.grammar import Grammars
 from paceline.verifier.messages import MAX_TREE_NODES, Limits
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,12 @@ def read_facts(
             "what the model was made for"
         )
     tokenizer = _read_bytes(folder / "tokenizer.json")
+    invariance = check_batch_invariance(decoder)
+    if not invariance.holds:
+        _log.warning(
+            "texts may differ with the drafter at numeric ties (batch_invariant is false): %s",
+            invariance.reason,
+        )
     message = verifier_pb2.GetModelResponse(
         name=folder.resolve().name,
         architecture=_architecture(folder),
@@ -83,7 +92,8 @@ def read_facts(
         head_dim=config.head_dim,
         hidden_size=config.hidden,
         instance_id=secrets.token_hex(16),
-        batch_invariant=is_batch_invariant(decoder),
+        batch_invariant=invariance.holds,
+        batch_invariance_reason=invariance.reason,
         lease_ms=round(lease_seconds * 1000),
     )
     return ModelFacts(

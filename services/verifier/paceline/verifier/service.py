@@ -81,7 +81,7 @@ class VerifierService:
             if options.share_weights:
                 sweep_orphans()  # those of a verifier that died are in the way
                 path = packed_path(facts.message.target_fingerprint, decoder.config.dtype)
-                self._published = publish(path, decoder.large_tensors(), decoder.config.dtype)
+                self._published = publish(path, decoder.large_tensors())
             if self._published is not None:  # from now on it has them there too
                 load = partial(Decoder.load, shared=PackedWeights.open(path))
                 decoder = pool.submit(load, target, options.dtype, device).result()

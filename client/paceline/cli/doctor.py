@@ -1,0 +1,266 @@
+"""`paceline doctor`: what a machine and an install offer, and what is missing.
+
+Runs without torch and says less there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+Facts = dict[str, Any]
+
+_EXTRAS: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "server": (
+        ("torch", "numpy", "safetensors", "transformers", "grpc_health", "llguidance"),
+        "no verifier or drafter can run here, only the client",
+    ),
+    "gateway": (("aiohttp", "jinja2", "pydantic"), "no OpenAI interface"),
+    "telemetry": (("opentelemetry.sdk", "prometheus_client"), "no traces and no metrics"),
+    "cuda": (("triton",), "GPUs run plain PyTorch operations, several times slower"),
+    "train": (("accelerate",), "no training of drafters"),
+}
+"""Per extra: modules it brings, and what is missing without one of them."""
+
+_PACKAGES = ("torch", "triton", "transformers", "numpy", "grpcio", "protobuf", "tokenizers")
+_VARIABLES = (
+    *("PACELINE_CPU_LEVEL", "PACELINE_ATTENTION", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"),
+    *("ATEN_CPU_CAPABILITY", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "THP_MEM_ALLOC_ENABLE"),
+    *("CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET", "CC"),
+)
+"""Settings that change how this machine computes; none of them is a secret."""
+
+_INSTRUCTIONS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile")
+_FIRST_PRODUCT = (
+    "import torch, paceline.decoder; torch.ops.mkldnn._reorder_linear_weight(torch.ones(1, 1), 64)"
+)
+_SMALL_SHM = 1 << 30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the form of the answer."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what was found; always 0: nothing that is missing is an error."""
+    facts = examine()
+    print(json.dumps(facts, indent=1) if args.json else _as_text(facts))
+    return 0
+
+
+def examine() -> Facts:
+    """Everything that `paceline doctor` prints, as plain values; sizes in bytes.
+
+    `notes` are sentences on what is missing, what it costs, and what to do.
+    """
+    settings = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    facts: Facts = {
+        "paceline": _version("paceline"),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "processor": _processor(),
+        "memory": _memory(),
+        "settings": settings,
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "missing": {
+            extra: missing
+            for extra, (modules, _) in _EXTRAS.items()
+            if (missing := [name for name in modules if not _found(name)])
+        },
+        "compiler": shutil.which(os.environ.get("CC", "gcc")),
+        "gpu_driver": _gpu_driver(),
+    }
+    if _found("torch") and _found("numpy"):
+        facts |= _with_torch()
+    facts["notes"] = _notes(facts)
+    return facts
+
+
+def _with_torch() -> Facts:
+    import torch
+
+    from paceline.decoder.onednn import current_limit, multiplies_bfloat16
+    from paceline.kernels import cpu_kernels
+
+    try:
+        kernels = cpu_kernels()
+        found: Facts = {"level": kernels.level, "origin": kernels.origin, "error": ""}
+    except RuntimeError as error:  # a level that this processor does not have
+        found = {"level": "", "origin": "", "error": str(error)}
+    gpus = [torch.cuda.get_device_properties(each) for each in range(torch.cuda.device_count())]
+    return {
+        "threads": torch.get_num_threads(),
+        "kernels": found,
+        "onednn": {
+            "instructions": _onednn_instructions(),
+            "limit": current_limit(),
+            "multiplies_bfloat16": torch.backends.mkldnn.is_available() and multiplies_bfloat16(),
+        },
+        "cuda": torch.version.cuda,
+        "gpus": [
+            {
+                "name": gpu.name,
+                "memory": gpu.total_memory,
+                "compute_capability": f"{gpu.major}.{gpu.minor}",
+            }
+            for gpu in gpus
+        ],
+    }
+
+
+def _onednn_instructions() -> str:
+    """What oneDNN says that it uses, in a process of its own: it says so once, at its start."""
+    done = subprocess.run(
+        [sys.executable, "-c", _FIRST_PRODUCT],
+        env=os.environ | {"ONEDNN_VERBOSE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = (line.partition("cpu,isa:")[2] for line in done.stdout.splitlines())
+    return next(filter(None, said), "unknown")
+
+
+def _processor() -> Facts:
+    named: dict[str, str] = {}
+    for line in _read("/proc/cpuinfo").splitlines():
+        name, _, value = line.partition(":")
+        named.setdefault(name.strip(), value.strip())
+    flags = named.get("flags", named.get("Features", "")).split()
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "name": named.get("model name") or platform.processor() or "unknown",
+        "cores": os.cpu_count(),
+        "usable_cores": usable,
+        "instructions": [name for name in _INSTRUCTIONS if name in flags],
+    }
+
+
+def _memory() -> Facts:
+    entries = (line.split() for line in _read("/proc/meminfo").splitlines())
+    sizes = {words[0]: int(words[1]) << 10 for words in entries if len(words) > 1}
+    limit = _read("/sys/fs/cgroup/memory.max").strip()
+    shm = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
+    return {
+        "total": sizes.get("MemTotal:"),
+        "available": sizes.get("MemAvailable:"),
+        "container_limit": int(limit) if limit.isdigit() else None,
+        "shm": shm.total if shm else None,
+        "shm_free": shm.free if shm else None,
+    }
+
+
+def _notes(facts: Facts) -> list[str]:
+    notes = [
+        f"{', '.join(missing)} not installed: {_EXTRAS[extra][1]}; pip install 'paceline[{extra}]'"
+        for extra, missing in facts["missing"].items()
+        if extra != "cuda" or facts["gpu_driver"]
+    ]
+    kernels, onednn = facts.get("kernels"), facts.get("onednn")
+    if kernels and kernels["error"]:
+        notes.append(f"no service starts: {kernels['error']}")
+    elif kernels and kernels["level"] == "none":
+        notes.append(
+            f"no compiled CPU kernels ({kernels['origin']}): attention runs several times slower "
+            "and texts may differ with the drafter at numeric ties; install gcc, or a wheel for "
+            "x86-64 Linux"
+        )
+    if onednn and not onednn["multiplies_bfloat16"]:
+        notes.append(
+            "oneDNN has no bfloat16 products here: bfloat16 models are multiplied in float32 and "
+            "take twice the memory"
+        )
+    if facts.get("threads", 1) > facts["processor"]["usable_cores"]:
+        notes.append("more threads than cores: set OMP_NUM_THREADS to the number of cores")
+    shm = facts["memory"]["shm"]
+    if shm is None:
+        notes.append("no /dev/shm: a verifier on the CPU keeps its caches there")
+    elif shm < _SMALL_SHM:
+        notes.append(
+            f"/dev/shm has {_size(shm)}: it bounds the caches of a verifier on the CPU; containers "
+            "set it with shm_size"
+        )
+    if facts["gpu_driver"] and "gpus" in facts and not facts["gpus"]:
+        notes.append("there is an NVIDIA driver, but this torch sees no GPU: install a CUDA build")
+    return notes
+
+
+def _as_text(facts: Facts) -> str:
+    processor, memory = facts["processor"], facts["memory"]
+    cores = f"{processor['usable_cores']} of {processor['cores']} cores usable"
+    known = " ".join(processor["instructions"]) or "no instruction set known"
+    limit = memory["container_limit"]
+    lines = [
+        ("paceline", f"{facts['paceline']}, Python {facts['python']}, {facts['system']}"),
+        ("processor", f"{processor['name']}, {cores}, {known}"),
+        (
+            "memory",
+            f"{_size(memory['total'])}, {_size(memory['available'])} available"
+            + (f", container limit {_size(limit)}" if limit else "")
+            + f", /dev/shm {_size(memory['shm'])}",
+        ),
+        ("packages", ", ".join(f"{k} {v}" for k, v in facts["packages"].items() if v)),
+        ("compiler", facts["compiler"] or "none"),
+    ]
+    if "kernels" in facts:
+        kernels, onednn = facts["kernels"], facts["onednn"]
+        lines += [
+            ("threads", str(facts["threads"])),
+            ("kernels", kernels["error"] or f"{kernels['level']} ({kernels['origin']})"),
+            ("oneDNN", f"{onednn['instructions']}, limit {onednn['limit'] or 'none'}"),
+        ]
+        lines += [
+            (
+                "GPU",
+                f"{gpu['name']}, {_size(gpu['memory'])}, compute capability "
+                f"{gpu['compute_capability']}",
+            )
+            for gpu in facts["gpus"]
+        ] or [("GPU", f"none seen by torch (CUDA {facts['cuda'] or 'not built in'})")]
+    else:
+        lines.append(("torch", "not usable: this install is a client"))
+    if facts["gpu_driver"]:
+        lines.append(("driver", facts["gpu_driver"]))
+    lines += [("setting", f"{name}={value}") for name, value in facts["settings"].items()]
+    lines += [("note", note) for note in facts["notes"]]
+    return "\n".join(f"{label:<10} {value}" for label, value in lines)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _found(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _gpu_driver() -> str:
+    return _read("/proc/driver/nvidia/version").partition("\n")[0]
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def _size(count: int | None) -> str:
+    return "unknown" if count is None else f"{count / (1 << 30):.1f} GiB"

@@ -1,0 +1,86 @@
+"""`paceline doctor` as a process: what it finds, and what it says of missing parts."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from cli.test_main import run_client_only
+from paceline.kernels import cpu_kernels
+from paceline.kernels._compile import levels_here
+
+
+def doctor(*words: str, level: str = "") -> str:
+    environment = {name: value for name, value in os.environ.items() if "MAX_CPU_ISA" not in name}
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline.cli.main", "doctor", *words],
+        env=environment | {"PACELINE_CPU_LEVEL": level},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def facts(level: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(doctor("--json", level=level))
+    return found
+
+
+def test_the_machine_and_the_install() -> None:
+    found = facts()
+    assert found["python"] == platform.python_version()
+    assert found["packages"]["torch"] == torch.__version__
+    assert found["processor"]["cores"] == os.cpu_count()
+    assert found["memory"]["total"] >= found["memory"]["available"] > 0
+    assert found["memory"]["shm"] > 0
+    assert found["missing"] == {}
+    assert len(found["gpus"]) == torch.cuda.device_count()
+    assert found["onednn"]["instructions"] != "unknown"
+
+
+@pytest.mark.bits
+def test_compiled_kernels_are_named() -> None:
+    found = facts(cpu_kernels().level)
+    assert found["kernels"]["level"] == cpu_kernels().level
+    assert found["kernels"]["error"] == ""
+    assert "no compiled CPU kernels" not in str(found["notes"])
+
+
+def test_missing_kernels_are_told_with_what_they_cost() -> None:
+    found = facts("none")
+    assert found["kernels"]["level"] == "none"
+    assert found["settings"]["PACELINE_CPU_LEVEL"] == "none"
+    assert any("slower" in note and "install gcc" in note for note in found["notes"])
+    assert "no compiled CPU kernels" in doctor(level="none")
+
+
+@pytest.mark.skipif("avx2" not in levels_here(), reason="this processor has no AVX2")
+def test_a_lower_level_shows_in_oneDNN_too() -> None:
+    found = facts("avx2")
+    assert found["onednn"] == {
+        "instructions": "Intel AVX2", "limit": "AVX2", "multiplies_bfloat16": False
+    }  # fmt: skip
+    assert any("multiplied in float32" in note for note in found["notes"])
+
+
+def test_a_level_that_is_not_there_is_a_note_and_no_error() -> None:
+    assert "expected one of" in facts("mmx")["kernels"]["error"]
+    assert "no service starts: PACELINE_CPU_LEVEL is 'mmx'" in doctor(level="mmx")
+
+
+def test_an_install_of_the_client_alone_is_told_apart() -> None:
+    done = run_client_only("doctor", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert "torch" in found["missing"]["server"]
+    assert "kernels" not in found
+    assert any("pip install 'paceline[server]'" in note for note in found["notes"])
+    assert "not usable: this install is a client" in run_client_only("doctor").stdout
