@@ -9,22 +9,41 @@ from pathlib import Path
 import pytest
 
 from paceline.kernels import AttentionBackend, attention
-from paceline.kernels._cpu import CpuBackend
-from paceline.kernels._native import library
+from paceline.kernels._compile import levels_here
+from paceline.kernels._dense import DenseBackend
+from paceline.kernels._native import CpuKernels, cpu_kernels, load
 from paceline.kernels._native_attention import NativeBackend
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 
-@pytest.fixture(params=["native", "cpu"], scope="module")
+def compiled(level: str) -> CpuKernels:
+    """The kernels of a level; skips the test where they cannot be compiled."""
+    if cpu_kernels().library is None:
+        pytest.skip(f"no compiled kernels: {cpu_kernels().origin}")
+    return load(level)
+
+
+@pytest.fixture(params=levels_here(), scope="module")
+def native_backend(request: pytest.FixtureRequest) -> Iterator[AttentionBackend]:
+    """The compiled attention of each level, in its turn the one that ``tree_attention`` uses."""
+    library = compiled(request.param).library
+    assert library is not None
+    yield from _serving(NativeBackend(library, fallback=DenseBackend()))
+
+
+@pytest.fixture(params=[*levels_here(), "none"], scope="module")
 def cpu_backend(request: pytest.FixtureRequest) -> Iterator[AttentionBackend]:
-    """The CPU's attention backends, each in its turn the one that ``tree_attention`` uses."""
-    backend: AttentionBackend = CpuBackend()
-    if request.param == "native":
-        found = library()
-        if found is None:
-            pytest.skip("no gcc: the compiled kernels can't be built")
-        backend = NativeBackend(found, fallback=backend)
+    """Every backend of the CPU, the plain PyTorch one included."""
+    if request.param == "none":
+        yield from _serving(DenseBackend())
+    else:
+        library = compiled(request.param).library
+        assert library is not None
+        yield from _serving(NativeBackend(library, fallback=DenseBackend()))
+
+
+def _serving(backend: AttentionBackend) -> Iterator[AttentionBackend]:
     before = attention._LOADED.get("cpu")
     attention._LOADED["cpu"] = backend
     yield backend

@@ -1,4 +1,4 @@
-"""The promise: a row has the same bits whatever is beside it, in every mode."""
+"""The promise: a row has the same bits whatever is beside it, at every level."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kernel_cases import HEADS, PREFIXES, Case, attend, make_case, trees
 
 from paceline.kernels import TreeSegment
 
-pytestmark = pytest.mark.usefixtures("cpu_backend")
+pytestmark = pytest.mark.usefixtures("native_backend")
 DTYPES = [torch.float32, torch.bfloat16]
 
 

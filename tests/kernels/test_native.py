@@ -1,4 +1,4 @@
-"""Compiling the CPU kernels, and what happens where that cannot be done."""
+"""Compiling and finding the CPU kernels, and what happens where that cannot be done."""
 
 from __future__ import annotations
 
@@ -15,46 +15,65 @@ import pytest
 import torch
 from kernel_cases import make_case
 
-from paceline.kernels import _native, attention, backend_for, row_kernels
+from paceline.kernels import _compile, _native, attention, backend_for, row_kernels
 from paceline.kernels.rows import TorchRows
+
+needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
+x86_only = pytest.mark.skipif(platform.machine() != "x86_64", reason="compiled ahead for x86-64")
 
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """An empty cache folder, and nothing loaded yet."""
+    """An empty cache folder, no libraries of a wheel, and nothing loaded yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(_native.VARIABLE, raising=False)
+    monkeypatch.setattr(_compile, "PREBUILT", tmp_path / "prebuilt")
     monkeypatch.setattr(attention, "_LOADED", {})
-    _native.library.cache_clear()
+    _native.cpu_kernels.cache_clear()
     yield tmp_path
-    _native.library.cache_clear()
+    _native.cpu_kernels.cache_clear()
 
 
+@needs_compiler
 def test_it_is_compiled_once(fresh: Path) -> None:
-    if _native.library() is None:
-        pytest.skip("no gcc")
+    assert _native.cpu_kernels().origin == "compiled on this machine"
     made = list(fresh.rglob("*"))
     before = {path: path.stat().st_mtime_ns for path in made}
     assert [path.suffix for path in made if path.is_file()] == [".so"]
-    _native.library.cache_clear()
+    _native.cpu_kernels.cache_clear()
     assert _native.library() is not None
     assert {path: path.stat().st_mtime_ns for path in fresh.rglob("*")} == before
 
 
 @pytest.mark.usefixtures("fresh")
-def test_without_a_compiler_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_torch_does_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
-    assert _native.library() is None
-    assert backend_for("cpu").name == "cpu"
+    with caplog.at_level(logging.WARNING):
+        assert _native.cpu_kernels().level == "none"
+    assert "install gcc" in caplog.text
+    assert backend_for("cpu").name == "dense"
     assert isinstance(row_kernels("cpu"), TorchRows)
 
 
+@needs_compiler
 @pytest.mark.usefixtures("fresh")
-def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PACELINE_NATIVE", "0")
-    assert _native.library() is None
+@pytest.mark.parametrize("level", [*_compile.levels_here(), "none"])
+def test_the_level_can_be_chosen(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(_native.VARIABLE, level)
+    assert _native.cpu_kernels().level == level
+    assert (_native.library() is None) == (level == "none")
 
 
-def test_a_compiler_that_fails_is_told_and_survived(
+@pytest.mark.usefixtures("fresh")
+def test_an_unknown_level_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(_native.VARIABLE, "avx9")
+    with pytest.raises(RuntimeError, match="PACELINE_CPU_LEVEL is 'avx9', expected one of"):
+        _native.library()
+
+
+def test_a_compiler_that_fails_is_reported(
     fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken = fresh / "cc"
@@ -66,7 +85,7 @@ def test_a_compiler_that_fails_is_told_and_survived(
     assert "this compiler is broken" in caplog.text
 
 
-def test_a_home_that_cannot_be_written_is_survived(
+def test_a_home_that_cannot_be_written_is_no_obstacle(
     fresh: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocked = fresh / "file"
@@ -77,26 +96,29 @@ def test_a_home_that_cannot_be_written_is_survived(
     assert os.access(folder, os.W_OK)
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="compiled ahead for x86-64 only")
-def test_one_compiled_ahead_needs_no_compiler(fresh: Path) -> None:
-    if shutil.which("gcc") is None:
-        pytest.skip("no gcc")
-    ahead = fresh / "ahead"
-    built = _native.build_ahead(ahead)
-    # The loader reads LD_LIBRARY_PATH when a process starts.
-    probe = "from paceline.kernels import _native; print(_native.library()._name)"
-    found = subprocess.run(
-        [sys.executable, "-c", probe],
-        env={**os.environ, "LD_LIBRARY_PATH": str(ahead), "CC": "no-such-compiler"},
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    assert found.stdout.strip() == built[0].name
+@needs_compiler
+@x86_only
+def test_libraries_compiled_ahead_need_no_compiler(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = _compile.build_ahead(fresh / "prebuilt")
+    assert [path.name.split("-")[2] for path in made] == ["avx512", "avx2"]
+    monkeypatch.setenv("CC", "no-such-compiler")
+    for level in {"avx512", "avx2"} & set(_compile.levels_here()):
+        _native.cpu_kernels.cache_clear()
+        monkeypatch.setenv(_native.VARIABLE, level)
+        assert (_native.cpu_kernels().level, _native.cpu_kernels().origin) == (level, "the wheel")
 
 
+def test_the_build_imports_no_torch() -> None:
+    run = f"import runpy, sys; runpy.run_path({_compile.__file__!r})"
+    probe = f"{run}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", probe], check=True)
+
+
+@pytest.mark.usefixtures("native_backend")
 @pytest.mark.parametrize("heads", [(6, 2, 24), (4, 1, 8)])
-def test_odd_head_sizes_fall_back(heads: tuple[int, int, int]) -> None:
+def test_head_sizes_without_whole_vectors_run_on_torch(heads: tuple[int, int, int]) -> None:
     case = make_case(0, 300, (-1, 0, 0, 1), heads)
     alone, _ = case.run_alone(3)
-    assert torch.equal(case.run()[0][3], alone[0])
+    torch.testing.assert_close(case.run()[0][3], alone[0])

@@ -11,6 +11,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,14 @@ def measure(
     for context in contexts:
         cache = _filled(decoder, context)
         steps[str(context)] = {
-            str(count): _median_ms(lambda c=count: _step(decoder, cache, c), repeats)  # type: ignore[misc]
-            for count in rows
+            str(count): _median_ms(partial(_step, decoder, cache, count), repeats) for count in rows
         }
-    filled = {str(length): _median_ms(lambda n=length: _prefill(decoder, n), 1) for length in prefills}  # type: ignore[misc]
-    return {"dtype": dtype, "threads": torch.get_num_threads(), "step_ms": steps, "prefill_ms": filled}
+    return {
+        "dtype": dtype,
+        "threads": torch.get_num_threads(),
+        "step_ms": steps,
+        "prefill_ms": {str(n): _median_ms(partial(_prefill, decoder, n), 1) for n in prefills},
+    }
 
 
 def _filled(decoder: Decoder, context: int) -> LocalCache:

@@ -3,6 +3,7 @@
 Backends are chosen by device in :func:`backend_for`. Imports nothing but torch and numpy.
 """
 
+from paceline.kernels._native import CpuKernels, cpu_kernels
 from paceline.kernels.attention import (
     AttentionBackend,
     backend_for,
@@ -39,6 +40,7 @@ __all__ = [
     "SELECTION_CHUNK",
     "SINKS",
     "AttentionBackend",
+    "CpuKernels",
     "History",
     "Norm",
     "NotedBlock",
@@ -58,6 +60,7 @@ __all__ = [
     "best_chunks",
     "choose_token",
     "choose_tokens",
+    "cpu_kernels",
     "filter_logits",
     "gumbel_noise",
     "gumbel_noise_at",

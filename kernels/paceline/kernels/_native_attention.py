@@ -16,9 +16,8 @@ from paceline.kernels.probes import Probe
 from paceline.kernels.trees import TreePlan, TreeSegment
 
 _TYPES = (torch.float32, torch.bfloat16)
-# Scores of a tile should stay in a core's cache; with few rows, transposing keys is a waste.
-_TILE_BYTES = 512 << 10
-_TILE_ROWS = (16, 64)
+# Rows of a tile: its scores of a chunk stay in a core's cache, and keys are transposed seldom.
+_TILE_ROWS = 96
 
 
 class _Block(ctypes.Structure):
@@ -180,7 +179,7 @@ def _prepare(
         block.length, block.row = segment.length, row
         if not segment.is_chain:
             kept.append(_fill_tree(block, segment))
-        most = _tile_nodes(heads // kv_heads, segment, window)
+        most = max(1, _TILE_ROWS // (heads // kv_heads))
         tiles += [
             (index, node, min(most, segment.length - node))
             for node in range(0, segment.length, most)
@@ -212,11 +211,3 @@ def _fill_tree(block: _Block, segment: TreeSegment) -> list[Any]:
     block.depths, block.paths = depths.ctypes.data, paths.ctypes.data
     block.path_starts = starts.ctypes.data
     return [depths, paths, starts]
-
-
-def _tile_nodes(group: int, segment: TreeSegment, window: int | None) -> int:
-    """Nodes that one thread works on at once."""
-    columns = segment.stop if window is None else min(segment.stop, window + segment.length)
-    least, most = _TILE_ROWS
-    rows = min(most, max(least, _TILE_BYTES // (4 * columns)))
-    return max(1, rows // group)

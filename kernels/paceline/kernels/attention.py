@@ -175,15 +175,14 @@ def _check(
 
 
 def _cpu() -> AttentionBackend:
-    from paceline.kernels._cpu import CpuBackend
     from paceline.kernels._native import library
 
     native = library()
     if native is None:
-        return CpuBackend()
+        return _dense()
     from paceline.kernels._native_attention import NativeBackend
 
-    return NativeBackend(native, fallback=CpuBackend())
+    return NativeBackend(native, fallback=_dense())
 
 
 def _dense() -> AttentionBackend:

@@ -1,327 +1,296 @@
 /* Tree attention: every row sees a committed prefix, its ancestors in the tree, and itself.
  *
- * What fixes the bits of a row, whatever else is in the batch:
- * - A score is a sum over the head's dimensions, one after the other, for one key and one row.
- * - Scores of a row lie in the order of positions: first the prefix, then the row's own path,
- *   picked out of the tree. From here on nothing tells a tree from committed text.
- * - Weights are relative to the row's largest score, which has no order.
- * - Weighted values and weights are added up position after position, anew in each chunk of CHUNK
- *   positions counted from 0, and the chunks one after the other. A position that a row does not
- *   see has weight exactly 0 and changes nothing. */
+ * Keys are read chunk by chunk, each once for all rows of a tile. What fixes the bits of a row,
+ * whatever else is in the batch and however the work is shared by threads:
+ * - A score is one chain of fused products over the head's dimensions.
+ * - Chunks are CHUNK positions, counted from 0. A row's scores of a chunk lie in the order of
+ *   positions: first the prefix, then the row's own path, picked out of the tree. From here on
+ *   nothing tells a tree from committed text.
+ * - Weights of a chunk are relative to the row's largest score in it. Weighted values are one chain
+ *   of fused products over the chunk's positions; weights are added up in WIDTH partial sums.
+ * - The results of the chunks are merged one after the other. A position that a row does not see
+ *   has weight exactly 0 and changes nothing; a chunk of which it sees nothing is left out. */
+#include <omp.h>
 #include <stdlib.h>
 
-#include "vectors.h"
+#include "products.h"
 
-#define CHUNK 256
-#define KEYS 32  /* keys of a tile of scores */
-#define ROWS 4   /* rows worked on at once: KEYS / LANES * ROWS sums fill the registers */
-#define SMALL_WORK 200000 /* products below which waking another thread costs more */
-
-typedef struct {
-  int64_t sequence, start, length, row; /* `row` is the block's first among all packed rows */
-  const int32_t *depths;                /* [length]; null for a chain */
-  const int32_t *paths;                 /* ancestors of every node and itself, root first ... */
-  const int32_t *path_starts;           /* ... [length + 1] */
-} Block;
-
-typedef struct {
-  int64_t q_heads, kv_heads, dim, window; /* window 0: none */
-  int64_t q_bf16, kv_bf16, out_bf16;
-  int64_t blocks;
-  const Block *block;
-  int64_t tiles;
-  const int64_t *tile; /* [tiles, 3]: block, first node and number of nodes, for one thread each */
-  float scale;
-} Plan;
-
-/* Notes what node `node` of block `block` looks at in its prefix: out [kv head][prefix position], at
- * `stride`, gets the sum over the head's query rows of scores, or of their weights. A kv head of a
- * node lies in one tile, so that nobody else writes there. */
-typedef struct {
-  int64_t block, node, weights, stride;
-  float *out;
-} Probe;
-
-typedef struct {
-  int64_t count;
-  const Probe *probe;
-} Probes;
+#define SMALL_WORK 200000      /* products below which waking another thread costs more */
+#define SPLIT_ITEMS 4          /* items a thread below which the chunks of an item are shared out */
+#define SPLIT_FLOATS (4 << 20) /* most memory for the results of chunks that are merged later */
 
 typedef struct {
   float *memory;
   size_t floats;
 } Scratch;
 
-static __thread Scratch scratch;
+static __thread Scratch own, shared;
 
 /* Memory of this thread; what it held is lost. Null when there is none left. */
-static float *take(size_t floats) {
-  if (scratch.floats < floats) {
-    free(scratch.memory);
-    scratch.floats = 0;
-    scratch.memory = aligned_alloc(64, (floats * sizeof(float) + 63) / 64 * 64);
-    if (scratch.memory) scratch.floats = floats;
+static float *take(Scratch *scratch, size_t floats) {
+  if (scratch->floats < floats) {
+    free(scratch->memory);
+    scratch->floats = 0;
+    scratch->memory = aligned_alloc(64, (floats * sizeof(float) + 63) / 64 * 64);
+    if (scratch->memory) scratch->floats = floats;
   }
-  return scratch.memory;
+  return scratch->memory;
 }
 
-#define EXCHANGE(step)                                                                            \
-  for (int i = 0; i < LANES; i++)                                                                 \
-    if (!(i & step)) {                                                                            \
-      ivec low, high;                                                                             \
-      for (int l = 0; l < LANES; l++) {                                                           \
-        low[l] = l & step ? LANES + (l ^ step) : l;                                               \
-        high[l] = l & step ? LANES + l : l | step;                                                \
-      }                                                                                           \
-      vec a = x[i], b = x[i | step];                                                              \
-      x[i] = __builtin_shuffle(a, b, low);                                                        \
-      x[i | step] = __builtin_shuffle(a, b, high);                                                \
-    }
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
-INLINE void transpose(vec x[LANES]) {
-#pragma GCC unroll 16
-  EXCHANGE(8)
-#pragma GCC unroll 16
-  EXCHANGE(4)
-#pragma GCC unroll 16
-  EXCHANGE(2)
-#pragma GCC unroll 16
-  EXCHANGE(1)
+static int64_t position(const Tile *t, int64_t n) {
+  return t->block->start + (t->block->depths ? t->block->depths[n] : n);
 }
 
-/* KEYS keys from `slot` on as [dim][KEYS] floats; those from `stop` on are 0. */
-static void transpose_keys(const Cache *k, int64_t head, int64_t slot, int64_t stop, int64_t dim,
-                           int bf16, float *out) {
-  const int64_t base = head * k->head_stride;
-  for (int64_t half = 0; half < KEYS; half += LANES)
+static Tile describe(const Plan *p, int64_t item, const Cache *keys, const Cache *values,
+                     const Probes *probes) {
+  const int64_t *tile = p->tile + item / p->kv_heads * 3;
+  const Block *b = p->block + tile[0];
+  const int64_t node = tile[1], nodes = tile[2], group = p->q_heads / p->kv_heads;
+  Tile t = {.plan = p, .block = b, .k = keys + b->sequence, .v = values + b->sequence,
+            .probes = probes, .head = item % p->kv_heads, .node = node, .rows = nodes * group,
+            .group = group, .width = p->dim + WIDTH};
+  int64_t lowest = position(&t, node), highest = lowest;
+  for (int64_t n = node; n < node + nodes; n++) {
+    lowest = least(lowest, position(&t, n));
+    highest = most(highest, position(&t, n));
+  }
+  t.first = p->window ? most(0, lowest - p->window + 1) / CHUNK : 0;
+  t.chunks = highest / CHUNK + 1;
+  t.prefix = b->depths ? b->start : b->start + node + nodes;
+  t.tree_columns = b->depths ? round_up(b->length, KEYS) : 0;
+  return t;
+}
+
+/* Weight probes of a node of the tile: their rows of scores are kept until all chunks are done. */
+static int64_t kept_rows(const Tile *t) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < t->probes->count; i++) {
+    const Probe *probe = t->probes->probe + i;
+    const int64_t node = probe->node - t->node;
+    if (t->plan->block + probe->block == t->block && probe->weights && node >= 0 &&
+        node * t->group < t->rows)
+      count += t->group;
+  }
+  return count;
+}
+
+/* Buffers for a tile in this thread's memory; `q` is null when there is none left. */
+static Buffers reserve(const Tile *t) {
+  const int64_t padded = round_up(t->rows, ROWS), dim = t->plan->dim;
+  const size_t q = (size_t)(padded * dim), keys = (size_t)(KEYS * dim),
+               scores = (size_t)(padded * STRIDE), tree = (size_t)(padded * t->tree_columns),
+               results = (size_t)(padded * t->width),
+               raw = (size_t)(kept_rows(t) * t->block->start);
+  Buffers m = {.q = take(&own, q + keys + scores + tree + 2 * results + raw)};
+  if (!m.q) return m;
+  m.keys = m.q + q;
+  m.scores = m.keys + keys;
+  m.tree = m.scores + scores;
+  m.part = m.tree + tree;
+  m.total = m.part + results;
+  m.raw = m.total + results;
+  return m;
+}
+
+/* Scaled queries as [groups of ROWS rows][dim][ROWS]. */
+static void load_queries(const Tile *t, const void *q, float *out) {
+  const Plan *p = t->plan;
+  const int64_t dim = p->dim;
+  float row[WIDTH];
+  for (int64_t r = 0; r < t->rows; r++) {
+    float *to = out + r / ROWS * ROWS * dim + r % ROWS;
+    const int64_t from = ((t->block->row + t->node + r / t->group) * p->q_heads +
+                          t->head * t->group + r % t->group) * dim;
     for (int64_t d = 0; d < dim; d += LANES) {
-      vec x[LANES];
-      for (int64_t i = 0; i < LANES; i++) {
-        int64_t at = slot + half + i;
-        x[i] = at < stop ? load_any(k->data, base + at * k->slot_stride + d, bf16) : splat(0.0f);
-      }
-      transpose(x);
-      for (int64_t i = 0; i < LANES; i++) store_f32(out + (d + i) * KEYS + half, x[i]);
-    }
-}
-
-/* Scores of ROWS rows (stride dim) and KEYS keys, to out (stride `stride`). */
-INLINE void multiply_keys(const float *q, const float *keys, int64_t dim, float *out,
-                          int64_t stride) {
-  vec low[ROWS], high[ROWS];
-  for (int r = 0; r < ROWS; r++) low[r] = high[r] = splat(0.0f);
-  for (int64_t d = 0; d < dim; d++) {
-    vec a = load_f32(keys + d * KEYS), b = load_f32(keys + d * KEYS + LANES);
-#pragma GCC unroll 4
-    for (int r = 0; r < ROWS; r++) {
-      vec x = splat(q[r * dim + d]);
-      low[r] = fma_(x, a, low[r]);
-      high[r] = fma_(x, b, high[r]);
+      store_f32(row, load_any(q, from + d, (int)p->q_bf16) * splat(p->scale));
+      for (int64_t l = 0; l < LANES; l++) to[(d + l) * ROWS] = row[l];
     }
   }
-  for (int r = 0; r < ROWS; r++) {
-    store_f32(out + r * stride, low[r]);
-    store_f32(out + r * stride + LANES, high[r]);
-  }
 }
 
-/* Scores of slots first .. stop of all rows, to column slot - first of `out`. */
-static void score(const float *q, int64_t rows, const Cache *k, int64_t head, int64_t first,
-                  int64_t stop, int64_t dim, int bf16, float *keys, float *out, int64_t stride) {
-  for (int64_t slot = first; slot < stop; slot += KEYS) {
-    transpose_keys(k, head, slot, stop, dim, bf16, keys);
-    for (int64_t r = 0; r < rows; r += ROWS)
-      multiply_keys(q + r * dim, keys, dim, out + r * stride + (slot - first), stride);
-  }
-}
-
-/* Turn the scores in columns from .. to of a row into weights; all other columns get 0. Returns
- * the largest score. */
-static float weigh(float *row, int64_t from, int64_t to, int64_t columns) {
+/* Turns scores from .. to of a row into weights relative to the largest; all others of `columns`
+ * get 0. Returns their sum, and the largest score in *peak. */
+static float exponentiate(float *row, int64_t from, int64_t to, int64_t columns, float *peak) {
   for (int64_t c = 0; c < from; c++) row[c] = -INFINITY;
   for (int64_t c = to; c < columns; c++) row[c] = -INFINITY;
-  vec most = splat(-INFINITY);
-  for (int64_t c = from / LANES * LANES; c < to; c += LANES) most = max_(most, load_f32(row + c));
-  float peak = most[0];
-  for (int l = 1; l < LANES; l++) peak = most[l] > peak ? most[l] : peak;
-  for (int64_t c = 0; c < columns; c += LANES)
-    store_f32(row + c, exp_(load_f32(row + c) - splat(peak)));
-  return peak;
-}
-
-/* sums += weights times values, for ROWS rows, `count` slots and VECTORS vectors of the values from
- * element `at` on. A row of `sums` holds `dim` weighted values, then the sum of the weights in
- * every lane of one more vector. */
-#define WEIGHTED(name, VECTORS)                                                                   \
-  INLINE void name(const float *weights, int64_t stride, const Cache *v, int64_t at,              \
-                   int64_t count, int bf16, float *sums, int64_t width) {                         \
-    vec sum[ROWS][VECTORS];                                                                       \
-    for (int r = 0; r < ROWS; r++)                                                                \
-      for (int i = 0; i < VECTORS; i++) sum[r][i] = load_f32(sums + r * width + i * LANES);       \
-    for (int64_t s = 0; s < count; s++, at += v->slot_stride) {                                   \
-      vec x[VECTORS];                                                                             \
-      for (int i = 0; i < VECTORS; i++) x[i] = load_any(v->data, at + i * LANES, bf16);           \
-      for (int r = 0; r < ROWS; r++) {                                                            \
-        vec w = splat(weights[r * stride + s]);                                                   \
-        for (int i = 0; i < VECTORS; i++) sum[r][i] = fma_(w, x[i], sum[r][i]);                   \
-      }                                                                                           \
-    }                                                                                             \
-    for (int r = 0; r < ROWS; r++)                                                                \
-      for (int i = 0; i < VECTORS; i++) store_f32(sums + r * width + i * LANES, sum[r][i]);       \
+  vec high = splat(-INFINITY);
+  for (int64_t c = from / LANES * LANES; c < to; c += LANES) high = max_(high, load_f32(row + c));
+  float lanes[WIDTH];
+  store_f32(lanes, high);
+  *peak = lanes[0];
+  for (int l = 1; l < LANES; l++) *peak = lanes[l] > *peak ? lanes[l] : *peak;
+  for (int l = 0; l < WIDTH; l += LANES) {
+    vec sum = splat(0.0f);
+    for (int64_t c = l; c < columns; c += WIDTH) {
+      vec weight = exp_(load_f32(row + c) - splat(*peak));
+      store_f32(row + c, weight);
+      sum = sum + weight;
+    }
+    store_f32(lanes + l, sum);
   }
-WEIGHTED(weighted_1, 1)
-WEIGHTED(weighted_4, 4)
-
-INLINE void add_values(const float *weights, int64_t stride, const Cache *v, int64_t at,
-                       int64_t count, int64_t dim, int bf16, float *sums, int64_t width) {
-  int64_t d = 0;
-  for (; d + 4 * LANES <= dim; d += 4 * LANES)
-    weighted_4(weights, stride, v, at + d, count, bf16, sums + d, width);
-  for (; d < dim; d += LANES)
-    weighted_1(weights, stride, v, at + d, count, bf16, sums + d, width);
-  vec mass[ROWS];
-  for (int r = 0; r < ROWS; r++) mass[r] = load_f32(sums + r * width + dim);
-  for (int64_t s = 0; s < count; s++)
-    for (int r = 0; r < ROWS; r++) mass[r] = mass[r] + splat(weights[r * stride + s]);
-  for (int r = 0; r < ROWS; r++) store_f32(sums + r * width + dim, mass[r]);
+  return add_up(lanes);
 }
 
-/* Close a chunk: total += sums, sums = 0. */
-INLINE void close_chunk(float *total, float *sums, int64_t floats) {
-  for (int64_t i = 0; i < floats; i += LANES) {
-    store_f32(total + i, load_f32(total + i) + load_f32(sums + i));
-    store_f32(sums + i, splat(0.0f));
+/* Takes down scores of one row and chunk where probes want them; not seen are -inf. */
+static void note(const Tile *t, const Buffers *m, int64_t r, int64_t base, int64_t from,
+                 int64_t to) {
+  const int64_t node = t->node + r / t->group, start = t->block->start;
+  const int64_t stop = least(base + CHUNK, start), first = r % t->group == 0;
+  const float *row = m->scores + r * STRIDE - base;
+  float *raw = m->raw;
+  for (int64_t i = 0; i < t->probes->count; i++) {
+    const Probe *probe = t->probes->probe + i;
+    if (t->plan->block + probe->block != t->block) continue;
+    float *out = probe->out + t->head * probe->stride;
+    if (probe->weights) {
+      const int64_t of = probe->node - t->node;
+      if (of < 0 || of * t->group >= t->rows) continue;
+      out = raw + r % t->group * start;
+      raw += t->group * start;
+    }
+    if (probe->node != node) continue;
+    const int add = !probe->weights && !first;
+    for (int64_t at = base; at < stop; at++) {
+      const float x = at - base >= from && at - base < to ? row[at] : -INFINITY;
+      out[at] = add ? out[at] + x : x;
+    }
   }
 }
 
-typedef struct {
-  int64_t rows, padded, group, base, prefix, columns, stride, width;
-  float *q, *keys, *scores, *tree, *sums, *total, *peaks;
-} Tile;
-
-static void load_queries(const Plan *p, const Block *b, int64_t head, int64_t node, const void *q,
-                         const Tile *t) {
-  for (int64_t r = 0; r < t->padded; r++) {
-    int64_t row = r < t->rows ? r : t->rows - 1;
-    int64_t from = ((b->row + node + row / t->group) * p->q_heads + head * t->group +
-                    row % t->group) * p->dim;
-    for (int64_t d = 0; d < p->dim; d += LANES)
-      store_f32(t->q + r * p->dim + d, load_any(q, from + d, (int)p->q_bf16) * splat(p->scale));
-  }
-}
-
-/* Adds `scale` times a row of scores or weights to the probes of node n, where they want that kind.
- * Positions before the row's first column hold `before`. */
-static void note(const Probes *probes, int64_t weights, const Plan *p, const Block *b, int64_t n,
-                 int64_t head, const Tile *t, int64_t r, float scale, float before) {
-  for (int64_t i = 0; i < probes->count; i++) {
-    const Probe *probe = probes->probe + i;
-    if (p->block + probe->block != b || probe->node != n || probe->weights != weights) continue;
-    float *out = probe->out + head * probe->stride;
-    const float *row = t->scores + r * t->stride - t->base;
-    if (r % t->group == 0) memset(out, 0, (size_t)b->start * sizeof(float));
-    for (int64_t at = 0; at < t->base && at < b->start; at++) out[at] += before;
-    for (int64_t at = t->base; at < b->start; at++) out[at] += scale * row[at];
-  }
-}
-
-/* Nodes node .. node + nodes of block b for one kv head. Returns 0, or 1 without memory. */
-static int attend_tile(const Plan *p, const Block *b, int64_t head, int64_t node, int64_t nodes,
-                       const Cache *k, const Cache *v, const void *q, void *out, float *lse,
-                       const Probes *probes) {
-  const int chain = b->depths == NULL;
-  const int kv_bf16 = (int)p->kv_bf16;
-  const int64_t dim = p->dim;
-  int64_t least = b->start, deepest = 0;
-  for (int64_t n = node; n < node + nodes; n++) {
-    int64_t depth = chain ? n : b->depths[n];
-    if (n == node || b->start + depth < least) least = b->start + depth;
-    if (depth > deepest) deepest = depth;
-  }
-  Tile t = {.rows = nodes * (p->q_heads / p->kv_heads), .group = p->q_heads / p->kv_heads};
-  t.padded = (t.rows + ROWS - 1) / ROWS * ROWS;
-  int64_t first = p->window && least >= p->window ? least - p->window + 1 : 0;
-  if (!chain && first > b->start) first = b->start; /* paths begin there, however short the window */
-  t.base = first / CHUNK * CHUNK;
-  t.prefix = chain ? b->start + node + nodes : b->start; /* slots that are their own position */
-  t.columns = (b->start + deepest + 1 - t.base + KEYS - 1) / KEYS * KEYS;
-  t.stride = t.columns + KEYS; /* a tile of scores may reach over the prefix */
-  t.width = dim + LANES;
-  const int64_t tree_columns = chain ? 0 : (b->length + KEYS - 1) / KEYS * KEYS;
-  const size_t sums = (size_t)(t.padded * t.width);
-  float *memory = take((size_t)(t.padded * (dim + t.stride + tree_columns)) + (size_t)(KEYS * dim) +
-                       2 * sums + (size_t)t.padded);
-  if (!memory) return 1;
-  t.q = memory;
-  t.keys = t.q + t.padded * dim;
-  t.scores = t.keys + KEYS * dim;
-  t.tree = t.scores + t.padded * t.stride;
-  t.sums = t.tree + t.padded * tree_columns;
-  t.total = t.sums + sums;
-  t.peaks = t.total + sums;
-  memset(t.sums, 0, 2 * sums * sizeof(float));
-
-  load_queries(p, b, head, node, q, &t);
-  score(t.q, t.padded, k, head, t.base, t.prefix, dim, kv_bf16, t.keys, t.scores, t.stride);
-  if (!chain)
-    score(t.q, t.padded, k, head, b->start, b->start + b->length, dim, kv_bf16, t.keys, t.tree,
-          tree_columns);
-
-  for (int64_t r = 0; r < t.padded; r++) {
-    int64_t n = node + (r < t.rows ? r : t.rows - 1) / t.group;
-    int64_t at = b->start + (chain ? n : b->depths[n]);
-    float *row = t.scores + r * t.stride;
-    if (!chain) {
+/* Results of all rows for one chunk, to part [rows][width]. */
+static void attend_chunk(const Tile *t, const Buffers *m, int64_t chunk, float *part) {
+  const Plan *p = t->plan;
+  const Block *b = t->block;
+  const int64_t base = chunk * CHUNK, stop = most(base, least(base + CHUNK, t->prefix));
+  score(t, m, base, stop, m->scores, STRIDE);
+  for (int64_t r = 0; r < t->rows; r++) {
+    const int64_t n = t->node + r / t->group, at = position(t, n);
+    float *row = m->scores + r * STRIDE, *result = part + r * t->width;
+    if (b->depths) {
       const int32_t *path = b->paths + b->path_starts[n];
-      int64_t count = b->path_starts[n + 1] - b->path_starts[n];
-      for (int64_t i = 0; i < count; i++)
-        row[b->start - t.base + i] = t.tree[r * tree_columns + path[i]];
+      for (int64_t c = most(base, b->start); c < least(base + CHUNK, at + 1); c++)
+        row[c - base] = m->tree[r * t->tree_columns + path[c - b->start]];
     }
-    int64_t from = p->window && at >= p->window ? at - p->window + 1 - t.base : 0;
-    if (r < t.rows && probes->count) {
-      for (int64_t c = 0; c < from; c++) row[c] = -INFINITY;
-      note(probes, 0, p, b, n, head, &t, r, 1.0f, -INFINITY);
-    }
-    t.peaks[r] = weigh(row, from, at + 1 - t.base, t.columns);
+    const int64_t from = p->window ? most(0, at - p->window + 1 - base) : 0;
+    const int64_t to = least(CHUNK, at + 1 - base);
+    if (t->probes->count) note(t, m, r, base, from, to);
+    result[p->dim] = 0.0f;
+    result[p->dim + 1] = -INFINITY;
+    const int64_t columns = round_up(most(to, stop - base), WIDTH);
+    if (from < to)
+      result[p->dim] = exponentiate(row, from, to, columns, result + p->dim + 1);
+    else
+      memset(row, 0, (size_t)(stop - base) * sizeof(float));
   }
-
-  const int64_t values = head * v->head_stride;
-  for (int64_t slot = t.base; slot < t.prefix;) {
-    int64_t end = (slot / CHUNK + 1) * CHUNK;
-    int64_t stop = end < t.prefix ? end : t.prefix;
-    for (int64_t r = 0; r < t.padded; r += ROWS) {
-      float *sum = t.sums + r * t.width;
-      add_values(t.scores + r * t.stride + slot - t.base, t.stride, v,
-                 values + slot * v->slot_stride, stop - slot, dim, kv_bf16, sum, t.width);
-      if (stop == end) close_chunk(t.total + r * t.width, sum, ROWS * t.width);
-    }
-    slot = stop;
-  }
-
-  for (int64_t r = 0; r < t.rows; r++) {
-    int64_t n = node + r / t.group;
-    float *sum = t.sums + r * t.width, *total = t.total + r * t.width;
-    if (!chain) {
-      const int32_t *path = b->paths + b->path_starts[n];
-      int64_t count = b->path_starts[n + 1] - b->path_starts[n];
-      const float *weights = t.scores + r * t.stride + b->start - t.base;
-      for (int64_t i = 0; i < count; i++) {
-        vec w = splat(weights[i]);
-        int64_t at = values + (b->start + path[i]) * v->slot_stride;
-        for (int64_t d = 0; d < dim; d += LANES)
-          store_f32(sum + d, fma_(w, load_any(v->data, at + d, kv_bf16), load_f32(sum + d)));
-        store_f32(sum + dim, load_f32(sum + dim) + w);
-        if ((b->start + i + 1) % CHUNK == 0) close_chunk(total, sum, t.width);
+  if (p->kv_bf16)
+    weigh_values(t, m, base, stop, 1, part);
+  else
+    weigh_values(t, m, base, stop, 0, part);
+  if (!b->depths) return;
+  for (int64_t r = 0; r < t->rows; r++) {
+    const int64_t n = t->node + r / t->group, at = position(t, n);
+    const int32_t *path = b->paths + b->path_starts[n];
+    for (int64_t c = most(base, b->start); c < least(base + CHUNK, at + 1); c++) {
+      const vec w = splat(m->scores[r * STRIDE + c - base]);
+      const int64_t slot = t->head * t->v->head_stride +
+                           (b->start + path[c - b->start]) * t->v->slot_stride;
+      for (int64_t d = 0; d < p->dim; d += LANES) {
+        float *sum = part + r * t->width + d;
+        store_f32(sum, fma_(w, load_any(t->v->data, slot + d, (int)p->kv_bf16), load_f32(sum)));
       }
     }
-    close_chunk(total, sum, t.width);
-    int64_t to = (b->row + n) * p->q_heads + head * t.group + r % t.group;
-    vec mass = load_f32(total + dim);
-    for (int64_t d = 0; d < dim; d += LANES)
-      store_any(out, to * dim + d, (int)p->out_bf16, load_f32(total + d) / mass);
-    if (lse) lse[to] = t.peaks[r] + logf(mass[0]);
-    if (probes->count) note(probes, 1, p, b, n, head, &t, r, 1.0f / mass[0], 0.0f);
   }
+}
+
+static float exp_one(float x) {
+  float lanes[WIDTH];
+  store_f32(lanes, exp_(splat(x)));
+  return lanes[0];
+}
+
+/* Merges the result of the next chunk into the row's so far (`first`: there is none). */
+static void merge(float *total, const float *part, int64_t dim, int first) {
+  const float peak = part[dim + 1];
+  if (first) {
+    memcpy(total, part, (size_t)(dim + 2) * sizeof(float));
+  } else if (peak != -INFINITY) {
+    const float before = total[dim + 1], high = peak > before ? peak : before;
+    const float keep = exp_one(before - high), add = exp_one(peak - high);
+    for (int64_t d = 0; d < dim; d += LANES)
+      store_f32(total + d, fma_(load_f32(total + d), splat(keep), load_f32(part + d) * splat(add)));
+    total[dim] = fmaf(total[dim], keep, part[dim] * add);
+    total[dim + 1] = high;
+  }
+}
+
+/* Writes what the rows attended to, and what probes want to know of weights. */
+static void finish(const Tile *t, const float *total, const float *raw, void *out, float *lse) {
+  const Plan *p = t->plan;
+  const int64_t dim = p->dim, start = t->block->start;
+  for (int64_t r = 0; r < t->rows; r++) {
+    const float *row = total + r * t->width;
+    const int64_t to = (t->block->row + t->node + r / t->group) * p->q_heads +
+                       t->head * t->group + r % t->group;
+    for (int64_t d = 0; d < dim; d += LANES)
+      store_any(out, to * dim + d, (int)p->out_bf16, load_f32(row + d) / splat(row[dim]));
+    if (lse) lse[to] = row[dim + 1] + logf(row[dim]);
+  }
+  for (int64_t i = 0; i < t->probes->count; i++) {
+    const Probe *probe = t->probes->probe + i;
+    const int64_t node = probe->node - t->node;
+    if (p->block + probe->block != t->block || node < 0 || node * t->group >= t->rows) continue;
+    float *noted = probe->out + t->head * probe->stride;
+    const int64_t before = least(t->first * CHUNK, start);
+    for (int64_t at = 0; at < before; at++) noted[at] = probe->weights ? 0.0f : -INFINITY;
+    if (!probe->weights) continue;
+    for (int64_t at = before; at < start; at++) noted[at] = 0.0f;
+    for (int64_t g = 0; g < t->group; g++, raw += start) {
+      const float *row = total + (node * t->group + g) * t->width;
+      for (int64_t at = before; at < start; at++)
+        noted[at] += exp_one(raw[at] - row[dim + 1]) / row[dim];
+    }
+  }
+}
+
+/* Buffers with the tile's queries. Returns 0, or 1 without memory. */
+static int begin(const Tile *t, Buffers *m, const void *q) {
+  *m = reserve(t);
+  if (!m->q) return 1;
+  load_queries(t, q, m->q);
+  return 0;
+}
+
+/* Scores of the tree's own nodes, from which each row picks those of its path. */
+static void score_tree(const Tile *t, const Buffers *m) {
+  const int64_t start = t->block->start;
+  if (t->block->depths) score(t, m, start, start + t->block->length, m->tree, t->tree_columns);
+}
+
+static int attend_tile(const Tile *t, const void *q, void *out, float *lse) {
+  Buffers m;
+  if (begin(t, &m, q)) return 1;
+  score_tree(t, &m);
+  for (int64_t chunk = t->first; chunk < t->chunks; chunk++) {
+    attend_chunk(t, &m, chunk, m.part);
+    for (int64_t r = 0; r < t->rows; r++)
+      merge(m.total + r * t->width, m.part + r * t->width, t->plan->dim, chunk == t->first);
+  }
+  finish(t, m.total, m.raw, out, lse);
+  return 0;
+}
+
+/* Results of chunks from .. to of a tile, to parts [chunk][rows][width]. */
+static int attend_range(const Tile *t, const void *q, int64_t from, int64_t to, float *parts) {
+  Buffers m;
+  if (from == to) return 0;
+  if (begin(t, &m, q)) return 1;
+  if (to * CHUNK > t->block->start) score_tree(t, &m);
+  for (int64_t chunk = from; chunk < to; chunk++)
+    attend_chunk(t, &m, chunk, parts + (chunk - t->first) * t->rows * t->width);
   return 0;
 }
 
@@ -329,15 +298,48 @@ static int attend_tile(const Plan *p, const Block *b, int64_t head, int64_t node
  * Returns 0, or 1 when memory ran out. */
 int64_t paceline_attend(const Plan *p, const Cache *keys, const Cache *values, const void *q,
                         void *out, float *lse, const Probes *probes) {
-  int64_t failed = 0, work = 0;
+  const int64_t items = p->tiles * p->kv_heads, threads = omp_get_max_threads();
+  int64_t failed = 0, work = 0, floats = 0, kept = 0;
   for (int64_t i = 0; i < p->blocks; i++)
     work += p->block[i].length * p->q_heads * (p->block[i].start + p->block[i].length) * p->dim;
-#pragma omp parallel for schedule(dynamic, 1) reduction(| : failed) if (work > SMALL_WORK)
-  for (int64_t i = 0; i < p->tiles * p->kv_heads; i++) {
-    const int64_t *tile = p->tile + i / p->kv_heads * 3;
-    const Block *b = p->block + tile[0];
-    failed |= attend_tile(p, b, i % p->kv_heads, tile[1], tile[2], keys + b->sequence,
-                          values + b->sequence, q, out, lse, probes);
+  for (int64_t i = 0; i < items; i++) {
+    const Tile t = describe(p, i, keys, values, probes);
+    floats += (t.chunks - t.first) * t.rows * t.width;
+    kept += kept_rows(&t);
   }
-  return failed;
+  const int split = threads > 1 && work > SMALL_WORK && items < SPLIT_ITEMS * threads &&
+                    !kept && floats <= SPLIT_FLOATS;
+  float *parts = split ? take(&shared, (size_t)floats) : NULL;
+  if (!parts) {
+#pragma omp parallel for schedule(dynamic, 1) reduction(| : failed) if (work > SMALL_WORK)
+    for (int64_t i = 0; i < items; i++) {
+      const Tile t = describe(p, i, keys, values, probes);
+      failed |= attend_tile(&t, q, out, lse);
+    }
+    return failed;
+  }
+  const int64_t ranges = SPLIT_ITEMS * threads;
+#pragma omp parallel for schedule(dynamic, 1) reduction(| : failed)
+  for (int64_t j = 0; j < items * ranges; j++) {
+    int64_t offset = 0;
+    for (int64_t i = 0; i < j / ranges; i++) {
+      const Tile before = describe(p, i, keys, values, probes);
+      offset += (before.chunks - before.first) * before.rows * before.width;
+    }
+    const Tile t = describe(p, j / ranges, keys, values, probes);
+    const int64_t chunks = t.chunks - t.first, range = j % ranges;
+    failed |= attend_range(&t, q, t.first + chunks * range / ranges,
+                           t.first + chunks * (range + 1) / ranges, parts + offset);
+  }
+  if (failed) return failed;
+  for (int64_t i = 0, offset = 0; i < items; i++) {
+    const Tile t = describe(p, i, keys, values, probes);
+    float *total = parts + offset;
+    for (int64_t chunk = 1; chunk < t.chunks - t.first; chunk++)
+      for (int64_t r = 0; r < t.rows; r++)
+        merge(total + r * t.width, parts + offset + (chunk * t.rows + r) * t.width, p->dim, 0);
+    finish(&t, total, NULL, out, lse);
+    offset += (t.chunks - t.first) * t.rows * t.width;
+  }
+  return 0;
 }

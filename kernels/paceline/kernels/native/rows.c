@@ -5,15 +5,24 @@
 #define MAX_DIM 512
 #define MANY 16384 /* values below which waking another thread costs more */
 
+/* Sum of the squares of a row: WIDTH partial sums, then pairs of them. */
+INLINE float sum_squares(const float *x, int64_t width) {
+  float part[WIDTH];
+  for (int l = 0; l < WIDTH; l += LANES) {
+    vec sum = splat(0.0f);
+    for (int64_t i = l; i < width; i += WIDTH) {
+      vec a = load_f32(x + i);
+      sum = fma_(a, a, sum);
+    }
+    store_f32(part + l, sum);
+  }
+  return add_up(part);
+}
+
 /* Mean square norm of one row times its weight; `weight` float32. */
 INLINE void normalise(const float *x, const float *weight, int64_t width, float eps, void *out,
                       int64_t at, int bf16) {
-  vec squares = splat(0.0f);
-  for (int64_t i = 0; i < width; i += LANES) {
-    vec a = load_f32(x + i);
-    squares = fma_(a, a, squares);
-  }
-  vec scale = splat(1.0f / sqrtf(add_lanes(squares) / (float)width + eps));
+  vec scale = splat(1.0f / sqrtf(sum_squares(x, width) / (float)width + eps));
   for (int64_t i = 0; i < width; i += LANES)
     store_any(out, at + i, bf16, load_f32(x + i) * scale * load_f32(weight + i));
 }

@@ -1,8 +1,8 @@
-/* Vectors of 16 floats in GCC's portable vector extension, and conversions from and to bfloat16.
+/* Vectors of floats, and conversions from and to bfloat16, for AVX-512, AVX2 and anything else.
  *
- * Every operation here works lane by lane, so the result for a value never depends on its
- * neighbours or on how many there are. That, and a fixed order of every sum, is what gives a row
- * the same bits in any batch. */
+ * Loads, stores and fused products are intrinsics: compilers may move a generic 64-byte vector
+ * through the stack in halves. Every operation works lane by lane and is fused only where FMA
+ * stands, so a value has the same bits at every level and for every number of lanes. */
 #ifndef PACELINE_VECTORS_H
 #define PACELINE_VECTORS_H
 
@@ -10,61 +10,194 @@
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
-
-#define LANES 16
+#define WIDTH 16 /* widths in memory are multiples of this, at every level */
 #define INLINE static inline __attribute__((always_inline))
 
-typedef float vec __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t ivec __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint32_t uvec __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint16_t hvec __attribute__((vector_size(32), aligned(2), may_alias));
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#include <immintrin.h>
+#define LANES 16
+#define BLOCK 4 /* vectors that are worked on at once: with 6 rows, what the registers hold */
+typedef __m512 vec;
 
-INLINE vec splat(float x) { return x - (vec){0}; }
+INLINE vec splat(float x) { return _mm512_set1_ps(x); }
+INLINE vec load_f32(const float *p) { return _mm512_loadu_ps(p); }
+INLINE void store_f32(float *p, vec x) { _mm512_storeu_ps(p, x); }
+INLINE vec fma_(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE vec max_(vec a, vec b) { return _mm512_max_ps(a, b); }
+INLINE vec min_(vec a, vec b) { return _mm512_min_ps(a, b); }
 
-INLINE vec fma_(vec a, vec b, vec c) {
-#if defined(__AVX512F__)
-  return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#else
-  return a * b + c;
-#endif
+/* x with 0 where `test` is below `bound`. */
+INLINE vec zero_below(vec test, vec bound, vec x) {
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(test, bound, _CMP_NLT_UQ), x);
 }
 
-INLINE vec select_(ivec mask, vec a, vec b) { return (vec)((mask & (ivec)a) | (~mask & (ivec)b)); }
+/* x times 2^n, n the whole number in the low bits of `shifted` less those of `magic`. */
+INLINE vec scale_(vec x, vec shifted, vec magic) {
+  __m512i n = _mm512_sub_epi32(_mm512_castps_si512(shifted), _mm512_castps_si512(magic));
+  return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x), _mm512_slli_epi32(n, 23)));
+}
 
+INLINE vec load_bf16(const uint16_t *p) {
+  __m512i x = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
+}
+
+/* 32 bfloat16 values in memory order, as even and odd ones. */
+INLINE void split_bf16(vec pairs, vec *even, vec *odd) {
+  const __m512i x = _mm512_castps_si512(pairs), high = _mm512_set1_epi32((int)0xffff0000);
+  *even = _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
+  *odd = _mm512_castsi512_ps(_mm512_and_si512(x, high));
+}
+
+INLINE void store_bf16(uint16_t *p, vec x) {
+  const __m512i one = _mm512_set1_epi32(1), half = _mm512_set1_epi32(0x7fff);
+  __m512i bits = _mm512_castps_si512(x);
+  __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), one);
+  bits = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, half), odd), 16);
+  __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  bits = _mm512_mask_mov_epi32(bits, nan, _mm512_set1_epi32(0x7fc0));
+  _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(bits));
+}
+
+/* x[i][j] becomes x[j][i]. */
+INLINE void transpose(vec x[LANES]) {
+  vec y[LANES];
+  for (int i = 0; i < 16; i += 4) { /* 4 x 4 blocks within 128 bits */
+    __m512 a = _mm512_unpacklo_ps(x[i], x[i + 1]), b = _mm512_unpackhi_ps(x[i], x[i + 1]);
+    __m512 c = _mm512_unpacklo_ps(x[i + 2], x[i + 3]), d = _mm512_unpackhi_ps(x[i + 2], x[i + 3]);
+    y[i] = _mm512_shuffle_ps(a, c, 0x44), y[i + 1] = _mm512_shuffle_ps(a, c, 0xee);
+    y[i + 2] = _mm512_shuffle_ps(b, d, 0x44), y[i + 3] = _mm512_shuffle_ps(b, d, 0xee);
+  }
+  for (int i = 0; i < 4; i++) { /* then whole blocks */
+    __m512 a = _mm512_shuffle_f32x4(y[i], y[i + 4], 0x88);
+    __m512 b = _mm512_shuffle_f32x4(y[i], y[i + 4], 0xdd);
+    __m512 c = _mm512_shuffle_f32x4(y[i + 8], y[i + 12], 0x88);
+    __m512 d = _mm512_shuffle_f32x4(y[i + 8], y[i + 12], 0xdd);
+    x[i] = _mm512_shuffle_f32x4(a, c, 0x88), x[i + 8] = _mm512_shuffle_f32x4(a, c, 0xdd);
+    x[i + 4] = _mm512_shuffle_f32x4(b, d, 0x88), x[i + 12] = _mm512_shuffle_f32x4(b, d, 0xdd);
+  }
+}
+
+#elif defined(__AVX2__) && defined(__FMA__)
+#include <immintrin.h>
+#define LANES 8
+#define BLOCK 2
+typedef __m256 vec;
+
+INLINE vec splat(float x) { return _mm256_set1_ps(x); }
+INLINE vec load_f32(const float *p) { return _mm256_loadu_ps(p); }
+INLINE void store_f32(float *p, vec x) { _mm256_storeu_ps(p, x); }
+INLINE vec fma_(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE vec max_(vec a, vec b) { return _mm256_max_ps(a, b); }
+INLINE vec min_(vec a, vec b) { return _mm256_min_ps(a, b); }
+
+INLINE vec zero_below(vec test, vec bound, vec x) {
+  return _mm256_and_ps(_mm256_cmp_ps(test, bound, _CMP_NLT_UQ), x);
+}
+
+INLINE vec scale_(vec x, vec shifted, vec magic) {
+  __m256i n = _mm256_sub_epi32(_mm256_castps_si256(shifted), _mm256_castps_si256(magic));
+  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), _mm256_slli_epi32(n, 23)));
+}
+
+INLINE vec load_bf16(const uint16_t *p) {
+  __m256i x = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));
+}
+
+INLINE void split_bf16(vec pairs, vec *even, vec *odd) {
+  const __m256i x = _mm256_castps_si256(pairs), high = _mm256_set1_epi32((int)0xffff0000);
+  *even = _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));
+  *odd = _mm256_castsi256_ps(_mm256_and_si256(x, high));
+}
+
+INLINE void store_bf16(uint16_t *p, vec x) {
+  const __m256i one = _mm256_set1_epi32(1), half = _mm256_set1_epi32(0x7fff);
+  __m256i bits = _mm256_castps_si256(x);
+  __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), one);
+  bits = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, half), odd), 16);
+  __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+  bits = _mm256_blendv_epi8(bits, _mm256_set1_epi32(0x7fc0), nan);
+  bits = _mm256_permute4x64_epi64(_mm256_packus_epi32(bits, bits), 0x08);
+  _mm_storeu_si128((__m128i *)p, _mm256_castsi256_si128(bits));
+}
+
+INLINE void transpose(vec x[LANES]) {
+  vec y[LANES];
+  for (int i = 0; i < 8; i += 4) {
+    __m256 a = _mm256_unpacklo_ps(x[i], x[i + 1]), b = _mm256_unpackhi_ps(x[i], x[i + 1]);
+    __m256 c = _mm256_unpacklo_ps(x[i + 2], x[i + 3]), d = _mm256_unpackhi_ps(x[i + 2], x[i + 3]);
+    y[i] = _mm256_shuffle_ps(a, c, 0x44), y[i + 1] = _mm256_shuffle_ps(a, c, 0xee);
+    y[i + 2] = _mm256_shuffle_ps(b, d, 0x44), y[i + 3] = _mm256_shuffle_ps(b, d, 0xee);
+  }
+  for (int i = 0; i < 4; i++) {
+    x[i] = _mm256_permute2f128_ps(y[i], y[i + 4], 0x20);
+    x[i + 4] = _mm256_permute2f128_ps(y[i], y[i + 4], 0x31);
+  }
+}
+
+#else
+/* Plain C: the reference that the other levels are compared with, and the code for ARM. */
+#define LANES 4
+#define BLOCK 4
+typedef float vec __attribute__((vector_size(16)));
+typedef int32_t ivec __attribute__((vector_size(16)));
+
+INLINE vec splat(float x) { return (vec){x, x, x, x}; }
+INLINE vec load_f32(const float *p) {
+  vec x;
+  memcpy(&x, p, sizeof x);
+  return x;
+}
+INLINE void store_f32(float *p, vec x) { memcpy(p, &x, sizeof x); }
+INLINE vec fma_(vec a, vec b, vec c) {
+  vec x;
+  for (int i = 0; i < LANES; i++) x[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return x;
+}
+INLINE vec select_(ivec mask, vec a, vec b) { return (vec)((mask & (ivec)a) | (~mask & (ivec)b)); }
 INLINE vec max_(vec a, vec b) { return select_(a > b, a, b); }
+INLINE vec min_(vec a, vec b) { return select_(a < b, a, b); }
+INLINE vec zero_below(vec test, vec bound, vec x) { return (vec)(~(test < bound) & (ivec)x); }
+INLINE vec scale_(vec x, vec shifted, vec magic) {
+  return (vec)((ivec)x + (((ivec)shifted - (ivec)magic) << 23));
+}
+INLINE vec load_bf16(const uint16_t *p) {
+  return (vec)(ivec){p[0] << 16, p[1] << 16, p[2] << 16, p[3] << 16};
+}
+INLINE void split_bf16(vec pairs, vec *even, vec *odd) {
+  *even = (vec)((ivec)pairs << 16);
+  *odd = (vec)((ivec)pairs & (int32_t)0xffff0000);
+}
+INLINE void store_bf16(uint16_t *p, vec x) {
+  for (int i = 0; i < LANES; i++) {
+    uint32_t bits;
+    float lane = x[i];
+    memcpy(&bits, &lane, sizeof bits);
+    p[i] = lane != lane ? 0x7fc0 : (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+  }
+}
+INLINE void transpose(vec x[LANES]) {
+  float y[LANES][LANES];
+  for (int i = 0; i < LANES; i++)
+    for (int j = 0; j < LANES; j++) y[j][i] = x[i][j];
+  memcpy(x, y, sizeof y);
+}
+#endif
+
+/* Sum of WIDTH partial sums, always in the same order; they are lost. */
+INLINE float add_up(float part[WIDTH]) {
+  for (int half = WIDTH / 2; half; half /= 2)
+    for (int l = 0; l < half; l++) part[l] += part[l + half];
+  return part[0];
+}
 
 typedef struct {
   void *data; /* slot s of kv head h: data + h * head_stride + s * slot_stride, in elements */
   int64_t head_stride, slot_stride;
 } Cache;
 
-INLINE vec load_f32(const float *p) {
-  vec x;
-  memcpy(&x, p, sizeof x);
-  return x;
-}
-
-INLINE void store_f32(float *p, vec x) { memcpy(p, &x, sizeof x); }
-
-INLINE vec load_bf16(const uint16_t *p) {
-  hvec h;
-  memcpy(&h, p, sizeof h);
-  return (vec)(__builtin_convertvector(h, uvec) << 16);
-}
-
-/* Rounds to nearest, ties to even; a NaN stays one. */
-INLINE void store_bf16(uint16_t *p, vec x) {
-  uvec bits = (uvec)x;
-  uvec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  uvec nan = (uvec)(x != x);
-  hvec h = __builtin_convertvector((nan & 0x7fc0) | (~nan & rounded), hvec);
-  memcpy(p, &h, sizeof h);
-}
-
-/* An array of float32 or bfloat16 values. */
+/* An array of float32 or bfloat16 values. Storing rounds to nearest, ties to even; NaN stays NaN. */
 INLINE vec load_any(const void *base, int64_t at, int bf16) {
   return bf16 ? load_bf16((const uint16_t *)base + at) : load_f32((const float *)base + at);
 }
@@ -96,35 +229,28 @@ INLINE void store_part(void *base, int64_t at, int64_t count, int bf16, vec x) {
   memcpy((char *)base + at * size, part, (size_t)(count * size));
 }
 
-/* Sum of the lanes, always in the same order. */
-INLINE float add_lanes(vec x) {
-  float part[LANES];
-  store_f32(part, x);
-  for (int width = LANES / 2; width; width /= 2)
-    for (int i = 0; i < width; i++) part[i] += part[i + width];
-  return part[0];
-}
+/* Constants of exp_. AVX2 has too few registers for all of them beside a loop's own values, so they
+ * are read where they are used; the compiler must not see that the pointer never changes, or it
+ * would copy them to the stack before the loop. */
+static const float EXP[10] = {
+    1.44269504088896341f, -0.693359375f,    2.12194440e-4f,   1.9875691500e-4f, 1.3981999507e-3f,
+    8.3334519073e-3f,     4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f, 88.0f};
 
 /* e^x to about 1 ulp, exactly 0 below -87 (minus infinity included), e^88 from 88 on. */
 INLINE vec exp_(vec x) {
-  const vec magic = splat(12582912.0f); /* adding it rounds to a whole number */
-  ivec vanishes = x < splat(-87.0f);
-  x = select_(vanishes, splat(0.0f), x);
-  x = select_(x > splat(88.0f), splat(88.0f), x);
-  vec shifted = fma_(x, splat(1.44269504088896341f), magic);
-  ivec power = (ivec)shifted - (ivec)magic;
+  const float *k = EXP;
+  if (LANES < 16) __asm__ volatile("" : "+r"(k));
+  const vec magic = splat(12582912.0f), least = splat(-87.0f); /* magic: rounds to whole numbers */
+  const vec given = x;
+  x = min_(splat(k[9]), max_(least, x)); /* in this order a NaN stays one */
+  vec shifted = fma_(x, splat(k[0]), magic);
   vec whole = shifted - magic;
-  vec r = fma_(whole, splat(-0.693359375f), x);
-  r = fma_(whole, splat(2.12194440e-4f), r);
-  vec p = splat(1.9875691500e-4f);
-  p = fma_(p, r, splat(1.3981999507e-3f));
-  p = fma_(p, r, splat(8.3334519073e-3f));
-  p = fma_(p, r, splat(4.1665795894e-2f));
-  p = fma_(p, r, splat(1.6666665459e-1f));
-  p = fma_(p, r, splat(5.0000001201e-1f));
+  vec r = fma_(whole, splat(k[1]), x);
+  r = fma_(whole, splat(k[2]), r);
+  vec p = splat(k[3]);
+  for (int i = 4; i < 9; i++) p = fma_(p, r, splat(k[i]));
   p = fma_(p, r * r, r) + splat(1.0f);
-  vec scaled = (vec)((ivec)p + (power << 23));
-  return select_(vanishes, splat(0.0f), scaled);
+  return zero_below(given, least, scale_(p, shifted, magic));
 }
 
 #endif

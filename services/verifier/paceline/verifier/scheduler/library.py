@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from paceline.decoder import Decoder
+from paceline.kernels import cpu_kernels
 from paceline.verifier.scheduler.costs import CostTable
 from paceline.verifier.scheduler.profile import contexts_of, profile
 
@@ -53,7 +54,7 @@ def _key(decoder: Decoder, max_context: int) -> str:
         contexts_of(max_context),
         torch.get_num_threads(),
         torch.__version__,
-        os.environ.get("PACELINE_NATIVE"),
+        cpu_kernels().level,
         _machine(),
     )
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]

@@ -1,0 +1,118 @@
+"""Compiles the CPU kernels in ``native/``; nothing but the standard library is imported.
+
+The same source is compiled once a level, an instruction set that processors have in common. The
+build of a wheel imports this file by its path, where there is no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "native"
+PREBUILT = Path(__file__).parent / "prebuilt"
+"""Where a platform wheel holds the libraries."""
+
+_AVX2 = ("avx2", "fma", "bmi2")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
+_X86 = platform.machine() in ("x86_64", "AMD64")
+
+LEVELS: dict[str, tuple[str, ...]] = (
+    {"avx512": _AVX512, "avx2": _AVX2, "generic": ()} if _X86 else {"generic": ()}
+)
+"""Per level, fastest first, what /proc/cpuinfo must list; compilers take it with -m before it."""
+
+# No contraction: a product and a sum are fused only where the source says so, so that every level
+# and compiler gives the same bits.
+_FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-std=gnu11", "-fopenmp")
+
+
+def levels_here() -> tuple[str, ...]:
+    """Levels that this processor can run, fastest first."""
+    return tuple(level for level, needed in LEVELS.items() if cpu_flags().issuperset(needed))
+
+
+def cpu_flags() -> frozenset[str]:
+    """Instruction sets of this processor as Linux names them; empty where it is not Linux."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    named = (line.partition(":")[2] for line in lines if line.startswith(("flags", "Features")))
+    return frozenset(next(named, "").split())
+
+
+def file_name(level: str) -> str:
+    """Name of a level's library. One of other sources or flags has another name."""
+    digest = hashlib.sha256(repr(_flags(level)).encode())
+    for source in _sources():
+        digest.update(source.read_bytes())
+    return f"paceline-kernels-{level}-{digest.hexdigest()[:16]}.so"
+
+
+def build(level: str, folder: Path) -> Path:
+    """Compile one level into ``folder`` unless it is there; the library's path.
+
+    Raises:
+        OSError: There is no compiler, it failed, or the folder cannot be written.
+    """
+    path = folder / file_name(level)
+    if not path.is_file():
+        _compile(_compiler(), _flags(level), path)
+    return path
+
+
+def build_ahead(folder: Path) -> list[Path]:
+    """Compile the levels that a wheel brings, AVX-512 and AVX2; the libraries' paths.
+
+    Raises:
+        OSError: There is no compiler, it failed, or the folder cannot be written.
+        ValueError: This machine is not x86-64 Linux.
+    """
+    if not (_X86 and sys.platform == "linux"):
+        here = f"{platform.machine()} {sys.platform}"
+        raise ValueError(f"kernels are compiled ahead on x86-64 Linux only, not on {here}")
+    folder.mkdir(parents=True, exist_ok=True)
+    return [build(level, folder) for level in ("avx512", "avx2")]
+
+
+def _flags(level: str) -> tuple[str, ...]:
+    return (*_FLAGS, *(f"-m{name}" for name in LEVELS[level]))
+
+
+def _compiler() -> str:
+    name = os.environ.get("CC", "gcc")
+    found = shutil.which(name)
+    if found is None:
+        raise OSError(f"there is no C compiler {name!r}: install gcc, or set CC to a compiler")
+    return found
+
+
+def _sources() -> list[Path]:
+    return sorted(SOURCES.glob("*.[ch]"))
+
+
+def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
+    """Make the library at ``path``, all of it at once: other processes may be waiting for it."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as work:
+        objects = []
+        for source in _sources():
+            if source.suffix == ".c":
+                objects.append(str(Path(work, f"{source.stem}.o")))
+                _run([compiler, *flags, "-c", str(source), "-o", objects[-1]])
+        made = Path(work, path.name)
+        # Linked without -fopenmp: the kernels use the OpenMP runtime that torch has loaded.
+        _run([compiler, "-shared", *objects, "-lm", "-o", str(made)])
+        os.replace(made, path)
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    if done.returncode:
+        raise OSError(f"{' '.join(command)}: {done.stderr[-2000:]}")

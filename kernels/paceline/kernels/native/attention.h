@@ -1,0 +1,59 @@
+/* What an attention call is given, and the tiles that its work is cut into. */
+#ifndef PACELINE_ATTENTION_H
+#define PACELINE_ATTENTION_H
+
+#include "vectors.h"
+
+#define CHUNK 256
+#define KEYS (BLOCK * LANES)   /* keys of a tile of scores */
+#define ROWS 6                 /* rows worked on at once */
+#define STRIDE (CHUNK + WIDTH) /* of a row of scores */
+
+typedef struct {
+  int64_t sequence, start, length, row; /* `row` is the block's first among all packed rows */
+  const int32_t *depths;                /* [length]; null for a chain */
+  const int32_t *paths;                 /* ancestors of every node and itself, root first ... */
+  const int32_t *path_starts;           /* ... [length + 1] */
+} Block;
+
+typedef struct {
+  int64_t q_heads, kv_heads, dim, window; /* window 0: none */
+  int64_t q_bf16, kv_bf16, out_bf16;
+  int64_t blocks;
+  const Block *block;
+  int64_t tiles;
+  const int64_t *tile; /* [tiles, 3]: block, first node and number of nodes */
+  float scale;
+} Plan;
+
+/* Notes what node `node` of block `block` looks at in its prefix: out [kv head][prefix position], at
+ * `stride`, gets the sum over the head's query rows of scores, or of their weights. */
+typedef struct {
+  int64_t block, node, weights, stride;
+  float *out;
+} Probe;
+
+typedef struct {
+  int64_t count;
+  const Probe *probe;
+} Probes;
+
+/* The nodes of one tile and one kv head. A result of a row, of one chunk or of all, is `width`
+ * floats: `dim` weighted values, the sum of the weights, and the largest score. */
+typedef struct {
+  const Plan *plan;
+  const Block *block;
+  const Cache *k, *v;
+  const Probes *probes;
+  int64_t head, node, rows, group, width;
+  int64_t first, chunks; /* the first chunk that any row sees, and one behind the last */
+  int64_t prefix;        /* slots that are their own position */
+  int64_t tree_columns;
+} Tile;
+
+/* Memory that a thread works in on a tile. */
+typedef struct {
+  float *q, *keys, *scores, *tree, *part, *total, *raw;
+} Buffers;
+
+#endif
