@@ -4,15 +4,19 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROTOS := $(wildcard protos/paceline/v1/*.proto)
 
-.PHONY: setup demo test test-slow levels chart containers up down lint types proto proto-check browser docs bench learn \
-	drills fuzz audit \
-	gpu-check gpu-packages gpu-train clean
+.PHONY: setup demo test test-slow levels resolve chart containers up down lint types proto proto-check browser \
+	docs bench learn drills fuzz audit gpu-check gpu-packages gpu-train clean
+
+# One more package index to take torch from at the first set-up: PyTorch's index of CPU builds, for
+# example, whose torch comes without CUDA's libraries.
+TORCH_INDEX ?=
 
 setup: .make/setup
 
 .make/setup: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt "torch==2.13.0"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch \
+	    $(TORCH_INDEX:%=--extra-index-url %)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	@mkdir -p .make && touch $@
 
@@ -37,6 +41,10 @@ levels: setup
 	        tests/decoder tests/drafter/test_lm.py tests/drafter/test_lm_budget.py \
 	        tests/verifier/test_greedy.py tests/verifier/test_identity.py; \
 	done
+
+# constraints.txt against the package index: where no index can be reached, says so and does nothing.
+resolve: setup
+	tests/packaging/resolve.sh $(BIN)/python
 
 # The Helm chart, where Helm and the schemas of Kubernetes can be installed.
 chart: setup

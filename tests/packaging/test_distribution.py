@@ -1,16 +1,35 @@
-"""What `pip install paceline` gives: whole, typed, and the same from wheel and sdist."""
+"""What `pip install paceline` gives: whole, typed, with or without compiled kernels."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from paceline.kernels._compile import levels_here
+
 pytest.importorskip("hatchling")
 ROOT = Path(__file__).parents[2]
+PREBUILT = "paceline/kernels/prebuilt/"
+NO_COMPILER = {"CC": "no-such-compiler"}
+SHOW = """
+import paceline.kernels
+from paceline.cli.main import main
+
+print(paceline.kernels.__file__)
+print(paceline.kernels.cpu_kernels().origin)
+main(["--version"])
+"""
+compiles = pytest.mark.skipif(
+    levels_here()[0] == "generic" or shutil.which(os.environ.get("CC", "gcc")) is None,
+    reason="wheels with compiled kernels need gcc, and a processor with AVX2",
+)
 
 
 def run(*command: str, folder: Path, **environment: str) -> str:
@@ -27,14 +46,29 @@ def run(*command: str, folder: Path, **environment: str) -> str:
     return done.stdout
 
 
+def build(target: str, source: Path, folder: Path, **environment: str) -> Path:
+    run("-m", "hatchling", "build", "-t", target, "-d", str(folder), folder=source, **environment)
+    (built,) = folder.iterdir()
+    return built
+
+
 def names(wheel: Path) -> set[str]:
     with zipfile.ZipFile(wheel) as archive:
         return {name for name in archive.namelist() if ".dist-info/" not in name}
 
 
+@dataclass(frozen=True)
+class Distribution:
+    sdist: Path
+    wheel: Path
+    """Built from the sdist."""
+    pure: Path
+    """Built from a clone where there is no compiler."""
+
+
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Wheel and sdist of a clean copy: as from a fresh clone."""
+def built(tmp_path_factory: pytest.TempPathFactory) -> Distribution:
+    """From a clean copy: as from a fresh clone."""
     folder = tmp_path_factory.mktemp("distribution")
     tracked = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
@@ -48,14 +82,18 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
             target = folder / "source" / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, target)
-    run("-m", "hatchling", "build", "-d", str(folder / "dist"), folder=folder / "source")
-    (wheel,) = (folder / "dist").glob("*.whl")
-    (sdist,) = (folder / "dist").glob("*.tar.gz")
-    return wheel, sdist
+    sdist = build("sdist", folder / "source", folder / "sdist")
+    shutil.unpack_archive(sdist, folder / "unpacked")
+    (unpacked,) = (folder / "unpacked").iterdir()
+    return Distribution(
+        sdist=sdist,
+        wheel=build("wheel", unpacked, folder / "wheel"),
+        pure=build("wheel", folder / "source", folder / "pure", **NO_COMPILER),
+    )
 
 
-def test_every_package_is_there_and_typed(built: tuple[Path, Path]) -> None:
-    inside = names(built[0])
+def test_every_package_is_there_and_typed(built: Distribution) -> None:
+    inside = names(built.pure)
     packages = {name.split("/")[1] for name in inside if name.count("/") > 1}
     assert {
         "cli",
@@ -72,21 +110,49 @@ def test_every_package_is_there_and_typed(built: tuple[Path, Path]) -> None:
     assert "paceline/__init__.py" not in inside, "the namespace would be closed to others"
 
 
-def test_the_sdist_builds_the_same_wheel(built: tuple[Path, Path], tmp_path: Path) -> None:
-    wheel, sdist = built
-    assert sdist.stat().st_size < 8 << 20
-    shutil.unpack_archive(sdist, tmp_path)
-    (source,) = tmp_path.iterdir()
-    run("-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "dist"), folder=source)
-    (again,) = (tmp_path / "dist").glob("*.whl")
-    assert names(again) == names(wheel)
+def test_the_sdist_builds_the_same_wheel(built: Distribution) -> None:
+    assert built.sdist.stat().st_size < 8 << 20
+    sources = {name for name in names(built.wheel) if not name.startswith(PREBUILT)}
+    assert sources == names(built.pure)
 
 
-def test_the_installed_command_runs(built: tuple[Path, Path], tmp_path: Path) -> None:
-    install = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target"]
-    run(*install, str(tmp_path / "site"), str(built[0]), folder=tmp_path)
-    path = {"PYTHONPATH": str(tmp_path / "site")}
-    where = run("-c", "import paceline.client as c; print(c.__file__)", folder=tmp_path, **path)
+def test_without_a_compiler_the_wheel_is_for_every_platform(built: Distribution) -> None:
+    assert built.pure.name.endswith("-py3-none-any.whl")
+
+
+@compiles
+def test_a_wheel_with_kernels_is_for_its_platform(built: Distribution) -> None:
+    assert built.wheel.name.endswith("-py3-none-linux_x86_64.whl")
+    libraries = {name for name in names(built.wheel) if name.startswith(PREBUILT)}
+    assert {name.split("-")[2] for name in libraries} == {"avx2", "avx512"}
+    assert len(libraries) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "origin"),
+    [pytest.param("wheel", "the wheel", marks=compiles), ("pure", "no C compiler")],
+)
+def test_installed_where_there_is_no_compiler(
+    built: Distribution, tmp_path: Path, kind: str, origin: str
+) -> None:
+    wheel: Path = getattr(built, kind)
+    install = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-compile"]
+    run(*install, "--target", str(tmp_path / "site"), str(wheel), folder=tmp_path)
+    environment = {
+        **NO_COMPILER,
+        "PYTHONPATH": str(tmp_path / "site"),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }
+    where, found, version = run("-c", SHOW, folder=tmp_path, **environment).splitlines()
     assert where.startswith(str(tmp_path / "site"))
-    version = run("-m", "paceline.cli.main", "--version", folder=tmp_path, **path)
-    assert version.split()[-1] in built[0].name
+    assert origin in found
+    assert version.split()[-1] in wheel.name
+
+
+def test_everything_that_is_asked_for_is_pinned() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    asked = set(project["dependencies"]).union(*project["optional-dependencies"].values())
+    pinned = re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    # flash-attn compiles against the torch that is there.
+    names_asked = {re.split(r"[^\w-]", line)[0] for line in asked}
+    assert names_asked - {*pinned, "paceline"} == {"flash-attn"}
