@@ -229,7 +229,7 @@ async def test_json_by_a_schema_whoever_drafts(models: dict[str, Path], tmp_path
 
         assert not await drafted("none")
         await drafted("ngram")  # It may find nothing to look up.
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(300):
             while not await drafted("lm"):
                 pass
     value = json.loads(texts[0])
