@@ -74,8 +74,8 @@ class DraftOptions:
     """Most delay before a lost drafter is attached again. Unit: seconds."""
     adaptive: bool = True
     """Draft only where it pays. False: in every round, whatever the verifier's node budget says, to
-    measure what drafts are worth; `timeout` is then also the longest wait for the drafter to attach,
-    before which no round begins."""
+    measure what drafts are worth. `timeout` is then also the longest wait for the drafter to
+    attach, before which no round begins."""
 
     def __post_init__(self) -> None:
         if self.timeout is not None:
