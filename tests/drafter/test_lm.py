@@ -66,8 +66,8 @@ def test_another_noise_accepts_less(folder: Path) -> None:
 
 
 @pytest.mark.bits
-def test_a_tree_does_not_depend_on_how_the_text_came(folder: Path) -> None:
-    drafter = load(folder)
+def test_a_tree_does_not_depend_on_how_the_text_came(tmp_path: Path) -> None:
+    drafter = load(write_model(tmp_path / "model", head_dim=16))  # as wide as compiled kernels need
     text = text_of(900)
     at_once = start(drafter, text).draft(Budget(16, 4))
     in_parts = start(drafter, text[:5])
@@ -80,8 +80,8 @@ def test_a_tree_does_not_depend_on_how_the_text_came(folder: Path) -> None:
 
 
 @pytest.mark.bits
-def test_sequences_drafted_together_get_their_own_trees(folder: Path) -> None:
-    drafter = load(folder)
+def test_sequences_drafted_together_get_their_own_trees(tmp_path: Path) -> None:
+    drafter = load(write_model(tmp_path / "model", head_dim=16))
     texts = [text_of(length, length) for length in (1, 3, 300, 40)]
     budgets = [Budget(16, 4), Budget(3, 4), Budget(16, 2), Budget(0, 4)]
     samplings = [GREEDY, SAMPLINGS["T=1"], SAMPLINGS["filtered"], GREEDY]
