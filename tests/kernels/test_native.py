@@ -110,6 +110,15 @@ def test_libraries_compiled_ahead_need_no_compiler(
         assert (_native.cpu_kernels().level, _native.cpu_kernels().origin) == (level, "the wheel")
 
 
+@needs_compiler
+@x86_only
+def test_a_library_that_cannot_be_loaded_is_compiled_anew(fresh: Path) -> None:
+    (fresh / "prebuilt").mkdir()
+    level = _compile.levels_here()[0]
+    (fresh / "prebuilt" / _compile.file_name(level)).write_bytes(b"for another machine")
+    assert _native.cpu_kernels().origin == "compiled on this machine"
+
+
 def test_the_build_imports_no_torch() -> None:
     run = f"import runpy, sys; runpy.run_path({_compile.__file__!r})"
     probe = f"{run}; assert 'torch' not in sys.modules"

@@ -16,6 +16,7 @@ import logging
 import os
 import subprocess
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -70,11 +71,12 @@ def cpu_kernels() -> CpuKernels:
 
 def load(level: str) -> CpuKernels:
     """Load the kernels of a level that the processor can run; torch operations if it fails."""
+    ahead = _compile.PREBUILT / _compile.file_name(level)
+    with suppress(OSError):  # there is none, or it needs a newer C library than this machine has
+        return CpuKernels(level, ctypes.CDLL(str(ahead)), "the wheel")
     try:
-        ahead = _compile.PREBUILT / _compile.file_name(level)
-        path = ahead if ahead.is_file() else _compile.build(level, _folder())
-        origin = "the wheel" if path == ahead else "compiled on this machine"
-        return CpuKernels(level, ctypes.CDLL(str(path)), origin)
+        made = _compile.build(level, _folder())
+        return CpuKernels(level, ctypes.CDLL(str(made)), "compiled on this machine")
     except (OSError, subprocess.SubprocessError) as error:
         _log.warning("CPU kernels run on torch operations, several times slower: %s", error)
         return CpuKernels("none", None, str(error))
