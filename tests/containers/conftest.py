@@ -65,7 +65,7 @@ class Deployment(DockerCompose):
             token=self.token,
             tls=TlsOptions(ca=self.ca),
             # Whether it pays depends on the machine; here it is to happen.
-            drafting=DraftOptions(adaptive=False),
+            drafting=DraftOptions(timeout=60, adaptive=False),
         )
 
     def state(self, service: str) -> str:

@@ -20,6 +20,7 @@ from .conftest import Deployment, secret, wait_until
 # It repeats itself, so that ngram finds something to draft.
 PROMPT = "import asyncio\nimport collections\nimport contextlib\n" * 8
 WANTED = {"max_new_tokens": 96, "temperature": 0.0}
+DRAFTED = ("--draft-always", "--draft-timeout", "60")  # however slow the machine is
 SAMPLED = {"max_new_tokens": 96, "temperature": 0.7, "seed": 3}
 
 
@@ -113,7 +114,7 @@ async def test_a_drafter_reads_the_kv_of_the_verifier_and_a_collector_hears_of_i
     assert [*drafted.stats.drafter_versions] == ["longspec@1"]
     assert not drafted.stats.fallbacks
 
-    words = ("--max-new-tokens", "24", "--drafter", longspec, "--json")
+    words = ("--max-new-tokens", "24", "--drafter", longspec, *DRAFTED, "--json")
     deployment.cli("generate", PROMPT, *words)
 
     def complete() -> bool:
@@ -133,8 +134,7 @@ async def test_a_drafter_reads_the_kv_of_the_verifier_and_a_collector_hears_of_i
 
 
 def test_a_drafter_follows_kv_over_a_network(far_apart: Deployment) -> None:
-    # Long enough that a round is drafted once the KV has come, whatever else the client finds pays.
-    words = ("--max-new-tokens", "640", "--temperature", "0", "--json", "--drafter")
+    words = ("--max-new-tokens", "96", "--temperature", "0", "--json", *DRAFTED, "--drafter")
     plain, drafted = (
         json.loads(far_apart.cli("generate", PROMPT, *words, name).splitlines()[-1])
         for name in ("none", load_longspec(far_apart))

@@ -16,7 +16,14 @@ from paceline.cli.connection import (
     token_of,
     verifier_address,
 )
-from paceline.client import Client, Generation, GenerationResult, PacelineError, RetryOptions
+from paceline.client import (
+    Client,
+    DraftOptions,
+    Generation,
+    GenerationResult,
+    PacelineError,
+    RetryOptions,
+)
 from paceline.service.options import OptionsError
 from paceline.telemetry.exporters import traced
 
@@ -34,6 +41,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     services = parser.add_argument_group("services")
     services.add_argument("--verifier-address", default=verifier_address(), metavar="A")
     services.add_argument("--drafter-address", default=drafter_address(), metavar="B")
+    services.add_argument(
+        "--draft-always",
+        action="store_true",
+        help="draft in every round, to measure what drafts are worth; default: where it pays",
+    )
+    services.add_argument(
+        "--draft-timeout",
+        type=float,
+        metavar="S",
+        help="longest wait for a draft (default: a multiple of what drafts took so far)",
+    )
     services.add_argument(
         "--retry-seconds",
         type=float,
@@ -102,6 +120,7 @@ def _run(args: argparse.Namespace) -> int:
             token=token_of(args),
             tls=tls_of(args),
             retry=RetryOptions(budget=args.retry_seconds),
+            drafting=DraftOptions(timeout=args.draft_timeout, adaptive=not args.draft_always),
         )
         generation = client.generate(prompt, **generation_arguments(args))
     except (OptionsError, OSError, ValueError) as error:
