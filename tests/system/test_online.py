@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,9 @@ def test_a_drafter_learns_from_what_it_drafted(
         ServiceProcess("drafter", load) as drafter,
     ):
         first = generate(verifier, drafter)
+        deadline = time.monotonic() + 60
+        while len(read_recordings(texts)) < len(PROMPTS) - 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
         drafter.kill()
         # All but what was still on its way to the disk; no text has its last round.
         kept = {text.prompt: text.tokens for text in read_recordings(texts)}
