@@ -205,7 +205,7 @@ async def test_many_rough_generations(
     expect_order(verifier)
 
 
-@pytest.mark.parametrize("drafters", [["none"], DRAFTERS])
+@pytest.mark.parametrize("drafters", [pytest.param(["none"], marks=pytest.mark.slow), DRAFTERS])
 async def test_verifier_killed_and_back(
     drafters: Sequence[str], services: tuple[ServiceProcess, ServiceProcess]
 ) -> None:

@@ -91,7 +91,7 @@ async def test_seed_decides_whoever_drafts(
     sampling: str, verifier: ServiceProcess, drafter: ServiceProcess
 ) -> None:
     """Sampled text is the same for any drafter, in bf16 too; another seed gives another text."""
-    prompts = make_prompts(16, seed=1)
+    prompts, few = make_prompts(8, seed=1), 3
     options = SAMPLINGS[sampling]
     async with (
         Client(verifier.address, drafter=drafter.address) as client,
@@ -99,9 +99,12 @@ async def test_seed_decides_whoever_drafts(
     ):
         expected, _ = await generate_all(client, prompts, "none", **options)
         assert len({tuple(output) for output in expected}) == len(prompts)
-        for name in ("qwen3", *USEFUL, *HOSTILE):
+        for name in ("qwen3", *USEFUL):
             output, _ = await generate_all(eager, prompts, name, **options)
             assert output == expected, name
+        for name in HOSTILE:
+            output, _ = await generate_all(eager, prompts[:few], name, **options)
+            assert output == expected[:few], name
         output, _ = await generate_all(client, prompts, "lm", **options)
         assert output == expected, "drafting where it pays"
         other, _ = await generate_all(client, prompts[::-1], "none", **options)

@@ -112,6 +112,7 @@ async def test_the_drafter_stalls_or_dies(services: tuple[ServiceProcess, Servic
     drafter.restart_same_address()
 
 
+@pytest.mark.slow
 async def test_the_verifier_dies_and_comes_back(
     services: tuple[ServiceProcess, ServiceProcess],
 ) -> None:

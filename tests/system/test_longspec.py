@@ -83,6 +83,7 @@ async def test_tokens_are_those_of_no_drafter(
             assert not any(r.stats.fallbacks for r in drafted)
 
 
+@pytest.mark.slow
 async def test_it_follows_the_kv_where_it_is_told_to(
     models: dict[str, Path], drafter: ServiceProcess, sockets: Path
 ) -> None:

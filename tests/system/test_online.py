@@ -74,6 +74,7 @@ def tokens_of(results: list[GenerationResult]) -> list[list[int]]:
     return [result.token_ids for result in results]
 
 
+@pytest.mark.slow
 def test_a_drafter_learns_from_what_it_drafted(
     folders: dict[str, Path], sockets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

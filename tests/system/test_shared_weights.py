@@ -60,6 +60,7 @@ def weights_files() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if name.startswith("paceline-weights-")}
 
 
+@pytest.mark.slow
 async def test_there_is_one_copy_of_the_weights(target: Path) -> None:
     before, weights = weights_files(), (target / "model.safetensors").stat().st_size
 

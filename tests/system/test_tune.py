@@ -16,6 +16,7 @@ from paceline.cli.processes import ServiceProcess
 from paceline.client import Client
 
 
+@pytest.mark.slow
 async def test_a_tuned_drafter_is_served(models: dict[str, Path], tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(str(prompt * 4) for prompt in make_prompts(2)))
