@@ -1,9 +1,13 @@
 """Lanes keep to their cores, swap them, and tell when they die."""
 
+import os
+
 import pytest
 from lane_work import cores
 
 from paceline.bench.lanes import Lane, shares
+
+pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 
 
 async def test_a_lane_and_what_it_started_keep_to_its_cores() -> None:
