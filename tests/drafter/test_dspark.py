@@ -175,6 +175,7 @@ def test_states_that_are_gone_already_cost_no_more_than_the_guess(small: tuple[P
     assert start(drafter, text_of(100), states).draft(Budget(16, 4))
 
 
+@pytest.mark.bits
 def test_a_cache_that_is_gone_is_an_error_and_no_harm(small: tuple[Path, Path]) -> None:
     drafter, dense = _loaded(small)
     text = text_of(60)

@@ -140,6 +140,7 @@ def test_installed_where_there_is_no_compiler(
     run(*install, "--target", str(tmp_path / "site"), str(wheel), folder=tmp_path)
     environment = {
         **NO_COMPILER,
+        "PACELINE_CPU_LEVEL": "",
         "PYTHONPATH": str(tmp_path / "site"),
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
     }

@@ -46,6 +46,7 @@ async def mapping(client: Client, created: Any, *layers: int, window: int = 0) -
         await exchange.close()
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(("name", "window"), [("Llama", 0), ("Llama", 20), ("bf16", 0)])
 async def test_they_are_the_layers_outputs_bit_for_bit(
     models: dict[str, Path], tmp_path: Path, name: str, window: int
@@ -108,6 +109,7 @@ def cache_slots(client: Client) -> int:
     return first.sequence.segment.capacity
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(
     ("window", "parent", "reused"),
     [
