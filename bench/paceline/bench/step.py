@@ -1,7 +1,7 @@
 """Milliseconds of a decoder step by rows and context, and of a prefill: ``python -m ... step``.
 
 A step is one forward pass over a chain of so many rows behind so many committed positions, with
-logits for every row. The cache holds random keys and values: their bits do not change the time.
+logits for every row. The text is random tokens: which they are does not change the time.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from paceline.bench.machine import describe
 from paceline.decoder import Decoder, LocalCache
@@ -49,9 +50,10 @@ def measure(
     decoder = Decoder.load(target, dtype)
     steps: dict[str, dict[str, float]] = {}
     for context in contexts:
-        cache = _filled(decoder, context)
+        cache = _prefill(decoder, context)
         steps[str(context)] = {
-            str(count): _median_ms(partial(_step, decoder, cache, count), repeats) for count in rows
+            str(count): _median_ms(partial(_forward, decoder, cache, count), repeats)
+            for count in rows
         }
     return {
         "dtype": dtype,
@@ -61,40 +63,27 @@ def measure(
     }
 
 
-def _filled(decoder: Decoder, context: int) -> LocalCache:
+def _prefill(decoder: Decoder, length: int) -> LocalCache:
     cache = LocalCache(decoder.config, decoder.device)
-    _append(decoder, cache, 64)
-    while len(cache) < context:
-        _append(decoder, cache, min(PREFILL_ROWS, context - len(cache)))
+    while len(cache) < length:
+        rows = min(PREFILL_ROWS, length - len(cache))
+        _forward(decoder, cache, rows, torch.tensor([rows - 1]))
+        cache.commit(range(rows))
     return cache
 
 
-def _append(decoder: Decoder, cache: LocalCache, rows: int) -> None:
-    _forward(decoder, cache, rows, [rows - 1])
-    cache.commit(range(rows))
-
-
-def _step(decoder: Decoder, cache: LocalCache, rows: int) -> None:
-    _forward(decoder, cache, rows, None)
-    cache.truncate(len(cache))
-
-
-def _prefill(decoder: Decoder, length: int) -> None:
-    cache = LocalCache(decoder.config, decoder.device)
-    while len(cache) < length:
-        _append(decoder, cache, min(PREFILL_ROWS, length - len(cache)))
-
-
-def _forward(decoder: Decoder, cache: LocalCache, rows: int, logits: list[int] | None) -> None:
+def _forward(
+    decoder: Decoder, cache: LocalCache, rows: int, logit_rows: Tensor | None = None
+) -> None:
+    """Run rows behind the cache's text without committing them."""
     generator = torch.Generator().manual_seed(rows)
     tokens = torch.randint(decoder.config.vocab_size, (rows,), generator=generator)
     cache.reserve(rows)
     plan = plan_trees([TreeSegment(0, len(cache), None, rows)])
-    wanted = None if logits is None else torch.tensor(logits)
-    decoder.forward(tokens, plan, [cache], logit_rows=wanted)
+    decoder.forward(tokens, plan, [cache], logit_rows=logit_rows)
 
 
-def _median_ms(step: Callable[[], None], repeats: int) -> float:
+def _median_ms(step: Callable[[], object], repeats: int) -> float:
     if repeats > 1:
         step()
     taken = []

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-SOURCES = Path(__file__).parent / "native"
+_SOURCES = Path(__file__).parent / "native"
 PREBUILT = Path(__file__).parent / "prebuilt"
 """Where a platform wheel holds the libraries."""
 
@@ -95,7 +95,7 @@ def _compiler() -> str:
 
 
 def _sources() -> list[Path]:
-    return sorted(SOURCES.glob("*.[ch]"))
+    return sorted(_SOURCES.glob("*.[ch]"))
 
 
 def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:

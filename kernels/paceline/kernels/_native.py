@@ -1,7 +1,7 @@
 """The compiled CPU kernels in ``native/``: from the wheel, or compiled at the first start.
 
 A platform wheel brings them for AVX2 and AVX-512. A source install compiles them with gcc and
-keeps them in the user's cache folder: about a second, once a machine. They need no headers of
+keeps them in the user's cache folder: some seconds, once a machine. They need no headers of
 Python or torch. Without either, torch operations do the same, several times slower, and bits of a
 row may depend on the batch.
 
