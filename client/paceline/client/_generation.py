@@ -268,7 +268,7 @@ class Generation:
             self._drafter,
             Pace(
                 shared.speeds(name),
-                adaptive=shared.drafting.adaptive and not model.facts.weighs_drafting,
+                adaptive=shared.drafting.adaptive and not model.facts.schedules_speculation,
             ),
             output,
             self._outlet,

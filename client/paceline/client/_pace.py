@@ -1,6 +1,6 @@
 """When to speculate: a rule that learns from what rounds cost this generation.
 
-It is for verifiers that do not weigh that themselves (`GetModelResponse.weighs_drafting`): a
+It is for verifiers that do not weigh that themselves (`GetModelResponse.schedules_speculation`): a
 verifier with a scheduler sees what trees cost all generations that share it, as no client can.
 
 A drafted round is worth its time if it emits tokens at least as fast as plain steps do. Where it

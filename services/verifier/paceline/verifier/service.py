@@ -96,7 +96,7 @@ class VerifierService:
                     again=options.schedule == "profile",
                 ).result()
                 scheduler = Scheduler(costs, options.node_budget)
-                facts.message.weighs_drafting = True
+                facts.message.schedules_speculation = True
         config = decoder.config
         layout = KvLayout(
             config.layers, config.kv_heads, config.head_dim, config.dtype, config.hidden
