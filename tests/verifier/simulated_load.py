@@ -13,8 +13,7 @@ from paceline.verifier.engine.tree import NO_TREE, DraftTree
 from paceline.verifier.scheduler import scheduler as module
 from paceline.verifier.scheduler.admission import Step
 from paceline.verifier.scheduler.costs import CostTable
-from paceline.verifier.scheduler.quiet import Served
-from paceline.verifier.scheduler.scheduler import Scheduler
+from paceline.verifier.scheduler.scheduler import Scheduler, Served
 
 STEP = 0.005
 """Seconds that a plain step of one sequence takes; everything else is told in such steps."""
@@ -102,10 +101,13 @@ class Simulation:
         top = 512
         longest = STEP * (1 + self.costs.token * (top - 1))
         table = CostTable((1, top), (1, 2048), ((STEP, STEP), (longest, longest)))
-        self._scheduler = Scheduler(table, 255)
         self._chance = random.Random(0)
         self._now = 1000.0
+        with patch.object(module, "perf_counter", lambda: self._now * STEP):
+            self._scheduler = Scheduler(table, 255)
         self._made = 0
+        self.drafted = 0
+        """Rounds with trees so far."""
 
     def run(self, time: float) -> float:
         """Tokens that come out in a plain step's time."""
@@ -137,7 +139,7 @@ class Simulation:
     def _tell(self, user: User, budget: int) -> None:
         """The client is answered, and makes its next round."""
         user.budget = {"plain": 0, "fixed": 255, "scheduled": budget}[self.mode]
-        self._scheduler.told(user.sequence, user.budget)
+        self._scheduler.budget_sent(user.sequence, user.budget)
         if user.budget:
             asked = self.costs.drafting * (1 if user.attached else 2)
             user.attached = True
@@ -157,6 +159,7 @@ class Simulation:
         checked = self._scheduler.admit(rounds, trees, step)
         if self.mode != "scheduled":
             checked = trees
+        self.drafted += sum(len(tree) > 1 for tree in trees)
         busy = any(user.budget for user in people if user not in here or user.tree)
         took = 1 + self.costs.token * (sum(map(len, checked)) - 1) + self.costs.disturbance * busy
         began = self._now
@@ -181,7 +184,7 @@ class Simulation:
         budget = self._scheduler.budget(user.sequence)
         if user.left <= 0:
             self._scheduler.forget(user.sequence)
-        elif user.steps == 0 or (budget and self._scheduler.rests(user.sequence)):
+        elif user.steps == 0 or (budget and self._scheduler.suspended(user.sequence)):
             self._tell(user, budget)
 
 

@@ -114,7 +114,7 @@ async def test_a_new_cache_says_how_much_to_draft(model: Path, tmp_path: Path) -
         await client.release(created.handle)
         engine = client.service.engine
         await engine.between_steps(lambda: None)
-        assert not engine._scheduler._outlooks, "a released sequence is forgotten"
+        assert not engine._scheduler._states, "a released sequence is forgotten"
 
 
 async def test_a_run_ends_when_drafting_may_begin(client: Client) -> None:

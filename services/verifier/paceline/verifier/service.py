@@ -36,8 +36,9 @@ from paceline.verifier.kv.segment import sweep_orphans
 from paceline.verifier.kv_exchange import KvExchangeServicer
 from paceline.verifier.model import ModelFacts, read_facts
 from paceline.verifier.options import VerifierOptions
-from paceline.verifier.scheduler.library import cost_table
+from paceline.verifier.scheduler.profile import flat_table
 from paceline.verifier.scheduler.scheduler import Scheduler
+from paceline.verifier.scheduler.storage import cost_table, load_state, save_state
 from paceline.verifier.servicer import VerifierServicer
 from paceline.verifier.store import CacheStore, MakeKv, default_kv_bytes
 from paceline.verifier.telemetry import Telemetry
@@ -86,17 +87,19 @@ class VerifierService:
                 load = partial(Decoder.load, shared=PackedWeights.open(path))
                 decoder = pool.submit(load, target, options.dtype, device).result()
                 trim()
-            scheduler = None
-            # Costs are profiled as steps run on the CPU: a GPU's graphs have others.
-            if options.schedule != "off" and device.type == "cpu":
-                costs = pool.submit(
-                    cost_table,
-                    decoder,
-                    facts.message.max_context,
-                    again=options.schedule == "profile",
-                ).result()
-                scheduler = Scheduler(costs, options.node_budget)
+            self._scheduler: Scheduler | None = None
+            if options.schedule != "off":
+                max_context = facts.message.max_context
+                if device.type == "cpu":
+                    again = options.schedule == "profile"
+                    costs = pool.submit(cost_table, decoder, max_context, again=again).result()
+                else:  # a profile would run without the engine's graphs
+                    costs = flat_table(max_context)
+                self._scheduler = Scheduler(costs, options.node_budget)
+                if options.schedule != "profile":
+                    load_state(self._scheduler, decoder, max_context)
                 facts.message.schedules_speculation = True
+        self._decoder, self._max_context = decoder, facts.message.max_context
         config = decoder.config
         layout = KvLayout(
             config.layers, config.kv_heads, config.head_dim, config.dtype, config.hidden
@@ -123,7 +126,7 @@ class VerifierService:
             step_tokens=options.step_token_limit,
             prefill_tokens=options.prefill_token_limit,
             threads=threads,
-            scheduler=scheduler,
+            scheduler=self._scheduler,
             node_budget=options.node_budget,
             graphs=graphs,
         )
@@ -206,6 +209,8 @@ class VerifierService:
             with suppress(asyncio.CancelledError):
                 await self._sweeper
         await self.engine.stop()
+        if self._scheduler is not None:
+            save_state(self._scheduler, self._decoder, self._max_context)
         if self._published is not None:
             self._published.close()
         gc.unfreeze()

@@ -29,8 +29,7 @@ from paceline.verifier.engine.settle import Outcome, run_batch
 from paceline.verifier.engine.tree import DraftTree
 from paceline.verifier.kv.base import OutOfMemory
 from paceline.verifier.scheduler.admission import Step
-from paceline.verifier.scheduler.quiet import Served
-from paceline.verifier.scheduler.scheduler import Decision, Scheduler
+from paceline.verifier.scheduler.scheduler import Decision, Scheduler, Served
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -301,11 +300,11 @@ class Engine:
         scheduler, budget = self._scheduler, self._node_budget
         if scheduler is not None:
             budget = scheduler.budget(job.sequence)
-            if budget and isinstance(job, Round) and scheduler.rests(job.sequence):
+            if budget and isinstance(job, Round) and scheduler.suspended(job.sequence):
                 job.steps = 1  # the run was asked for because it could not draft: now it can
         job.take(outcome.emission(began, ended, batch_tokens, budget), began, ended)
         if scheduler is not None and job.done and job.sequence.finish is None:
-            scheduler.told(job.sequence, budget)
+            scheduler.budget_sent(job.sequence, budget)
         if job.telling:
             self._news.append(job)
         if isinstance(job, Prefill) and not job.done:
