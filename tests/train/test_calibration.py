@@ -1,27 +1,17 @@
-"""Calibration: what temperature scaling repairs, its figures, its file, its picture."""
+"""Calibration: fitted scalings, their figures, the file, and drafters that use it."""
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 from pathlib import Path
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.bench.calibration.fit import (
-    area_under_curve,
-    calibrated,
-    expected_error,
-    fit,
-    reliability,
-    scale,
-)
-from paceline.bench.calibration.picture import diagram
-from paceline.bench.calibration.samples import Paths, collect
 from paceline.decoder import Decoder
 from paceline.drafter import DrafterSpec, LoadError, Resources
 from paceline.drafter.acceptance import record, replay
@@ -30,43 +20,43 @@ from paceline.drafter.methods import method_class
 from paceline.drafter.registry.loader import Loader
 from paceline.drafter.spec import Roots
 from paceline.drafter.tree import Tree, chain
-from paceline.v1 import sampling_pb2
+from paceline.train.calibration.fit import (
+    area_under_curve,
+    calibrated,
+    expected_error,
+    fit,
+    scale,
+)
+from paceline.train.calibration.paths import Paths, collect
+from paceline.train.calibration.run import run
 
 
-def made_up(temperatures: list[float], count: int, seed: int) -> list[Paths]:
-    """Chains whose true logits are those told, over a temperature that grows with depth."""
+def simulated(temperatures: list[float], count: int, seed: int) -> list[Paths]:
+    """Chains whose logits are too large by the temperature of their depth."""
     draws = np.random.default_rng(seed)
     logits = draws.normal(1.0, 1.5, (count, len(temperatures)))
-    told = 1 / (1 + np.exp(-logits * np.array(temperatures)))
-    stands = (draws.random(logits.shape) < 1 / (1 + np.exp(-logits))).cumprod(1).astype(bool)
-    return [Paths(told[:, : d + 1], stands[:, d]) for d in range(len(temperatures))]
+    confidences = 1 / (1 + np.exp(-logits * np.array(temperatures)))
+    accepted = (draws.random(logits.shape) < 1 / (1 + np.exp(-logits))).cumprod(1).astype(bool)
+    return [Paths(confidences[:, : d + 1], accepted[:, d]) for d in range(len(temperatures))]
 
 
-def test_overconfidence_is_repaired_and_ranks_stay() -> None:
-    """On other samples than it was fitted to."""
-    true = [2.0, 3.0, 1.0]
-    scalings = fit(made_up(true, 4000, 1), shifts=False)
-    assert [each.temperature for each in scalings] == pytest.approx(true, rel=0.3)
-    before = made_up(true, 4000, 2)
-    after = calibrated(before, scalings)
-    for depth, (raw, right) in enumerate(zip(before, after, strict=True)):
-        error = expected_error(right.survival, right.stood)
-        assert error < max(0.02, 0.5 * expected_error(raw.survival, raw.stood)), depth
-        last = slice(depth, depth + 1)
-        order = raw.confidences[:, last].argsort(0)
-        assert (np.diff(right.confidences[:, last][order[:, 0], 0]) >= 0).all()
+def test_overconfidence_is_corrected_and_ranks_stay() -> None:
+    """On other samples than those fitted to; a shift alone corrects a constant confidence."""
+    true = [2.0, 3.0]
+    scalings = fit(simulated(true, 4000, 1))
+    before = simulated(true, 4000, 2)
+    for depth, (raw, right) in enumerate(zip(before, calibrated(before, scalings), strict=True)):
+        error = expected_error(right.survival, right.accepted)
+        assert error < max(0.02, 0.5 * expected_error(raw.survival, raw.accepted)), depth
+        order = raw.confidences[:, depth].argsort()
+        assert (np.diff(right.confidences[order, depth]) >= 0).all()
+    constant = [Paths(np.full((3000, 1), 0.5), np.random.default_rng(3).random(3000) < 0.2)]
+    [right] = calibrated(constant, fit(constant))
+    assert expected_error(right.survival, right.accepted) < 0.03
 
 
-def test_a_half_that_is_none_needs_a_shift() -> None:
-    draws = np.random.default_rng(3)
-    paths = [Paths(np.full((3000, 1), 0.5), draws.random(3000) < 0.2)]
-    for shifts, bound in ((False, 0.25), (True, 0.03)):
-        right = calibrated(paths, fit(paths, shifts=shifts))[0]
-        assert (expected_error(right.survival, right.stood) < 0.03) == (bound == 0.03)
-
-
-def test_too_few_paths_get_no_scaling_of_their_own() -> None:
-    levels = [*made_up([2.0], 500, 4), Paths(np.full((20, 2), 0.9), np.zeros(20, bool))]
+def test_a_depth_with_few_paths_gets_no_scaling_of_its_own() -> None:
+    levels = [*simulated([2.0], 500, 4), Paths(np.full((20, 2), 0.9), np.zeros(20, bool))]
     assert len(fit(levels)) == 1
     assert calibrated(levels, fit(levels))[1].confidences.shape == (20, 2)
     assert calibrated(levels, ()) == levels
@@ -74,11 +64,10 @@ def test_too_few_paths_get_no_scaling_of_their_own() -> None:
 
 def test_figures() -> None:
     survival = np.array([0.05, 0.05, 0.95, 0.95])
-    stood = np.array([False, False, True, False])
-    assert expected_error(survival, stood) == pytest.approx((2 * 0.05 + 2 * 0.45) / 4)
-    assert [each.count for each in reliability(survival, stood)] == [2, 2]
-    assert area_under_curve(survival, stood) == pytest.approx((1 + 1 + 0.5) / 3)
-    assert np.isnan(area_under_curve(survival, stood & False))
+    accepted = np.array([False, False, True, False])
+    assert expected_error(survival, accepted) == pytest.approx((2 * 0.05 + 2 * 0.45) / 4)
+    assert area_under_curve(survival, accepted) == pytest.approx((1 + 1 + 0.5) / 3)
+    assert np.isnan(area_under_curve(survival, accepted & False))
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=9), st.floats(0.1, 9), st.floats(-4, 4))
@@ -135,8 +124,8 @@ async def test_a_drafter_is_loaded_with_it(tmp_path: Path) -> None:
     await loader.close()
 
 
-def test_nodes_are_labelled_by_their_paths(tmp_path: Path) -> None:
-    """Whatever the target repeats, prompt lookup gets right."""
+def test_the_command_writes_a_calibration_for_recorded_texts(tmp_path: Path) -> None:
+    """Nodes are labelled by their paths: prompt lookup is right wherever the target repeats."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -150,21 +139,25 @@ def test_nodes_are_labelled_by_their_paths(tmp_path: Path) -> None:
     assert again.tokens == recording.tokens
     assert again.prompt_length == recording.prompt_length
     assert len(again.cache) == len(recording.cache)
-    sampled = sampling_pb2.SamplingParams(temperature=1.0, seed=1)
     drafter = method_class("ngram").load(None, {"min_n": "1"}, Resources())
-    levels = collect(drafter, [recording, record(decoder, [1, 2, 3] * 4, 60, sampled)])
+    levels = collect(drafter, recording)
     for depth, level in enumerate(levels, 1):
-        assert level.confidences.shape == (len(level.stood), depth)
+        assert level.confidences.shape == (len(level.accepted), depth)
     assert all(
-        deeper.stood.sum() <= level.stood.sum() for level, deeper in itertools.pairwise(levels)
+        deeper.accepted.sum() <= level.accepted.sum()
+        for level, deeper in itertools.pairwise(levels)
     )
-    assert 0 < levels[0].stood.sum() < len(levels[0].stood)
-
-
-def test_the_picture_is_one() -> None:
-    paths = made_up([2.0], 300, 5)[0]
-    curve = reliability(paths.survival, paths.stood)
-    drawn = ElementTree.fromstring(diagram({"<greedy>": {"before": curve, "after": curve}}))
-    tags = [each.tag.rpartition("}")[2] for each in drawn.iter()]
-    assert tags.count("polyline") == 2
-    assert tags.count("circle") == 2 * len(curve)
+    assert levels[0].accepted.sum() > 0
+    texts = tmp_path / "texts.jsonl"
+    line = {"prompt": [1, 2, 3] * 4, "tokens": recording.continuation, "temperature": 0, "seed": 0}
+    texts.write_text(24 * (json.dumps(line) + "\n"))
+    args = argparse.Namespace(
+        drafters=["ngram,min_n=1"], target=tmp_path, dtype="float32", recordings=texts,
+        output=tmp_path / "out",
+    )  # fmt: skip
+    assert run(args) == 0
+    written = tmp_path / "out" / "ngram.json"
+    assert read_calibration(written, "ngram").greedy
+    notes = json.loads(written.read_text())["notes"]
+    assert notes["texts"]["greedy"] == 24
+    assert notes["greedy"]["after"]["paths"] > 0
