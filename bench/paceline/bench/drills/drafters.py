@@ -1,4 +1,4 @@
-"""Drafters that draw garbage, or take their time."""
+"""Drafters that send malformed trees, or are slow."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def _drill(method: str, what: str) -> Drill:
         outcome = Outcome()
         half = max(1, world.scale.generations // 2)
         async with world.services([method, "ngram"], drafter_arguments=_ARGUMENTS) as services:
-            # Two clients, so that neither learns from the other's drafter.
+            # Two loads: generations with one drafter must not be affected by the other drafter.
             async with services.load("ngram", half) as others, services.load(method, half) as load:
                 await load.more(2 * world.scale.generations)
-            others.judge(outcome)
+            others.report(outcome)
             unaffected = all(outcome.checks.values()) and others.drafted_rounds > 0
-            load.judge(outcome)
+            load.report(outcome)
             outcome.checks["others unaffected"] = unaffected
             await services.end(outcome)
         return outcome

@@ -1,4 +1,4 @@
-"""Drafting methods for drills: one draws garbage, one takes its time."""
+"""Drafting methods for drills: one sends malformed trees, one is slow."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _GarbageSequence(DraftSequence):
         self._draws = random.Random(7)
 
     def extend(self, update: Update) -> None:
-        """Does not listen."""
+        """Ignores the update."""
 
     def draft(self, budget: Budget) -> Tree:
         draws, nodes = self._draws, self._draws.randrange(1, 300)
@@ -42,7 +42,7 @@ class _GarbageSequence(DraftSequence):
 
 
 class Garbage(_Hostile):
-    """Foreign tokens, cycles, lengths that do not fit, NaN."""
+    """Trees with unknown tokens, cycles, lengths that differ, and NaN confidences."""
 
     method: ClassVar[str] = "garbage"
     inline: ClassVar[bool] = True
@@ -53,7 +53,7 @@ class Garbage(_Hostile):
 
 class _SlowSequence(DraftSequence):
     def extend(self, update: Update) -> None:
-        """Does not listen."""
+        """Ignores the update."""
 
     def draft(self, budget: Budget) -> Tree:
         time.sleep(0.3)
@@ -61,7 +61,7 @@ class _SlowSequence(DraftSequence):
 
 
 class Slow(_Hostile):
-    """Holds the drafting thread for 0.3 s a round."""
+    """Blocks the drafting thread for 0.3 s a round."""
 
     method: ClassVar[str] = "slow"
 
