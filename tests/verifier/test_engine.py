@@ -20,7 +20,7 @@ from verifier_support import CONTEXT, VOCAB, Client, Round, failure, reason_of, 
 from paceline.decoder import BatchInvariance, weights_fingerprint
 from paceline.v1 import sampling_pb2, verifier_pb2
 from paceline.verifier import build_service
-from paceline.verifier.engine import settle as settling
+from paceline.verifier.engine import acceptance
 
 PROMPT = [3, 1, 4, 1, 5]
 FIELDS: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
@@ -54,23 +54,23 @@ async def test_a_failing_forward_fails_its_batch_only(
     await client.release(created.handle)
 
 
-async def test_a_sequence_that_cannot_be_settled_fails_alone(
+async def test_a_sequence_whose_acceptance_fails_fails_alone(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = await client.generate(PROMPT, drafters.nothing, **FIELDS)
     created = await client.create(PROMPT, **FIELDS)
     (cache,) = list(client.service.store)
-    chooser = settling.Chooser
+    sampler = acceptance.Sampler
 
-    class Broken(chooser):  # type: ignore[misc, valid-type]
+    class Broken(sampler):  # type: ignore[misc, valid-type]
         """Fails for one sequence after its first token of a walk."""
 
         def __call__(self, node: int) -> int:
-            if self._sequence is cache.sequence and node > 0:
+            if self._sequence is cache.sequence and node >= 0:
                 raise ValueError("cannot choose")
             return super().__call__(node)
 
-    monkeypatch.setattr(settling, "Chooser", Broken)
+    monkeypatch.setattr(acceptance, "Sampler", Broken)
     others = asyncio.gather(
         *(client.generate(PROMPT, drafters.random_tree, **FIELDS) for _ in range(3))
     )
@@ -79,7 +79,7 @@ async def test_a_sequence_that_cannot_be_settled_fails_alone(
     await stream.write(Round.of(created.handle, 1, chain))
     assert (await failure(stream)).code() == grpc.StatusCode.INTERNAL
     assert await others == [plain] * 3
-    monkeypatch.setattr(settling, "Chooser", chooser)
+    monkeypatch.setattr(acceptance, "Sampler", sampler)
     stream = client.stub.Verify()
     await stream.write(Round.of(created.handle, 1, chain))
     assert list((await stream.read()).result.tokens) == plain[1:5]

@@ -61,7 +61,7 @@ class Cache:
     @property
     def answered(self) -> Round | None:
         """The newest round that came to an answer, be it a part of a free run."""
-        if isinstance(self.job, Round) and self.job.done and self.job.emissions:
+        if isinstance(self.job, Round) and self.job.done and self.job.outputs:
             self._answered = self.job
         return self._answered
 

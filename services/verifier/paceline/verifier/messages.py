@@ -6,17 +6,15 @@ import asyncio
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 
-from paceline.kernels import Proposal, SamplingParams
+from paceline.kernels import SamplingParams
 from paceline.service import ServiceError
 from paceline.service.sampling import sampling_params
+from paceline.tree import TokenTree, TreeError
 from paceline.v1 import sampling_pb2, tree_pb2, verifier_pb2
-from paceline.verifier.engine.acceptance import Finish
-from paceline.verifier.engine.job import Emission
+from paceline.verifier.engine.output import FinishReason, StepOutput
 from paceline.verifier.engine.sequence import Generation
-from paceline.verifier.engine.tree import NO_TREE, DraftTree
 from paceline.verifier.grammar import MAX_SCHEMA_BYTES, GrammarError, Grammars
 from paceline.verifier.kv.taps import Taps
-from paceline.verifier.proposals import read_proposals
 
 MAX_TREE_NODES = 255
 """Most drafted nodes of a round: with the anchor they fill one block of the attention."""
@@ -28,11 +26,10 @@ MAX_NAME = 256
 
 _FINISH = {
     None: sampling_pb2.FINISH_REASON_UNSPECIFIED,
-    Finish.STOP: sampling_pb2.FINISH_REASON_STOP,
-    Finish.LENGTH: sampling_pb2.FINISH_REASON_LENGTH,
+    FinishReason.STOP: sampling_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: sampling_pb2.FINISH_REASON_LENGTH,
 }
 _invalid = ServiceError.invalid_argument
-_INVARIANT = SamplingParams()
 
 
 @dataclass(frozen=True)
@@ -165,91 +162,47 @@ def read_sampling(message: sampling_pb2.SamplingParams, limits: Limits) -> Sampl
 
 
 def read_tree(
-    message: tree_pb2.TokenTree,
-    limits: Limits,
-    sampling: SamplingParams = _INVARIANT,
-    position: int = 0,
-) -> DraftTree:
-    """A checked tree, its likeliest nodes first.
+    message: tree_pb2.TokenTree, limits: Limits, sampling: SamplingParams, position: int
+) -> TokenTree:
+    """Read and check a drafted tree.
 
     Args:
-        message: The tree as it came.
-        limits: What it is checked against.
+        message: The tree.
+        limits: Of the served model.
         sampling: The generation's.
         position: Absolute position of the anchor's children.
 
     Raises:
         ServiceError: INVALID_ARGUMENT.
     """
-    nodes = len(message.tokens)
-    if nodes > MAX_TREE_NODES:
-        raise _invalid(
-            "TREE_TOO_LARGE",
-            f"the tree has {nodes} nodes, expected at most {MAX_TREE_NODES}; draft fewer",
-        )
-    if len(message.parents) != nodes:
-        raise _invalid(
-            "BAD_TREE",
-            f"the tree has {nodes} tokens but {len(message.parents)} parents; send one a node",
-        )
-    if len(message.confidences) not in (0, nodes):
-        raise _invalid(
-            "BAD_TREE",
-            f"the tree has {nodes} tokens but {len(message.confidences)} confidences; "
-            "send none, or one a node",
-        )
     if len(message.distributions) and not sampling.rejection:
         raise _invalid(
             "BAD_TREE",
             "distributions belong to the mode REJECTION at temperatures above 0; send none",
         )
-    if not nodes:
-        return NO_TREE
-    tokens, parents = list(message.tokens), list(message.parents)
-    if max(tokens) >= limits.vocab_size:
-        raise _token_out_of_range("tree.tokens", max(tokens), limits)
-    for node, parent in enumerate(parents):
-        if not -1 <= parent < node:
-            raise _invalid(
-                "BAD_TREE",
-                f"parent of node {node} is {parent}, expected -1 to {node - 1}: nodes go from "
-                "the anchor down",
-            )
-    for node, confidence in enumerate(message.confidences):
-        if not 0 <= confidence <= 1:  # also false for NaN
-            raise _invalid(
-                "BAD_TREE", f"confidence of node {node} is {confidence}, expected 0 to 1"
-            )
-    proposals: list[Proposal] = []
-    if sampling.rejection:
-        proposals = read_proposals(message, limits.vocab_size, sampling, position)
-    tree = DraftTree(tokens, parents, list(message.confidences), proposals)
-    return tree.likeliest_first()
+    try:
+        tree = TokenTree.from_proto(message, MAX_TREE_NODES)
+        tree.check(limits.vocab_size)
+        if sampling.rejection:
+            tree.check_samples(sampling.seed, position)
+    except TreeError as error:
+        raise _invalid(error.reason, str(error)) from error
+    return tree
 
 
-def write_result(emissions: Items[Emission]) -> verifier_pb2.RoundResult:
-    """Consecutive emissions of one round as one result."""
-    last = emissions[-1]
-    if len(emissions) == 1:
-        result = verifier_pb2.RoundResult(
-            tokens=last.tokens,
-            accepted_nodes=last.accepted,
-            logprobs=last.logprobs,
-            finish_reason=_FINISH[last.finish],
-            committed_length=last.committed,
+def write_result(output: StepOutput) -> verifier_pb2.RoundResult:
+    """The message of an output."""
+    result = verifier_pb2.RoundResult(
+        tokens=output.tokens,
+        accepted_nodes=output.accepted,
+        logprobs=output.logprobs,
+        finish_reason=_FINISH[output.finish],
+        committed_length=output.committed,
+    )
+    for top in output.top_logprobs:
+        result.top_logprobs.add(
+            tokens=[token for token, _ in top], logprobs=[value for _, value in top]
         )
-    else:  # a free run: no tree, nothing accepted
-        result = verifier_pb2.RoundResult(
-            tokens=[token for emission in emissions for token in emission.tokens],
-            logprobs=[value for emission in emissions for value in emission.logprobs],
-            finish_reason=_FINISH[last.finish],
-            committed_length=last.committed,
-        )
-    for emission in emissions:
-        for top in emission.top_logprobs:
-            result.top_logprobs.add(
-                tokens=[token for token, _ in top], logprobs=[value for _, value in top]
-            )
     return result
 
 

@@ -16,6 +16,7 @@ from paceline.v1 import verifier_pb2
 from paceline.verifier.cache import Cache
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.job import Prefill, Round
+from paceline.verifier.engine.output import merge
 from paceline.verifier.follow import FollowCounts
 from paceline.verifier.scheduler.scheduler import Decision
 from paceline.verifier.store import CacheStore
@@ -181,7 +182,7 @@ class VerifierMetrics:
 
     def prefilled(self, cache: Cache, prefill: Prefill) -> None:
         """A prompt was taken in and its first token emitted, or it could not be."""
-        if prefill.first is None:
+        if prefill.output is None:
             return
         self._prompt_tokens.inc(len(cache.sequence.generation.prompt))
         self._tokens.inc()
@@ -194,27 +195,24 @@ class VerifierMetrics:
             self._finish(cache)
 
     def answered(self, cache: Cache, round_: Round) -> None:
-        """A round came to its end. One that emitted nothing was none: it comes again."""
-        emissions = round_.emissions
-        if not emissions:
+        """A round ended. One without output is not counted: its client repeats it."""
+        if not round_.outputs:
             return
-        emitted = sum(len(emission.tokens) for emission in emissions)
-        drafted = len(round_.tree) - 1
-        self._budget.observe(emissions[-1].node_budget)
+        output = merge(round_.outputs)
+        emitted, accepted = len(output.tokens), len(output.accepted)
+        self._budget.observe(output.node_budget)
         self._rounds.inc()
         self._tokens.inc(emitted)
-        self._queued.observe(sum(emission.queue_us for emission in emissions) / 1e6)
-        if drafted:
-            (emission,) = emissions
-            accepted = len(emission.accepted)
+        self._queued.observe(output.queue_us / 1e6)
+        if round_.drafted:
             self._drafts.inc()
-            self._draft_tokens.inc(drafted)
-            self._checked.inc(emission.checked)
+            self._draft_tokens.inc(round_.drafted)
+            self._checked.inc(output.checked)
             self._accepted.inc(accepted)
             for position in range(accepted):
                 self._per_position.labels(self._model_name, str(position)).inc()
             self._length.observe(emitted)
-            self._verify.observe(emission.step_us / 1e6)
+            self._verify.observe(output.step_us / 1e6)
         else:
             self._free_tokens.inc(emitted)
         if cache.request is not None:

@@ -116,7 +116,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
 
     async def _send_progress(self, prefill: Prefill, context: Any) -> None:
         while not prefill.done:
-            await prefill.news()
+            await prefill.updated()
             if not prefill.done:
                 progress = verifier_pb2.PrefillProgress(
                     prefilled_tokens=prefill.sequence.committed, total_tokens=prefill.total
@@ -126,17 +126,17 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             raise prefill.error
 
     def _created(self, cache: Cache, prefill: Prefill) -> verifier_pb2.CreateCacheResponse:
-        assert prefill.first is not None, "a prefill that ended well has a first token"
+        assert prefill.output is not None, "a prefill that ended well has a first token"
         created = verifier_pb2.CacheCreated(
             handle=cache.handle,
             read_grant=cache.read_grant,
-            first=write_result([prefill.first]),
+            first=write_result(prefill.output),
             reused_tokens=prefill.reused,
             generation=cache.generation,
             lease_ms=self._facts.message.lease_ms,
             queue_us=prefill.queue_us,
             prefill_us=prefill.step_us,
-            node_budget=prefill.first.node_budget,
+            node_budget=prefill.output.node_budget,
         )
         return verifier_pb2.CreateCacheResponse(created=created)
 

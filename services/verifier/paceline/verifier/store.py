@@ -180,11 +180,11 @@ class CacheStore:
             del self._caches[digest(cache.handle)]
             del self._grants[digest(cache.read_grant)]
             if cache.job is not None:
-                cache.job.stop = True
+                cache.job.cancelled = True
             if self.on_release is not None:
                 self.on_release(cache, error)
             self._leaving[cache] = asyncio.create_task(self._reclaim(cache))
-            cache.sequence.tell_listeners()
+            cache.sequence.notify_listeners()
         if cache in self._leaving:
             await asyncio.shield(self._leaving[cache])
 

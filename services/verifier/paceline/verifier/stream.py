@@ -12,7 +12,8 @@ from paceline.service import ServiceError
 from paceline.v1 import verifier_pb2
 from paceline.verifier.cache import Cache
 from paceline.verifier.engine.engine import Engine
-from paceline.verifier.engine.job import Emission, Round
+from paceline.verifier.engine.job import Round
+from paceline.verifier.engine.output import StepOutput, merge
 from paceline.verifier.failures import as_service_errors, cache_not_found
 from paceline.verifier.kv.base import OutOfMemory
 from paceline.verifier.messages import Limits, read_tree, write_result
@@ -89,7 +90,7 @@ class VerifyStream:
             await cache.job.finished()
         answered = cache.answered
         if answered is not None and request.round_id == answered.number:
-            await context.write(self._response(answered, answered.emissions, last=True))
+            await context.write(self._response(answered, answered.outputs, last=True))
             return
         await self._answer(self._begin(request, answered), context)
 
@@ -113,7 +114,7 @@ class VerifyStream:
             )
         sampling = sequence.generation.sampling
         tree = read_tree(request.tree, self._limits, sampling, len(sequence.tokens))
-        if len(tree) > 1 and request.free_run_steps > 1:
+        if len(tree) and request.free_run_steps > 1:
             raise ServiceError.invalid_argument(
                 "BAD_ROUND", "a round has a tree or free_run_steps, not both"
             )
@@ -137,15 +138,15 @@ class VerifyStream:
         done = False
         try:
             while not done:
-                await round_.news()
-                done = round_.done  # before the emissions: none comes after it
-                fresh = round_.emissions[sent:]
+                await round_.updated()
+                done = round_.done  # before the outputs: none comes after it
+                fresh = round_.outputs[sent:]
                 sent += len(fresh)
                 if fresh:
                     last = done and round_.error is None
                     await context.write(self._response(round_, fresh, last=last))
         finally:
-            round_.stop = True  # if the stream broke; means nothing to a round that is done
+            round_.cancelled = True  # if the stream broke; means nothing to a round that is done
         if round_.error is not None:
             if isinstance(round_.error, OutOfMemory) and self._store.gives_way(self._cache):
                 await self._store.release(self._cache, "gave_way")
@@ -153,16 +154,17 @@ class VerifyStream:
                 raise round_.error
 
     def _response(
-        self, round_: Round, emissions: list[Emission], *, last: bool
+        self, round_: Round, outputs: list[StepOutput], *, last: bool
     ) -> verifier_pb2.VerifyResponse:
+        output = merge(outputs)
         return verifier_pb2.VerifyResponse(
             round_id=round_.number,
-            result=write_result(emissions),
+            result=write_result(output),
             last=last,
-            queue_us=sum(emission.queue_us for emission in emissions),
-            verify_us=sum(emission.step_us for emission in emissions),
-            node_budget=emissions[-1].node_budget,
-            checked_nodes=emissions[-1].checked,
-            batch_tokens=emissions[-1].batch_tokens,
+            queue_us=output.queue_us,
+            verify_us=output.step_us,
+            node_budget=output.node_budget,
+            checked_nodes=output.checked,
+            batch_tokens=output.batch_tokens,
             generation=self._cache.generation,
         )

@@ -10,6 +10,7 @@ from paceline.telemetry.names import Attribute, Span
 from paceline.telemetry.tracing import add_server_span
 from paceline.verifier.cache import Cache
 from paceline.verifier.engine.job import Job, Prefill, Round
+from paceline.verifier.engine.output import StepOutput, merge
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import Tracer
@@ -57,12 +58,13 @@ def _attributes(job: Job) -> dict[str, int]:
             Attribute.COMPUTE_US: job.step_us,
         }
     assert isinstance(job, Round), "jobs are prefills or rounds"
+    output = merge(job.outputs) if job.outputs else StepOutput([])
     return {
         Attribute.ROUND_ID: job.number,
-        Attribute.NUM_DRAFT_TOKENS: len(job.tree) - 1,
-        Attribute.NUM_ACCEPTED: sum(len(emission.accepted) for emission in job.emissions),
-        Attribute.NUM_EMITTED: sum(len(emission.tokens) for emission in job.emissions),
-        Attribute.QUEUE_US: sum(emission.queue_us for emission in job.emissions),
-        Attribute.COMPUTE_US: sum(emission.step_us for emission in job.emissions),
-        Attribute.BATCH_TOKENS: max((e.batch_tokens for e in job.emissions), default=0),
+        Attribute.NUM_DRAFT_TOKENS: job.drafted,
+        Attribute.NUM_ACCEPTED: len(output.accepted),
+        Attribute.NUM_EMITTED: len(output.tokens),
+        Attribute.QUEUE_US: output.queue_us,
+        Attribute.COMPUTE_US: output.step_us,
+        Attribute.BATCH_TOKENS: output.batch_tokens,
     }

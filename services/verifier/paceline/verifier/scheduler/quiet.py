@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-from paceline.verifier.engine.acceptance import Finish, Walk
+from paceline.tree import EMPTY, TokenTree
 from paceline.verifier.engine.job import Round
+from paceline.verifier.engine.output import FinishReason, StepOutput
 from paceline.verifier.engine.sequence import Sequence
-from paceline.verifier.engine.tree import NO_TREE, DraftTree
 from paceline.verifier.scheduler.admission import Step
 
 _MOST = 8  # steps that are booked together
@@ -20,8 +20,8 @@ class Served:
     """A round that a step served: what was checked of its tree, and what came out."""
 
     round: Round
-    tree: DraftTree
-    walk: Walk
+    tree: TokenTree
+    output: StepOutput
 
 
 class QuietRun:
@@ -70,13 +70,13 @@ class QuietRun:
 
     def served(self) -> list[Served]:
         """What came of all of them, round by round."""
-        came: dict[Sequence, tuple[Round, list[int], Finish | None]] = {}
+        came: dict[Sequence, tuple[Round, list[int], FinishReason | None]] = {}
         for served in self._served:
             for each in served:
-                sequence, walk = each.round.sequence, each.walk
+                sequence, output = each.round.sequence, each.output
                 before = came[sequence][1] if sequence in came else []
-                came[sequence] = each.round, before + walk.tokens, walk.finish
+                came[sequence] = each.round, before + output.tokens, output.finish
         return [
-            Served(round_, NO_TREE, Walk(tokens, [], finish))
+            Served(round_, EMPTY, StepOutput(tokens, finish=finish))
             for round_, tokens, finish in came.values()
         ]

@@ -8,9 +8,9 @@ from time import perf_counter
 
 import numpy as np
 
+from paceline.tree import DEFAULT_CONFIDENCE, TokenTree
 from paceline.verifier.engine.job import Round
 from paceline.verifier.engine.sequence import Sequence
-from paceline.verifier.engine.tree import UNTOLD, DraftTree
 from paceline.verifier.scheduler.admission import Floats, Step, admit
 from paceline.verifier.scheduler.costs import CostTable
 from paceline.verifier.scheduler.experience import Experiences
@@ -78,7 +78,7 @@ class Scheduler:
         self._running: tuple[Items[Round], Step, float] | None = None
         self._unbooked: QuietRun | None = None
 
-    def admit(self, rounds: Items[Round], trees: Items[DraftTree], step: Step) -> list[DraftTree]:
+    def admit(self, rounds: Items[Round], trees: Items[TokenTree], step: Step) -> list[TokenTree]:
         """Cut the trees of a step that begins now.
 
         Args:
@@ -87,7 +87,7 @@ class Scheduler:
             step: What it is without any of their nodes; the idle time is added here.
         """
         began = perf_counter()
-        sizes = [len(tree) - 1 for tree in trees]
+        sizes = [len(tree) for tree in trees]
         if self._quiet and not any(sizes):
             self._running = rounds, step, began
             return list(trees)
@@ -235,7 +235,7 @@ class Scheduler:
         drafting = [outlook for outlook in self._alive if outlook.drafting]
         speed = self._plain_speed[self._prompts]
         if not (drafted or drafting):
-            speed.quiet(load, sum(len(each.walk.tokens) for each in served), time, steps)
+            speed.quiet(load, sum(len(each.output.tokens) for each in served), time, steps)
         tick = time * speed.rate(load)
         self._clock += tick
         self._experiences.passed(load, tick)
@@ -244,7 +244,7 @@ class Scheduler:
         speed.disturbed(load)
         others = load - len(drafting)
         got = sum(
-            len(each.walk.tokens)
+            len(each.output.tokens)
             for each in served
             if not self._outlooks[each.round.sequence].drafting
         )
@@ -254,13 +254,13 @@ class Scheduler:
 
     def _answered(self, served: Served, ended: float) -> None:
         outlook = self._outlook(served.round.sequence)
-        tree = len(served.round.tree) > 1
-        if len(served.tree) > 1 and not _drawn(served.round):
+        tree = len(served.round.tree) > 0
+        if len(served.tree) > 0 and not _drawn(served.round):
             for trust in (outlook.trust, outlook.experience.trust):
-                trust.learn(served.tree.survivals, len(served.walk.path))
-        emitted = len(served.walk.tokens)
+                trust.learn(served.tree.survivals, len(served.output.accepted))
+        emitted = len(served.output.tokens)
         outlook.answered(len(self._alive), emitted, self._clock, tree=tree)
-        outlook.seen = ended if served.walk.finish is None else 0.0
+        outlook.seen = ended if served.output.finish is None else 0.0
 
     def _count(self, rounds: Items[Round], step: Step, began: float) -> list[Outlook]:
         """Note who is alive, what the step would take without trees, and time lost before it.
@@ -307,5 +307,5 @@ def _drawn(round_: Round) -> bool:
 def _told_before(survivals: Floats) -> Floats:
     """Survivals of a chain by the confidences of the nodes above each: one of a drafter's own
     probability would tell which token was drawn."""
-    above: Floats = np.concatenate(([1.0], survivals[:-1]))[: len(survivals)] * UNTOLD
+    above: Floats = np.concatenate(([1.0], survivals[:-1]))[: len(survivals)] * DEFAULT_CONFIDENCE
     return above
