@@ -1,4 +1,4 @@
-"""Between messages on the wire and the engine's own types; every check of what a client sends."""
+"""Conversion of protocol messages to the engine's types and back; all checks of requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.verifier.grammar import MAX_SCHEMA_BYTES, GrammarError, Grammars
 from paceline.verifier.kv.taps import Taps
 
 MAX_TREE_NODES = 255
-"""Most drafted nodes of a round: with the anchor they fill one block of the attention."""
+"""Most drafted nodes of a round. With the anchor they fill one query block of the attention."""
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_TOKENS = 1024
@@ -34,13 +34,13 @@ _invalid = ServiceError.invalid_argument
 
 @dataclass(frozen=True)
 class Limits:
-    """What requests are checked against.
+    """Limits of the served model, which requests are checked against.
 
     Attributes:
         vocab_size: Number of token ids.
-        max_context: Longest text, prompt and output together. Unit: tokens.
-        eos_token_ids: Tokens that end a generation unless it ignores them.
-        layers: Layers whose hidden states may be asked for.
+        max_context: Most tokens of prompt and output together.
+        eos_token_ids: Tokens that end a generation unless the request ignores them.
+        layers: Number of layers, whose hidden states may be requested.
     """
 
     vocab_size: int
@@ -50,7 +50,7 @@ class Limits:
 
 
 def read_generation(request: verifier_pb2.CreateCacheRequest, limits: Limits) -> Generation:
-    """What a CreateCacheRequest asks for.
+    """Read and check a request, all but its JSON schema and drafter name.
 
     Raises:
         ServiceError: INVALID_ARGUMENT.
@@ -91,20 +91,20 @@ def read_generation(request: verifier_pb2.CreateCacheRequest, limits: Limits) ->
     stop_ids = set(request.stop_token_ids)
     if not request.ignore_eos:
         stop_ids.update(limits.eos_token_ids)
-    wants_logprobs = request.logprobs or request.top_logprobs > 0
+    logprobs = request.logprobs or request.top_logprobs > 0
     return Generation(
         prompt=tuple(prompt),
         output=tuple(output),
         sampling=read_sampling(request.sampling, limits),
         length_limit=limit,
         stop_ids=frozenset(stop_ids),
-        top_logprobs=request.top_logprobs if wants_logprobs else None,
+        top_logprobs=request.top_logprobs if logprobs else None,
         taps=_read_taps(request, limits),
     )
 
 
-def drafter_name(request: verifier_pb2.CreateCacheRequest) -> str | None:
-    """Who is to draft, if the client says so.
+def read_drafter_name(request: verifier_pb2.CreateCacheRequest) -> str | None:
+    """The name of the drafter that the client uses; None if it did not send one.
 
     Raises:
         ServiceError: INVALID_ARGUMENT.
@@ -118,8 +118,8 @@ def drafter_name(request: verifier_pb2.CreateCacheRequest) -> str | None:
     return request.drafter if request.HasField("drafter") else None
 
 
-async def guided(generation: Generation, schema: str, grammars: Grammars) -> Generation:
-    """The same generation, whose output is an instance of a JSON schema.
+async def with_grammar(generation: Generation, schema: str, grammars: Grammars) -> Generation:
+    """The generation, with a grammar that makes its output an instance of a JSON schema.
 
     Raises:
         ServiceError: INVALID_ARGUMENT.
@@ -139,7 +139,7 @@ async def guided(generation: Generation, schema: str, grammars: Grammars) -> Gen
 
 
 def read_sampling(message: sampling_pb2.SamplingParams, limits: Limits) -> SamplingParams:
-    """Checked sampling parameters, the wire's "0 means off" spelled out.
+    """Read and check sampling parameters.
 
     Raises:
         ServiceError: INVALID_ARGUMENT.
@@ -213,10 +213,10 @@ def _read_taps(request: verifier_pb2.CreateCacheRequest, limits: Limits) -> Taps
     if layers[-1] >= limits.layers:
         raise _invalid(
             "LAYER_OUT_OF_RANGE",
-            f"hidden states of layer {layers[-1]} were asked for, but the model has "
+            f"hidden states of layer {layers[-1]} were requested, but the model has "
             f"{limits.layers} layers, counted from 0; is the drafter made for another target?",
         )
-    # No text is longer than the context: a window of it is all.
+    # A window as long as the context is the same as none.
     window = request.hidden_state_window
     return Taps(tuple(layers), window if window < limits.max_context else 0)
 
@@ -229,6 +229,6 @@ def _check_tokens(name: str, tokens: Items[int], limits: Limits) -> None:
 def _token_out_of_range(name: str, token: int, limits: Limits) -> ServiceError:
     return _invalid(
         "TOKEN_OUT_OF_VOCABULARY",
-        f"{name} holds token {token}, but the model has {limits.vocab_size} token ids, counted "
-        "from 0; is the text from another tokenizer?",
+        f"{name} has token {token}, but the model has {limits.vocab_size} token ids, counted "
+        "from 0; does the text come from another tokenizer?",
     )

@@ -14,7 +14,7 @@ from paceline.verifier.cache import Cache
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.job import Round
 from paceline.verifier.engine.output import StepOutput, merge
-from paceline.verifier.failures import as_service_errors, cache_not_found
+from paceline.verifier.errors import as_service_errors, cache_not_found
 from paceline.verifier.kv.base import OutOfMemory
 from paceline.verifier.messages import Limits, read_tree, write_result
 from paceline.verifier.store import CacheStore
@@ -26,12 +26,11 @@ Request = verifier_pb2.VerifyRequest
 
 
 class VerifyStream:
-    """Serves the rounds of one cache until its client ends the stream, or a newer one takes over.
+    """Serves the rounds of one cache until its client ends the stream or a newer stream begins.
 
-    A round counts as answered once it emitted a token; its whole answer is then kept until the
-    next round is answered. A round that was refused or failed before that is not counted: its
-    round_id comes again. A cache that shared memory has no room for is released, unless it is the
-    oldest: its client makes it anew when there is room.
+    A round is answered once it emitted a token; its answer is kept until the next round is
+    answered. A round that failed before is not counted: its client repeats the round_id. A cache
+    that cannot grow is released, unless it is the oldest; its client creates it again later.
     """
 
     def __init__(
@@ -49,11 +48,10 @@ class VerifyStream:
         self._telemetry = telemetry
 
     async def serve(self, first: Request, context: Any) -> None:
-        """Answer rounds: ``first``, then those that ``context`` still brings.
+        """Answer ``first``, then the rounds that ``context`` receives.
 
         Raises:
-            ServiceError: A round was wrong, could not be computed, or the stream was superseded
-                (ABORTED).
+            ServiceError: A round was invalid or failed, or a newer stream began (ABORTED).
         """
         cache, task = self._cache, asyncio.current_task()
         assert task is not None
@@ -70,7 +68,7 @@ class VerifyStream:
                 raise
             task.uncancel()
             raise ServiceError.aborted(
-                "STREAM_SUPERSEDED", "another Verify stream of the same cache took over"
+                "STREAM_SUPERSEDED", "a newer Verify stream of the same cache replaced this one"
             ) from None
         finally:
             if cache.stream is task:
@@ -80,12 +78,12 @@ class VerifyStream:
         cache = self._cache
         if request.handle and request.handle != cache.handle:
             raise ServiceError.invalid_argument(
-                "HANDLE_CHANGED", "a stream serves one cache; open another stream for another one"
+                "HANDLE_CHANGED", "a stream serves one cache; open another stream for another cache"
             )
         if cache.released:
             raise cache_not_found()
         self._store.renew(cache)
-        if cache.busy:  # what a broken or superseded stream left behind
+        if cache.busy:  # a round of a broken or superseded stream
             assert cache.job is not None
             await cache.job.finished()
         answered = cache.answered
@@ -95,17 +93,17 @@ class VerifyStream:
         await self._answer(self._begin(request, answered), context)
 
     def _begin(self, request: Request, answered: Round | None) -> Round:
-        """Check a new round and hand it to the engine."""
+        """Check a new round and queue it."""
         expected = 1 if answered is None else answered.number + 1
         if request.round_id < expected:
             raise ServiceError.failed_precondition(
                 "STALE_ROUND",
                 f"round {request.round_id} was answered before, and only the newest answer is "
-                f"kept; round {expected} is next",
+                f"kept; send round {expected}",
             )
         if request.round_id > expected:
             raise ServiceError.failed_precondition(
-                "ROUND_GAP", f"round {request.round_id} came, but round {expected} is next"
+                "ROUND_GAP", f"the round_id is {request.round_id}, expected {expected}"
             )
         sequence = self._cache.sequence
         if sequence.finish is not None:
@@ -127,29 +125,29 @@ class VerifyStream:
             deadline=deadline,
         )
         if self._telemetry is not None:
-            self._telemetry.watch(self._cache, round_, request.traceparent)
+            self._telemetry.report(self._cache, round_, request.traceparent)
         self._cache.job = round_
         self._engine.verify(round_)
         return round_
 
     async def _answer(self, round_: Round, context: Any) -> None:
-        """Send what a round emits, as it comes."""
+        """Send the tokens of a round as they are emitted."""
         sent = 0
         done = False
         try:
             while not done:
                 await round_.updated()
-                done = round_.done  # before the outputs: none comes after it
-                fresh = round_.outputs[sent:]
-                sent += len(fresh)
-                if fresh:
+                done = round_.done  # read before the outputs: none is added after it
+                outputs = round_.outputs[sent:]
+                sent += len(outputs)
+                if outputs:
                     last = done and round_.error is None
-                    await context.write(self._response(round_, fresh, last=last))
+                    await context.write(self._response(round_, outputs, last=last))
         finally:
-            round_.cancelled = True  # if the stream broke; means nothing to a round that is done
+            round_.cancelled = True  # if the stream broke; no effect on a round that is done
         if round_.error is not None:
-            if isinstance(round_.error, OutOfMemory) and self._store.gives_way(self._cache):
-                await self._store.release(self._cache, "gave_way")
+            if isinstance(round_.error, OutOfMemory) and self._store.preemptible(self._cache):
+                await self._store.release(self._cache, "preempted")
             with as_service_errors():
                 raise round_.error
 

@@ -1,4 +1,4 @@
-"""Reports the engine's jobs as metrics, as spans, or as both."""
+"""Reports the engine's jobs as metrics and spans."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class Telemetry:
-    """What the servicers report. A verifier without metrics and traces has none.
+    """Reports jobs to metrics and a tracer, or to one of them.
 
-    Belongs to the event loop. A job is reported when it is done, after its answer was sent.
+    Used on the event loop. A job is reported when it is done, after its answer was sent.
     """
 
     def __init__(self, metrics: VerifierMetrics | None, tracer: Tracer | None) -> None:
@@ -29,12 +29,12 @@ class Telemetry:
         self._tracer = tracer
 
     def admitted(self, cache: Cache) -> None:
-        """A generation begins."""
+        """Report the start of a generation."""
         if self._metrics is not None:
             self._metrics.admitted(cache)
 
-    def watch(self, cache: Cache, job: Job, traceparent: str) -> None:
-        """A job is about to go to the engine; `traceparent` is its caller's."""
+    def report(self, cache: Cache, job: Job, traceparent: str) -> None:
+        """Report a new job once it is done; `traceparent` is its caller's."""
         job.on_done = partial(self._done, cache, job, traceparent, time_ns())
 
     def _done(self, cache: Cache, job: Job, traceparent: str, began_ns: int) -> None:
