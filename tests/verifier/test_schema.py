@@ -103,7 +103,7 @@ async def test_a_text_goes_on_where_its_tokens_left_it(client: Client) -> None:
         created = await client.create(PROMPT, output_tokens=whole[:cut], **wanted)
         assert list(created.first.tokens) == [whole[cut]]
         await client.release(created.handle)
-    with pytest.raises(grpc.aio.AioRpcError, match="follow its schema") as raised:
+    with pytest.raises(grpc.aio.AioRpcError, match="match its schema") as raised:
         await client.create(PROMPT, output_tokens=[*whole[:5], whole[0]], **wanted)
     assert reason_of(raised.value) == "INVALID_SCHEMA"
 
