@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import grpc
 import uvloop
@@ -37,8 +36,7 @@ from rich.table import Table
 from paceline.bench import machine, prompts
 from paceline.bench.served import Sample, generate, overhead_ms
 from paceline.cli.processes import ServiceProcess
-from paceline.client import Client
-from paceline.client._pace import Pace
+from paceline.client import Client, DraftOptions
 
 MODES = ("off", "metrics", "metrics and traces")
 _SERVICE = "opentelemetry.proto.collector.trace.v1.TraceService"
@@ -101,7 +99,9 @@ class Pair:
         """Start all of it, for as long as the stack."""
         await asyncio.gather(*map(stack.enter_async_context, self._processes))
         verifier, drafter = (process.address for process in self._processes)
-        return await stack.enter_async_context(Client(verifier, drafter=drafter))
+        return await stack.enter_async_context(
+            Client(verifier, drafter=drafter, drafting=DraftOptions(adaptive=False))
+        )
 
     @property
     def cpu_seconds(self) -> float:
@@ -130,7 +130,6 @@ async def measure(
     runs = {mode: Runs() for mode in MODES}
     identical = True
     async with AsyncExitStack() as stack:
-        stack.enter_context(mock.patch.object(Pace, "steps", return_value=0))
         plain = Pair(target, {}, metrics=False)
         seen = Pair(target, {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint}, metrics=True)
         entered = await asyncio.gather(plain.enter(stack), seen.enter(stack))

@@ -14,7 +14,6 @@ from ._model import Model
 from ._options import GenerationOptions
 from ._outlet import Outlet
 from ._output import Chunk, Output, TokenLogprob
-from ._pace import Pace
 from ._rounds import Rounds
 from ._shared import Shared
 from ._stats import Stats, Usage
@@ -266,10 +265,6 @@ class Generation:
         return Rounds(
             self._verifier,
             self._drafter,
-            Pace(
-                shared.speeds(name),
-                adaptive=shared.drafting.adaptive and not model.facts.schedules_speculation,
-            ),
             output,
             self._outlet,
             options,

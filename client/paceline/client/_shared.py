@@ -10,7 +10,6 @@ from ._drafter import DrafterHealth
 from ._errors import ClientClosedError
 from ._model import ModelSource
 from ._options import DraftOptions, RetryOptions
-from ._pace import SharedSpeeds
 from ._taps import TapSource
 from ._tokenizer import TokenizerCache
 from ._transport import Transport
@@ -42,7 +41,6 @@ class Shared:
         self.keepers: set[Generation] = set()
         self._background: set[asyncio.Task[None]] = set()
         self._health: dict[str, DrafterHealth] = {}
-        self._speeds: dict[str, SharedSpeeds] = {}
         self.taps = TapSource(transport)
         self.closed = False
 
@@ -54,10 +52,6 @@ class Shared:
     def health(self, drafter: str) -> DrafterHealth:
         """The state of a drafter, as far as it is known."""
         return self._health.setdefault(drafter, DrafterHealth(self.drafting))
-
-    def speeds(self, drafter: str) -> SharedSpeeds:
-        """How fast rounds with a drafter were so far."""
-        return self._speeds.setdefault(drafter, SharedSpeeds())
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Runs clean-up work that no cancellation of a user's task may stop."""

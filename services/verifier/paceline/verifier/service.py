@@ -36,8 +36,9 @@ from paceline.verifier.kv.segment import sweep_orphans
 from paceline.verifier.kv_exchange import KvExchangeServicer
 from paceline.verifier.model import ModelInfo, read_model_info
 from paceline.verifier.options import VerifierOptions
-from paceline.verifier.scheduler.library import cost_table
+from paceline.verifier.scheduler.profile import flat_table
 from paceline.verifier.scheduler.scheduler import Scheduler
+from paceline.verifier.scheduler.storage import cost_table, load_state, save_state
 from paceline.verifier.servicer import VerifierServicer
 from paceline.verifier.store import AllocateKv, CacheStore, default_kv_bytes
 from paceline.verifier.telemetry import Telemetry
@@ -69,8 +70,10 @@ class VerifierService:
         torch.set_num_threads(1)
         device = find_device("cpu" if options.share_weights else options.device)
         self._publication: Publication | None = None
+        self._scheduler: Scheduler | None = None
         with ThreadPoolExecutor(1, initializer=_use, initargs=(threads, device)) as pool:
-            decoder, model, scheduler = pool.submit(self._load, target, options, device).result()
+            decoder, model = pool.submit(self._load, target, options, device).result()
+        self._decoder, self._max_context = decoder, model.limits.max_context
         config = decoder.config
         layout = KvLayout(
             config.layers, config.kv_heads, config.head_dim, config.dtype, config.hidden
@@ -97,7 +100,7 @@ class VerifierService:
             step_tokens=options.step_token_limit,
             prefill_tokens=options.prefill_token_limit,
             threads=threads,
-            scheduler=scheduler,
+            scheduler=self._scheduler,
             node_budget=options.node_budget,
             graphs=graphs,
         )
@@ -117,7 +120,7 @@ class VerifierService:
 
     def _load(
         self, target: Path, options: VerifierOptions, device: torch.device
-    ) -> tuple[Decoder, ModelInfo, Scheduler | None]:
+    ) -> tuple[Decoder, ModelInfo]:
         """Load the model, publish its weights if they are shared, and profile its steps."""
         decoder = Decoder.load(target, options.dtype, device)
         model = read_model_info(
@@ -134,15 +137,10 @@ class VerifierService:
                 packed = PackedWeights.open(path)
                 decoder = Decoder.load(target, options.dtype, device, shared=packed)
                 trim()
-        scheduler = None
-        # The profile measures steps on the CPU; CUDA graphs have other costs.
-        if options.schedule != "off" and device.type == "cpu":
-            costs = cost_table(
-                decoder, model.message.max_context, again=options.schedule == "profile"
-            )
-            scheduler = Scheduler(costs, options.node_budget)
+        if options.schedule != "off":
+            self._scheduler = _scheduler(decoder, options, model.limits.max_context)
             model.message.schedules_speculation = True
-        return decoder, model, scheduler
+        return decoder, model
 
     def _telemetry(self, registry: CollectorRegistry | None, model: ModelInfo) -> Telemetry | None:
         spans = tracer()
@@ -204,6 +202,8 @@ class VerifierService:
             with suppress(asyncio.CancelledError):
                 await self._sweeper
         await self.engine.stop()
+        if self._scheduler is not None:
+            save_state(self._scheduler, self._decoder, self._max_context)
         if self._publication is not None:
             self._publication.close()
         gc.unfreeze()
@@ -235,6 +235,19 @@ def _use(threads: int, device: torch.device) -> None:
     """Prepare a thread to run the model."""
     torch.set_num_threads(threads)
     use_device(device)
+
+
+def _scheduler(decoder: Decoder, options: VerifierOptions, max_context: int) -> Scheduler:
+    """The scheduler of a model, with what it learned in earlier processes."""
+    again = options.schedule == "profile"
+    if decoder.device.type == "cpu":
+        costs = cost_table(decoder, max_context, again=again)
+    else:  # a profile would run without the engine's graphs
+        costs = flat_table(max_context)
+    scheduler = Scheduler(costs, options.node_budget)
+    if not again:
+        load_state(scheduler, decoder, max_context)
+    return scheduler
 
 
 def build_service(

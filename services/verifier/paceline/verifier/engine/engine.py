@@ -26,8 +26,7 @@ from paceline.verifier.engine.sequence import Sequence
 from paceline.verifier.engine.thread import CommandThread, resolve
 from paceline.verifier.kv.base import OutOfMemory
 from paceline.verifier.scheduler.admission import Step
-from paceline.verifier.scheduler.quiet import Served
-from paceline.verifier.scheduler.scheduler import Decision, Scheduler
+from paceline.verifier.scheduler.scheduler import Decision, Scheduler, Served
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -232,7 +231,7 @@ class Engine:
             job.add_output(output, began, ended)
             if self._scheduler is not None and job.done and job.sequence.finish is None:
                 assert output is not None
-                self._scheduler.told(job.sequence, output.node_budget)
+                self._scheduler.budget_sent(job.sequence, output.node_budget)
             if job.notifies:
                 self._queue.updated.append(job)
             if not job.done:
@@ -245,7 +244,7 @@ class Engine:
         if scheduler is None:
             return self._node_budget
         budget = scheduler.budget(job.sequence)
-        if budget and isinstance(job, Round) and scheduler.rests(job.sequence):
+        if budget and isinstance(job, Round) and scheduler.suspended(job.sequence):
             job.steps = 1  # a free run because it could not draft ends when it can
         return budget
 

@@ -148,7 +148,7 @@ class Round(Job):
         super().__init__(sequence)
         self.number = number
         self.drafted = len(tree)
-        self.tree, self.nodes = _rank(tree, sequence.room - 1)
+        self.tree, self.nodes = rank(tree, sequence.room - 1)
         self.steps = steps
         self.deadline = deadline
         self.outputs: list[StepOutput] = []
@@ -172,7 +172,7 @@ def microseconds(seconds: float) -> int:
     return max(0, round(seconds * 1e6))
 
 
-def _rank(tree: TokenTree, max_depth: int) -> tuple[TokenTree, tuple[int, ...]]:
+def rank(tree: TokenTree, max_depth: int) -> tuple[TokenTree, tuple[int, ...]]:
     """Sort a tree by survival, without nodes below ``max_depth``.
 
     Returns:

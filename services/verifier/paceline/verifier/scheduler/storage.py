@@ -1,9 +1,10 @@
-"""Cost tables of this user, kept from one start to the next."""
+"""Cost tables, and what schedulers learnt, kept in the user's cache folder between starts."""
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import logging
 import os
 import platform
@@ -17,10 +18,11 @@ from paceline.decoder import Decoder
 from paceline.kernels import cpu_kernels
 from paceline.verifier.scheduler.costs import CostTable
 from paceline.verifier.scheduler.profile import contexts_of, profile
+from paceline.verifier.scheduler.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)
 _MOST_FILES = 64
-_FORMAT = 3  # of the file, and of what is measured
+_FORMAT = 4  # of the file, and of what is measured
 
 
 def cost_table(decoder: Decoder, max_context: int, *, again: bool = False) -> CostTable:
@@ -34,16 +36,29 @@ def cost_table(decoder: Decoder, max_context: int, *, again: bool = False) -> Co
         max_context: Longest text that will be served. Unit: tokens.
         again: Measure even if there is one.
     """
-    file = _folder() / f"{_key(decoder, max_context)}.json"
+    file = _file(decoder, max_context, "costs")
     with _alone(file.with_suffix(".lock")):
-        if not again and (stored := _read(file)) is not None:
-            return stored
+        if not again:
+            with suppress(OSError, ValueError):  # none is stored, or it is damaged
+                return CostTable.from_json(file.read_text())
         table = profile(decoder, max_context)
-        try:
-            _write(file, table)
-        except OSError as error:
-            _log.warning("the cost table could not be stored", extra={"error": str(error)})
+        _write(file, table.to_json())
     return table
+
+
+def load_state(scheduler: Scheduler, decoder: Decoder, max_context: int) -> None:
+    """Let a scheduler go on from what the last one of this model and machine learnt, if stored."""
+    with suppress(OSError, ValueError):
+        scheduler.load_json(json.loads(_file(decoder, max_context, "state").read_text()))
+
+
+def save_state(scheduler: Scheduler, decoder: Decoder, max_context: int) -> None:
+    """Store what a scheduler learnt. Of several verifiers of one model the last one counts."""
+    _write(_file(decoder, max_context, "state"), json.dumps(scheduler.to_json()))
+
+
+def _file(decoder: Decoder, max_context: int, kind: str) -> Path:
+    return _folder() / f"{_key(decoder, max_context)}.{kind}.json"
 
 
 def _key(decoder: Decoder, max_context: int) -> str:
@@ -85,17 +100,15 @@ def _alone(file: Path) -> Iterator[None]:
         yield
 
 
-def _read(file: Path) -> CostTable | None:
-    with suppress(OSError, ValueError):  # none yet, or none that can be believed
-        return CostTable.from_json(file.read_text())
-    return None
-
-
-def _write(file: Path, table: CostTable) -> None:
+def _write(file: Path, text: str) -> None:
     fresh = file.with_suffix(f".{os.getpid()}")
-    fresh.write_text(table.to_json())
-    fresh.replace(file)
-    files = sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)
-    for old in files[:-_MOST_FILES]:
-        old.unlink(missing_ok=True)
-        old.with_suffix(".lock").unlink(missing_ok=True)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        fresh.write_text(text)
+        fresh.replace(file)
+        files = sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)
+        for old in files[:-_MOST_FILES]:
+            old.unlink(missing_ok=True)
+            old.with_suffix(".lock").unlink(missing_ok=True)
+    except OSError as error:
+        _log.warning("%s could not be stored: %s", file, error)
