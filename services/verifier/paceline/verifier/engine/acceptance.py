@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
 
@@ -9,10 +10,13 @@ from torch import Tensor
 
 from paceline.tree import TokenTree
 from paceline.verifier.engine.batch import BatchEntry
+from paceline.verifier.engine.errors import StepFailed
 from paceline.verifier.engine.job import Prefill, Round
 from paceline.verifier.engine.output import FinishReason, StepOutput
-from paceline.verifier.engine.sampler import Sampler
+from paceline.verifier.engine.sampler import Sampler, sample_batch
 from paceline.verifier.engine.sequence import HiddenStates
+
+_log = logging.getLogger(__name__)
 
 
 def walk(
@@ -84,3 +88,28 @@ def accept(
     if isinstance(job, Round):
         output.accepted = [job.nodes[node] for node in output.accepted]
     return output
+
+
+def accept_batch(
+    entries: Items[BatchEntry], logits: Tensor, states: HiddenStates
+) -> list[StepOutput | None]:
+    """Accept the tokens of every entry of a batch.
+
+    Args:
+        entries: Of the batch.
+        logits: As for :func:`accept`.
+        states: As for :func:`accept`.
+
+    Returns:
+        The output of each entry; None in the middle of a prefill, and for a job that failed.
+    """
+    tokens = sample_batch(entries, logits)
+    outputs: list[StepOutput | None] = []
+    for index, entry in enumerate(entries):
+        try:
+            outputs.append(accept(entry, logits, states, tokens.get(index)))
+        except Exception as error:
+            _log.exception("acceptance failed for one sequence")
+            entry.job.fail(StepFailed(f"no token could be chosen: {error}"))
+            outputs.append(None)
+    return outputs

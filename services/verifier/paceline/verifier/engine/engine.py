@@ -15,13 +15,12 @@ import torch
 from paceline.decoder import Decoder, GraphRunner, use_device
 from paceline.kernels import MAX_TREE_NODES
 from paceline.tree import TokenTree
-from paceline.verifier.engine.acceptance import accept
+from paceline.verifier.engine.acceptance import accept_batch
 from paceline.verifier.engine.batch import Batch
 from paceline.verifier.engine.errors import DeviceLost, SequenceClosed, StepFailed, device_lost
 from paceline.verifier.engine.job import Job, Prefill, Round, microseconds
 from paceline.verifier.engine.output import StepOutput
 from paceline.verifier.engine.queue import JobQueue
-from paceline.verifier.engine.sampler import sample_batch
 from paceline.verifier.engine.sequence import Sequence
 from paceline.verifier.engine.thread import CommandThread, resolve
 from paceline.verifier.kv.base import OutOfMemory
@@ -183,16 +182,7 @@ class Engine:
         self._running = batch
         try:
             logits, states = batch.forward(self._decoder, self._graphs)
-            tokens = sample_batch(batch.entries, logits)
-            outputs: list[StepOutput | None] = []
-            for index, entry in enumerate(batch.entries):
-                try:
-                    outputs.append(accept(entry, logits, states, tokens.get(index)))
-                except Exception as error:
-                    _log.exception("acceptance failed for one sequence")
-                    self._queue.fail(entry.job, StepFailed(f"no token could be chosen: {error}"))
-                    outputs.append(None)
-            return outputs
+            return accept_batch(batch.entries, logits, states)
         finally:
             self._running = None
 
@@ -222,6 +212,7 @@ class Engine:
         for entry, output in zip(batch.entries, outputs, strict=True):
             job = entry.job
             if job.error is not None:
+                self._queue.updated.append(job)
                 continue
             if output is not None:
                 output.queue_us = microseconds(began - job.ready_at)
@@ -279,9 +270,8 @@ class Engine:
                 job.reuse(parent)
         except OutOfMemory as error:
             self._queue.fail(job, error)
-            self._notify()
-            return
-        self._queue.add(job)
+        else:
+            self._queue.add(job)
 
     def _close(self, sequence: Sequence) -> None:
         sequence.segment.close()
@@ -294,7 +284,6 @@ class Engine:
     def _end(self) -> None:
         self._stopping = True
         self._queue.fail_all(lambda job: True, StepFailed("the verifier is stopping"))
-        self._notify()
 
     def _notify(self) -> None:
         """Have the event loop notify the waiters of jobs that ended or have output."""
