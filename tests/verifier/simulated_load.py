@@ -9,7 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from paceline.verifier.engine.tree import NO_TREE, DraftTree
+from paceline.tree import TokenTree
+from paceline.verifier.engine.output import StepOutput
 from paceline.verifier.scheduler import scheduler as module
 from paceline.verifier.scheduler.admission import Step
 from paceline.verifier.scheduler.costs import CostTable
@@ -159,23 +160,25 @@ class Simulation:
         checked = self._scheduler.admit(rounds, trees, step)
         if self.mode != "scheduled":
             checked = trees
-        self.drafted += sum(len(tree) > 1 for tree in trees)
+        self.drafted += sum(len(tree) > 0 for tree in trees)
         busy = any(user.budget for user in people if user not in here or user.tree)
-        took = 1 + self.costs.token * (sum(map(len, checked)) - 1) + self.costs.disturbance * busy
+        took = (
+            1
+            + self.costs.token * (sum(map(len, checked)) + len(here) - 1)
+            + self.costs.disturbance * busy
+        )
         began = self._now
         self._now += took * self._chance.uniform(1 - self.costs.noise, 1 + self.costs.noise)
         served: list[Any] = []
         for user, round_, tree in zip(here, rounds, checked, strict=True):
             stood = self.accepted(user.number, user.got, self._chance) if user.tree else None
-            stood = min(stood or 0, len(tree) - 1)
-            walk: Any = SimpleNamespace(
-                tokens=[1] * (stood + 1), path=list(range(1, stood + 1)), finish=None
-            )
-            served.append(Served(round_, tree, walk))
+            stood = min(stood or 0, len(tree))
+            output = StepOutput([1] * (stood + 1), accepted=list(range(stood)))
+            served.append(Served(round_, tree, output))
         self._scheduler.stepped(began * STEP, self._now * STEP, served)
         for user, each in zip(here, served, strict=True):
-            self._answer(user, len(each.walk.tokens))
-        return sum(len(each.walk.tokens) for each in served)
+            self._answer(user, len(each.output.tokens))
+        return sum(len(each.output.tokens) for each in served)
 
     def _answer(self, user: User, emitted: int) -> None:
         user.left -= emitted
@@ -188,7 +191,5 @@ class Simulation:
             self._tell(user, budget)
 
 
-def _tree(nodes: int) -> DraftTree:
-    if not nodes:
-        return NO_TREE
-    return DraftTree([1] * nodes, list(range(-1, nodes - 1)), [0.8] * nodes)
+def _tree(nodes: int) -> TokenTree:
+    return TokenTree.chain([1] * nodes, [0.8] * nodes)

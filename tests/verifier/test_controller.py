@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from simulated_load import MODES, Accepted, Costs, Simulation
 
-from paceline.verifier.engine.tree import DraftTree
+from paceline.tree import TokenTree
 from paceline.verifier.scheduler.calibration import Calibration
 from paceline.verifier.scheduler.controller import (
     Drafters,
@@ -212,7 +212,7 @@ def test_node_budgets_follow_what_is_admitted() -> None:
 @pytest.mark.parametrize("drafted", [0.3, 0.6, 0.95])
 def test_calibrated_survivals_sum_to_accepted_nodes(drafted: float, truth: float) -> None:
     chance, calibration = random.Random(1), Calibration()
-    tree = DraftTree([1] * 4, [-1, 0, 1, 2], [drafted] * 4)
+    tree = TokenTree.chain([1] * 4, [drafted] * 4)
     for _ in range(300):
         accepted = 0
         while accepted < 4 and chance.random() < truth:
@@ -226,7 +226,7 @@ def test_calibrated_survivals_sum_to_accepted_nodes(drafted: float, truth: float
 def test_calibration_is_finite_for_any_confidence() -> None:
     calibration = Calibration()
     for drafted in (0.0, 1.0):
-        tree = DraftTree([1] * 255, list(range(-1, 254)), [drafted] * 255)
+        tree = TokenTree.chain([1] * 255, [drafted] * 255)
         calibration.observe(tree.survivals, 0)
         assert np.isfinite(calibration.exponent)
         assert np.all(np.diff(tree.survivals) <= 0)

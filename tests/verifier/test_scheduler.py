@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from verifier_support import Client, Round, failure, reason_of, serving
 
 from paceline.kernels import SamplingParams
+from paceline.tree import TokenTree
 from paceline.v1 import sampling_pb2, tree_pb2, verifier_pb2
-from paceline.verifier.engine.tree import DraftTree
 from paceline.verifier.scheduler.admission import Step
 from paceline.verifier.scheduler.costs import CostTable
 from paceline.verifier.scheduler.scheduler import Scheduler
@@ -150,9 +150,9 @@ def drawn(confidences: list[float], costs: CostTable) -> list[int]:
     round_.sequence.committed = 9
     round_.sequence.generation.sampling = sampling
     count = len(confidences)
-    tree = DraftTree([1] * count, list(range(-1, count - 1)), confidences)
+    tree = TokenTree.chain([1] * count, confidences)
     (cut,) = Scheduler(costs, 255).admit([round_], [tree], Step(1, 9, 1))
-    return cut.tokens
+    return list(cut.tokens)
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=6), st.data())

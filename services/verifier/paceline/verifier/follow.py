@@ -15,7 +15,7 @@ from paceline.kvwire import encode, position_bytes
 from paceline.service import ServiceError
 from paceline.v1 import kv_pb2
 from paceline.verifier.cache import Cache
-from paceline.verifier.failures import grant_not_found
+from paceline.verifier.errors import grant_not_found
 from paceline.verifier.follow_states import StateFeed
 from paceline.verifier.selection import Selection
 

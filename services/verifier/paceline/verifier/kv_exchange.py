@@ -13,7 +13,7 @@ from paceline.service import ServiceError
 from paceline.service.locality import is_local_peer
 from paceline.v1 import kv_pb2, kv_pb2_grpc
 from paceline.verifier.cache import CAPABILITY_BYTES, Cache
-from paceline.verifier.failures import grant_not_found
+from paceline.verifier.errors import grant_not_found
 from paceline.verifier.follow import FollowCounts, FollowStream
 from paceline.verifier.follow_states import StateFeed
 from paceline.verifier.kv.base import SequenceKv

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.cudaipc import Driver, DriverError, ExportedMemory, cuda_driver
+from paceline.decoder import ACCELERATORS
 from paceline.kernels import PagedPlane
 from paceline.verifier.kv.base import OutOfMemory, SequenceKv
 from paceline.verifier.kv.layout import BLOCK_TOKENS, TREE_TOKENS, KvLayout, round_up
@@ -78,7 +79,7 @@ class PagePool:
         most = (round_up(max_context) + TREE_TOKENS) // PAGE_TOKENS
         # A row more, all of whose pages are page 0: what nothing reads may be written there.
         self.tables = torch.zeros(max_sequences + 1, most, dtype=torch.int32, device=device)
-        self._reading = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._reading = torch.Stream(device) if device.type in ACCELERATORS else None
         self._free_pages = list(range(count))[::-1]
         self._free_rows = list(range(1, max_sequences + 1))[::-1]
 
@@ -107,7 +108,7 @@ class PagePool:
 
         The GPU was done with these positions before they were called committed.
         """
-        return nullcontext() if self._reading is None else torch.cuda.stream(self._reading)
+        return nullcontext() if self._reading is None else self._reading
 
     def take_row(self) -> int:
         """A page table for a sequence.
@@ -262,8 +263,8 @@ class PagedKv(SequenceKv):
 
     def publish(self, committed: int) -> None:
         """See :class:`SequenceKv`: what was asked of the GPU is done first."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        if self.device.type in ACCELERATORS:
+            torch.accelerator.current_stream(self.device).synchronize()
         super().publish(committed)
 
     def close(self) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from paceline.verifier.engine.acceptance import Walk
+from paceline.tree import DEFAULT_CONFIDENCE, TokenTree
 from paceline.verifier.engine.job import Round
+from paceline.verifier.engine.output import StepOutput
 from paceline.verifier.engine.sequence import Sequence
-from paceline.verifier.engine.tree import UNTOLD, DraftTree
 from paceline.verifier.scheduler.admission import Floats, Step, admit
 from paceline.verifier.scheduler.controller import Drafters, PlainClock, SequenceState
 from paceline.verifier.scheduler.costs import CostTable, LiveCosts
@@ -41,8 +41,8 @@ class Served:
     """A round that a step served: what was checked of its tree, and the result."""
 
     round: Round
-    tree: DraftTree
-    walk: Walk
+    tree: TokenTree
+    output: StepOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Scheduler:
         self._ended = perf_counter()
         self._load = 1
 
-    def admit(self, rounds: Items[Round], trees: Items[DraftTree], step: Step) -> list[DraftTree]:
+    def admit(self, rounds: Items[Round], trees: Items[TokenTree], step: Step) -> list[TokenTree]:
         """Cut the trees of a step that begins now.
 
         Args:
@@ -108,11 +108,11 @@ class Scheduler:
         states = [self._state(round_.sequence) for round_ in rounds]
         load, plain_seconds = self._plain_step(rounds, step, began)
         tokens, attended, decision = step.tokens, float(step.attended), None
-        sizes = [len(tree) - 1 for tree in trees]
+        sizes = [len(tree) for tree in trees]
         if any(sizes):
             self._idle += _NEWEST * (min(began - self._ended, _AWAY) - self._idle)
             trees = self._cut(rounds, trees, states, step)
-            counts = [len(tree) - 1 for tree in trees]
+            counts = [len(tree) for tree in trees]
             tokens += sum(counts)
             attended += sum(
                 count * round_.sequence.committed
@@ -211,10 +211,10 @@ class Scheduler:
     def _cut(
         self,
         rounds: Items[Round],
-        trees: Items[DraftTree],
+        trees: Items[TokenTree],
         states: Items[SequenceState],
         step: Step,
-    ) -> list[DraftTree]:
+    ) -> list[TokenTree]:
         drawn = [round_.sequence.generation.sampling.rejection for round_ in rounds]
         fixed = self._idle + self._costs.sequence_seconds(
             step.emitted, step.attended / step.tokens
@@ -233,11 +233,11 @@ class Scheduler:
                 1.0 if causal or state.exploring else state.calibration.exponent
                 for state, causal in zip(states, drawn, strict=True)
             ],
-            causal=any(causal and len(tree) > 1 for causal, tree in zip(drawn, trees, strict=True)),
+            causal=any(causal and len(tree) > 0 for causal, tree in zip(drawn, trees, strict=True)),
         )
         for state, tree, count, causal in zip(states, trees, admission.counts, drawn, strict=True):
-            if len(tree) > 1 and not causal:
-                state.admitted(len(tree) - 1, count)
+            if len(tree) > 0 and not causal:
+                state.admitted(len(tree), count)
         return [tree.first(count) for tree, count in zip(trees, admission.counts, strict=True)]
 
     def _plain_step(self, rounds: Items[Round], step: Step, now: float) -> tuple[int, float]:
@@ -263,7 +263,7 @@ class Scheduler:
         """
         drafting = [state for state in self._states.values() if state.drafting]
         plain = [each for each in served if not self._state(each.round.sequence).drafting]
-        lost = passed * len(plain) - sum(len(each.walk.tokens) for each in plain)
+        lost = passed * len(plain) - sum(len(each.output.tokens) for each in plain)
         for state in drafting:
             state.interference += lost / len(drafting)
 
@@ -271,11 +271,11 @@ class Scheduler:
         sequence = served.round.sequence
         state = self._state(sequence)
         self._seen[sequence] = ended
-        tree = len(served.round.tree) > 1
-        if len(served.tree) > 1 and not sequence.generation.sampling.rejection:
+        tree = len(served.round.tree) > 0
+        if len(served.tree) > 0 and not sequence.generation.sampling.rejection:
             for calibration in (state.calibration, state.drafter.calibration):
-                calibration.observe(served.tree.survivals, len(served.walk.path))
-        state.answered(self._clock.now, len(served.walk.tokens), tree=tree)
+                calibration.observe(served.tree.survivals, len(served.output.accepted))
+        state.answered(self._clock.now, len(served.output.tokens), tree=tree)
 
     def _state(self, sequence: Sequence) -> SequenceState:
         found = self._states.get(sequence)
@@ -292,5 +292,5 @@ def _parents_survivals(survivals: Floats) -> Floats:
     Appendix A: the admission of a sample may depend on nothing that was drawn for its position or
     later. A confidence that is the drafter's own probability would depend on the sample.
     """
-    above: Floats = np.concatenate(([1.0], survivals[:-1]))[: len(survivals)] * UNTOLD
+    above: Floats = np.concatenate(([1.0], survivals[:-1]))[: len(survivals)] * DEFAULT_CONFIDENCE
     return above

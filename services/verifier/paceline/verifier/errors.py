@@ -1,4 +1,4 @@
-"""The one place where the verifier's own exceptions get their status."""
+"""The gRPC status of each exception of the verifier."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from paceline.verifier.kv.base import OutOfMemory
 from paceline.verifier.store import CacheNotFound, StoreFull
 
 RETRY_SECONDS = 0.5
-"""After this long there may be room: generations take seconds."""
+"""Delay that clients are advised to wait for KV memory. Generations take seconds."""
 
 
 @contextmanager
 def as_service_errors() -> Iterator[None]:
-    """Turn what store and engine raise into what the caller of an RPC shall see."""
+    """Convert exceptions of the store and the engine to errors of an RPC."""
     try:
         yield
     except (CacheNotFound, SequenceClosed) as error:
@@ -31,18 +31,18 @@ def as_service_errors() -> Iterator[None]:
 
 
 def grant_not_found() -> ServiceError:
-    """Unknown, expired and released: all look the same."""
+    """The same error for unknown, expired and released grants."""
     return ServiceError.not_found(
         "CACHE_NOT_FOUND",
-        "no cache has this read grant: it was released, its lease ran out, or the verifier was "
+        "no cache has this read grant: it was released, its lease expired, or the verifier was "
         "restarted; attach again with the grant of the cache in use",
     )
 
 
 def cache_not_found() -> ServiceError:
-    """Unknown, expired, released and someone else's: all look the same."""
+    """The same error for unknown, expired and released handles, and those of other clients."""
     return ServiceError.not_found(
         "CACHE_NOT_FOUND",
-        "no cache of yours has this handle: it was released, its lease ran out, or the verifier "
+        "you have no cache with this handle: it was released, its lease expired, or the verifier "
         "was restarted; create one with the prompt and the tokens emitted so far",
     )
