@@ -1,4 +1,4 @@
-"""The statistics of trials: quantiles, bounds that hold, verdicts that are seldom wrong."""
+"""The statistics of canarys: quantiles, bounds that hold, verdicts that are seldom wrong."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.drafter.registry.canary import Canary, CanarySettings
 from paceline.drafter.registry.comparison import (
     Mean,
     difference_bounds,
     mean_per_round,
     student_quantile,
 )
-from paceline.drafter.registry.trial import Sample, Trial, TrialSettings, TrialState
+from paceline.drafter.statistics import DraftStatistics
+from paceline.v1 import drafter_pb2
 
 ROUNDS = st.lists(st.integers(1, 50), min_size=2, max_size=20)
 ERRORS = st.floats(1e-6, 0.5)
@@ -81,39 +83,39 @@ def test_bounds_enclose_the_difference_and_tighten(
     assert looser[1] >= high
 
 
-def generation(draws: random.Random, length: float, draft_seconds: float) -> Sample:
+def generation(draws: random.Random, length: float, draft_seconds: float) -> DraftStatistics:
     """Rounds of a text with these means: some are easy, some hard, some long."""
     rounds = draws.randint(5, 60)
     mood = length * draws.uniform(0.5, 1.5)
     accepted = sum(draws.expovariate(1 / mood) for _ in range(rounds))
     seconds = sum(draws.expovariate(1 / draft_seconds) for _ in range(rounds))
-    return Sample(rounds, round(accepted), seconds)
+    return DraftStatistics(rounds, round(accepted), seconds)
 
 
-SETTINGS = TrialSettings(confidence=0.9, length_margin=0.2, time_margin=0.5, max_generations=64)
+SETTINGS = CanarySettings(confidence=0.9, length_margin=0.2, time_margin=0.5, max_generations=64)
 LENGTH, SECONDS = 2.0, 0.005
 
 
 def outcomes(length: float, draft_seconds: float) -> Counter[str]:
-    """Verdicts of 200 trials of such a version beside one with LENGTH and SECONDS, one to three."""
+    """Outcomes of 200 canaries with these means; the baseline has LENGTH and SECONDS."""
     draws = random.Random(7)
     found: Counter[str] = Counter()
     for _ in range(200):
-        trial = Trial("new", "old", SETTINGS)
-        while trial.running:
+        canary = Canary("new", "old", SETTINGS)
+        while canary.running:
             for _ in range(3):
-                trial.add("old", generation(draws, LENGTH, SECONDS))
-            trial.add("new", generation(draws, length, draft_seconds))
-        promoted = trial.state is TrialState.PROMOTED
-        found["promoted" if promoted else trial.reason.partition(":")[0]] += 1
+                canary.add("old", generation(draws, LENGTH, SECONDS))
+            canary.add("new", generation(draws, length, draft_seconds))
+        promoted = canary.state == drafter_pb2.CANARY_STATE_PROMOTED
+        found["promoted" if promoted else canary.reason.partition(":")[0]] += 1
     return found
 
 
 @pytest.mark.parametrize(
     ("length", "draft_seconds", "reason"),
     [
-        (LENGTH * 0.8, SECONDS, "accepts too little"),
-        (LENGTH, SECONDS * 1.5 + 1e-4, "takes too long"),
+        (LENGTH * 0.8, SECONDS, "accepted length too low"),
+        (LENGTH, SECONDS * 1.5 + 1e-4, "draft time too high"),
     ],
 )
 def test_at_the_margin_either_verdict_is_seldom(
@@ -129,25 +131,25 @@ def test_at_the_margin_either_verdict_is_seldom(
 def test_clear_cases_are_decided() -> None:
     assert outcomes(LENGTH, SECONDS)["promoted"] >= 150
     assert outcomes(LENGTH * 2, SECONDS / 2)["promoted"] >= 199
-    assert outcomes(LENGTH / 4, SECONDS)["accepts too little"] >= 199
-    assert outcomes(LENGTH, SECONDS * 4)["takes too long"] >= 199
+    assert outcomes(LENGTH / 4, SECONDS)["accepted length too low"] >= 199
+    assert outcomes(LENGTH, SECONDS * 4)["draft time too high"] >= 199
 
 
 def test_a_version_that_draws_nothing_is_as_good_as_another_such() -> None:
-    trial = Trial("new", "old", TrialSettings())
+    canary = Canary("new", "old", CanarySettings())
     for _ in range(8):
         for version in ("old", "new"):
-            trial.add(version, Sample(10, 0, 0.0))
-    assert trial.state is TrialState.PROMOTED
+            canary.add(version, DraftStatistics(10, 0, 0.0))
+    assert canary.state == drafter_pb2.CANARY_STATE_PROMOTED
 
 
 def test_others_and_empty_generations_do_not_count() -> None:
-    trial = Trial("new", "old", TrialSettings(max_generations=8))
+    canary = Canary("new", "old", CanarySettings(max_generations=8))
     for _ in range(100):
-        trial.add("third", Sample(10, 5, 0.1))
-        trial.add("new", Sample())
-    assert trial.running
+        canary.add("third", DraftStatistics(10, 5, 0.1))
+        canary.add("new", DraftStatistics())
+    assert canary.running
     for _ in range(8):
-        trial.add("new", Sample(10, 5, 0.1))
-    assert trial.state is TrialState.ROLLED_BACK
-    assert "no verdict" in trial.reason
+        canary.add("new", DraftStatistics(10, 5, 0.1))
+    assert canary.state == drafter_pb2.CANARY_STATE_ROLLED_BACK
+    assert "undecided" in canary.reason

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from paceline.drafter import DrafterSpec, LoadError, register_method
 from paceline.drafter.methods.base import Drafter, Resources
-from paceline.drafter.registry import Registry, Sample
+from paceline.drafter.registry import Registry
+from paceline.drafter.registry.canary import CanarySettings
 from paceline.drafter.registry.loader import Loader
-from paceline.drafter.registry.trial import TrialSettings
 from paceline.drafter.spec import Roots
+from paceline.drafter.statistics import DraftStatistics
 from paceline.service import ServiceError
 
 from .fakes import METHODS, SlowLoad
@@ -84,7 +85,7 @@ async def test_versions_are_numbered_or_named(registry: Registry) -> None:
 async def test_there_is_an_end_to_loading(
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.drafter.registry.registry.MOST_VERSIONS", 2)
+    monkeypatch.setattr("paceline.drafter.registry.registry.MAX_VERSIONS", 2)
     await registry.load(spec("x=fake"))
     await registry.load(spec("y=fake"))
     with pytest.raises(ServiceError, match="unload one first"):
@@ -159,11 +160,11 @@ def test_shares_are_kept_exactly(share: float, count: int) -> None:
     assert abs(asyncio.run(chosen())["2"] - share * count) <= 1.0
 
 
-async def test_a_trial_draws_by_chance(registry: Registry) -> None:
+async def test_with_a_canary_versions_are_drawn_at_random(registry: Registry) -> None:
     """Requests of two kinds that come in turns: each version gets both."""
     await registry.load(spec("x=fake"))
     await registry.load(spec("x=fake"))
-    registry.activate("x", "2", 0.5, TrialSettings())
+    registry.activate("x", "2", 0.5, CanarySettings())
     chosen = [registry.choose("x").version for _ in range(400)]
     for kind in (chosen[::2], chosen[1::2]):
         assert 50 < kind.count("2") < 150
@@ -185,7 +186,7 @@ async def test_unloading_waits_for_streams(registry: Registry, disposed: Dispose
     assert "unloaded" in refused("DRAFTER_DRAINING", lambda: registry.choose("x", "1"))
     refused("DRAINING", lambda: registry.activate("x", "1", 1.0))
     assert disposed == []
-    registry.detach(version, evict, Sample())
+    registry.detach(version, evict, DraftStatistics())
     assert disposed == [version.drafter]
     assert evicted == []
     assert registry.unload("x") is True
@@ -197,7 +198,7 @@ async def test_force_ends_the_streams(registry: Registry, disposed: Disposed) ->
     version = await registry.load(spec("x=fake"))
 
     def evict() -> None:
-        registry.detach(version, evict, Sample())
+        registry.detach(version, evict, DraftStatistics())
 
     registry.attach(version, evict)
     assert registry.unload("x", force=True) is False
@@ -210,7 +211,7 @@ async def test_while_all_versions_drain_a_name_is_unavailable(registry: Registry
     registry.attach(version, print)
     registry.unload("x")
     refused("DRAFTER_DRAINING", lambda: registry.choose("x"))
-    registry.detach(version, print, Sample())
+    registry.detach(version, print, DraftStatistics())
     refused("DRAFTER_NOT_FOUND", lambda: registry.choose("x"))
 
 

@@ -16,7 +16,7 @@ from paceline.v1 import drafter_pb2
 from .conftest import drafting
 from .fakes import TESTING
 from .test_registry_servicer import listed, load, unload
-from .test_swap import trial, trial_of
+from .test_swap import canary_of, start_canary
 
 
 async def test_a_restart_takes_up_what_was_there(tmp_path: Path) -> None:
@@ -26,17 +26,17 @@ async def test_a_restart_takes_up_what_was_there(tmp_path: Path) -> None:
         await load(service, "gone", "fake")
         await load(service, "b", "fake", activate=True)
         await unload(service, "gone")
-        await trial(service, "a", "next", share=0.25, confidence=0.9)
+        await start_canary(service, "a", "next", share=0.25, confidence=0.9)
         before = await listed(service)
         assert [each[:3] for each in before] == [
             ("a", "1", 0.75), ("a", "next", 0.25), ("b", "1", 0.0), ("b", "2", 1.0)
         ]  # fmt: skip
-        settings = (await trial_of(service)).settings
+        settings = (await canary_of(service)).settings
     async with drafting("b=fake", "a=fake", **options) as service:
         assert await listed(service) == before
-        found = await trial_of(service)
-        assert (found.candidate, found.baseline) == ("next", "1")
-        assert found.state == drafter_pb2.TRIAL_STATE_RUNNING
+        found = await canary_of(service)
+        assert (found.canary, found.baseline) == ("next", "1")
+        assert found.state == drafter_pb2.CANARY_STATE_RUNNING
         assert found.settings == settings
         assert (await service.attach([1])).attached.drafter == "b", "the default is the same"
         await unload(service, "b", "2")
@@ -64,33 +64,32 @@ async def test_what_cannot_be_loaded_any_more_is_left_out(tmp_path: Path) -> Non
         assert [each[:3] for each in await listed(service)] == [("a", "1", 1.0)]
 
 
+VERSION = {"name": "a", "method": "fake", "folder": None, "options": {}, "version": "1"}
 GOOD: dict[str, Any] = {
-    "format": 1,
-    "given": [],
-    "loaded": [
-        {"name": "a", "method": "fake", "folder": None, "options": {}, "version": "1", "share": 1.0}
-    ],
+    "format": 2,
+    "configured": [],
+    "loaded": [[VERSION, 1.0]],
     "numbers": {"a": 1},
-    "trials": [],
+    "canaries": [],
 }
 SETTINGS = {"confidence": 0.9, "length_margin": 0, "time_margin": 0, "max_generations": 8}
-TRIAL = {"name": "a", "candidate": "1", "baseline": "1", "looks": 0, "settings": SETTINGS}
+CANARY = {"name": "a", "canary": "1", "baseline": "1", "comparisons": 0, "settings": SETTINGS}
 
 
-def with_version(**fields: Any) -> dict[str, Any]:
-    return {**GOOD, "loaded": [{**GOOD["loaded"][0], **fields}]}
+def with_version(share: Any = 1.0, **fields: Any) -> dict[str, Any]:
+    return {**GOOD, "loaded": [[{**VERSION, **fields}, share]]}
 
 
 @pytest.mark.parametrize(
     "value",
     [
-        None, [], 7, {}, {**GOOD, "format": 2}, {**GOOD, "loaded": 7},
+        None, [], 7, {}, {**GOOD, "format": 1}, {**GOOD, "loaded": 7},
         with_version(name="../x"), with_version(share=2.0), with_version(share="much"),
         with_version(version=""), with_version(options=[1]), with_version(folder=3),
         {**GOOD, "loaded": GOOD["loaded"] * 2}, {**GOOD, "numbers": {"a": "x"}},
-        {**GOOD, "trials": [{**TRIAL, "baseline": "9"}]}, {**GOOD, "trials": [TRIAL]},
-        {**GOOD, "trials": [{**TRIAL, "settings": {"confidence": 7}}]},
-        {**GOOD, "trials": [{**TRIAL, "settings": {"speed": 7}}]},
+        {**GOOD, "canaries": [{**CANARY, "baseline": "9"}]}, {**GOOD, "canaries": [CANARY]},
+        {**GOOD, "canaries": [{**CANARY, "settings": {"confidence": 7}}]},
+        {**GOOD, "canaries": [{**CANARY, "settings": {"speed": 7}}]},
     ],
 )  # fmt: skip
 async def test_a_file_that_cannot_be_believed_is_set_aside(tmp_path: Path, value: Any) -> None:
@@ -134,6 +133,6 @@ def test_the_folder_is_the_users_alone(tmp_path: Path) -> None:
     file = StateFile(tmp_path / "a" / "b")
     assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
     assert file.read() is None
-    state = RegistryState(given=[DrafterSpec("a", "fake", Path("/x"), {"k": "v"})])
+    state = RegistryState(configured=[DrafterSpec("a", "fake", Path("/x"), {"k": "v"})])
     file.write(state)
     assert file.read() == state

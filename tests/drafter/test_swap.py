@@ -51,18 +51,18 @@ async def generate(service: Drafting, **fields: Any) -> list[str]:
     return versions
 
 
-async def trial(service: Drafting, name: str, version: str, **fields: Any) -> None:
+async def start_canary(service: Drafting, name: str, version: str, **fields: Any) -> None:
     request = drafter_pb2.ActivateDrafterRequest(
         name=name,
         version=version,
         traffic_share=fields.pop("share", 0.5),
-        trial=drafter_pb2.TrialSettings(**fields),
+        canary=drafter_pb2.CanarySettings(**fields),
     )
     await service.registry.ActivateDrafter(request)
 
 
-async def trial_of(service: Drafting) -> drafter_pb2.DrafterTrial:
-    (found,) = (await service.registry.ListDrafters(drafter_pb2.ListDraftersRequest())).trials
+async def canary_of(service: Drafting) -> drafter_pb2.DrafterCanary:
+    (found,) = (await service.registry.ListDrafters(drafter_pb2.ListDraftersRequest())).canaries
     return found
 
 
@@ -133,17 +133,17 @@ async def test_a_better_version_is_promoted(record: Path) -> None:
     async with drafting(specs, roots=[record.parent]) as service:
         better = {"p": "0.9"}
         await load(service, "x", "replay", folder=str(record), options=better)
-        await trial(service, "x", "2")
+        await start_canary(service, "x", "2")
         stays = await service.attach([1])
         assert stays.attached.version in ("1", "2")
         for _ in range(400):  # versions are drawn by chance
             await generate(service)
-            if (await trial_of(service)).state != drafter_pb2.TRIAL_STATE_RUNNING:
+            if (await canary_of(service)).state != drafter_pb2.CANARY_STATE_RUNNING:
                 break
-        found = await trial_of(service)
-        assert found.state == drafter_pb2.TRIAL_STATE_PROMOTED, found
-        assert found.candidate_figures.generations >= 8
-        assert found.candidate_figures.accepted_length > found.baseline_figures.accepted_length
+        found = await canary_of(service)
+        assert found.state == drafter_pb2.CANARY_STATE_PROMOTED, found
+        assert found.canary_statistics.generations >= 8
+        assert found.canary_statistics.accepted_length > found.baseline_statistics.accepted_length
         assert (await stays.round([2])).version == "2"
         assert [(v[1], v[2], v[4]) for v in await listed(service)] == [("2", 1.0, False)]
         await stays.end()
@@ -153,14 +153,14 @@ async def test_a_better_version_is_promoted(record: Path) -> None:
 async def test_a_worse_version_is_rolled_back(record: Path) -> None:
     async with drafting(f"x=replay:{record},p=0.9", roots=[record.parent]) as service:
         await load(service, "x", "replay", folder=str(record), options={"p": "0.3"})
-        await trial(service, "x", "2", share=0.25)
+        await start_canary(service, "x", "2", share=0.25)
         for _ in range(400):
             await generate(service)
-            if (await trial_of(service)).state != drafter_pb2.TRIAL_STATE_RUNNING:
+            if (await canary_of(service)).state != drafter_pb2.CANARY_STATE_RUNNING:
                 break
-        found = await trial_of(service)
-        assert found.state == drafter_pb2.TRIAL_STATE_ROLLED_BACK, found
-        assert found.reason.startswith("accepts too little")
+        found = await canary_of(service)
+        assert found.state == drafter_pb2.CANARY_STATE_ROLLED_BACK, found
+        assert found.reason.startswith("accepted length too low")
         assert [(v[1], v[2], v[4]) for v in await listed(service)] == [("1", 1.0, False)]
 
 
@@ -168,12 +168,12 @@ async def test_a_worse_version_is_rolled_back(record: Path) -> None:
 async def test_a_failing_version_on_trial_costs_no_stream(record: Path, method: str) -> None:
     async with drafting(f"x=replay:{record}", roots=[record.parent], **ALL) as service:
         await load(service, "x", method)
-        await trial(service, "x", "2", share=0.9)
+        await start_canary(service, "x", "2", share=0.9)
         texts = [asyncio.create_task(generate(service)) for _ in range(6)]
         versions = [set(each) for each in await asyncio.gather(*texts)]
         assert {"1", "2"} in versions, "one was drafted for by both"
-        found = await trial_of(service)
-        assert found.state == drafter_pb2.TRIAL_STATE_ROLLED_BACK
+        found = await canary_of(service)
+        assert found.state == drafter_pb2.CANARY_STATE_ROLLED_BACK
         assert found.reason.startswith("it failed")
         assert [(v[1], v[2]) for v in await listed(service)] == [("1", 1.0)]
 
@@ -182,7 +182,7 @@ async def test_shares_changed_by_hand_end_a_trial() -> None:
     async with drafting("x=fake", **TESTING) as service:
         for act in ("activate", "unload", "load"):
             info = await load(service, "x", "fake")
-            await trial(service, "x", info.version)
+            await start_canary(service, "x", info.version)
             if act == "activate":
                 request = drafter_pb2.ActivateDrafterRequest(name="x", version=info.version)
                 await service.registry.ActivateDrafter(request)
@@ -190,26 +190,26 @@ async def test_shares_changed_by_hand_end_a_trial() -> None:
                 await unload(service, "x", info.version)
             else:
                 await load(service, "x", "fake", activate=True)
-            assert (await trial_of(service)).state == drafter_pb2.TRIAL_STATE_CANCELLED
+            assert (await canary_of(service)).state == drafter_pb2.CANARY_STATE_CANCELLED
 
 
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
         ({"share": 1.0}, "INVALID_SHARE"),
-        ({"confidence": 0.2}, "INVALID_TRIAL"),
-        ({"confidence": 1.0}, "INVALID_TRIAL"),
-        ({"confidence": float("nan")}, "INVALID_TRIAL"),
-        ({"length_margin": -0.1}, "INVALID_TRIAL"),
-        ({"time_margin": float("inf")}, "INVALID_TRIAL"),
-        ({"max_generations": 1}, "INVALID_TRIAL"),
-        ({"max_generations": 2**32 - 1}, "INVALID_TRIAL"),
+        ({"confidence": 0.2}, "INVALID_CANARY"),
+        ({"confidence": 1.0}, "INVALID_CANARY"),
+        ({"confidence": float("nan")}, "INVALID_CANARY"),
+        ({"length_margin": -0.1}, "INVALID_CANARY"),
+        ({"time_margin": float("inf")}, "INVALID_CANARY"),
+        ({"max_generations": 1}, "INVALID_CANARY"),
+        ({"max_generations": 2**32 - 1}, "INVALID_CANARY"),
     ],
 )
 async def test_wrong_trials_are_refused(fields: dict[str, Any], reason: str) -> None:
     async with drafting("x=fake", **TESTING) as service:
         await load(service, "x", "fake")
         with pytest.raises(grpc.aio.AioRpcError) as error:
-            await trial(service, "x", "2", **fields)
+            await start_canary(service, "x", "2", **fields)
         assert failure(error) == (grpc.StatusCode.INVALID_ARGUMENT, reason)
         assert [(v[1], v[2]) for v in await listed(service)] == [("1", 1.0), ("2", 0.0)]

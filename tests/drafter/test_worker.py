@@ -73,7 +73,7 @@ async def test_a_long_backlog_does_not_hold_up_others(worker: DraftWorker) -> No
 async def test_a_backlog_is_worked_off_without_a_round(worker: DraftWorker) -> None:
     drafter = FakeDrafter()
     sequence = started(drafter, tokens=SLICE * 2 + 1)
-    worker.warm(sequence)
+    worker.catch_up(sequence)
     await until(lambda: not sequence.backlog)
     assert drafter.journal == [("warm", SLICE), ("warm", SLICE), ("warm", 1)]
 
@@ -144,7 +144,7 @@ async def test_a_cancelled_round_is_forgotten_and_its_sequence_closed(worker: Dr
 async def test_a_closed_sequence_is_warmed_no_more(worker: DraftWorker) -> None:
     drafter = FakeDrafter()
     sequence = started(drafter, tokens=10**9)
-    worker.warm(sequence)
+    worker.catch_up(sequence)
     waiting = worker.submit(drafter, sequence, Update([5]), Budget(8, 8, math.inf))
     worker.close(sequence)
     await idle(worker)

@@ -188,10 +188,10 @@ def good_call(fuzzer: Fuzzer, name: str, prompt: list[int]) -> list[Message]:
             options = {"max_nodes": "4"}
             return [drafter_pb2.LoadDrafterRequest(name="x", method="ngram", options=options)]
         case "ActivateDrafter":
-            trial = drafter_pb2.TrialSettings(confidence=0.9)
+            canary = drafter_pb2.CanarySettings(confidence=0.9)
             return [
                 drafter_pb2.ActivateDrafterRequest(
-                    name="x", version="2", traffic_share=0.3, trial=trial
+                    name="x", version="2", traffic_share=0.3, canary=canary
                 )
             ]
         case "UnloadDrafter":
