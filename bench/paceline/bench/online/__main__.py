@@ -119,7 +119,7 @@ def _wait_for_verdict(loop: Loop, prompts: Sequence[Text], tokens: int) -> dict[
 
 
 def _told(trial: dict[str, Any]) -> str:
-    new, old = trial["canary_statistics"], trial["baseline_statistics"]
+    new, old = trial["candidate_figures"], trial["baseline_figures"]
     return (
         f"trial {trial['state'].replace('_', ' ')}: {new['generations']} generations of the new "
         f"version and {old['generations']} of the old one, {new['accepted_length']:.2f} and "

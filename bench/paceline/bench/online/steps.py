@@ -107,18 +107,18 @@ class Loop:
     def try_out(self, share: float) -> None:
         """Give it a share of new generations, on trial."""
         self._paceline(
-            *("drafters", "canary", self.method, "2", "--share", share, "--confidence", 0.95),
+            *("drafters", "try", self.method, "2", "--share", share, "--confidence", 0.95),
             *("--address", self.services.addresses[1]),
         )
 
     def trial(self) -> dict[str, Any]:
         """Where the trial stands."""
         listed = self._paceline(
-            "drafters", "canaries", "--json", "--address", self.services.addresses[1], told=True
+            "drafters", "trials", "--json", "--address", self.services.addresses[1], told=True
         )
         found: dict[str, Any] = json.loads(listed)[0]
-        state = drafter_pb2.CanaryState.Name(found["state"])
-        return {**found, "state": state.removeprefix("CANARY_STATE_").lower()}
+        state = drafter_pb2.TrialState.Name(found["state"])
+        return {**found, "state": state.removeprefix("TRIAL_STATE_").lower()}
 
     def _paceline(self, *words: object, told: bool = False) -> str:
         """Give a command; what it printed, if that is to be `told` and not shown.
