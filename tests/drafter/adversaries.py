@@ -17,7 +17,7 @@ from paceline.drafter import (
     DraftSequence,
     Generation,
     Resources,
-    Tree,
+    TokenTree,
     Update,
 )
 
@@ -34,7 +34,7 @@ class HostileSequence(DraftSequence):
     def extend(self, update: Update) -> None:
         self.text.extend(update.tokens)
 
-    def draft(self, budget: Budget) -> Tree:
+    def draft(self, budget: Budget) -> TokenTree:
         self.rounds += 1
         return self._drafter.tree(self, budget, random.Random(len(self.text)))
 
@@ -52,7 +52,7 @@ class Hostile(Drafter):
     def start(self, generation: Generation) -> HostileSequence:
         return HostileSequence(self, generation)
 
-    def tree(self, sequence: HostileSequence, budget: Budget, draws: random.Random) -> Tree:
+    def tree(self, sequence: HostileSequence, budget: Budget, draws: random.Random) -> TokenTree:
         raise NotImplementedError
 
 
@@ -61,7 +61,7 @@ class RandomTree(Hostile):
 
     method: ClassVar[str] = "random-tree"
 
-    def tree(self, sequence: HostileSequence, budget: Budget, draws: random.Random) -> Tree:
+    def tree(self, sequence: HostileSequence, budget: Budget, draws: random.Random) -> TokenTree:
         return random_tree(budget.nodes, sequence.vocab_size, draws)
 
 
@@ -70,11 +70,11 @@ class AlwaysWrong(Hostile):
 
     method: ClassVar[str] = "always-wrong"
 
-    def tree(self, sequence: HostileSequence, budget: Budget, draws: random.Random) -> Tree:
+    def tree(self, sequence: HostileSequence, budget: Budget, draws: random.Random) -> TokenTree:
         unseen = set(range(sequence.vocab_size)) - set(sequence.text)
         token = min(unseen, default=0)
         nodes = min(budget.nodes, budget.depth)
-        return Tree((token,) * nodes, tuple(range(-1, nodes - 1)), (1.0,) * nodes)
+        return TokenTree((token,) * nodes, tuple(range(-1, nodes - 1)), (1.0,) * nodes)
 
 
 class Duplicates(Hostile):
@@ -82,11 +82,11 @@ class Duplicates(Hostile):
 
     method: ClassVar[str] = "duplicates"
 
-    def tree(self, sequence: HostileSequence, budget: Budget, draws: random.Random) -> Tree:
+    def tree(self, sequence: HostileSequence, budget: Budget, draws: random.Random) -> TokenTree:
         few = [*sequence.text[-3:], draws.randrange(sequence.vocab_size)]
         tokens = tuple(few[i % len(few)] for i in range(budget.nodes))
         parents = tuple(i // 8 - 1 for i in range(budget.nodes))
-        return Tree(tokens, parents)
+        return TokenTree(tokens, parents)
 
 
 class Huge(Hostile):
@@ -94,7 +94,7 @@ class Huge(Hostile):
 
     method: ClassVar[str] = "huge"
 
-    def tree(self, sequence: HostileSequence, budget: Budget, draws: random.Random) -> Tree:
+    def tree(self, sequence: HostileSequence, budget: Budget, draws: random.Random) -> TokenTree:
         return random_tree(255 if sequence.rounds % 2 else 10_000, sequence.vocab_size, draws)
 
 
@@ -103,7 +103,7 @@ class Changing(Hostile):
 
     method: ClassVar[str] = "changing"
 
-    def tree(self, sequence: HostileSequence, budget: Budget, draws: random.Random) -> Tree:
+    def tree(self, sequence: HostileSequence, budget: Budget, draws: random.Random) -> TokenTree:
         sizes = (0, 1, budget.nodes, draws.randint(0, budget.nodes))
         return random_tree(sizes[sequence.rounds % 4], sequence.vocab_size, draws)
 
@@ -113,17 +113,17 @@ class Malformed(Hostile):
 
     method: ClassVar[str] = "malformed"
 
-    def tree(self, sequence: HostileSequence, budget: Budget, draws: random.Random) -> Tree:
+    def tree(self, sequence: HostileSequence, budget: Budget, draws: random.Random) -> TokenTree:
         return (
-            Tree((1, 2), (0, 0)),
-            Tree((1, 2), (1, -1)),
-            Tree((1, 2), (-2, 0)),
-            Tree((1, 2), (-1,)),
-            Tree((1,), (-1, 0)),
-            Tree((1, 2), (-1, 0), (0.5,)),
-            Tree((1, 2), (-1, 0), (0.5, float("nan"))),
-            Tree((1, 2), (-1, 0), (2.0, -1.0)),
-            Tree((sequence.vocab_size, 2), (-1, 0)),
+            TokenTree((1, 2), (0, 0)),
+            TokenTree((1, 2), (1, -1)),
+            TokenTree((1, 2), (-2, 0)),
+            TokenTree((1, 2), (-1,)),
+            TokenTree((1,), (-1, 0)),
+            TokenTree((1, 2), (-1, 0), (0.5,)),
+            TokenTree((1, 2), (-1, 0), (0.5, float("nan"))),
+            TokenTree((1, 2), (-1, 0), (2.0, -1.0)),
+            TokenTree((sequence.vocab_size, 2), (-1, 0)),
         )[sequence.rounds % 9]
 
 
@@ -132,7 +132,7 @@ class Failing(Hostile):
 
     method: ClassVar[str] = "failing"
 
-    def tree(self, sequence: HostileSequence, budget: Budget, draws: random.Random) -> Tree:
+    def tree(self, sequence: HostileSequence, budget: Budget, draws: random.Random) -> TokenTree:
         if sequence.rounds % 2 == 0:
             raise RuntimeError("a drafter that fails")
         return random_tree(budget.nodes, sequence.vocab_size, draws)
@@ -145,9 +145,9 @@ class FailingThread(Failing):
     method: ClassVar[str] = "failing-thread"
 
 
-def random_tree(nodes: int, vocab_size: int, draws: random.Random) -> Tree:
+def random_tree(nodes: int, vocab_size: int, draws: random.Random) -> TokenTree:
     """A valid tree but for its size, perhaps with duplicate siblings."""
-    return Tree(
+    return TokenTree(
         tuple(draws.randrange(vocab_size) for _ in range(nodes)),
         tuple(draws.randrange(-1, i) for i in range(nodes)),
         tuple(draws.random() for _ in range(nodes)),

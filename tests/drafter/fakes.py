@@ -18,7 +18,7 @@ from paceline.drafter import (
     LoadError,
     Needs,
     Resources,
-    Tree,
+    TokenTree,
     Update,
 )
 
@@ -55,7 +55,7 @@ class FakeSequence(DraftSequence):
         self.text.extend(update.tokens)
         self.pending += len(update.tokens)
 
-    def draft(self, budget: Budget) -> Tree:
+    def draft(self, budget: Budget) -> TokenTree:
         assert not self.closed, "drafted after its end"
         self.threads.add(threading.current_thread().name)
         self.drafter.journal.append(("draft", len(self.text)))
@@ -67,7 +67,7 @@ class FakeSequence(DraftSequence):
             self.kv.check()
         if self.text[-1] == self.drafter.poison:
             raise RuntimeError("poisoned")
-        return Tree((self.text[-1],), (-1,))
+        return TokenTree((self.text[-1],), (-1,))
 
     def close(self) -> None:
         assert self.kv is None or self.kv.committed >= 0, "its KV was closed before it"
@@ -113,7 +113,7 @@ class FakeDrafter(Drafter):
         self.sequences.append(FakeSequence(self, generation))
         return self.sequences[-1]
 
-    def draft_many(self, rounds: Sequence[tuple[DraftSequence, Budget]]) -> list[Tree]:
+    def draft_many(self, rounds: Sequence[tuple[DraftSequence, Budget]]) -> list[TokenTree]:
         self.holding.set()
         assert self.hold.wait(60)
         self.batches.append(len(rounds))

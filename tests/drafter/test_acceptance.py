@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from paceline.drafter.acceptance import accepted_lengths, record, standing
 from paceline.drafter.methods.base import Budget, Update
-from paceline.drafter.tree import EMPTY, Tree, chain
+from paceline.tree import EMPTY, TokenTree
 from paceline.v1 import sampling_pb2
 
 from . import longspec_models
@@ -98,7 +98,7 @@ def test_standing_is_the_longest_path_along_the_text(
     following: list[int], data: st.DataObject
 ) -> None:
     size = data.draw(st.integers(0, 12))
-    tree = Tree(
+    tree = TokenTree(
         tuple(data.draw(st.integers(0, 3)) for _ in range(size)),
         tuple(data.draw(st.integers(-1, node - 1)) for node in range(size)),
     )
@@ -109,4 +109,4 @@ def test_standing_is_the_longest_path_along_the_text(
 
 def test_standing_of_a_chain_and_of_nothing() -> None:
     assert standing(EMPTY, [1, 2]) == 0
-    assert standing(chain([1, 2, 4]), [1, 2, 3]) == 2
+    assert standing(TokenTree.chain([1, 2, 4]), [1, 2, 3]) == 2

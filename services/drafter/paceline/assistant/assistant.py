@@ -27,8 +27,8 @@ from paceline.drafter.methods.base import (
     Resources,
     Update,
 )
-from paceline.drafter.tree import Tree
 from paceline.kernels import gumbel_noise
+from paceline.tree import TokenTree
 from paceline.v1 import sampling_pb2
 
 
@@ -204,7 +204,7 @@ def _choose(scores: Tensor, sampling: sampling_pb2.SamplingParams, position: int
     return int((scores.cpu() + noise).argmax())
 
 
-def _first_path(tree: Tree) -> list[int]:
+def _first_path(tree: TokenTree) -> list[int]:
     """From the anchor down, always to the first child: builders put the likeliest first."""
     path: list[int] = []
     node = -1

@@ -20,9 +20,9 @@ from paceline.decoder import Decoder, LocalCache
 from paceline.drafter.kv.shared import streaming_parts
 from paceline.drafter.methods.base import Budget, Drafter, Generation, Update
 from paceline.drafter.methods.lm_sequence import chain_segments
-from paceline.drafter.tree import Tree
 from paceline.kernels import History, choose_token, plan_trees
 from paceline.service.sampling import sampling_params
+from paceline.tree import TokenTree
 from paceline.v1 import sampling_pb2
 
 GREEDY = sampling_pb2.SamplingParams()
@@ -163,7 +163,7 @@ def rounds(
     *,
     sampling: sampling_pb2.SamplingParams | None = None,
     kv: RecordedKv | None = None,
-) -> Iterator[tuple[Tree, list[int]]]:
+) -> Iterator[tuple[TokenTree, list[int]]]:
     """The tree of each round of a recorded text, and how the text goes on.
 
     Rounds begin while a path of full depth still fits the text, so that its end cuts none short.
@@ -208,7 +208,7 @@ def rounds(
         sequence.close()
 
 
-def standing(tree: Tree, following: Sequence[int]) -> int:
+def standing(tree: TokenTree, following: Sequence[int]) -> int:
     """Tokens of a tree that stand where ``following`` is what comes after the anchor."""
     # Equal siblings say the same thing: nodes are found by path, as the verifier merges them.
     paths = {tree.path(node) for node in range(len(tree))}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.drafter.methods.base import LoadError
-from paceline.drafter.tree import Tree
+from paceline.tree import TokenTree
 
 FILE = "calibration.json"
 """In a drafter's folder it is read with the drafter."""
@@ -61,7 +61,7 @@ class Calibration:
     greedy: tuple[Scaling, ...] = ()
     sampled: tuple[Scaling, ...] = ()
 
-    def apply(self, tree: Tree, *, sampled: bool) -> Tree:
+    def apply(self, tree: TokenTree, *, sampled: bool) -> TokenTree:
         """A tree with its confidences made right; one without stays as it is."""
         scalings = self.sampled if sampled else self.greedy
         if not scalings or not tree.confidences:
@@ -71,7 +71,7 @@ class Calibration:
             scalings[min(depth - 1, deepest)](confidence)
             for depth, confidence in zip(tree.depths, tree.confidences, strict=True)
         )
-        return Tree(tree.tokens, tree.parents, confidences, tree.proposals)
+        return TokenTree(tree.tokens, tree.parents, confidences, tree.proposals)
 
     def write(self, path: Path, notes: Mapping[str, Any]) -> None:
         """Save as JSON; ``notes`` say how it came about."""

@@ -18,10 +18,10 @@ from paceline.drafter.registry import Registry, Version
 from paceline.drafter.session import Session
 from paceline.drafter.statistics import DraftStatistics
 from paceline.drafter.telemetry import Telemetry
-from paceline.drafter.tree import EMPTY
 from paceline.drafter.validation import check_attach, check_fit, check_length, check_tokens
 from paceline.drafter.worker import Drafted, DraftWorker
 from paceline.service import Gate, ServiceError
+from paceline.tree import EMPTY
 from paceline.v1 import drafter_pb2, drafter_pb2_grpc
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from paceline.drafter.methods.base import Budget, Drafter, Generation, Update
 from paceline.drafter.statistics import DraftStatistics, accepted_length
-from paceline.drafter.tree import EMPTY, Tree
 from paceline.drafter.worker import Drafted, DraftWorker
 from paceline.service.modes import rejects
+from paceline.tree import EMPTY, TokenTree
 
 if TYPE_CHECKING:
     from paceline.drafter.kv.chosen import ChosenKv
@@ -131,7 +131,7 @@ class Session:
         (tree,) = self._drafter.draft_many([(sequence, budget)])
         return Drafted(tree, time.monotonic() - begun, 0.0)
 
-    def _finish(self, tree: Tree) -> Tree:
+    def _finish(self, tree: TokenTree) -> TokenTree:
         if self._rejects:
             return tree.best_chain()
         calibration = self._drafter.calibration

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.drafter.tree import Tree
+from paceline.tree import TokenTree
 
 
 @dataclass
@@ -37,7 +37,7 @@ class DraftStatistics:
         return self
 
 
-def accepted_length(tree: Tree, continuation: Sequence[int]) -> int:
+def accepted_length(tree: TokenTree, continuation: Sequence[int]) -> int:
     """Length of the longest path of a tree that is a prefix of the text after the anchor."""
     matched = {-1: 0}
     for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=False)):

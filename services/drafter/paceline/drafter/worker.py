@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from paceline.drafter.methods.base import Budget, Drafter, DraftSequence, Update
-from paceline.drafter.tree import EMPTY, Tree
+from paceline.tree import EMPTY, TokenTree
 
 logger = logging.getLogger("paceline.drafter")
 
@@ -23,7 +23,7 @@ SLICE = 256
 class Drafted:
     """Result of one round."""
 
-    tree: Tree
+    tree: TokenTree
     draft_seconds: float
     queue_seconds: float
 
