@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from paceline.drafter import LoadError
 from paceline.drafter.recordings import Recorder, Recording, read_recordings
-from paceline.drafter.recordings.recorder import LEAST_BYTES
+from paceline.drafter.recordings.recorder import MIN_BYTES
 from paceline.v1 import drafter_pb2, sampling_pb2
 
 from .conftest import Drafting, drafting, until
@@ -25,7 +25,7 @@ ids = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=9).map(tuple)
 
 
 @contextlib.asynccontextmanager
-async def recording(folder: Path, limit: int = LEAST_BYTES) -> AsyncIterator[Recorder]:
+async def recording(folder: Path, limit: int = MIN_BYTES) -> AsyncIterator[Recorder]:
     recorder = Recorder(folder, limit)
     try:
         yield recorder
@@ -91,7 +91,9 @@ async def test_a_full_disk_ends_the_recording_and_no_generation(
             await generate(service)
         await generate(service)
         assert not await told(service)
-    assert [r.message for r in caplog.records].count("no more texts are recorded") == 1
+    assert [r.message for r in caplog.records].count(
+        "a write failed: texts are no longer recorded"
+    ) == 1
 
 
 async def test_the_oldest_go_where_room_is_short(tmp_path: Path) -> None:
@@ -99,14 +101,14 @@ async def test_the_oldest_go_where_room_is_short(tmp_path: Path) -> None:
         for number in range(400):
             recorder.add(lambda n=number: Recording((n,), tuple(range(1000, 2000))))  # type: ignore[misc]
             await settled(recorder, number + 1)
-            assert taken(tmp_path) <= LEAST_BYTES
+            assert taken(tmp_path) <= MIN_BYTES
     kept = [text.prompt[0] for text in read_recordings(tmp_path)]
     assert kept == list(range(400 - len(kept), 400))
-    assert len(kept) * 5000 > LEAST_BYTES // 2
+    assert len(kept) * 5000 > MIN_BYTES // 2
     async with recording(tmp_path) as later:  # goes on with what is there
         later.add(lambda: TEXT)
         await settled(later, 1)
-        assert taken(tmp_path) <= LEAST_BYTES
+        assert taken(tmp_path) <= MIN_BYTES
     assert read_recordings(tmp_path)[-1] == TEXT
 
 
@@ -124,9 +126,9 @@ async def test_what_cannot_be_kept_is_counted(tmp_path: Path) -> None:
 async def test_one_recorder_a_folder(tmp_path: Path) -> None:
     async with recording(tmp_path):
         with pytest.raises(OSError, match="another process records"):
-            Recorder(tmp_path, LEAST_BYTES)
-    with pytest.raises(ValueError, match=str(LEAST_BYTES)):
-        Recorder(tmp_path, LEAST_BYTES - 1)
+            Recorder(tmp_path, MIN_BYTES)
+    with pytest.raises(ValueError, match=str(MIN_BYTES)):
+        Recorder(tmp_path, MIN_BYTES - 1)
 
 
 @settings(max_examples=40)
