@@ -1,4 +1,4 @@
-"""Which version a generation gets, and when one may go."""
+"""Routing, numbering and release of versions, and drafter specifications."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def test_versions_are_numbered_or_named(registry: Registry) -> None:
     assert (await registry.load(spec("x=fake"))).version == "4"
 
 
-async def test_there_is_an_end_to_loading(
+async def test_the_number_of_versions_is_limited(
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("paceline.drafter.registry.registry.MAX_VERSIONS", 2)
@@ -92,25 +92,6 @@ async def test_there_is_an_end_to_loading(
         await registry.load(spec("x=fake"))
     registry.unload("y")
     await registry.load(spec("x=fake"))
-
-
-async def test_loading_activates_only_when_asked(registry: Registry) -> None:
-    await registry.load(spec("x=fake"))
-    await registry.load(spec("x=fake"))
-    assert shares(registry, "x") == {"1": 1.0, "2": 0.0}
-    await registry.load(spec("x=fake"), activate=True)
-    assert shares(registry, "x") == {"1": 0.0, "2": 0.0, "3": 1.0}
-
-
-async def test_loading_does_not_hold_up_the_rest(registry: Registry) -> None:
-    await registry.load(spec("x=fake"))
-    loading = asyncio.create_task(registry.load(spec("x=slow-load", "2")))
-    await asyncio.sleep(0)
-    assert registry.choose("x").version == "1"
-    with pytest.raises(ServiceError, match="already"):
-        await registry.load(spec("x=fake", "2"))
-    SlowLoad.go_on.set()
-    assert (await loading).version == "2"
 
 
 async def test_a_failed_load_leaves_nothing_behind(registry: Registry) -> None:
@@ -123,6 +104,7 @@ async def test_a_failed_load_leaves_nothing_behind(registry: Registry) -> None:
 async def test_the_rest_of_a_share_stays_with_the_other_active_version(registry: Registry) -> None:
     for _ in range(3):
         await registry.load(spec("x=fake"))
+    assert shares(registry, "x") == {"1": 1.0, "2": 0.0, "3": 0.0}
     registry.activate("x", "2", 0.25)
     assert shares(registry, "x") == {"1": 0.75, "2": 0.25, "3": 0.0}
     registry.activate("x", "3", 0.5)
@@ -130,6 +112,11 @@ async def test_the_rest_of_a_share_stays_with_the_other_active_version(registry:
     registry.activate("x", "3", 1.0)
     assert shares(registry, "x") == {"1": 0.0, "2": 0.0, "3": 1.0}
     refused("NO_OTHER_VERSION", lambda: registry.activate("x", "3", 0.5))
+    await registry.load(spec("x=fake"), activate=True)
+    registry.activate("x", "1", 0.25)
+    assert shares(registry, "x") == {"1": 0.25, "2": 0.0, "3": 0.0, "4": 0.75}
+    registry.unload("x", "4")
+    assert shares(registry, "x") == {"1": 1.0, "2": 0.0, "3": 0.0}
 
 
 async def test_wrong_activations_are_refused(registry: Registry) -> None:
@@ -161,7 +148,7 @@ def test_shares_are_kept_exactly(share: float, count: int) -> None:
 
 
 async def test_with_a_canary_versions_are_drawn_at_random(registry: Registry) -> None:
-    """Requests of two kinds that come in turns: each version gets both."""
+    """Of requests of two alternating kinds each version gets both."""
     await registry.load(spec("x=fake"))
     await registry.load(spec("x=fake"))
     registry.activate("x", "2", 0.5, CanarySettings())
@@ -173,12 +160,11 @@ async def test_with_a_canary_versions_are_drawn_at_random(registry: Registry) ->
 async def test_unloading_waits_for_streams(registry: Registry, disposed: Disposed) -> None:
     version = await registry.load(spec("x=fake"))
     await registry.load(spec("x=fake"))
-    evicted: list[str] = []
 
-    def evict() -> None:
-        evicted.append("x")
+    def end() -> None:
+        pytest.fail("the stream was ended")
 
-    registry.attach(registry.choose("x"), evict)
+    registry.attach(registry.choose("x"), end)
     assert registry.unload("x", "1") is False
     assert version.info().draining
     assert shares(registry, "x") == {"1": 0.0, "2": 1.0}
@@ -186,24 +172,11 @@ async def test_unloading_waits_for_streams(registry: Registry, disposed: Dispose
     assert "unloaded" in refused("DRAFTER_DRAINING", lambda: registry.choose("x", "1"))
     refused("DRAINING", lambda: registry.activate("x", "1", 1.0))
     assert disposed == []
-    registry.detach(version, evict, DraftStatistics())
+    registry.detach(version, end, DraftStatistics())
     assert disposed == [version.drafter]
-    assert evicted == []
     assert registry.unload("x") is True
     assert registry.versions() == []
     assert len(disposed) == 2
-
-
-async def test_force_ends_the_streams(registry: Registry, disposed: Disposed) -> None:
-    version = await registry.load(spec("x=fake"))
-
-    def evict() -> None:
-        registry.detach(version, evict, DraftStatistics())
-
-    registry.attach(version, evict)
-    assert registry.unload("x", force=True) is False
-    assert disposed == [version.drafter]
-    assert registry.versions() == []
 
 
 async def test_while_all_versions_drain_a_name_is_unavailable(registry: Registry) -> None:
@@ -213,14 +186,6 @@ async def test_while_all_versions_drain_a_name_is_unavailable(registry: Registry
     refused("DRAFTER_DRAINING", lambda: registry.choose("x"))
     registry.detach(version, print, DraftStatistics())
     refused("DRAFTER_NOT_FOUND", lambda: registry.choose("x"))
-
-
-async def test_an_unloaded_share_goes_to_the_other(registry: Registry) -> None:
-    for _ in range(2):
-        await registry.load(spec("x=fake"))
-    registry.activate("x", "2", 0.25)
-    registry.unload("x", "1")
-    assert shares(registry, "x") == {"2": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -246,25 +211,6 @@ def test_specs_are_read(text: str, expected: tuple[str, str, Path | None, dict[s
 def test_wrong_specs_are_refused(text: str) -> None:
     with pytest.raises(LoadError):
         DrafterSpec.parse(text)
-
-
-async def test_only_allowed_folders_are_loaded(tmp_path: Path) -> None:
-    inside, outside = tmp_path / "in" / "model", tmp_path / "out"
-    inside.mkdir(parents=True)
-    outside.mkdir()
-    (tmp_path / "in" / "link").symlink_to(outside)
-    registry = Registry(Loader(Roots([tmp_path / "in"]), Resources()), lambda _: None)
-    try:
-        for folder in (outside, inside / ".." / ".." / "out", tmp_path / "in" / "link", tmp_path):
-            with pytest.raises(LoadError, match="not below") as error:
-                await registry.load(spec(f"x=fake:{folder}"))
-            assert error.value.reason == "FOLDER_NOT_ALLOWED"
-        with pytest.raises(LoadError, match="there is no"):
-            await registry.load(spec(f"x=fake:{tmp_path}/in/nothing"))
-        loaded = await registry.load(spec(f"x=fake:{inside}"))
-        assert loaded.info().folder == str(inside)
-    finally:
-        await registry.close()
 
 
 async def test_unknown_methods_are_refused(registry: Registry) -> None:

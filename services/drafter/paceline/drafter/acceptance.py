@@ -1,9 +1,9 @@
 """Accepted length of a drafter on texts of its target, measured in one process.
 
 The target's text does not depend on the drafter. It is recorded once, by plain decoding, and any
-number of drafters are measured on it: the tree of each round is compared with the recorded text, and
-no tree is run through the target. On a CPU the result equals that of rounds with a verifier, whose
-KV has the same bits; elsewhere up to ties within rounding.
+number of drafters are measured on it: the tree of each round is compared with the recorded text,
+and no tree is run through the target. On a CPU the result equals that of rounds with a verifier,
+whose KV has the same bits; elsewhere up to ties within rounding.
 
 For training and calibration; the services do not import it.
 """
@@ -85,6 +85,11 @@ class Recording:
     sampling: sampling_pb2.SamplingParams
     cache: LocalCache
     states: Mapping[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def continuation(self) -> list[int]:
+        """The generated tokens."""
+        return self.tokens[self.prompt_length :]
 
 
 def record(

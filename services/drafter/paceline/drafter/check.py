@@ -19,8 +19,6 @@ NODES = 16
 SECONDS = 60.0
 """A version that needs longer for all texts fails."""
 
-_MAX_TEXTS = 64
-
 
 class LoadCheck:
     """Drafts along recordings as a client would, between the rounds of generations.
@@ -31,17 +29,6 @@ class LoadCheck:
     """
 
     def __init__(self, recordings: Sequence[Recording], worker: DraftWorker) -> None:
-        """Create a check with at most 64 texts.
-
-        Raises:
-            LoadError: There are more.
-        """
-        if len(recordings) > _MAX_TEXTS:
-            raise LoadError(
-                "TOO_MANY_RECORDINGS",
-                f"there are {len(recordings)} recorded texts, expected at most {_MAX_TEXTS}; "
-                "give a file with fewer",
-            )
         self._recordings = recordings
         self._worker = worker
 
