@@ -1,4 +1,4 @@
-"""What is loaded survives a restart; what cannot be believed does no harm."""
+"""The registry is restored after a restart; an invalid state file is set aside."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from paceline.v1 import drafter_pb2
 
 from .conftest import drafting
 from .fakes import TESTING
+from .test_canary import canary_of, start_canary
 from .test_registry_servicer import listed, load, unload
-from .test_swap import canary_of, start_canary
 
 
-async def test_a_restart_takes_up_what_was_there(tmp_path: Path) -> None:
+async def test_a_restart_restores_versions_shares_and_canaries(tmp_path: Path) -> None:
     options = {"state_dir": tmp_path / "state", **TESTING}
     async with drafting("b=fake", "a=fake", **options) as service:
         await load(service, "a", "inline-fake", version="next", options={"vocab": "99"})
@@ -43,7 +43,7 @@ async def test_a_restart_takes_up_what_was_there(tmp_path: Path) -> None:
         assert (await load(service, "b", "fake")).version == "3", "a number is given once"
 
 
-async def test_told_otherwise_it_begins_anew(tmp_path: Path) -> None:
+async def test_a_start_with_other_drafters_ignores_the_state(tmp_path: Path) -> None:
     options = {"state_dir": tmp_path, **TESTING}
     async with drafting("a=fake", **options) as service:
         await load(service, "c", "fake")
@@ -53,7 +53,7 @@ async def test_told_otherwise_it_begins_anew(tmp_path: Path) -> None:
         assert [each[0] for each in await listed(service)] == ["a", "b"]
 
 
-async def test_what_cannot_be_loaded_any_more_is_left_out(tmp_path: Path) -> None:
+async def test_versions_that_cannot_be_loaded_are_skipped(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     options = {"state_dir": tmp_path / "state", "roots": [tmp_path], **TESTING}
@@ -92,14 +92,14 @@ def with_version(share: Any = 1.0, **fields: Any) -> dict[str, Any]:
         {**GOOD, "canaries": [{**CANARY, "settings": {"speed": 7}}]},
     ],
 )  # fmt: skip
-async def test_a_file_that_cannot_be_believed_is_set_aside(tmp_path: Path, value: Any) -> None:
+async def test_an_invalid_file_is_set_aside(tmp_path: Path, value: Any) -> None:
     (tmp_path / FILE_NAME).write_text(json.dumps(value))
     async with drafting("b=fake", state_dir=tmp_path, **TESTING) as service:
         assert [each[0] for each in await listed(service)] == ["b"]
     assert json.loads((tmp_path / f"{FILE_NAME}.bad").read_text()) == value
 
 
-async def test_good_ones_and_half_ones(tmp_path: Path) -> None:
+async def test_a_valid_file_is_restored_and_a_truncated_one_is_not(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_text(json.dumps(GOOD))
     async with drafting(state_dir=tmp_path, **TESTING) as service:
         assert [each[0] for each in await listed(service)] == ["a"]
@@ -109,7 +109,7 @@ async def test_good_ones_and_half_ones(tmp_path: Path) -> None:
         assert await listed(service) == []
 
 
-async def test_a_full_disk_is_told_and_leaves_the_old_file(
+async def test_a_full_disk_is_reported_and_leaves_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with drafting("a=fake", state_dir=tmp_path, **TESTING) as service:
@@ -126,10 +126,10 @@ async def test_a_full_disk_is_told_and_leaves_the_old_file(
         assert (tmp_path / FILE_NAME).read_text() == before
         assert [each[0] for each in await listed(service)] == ["0", "a", "b"]
         await load(service, "c", "fake")
-    assert os.listdir(tmp_path) == [FILE_NAME], "no draft is left"
+    assert os.listdir(tmp_path) == [FILE_NAME], "a temporary file is left"
 
 
-def test_the_folder_is_the_users_alone(tmp_path: Path) -> None:
+def test_the_folder_is_private(tmp_path: Path) -> None:
     file = StateFile(tmp_path / "a" / "b")
     assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
     assert file.read() is None
