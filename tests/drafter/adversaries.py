@@ -1,4 +1,4 @@
-"""Hostile drafters: none of them may change a token, or do more harm than cost time.
+"""Hostile drafters. No output may depend on them, and no other stream may fail.
 
 Loaded by tests alone, from this folder in PYTHONPATH: `--allow-test-methods
 --test-method huge=adversaries:Huge`, or `build_service(test_methods=..., allow_test_methods=True)`.
@@ -23,7 +23,7 @@ from paceline.drafter import (
 
 
 class HostileSequence(DraftSequence):
-    """Makes trees of the text, a seeded generator and the number of the round."""
+    """Calls the drafter with its text, a seeded generator and the number of the round."""
 
     def __init__(self, drafter: Hostile, generation: Generation) -> None:
         self.text = list(generation.tokens)
@@ -40,7 +40,7 @@ class HostileSequence(DraftSequence):
 
 
 class Hostile(Drafter):
-    """Shared parts."""
+    """Base class."""
 
     inline: ClassVar[bool] = True
     max_nodes = 255
@@ -66,7 +66,7 @@ class RandomTree(Hostile):
 
 
 class AlwaysWrong(Hostile):
-    """Sure of a chain of one token that the text does not hold."""
+    """A confident chain of one token that does not occur in the text."""
 
     method: ClassVar[str] = "always-wrong"
 
@@ -78,7 +78,7 @@ class AlwaysWrong(Hostile):
 
 
 class Duplicates(Hostile):
-    """The same few tokens again and again among siblings, right ones included."""
+    """A few tokens, likely ones included, repeated among siblings."""
 
     method: ClassVar[str] = "duplicates"
 
@@ -90,7 +90,7 @@ class Duplicates(Hostile):
 
 
 class Huge(Hostile):
-    """As large as a round may be, and every other time far larger."""
+    """255 nodes, and in every other round 10,000."""
 
     method: ClassVar[str] = "huge"
 
@@ -99,7 +99,7 @@ class Huge(Hostile):
 
 
 class Changing(Hostile):
-    """Another size each round: none, one, the budget, anything between."""
+    """A different size each round: none, one, the budget, random."""
 
     method: ClassVar[str] = "changing"
 
@@ -109,7 +109,7 @@ class Changing(Hostile):
 
 
 class Malformed(Hostile):
-    """Everything a verifier must refuse: cycles, forward parents, lengths, NaN, foreign tokens."""
+    """Trees that a verifier must refuse: cycles, forward parents, lengths, NaN, invalid tokens."""
 
     method: ClassVar[str] = "malformed"
 
@@ -128,7 +128,7 @@ class Malformed(Hostile):
 
 
 class Failing(Hostile):
-    """Raises every other time."""
+    """Raises in every other round."""
 
     method: ClassVar[str] = "failing"
 
@@ -139,14 +139,14 @@ class Failing(Hostile):
 
 
 class FailingThread(Failing):
-    """The same on the worker's thread."""
+    """Fails on the worker's thread."""
 
     inline: ClassVar[bool] = False
     method: ClassVar[str] = "failing-thread"
 
 
 def random_tree(nodes: int, vocab_size: int, draws: random.Random) -> TokenTree:
-    """A valid tree but for its size, perhaps with duplicate siblings."""
+    """A valid tree of any size, perhaps with duplicate siblings."""
     return TokenTree(
         tuple(draws.randrange(vocab_size) for _ in range(nodes)),
         tuple(draws.randrange(-1, i) for i in range(nodes)),
@@ -167,4 +167,4 @@ METHODS = {
         FailingThread,
     )
 }
-"""Name to import path, as `test_methods` takes them."""
+"""Import paths by name, for `test_methods`."""

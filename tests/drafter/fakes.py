@@ -1,4 +1,4 @@
-"""Drafters that say what happens to them."""
+"""Drafters that record how they are used."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOKENIZER = "a" * 64
 
 
 class FakeSequence(DraftSequence):
-    """Drafts the newest token again."""
+    """Drafts the newest token once more."""
 
     def __init__(self, drafter: FakeDrafter, generation: Generation) -> None:
         self.drafter = drafter
@@ -75,7 +75,7 @@ class FakeSequence(DraftSequence):
 
 
 class FakeDrafter(Drafter):
-    """Every instance is noted in `loaded`."""
+    """Every instance is in `loaded`."""
 
     method: ClassVar[str] = "fake"
     loaded: ClassVar[list[FakeDrafter]] = []
@@ -125,14 +125,14 @@ class FakeDrafter(Drafter):
 
 
 class InlineFake(FakeDrafter):
-    """The same on the event loop."""
+    """A FakeDrafter on the event loop."""
 
     inline: ClassVar[bool] = True
     method: ClassVar[str] = "inline-fake"
 
 
 class SlowLoad(FakeDrafter):
-    """Loading waits until a test lets it go on."""
+    """Its load waits for `go_on`."""
 
     method: ClassVar[str] = "slow-load"
     go_on: ClassVar[threading.Event] = threading.Event()
@@ -149,4 +149,4 @@ METHODS = {
     kind.method: f"{__name__}:{kind.__name__}" for kind in (FakeDrafter, InlineFake, SlowLoad)
 }
 TESTING: dict[str, Any] = {"test_methods": METHODS, "allow_test_methods": True}
-"""Options of a service that knows them."""
+"""Options of a service with these methods."""
