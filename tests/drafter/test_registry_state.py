@@ -68,16 +68,20 @@ VERSION = {"name": "a", "method": "fake", "folder": None, "options": {}, "versio
 GOOD: dict[str, Any] = {
     "format": 2,
     "configured": [],
-    "loaded": [[VERSION, 1.0]],
+    "loaded": [[VERSION, 1.0], [{**VERSION, "version": "2"}, 0.0]],
     "numbers": {"a": 1},
-    "canaries": [],
+    "canaries": {},
 }
 SETTINGS = {"confidence": 0.9, "length_margin": 0, "time_margin": 0, "max_generations": 8}
-CANARY = {"name": "a", "canary": "1", "baseline": "1", "comparisons": 0, "settings": SETTINGS}
+CANARY = {"canary": "1", "baseline": "2", "comparisons": 0, "settings": SETTINGS}
 
 
 def with_version(share: Any = 1.0, **fields: Any) -> dict[str, Any]:
     return {**GOOD, "loaded": [[{**VERSION, **fields}, share]]}
+
+
+def with_canary(**fields: Any) -> dict[str, Any]:
+    return {**GOOD, "canaries": {"a": {**CANARY, **fields}}}
 
 
 @pytest.mark.parametrize(
@@ -87,9 +91,8 @@ def with_version(share: Any = 1.0, **fields: Any) -> dict[str, Any]:
         with_version(name="../x"), with_version(share=2.0), with_version(share="much"),
         with_version(version=""), with_version(options=[1]), with_version(folder=3),
         {**GOOD, "loaded": GOOD["loaded"] * 2}, {**GOOD, "numbers": {"a": "x"}},
-        {**GOOD, "canaries": [{**CANARY, "baseline": "9"}]}, {**GOOD, "canaries": [CANARY]},
-        {**GOOD, "canaries": [{**CANARY, "settings": {"confidence": 7}}]},
-        {**GOOD, "canaries": [{**CANARY, "settings": {"speed": 7}}]},
+        with_canary(baseline="9"), with_canary(baseline="1"), with_canary(comparisons="x"),
+        with_canary(settings={"confidence": 7}), with_canary(settings={"speed": 7}),
     ],
 )  # fmt: skip
 async def test_an_invalid_file_is_set_aside(tmp_path: Path, value: Any) -> None:
@@ -102,7 +105,7 @@ async def test_an_invalid_file_is_set_aside(tmp_path: Path, value: Any) -> None:
 async def test_a_valid_file_is_restored_and_a_truncated_one_is_not(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_text(json.dumps(GOOD))
     async with drafting(state_dir=tmp_path, **TESTING) as service:
-        assert [each[0] for each in await listed(service)] == ["a"]
+        assert [each[1] for each in await listed(service)] == ["1", "2"]
     text = (tmp_path / FILE_NAME).read_text()
     (tmp_path / FILE_NAME).write_text(text[: len(text) // 2])
     async with drafting(state_dir=tmp_path, **TESTING) as service:

@@ -15,7 +15,7 @@ from paceline.drafter.device import drafting_device, thread_setup
 from paceline.drafter.kv import KvExchange, VerifierAccess
 from paceline.drafter.methods import register_method
 from paceline.drafter.methods.base import Drafter, LoadError, Resources
-from paceline.drafter.recordings import Recorder, Recording, read_recordings
+from paceline.drafter.recordings import Recorder, read_recordings
 from paceline.drafter.registry import Registry, StateFile
 from paceline.drafter.registry.loader import Loader
 from paceline.drafter.registry.servicer import DrafterRegistryServicer
@@ -47,48 +47,18 @@ class DrafterService:
     def __init__(
         self,
         load: Sequence[DrafterSpec],
-        roots: Roots,
-        resources: Resources,
-        access: VerifierAccess,
-        *,
-        max_context: int,
-        max_streams: int,
-        metrics: CollectorRegistry | None,
-        state: StateFile | None,
-        recordings: Sequence[Recording],
+        registry: Registry,
+        worker: DraftWorker,
+        exchange: KvExchange,
+        drafting: DrafterServicer,
         recorder: Recorder | None,
     ) -> None:
         self._load = list(load)
+        self._registry = registry
+        self._worker = worker
+        self._exchange = exchange
+        self._drafting = drafting
         self._recorder = recorder
-        self._exchange = KvExchange(access, resources.device)
-        self._worker = DraftWorker(thread_setup(resources.device))
-        self._registry = Registry(
-            Loader(roots, resources),
-            self._dispose,
-            check=LoadCheck(recordings, self._worker) if recordings else None,
-            state=state,
-        )
-        drafter_metrics = None
-        if metrics is not None:
-            # Imported here, because prometheus_client is only needed for metrics.
-            from paceline.drafter.metrics import DrafterMetrics
-
-            drafter_metrics = DrafterMetrics(metrics, self._registry, self._worker, recorder)
-        self._drafting = DrafterServicer(
-            self._registry,
-            self._worker,
-            self._exchange,
-            Telemetry(drafter_metrics, tracer()),
-            recorder,
-            max_context=max_context,
-            max_streams=max_streams,
-        )
-
-    def _dispose(self, drafter: Drafter) -> None:
-        self._worker.post(drafter.close)
-        # The sequence of a slow round may still refer to the drafter: memory is returned to the
-        # system after the last reference is gone.
-        weakref.finalize(drafter, self._worker.post, trim).atexit = False
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add both servicers."""
@@ -185,17 +155,38 @@ def build_service(
             register_method(name, path)
         except ValueError as error:
             raise LoadError("INVALID_METHOD", str(error)) from error
+    resources = Resources(device=drafting_device(device), threads=threads)
     folders = [folder for spec in load for folder in spec.folders]
     allowed = [*roots, *folders] if roots else [f for each in folders for f in (each, each.parent)]
-    return DrafterService(
-        load,
-        Roots(allowed),
-        Resources(device=drafting_device(device), threads=threads),
-        access or VerifierAccess(),
+    worker = DraftWorker(thread_setup(resources.device))
+
+    def dispose(drafter: Drafter) -> None:
+        worker.post(drafter.close)
+        # The sequence of a slow round may still refer to the drafter: memory is returned to the
+        # system after the last reference is gone.
+        weakref.finalize(drafter, worker.post, trim).atexit = False
+
+    registry = Registry(
+        Loader(Roots(allowed), resources),
+        dispose,
+        check=LoadCheck(read_recordings(recordings), worker) if recordings is not None else None,
+        state=StateFile(state_dir) if state_dir is not None else None,
+    )
+    exchange = KvExchange(access or VerifierAccess(), resources.device)
+    recorder = Recorder(record, record_bytes) if record is not None else None
+    drafter_metrics = None
+    if metrics is not None:
+        # Imported here, because prometheus_client is only needed for metrics.
+        from paceline.drafter.metrics import DrafterMetrics
+
+        drafter_metrics = DrafterMetrics(metrics, registry, worker, recorder)
+    drafting = DrafterServicer(
+        registry,
+        worker,
+        exchange,
+        Telemetry(drafter_metrics, tracer()),
+        recorder,
         max_context=max_context,
         max_streams=max_streams,
-        metrics=metrics,
-        state=StateFile(state_dir) if state_dir is not None else None,
-        recordings=read_recordings(recordings) if recordings is not None else (),
-        recorder=Recorder(record, record_bytes) if record is not None else None,
     )
+    return DrafterService(load, registry, worker, exchange, drafting, recorder)

@@ -11,11 +11,11 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from paceline.drafter.kv import KvExchange, KvGone, KvNotShared
+from paceline.drafter.kv import KvExchange, KvGone
 from paceline.drafter.methods.base import Budget, Generation, Update
 from paceline.drafter.recordings import Recorder, Recording
 from paceline.drafter.registry import Registry, Version
-from paceline.drafter.session import Session
+from paceline.drafter.session import Session, open_session
 from paceline.drafter.statistics import DraftStatistics
 from paceline.drafter.telemetry import Telemetry
 from paceline.drafter.validation import check_attach, check_fit, check_length, check_tokens
@@ -226,42 +226,7 @@ class _Stream:
             self._task.cancel()
 
     async def _open(self, version: Version) -> Session:
-        with self._service.telemetry.attaching(version, self._attach.traceparent):
-            session = await self._new_session(version)
-            self._service.telemetry.attached(session)
-            return session
-
-    async def _new_session(self, version: Version) -> Session:
-        """Start the version's sequence.
-
-        Raises:
-            ServiceError: KV_NOT_SHARED or HIDDEN_STATES_NOT_SHARED.
-        """
-        attach, needs, exchange = self._attach, version.drafter.needs, self._service.exchange
-        verifier = attach.verifier_address, attach.read_grant
-        kv = states = None
-        try:
-            if needs.kv_layers:
-                budget = needs.kv_budget_at(len(self._tokens))
-                kv = await exchange.open(*verifier, needs.kv_layers, needs.kv_options, budget)
-            if needs.hidden_state_layers:
-                states = await exchange.open_states(
-                    *verifier,
-                    needs.hidden_state_layers,
-                    needs.hidden_state_window,
-                    needs.hidden_state_transport,
-                )
-        except KvNotShared as error:
-            reason, source = "KV_NOT_SHARED", "KV"
-            if kv is not None or not needs.kv_layers:
-                reason, source = "HIDDEN_STATES_NOT_SHARED", "hidden states"
-            if kv is not None:
-                kv.close()
-            raise ServiceError.failed_precondition(
-                reason,
-                f"drafter {version.spec.name!r} reads the target's {source}, but {error}; use a "
-                "drafter that needs tokens only",
-            ) from error
+        attach, service = self._attach, self._service
         generation = Generation(
             tokens=list(self._tokens),
             prompt_length=attach.prompt_length,
@@ -270,7 +235,10 @@ class _Stream:
             read_grant=attach.read_grant,
             verifier_address=attach.verifier_address,
         )
-        return Session(version.drafter, generation, self._service.worker, kv, states)
+        with service.telemetry.attaching(version, attach.traceparent):
+            session = await open_session(version, generation, service.worker, service.exchange)
+            service.telemetry.attached(session)
+            return session
 
     def _attached(self) -> drafter_pb2.DraftResponse:
         assert self._session is not None, "opened"

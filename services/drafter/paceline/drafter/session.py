@@ -8,9 +8,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from paceline.drafter.kv import KvExchange, KvNotShared
 from paceline.drafter.methods.base import Budget, Drafter, Generation, Update
+from paceline.drafter.registry import Version
 from paceline.drafter.statistics import DraftStatistics, accepted_length
 from paceline.drafter.worker import Drafted, DraftWorker
+from paceline.service import ServiceError
 from paceline.service.modes import rejects
 from paceline.tree import EMPTY, TokenTree
 
@@ -147,3 +150,39 @@ class Session:
         if last is not None and tokens:
             accepted = accepted_length(last.tree, tokens)
             self.statistics += DraftStatistics(1, accepted, last.draft_seconds)
+
+
+async def open_session(
+    version: Version, generation: Generation, worker: DraftWorker, exchange: KvExchange
+) -> Session:
+    """Open the KV and hidden states that a version reads, and start its sequence.
+
+    Raises:
+        ServiceError: KV_NOT_SHARED or HIDDEN_STATES_NOT_SHARED.
+    """
+    needs, kv, states = version.drafter.needs, None, None
+    verifier = generation.verifier_address, generation.read_grant
+    source, reason = "KV", "KV_NOT_SHARED"
+    try:
+        if needs.kv_layers:
+            budget = needs.kv_budget_at(len(generation.tokens))
+            kv = await exchange.open(*verifier, needs.kv_layers, needs.kv_options, budget)
+        source, reason = "hidden states", "HIDDEN_STATES_NOT_SHARED"
+        if needs.hidden_state_layers:
+            states = await exchange.open_states(
+                *verifier,
+                needs.hidden_state_layers,
+                needs.hidden_state_window,
+                needs.hidden_state_transport,
+            )
+    except BaseException as error:
+        if kv is not None:
+            kv.close()
+        if not isinstance(error, KvNotShared):
+            raise
+        raise ServiceError.failed_precondition(
+            reason,
+            f"drafter {version.spec.name!r} reads the target's {source}, but {error}; use a "
+            "drafter that needs tokens only",
+        ) from error
+    return Session(version.drafter, generation, worker, kv, states)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from paceline.drafter.methods.base import Drafter
 from paceline.drafter.registry.canary import Canary, CanarySettings
 from paceline.drafter.registry.loader import Loader
-from paceline.drafter.registry.state import RegistryState, SavedCanary, StateFile
+from paceline.drafter.registry.state import RegistryState, StateFile
 from paceline.drafter.registry.table import VersionTable
 from paceline.drafter.registry.version import Version
 from paceline.drafter.spec import DrafterSpec
@@ -300,13 +300,11 @@ class Registry:
         for name, restored in shares.items():
             self._table.set_shares(name, restored)
             self._table.normalize_shares(name)
-        for saved in state.canaries:
-            active = {v.version: v for v in self._table.active(saved.name)}
-            if {saved.canary, saved.baseline} <= set(active):
-                self._canaries[saved.name] = Canary(
-                    saved.canary, saved.baseline, saved.settings, comparisons=saved.comparisons
-                )
-                active[saved.canary].canary = True
+        for name, canary in state.canaries.items():
+            active = {v.version: v for v in self._table.active(name)}
+            if {canary.canary, canary.baseline} <= set(active):
+                self._canaries[name] = canary
+                active[canary.canary].canary = True
 
     def _save(self) -> None:
         if self._state is None:
@@ -320,11 +318,11 @@ class Registry:
                     if not v.draining
                 ],
                 numbers=dict(self._table.numbers),
-                canaries=[
-                    SavedCanary(name, c.canary, c.baseline, c.settings, c.comparisons)
+                canaries={
+                    name: Canary(c.canary, c.baseline, c.settings, comparisons=c.comparisons)
                     for name, c in self._canaries.items()
                     if c.running
-                ],
+                },
             )
         )
 

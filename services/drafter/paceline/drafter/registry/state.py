@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.drafter.methods.base import LoadError
-from paceline.drafter.registry.canary import CanarySettings
+from paceline.drafter.registry.canary import Canary, CanarySettings
 from paceline.drafter.spec import DrafterSpec
 
 logger = logging.getLogger("paceline.drafter")
@@ -20,18 +20,6 @@ logger = logging.getLogger("paceline.drafter")
 FORMAT = 2
 FILE_NAME = "registry.json"
 _MAX_BYTES = 16 << 20
-
-
-@dataclass(frozen=True)
-class SavedCanary:
-    """A running canary. Its statistics are not saved: a restart collects new ones."""
-
-    name: str
-    canary: str
-    baseline: str
-    settings: CanarySettings
-    comparisons: int
-    """Comparisons made, so that a restart does not spend their share of the error again."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +39,9 @@ class RegistryState:
     numbers: dict[str, int] = field(default_factory=dict)
     """The highest version number assigned under each name."""
 
-    canaries: list[SavedCanary] = field(default_factory=list)
+    canaries: dict[str, Canary] = field(default_factory=dict)
+    """The running canary of each name. Its statistics are not saved: a restart collects new ones.
+    The number of comparisons is, so that their share of the error is not spent again."""
 
     def __post_init__(self) -> None:
         versions = {(spec.name, spec.version) for spec, _ in self.loaded}
@@ -59,11 +49,11 @@ class RegistryState:
             raise ValueError("a version is listed twice")
         if not all(spec.version and 0.0 <= share <= 1.0 for spec, share in self.loaded):
             raise ValueError("a version has no name, or a share outside [0, 1]")
-        for each in self.canaries:
-            if each.canary == each.baseline:
-                raise ValueError(f"the canary of {each.name!r} is its own baseline")
-            if not {(each.name, each.canary), (each.name, each.baseline)} <= versions:
-                raise ValueError(f"the canary of {each.name!r} names a version that is not loaded")
+        for name, canary in self.canaries.items():
+            if canary.canary == canary.baseline:
+                raise ValueError(f"the canary of {name!r} is its own baseline")
+            if not {(name, canary.canary), (name, canary.baseline)} <= versions:
+                raise ValueError(f"the canary of {name!r} names a version that is not loaded")
 
 
 class StateFile:
@@ -152,10 +142,15 @@ def _decode(raw: bytes) -> RegistryState:
         configured=[_decode_spec(each) for each in value["configured"]],
         loaded=[(_decode_spec(spec), float(share)) for spec, share in value["loaded"]],
         numbers={name: int(number) for name, number in value["numbers"].items()},
-        canaries=[
-            SavedCanary(**{**each, "settings": CanarySettings(**each["settings"])})
-            for each in value["canaries"]
-        ],
+        canaries={
+            name: Canary(
+                each["canary"],
+                each["baseline"],
+                CanarySettings(**each["settings"]),
+                comparisons=int(each["comparisons"]),
+            )
+            for name, each in value["canaries"].items()
+        },
     )
 
 
