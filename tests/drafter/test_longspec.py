@@ -76,7 +76,7 @@ def test_trees_equal_a_dense_beam_search(
         expected = dense.tree(text, kv, SAMPLINGS[sampling], levels)
         assert {tree.path(node) for node in range(len(tree))} == set(expected)
         for node in range(len(tree)):
-            assert tree.survival(node) == pytest.approx(
+            assert tree.survivals[node] == pytest.approx(
                 torch.tensor(expected[tree.path(node)]).exp().item(), rel=1e-3, abs=1e-6
             )
 
@@ -93,7 +93,7 @@ def test_the_budget_may_change_between_rounds(small: tuple[Path, Path]) -> None:
         expected = dense.tree(text, kv, GREEDY, [2, 2])
         assert {tree.path(node) for node in range(len(tree))} == set(expected)
         for node in range(len(tree)):
-            assert tree.survival(node) == pytest.approx(
+            assert tree.survivals[node] == pytest.approx(
                 torch.tensor(expected[tree.path(node)]).exp().item(), rel=1e-3, abs=1e-6
             )
         text.append(token)

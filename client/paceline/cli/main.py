@@ -33,7 +33,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("generate", "paceline.cli.generate", "generate text through running services"),
     Command("gateway", "paceline.cli.gateway", "serve OpenAI's HTTP interface", "gateway"),
     Command("trace", "paceline.cli.trace", "show where the time of rounds goes", "telemetry"),
-    Command("drafters", "paceline.cli.drafters", "list, load, try, activate and unload drafters"),
+    Command("drafters", "paceline.cli.drafters", "list, load, activate and unload drafters"),
     Command("health", "paceline.cli.health", "ask a service whether it serves", "server"),
     Command("doctor", "paceline.cli.doctor", "print what this machine and install offer"),
     Command("demo", "paceline.cli.demo", "start both services and watch them generate", "server"),

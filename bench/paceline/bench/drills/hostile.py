@@ -14,7 +14,7 @@ from paceline.drafter import (
     DraftSequence,
     Generation,
     Resources,
-    Tree,
+    TokenTree,
     Update,
 )
 
@@ -32,9 +32,9 @@ class _GarbageSequence(DraftSequence):
     def extend(self, update: Update) -> None:
         """Ignores the update."""
 
-    def draft(self, budget: Budget) -> Tree:
+    def draft(self, budget: Budget) -> TokenTree:
         draws, nodes = self._draws, self._draws.randrange(1, 300)
-        return Tree(
+        return TokenTree(
             tuple(draws.randrange(1 << 32) for _ in range(nodes)),
             tuple(draws.randrange(-3, nodes) for _ in range(draws.choice((nodes, nodes - 1)))),
             tuple(draws.choice((0.5, -1.0, 2.0, float("nan"))) for _ in range(nodes)),
@@ -55,9 +55,9 @@ class _SlowSequence(DraftSequence):
     def extend(self, update: Update) -> None:
         """Ignores the update."""
 
-    def draft(self, budget: Budget) -> Tree:
+    def draft(self, budget: Budget) -> TokenTree:
         time.sleep(0.3)
-        return Tree((1,), (-1,))
+        return TokenTree((1,), (-1,))
 
 
 class Slow(_Hostile):

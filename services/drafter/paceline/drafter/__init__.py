@@ -19,7 +19,7 @@ from paceline.drafter.methods.base import (
 )
 from paceline.drafter.service import DrafterService, build_service
 from paceline.drafter.spec import DrafterSpec
-from paceline.drafter.tree import Tree
+from paceline.tree import TokenTree
 
 __all__ = [
     "Budget",
@@ -34,7 +34,7 @@ __all__ = [
     "LoadError",
     "Needs",
     "Resources",
-    "Tree",
+    "TokenTree",
     "Update",
     "VerifierAccess",
     "build_service",
