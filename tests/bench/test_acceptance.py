@@ -14,7 +14,12 @@ from paceline.bench import acceptance, accepted, coupling, texts
 from paceline.bench.acceptance import Cell
 from paceline.bench.figures import accepted_length
 from paceline.bench.rejection import settle
-from paceline.longspec import LongSpecConfig, LongSpecModel, TargetRef, save_longspec
+from paceline.drafter.methods.longspec import (
+    LongSpecConfig,
+    LongSpecModel,
+    TargetRef,
+    save_longspec,
+)
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 

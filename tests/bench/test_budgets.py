@@ -16,8 +16,14 @@ from paceline.bench.texts import joined
 from paceline.decoder import Decoder, load_config
 from paceline.drafter import Resources
 from paceline.drafter.acceptance import accepted_lengths, record
-from paceline.drafter.methods.longspec import LongSpecDrafter
-from paceline.longspec import LongSpecConfig, LongSpecModel, TargetRef, read_longspec, save_longspec
+from paceline.drafter.methods.longspec import (
+    LongSpecConfig,
+    LongSpecModel,
+    TargetRef,
+    read_longspec,
+    save_longspec,
+)
+from paceline.drafter.methods.longspec.drafter import LongSpecDrafter
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 

@@ -15,8 +15,13 @@ from paceline.bench.rounds import continued
 from paceline.decoder import Decoder
 from paceline.drafter.acceptance import record
 from paceline.drafter.methods.base import Resources
-from paceline.drafter.methods.longspec import LongSpecDrafter
-from paceline.longspec import LongSpecConfig, LongSpecModel, TargetRef, save_longspec
+from paceline.drafter.methods.longspec import (
+    LongSpecConfig,
+    LongSpecModel,
+    TargetRef,
+    save_longspec,
+)
+from paceline.drafter.methods.longspec.drafter import LongSpecDrafter
 from paceline.v1 import sampling_pb2
 
 TARGET = Path(__file__).resolve().parents[2] / "models" / "demo" / "target"

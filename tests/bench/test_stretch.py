@@ -11,8 +11,13 @@ from paceline.bench.stretch import fit_drafter, stretch
 from paceline.decoder import Decoder
 from paceline.drafter import LoadError, Resources
 from paceline.drafter.acceptance import accepted_lengths, record
-from paceline.drafter.methods.longspec import LongSpecDrafter
-from paceline.longspec import LongSpecConfig, LongSpecModel, TargetRef, save_longspec
+from paceline.drafter.methods.longspec import (
+    LongSpecConfig,
+    LongSpecModel,
+    TargetRef,
+    save_longspec,
+)
+from paceline.drafter.methods.longspec.drafter import LongSpecDrafter
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo" / "target"
 

@@ -1,7 +1,7 @@
 """Hostile drafters: none of them may change a token, or do more harm than cost time.
 
-Loaded by tests alone, from this folder in PYTHONPATH: `--allow-test-methods
---test-method huge=adversaries:Huge`, or `build_service(test_methods=..., allow_test_methods=True)`.
+Entry points register them: in this process those that conftest.py writes, in other processes those
+of ``test_methods-1.dist-info``, with this folder in PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -167,4 +167,4 @@ METHODS = {
         FailingThread,
     )
 }
-"""Name to import path, as `test_methods` takes them."""
+"""Name to import path."""

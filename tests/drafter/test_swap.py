@@ -14,14 +14,12 @@ from paceline.drafter import session
 from paceline.drafter.methods.replay import write_records
 from paceline.v1 import drafter_pb2
 
-from .adversaries import METHODS as HOSTILE
 from .conftest import VOCAB, Drafting, drafting, failure, until
-from .fakes import METHODS, TESTING, FakeDrafter
+from .fakes import FakeDrafter
 from .test_registry_servicer import listed, load, unload
 
 PROMPT = [5, 6, 7]
 TEXT = [(7 * i) % VOCAB for i in range(1, 120)]
-ALL: dict[str, Any] = {"test_methods": {**METHODS, **HOSTILE}, "allow_test_methods": True}
 
 
 @pytest.fixture
@@ -68,7 +66,7 @@ async def trial_of(service: Drafting) -> drafter_pb2.DrafterTrial:
 
 async def test_a_stream_takes_its_whole_text_along() -> None:
     FakeDrafter.loaded.clear()
-    async with drafting("x=fake", **TESTING) as service:
+    async with drafting("x=fake") as service:
         stream = await service.attach([1, 2])
         await stream.round([3, 4])
         await load(service, "x", "inline-fake", activate=True)
@@ -100,7 +98,7 @@ async def test_a_stream_stays_where_nothing_else_fits(
     asked: dict[str, str], second: dict[str, str]
 ) -> None:
     """The old version lives until the stream ends, and not longer."""
-    async with drafting("x=fake", **TESTING) as service:
+    async with drafting("x=fake") as service:
         fields = {"tokenizer_digest": "a", **asked}
         stream = await service.attach([1, 9], **fields)
         await load(service, "x", "fake", activate=True, options=second)
@@ -112,7 +110,7 @@ async def test_a_stream_stays_where_nothing_else_fits(
 
 
 async def test_the_last_version_of_a_name_serves_its_streams_to_their_end() -> None:
-    async with drafting("x=fake", **TESTING) as service:
+    async with drafting("x=fake") as service:
         stream = await service.attach([1])
         assert await unload(service, "x") is False
         assert (await stream.round([2])).version == "1"
@@ -166,7 +164,7 @@ async def test_a_worse_version_is_rolled_back(record: Path) -> None:
 
 @pytest.mark.parametrize("method", ["failing", "failing-thread", "malformed", "huge"])
 async def test_a_failing_version_on_trial_costs_no_stream(record: Path, method: str) -> None:
-    async with drafting(f"x=replay:{record}", roots=[record.parent], **ALL) as service:
+    async with drafting(f"x=replay:{record}", roots=[record.parent]) as service:
         await load(service, "x", method)
         await trial(service, "x", "2", share=0.9)
         texts = [asyncio.create_task(generate(service)) for _ in range(6)]
@@ -179,7 +177,7 @@ async def test_a_failing_version_on_trial_costs_no_stream(record: Path, method: 
 
 
 async def test_shares_changed_by_hand_end_a_trial() -> None:
-    async with drafting("x=fake", **TESTING) as service:
+    async with drafting("x=fake") as service:
         for act in ("activate", "unload", "load"):
             info = await load(service, "x", "fake")
             await trial(service, "x", info.version)
@@ -207,7 +205,7 @@ async def test_shares_changed_by_hand_end_a_trial() -> None:
     ],
 )
 async def test_wrong_trials_are_refused(fields: dict[str, Any], reason: str) -> None:
-    async with drafting("x=fake", **TESTING) as service:
+    async with drafting("x=fake") as service:
         await load(service, "x", "fake")
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await trial(service, "x", "2", **fields)

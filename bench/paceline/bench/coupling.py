@@ -10,7 +10,7 @@ from paceline.bench.texts import Text
 from paceline.decoder import Decoder
 from paceline.drafter import Resources
 from paceline.drafter.acceptance import GREEDY, accepted_lengths, record
-from paceline.drafter.methods.longspec import LongSpecDrafter
+from paceline.drafter.methods.longspec.drafter import LongSpecDrafter
 from paceline.v1 import sampling_pb2
 
 WIDTHS = "4,8,8,8,8"

@@ -18,7 +18,7 @@ from paceline.bench.rounds import TimedRound, at_context, continued
 from paceline.decoder import Decoder, load_config
 from paceline.decoder.weights import Checkpoint
 from paceline.drafter.methods.base import Resources
-from paceline.drafter.methods.longspec import LongSpecDrafter
+from paceline.drafter.methods.longspec.drafter import LongSpecDrafter
 from paceline.v1 import sampling_pb2
 
 CONTEXTS = (1024, 2048, 4096, 8192, 16_384)

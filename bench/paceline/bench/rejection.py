@@ -14,8 +14,8 @@ from torch import Tensor
 from paceline.decoder import Decoder
 from paceline.drafter import Budget, Generation, Update
 from paceline.drafter.acceptance import RecordedKv, Recording
-from paceline.drafter.methods.longspec import LongSpecDrafter
-from paceline.drafter.methods.longspec_sequence import LongSpecSequence
+from paceline.drafter.methods.longspec.drafter import LongSpecDrafter
+from paceline.drafter.methods.longspec.sequence import LongSpecSequence
 from paceline.kernels import TreeSegment, plan_trees
 from paceline.v1 import sampling_pb2
 
@@ -85,10 +85,9 @@ def _draft(drafter: LongSpecDrafter, sequence: LongSpecSequence) -> tuple[list[i
     """
     sequence.begin(Budget(drafter.max_nodes, drafter.max_depth))
     rows = []
-    while sequence.wants_level:
-        logits = drafter.layer.forward([sequence.feed()])
+    while sequence.tree.grows:
+        logits = drafter.layer.forward([sequence.step()])
         rows.append(logits[0].float().softmax(-1))
         sequence.add_level(logits)
-    sequence.end()
-    assert sequence.beam is not None
-    return list(sequence.beam.tree().tokens), torch.stack(rows)
+    sequence.finish()
+    return list(sequence.tree.tree().tokens), torch.stack(rows)

@@ -19,7 +19,7 @@ from paceline.bench.rounds import GREEDY, Chooses, at_context_text, continued_ea
 from paceline.bench.texts import Text
 from paceline.decoder import Decoder
 from paceline.drafter.methods.base import Resources
-from paceline.drafter.methods.selfspec import SelfSpecDrafter
+from paceline.drafter.methods.selfspec.drafter import SelfSpecDrafter
 from paceline.kernels import TreePlan, TreeSegment, plan_trees, tree_attention
 from paceline.v1 import sampling_pb2
 from paceline.verifier.engine.batch import Batch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,8 +13,7 @@ import grpc
 from paceline.drafter.check import LoadCheck
 from paceline.drafter.device import drafting_device, thread_setup
 from paceline.drafter.kv import KvExchange, VerifierAccess
-from paceline.drafter.methods import register_method
-from paceline.drafter.methods.base import Drafter, LoadError, Resources
+from paceline.drafter.methods.base import Drafter, Resources
 from paceline.drafter.recordings import Recorder, Recording, read_recordings
 from paceline.drafter.registry import Registry, StateFile
 from paceline.drafter.registry.keeper import Keeper
@@ -145,8 +144,6 @@ def build_service(
     recordings: Path | None = None,
     record: Path | None = None,
     record_bytes: int = RECORD_BYTES,
-    test_methods: Mapping[str, str] | None = None,
-    allow_test_methods: bool = False,
 ) -> Service:
     """A drafter service, for :func:`paceline.service.run_server`.
 
@@ -170,29 +167,14 @@ def build_service(
         record: Folder of this service's own where the texts of its generations are kept, to learn
             from (:class:`paceline.drafter.recordings.Recorder`). None: no text is kept.
         record_bytes: Most room they may take there. Unit: bytes.
-        test_methods: Methods from outside the package, name to ``module:Class``. They run code of
-            the caller's choice, so they need ``allow_test_methods``. For tests only.
-        allow_test_methods: Says that ``test_methods`` are wanted.
 
     Raises:
-        LoadError: Test methods without leave, or under a name that is taken; or the recordings
-            cannot be read.
+        LoadError: A method is unknown or cannot be imported, or the recordings cannot be read.
         OptionsError: The TLS authorities of ``access`` cannot be read.
         OSError: Another TLS file of it cannot be read, or the folder of the state or of the texts
             cannot be made or used.
         ValueError: There is too little room for texts, or no such device.
     """
-    if test_methods and not allow_test_methods:
-        raise LoadError(
-            "TEST_METHODS_NOT_ALLOWED",
-            "methods from outside the package are for tests; say --allow-test-methods if this is "
-            "one",
-        )
-    for name, path in (test_methods or {}).items():
-        try:
-            register_method(name, path)
-        except ValueError as error:
-            raise LoadError("INVALID_METHOD", str(error)) from error
     folders = [folder for spec in load for folder in spec.folders]
     allowed = [*roots, *folders] if roots else [f for each in folders for f in (each, each.parent)]
     return DrafterService(
