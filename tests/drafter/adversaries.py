@@ -1,7 +1,7 @@
 """Hostile drafters. No output may depend on them, and no other stream may fail.
 
-Loaded by tests alone, from this folder in PYTHONPATH: `--allow-test-methods
---test-method huge=adversaries:Huge`, or `build_service(test_methods=..., allow_test_methods=True)`.
+Entry points register them: in this process those that conftest.py writes, in other processes those
+of ``test_methods-1.dist-info``, with this folder in PYTHONPATH.
 """
 
 from __future__ import annotations

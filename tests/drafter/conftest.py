@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
+from entry_points import register_methods
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
@@ -18,7 +19,19 @@ from paceline.drafter import DrafterSpec, build_service
 from paceline.service import ServerOptions, run_server
 from paceline.v1 import drafter_pb2, drafter_pb2_grpc
 
+from . import adversaries, fakes
+
 VOCAB = 1000
+
+
+@pytest.fixture(autouse=True, scope="session")
+def registered_methods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Registers the methods of the tests in this process."""
+    methods = {**fakes.METHODS, **adversaries.METHODS}
+    folder = register_methods(tmp_path_factory.mktemp("methods"), methods)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield
 
 
 class Drafting:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -148,5 +148,3 @@ class SlowLoad(FakeDrafter):
 METHODS = {
     kind.method: f"{__name__}:{kind.__name__}" for kind in (FakeDrafter, InlineFake, SlowLoad)
 }
-TESTING: dict[str, Any] = {"test_methods": METHODS, "allow_test_methods": True}
-"""Options of a service with these methods."""

@@ -11,7 +11,7 @@ import pytest
 from paceline.v1 import drafter_pb2, sampling_pb2
 
 from .conftest import VOCAB, Stream, drafting, failure
-from .fakes import TARGET, TESTING, TOKENIZER
+from .fakes import TARGET, TOKENIZER
 
 CODE = grpc.StatusCode
 ATTACH = {"tokens": [1, 2], "vocab_size": VOCAB, "prompt_length": 2}
@@ -56,7 +56,7 @@ async def test_an_invalid_attach_is_refused(
 
 async def test_a_mismatch_is_refused_with_both_digests() -> None:
     specs = (f"made=fake,target={TARGET},tokenizer={TOKENIZER}", "sized=fake,vocab=777")
-    async with drafting(*specs, **TESTING) as service:
+    async with drafting(*specs) as service:
         right = {"target_fingerprint": TARGET, "tokenizer_digest": TOKENIZER}
         await (await service.attach([1], drafter="made", **right)).end()
         for wrong, reason, digests in (
@@ -78,7 +78,7 @@ async def test_a_mismatch_is_refused_with_both_digests() -> None:
 
 
 async def test_with_the_same_tokenizer_the_smaller_vocabulary_is_the_limit() -> None:
-    async with drafting(f"x=fake,tokenizer={TOKENIZER},vocab=10", **TESTING) as service:
+    async with drafting(f"x=fake,tokenizer={TOKENIZER},vocab=10") as service:
         stream = await service.attach([9], vocab_size=12, tokenizer_digest=TOKENIZER)
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await stream.round([10])
@@ -86,7 +86,7 @@ async def test_with_the_same_tokenizer_the_smaller_vocabulary_is_the_limit() -> 
 
 
 async def test_hidden_states_are_listed_and_required() -> None:
-    async with drafting("x=fake,hidden=yes", **TESTING) as service:
+    async with drafting("x=fake,hidden=yes") as service:
         listed = await service.registry.ListDrafters(drafter_pb2.ListDraftersRequest())
         assert list(listed.drafters[0].hidden_state_layers) == [1, 2]
         assert listed.drafters[0].hidden_state_window == 7

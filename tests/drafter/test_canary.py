@@ -27,9 +27,7 @@ from paceline.drafter.registry.comparison import (
 from paceline.drafter.statistics import DraftStatistics
 from paceline.v1 import drafter_pb2
 
-from .adversaries import METHODS as HOSTILE
 from .conftest import VOCAB, Drafting, drafting, failure
-from .fakes import METHODS, TESTING
 from .test_registry_servicer import listed, load, unload
 
 RUNNING, PROMOTED = drafter_pb2.CANARY_STATE_RUNNING, drafter_pb2.CANARY_STATE_PROMOTED
@@ -251,8 +249,7 @@ async def test_a_worse_version_is_rolled_back(record: Path) -> None:
 
 @pytest.mark.parametrize("method", ["failing", "failing-thread", "malformed", "huge"])
 async def test_a_failing_canary_ends_no_stream(record: Path, method: str) -> None:
-    methods = {"test_methods": {**METHODS, **HOSTILE}, "allow_test_methods": True}
-    async with drafting(f"x=replay:{record}", roots=[record.parent], **methods) as service:
+    async with drafting(f"x=replay:{record}", roots=[record.parent]) as service:
         await load(service, "x", method)
         await start_canary(service, "x", "2", share=0.9)
         texts = [asyncio.create_task(generate(service)) for _ in range(6)]
@@ -265,7 +262,7 @@ async def test_a_failing_canary_ends_no_stream(record: Path, method: str) -> Non
 
 
 async def test_changing_shares_cancels_a_canary() -> None:
-    async with drafting("x=fake", **TESTING) as service:
+    async with drafting("x=fake") as service:
         for action in ("activate", "unload", "load"):
             info = await load(service, "x", "fake")
             await start_canary(service, "x", info.version)
@@ -294,7 +291,7 @@ async def test_changing_shares_cancels_a_canary() -> None:
     ],
 )
 async def test_invalid_settings_are_refused(fields: dict[str, Any], reason: str) -> None:
-    async with drafting("x=fake", **TESTING) as service:
+    async with drafting("x=fake") as service:
         await load(service, "x", "fake")
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await start_canary(service, "x", "2", **fields)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -12,13 +11,11 @@ import pytest
 from paceline.drafter import LoadError, build_service
 from paceline.drafter.methods.replay import write_records
 
-from .adversaries import METHODS as HOSTILE
 from .conftest import drafting, failure
-from .fakes import METHODS, FakeDrafter
+from .fakes import FakeDrafter
 from .test_registry_servicer import listed, load
 
 TEXTS = [([1, 2, 3], list(range(4, 40))), ([9], [8, 7, 6, 5, 8, 7, 6, 5, 8, 7, 6, 5])]
-ALL: dict[str, Any] = {"test_methods": {**METHODS, **HOSTILE}, "allow_test_methods": True}
 
 
 @pytest.fixture
@@ -44,7 +41,7 @@ async def test_the_result_is_listed(recordings: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["failing", "failing-thread", "malformed", "huge"])
 async def test_a_failing_version_is_not_loaded(recordings: Path, method: str) -> None:
-    async with drafting("ngram", recordings=recordings, **ALL) as service:
+    async with drafting("ngram", recordings=recordings) as service:
         stream = await service.attach([1])
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await load(service, "x", method, activate=True)
@@ -56,7 +53,7 @@ async def test_a_failing_version_is_not_loaded(recordings: Path, method: str) ->
 
 async def test_a_failing_version_is_freed(recordings: Path) -> None:
     FakeDrafter.loaded.clear()
-    async with drafting("ngram", recordings=recordings, **ALL) as service:
+    async with drafting("ngram", recordings=recordings) as service:
         with pytest.raises(grpc.aio.AioRpcError, match="another tokenizer"):
             await load(service, "x", "fake", options={"vocab": "7"})
         await load(service, "x", "fake")
@@ -64,14 +61,14 @@ async def test_a_failing_version_is_freed(recordings: Path) -> None:
 
 
 async def test_methods_that_read_kv_are_not_checked(recordings: Path) -> None:
-    async with drafting(recordings=recordings, **ALL) as service:
+    async with drafting(recordings=recordings) as service:
         info = await load(service, "x", "fake", options={"kv": "0"})
         assert not info.HasField("check")
 
 
 async def test_a_failing_drafter_of_the_command_line_fails_the_start(recordings: Path) -> None:
     with pytest.raises(LoadError, match="failed on the recorded texts"):
-        async with drafting("x=failing", recordings=recordings, **ALL):
+        async with drafting("x=failing", recordings=recordings):
             pytest.fail("it started")
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.drafter.methods.base import Budget, Generation, Update
-from paceline.drafter.methods.dspark import DSparkDrafter
+from paceline.drafter.methods.dspark.drafter import DSparkDrafter
 
 from .dspark_models import Dense, load, made_up_states, start, write_dspark
 from .models import GREEDY, SAMPLINGS, VOCAB, text_of, write_model

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from .conftest import drafting, until
-from .fakes import TESTING, FakeDrafter
+from .fakes import FakeDrafter
 from .test_registry_servicer import listed, load, unload
 
 
 async def test_a_stream_moves_with_its_whole_text() -> None:
     FakeDrafter.loaded.clear()
-    async with drafting("x=fake", **TESTING) as service:
+    async with drafting("x=fake") as service:
         stream = await service.attach([1, 2])
         await stream.round([3, 4])
         await load(service, "x", "inline-fake", activate=True)
@@ -43,7 +43,7 @@ async def test_a_stream_stays_if_the_other_version_does_not_fit(
     attach: dict[str, str], options: dict[str, str]
 ) -> None:
     """The old version is freed when the stream ends."""
-    async with drafting("x=fake", **TESTING) as service:
+    async with drafting("x=fake") as service:
         stream = await service.attach([1, 9], **{"tokenizer_digest": "a", **attach})
         await load(service, "x", "fake", activate=True, options=options)
         assert await unload(service, "x", "1") is False
@@ -54,7 +54,7 @@ async def test_a_stream_stays_if_the_other_version_does_not_fit(
 
 
 async def test_streams_of_the_last_version_stay_until_another_is_loaded() -> None:
-    async with drafting("x=fake", **TESTING) as service:
+    async with drafting("x=fake") as service:
         stream = await service.attach([1])
         assert await unload(service, "x") is False
         assert (await stream.round([2])).version == "1"

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.drafter.methods.base import Budget, Generation, LoadError, Resources, Update
-from paceline.drafter.methods.ngram import NgramDrafter, NgramIndex, NgramSequence, Record
+from paceline.drafter.methods.ngram.drafter import NgramDrafter, NgramIndex, NgramSequence, Record
 from paceline.drafter.tree import EMPTY, Tree
 
 LARGE = Budget(nodes=64, depth=64)

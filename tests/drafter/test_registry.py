@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.drafter import DrafterSpec, LoadError, register_method
+from paceline.drafter import DrafterSpec, LoadError
 from paceline.drafter.methods.base import Drafter, Resources
 from paceline.drafter.registry import Registry
 from paceline.drafter.registry.canary import CanarySettings
@@ -20,10 +20,7 @@ from paceline.drafter.spec import Roots
 from paceline.drafter.statistics import DraftStatistics
 from paceline.service import ServiceError
 
-from .fakes import METHODS, SlowLoad
-
-for _name, _path in METHODS.items():
-    register_method(_name, _path)
+from .fakes import SlowLoad
 
 
 class Disposed(list[Drafter]):
@@ -216,13 +213,3 @@ def test_wrong_specs_are_refused(text: str) -> None:
 async def test_unknown_methods_are_refused(registry: Registry) -> None:
     with pytest.raises(LoadError, match=r"known are .*lm, .*ngram, .*replay"):
         await registry.load(spec("x=magic"))
-    register_method("not-there", "no.such.module:Thing")
-    with pytest.raises(LoadError, match="cannot be imported"):
-        await registry.load(spec("x=not-there"))
-    register_method("not-a-drafter", "pathlib:Path")
-    with pytest.raises(LoadError, match="no Drafter"):
-        await registry.load(spec("x=not-a-drafter"))
-    with pytest.raises(ValueError, match="already"):
-        register_method("ngram", "pathlib:Path")
-    with pytest.raises(ValueError, match="module:Class"):
-        register_method("other", "pathlib.Path")

@@ -14,7 +14,7 @@ import pytest
 from paceline.v1 import drafter_pb2
 
 from .conftest import Drafting, drafting, failure, until
-from .fakes import METHODS, TESTING, FakeDrafter, SlowLoad
+from .fakes import FakeDrafter, SlowLoad
 
 CODE = grpc.StatusCode
 
@@ -39,7 +39,7 @@ async def listed(service: Drafting) -> list[tuple[str, str, float, int, bool]]:
 async def test_versions_come_and_go_while_text_streams() -> None:
     SlowLoad.go_on.clear()
     FakeDrafter.loaded.clear()
-    async with drafting("x=fake", **TESTING) as service:
+    async with drafting("x=fake") as service:
         old = await service.attach([1])
         loading = asyncio.create_task(load(service, "x", "slow-load", activate=True))
         for token in range(2, 20):
@@ -67,7 +67,7 @@ async def test_versions_come_and_go_while_text_streams() -> None:
 
 async def test_a_forced_unload_sends_clients_to_another_version() -> None:
     FakeDrafter.loaded.clear()
-    async with drafting("x=fake", "y=inline-fake", **TESTING) as service:
+    async with drafting("x=fake", "y=inline-fake") as service:
         await load(service, "x", "fake")
         idle, other = await service.attach([1]), await service.attach([1], drafter="y")
         busy = await service.attach([1])
@@ -92,7 +92,7 @@ async def test_a_forced_unload_sends_clients_to_another_version() -> None:
 
 async def test_generations_continue_while_versions_change() -> None:
     """Clients see nothing but UNAVAILABLE, upon which they attach again."""
-    async with drafting("x=fake", **TESTING) as service:
+    async with drafting("x=fake") as service:
         over = asyncio.Event()
         answers = 0
         ends: set[tuple[grpc.StatusCode, str]] = set()
@@ -179,18 +179,16 @@ async def test_a_service_without_drafters_can_be_given_one() -> None:
 
 
 async def test_a_drafter_that_cannot_be_loaded_stops_the_start() -> None:
-    from paceline.drafter import LoadError, build_service
+    from paceline.drafter import LoadError
 
     with pytest.raises(LoadError, match="known are max_n"):
         async with drafting("ngram,speed=9"):
             pytest.fail("it started")
-    with pytest.raises(LoadError, match="allow-test-methods"):
-        build_service([], test_methods=METHODS)
 
 
 async def test_an_unloaded_version_is_garbage_collected() -> None:
     FakeDrafter.loaded.clear()
-    async with drafting("x=fake", **TESTING) as service:
+    async with drafting("x=fake") as service:
         stream = await service.attach([1])
         await stream.round([2])
         await stream.end()

@@ -14,13 +14,12 @@ from paceline.drafter.spec import DrafterSpec
 from paceline.v1 import drafter_pb2
 
 from .conftest import drafting
-from .fakes import TESTING
 from .test_canary import canary_of, start_canary
 from .test_registry_servicer import listed, load, unload
 
 
 async def test_a_restart_restores_versions_shares_and_canaries(tmp_path: Path) -> None:
-    options = {"state_dir": tmp_path / "state", **TESTING}
+    options = {"state_dir": tmp_path / "state"}
     async with drafting("b=fake", "a=fake", **options) as service:
         await load(service, "a", "inline-fake", version="next", options={"vocab": "99"})
         await load(service, "gone", "fake")
@@ -44,7 +43,7 @@ async def test_a_restart_restores_versions_shares_and_canaries(tmp_path: Path) -
 
 
 async def test_a_start_with_other_drafters_ignores_the_state(tmp_path: Path) -> None:
-    options = {"state_dir": tmp_path, **TESTING}
+    options = {"state_dir": tmp_path}
     async with drafting("a=fake", **options) as service:
         await load(service, "c", "fake")
     async with drafting("a=fake", "b=fake", **options) as service:
@@ -56,7 +55,7 @@ async def test_a_start_with_other_drafters_ignores_the_state(tmp_path: Path) -> 
 async def test_versions_that_cannot_be_loaded_are_skipped(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
-    options = {"state_dir": tmp_path / "state", "roots": [tmp_path], **TESTING}
+    options = {"state_dir": tmp_path / "state", "roots": [tmp_path]}
     async with drafting("a=fake", **options) as service:
         await load(service, "a", "fake", folder=str(folder), activate=True)
     folder.rmdir()
@@ -97,25 +96,25 @@ def with_canary(**fields: Any) -> dict[str, Any]:
 )  # fmt: skip
 async def test_an_invalid_file_is_set_aside(tmp_path: Path, value: Any) -> None:
     (tmp_path / FILE_NAME).write_text(json.dumps(value))
-    async with drafting("b=fake", state_dir=tmp_path, **TESTING) as service:
+    async with drafting("b=fake", state_dir=tmp_path) as service:
         assert [each[0] for each in await listed(service)] == ["b"]
     assert json.loads((tmp_path / f"{FILE_NAME}.bad").read_text()) == value
 
 
 async def test_a_valid_file_is_restored_and_a_truncated_one_is_not(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_text(json.dumps(GOOD))
-    async with drafting(state_dir=tmp_path, **TESTING) as service:
+    async with drafting(state_dir=tmp_path) as service:
         assert [each[1] for each in await listed(service)] == ["1", "2"]
     text = (tmp_path / FILE_NAME).read_text()
     (tmp_path / FILE_NAME).write_text(text[: len(text) // 2])
-    async with drafting(state_dir=tmp_path, **TESTING) as service:
+    async with drafting(state_dir=tmp_path) as service:
         assert await listed(service) == []
 
 
 async def test_a_full_disk_is_reported_and_leaves_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with drafting("a=fake", state_dir=tmp_path, **TESTING) as service:
+    async with drafting("a=fake", state_dir=tmp_path) as service:
         await load(service, "0", "fake")
         before = (tmp_path / FILE_NAME).read_text()
 

@@ -14,23 +14,18 @@ import pytest
 
 from paceline.v1 import drafter_pb2
 
-from . import adversaries
 from .conftest import VOCAB, Drafting, Stream, drafting, failure, until
-from .fakes import METHODS, FakeDrafter
+from .fakes import FakeDrafter
 
 TEXT = [5, 6, 7, 8, 9, 10, 11, 1, 2, 5, 6, 7]
 CODE = grpc.StatusCode
 ATTACH = {"tokens": [1, 2], "vocab_size": VOCAB, "prompt_length": 2}
-TESTING: dict[str, Any] = {
-    "test_methods": {**METHODS, **adversaries.METHODS},
-    "allow_test_methods": True,
-}
 
 
 @pytest.fixture
 async def fakes() -> AsyncIterator[Drafting]:
     FakeDrafter.loaded.clear()
-    async with drafting("threaded=fake", "inline=inline-fake", **TESTING) as service:
+    async with drafting("threaded=fake", "inline=inline-fake") as service:
         yield service
 
 
@@ -110,7 +105,7 @@ async def test_an_invalid_round_ends_only_its_stream(
     request_fields: dict[str, Any], code: grpc.StatusCode, reason: str
 ) -> None:
     FakeDrafter.loaded.clear()
-    async with drafting("x=fake", max_context=30, **TESTING) as service:
+    async with drafting("x=fake", max_context=30) as service:
         other, stream = await service.attach([1, 2]), await service.attach([1, 2])
         fields = {"new_tokens": [], "total_length": 2 + len(request_fields.get("new_tokens", ()))}
         with pytest.raises(grpc.aio.AioRpcError) as error:
@@ -174,7 +169,7 @@ async def test_memory_is_freed_however_a_stream_ends(fakes: Drafting, name: str)
 
 
 async def test_a_drafter_that_fails_ends_its_own_stream_only() -> None:
-    async with drafting("bad=failing", "worse=failing-thread", "ngram", **TESTING) as service:
+    async with drafting("bad=failing", "worse=failing-thread", "ngram") as service:
         other = await service.attach(TEXT, drafter="ngram")
         for name in ("bad", "worse"):
             stream = await service.attach([1], drafter=name)
@@ -189,7 +184,7 @@ async def test_a_drafter_that_fails_ends_its_own_stream_only() -> None:
 
 async def test_hostile_trees_are_sent_unchanged() -> None:
     names = ("random-tree", "always-wrong", "duplicates", "huge", "changing", "malformed")
-    async with drafting(*names, **TESTING) as service:
+    async with drafting(*names) as service:
         sizes: dict[str, list[int]] = {}
         for name in names:
             stream = await service.attach([1], drafter=name)

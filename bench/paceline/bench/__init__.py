@@ -8,6 +8,8 @@
 - ``paceline bench server``: whole requests beside any server with OpenAI's completions endpoint.
 - ``paceline bench load``: throughput and latencies of many requests at once, without a drafter,
   with fixed trees, and with the verifier's scheduler.
+- ``paceline bench controller``: no drafts, drafts in every round, and the verifier's controller, by
+  turns, on prompts that repeat themselves and on prompts that do not.
 - ``paceline bench replay``: the services apart from any drafter. A recorded continuation is
   drafted, right with a chosen probability, and compared with bare forward passes.
 - ``paceline bench step``: milliseconds of a decoder step by rows and context, and of a prefill.

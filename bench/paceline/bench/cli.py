@@ -13,6 +13,7 @@ _MODULES = {
     "comparison": "paceline.bench.comparison",
     "server": "paceline.bench.server",
     "load": "paceline.bench.load.run",
+    "controller": "paceline.bench.controller",
     "replay": "paceline.bench.replay",
     "step": "paceline.bench.step",
     "telemetry": "paceline.bench.telemetry",
@@ -74,6 +75,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     load.add_argument("--requests", type=int, default=12, help="of a window at a concurrency")
     load.add_argument("--seconds", type=float, default=8.0, help="of a window at a request rate")
+    controller = add("controller", "whether the verifier finds where drafting pays", 192, 3)
+    add_dtype(controller)
+    controller.add_argument("--drafter", default="ngram", help="METHOD[:DIR][,KEY=VALUE...]")
+    controller.add_argument(
+        "--users", type=int, nargs="+", default=[1, 8], help="generations at a time"
+    )
     replay = add("replay", "the services apart from any drafter", 256)
     add_dtype(replay)
     replay.add_argument("--acceptance", type=float, default=0.8, help="of each drafted token")

@@ -1,4 +1,4 @@
-"""Whether the controller finds where drafting pays: ``python -m paceline.bench.controller``.
+"""`paceline bench controller`: whether the verifier finds where drafting pays.
 
 Every prompt is generated without drafts, with drafts in every round, and with the controller, in
 turns, by the same two services. The controller should be as fast as the better of the two others.
@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.machine import describe
-from paceline.bench.served import Services
-from paceline.client import Client, DraftOptions
+from paceline.bench.record import Results, digest
+from paceline.bench.services import ALWAYS, services
+from paceline.client import Client
 
 MODES = ("none", "always", "controller")
 SOURCES = ("_generation", "_verifier", "_transport", "_options", "_output", "_text", "_errors")
@@ -57,24 +56,22 @@ def varied(count: int) -> list[tuple[str, dict[str, Any]]]:
 
 
 async def measure(
-    target: Path, drafter: str, users: Sequence[int], tokens: int, rounds: int
-) -> dict[str, Any]:
-    """Tokens per second by kind of prompt, users and mode.
+    target: Path, dtype: str, drafter: str, users: Sequence[int], tokens: int, repeats: int
+) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+    """Tokens per second by kind of prompt and users, each with its name.
 
     Args:
         target: A Hugging Face folder.
+        dtype: Of the target, float32 or bfloat16.
         drafter: METHOD[:DIR][,KEY=VALUE...].
         users: Numbers of generations at a time.
         tokens: Tokens of a generation.
-        rounds: Times that each mode generates all prompts, in turn with the others.
+        repeats: Times that each mode generates all prompts, in turn with the others.
     """
-    found: dict[str, Any] = {}
     async with AsyncExitStack() as stack:
-        services = stack.enter_context(Services(target, [f"drafter={drafter}"], "bfloat16"))
-        adaptive = await stack.enter_async_context(services.client())
-        always = await stack.enter_async_context(
-            services.client(DraftOptions(adaptive=False, timeout=60.0))
-        )
+        running = stack.enter_context(services(target, {"drafter": drafter}, dtype))
+        adaptive = await stack.enter_async_context(running.client())
+        always = await stack.enter_async_context(running.client(ALWAYS))
         clients = {"none": adaptive, "controller": adaptive, "always": always}
         for kind, prompts in (("repeating", repeating), ("varied", varied)):
             for count in users:
@@ -82,12 +79,10 @@ async def measure(
                 for mode in MODES:  # the first time everything is slower
                     await _all(clients[mode], mode, texts[:count], 32, count)
                 rates: dict[str, list[float]] = {mode: [] for mode in MODES}
-                for turn in range(rounds):
+                for turn in range(repeats):
                     for mode in MODES[turn % 3 :] + MODES[: turn % 3]:
                         rates[mode].append(await _all(clients[mode], mode, texts, tokens, count))
-                found[f"{kind}, {count} users"] = cell = _summary(rates)
-                print(f"{kind}, {count} users: {json.dumps(cell)}", flush=True)
-    return found
+                yield f"{kind}, {count} users", _summary(rates)
 
 
 async def _all(
@@ -127,34 +122,20 @@ def _summary(rates: dict[str, list[float]]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Measure and store."""
-    parser = argparse.ArgumentParser(prog="paceline.bench.controller", description=__doc__)
-    parser.add_argument("--target", type=Path, required=True)
-    parser.add_argument("--drafter", default="ngram")
-    parser.add_argument("--users", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--tokens", type=int, default=192)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
-    result = {
-        "machine": describe(),
-        "target": arguments.target.name,
-        "drafter": arguments.drafter,
-        "tokens": arguments.tokens,
-        "cells": asyncio.run(
-            measure(
-                arguments.target,
-                arguments.drafter,
-                arguments.users,
-                arguments.tokens,
-                arguments.rounds,
-            )
-        ),
-    }
-    if arguments.output:
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+def run(args: argparse.Namespace) -> int:
+    """Measure, print and record."""
+    target = args.target or args.models / "target"
+    results = Results(
+        "controller", args.output, target=digest(target), dtype=args.dtype, tokens=args.tokens
+    )
 
+    async def record() -> None:
+        async for name, cell in measure(
+            target, args.dtype, args.drafter, args.users, args.tokens, args.repeats
+        ):
+            print(f"{args.drafter}, {name}: {cell}", flush=True)
+            results.add(f"{args.drafter}, {name}", cell)
 
-if __name__ == "__main__":
-    main()
+    asyncio.run(record())
+    print(f"written to {results.file}")
+    return 0

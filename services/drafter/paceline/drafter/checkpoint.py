@@ -52,7 +52,7 @@ def check_target(folder: Path, target: Path, fit: Fit) -> None:
         LoadError: TARGET_MISMATCH or TOKENIZER_MISMATCH.
     """
     from paceline.decoder import weights_fingerprint  # here, since other methods need no torch
-    from paceline.longspec.folder import tokenizer_digest
+    from paceline.drafter.methods.target import tokenizer_digest
 
     pairs = (
         ("TARGET_MISMATCH", "weights", fit.target_fingerprint, weights_fingerprint(target)),

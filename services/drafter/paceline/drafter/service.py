@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,8 +13,7 @@ import grpc
 from paceline.drafter.check import LoadCheck
 from paceline.drafter.device import drafting_device, thread_setup
 from paceline.drafter.kv import KvExchange, VerifierAccess
-from paceline.drafter.methods import register_method
-from paceline.drafter.methods.base import Drafter, LoadError, Resources
+from paceline.drafter.methods.base import Drafter, Resources
 from paceline.drafter.recordings import Recorder, read_recordings
 from paceline.drafter.registry import Registry, StateFile
 from paceline.drafter.registry.loader import Loader
@@ -108,8 +107,6 @@ def build_service(
     recordings: Path | None = None,
     record: Path | None = None,
     record_bytes: int = RECORD_BYTES,
-    test_methods: Mapping[str, str] | None = None,
-    allow_test_methods: bool = False,
 ) -> Service:
     """Create a drafter service, for :func:`paceline.service.run_server`.
 
@@ -133,28 +130,14 @@ def build_service(
         record: Folder of this service's own for the texts of its generations, for training
             (:class:`paceline.drafter.recordings.Recorder`). None: no text is recorded.
         record_bytes: Limit of ``record``. Unit: bytes.
-        test_methods: Methods from outside the package, name to ``module:Class``, for tests. They
-            run that module's code, so they need ``allow_test_methods``.
-        allow_test_methods: Allow ``test_methods``.
 
     Raises:
-        LoadError: Test methods are not allowed, or a name of theirs is taken; or the recordings
-            cannot be read.
+        LoadError: A method is unknown or cannot be imported, or the recordings cannot be read.
         OptionsError: The TLS authorities of ``access`` cannot be read.
         OSError: Another TLS file of it cannot be read, or the folder of the state or of the texts
             cannot be created or used.
         ValueError: ``record_bytes`` is too small, or there is no such device.
     """
-    if test_methods and not allow_test_methods:
-        raise LoadError(
-            "TEST_METHODS_NOT_ALLOWED",
-            "methods from outside the package are for tests; allow them with --allow-test-methods",
-        )
-    for name, path in (test_methods or {}).items():
-        try:
-            register_method(name, path)
-        except ValueError as error:
-            raise LoadError("INVALID_METHOD", str(error)) from error
     resources = Resources(device=drafting_device(device), threads=threads)
     folders = [folder for spec in load for folder in spec.folders]
     allowed = [*roots, *folders] if roots else [f for each in folders for f in (each, each.parent)]

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from paceline.drafter.calibration import FILE, read_calibration
-from paceline.drafter.methods import CALIBRATION, folder_options, method_class
+from paceline.drafter.methods import CALIBRATION, method_class, path_options
 from paceline.drafter.methods.base import Drafter, LoadError, Resources
 from paceline.drafter.spec import DrafterSpec, Roots
 
@@ -36,7 +36,7 @@ class Loader:
 
     def _load(self, spec: DrafterSpec) -> Drafter:
         folder = self._roots.check(spec.folder) if spec.folder else None
-        folders = folder_options(spec.method)
+        folders = path_options(spec.method)
         options = {
             name: str(self._roots.check(Path(text))) if name in folders and text else text
             for name, text in spec.options.items()
