@@ -74,7 +74,8 @@ def test_a_policy_chooses_as_a_verifier_would(layer: Path, policy: str) -> None:
         plain = accepted_lengths(load(layer, 0), recording)
         assert everything.accepted_lengths(load(layer, 0)) == plain
         kv.accepted_lengths(load(layer, 64))
-        [(keys, values)] = kv.parts(7, kv.committed, 64)
+        kv.refresh(kv.committed, 64)
+        [(keys, values)] = kv.parts(7)
         for plane, whole in zip((keys, values), before, strict=True):
             assert 48 < plane.shape[1] <= 64
             places = (plane[0, :, None] == whole[0, None]).all(-1)

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.drafter.kv.errors import KvNotShared
+from paceline.drafter.kv import KvNotShared
 from paceline.drafter.kv.shared import SharedKv
-from paceline.shm import HEADER_BYTES
+from paceline.kv.segment import HEADER_BYTES
 from paceline.v1 import kv_pb2
 from paceline.verifier.kv.base import own_prefix
 from paceline.verifier.kv.segment import Segment
@@ -68,19 +68,19 @@ def sized(size: int) -> Callable[[Response], None]:
 ROW = DIM * 4
 LIES: dict[str, tuple[Callable[[Response], None], str]] = {
     "nothing": (lambda r: r.ClearField("segments"), "no segment"),
-    "a path": (named("/../../etc/passwd"), "no name of a KV segment"),
-    "a path below": (named("/paceline-1-1-0123456789abcdef/../x"), "no name of a KV segment"),
-    "no slash but a path": (named("//paceline-1-1-0123456789abcdef"), "no name of a KV segment"),
-    "a trailing line": (named("/paceline-1-1-0123456789abcdef\n"), "no name of a KV segment"),
-    "a zero byte": (named("/paceline-1-1-0123456789abcde\0"), "no name of a KV segment"),
-    "another program's": (named("/sem.paceline-1-1-0123456789abcdef"), "no name of a KV segment"),
+    "a path": (named("/../../etc/passwd"), "name of a KV segment"),
+    "a path below": (named("/paceline-1-1-0123456789abcdef/../x"), "name of a KV segment"),
+    "no slash but a path": (named("//paceline-1-1-0123456789abcdef"), "name of a KV segment"),
+    "a trailing line": (named("/paceline-1-1-0123456789abcdef\n"), "name of a KV segment"),
+    "a zero byte": (named("/paceline-1-1-0123456789abcde\0"), "name of a KV segment"),
+    "another program's": (named("/sem.paceline-1-1-0123456789abcdef"), "name of a KV segment"),
     "none there": (named("/paceline-1-1-0123456789abcdef"), "No such file"),
     "another type": (answered(dtype=kv_pb2.KV_DTYPE_INT8), "type number 4"),
     "an unknown type": (answered(dtype=99), "type number 99"),
     "no generation": (answered(generation=0), "no generation"),
     "another generation": (answered(generation=GENERATION + 1), "not, or no longer, the cache"),
     "a smaller file": (sized(8192), "from byte"),
-    "a larger file": (sized(1 << 40), "described were 1099511627776"),
+    "a larger file": (sized(1 << 40), "expected 1099511627776"),
     "the header": (each(offset=HEADER_BYTES - ROW), "from byte 4080"),
     "beyond the end": (each(offset=1 << 63), "from byte 9223372036854775808"),
     "huge head strides": (each(head_stride=(1 << 64) - ROW), "from byte"),
@@ -221,7 +221,7 @@ def test_links_pipes_and_strange_files_are_refused(segment: Segment, planted: Pa
         SharedKv.open(response, GRANT, (0,))
     planted.unlink()
     os.mkfifo(planted)
-    with pytest.raises(KvNotShared, match="no regular file"):
+    with pytest.raises(KvNotShared, match="not a regular file"):
         SharedKv.open(response, GRANT, (0,))
     planted.unlink()
     with planted.open("wb") as file:

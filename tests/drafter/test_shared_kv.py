@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.drafter.kv.errors import KvGone
+from paceline.drafter.kv import KvGone
 from paceline.drafter.kv.shared import SharedKv
 from paceline.v1 import kv_pb2
 from paceline.verifier.kv.layout import KvLayout

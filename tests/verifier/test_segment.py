@@ -14,7 +14,7 @@ import pytest
 import torch
 from verifier_support import LAYOUT
 
-from paceline.shm import HEADER_BYTES
+from paceline.kv.segment import HEADER_BYTES
 from paceline.verifier.kv.base import OutOfMemory
 from paceline.verifier.kv.segment import Segment, sweep_orphans
 

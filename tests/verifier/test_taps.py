@@ -13,9 +13,9 @@ from verifier_support import LAYOUT, Client, serving
 
 from paceline.decoder import Decoder, LocalCache
 from paceline.drafter.kv import KvExchange, KvGone, KvNotShared, VerifierAccess
-from paceline.drafter.kv.states import SharedStates
+from paceline.drafter.kv.shared import SharedStates
 from paceline.kernels import TreeSegment, plan_trees
-from paceline.shm import TAP_AHEAD
+from paceline.kv.segment import TAP_AHEAD
 from paceline.v1 import kv_pb2, tree_pb2, verifier_pb2
 from paceline.verifier.kv.segment import Segment
 from paceline.verifier.kv.taps import TapLayout, TapPlanes, Taps

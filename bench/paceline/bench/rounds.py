@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from paceline.decoder import Decoder
-from paceline.drafter.kv.shared import streaming_parts
+from paceline.drafter.kv.reader import StreamingReader
 from paceline.drafter.methods.base import Budget, Drafter, Generation, Update
+from paceline.kv.selection import SelectionPolicy
 from paceline.service.sampling import sampling_params
 from paceline.v1 import sampling_pb2
 from paceline.verifier.engine.batch import Batch
@@ -24,12 +25,11 @@ from paceline.verifier.engine.settle import settle
 from paceline.verifier.engine.tree import DraftTree
 from paceline.verifier.kv.layout import KvLayout
 from paceline.verifier.kv.segment import Segment
-from paceline.verifier.selection import Selection
 
 _CHUNK = 256  # tokens of a block of a prefill
 GREEDY = sampling_pb2.SamplingParams()
 
-Chooses = Callable[[Segment], Selection]
+Chooses = Callable[[Segment], SelectionPolicy]
 """Makes a selection of positions of a segment."""
 
 
@@ -57,10 +57,10 @@ class TimedRound:
         return self.draft_ms + self.target_ms + self.settle_ms
 
 
-class _Kv:
+class _Kv(StreamingReader):
     """A text's own KV, as drafters read it; with a selection, at the positions that it chooses."""
 
-    def __init__(self, text: Text, selection: Selection | None = None) -> None:
+    def __init__(self, text: Text, selection: SelectionPolicy | None = None) -> None:
         self._text = text
         self._selection = selection
         self._chosen: list[Tensor] = []
@@ -69,19 +69,28 @@ class _Kv:
     def committed(self) -> int:
         return self._text.committed
 
-    def parts(self, index: int, below: int, budget: int) -> list[tuple[Tensor, Tensor]]:
-        text = self._text
-        assert isinstance(text.segment, Segment)
-        keys, values = text.segment.layer(index)
-        if self._selection is None or not budget:
-            return streaming_parts((keys, values), min(text.committed, below), budget)
-        if index == 0:
-            self._chosen = self._selection.choose(min(text.committed, below), budget)
-        positions = self._chosen[index]
-        return [(keys[:, positions], values[:, positions])]
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        assert isinstance(self._text.segment, Segment)
+        return self._text.segment.layer(index)
+
+    def refresh(self, below: int, budget: int) -> int:
+        length = super().refresh(below, budget)
+        self._chosen = []
+        if self._selection is not None and budget:
+            self._chosen = self._selection.choose(length, budget)
+        return length
+
+    def parts(self, layer: int) -> list[tuple[Tensor, Tensor]]:
+        if not self._chosen:
+            return super().parts(layer)
+        keys, values = self.layer(layer)
+        return [(keys[:, self._chosen[layer]], values[:, self._chosen[layer]])]
 
     def check(self) -> None:
-        """Nothing: it lasts as long as the rounds."""
+        """The segment lasts as long as the rounds."""
+
+    def close(self) -> None:
+        """The segment is closed by its owner."""
 
 
 @contextmanager
@@ -182,7 +191,8 @@ def continued_each(
             text.committed = len(prompt)
             assert isinstance(first.segment, Segment)
             selection = chooses(first.segment)
-            text.collectors += selection.collectors
+            if selection.observer is not None:
+                text.observers.append(selection.observer)
             rounds = _rounds(target, drafter, text, sampling, selection)
             found[name] = []
             while len(text.tokens) - len(prompt) < count:
@@ -199,7 +209,7 @@ def _rounds(
     drafter: Drafter,
     text: Text,
     sampling: sampling_pb2.SamplingParams,
-    selection: Selection | None = None,
+    selection: SelectionPolicy | None = None,
 ) -> Generator[TimedRound, None, None]:
     """Round after round, without end."""
     prompt, vocab = len(text.generation.prompt), target.config.vocab_size

@@ -11,10 +11,10 @@ from paceline.drafter import Drafter
 from paceline.drafter.acceptance import RecordedKv, Recording, rounds, standing
 from paceline.drafter.tree import Tree
 from paceline.kernels import TreeSegment, plan_trees
-from paceline.verifier.engine.watch import Watch, Watches
+from paceline.kv.policies import load_policy
+from paceline.verifier.engine.observer import BatchObserver
 from paceline.verifier.kv.layout import KvLayout
 from paceline.verifier.kv.segment import Segment
-from paceline.verifier.selection import PageCollector, ScoreCollector, Scored, Selection
 
 POLICIES = ("chunk_topk", "verified", "quest")
 """Those that learn from verification."""
@@ -35,21 +35,19 @@ class SelectedKv(RecordedKv):
         super().__init__(recording.cache)
         self._target, self._segment, self._layer = target, segment, layer
         self._recording, self._recorded = recording, recording.cache
-        if policy == "quest":
-            self._collector: ScoreCollector | PageCollector = PageCollector([layer], segment)
-        else:
-            cumulative = policy == "chunk_topk"
-            self._collector = ScoreCollector([layer], segment, cumulative=cumulative)
-        self._selection: Selection = Scored(self._collector)
+        self._selection = load_policy(policy)(segment, [layer])
+        self._chosen: list[Tensor] = []
 
-    def parts(self, index: int, below: int, budget: int) -> list[tuple[Tensor, Tensor]]:
-        """See :meth:`paceline.drafter.methods.base.TargetKv.parts`."""
+    def refresh(self, below: int, budget: int) -> int:
+        """See :class:`paceline.drafter.kv.reader.KvReader`."""
         length = min(self.committed, below)
-        if length == 0:
-            return []
-        [chosen] = self._selection.choose(length, budget or length)
-        keys, values = self._recorded.layer(index)
-        return [(keys[:, chosen], values[:, chosen])]
+        self._chosen = self._selection.choose(length, budget or length) if length else []
+        return length
+
+    def parts(self, layer: int) -> list[tuple[Tensor, Tensor]]:
+        """See :class:`paceline.drafter.kv.reader.KvReader`."""
+        keys, values = self._recorded.layer(layer)
+        return [(keys[:, chosen], values[:, chosen]) for chosen in self._chosen]
 
     def accepted_lengths(self, drafter: Drafter) -> list[int]:
         """See :func:`paceline.drafter.acceptance.accepted_lengths`."""
@@ -63,17 +61,17 @@ class SelectedKv(RecordedKv):
         paths = [tree.path(node) for node in range(len(tree))]
         tokens = [self._recording.tokens[self.committed], *max(paths, key=len, default=())]
         start, count = self.committed, len(tokens)
-        nodes = (0,) if count == 1 else (0, count - 1)
-        watches = Watches()
-        watches.add(Watch(self._collector, 0, nodes, nodes, start))
+        block, observer = TreeSegment(0, start, None, count), BatchObserver()
+        assert self._selection.observer is not None, "these policies score positions"
+        observer.add(self._selection.observer, 0, block, 0)
         self._target.forward(
             torch.tensor(tokens),
-            plan_trees([TreeSegment(0, start, None, count)]),
+            plan_trees([block]),
             [self._segment],
             logit_rows=torch.tensor([0]),
-            observer=watches,
+            observer=observer,
         )
-        watches.publish()
+        observer.publish()
         for layer in range(self._segment.layout.layers):  # what stays is the recorded text
             for ours, theirs in zip(
                 self._segment.layer(layer), self._recorded.layer(layer), strict=True

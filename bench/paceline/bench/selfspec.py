@@ -21,12 +21,14 @@ from paceline.decoder import Decoder
 from paceline.drafter.methods.base import Resources
 from paceline.drafter.methods.selfspec import SelfSpecDrafter
 from paceline.kernels import TreePlan, TreeSegment, plan_trees, tree_attention
+from paceline.kv.policies import STREAMING, load_policy
+from paceline.kv.scores import AttentionScores
+from paceline.kv.selection import PolicyFactory, SelectionPolicy, TopScores
 from paceline.v1 import sampling_pb2
 from paceline.verifier.engine.batch import Batch
 from paceline.verifier.engine.job import Round
 from paceline.verifier.engine.tree import DraftTree
 from paceline.verifier.kv.segment import Segment
-from paceline.verifier.selection import PageCollector, ScoreCollector, Scored, Streaming
 
 CONTEXT = 8192
 """Prompt and what is written after it. Unit: tokens."""
@@ -48,7 +50,7 @@ _SAMPLINGS = {
 }
 
 
-class EveryRow(ScoreCollector):
+class EveryRow(AttentionScores):
     """Looks at all rows of a round: what SpecAttn's two stand for."""
 
     def nodes(self, block: TreeSegment) -> tuple[int, ...]:
@@ -59,16 +61,16 @@ def policies(layers: int) -> dict[str, Chooses]:
     """Selection policies by name; ``all rows`` is ``verified`` from all rows of a round."""
     every = range(layers)
 
-    def scored(kind: type[ScoreCollector], cumulative: bool, segment: Segment) -> Scored:
-        return Scored(kind(every, segment, cumulative=cumulative))
+    def all_rows(segment: Segment) -> TopScores:
+        return TopScores(segment, EveryRow(segment, every))
 
-    return {
-        "verified": partial(scored, ScoreCollector, False),
-        "all rows": partial(scored, EveryRow, False),
-        "chunk_topk": partial(scored, ScoreCollector, True),
-        "quest": lambda segment: Scored(PageCollector(every, segment)),
-        "streaming": lambda segment: Streaming(layers),
-    }
+    names = ("verified", "chunk_topk", "quest", STREAMING)
+    loaded = {name: partial(_new_policy, load_policy(name), every) for name in names}
+    return {**loaded, "all rows": all_rows}
+
+
+def _new_policy(factory: PolicyFactory, layers: Sequence[int], segment: Segment) -> SelectionPolicy:
+    return factory(segment, layers)
 
 
 def lengthened(target: Path, folder: Path, positions: int) -> Path:
@@ -166,7 +168,7 @@ def collection(decoder: Decoder, contexts: Sequence[int]) -> list[dict[str, floa
         with at_context_text(decoder, context, DEPTH + 2) as text:
             assert isinstance(text.segment, Segment)
             watching = {
-                name: choose(text.segment).collectors
+                name: choose(text.segment).observer
                 for name, choose in policies(decoder.config.layers).items()
             }
             times: dict[str, list[float]] = defaultdict(list)
@@ -174,7 +176,8 @@ def collection(decoder: Decoder, contexts: Sequence[int]) -> list[dict[str, floa
             for _ in range(_WARM_UP + _STEPS):
                 order.reverse()
                 for name in order:
-                    text.collectors = list(watching[name])
+                    observer = watching[name]
+                    text.observers = [] if observer is None else [observer]
                     batch = Batch()
                     batch.add_round(Round(text, 0, tree), tree)
                     begun = time.thread_time()

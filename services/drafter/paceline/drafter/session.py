@@ -16,12 +16,7 @@ from paceline.service.modes import rejects
 from paceline.v1 import sampling_pb2
 
 if TYPE_CHECKING:
-    from paceline.drafter.kv.chosen import ChosenKv
-    from paceline.drafter.kv.device import DeviceKv
-    from paceline.drafter.kv.followed import FollowedKv
-    from paceline.drafter.kv.followed_states import FollowedStates
-    from paceline.drafter.kv.shared import SharedKv
-    from paceline.drafter.kv.states import SharedStates
+    from paceline.drafter.kv.reader import KvReader, StateReader
 
 INLINE_SLICE = 32
 """Tokens of backlog that a method may work off on the event loop in one go."""
@@ -57,8 +52,8 @@ class Session:
         drafter: Drafter,
         sequence: DraftSequence,
         worker: DraftWorker,
-        kv: SharedKv | DeviceKv | ChosenKv | FollowedKv | None = None,
-        states: SharedStates | FollowedStates | None = None,
+        kv: KvReader | None = None,
+        states: StateReader | None = None,
         *,
         sampling: sampling_pb2.SamplingParams | None = None,
     ) -> None:
@@ -126,7 +121,7 @@ class Session:
         """Hidden states that are sent come beside the round: wait for those it is about."""
         if self._states is not None:
             left = (deadline - time.monotonic()) / 2
-            await self._states.caught_up(committed, max(0.0, min(left, _STATES_SECONDS)))
+            await self._states.wait_for(committed, max(0.0, min(left, _STATES_SECONDS)))
 
     def close(self) -> None:
         """Free the sequence, after the round it may still be in."""

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from paceline.drafter.methods.base import Budget, DraftSequence, Generation, TargetStates, Update
+from paceline.drafter.kv.reader import StateReader
+from paceline.drafter.methods.base import Budget, DraftSequence, Generation, Update
 from paceline.drafter.methods.beam import Beam
 from paceline.drafter.methods.dspark_heads import Places, Verdict
 from paceline.drafter.methods.ranking import Ranker
@@ -26,9 +27,7 @@ class DSparkSequence(DraftSequence):
     the backbone's state of their place.
     """
 
-    def __init__(
-        self, drafter: DSparkDrafter, generation: Generation, states: TargetStates
-    ) -> None:
+    def __init__(self, drafter: DSparkDrafter, generation: Generation, states: StateReader) -> None:
         self.states = states
         self.length = len(generation.tokens)
         """Tokens of the text."""

@@ -36,7 +36,7 @@ class Context:
 
     @classmethod
     def of(cls, parts: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> Context | None:
-        """Keys and values as :meth:`TargetKv.parts` gives them; None if there are none yet.
+        """Keys and values as :meth:`KvReader.parts` returns them; None if there are none yet.
 
         They are copied only where they lie on another device than the layer.
         """

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from paceline.drafter.methods.base import Budget, DraftSequence, Generation, TargetKv, Update
+from paceline.drafter.kv.reader import KvReader
+from paceline.drafter.methods.base import Budget, DraftSequence, Generation, Update
 from paceline.drafter.methods.beam import Beam
 from paceline.drafter.methods.longspec_layer import Context, Feed
 from paceline.drafter.methods.ranking import Ranker
@@ -28,7 +29,7 @@ class LongSpecSequence(DraftSequence):
     feeds the tokens that came since the last one, then level after level of its tree.
     """
 
-    def __init__(self, drafter: LongSpecDrafter, generation: Generation, kv: TargetKv) -> None:
+    def __init__(self, drafter: LongSpecDrafter, generation: Generation, kv: KvReader) -> None:
         self.kv = kv
         self.length = len(generation.tokens)
         """Tokens of the text."""
@@ -87,7 +88,8 @@ class LongSpecSequence(DraftSequence):
             return False
         self.kv.check()
         below = self.length - 1  # the verifier may know of the future already
-        parts = self.kv.parts(config.target_layer, below, options.context)
+        self.kv.refresh(below, options.context)
+        parts = self.kv.parts(config.target_layer)
         self._context = Context.of(parts, self._drafter.layer.device)
         limits = Budget(nodes=min(budget.nodes, options.max_nodes), depth=depth)
         widths = self._ranker.widths(options.widths)

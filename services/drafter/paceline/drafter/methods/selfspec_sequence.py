@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from paceline.drafter.methods.base import Budget, DraftSequence, Generation, TargetKv, Update
+from paceline.drafter.kv.reader import KvReader
+from paceline.drafter.methods.base import Budget, DraftSequence, Generation, Update
 from paceline.drafter.methods.beam import Beam
 from paceline.drafter.methods.ranking import Ranker
 from paceline.drafter.tree import Tree
@@ -50,7 +51,7 @@ class SelfSpecSequence(DraftSequence):
     anchor always among them, then the nodes of the tree.
     """
 
-    def __init__(self, drafter: SelfSpecDrafter, generation: Generation, kv: TargetKv) -> None:
+    def __init__(self, drafter: SelfSpecDrafter, generation: Generation, kv: KvReader) -> None:
         self.kv = kv
         self.text = list(generation.tokens)
         self.beam: Beam | None = None
@@ -131,9 +132,9 @@ class SelfSpecSequence(DraftSequence):
     def _gather(self, below: int) -> bool:
         """Copy the chosen positions of all layers; False if there are none, or too few."""
         budget = self._drafter.needs.kv_budget_at(below)
-        layers = [self.kv.parts(layer, below, budget) for layer in range(self._config.layers)]
+        self._known = self.kv.refresh(below, budget)
+        layers = [self.kv.parts(layer) for layer in range(self._config.layers)]
         self._held = sum(keys.shape[1] for keys, _ in layers[0])
-        self._known = min(self.kv.committed, below)
         new = len(self.text) - self._known
         if not self._held or new > MOST_NEW:
             return False

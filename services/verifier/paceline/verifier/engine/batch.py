@@ -13,9 +13,9 @@ from paceline.decoder import Decoder, ForwardResult, GraphRunner
 from paceline.decoder.graphs import table_row
 from paceline.kernels import CHUNK, TreeSegment, plan_trees
 from paceline.verifier.engine.job import Job, Prefill, Round
+from paceline.verifier.engine.observer import BatchObserver
 from paceline.verifier.engine.sequence import Sequence, States
 from paceline.verifier.engine.tree import NO_TREE, DraftTree
-from paceline.verifier.engine.watch import Watch, Watches
 from paceline.verifier.kv.base import SequenceKv
 
 
@@ -54,7 +54,7 @@ class Batch:
         self._caches: list[SequenceKv] = []
         self._logit_rows: list[int] = []
         self._taps: set[int] = set()
-        self._watches = Watches()
+        self._observer = BatchObserver()
 
     @classmethod
     def of(cls, share: Share) -> Batch:
@@ -89,7 +89,7 @@ class Batch:
             [sequence.tokens[-1], *tree.tokens],
             None if tree.is_chain else tuple(tree.parents),
         )
-        self._watch(sequence)
+        self._observe(sequence)
 
     def add_prefill(self, prefill: Prefill, stop: int) -> None:
         """Add a piece of a prefill: the text from what is committed to ``stop``."""
@@ -104,7 +104,7 @@ class Batch:
             self._add_block(cache, start, text[start:end], None)
         if ends:
             self._logit_rows.append(len(self.tokens) - 1)
-            self._watch(prefill.sequence)
+            self._observe(prefill.sequence)
 
     def forward(self, decoder: Decoder, graphs: GraphRunner | None = None) -> tuple[Tensor, States]:
         """Run it: writes the KV of all blocks.
@@ -131,9 +131,9 @@ class Batch:
             self._caches,
             logit_rows=None if every else rows,
             taps=taps,
-            observer=self._watches if len(self._watches) else None,
+            observer=self._observer if len(self._observer) else None,
         )
-        self._watches.publish()
+        self._observer.publish()
         return result.logits, dict(zip(taps, result.taps, strict=True))
 
     def _replay(
@@ -141,14 +141,14 @@ class Batch:
     ) -> ForwardResult | None:
         """Run it as a captured pass; None if there is none that does all that is wanted."""
         config = decoder.config
-        layers, noted = self._watches.rooms(config.windows)
-        if len(self._watches) and not noted:
+        layers, noted = self._observer.scratch(config.windows)
+        if len(self._observer) and not noted:
             return None
         tables = [table_row(cache) for cache in self._caches]
         result = graphs.forward(self.tokens, self._blocks, tables, taps, layers, noted)
         if result is not None:
-            self._watches.noted(config.q_heads)
-            self._watches.publish()
+            self._observer.read_scratch(config.q_heads)
+            self._observer.publish()
         return result
 
     def _next_rows(self, count: int) -> slice:
@@ -160,13 +160,11 @@ class Batch:
             self._taps.update(sequence.generation.taps.layers)
         return len(self._caches) - 1
 
-    def _watch(self, sequence: Sequence) -> None:
-        """Let the sequence's collectors look at the last block."""
-        for collector in tuple(sequence.collectors):
-            index, block = len(self._blocks) - 1, self._blocks[-1]
-            nodes = collector.nodes(block)
-            rows = tuple(len(self.tokens) - block.length + node for node in nodes)
-            self._watches.add(Watch(collector, index, nodes, rows, block.start))
+    def _observe(self, sequence: Sequence) -> None:
+        """Add the sequence's score observers to the last block."""
+        index, block = len(self._blocks) - 1, self._blocks[-1]
+        for observer in tuple(sequence.observers):
+            self._observer.add(observer, index, block, len(self.tokens) - block.length)
 
     def _add_block(
         self, cache: int, start: int, tokens: list[int], parents: tuple[int, ...] | None
