@@ -125,7 +125,7 @@ async def test_an_attach_without_its_kv_is_refused(service: Drafting, verifier: 
             await attach(service, verifier, **fields)
         assert failure(error) == (CODE.FAILED_PRECONDITION, "KV_NOT_SHARED")
     verifier.lie = lambda response: setattr(response.segments[0], "offset", 1 << 40)
-    with pytest.raises(grpc.aio.AioRpcError, match="in a file of") as error:
+    with pytest.raises(grpc.aio.AioRpcError, match="expected it inside bytes") as error:
         await attach(service, verifier)
     assert failure(error) == (CODE.FAILED_PRECONDITION, "KV_NOT_SHARED")
     assert not FakeDrafter.loaded[0].sequences

@@ -97,10 +97,9 @@ async def test_a_stalled_reader_keeps_nobody_from_anything(model: Path, tmp_path
 async def test_caches_of_many_streams_are_not_mixed_up(client: Client) -> None:
     created = [await client.create([*PROMPT, index]) for index in range(6)]
     mapped = await asyncio.gather(*(mapping(client, each, -1) for each in created))
-    caches = {cache.generation: cache.sequence for cache in client.service.store}
-    assert len({kv.generation for kv in mapped}) == 6
-    for kv in mapped:
-        theirs = caches[kv.generation].segment.layer(1)[0]
+    for kv, each in zip(mapped, created, strict=True):
+        cache = client.service.store.find_granted(each.read_grant)
+        theirs = cache.sequence.segment.layer(1)[0]
         assert kv.layer(-1)[0][:, : kv.committed].equal(theirs[:, : kv.committed])
     await client.release(created[0].handle)
     gone = mapped.pop(0)
@@ -120,7 +119,7 @@ async def test_a_refusal_says_why(client: Client) -> None:
     for address, grant, layers, says in (
         (client.address, bytes(16), (0,), "NOT_FOUND: no cache has this read grant"),
         (client.address, b"short", (0,), "INVALID_ARGUMENT: the read grant has 5 bytes"),
-        (client.address, created.read_grant, (2,), "INVALID_ARGUMENT: layer 2 was asked for"),
+        (client.address, created.read_grant, (2,), "INVALID_ARGUMENT: layer 2 was requested"),
         (client.address, created.read_grant, (-3,), "reads layer -3"),
         (f"{client.address}x", created.read_grant, (0,), "UNAVAILABLE"),
         ("verifier.example:7431", created.read_grant, (0,), "is not on this machine"),
