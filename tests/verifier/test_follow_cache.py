@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import random
-from pathlib import Path
 from typing import Any
 
-import drafters
 import grpc
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from verifier_support import LAYOUT, Client, Round, failure, reason_of, serving, until
+from kv_support import caught_up, following, lost
+from verifier_support import LAYOUT, Client, Round, failure, reason_of, until
 
 from paceline.drafter.kv import KvExchange, KvGone, KvNotShared, KvOptions, VerifierAccess
-from paceline.drafter.kv import exchange as exchange_module
 from paceline.drafter.kv import stream as stream_module
 from paceline.drafter.kv.delta import DeltaCache
-from paceline.drafter.kv.remote import RemoteKv
 from paceline.kernels import streaming
 from paceline.kv.selection import SelectionPolicy, Streaming
 from paceline.kv.wire import SCALED, WIRE_TYPES, decode, encode, position_bytes
@@ -153,67 +149,6 @@ def test_types_on_the_wire(wire: Any, seed: int, size: float) -> None:
         assert ((found - plane).abs() <= most * step).all()
     else:
         assert found.equal(plane.to(WIRE_TYPES[wire]).float())
-
-
-async def following(
-    client: Client, created: Any, layers: tuple[int, ...] = (0, -1), budget: int = 64, **how: str
-) -> tuple[KvExchange, RemoteKv]:
-    exchange = KvExchange(VerifierAccess())
-    options = KvOptions(kv="follow", **how)
-    kv = await exchange.open(client.address, created.read_grant, layers, options, budget)
-    assert isinstance(kv, RemoteKv)
-    return exchange, kv
-
-
-async def lost(exchange: KvExchange, address: str, followed: Any) -> None:
-    """Break the connection, and wait until the stream is another one."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange_module, "CALL_SECONDS", 0.0)  # of grace
-        exchange._drop(address)
-    await until(lambda: followed._stream > 1)
-
-
-async def caught_up(kv: RemoteKv, committed: int, budget: int = 64, held: int = 0) -> None:
-    """Until it took in what the verifier sent of so many positions, and holds so many."""
-
-    def caught_up() -> bool:
-        kv.refresh(committed, budget)
-        parts = kv.parts(kv.layers[0])
-        return bool(parts) and kv.committed == committed and held in (0, parts[0][0].shape[1])
-
-    await until(caught_up)
-
-
-@pytest.mark.parametrize("name", ["Llama", "bf16"])
-async def test_it_follows_a_generation(models: dict[str, Path], tmp_path: Path, name: str) -> None:
-    """After every round, trees and free runs alike, through changes of the budget."""
-    async with serving(models[name], tmp_path / "v.sock", kv_bytes=1 << 28) as client:
-        prompt = [random.Random(1).randrange(1, 61) for _ in range(230)]
-        created = await client.create(prompt, max_new_tokens=60, ignore_eos=True)
-        exchange, kv = await following(client, created)
-        (cache,) = client.service.store
-        stream, draw, rng = client.stub.Verify(), drafters.random_tree, random.Random(2)
-        tokens, budgets = list(created.first.tokens), [64, 64, 300, 300, 5, 5, 100, 0, 0, 7]
-        for number, budget in enumerate(budgets, 1):
-            await stream.write(Round.of(created.handle, number, draw([*prompt, *tokens], rng)))
-            tokens += (await stream.read()).result.tokens
-            committed = cache.sequence.committed
-            assert committed == len(prompt) + len(tokens) - 1
-            wanted = min(budget or committed, committed)
-            await caught_up(kv, committed, budget, wanted)
-            held = kv.cache
-            assert held is not None
-            for index, layer in enumerate((0, 1)):
-                theirs = cache.sequence.segment.layer(layer)
-                for mine, plane in zip(held.layer(index), theirs, strict=True):
-                    assert mine.equal(plane[:, held.positions(index)])
-            kv.check()
-        kv.refresh(0, 7)
-        assert kv.parts(0), "what is held stays, though nothing more is taken in"
-        kv.close()
-        await exchange.close()
-        await until(lambda: not cache.sequence.listeners)
-        await client.release(created.handle)
 
 
 async def test_a_follower_that_takes_nothing_in_is_sent_two_updates(client: Client) -> None:

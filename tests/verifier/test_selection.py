@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_follow_cache import caught_up, following
+from kv_support import caught_up, following
 from torch import Tensor
 from verifier_support import LAYOUT, Round, serving, until
 

@@ -55,11 +55,9 @@ class CudaKv(MappedKv):
         Raises:
             KvNotShared: The description is wrong, or this device cannot read the memory.
         """
-        description, pages = read_pages(response)
+        self._description, self._pages = description, pages = read_pages(response)
         self.layers = tuple(layers)
         numbers = resolve(self.layers, description.layers)
-        self._description, self._pages = description, pages
-        self._dtype = CACHE_TYPES[description.file.dtype]
         self._file = MappedFile(description.file, read_grant)
         first = pages.table_offset // 4
         self._table = self._file.elements(torch.int32)[first : first + pages.entries]
@@ -72,25 +70,21 @@ class CudaKv(MappedKv):
         except NotMappable as error:
             self._file.close()
             raise KvNotShared(str(error)) from error
-        elements = self._memory.bytes.view(self._dtype)
-        size = (pages.pages, description.heads, pages.page_size, description.head_dim)
+        elements = self._memory.bytes.view(CACHE_TYPES[description.file.dtype])
         self._planes = {}
         for layer, number in zip(self.layers, numbers, strict=True):
             self._planes[layer] = [
                 elements.as_strided(
-                    size, (pages.page_stride, plane.head_stride, plane.position_stride, 1),
-                    plane.offset,
+                    (pages.pages, *page.shape), (pages.page_stride, *page.strides), page.offset
                 )
-                for plane in description.layers[number]
-            ]  # fmt: skip
+                for page in description.layers[number]
+            ]
         self._selected: tuple[tuple[int, int], tuple[Tensor, Tensor]] | None = None
 
     @property
     def byte_size(self) -> int:
         """Bytes of the mapped layers' keys and values, for the whole capacity."""
-        shape = self._description
-        row = shape.heads * shape.head_dim * self._dtype.itemsize
-        return 2 * len(self.layers) * shape.capacity * row
+        return len(self.layers) * self._description.layer_bytes
 
     @property
     def committed(self) -> int:

@@ -6,6 +6,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Self
+
+from torch import Tensor
 
 from paceline.drafter.kv.errors import KvNotShared
 from paceline.kv.segment import HEADER_BYTES, TAP_AHEAD, segment_path
@@ -16,19 +19,59 @@ _MAX_PAGE_SIZE = 1 << 16
 
 
 @dataclass(frozen=True)
-class Plane:
-    """Keys or values of one layer: ``[heads, positions, head_dim]``, the last dimension dense."""
+class Array:
+    """A strided array in the described memory. Unit: elements."""
 
     offset: int
-    """Start, in the file or in page 0. Unit: elements."""
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
 
-    head_stride: int
-    position_stride: int
+    @classmethod
+    def inside(
+        cls,
+        begin: int,
+        end: int,
+        start: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        size: int,
+    ) -> Self:
+        """Check and convert an array whose last dimension is dense.
+
+        Args:
+            begin: First byte that it may occupy.
+            end: One past the last byte that it may occupy.
+            start: Its first byte.
+            shape: Its shape.
+            strides: Its strides but the last, in bytes; rows must not overlap.
+            size: Bytes per element.
+
+        Raises:
+            KvNotShared: It is empty, leads out of these bytes, or splits elements.
+        """
+        row = shape[-1] * size
+        stop = start + sum((n - 1) * step for n, step in zip(shape, strides, strict=False)) + row
+        if not prod(shape):
+            raise KvNotShared(f"the verifier described a shape {shape}, expected none to be 0")
+        # torch stores all strides, so those that are not used (one head) are bounded too.
+        if start < begin or stop > end or max(strides) > end or strides[-1] < row:
+            raise KvNotShared(
+                f"the verifier described an array from byte {start} to {stop}, with strides "
+                f"{strides}, expected it inside bytes {begin} to {end} and rows of {row} bytes not "
+                "to overlap"
+            )
+        if any(number % size for number in (start, *strides)):
+            raise KvNotShared(f"offset {start} or strides {strides} split elements of {size} bytes")
+        return cls(start // size, shape, (*(step // size for step in strides), 1))
+
+    def view(self, elements: Tensor) -> Tensor:
+        """Returns the array in flat memory."""
+        return elements.as_strided(self.shape, self.strides, self.offset)
 
 
 @dataclass(frozen=True)
 class FileDescription:
-    """A cache's shared-memory file, by its name a KV segment."""
+    """A cache's shared-memory file. By its name it is a KV segment."""
 
     path: Path
     byte_size: int
@@ -41,17 +84,18 @@ class FileDescription:
 
 @dataclass(frozen=True)
 class KvDescription:
-    """A consistent description of keys and values: every element lies inside the file, behind its
-    header, or inside a page. It was not compared with the memory yet."""
+    """A consistent description of keys and values, not compared with the memory yet."""
 
     file: FileDescription
-    heads: int
     capacity: int
     """Positions. Unit: tokens."""
 
-    head_dim: int
-    layers: dict[int, tuple[Plane, Plane]]
-    """Keys and values by layer."""
+    layer_bytes: int
+    """Keys and values of one layer, for the whole capacity. Unit: bytes."""
+
+    layers: dict[int, tuple[Array, Array]]
+    """Keys and values by layer, ``[heads, capacity, head_dim]``; with pages ``[heads, page_size,
+    head_dim]`` of page 0."""
 
 
 @dataclass(frozen=True)
@@ -76,17 +120,6 @@ class PagesDescription:
     """Unit: elements."""
 
 
-@dataclass(frozen=True)
-class RingsDescription:
-    """A consistent description of hidden states: one ring of ``[slots, hidden]`` per layer."""
-
-    file: FileDescription
-    hidden: int
-    slots: int
-    rings: tuple[tuple[int, int], ...]
-    """Start and row stride of each layer, in the requested order. Unit: elements."""
-
-
 def read_kv(response: kv_pb2.MapCacheResponse) -> KvDescription:
     """Check the description of KV in shared memory.
 
@@ -96,12 +129,7 @@ def read_kv(response: kv_pb2.MapCacheResponse) -> KvDescription:
     first = _first(response, "posix")
     if first.page_size:
         raise KvNotShared("the verifier's KV is not contiguous POSIX shared memory")
-    file = _file(response, first.posix)
-    bounds = (HEADER_BYTES, first.posix.byte_size)
-    return KvDescription(
-        file, first.heads, first.capacity, first.head_dim,
-        _planes(response, first.capacity, bounds),
-    )  # fmt: skip
+    return _read_kv(response, first.posix, first.capacity, HEADER_BYTES, first.posix.byte_size)
 
 
 def read_pages(response: kv_pb2.MapCacheResponse) -> tuple[KvDescription, PagesDescription]:
@@ -112,41 +140,40 @@ def read_pages(response: kv_pb2.MapCacheResponse) -> tuple[KvDescription, PagesD
             memory.
     """
     first = _first(response, "cuda_ipc")
-    file = _file(response, first.page_table_memory)
-    size, stride = CACHE_TYPES[file.dtype].itemsize, first.page_stride
-    pool = first.cuda_ipc
+    pool, stride = first.cuda_ipc, first.page_stride
     if not 0 < first.page_size <= _MAX_PAGE_SIZE or not 0 < stride <= pool.byte_size:
         raise KvNotShared(
             f"the verifier described pages of {first.page_size} positions and {stride} bytes, in a "
             f"pool of {pool.byte_size} bytes"
         )
+    kv = _read_kv(response, first.page_table_memory, first.page_size, 0, stride)
+    size = CACHE_TYPES[kv.file.dtype].itemsize
     if pool.byte_offset % 16 or pool.byte_size % size or stride % size:
         raise KvNotShared(f"the pool's offset, size or stride splits elements of {size} bytes")
     entries, table = first.capacity // first.page_size, first.page_table_offset
     if first.capacity % first.page_size or not entries:
         raise KvNotShared(f"a capacity of {first.capacity} is not a number of whole pages")
-    if table < HEADER_BYTES or table % 4 or table + 4 * entries > file.byte_size:
+    if table < HEADER_BYTES or table % 4 or table + 4 * entries > kv.file.byte_size:
         raise KvNotShared(
-            f"the verifier described a page table at byte {table}, in a file of {file.byte_size} "
-            "bytes"
+            f"the verifier described a page table at byte {table}, in a file of "
+            f"{kv.file.byte_size} bytes"
         )
-    planes = _planes(response, first.page_size, (0, stride))
-    return KvDescription(file, first.heads, first.capacity, first.head_dim, planes), (
-        PagesDescription(
-            pool, table, entries, pool.byte_size // stride, first.page_size, stride // size
-        )
-    )
+    pages = pool.byte_size // stride
+    return kv, PagesDescription(pool, table, entries, pages, first.page_size, stride // size)
 
 
-def read_rings(
+def read_states(
     response: kv_pb2.MapCacheResponse, layers: Sequence[int], window: int
-) -> RingsDescription:
+) -> tuple[FileDescription, list[Array]]:
     """Check the description of hidden states in shared memory.
 
     Args:
         response: The verifier's response.
         layers: Layers, in the order in which they are read.
         window: Newest positions that are read; 0: all.
+
+    Returns:
+        The file, and a ring ``[slots, hidden]`` for each layer.
 
     Raises:
         KvNotShared: It contradicts itself, leads out of the file, or lacks a layer.
@@ -157,25 +184,21 @@ def read_rings(
             f"the verifier described hidden states of layers {sorted(found)}, expected each of "
             f"{sorted(layers)} once"
         )
-    first = found[layers[0]]
-    file = _file(response, first.posix)
-    size = CACHE_TYPES[file.dtype].itemsize
-    for each in found.values():
-        if (each.posix, each.hidden_size, each.slots) != (
-            first.posix, first.hidden_size, first.slots,
-        ):  # fmt: skip
-            raise KvNotShared("the verifier described hidden states that differ in memory or shape")
-        shape, strides = (each.slots, each.hidden_size), (each.position_stride,)
-        _check_inside(each.offset, shape, strides, size, (HEADER_BYTES, file.byte_size))
-    if first.slots < window + TAP_AHEAD:
+    memory, slots = found[layers[0]].posix, found[layers[0]].slots
+    file = _file(response, memory)
+    if any((each.posix, each.slots) != (memory, slots) for each in found.values()):
+        raise KvNotShared("the verifier described hidden states that differ in memory or shape")
+    if slots < window + TAP_AHEAD:
         raise KvNotShared(
-            f"the verifier keeps {first.slots} hidden states, expected at least "
-            f"{window + TAP_AHEAD}"
+            f"the verifier keeps {slots} hidden states, expected at least {window + TAP_AHEAD}"
         )
-    rings = [
-        (found[layer].offset // size, found[layer].position_stride // size) for layer in layers
-    ]
-    return RingsDescription(file, first.hidden_size, first.slots, tuple(rings))
+    return file, [
+        Array.inside(
+            HEADER_BYTES, file.byte_size, each.offset, (slots, each.hidden_size),
+            (each.position_stride,), CACHE_TYPES[file.dtype].itemsize,
+        )
+        for each in (found[layer] for layer in layers)
+    ]  # fmt: skip
 
 
 def resolve(layers: Iterable[int], described: Collection[int]) -> list[int]:
@@ -226,28 +249,35 @@ def _file(response: kv_pb2.MapCacheResponse, memory: kv_pb2.PosixSharedMemory) -
     return FileDescription(path, memory.byte_size, response.generation, response.dtype)
 
 
-def _planes(
-    response: kv_pb2.MapCacheResponse, positions: int, bounds: tuple[int, int]
-) -> dict[int, tuple[Plane, Plane]]:
-    """Returns the planes of all layers, each of which lies inside ``bounds``."""
-    size = CACHE_TYPES[response.dtype].itemsize
-    first = response.segments[0]
-    planes: dict[tuple[int, bool], Plane] = {}
+def _read_kv(
+    response: kv_pb2.MapCacheResponse,
+    memory: kv_pb2.PosixSharedMemory,
+    positions: int,
+    begin: int,
+    end: int,
+) -> KvDescription:
+    """Check segments of so many contiguous positions, each between the bytes begin and end."""
+    file, first = _file(response, memory), response.segments[0]
+    size = CACHE_TYPES[file.dtype].itemsize
+    shape = (first.heads, positions, first.head_dim)
+    found: dict[tuple[int, bool], Array] = {}
     for segment in response.segments:
         if _common(segment) != _common(first):
             raise KvNotShared("the verifier described segments that differ in memory or shape")
-        if (segment.layer, segment.is_value) in planes:
+        if (segment.layer, segment.is_value) in found:
             raise KvNotShared(f"the verifier described layer {segment.layer} twice")
-        shape = (segment.heads, positions, segment.head_dim)
         strides = (segment.head_stride, segment.position_stride)
-        _check_inside(segment.offset, shape, strides, size, bounds)
-        planes[segment.layer, segment.is_value] = Plane(
-            segment.offset // size, segment.head_stride // size, segment.position_stride // size
-        )
-    layers = {layer for layer, _ in planes}
-    if len(planes) != 2 * len(layers):
+        array = Array.inside(begin, end, segment.offset, shape, strides, size)
+        found[segment.layer, segment.is_value] = array
+    layers = {layer for layer, _ in found}
+    if len(found) != 2 * len(layers):
         raise KvNotShared("the verifier described keys without values, or values without keys")
-    return {layer: (planes[layer, False], planes[layer, True]) for layer in layers}
+    return KvDescription(
+        file,
+        first.capacity,
+        2 * first.heads * first.capacity * first.head_dim * size,
+        {layer: (found[layer, False], found[layer, True]) for layer in layers},
+    )
 
 
 def _common(segment: kv_pb2.KvSegment) -> kv_pb2.KvSegment:
@@ -257,39 +287,3 @@ def _common(segment: kv_pb2.KvSegment) -> kv_pb2.KvSegment:
     for field in ("layer", "is_value", "offset", "head_stride", "position_stride"):
         common.ClearField(field)
     return common
-
-
-def _check_inside(
-    start: int,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    size: int,
-    bounds: tuple[int, int],
-) -> None:
-    """Check that an array lies inside a part of the memory.
-
-    Args:
-        start: Its first element. Unit: bytes, like all below.
-        shape: Its shape; the last dimension is dense.
-        strides: Its other strides; rows must not overlap.
-        size: An element's size.
-        bounds: First byte, and one past the last.
-
-    Raises:
-        KvNotShared: It does not, or an offset or stride splits elements.
-    """
-    begin, end = bounds
-    row = shape[-1] * size
-    stop = start + sum((n - 1) * step for n, step in zip(shape, strides, strict=False)) + row
-    if not prod(shape):
-        raise KvNotShared(
-            f"the verifier described an array of shape {shape}, expected none to be 0"
-        )
-    # Strides are bounded too where they are not used (one head, one position): torch stores them.
-    if start < begin or stop > end or max(strides) > end or strides[-1] < row:
-        raise KvNotShared(
-            f"the verifier described an array from byte {start} to {stop}, with strides {strides}, "
-            f"expected it inside bytes {begin} to {end} and rows of {row} bytes not to overlap"
-        )
-    if any(number % size for number in (start, *strides)):
-        raise KvNotShared(f"offset {start} or strides {strides} split elements of {size} bytes")

@@ -165,7 +165,7 @@ class KvExchange:
         response = await self._call(address, request)
         if response.segments and response.segments[0].WhichOneof("memory") == "cuda_ipc":
             return map_cuda(response, read_grant, layers, self._device)
-        return SharedKv.open(response, read_grant, layers)
+        return SharedKv(response, read_grant, layers)
 
     async def follow_cache(
         self,
@@ -222,7 +222,7 @@ class KvExchange:
 
         _check_local(address)
         request = kv_pb2.MapCacheRequest(read_grant=read_grant, hidden_state_layers=layers)
-        return SharedStates.open(await self._call(address, request), read_grant, layers, window)
+        return SharedStates(await self._call(address, request), read_grant, layers, window)
 
     async def follow_states(
         self, address: str, read_grant: bytes, layers: Sequence[int], window: int

@@ -15,6 +15,7 @@ from torch import Tensor
 from paceline.drafter.kv.description import FileDescription
 from paceline.drafter.kv.errors import KvGone, KvNotShared
 from paceline.kv.segment import SegmentHeader, is_orphan
+from paceline.kv.wire import CACHE_TYPES
 
 
 class MappedFile:
@@ -44,6 +45,7 @@ class MappedFile:
         """
         path = description.path
         self._generation = description.generation
+        self._dtype = CACHE_TYPES[description.dtype]
         self._file = _open(path, description.byte_size)
         try:
             self._memory = mmap.mmap(self._file, description.byte_size, prot=mmap.PROT_READ)
@@ -74,8 +76,9 @@ class MappedFile:
         self._check_open()
         return self._header.committed
 
-    def elements(self, dtype: torch.dtype) -> Tensor:
-        """Returns the whole file as elements of a type, read-only."""
+    def elements(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Returns the whole file as elements of a type, the cache's by default. Read-only."""
+        dtype = dtype or self._dtype
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given buffer is not writable")
             count = len(self._memory) // dtype.itemsize

@@ -7,18 +7,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from paceline.drafter.kv.description import (
-    KvDescription,
-    Plane,
-    RingsDescription,
-    read_kv,
-    read_rings,
-    resolve,
-)
+from paceline.drafter.kv.description import read_kv, read_states, resolve
 from paceline.drafter.kv.mapping import MappedFile
 from paceline.drafter.kv.reader import MappedKv, StateReader, StreamingReader
 from paceline.kv.segment import TAP_AHEAD
-from paceline.kv.wire import CACHE_TYPES
 from paceline.v1 import kv_pb2
 
 
@@ -26,41 +18,11 @@ class SharedKv(StreamingReader, MappedKv):
     """K and V of some layers in the verifier's own memory: nothing is copied.
 
     For the safety contract see :class:`paceline.drafter.kv.mapping.MappedFile`.
-
-    Attributes:
-        heads: Key/value heads.
-        capacity: Positions of every tensor. Unit: tokens.
-        head_dim: Elements per head.
-        dtype: Type of the tensors: float32, float16 or bfloat16.
     """
 
     def __init__(
-        self, description: KvDescription, layers: tuple[int, ...], read_grant: bytes
+        self, response: kv_pb2.MapCacheResponse, read_grant: bytes, layers: Iterable[int]
     ) -> None:
-        """See :meth:`open`."""
-        numbers = resolve(layers, description.layers)
-        self.layers = layers
-        self.heads = description.heads
-        self.capacity = description.capacity
-        self.head_dim = description.head_dim
-        self.dtype = CACHE_TYPES[description.file.dtype]
-        self._file = MappedFile(description.file, read_grant)
-        elements = self._file.elements(self.dtype)
-        shape = (self.heads, self.capacity, self.head_dim)
-
-        def view(plane: Plane) -> Tensor:
-            strides = (plane.head_stride, plane.position_stride, 1)
-            return elements.as_strided(shape, strides, plane.offset)
-
-        self._views: dict[int, tuple[Tensor, Tensor]] = {}
-        for layer, number in zip(layers, numbers, strict=True):
-            keys, values = description.layers[number]
-            self._views[layer] = (view(keys), view(values))
-
-    @classmethod
-    def open(
-        cls, response: kv_pb2.MapCacheResponse, read_grant: bytes, layers: Iterable[int]
-    ) -> SharedKv:
         """Map the memory that a verifier described, after checking the description.
 
         Args:
@@ -72,18 +34,20 @@ class SharedKv(StreamingReader, MappedKv):
         Raises:
             KvNotShared: The description is wrong, or the file is not as described.
         """
-        return cls(read_kv(response), tuple(layers), read_grant)
-
-    @property
-    def closed(self) -> bool:
-        """Whether :meth:`close` was called."""
-        return self._file.closed
+        self._description = description = read_kv(response)
+        self.layers = tuple(layers)
+        numbers = resolve(self.layers, description.layers)
+        self._file = MappedFile(description.file, read_grant)
+        elements = self._file.elements()
+        self._views: dict[int, tuple[Tensor, Tensor]] = {}
+        for layer, number in zip(self.layers, numbers, strict=True):
+            keys, values = description.layers[number]
+            self._views[layer] = (keys.view(elements), values.view(elements))
 
     @property
     def byte_size(self) -> int:
         """Bytes of the mapped layers' keys and values, for the whole capacity."""
-        position = self.heads * self.head_dim * self.dtype.itemsize
-        return 2 * len(self.layers) * self.capacity * position
+        return len(self.layers) * self._description.layer_bytes
 
     @property
     def committed(self) -> int:
@@ -92,7 +56,7 @@ class SharedKv(StreamingReader, MappedKv):
         Raises:
             KvGone: The mapping was closed.
         """
-        return min(self._file.committed, self.capacity)
+        return min(self._file.committed, self._description.capacity)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Returns keys (after RoPE) and values of a layer on the CPU, each ``[heads, capacity,
@@ -129,26 +93,13 @@ class SharedStates(StateReader):
     :class:`paceline.kv.segment.SegmentHeader`).
     """
 
-    def __init__(self, description: RingsDescription, window: int, read_grant: bytes) -> None:
-        """See :meth:`open`."""
-        self._window = window
-        self._slots = description.slots
-        self._size = description.file.byte_size
-        self._file = MappedFile(description.file, read_grant)
-        elements = self._file.elements(CACHE_TYPES[description.file.dtype])
-        shape = (description.slots, description.hidden)
-        self._rings = [
-            elements.as_strided(shape, (stride, 1), start) for start, stride in description.rings
-        ]
-
-    @classmethod
-    def open(
-        cls,
+    def __init__(
+        self,
         response: kv_pb2.MapCacheResponse,
         read_grant: bytes,
         layers: Sequence[int],
         window: int,
-    ) -> SharedStates:
+    ) -> None:
         """Map the memory that a verifier described, after checking the description.
 
         Args:
@@ -160,7 +111,13 @@ class SharedStates(StateReader):
         Raises:
             KvNotShared: The description is wrong, or the file is not as described.
         """
-        return cls(read_rings(response, layers, window), window, read_grant)
+        file, rings = read_states(response, layers, window)
+        self._window = window
+        self._slots = rings[0].shape[0]
+        self._size = file.byte_size
+        self._file = MappedFile(file, read_grant)
+        elements = self._file.elements()
+        self._rings = [ring.view(elements) for ring in rings]
 
     @property
     def byte_size(self) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from paceline.drafter.kv import KvOptions
+from paceline.drafter.kv.options import KvOptions
 from paceline.drafter.tree import Tree
 from paceline.v1 import sampling_pb2
 

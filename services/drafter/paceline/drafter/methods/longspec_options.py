@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from paceline.drafter.kv import KvOptions
+from paceline.drafter.kv.options import KvOptions
 from paceline.drafter.methods.options import check_range
 from paceline.kernels import MAX_TREE_NODES, SINKS
 
