@@ -12,7 +12,7 @@ from itertools import count
 
 import torch
 
-from paceline.shm import SHM
+from paceline.kv.segment import SHM
 from paceline.verifier.cache import Cache, digest
 from paceline.verifier.engine.sequence import Generation, Sequence
 from paceline.verifier.kv.base import SequenceKv
