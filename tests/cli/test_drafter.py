@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.processes import ProcessFailed, ServiceProcess
+from paceline.harness import ProcessFailed, ServiceProcess
 
 from .conftest import serving
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from system_support import EAGER, FAMILIES, THREADS, make_prompts
 
-from paceline.cli.processes import ServiceProcess
 from paceline.client import Client, GenerationResult
 from paceline.dspark import DSparkConfig, DSparkModel, save_dspark
+from paceline.harness import ServiceProcess
 from paceline.longspec import TargetRef
 
 TOKENS = 48

@@ -8,8 +8,8 @@ import pytest
 import torch
 from system_support import EAGER, FAMILIES, THREADS, make_prompts
 
-from paceline.cli.processes import ServiceProcess
 from paceline.client import Client, GenerationResult
+from paceline.harness import ServiceProcess
 from paceline.longspec import LongSpecConfig, LongSpecModel, TargetRef, save_longspec
 
 TOKENS = 48
@@ -125,7 +125,7 @@ async def test_it_follows_the_kv_where_it_is_told_to(
                 if read >= TOKENS // 4 and served.pid == pid:
                     # The text rests meanwhile: its reader does not read on.
                     await asyncio.to_thread(served.kill)
-                    await asyncio.to_thread(served.restart_same_address)
+                    await asyncio.to_thread(served.start)
             result = await generation
             assert result.token_ids == plain[0]
             assert result.stats.fallbacks["verifier_restarted"] == 1

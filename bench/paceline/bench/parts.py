@@ -30,7 +30,7 @@ from paceline.bench.load import turns
 from paceline.bench.load.workload import LOOPS, WORKLOADS, Workload
 from paceline.bench.record import digest
 from paceline.bench.setting import Bench
-from paceline.cli.prompts import read_prompts
+from paceline.harness import read_prompts
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from paceline.cli.processes import ServiceProcess
 from paceline.client import Client, DraftOptions, RoundStats, Stats
+from paceline.harness import ServiceProcess
 
 
 @dataclass(frozen=True)

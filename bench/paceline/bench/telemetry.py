@@ -36,9 +36,9 @@ from rich.table import Table
 
 from paceline.bench import machine, prompts
 from paceline.bench.served import Sample, generate, overhead_ms
-from paceline.cli.processes import ServiceProcess
 from paceline.client import Client
 from paceline.client._pace import Pace
+from paceline.harness import ServiceProcess
 
 MODES = ("off", "metrics", "metrics and traces")
 _SERVICE = "opentelemetry.proto.collector.trace.v1.TraceService"

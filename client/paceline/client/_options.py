@@ -1,4 +1,4 @@
-"""Settings: one dataclass per concern. All are checked where they are made."""
+"""Options, checked when they are created."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import grpc
 
 from paceline.v1 import sampling_pb2
 
@@ -28,7 +30,7 @@ def _require(fine: bool, what: str, expected: str, value: object) -> None:
 
 @dataclass(frozen=True)
 class TlsOptions:
-    """How to speak TLS with the services."""
+    """TLS for the connections to the services."""
 
     ca: Path | None = None
     """PEM file of the authority that signed the services' certificates; None: the system's."""
@@ -37,7 +39,22 @@ class TlsOptions:
     key: Path | None = None
     """PEM file of the key of `cert`."""
     server_name: str | None = None
-    """Name to expect in the certificate when it is not the address's host."""
+    """Expected name in the certificate, if it is not the host of the address."""
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Channel credentials. Raises InvalidRequestError if a file cannot be read."""
+        try:
+            return grpc.ssl_channel_credentials(
+                root_certificates=self.ca.read_bytes() if self.ca else None,
+                private_key=self.key.read_bytes() if self.key else None,
+                certificate_chain=self.cert.read_bytes() if self.cert else None,
+            )
+        except OSError as error:
+            raise InvalidRequestError(f"cannot read a TLS file: {error}") from error
+
+    def channel_options(self) -> list[tuple[str, Any]]:
+        """Options of a channel with these credentials."""
+        return [("grpc.ssl_target_name_override", self.server_name)] if self.server_name else []
 
     def __post_init__(self) -> None:
         if (self.cert is None) != (self.key is None):

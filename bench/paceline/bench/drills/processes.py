@@ -10,7 +10,7 @@ from typing import Literal
 
 from paceline.bench.drills.drill import Drill, Outcome
 from paceline.bench.drills.world import World
-from paceline.cli.processes import ServiceProcess
+from paceline.harness import ServiceProcess
 
 RECOVERY_SECONDS = 30.0
 """A generation begun after a process is back must have ended within."""
@@ -20,7 +20,7 @@ _STOPPED_SECONDS = 2.0
 
 def _kill(process: ServiceProcess) -> None:
     process.kill()
-    process.restart_same_address()
+    process.start()
 
 
 def _stop(process: ServiceProcess) -> None:
@@ -31,7 +31,7 @@ def _stop(process: ServiceProcess) -> None:
 
 def _restart(process: ServiceProcess) -> None:
     process.terminate()
-    process.restart_same_address()
+    process.start()
 
 
 def _drill(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from paceline.bench import longer, texts
 from paceline.bench.stretch import fit_drafter, stretch
-from paceline.cli.prompts import read_prompts
+from paceline.harness import read_prompts
 
 LONGEST = 4096  # that the demo's models were trained for
 FILES = "held-out files"
@@ -51,7 +51,7 @@ def groups(source: str, files: Sequence[Path]) -> list[Group]:
 
     Args:
         source: Name of the long prompts' source.
-        files: Of prompts, see :func:`paceline.cli.prompts.read_prompts`.
+        files: Of prompts, see :func:`paceline.harness.read_prompts`.
     """
     return [
         *(Group(DEMO, file.stem, 0, 3, 1) for file in files),

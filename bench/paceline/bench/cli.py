@@ -1,9 +1,10 @@
 """`paceline bench`: side-by-side measurements on this machine."""
 
 import argparse
+import os
 from pathlib import Path
 
-from paceline.cli.prompts import PROMPT_FILE
+from paceline.harness import PROMPT_FILE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,9 +92,8 @@ def run(args: argparse.Namespace) -> int:
         from paceline.bench.page.write import report
 
         return report(Path(), args.output or Path("bench-report.html"))
-    from paceline.cli.service_process import use_huge_pages
-
-    use_huge_pages()  # for who is measured in this process, as the services have them
+    # Models that run in this process get huge pages, as in the services.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     from paceline.bench.run import run as measure
 
     return measure(args)
