@@ -129,7 +129,7 @@ time.sleep(3600)
 
 
 def test_a_process_that_was_never_started_says_so(drafter: ServiceProcess) -> None:
-    for use in (lambda: drafter.address, lambda: drafter.pid, drafter.start):
+    for use in (lambda: drafter.address, lambda: drafter.pid, drafter.kill):
         with pytest.raises(RuntimeError, match="start"):
             use()
     drafter.stop()
