@@ -251,7 +251,7 @@ async def test_an_error_in_mid_stream_is_an_event(serve: Serve) -> None:
         )
         await anext(stream)
         await served.transport.close()  # it forgets every cache
-        with pytest.raises(openai.APIError, match="does not know this cache"):
+        with pytest.raises(openai.APIError, match="the mock has no such cache"):
             async for _ in stream:
                 pass
 
