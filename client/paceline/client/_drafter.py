@@ -13,14 +13,13 @@ from contextlib import suppress
 from time import monotonic
 
 from paceline.telemetry.names import Span
-from paceline.v1 import drafter_pb2, sampling_pb2, tree_pb2, verifier_pb2
+from paceline.v1 import drafter_pb2, tree_pb2
 
+from ._context import GenerationContext
 from ._errors import PacelineError, UnavailableError
 from ._hidden_states import HiddenStateSource, split_version
 from ._options import DraftOptions
-from ._stats import Stats
-from ._trace import GenerationTrace
-from ._transport import DraftStream, Transport
+from ._transport import DraftStream
 
 logger = logging.getLogger("paceline.client")
 
@@ -77,29 +76,17 @@ class DrafterSession:
 
     def __init__(
         self,
-        transport: Transport,
+        context: GenerationContext,
         name: str,
-        facts: verifier_pb2.GetModelResponse,
-        sampling: sampling_pb2.SamplingParams,
-        prompt: list[int],
-        output: list[int],
         options: DraftOptions,
         health: DrafterHealth,
         hidden_states: HiddenStateSource,
-        stats: Stats,
-        trace: GenerationTrace | None,
     ) -> None:
-        self._transport = transport
+        self._context = context
         self._name = name
-        self._facts = facts
-        self._sampling = sampling
-        self._prompt = prompt
-        self._output = output
         self._options = options
         self._health = health
         self._hidden_states = hidden_states
-        self._stats = stats
-        self._trace = trace
         # None while detached. A pending reply: the drafter is attaching or drafting.
         self._stream: DraftStream | None = None
         self._reply: asyncio.Future[drafter_pb2.DraftTree | None] | None = None
@@ -115,22 +102,23 @@ class DrafterSession:
         """Opens a stream and sends all tokens so far, unless attached or backing off."""
         if self._stream is not None or not self._health.may_attach():
             return
+        context, facts = self._context, self._context.facts
         name, version = split_version(self._name)
         request = drafter_pb2.DraftAttach(
             drafter=name,
             version=version,
-            target_fingerprint=self._facts.target_fingerprint,
-            tokenizer_digest=self._facts.tokenizer_digest,
-            vocab_size=self._facts.vocab_size,
-            tokens=self._prompt + self._output,
-            prompt_length=len(self._prompt),
-            sampling=self._sampling,
+            target_fingerprint=facts.target_fingerprint,
+            tokenizer_digest=facts.tokenizer_digest,
+            vocab_size=facts.vocab_size,
+            tokens=context.prompt + context.output,
+            prompt_length=len(context.prompt),
+            sampling=context.options.sampling(),
             read_grant=read_grant,
-            verifier_address=self._transport.verifier_address,
-            traceparent="" if self._trace is None else self._trace.traceparent,
+            verifier_address=context.transport.verifier_address,
+            traceparent="" if context.trace is None else context.trace.traceparent,
         )
         self._attached = None
-        self._stream = self._transport.draft()
+        self._stream = context.transport.draft()
         self._expect_reply()
         self._reader = asyncio.create_task(self._read_all(self._stream, request))
 
@@ -155,13 +143,13 @@ class DrafterSession:
         request = drafter_pb2.DraftRequest(
             round=drafter_pb2.DraftRound(
                 round_id=self._round_id,
-                new_tokens=self._output[self._sent_tokens :],
+                new_tokens=self._context.output[self._sent_tokens :],
                 node_budget=self._node_budget,
                 max_depth=max_depth,
                 deadline_ms=int(self._timeout() * 1000),
                 committed_length=committed_length,
-                total_length=len(self._prompt) + len(self._output),
-                traceparent="" if self._trace is None else self._trace.begin(Span.DRAFT),
+                total_length=len(self._context.prompt) + len(self._context.output),
+                traceparent=self._context.begin_span(Span.DRAFT),
             )
         )
         stream = self._stream
@@ -183,9 +171,9 @@ class DrafterSession:
             tree = self._reply.result()
         else:
             tree = None
-            self._stats.fallbacks["drafter_timeout"] += 1
-        if self._trace is not None:
-            self._trace.end_draft(tree, self._attached or drafter_pb2.DraftAttached())
+            self._context.stats.fallbacks["drafter_timeout"] += 1
+        if self._context.trace is not None:
+            self._context.trace.end_draft(tree, self._attached or drafter_pb2.DraftAttached())
         if tree is not None and not _lengths_match(tree.tree, self._node_budget):
             self.distrust("malformed_tree", "the tree's fields have different lengths")
             return None
@@ -196,8 +184,9 @@ class DrafterSession:
         self._health.succeeded()
         attached = self._attached or drafter_pb2.DraftAttached()
         version = f"{attached.drafter or self._name}@{tree.version or attached.version}"
-        if version not in self._stats.drafter_versions:
-            self._stats.drafter_versions.append(version)
+        versions = self._context.stats.drafter_versions
+        if version not in versions:
+            versions.append(version)
 
     def distrust(self, reason: str, why: str) -> None:
         """Detaches a drafter that sent an invalid tree, with a long back-off."""
@@ -216,7 +205,7 @@ class DrafterSession:
             await asyncio.wait([reader])
 
     def _expect_reply(self) -> None:
-        self._sent_tokens = len(self._output)
+        self._sent_tokens = len(self._context.output)
         self._sent_at = monotonic()
         self._reply = asyncio.get_running_loop().create_future()
 
@@ -254,7 +243,7 @@ class DrafterSession:
             self._reply.set_result(response.tree)
 
     def _fail(self, reason: str, error: PacelineError, *, wrong: bool = False) -> None:
-        self._stats.fallbacks[reason] += 1
+        self._context.stats.fallbacks[reason] += 1
         level = logging.WARNING if self._health.failed(wrong=wrong) else logging.INFO
         logger.log(level, "drafter %r failed (%s), will retry: %s", self._name, reason, error)
         self._detach()

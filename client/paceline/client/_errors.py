@@ -23,7 +23,8 @@ from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
-from google.rpc import error_details_pb2, status_pb2
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
 
 
 class PacelineError(Exception):
@@ -130,20 +131,19 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> PacelineError:
 def _details(
     error: grpc.aio.AioRpcError,
 ) -> tuple[error_details_pb2.ErrorInfo | None, float | None]:
+    """ErrorInfo and retry delay in seconds, each None if the error has none."""
     info, retry_after = None, None
-    trailing: Any = error.trailing_metadata()
-    for key, value in trailing or ():
-        if key != "grpc-status-details-bin" or not isinstance(value, bytes):
-            continue
-        with suppress(DecodeError):  # A proxy may send other content; the code is still valid.
-            for detail in status_pb2.Status.FromString(value).details:
-                if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
-                    info = error_details_pb2.ErrorInfo()
-                    detail.Unpack(info)
-                elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
-                    retry = error_details_pb2.RetryInfo()
-                    detail.Unpack(retry)
-                    retry_after = retry.retry_delay.ToTimedelta().total_seconds()
+    status: Any = None
+    with suppress(DecodeError, ValueError):  # A proxy may send other content.
+        status = rpc_status.from_call(error)
+    for detail in status.details if status is not None else ():
+        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
+            info = error_details_pb2.ErrorInfo()
+            detail.Unpack(info)
+        elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
+            retry = error_details_pb2.RetryInfo()
+            detail.Unpack(retry)
+            retry_after = retry.retry_delay.ToTimedelta().total_seconds()
     return info, retry_after
 
 

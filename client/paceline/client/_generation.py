@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from time import monotonic, perf_counter
 from typing import Any
 
+from ._context import GenerationContext
 from ._drafter import DrafterSession
 from ._errors import ClientClosedError, DeadlineError, InvalidRequestError
 from ._hidden_states import HiddenStates
@@ -230,37 +231,24 @@ class Generation:
         return await shared.hidden_states.get(name)
 
     def _rounds(self, model: Model, hidden_states: HiddenStates) -> Rounds:
-        shared, options = self._shared, self._options
-        prompt, output = self._prompt_tokens, self._output
-        deadline = monotonic() + options.deadline if options.deadline is not None else None
-        name = options.drafter or ""
-        drafts = shared.transport.has_drafter and name != "none"
-        self._verifier = VerifierSession(
+        shared, options, name = self._shared, self._options, self._options.drafter or ""
+        context = GenerationContext(
             shared.transport,
             model.facts,
             options,
-            prompt,
-            output.token_ids,
-            shared.retry,
+            self._prompt_tokens,
+            self._output.token_ids,
             self.stats,
-            deadline,
             self._trace,
-            hidden_states,
-            name if drafts else None,
+            None if options.deadline is None else monotonic() + options.deadline,
+        )
+        drafts = shared.transport.has_drafter and name != "none"
+        self._verifier = VerifierSession(
+            context, shared.retry, hidden_states, name if drafts else None
         )
         if drafts:
             self._drafter = DrafterSession(
-                shared.transport,
-                name,
-                model.facts,
-                options.sampling(),
-                prompt,
-                output.token_ids,
-                shared.drafting,
-                shared.health(name),
-                shared.hidden_states,
-                self.stats,
-                self._trace,
+                context, name, shared.drafting, shared.health(name), shared.hidden_states
             )
         return Rounds(
             self._verifier,
@@ -269,7 +257,7 @@ class Generation:
                 shared.speeds(name),
                 adaptive=shared.drafting.adaptive and not model.facts.schedules_speculation,
             ),
-            output,
+            self._output,
             self._outlet,
             options,
             model.facts,

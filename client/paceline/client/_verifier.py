@@ -10,6 +10,7 @@ from time import monotonic
 from paceline.telemetry.names import Span
 from paceline.v1 import tree_pb2, verifier_pb2
 
+from ._context import GenerationContext
 from ._errors import (
     CapacityError,
     InvalidRequestError,
@@ -21,11 +22,9 @@ from ._errors import (
     UnavailableError,
 )
 from ._hidden_states import HiddenStates
-from ._options import GenerationOptions, RetryOptions
+from ._options import RetryOptions
 from ._retry import Attempts, retry_unavailable
-from ._stats import Stats
-from ._trace import GenerationTrace
-from ._transport import Transport, VerifyStream
+from ._transport import VerifyStream
 
 logger = logging.getLogger("paceline.client")
 
@@ -41,37 +40,24 @@ class VerifierSession:
     again and returns the next token as the response. A step that fails inside the verifier is
     handled the same way once; a second failure is raised.
 
-    `drafter` is the name of the drafter, None without one. `output` is the generation's list of
-    emitted tokens: `receive` returns no token twice if its caller appends the tokens of one
-    response before it waits for the next.
+    `drafter` is the name of the drafter, None without one. `receive` returns no token twice if its
+    caller appends the tokens of one response to `context.output` before it waits for the next.
     """
 
     def __init__(
         self,
-        transport: Transport,
-        facts: verifier_pb2.GetModelResponse,
-        options: GenerationOptions,
-        prompt: list[int],
-        output: list[int],
+        context: GenerationContext,
         retry: RetryOptions,
-        stats: Stats,
-        deadline: float | None,
-        trace: GenerationTrace | None,
         hidden_states: HiddenStates,
         drafter: str | None,
     ) -> None:
-        self._transport = transport
-        self._facts = facts
-        self._options = options
-        self._prompt = prompt
-        self._output = output
-        self._stats = stats
-        self._deadline = deadline
-        self._trace = trace
+        self._context = context
+        self._transport, self._facts = context.transport, context.facts
+        self._stats = context.stats
         self._hidden_states = hidden_states
         self._drafter = drafter
         self._attempts = Attempts(retry)
-        self._parent = options.parent_handle
+        self._parent = context.options.parent_handle
         self._stream: VerifyStream | None = None
         self._pending = verifier_pb2.VerifyRequest()
         self._received = 0
@@ -99,7 +85,8 @@ class VerifierSession:
                 if error.retry_after is None:
                     raise
                 self._stats.fallbacks["verifier_full"] += 1
-                await self._attempts.pause(error, within_deadline=self._deadline is not None)
+                limited = self._context.deadline is not None
+                await self._attempts.pause(error, within_deadline=limited)
             except NotFoundError:
                 if not self._parent:
                     raise
@@ -114,7 +101,7 @@ class VerifierSession:
             round_id=self._pending.round_id + 1,
             tree=tree,
             free_run_steps=steps,
-            traceparent="" if self._trace is None else self._trace.begin(Span.VERIFY),
+            traceparent=self._context.begin_span(Span.VERIFY),
         )
         self._received = self._to_skip = 0
         self.disturbed = False
@@ -169,10 +156,10 @@ class VerifierSession:
             logger.info("a cache was not released, its lease will expire: %s", error)
 
     async def _create(self) -> verifier_pb2.CacheCreated:
-        options = self._options
+        options = self._context.options
         request = verifier_pb2.CreateCacheRequest(
-            prompt_tokens=self._prompt,
-            output_tokens=self._output,
+            prompt_tokens=self._context.prompt,
+            output_tokens=self._context.output,
             sampling=options.sampling(),
             max_new_tokens=options.max_new_tokens,
             stop_token_ids=options.stop_token_ids,
@@ -180,7 +167,7 @@ class VerifierSession:
             logprobs=options.logprobs,
             top_logprobs=options.top_logprobs,
             parent_handle=self._parent,
-            traceparent="" if self._trace is None else self._trace.begin(Span.PREFILL),
+            traceparent=self._context.begin_span(Span.PREFILL),
             hidden_state_layers=self._hidden_states.layers,
             hidden_state_window=self._hidden_states.window,
             drafter=self._drafter,
@@ -197,8 +184,8 @@ class VerifierSession:
                         options.on_prefill(progress.prefilled_tokens, progress.total_tokens)
         except PacelineError as error:
             if created is None:
-                if self._trace is not None:
-                    self._trace.end_prefill(error)
+                if self._context.trace is not None:
+                    self._context.trace.end_prefill(error)
                 raise
         if created is None:
             raise ServerError("the verifier ended CreateCache without a cache")
@@ -210,8 +197,8 @@ class VerifierSession:
         self.lease_seconds = (created.lease_ms or self._facts.lease_ms or 30_000) / 1000
         self._stats.prefill_ms += created.prefill_us / 1000
         self._pending = verifier_pb2.VerifyRequest()
-        if self._trace is not None:
-            self._trace.end_prefill(created)
+        if self._context.trace is not None:
+            self._context.trace.end_prefill(created)
         return created
 
     async def _send(self) -> None:
@@ -219,8 +206,8 @@ class VerifierSession:
         if self._stream is None:
             self._stream = self._transport.verify()
             self._pending.handle = self.handle
-        if self._deadline is not None:
-            left = self._deadline - monotonic()
+        if self._context.deadline is not None:
+            left = self._context.deadline - monotonic()
             self._pending.deadline_ms = max(1, int(left * 1000))
         # A failed write does not tell the reason: the next read raises it.
         with suppress(PacelineError):
@@ -275,19 +262,18 @@ class VerifierSession:
         if facts.target_fingerprint != self._facts.target_fingerprint:
             raise TargetChangedError(
                 f"the verifier now serves {facts.name} ({facts.target_fingerprint[:12]}), but "
-                f"{self._facts.name} ({self._facts.target_fingerprint[:12]}) generated the text so "
-                "far: start a new generation"
+                f"{self._facts.name} ({self._facts.target_fingerprint[:12]}) began the text: start "
+                "a new generation"
             )
         if not facts.batch_invariant:
             self._stats.batch_invariant = False
         created = await self.open()
+        has_budget = created.HasField("node_budget")
         return verifier_pb2.VerifyResponse(
             round_id=round_id,
             result=created.first,
             last=True,
-            node_budget=(
-                created.node_budget if created.HasField("node_budget") else facts.max_tree_nodes
-            ),
+            node_budget=created.node_budget if has_budget else facts.max_tree_nodes,
             generation=created.generation,
             queue_us=created.queue_us,
         )
