@@ -14,10 +14,10 @@ import pytest
 from system_support import EAGER, VOCABULARY, make_prompts
 
 from paceline.cli.main import main
-from paceline.cli.processes import ServiceProcess
 from paceline.client import Client, GenerationResult
 from paceline.drafter import LoadError
 from paceline.drafter.recordings import read_recordings
+from paceline.harness import ServiceProcess
 from paceline.train.online import heldout
 
 PROMPTS = make_prompts(28, seed=5)
@@ -96,7 +96,7 @@ def test_a_drafter_learns_from_what_it_drafted(
             assert tokens == tuple(result.token_ids[: len(tokens)])
         assert min(map(len, kept.values())) > TOKENS // 2
 
-        drafter.restart_same_address()
+        drafter.start()
         training = [
             *("--target", folders["target"], "--from", folders["lm"], "--data", folders["data"]),
             *("--from-recordings", texts, "--work", work, "--out", out),
