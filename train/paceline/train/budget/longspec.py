@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from paceline.kernels import attention_weights
 from paceline.layers import turned
 from paceline.longspec import LongSpecModel
 from paceline.longspec.module import Layer, split_heads
 from paceline.train.batches import Batches
-from paceline.train.budget.observed import ObservedTarget
 from paceline.train.budget.preset import OBSERVED, BudgetPreset
 from paceline.train.budget.views import Draw, chosen, full_view, sparse_view
+from paceline.train.longspec.target import FrozenTarget
 
 
 class ContinuedLayer(nn.Module):
@@ -76,6 +80,39 @@ class ContinuedLayer(nn.Module):
         if model.norm is not None:
             x = model.norm(x)
         return x
+
+
+class ObservedTarget(FrozenTarget):
+    """A target that also returns the attention weights of the layer that a drafter reads."""
+
+    def __init__(self, folder: Path, device: str, layer: int) -> None:
+        """Load it; see :class:`~paceline.train.longspec.target.FrozenTarget`."""
+        super().__init__(folder, device, layer)
+        self._attention: Any = self.model.model.layers[layer].self_attn
+        self._inputs: tuple[Tensor, tuple[Tensor, Tensor]] | None = None
+        self._attention.register_forward_pre_hook(self._keep_inputs, with_kwargs=True)
+
+    @torch.no_grad()
+    def weights(self, begin: int, end: int, keys: Tensor) -> Tensor:
+        """Attention weights that positions `begin` to `end` give to each position before `end`.
+
+        They are of the first row of the last call of `read`, summed over queries and heads; `keys`
+        are its keys, `[Hkv, S, D]`. Returns fp32 `[end]`.
+        """
+        if self._inputs is None:
+            raise RuntimeError("no row was read yet: call read first")
+        hidden, (cos, sin) = self._inputs
+        rows, dim = slice(begin, end), keys.shape[-1]
+        with torch.autocast(keys.device.type, enabled=False):
+            q = self._attention.q_proj(hidden[0, rows]).view(end - begin, -1, dim)
+            if hasattr(self._attention, "q_norm"):
+                q = self._attention.q_norm(q)
+            factors = (cos[0, rows, : dim // 2].float(), sin[0, rows, : dim // 2].float())
+            q = turned(q.transpose(0, 1), factors).transpose(0, 1)
+        return attention_weights(q, keys[:, :end])
+
+    def _keep_inputs(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._inputs = kwargs["hidden_states"], kwargs["position_embeddings"]
 
 
 class LayerLoss:
