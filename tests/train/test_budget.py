@@ -95,9 +95,7 @@ def test_an_lm_sees_what_its_views_say(drafters: dict[str, Path]) -> None:
         seen = torch.ones(prefix + count, prefix + count, dtype=torch.bool).tril()
         seen[prefix:, :prefix] = view[0, :, :prefix]
         mask = torch.zeros(1, 1, *seen.shape).masked_fill(~seen, -torch.inf)
-        dense = _hf(drafters["lm"])(tokens[None, : prefix + count], attention_mask=mask).logits[
-            0, prefix:
-        ]
+        dense = model(tokens[None, : prefix + count], attention_mask=mask).logits[0, prefix:]
         torch.testing.assert_close(found[0], dense, rtol=1e-3, atol=1e-3)
     assert sparse[0, 0].sum() == 24
 

@@ -52,7 +52,7 @@ def test_blocks_are_whole_and_see_what_is_before_them(
         assert (inside[:-1] != 0).all()  # the last may end the text
         assert blocks.fed[n].tolist() == [int(text[anchor])] + [0] * (config.block - 1)
         assert torch.equal(blocks.before[n], inside[:-1])
-        assert torch.equal(blocks.wanted[n], inside[1:])
+        assert torch.equal(blocks.labels[n], inside[1:])
         assert torch.equal(flat[blocks.target[n]], inside[:-1])
         seen = blocks.used[blocks.seen[n][blocks.seen[n] >= 0]]
         begin = max(0, anchor - window) if window else 0

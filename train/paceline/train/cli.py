@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.train.budget.preset import PRESETS as BUDGET_PRESETS
 from paceline.train.dspark.preset import PRESETS as DSPARK_PRESETS
@@ -155,7 +155,14 @@ def _budget(args: argparse.Namespace) -> None:
         preset = preset.with_budgets(args.budgets, args.weights)
     if args.sparse_weight is not None:
         preset = replace(preset, sparse_weight=args.sparse_weight)
-    train_budget(args.target, args.start, _corpus(args), preset, _run(args, preset), args.out)
+    train_budget(
+        args.target,
+        args.start,
+        _corpus(args),
+        preset,
+        _run(args, preset),
+        args.out,
+    )
 
 
 def _online(args: argparse.Namespace) -> None:
@@ -185,14 +192,8 @@ def _corpus(args: argparse.Namespace, preset: Preset | None = None) -> Corpus:
     return load_corpus(args.data, preset.files, preset.heldout_files, preset.wide)
 
 
-class _Limits(Protocol):
-    @property
-    def minutes(self) -> float: ...
-    @property
-    def steps(self) -> int: ...
-
-
-def _run(args: argparse.Namespace, preset: _Limits) -> Run:
+def _run(args: argparse.Namespace, preset: Any) -> Run:
+    """The run of the arguments; `preset` has the default `minutes` and `steps`."""
     import torch
 
     from paceline.train.loop import Run

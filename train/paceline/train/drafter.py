@@ -19,9 +19,10 @@ from paceline.train.corpus import Corpus
 from paceline.train.drafter_models import DrafterModel
 from paceline.train.heldout import Heldout, Rounds, accepted_length
 from paceline.train.identity import cleared
-from paceline.train.loop import Loss, Plan, Run, train
+from paceline.train.loop import Loss, Run, train
 from paceline.train.optim import Optimizer
 from paceline.train.own_text import own_texts
+from paceline.train.schedule import Plan
 from paceline.train.tokenizer import encode_all, load_tokenizer
 
 

@@ -91,7 +91,8 @@ def write_after(
 ) -> list[Recording]:
     """Let a target write after the first `length` tokens of documents that are longer.
 
-    At most `count` texts are written, by default `TEXTS`; none if they would not fit the target's context.
+    At most `count` texts are written, by default `TEXTS`; none if they would not fit the context of
+    the target.
     """
     if not 0 < length <= decoder.config.max_position - TOKENS:
         return []

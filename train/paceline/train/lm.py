@@ -59,10 +59,10 @@ def train_lm(
     model = build_model(preset, eos)
     model.to(torch.device(run.device))  # type: ignore[arg-type]
 
-    def loss(forward: nn.Module, places: Tensor, done: float) -> Tensor:
-        tokens = batches.stream[places[:, :-1]].to(run.device)
+    def loss(forward: nn.Module, indices: Tensor, done: float) -> Tensor:
+        tokens = batches.stream[indices[:, :-1]].to(run.device)
         logits = forward(input_ids=tokens, use_cache=False).logits
-        return teacher.loss(logits, places[:, :-1])
+        return teacher.loss(logits, indices[:, :-1])
 
     plan = Schedule(preset, run.minutes, run.steps)
     optimizer = Optimizer(model, preset.muon_rate, preset.adamw_rate)
@@ -70,6 +70,6 @@ def train_lm(
     model = save_model(out, model, tokenizer)
     splits = {TRAINED: known, HELDOUT: texts.heldout}
     measured = measure_drafter(model, target, tokenizer, splits, prompts)
-    facts = Facts.collect(model, corpus, preset, [progress.summary()], len(batches.stream))
+    facts = Facts(model, corpus, preset, [progress.summary()], len(batches.stream))
     (out / "README.md").write_text(drafter_card(facts, measured))
     return model

@@ -71,22 +71,24 @@ def random_prompts(documents: Documents, draw: np.random.Generator) -> Tensor:
 
 @torch.no_grad()
 def write(
-    target: Any, prompts: Tensor, separator: int, greedy: bool, length: int = _LENGTH
+    model: Any, prompts: Tensor, separator: int, count: int, temperature: float = 0.0
 ) -> Tensor:
-    """Generate from `prompts` (int64 [rows, tokens]) with an HF model, all rows in one batch.
+    """Generate `count` tokens after `prompts` (int64 [rows, tokens]) with an HF model.
 
-    Returns int32 [rows, length] on the CPU: prompt and text, padded with `separator`.
+    Returns int32 [rows, tokens + count] on the CPU: prompt and text, padded with `separator`.
     """
-    prompts = prompts.to(target.device)
-    how: dict[str, Any] = {"do_sample": False} if greedy else {"do_sample": True, "top_k": 0}
-    written = target.eval().generate(
+    prompts = prompts.to(model.device)
+    how: dict[str, Any] = {"do_sample": False}
+    if temperature:
+        how = {"do_sample": True, "temperature": temperature, "top_k": 0}
+    written = model.eval().generate(
         prompts,
         attention_mask=torch.ones_like(prompts),
-        max_new_tokens=length - prompts.shape[1],
+        max_new_tokens=count,
         pad_token_id=separator,
         **how,
     )
-    missing = length - written.shape[1]
+    missing = prompts.shape[1] + count - written.shape[1]
     return torch.nn.functional.pad(written, (0, missing), value=separator).to("cpu", torch.int32)
 
 

@@ -1,6 +1,7 @@
 """How far a run is, and the learning rate, documents and batch shape at that point."""
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -28,12 +29,10 @@ class Clock:
         self.elapsed += seconds
 
 
-class Budgeted:
-    """A run that ends when its stepping time or its steps run out, whichever is first.
+class Plan(ABC):
+    """Learning rates and batch shapes over a run.
 
-    Attributes:
-        minutes: Stepping time.
-        steps: Steps.
+    The run ends after `minutes` of stepping or after `steps`, whichever is first.
     """
 
     minutes: float
@@ -43,10 +42,22 @@ class Budgeted:
         """Share of the run done, 0 to 1, after `step` steps and `elapsed` seconds of stepping."""
         return min(1.0, max(step / self.steps, elapsed / (60 * self.minutes)))
 
+    @abstractmethod
+    def rate(self, step: int, progress: float) -> float:
+        """Factor on the learning rates."""
+
+    @abstractmethod
+    def documents(self, progress: float) -> int | None:
+        """How many documents the next batch is drawn from; None: all."""
+
+    @abstractmethod
+    def shape(self, progress: float) -> tuple[int, int]:
+        """(rows, length in tokens) of the next batch."""
+
 
 @dataclass(frozen=True)
-class Schedule(Budgeted):
-    """The :class:`~paceline.train.loop.Plan` of a run that trains a language model."""
+class Schedule(Plan):
+    """The plan of a run that trains a language model."""
 
     preset: Preset
     minutes: float
@@ -59,11 +70,9 @@ class Schedule(Budgeted):
         return min(1.0, (step + 1) / _WARM_UP_STEPS) * (1 - (1 - p.final_rate) * fall)
 
     def documents(self, progress: float) -> int | None:
-        """How many documents the next batch is drawn from; None: all."""
         return self.preset.focus_files if progress >= self.preset.focus_from else None
 
     def shape(self, progress: float) -> tuple[int, int]:
-        """(rows, length in tokens) of the next batch."""
         begun = [(rows, length) for start, rows, length in self.preset.shapes if start <= progress]
         return begun[-1]
 
@@ -88,8 +97,8 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class StagePlan(Budgeted):
-    """The :class:`~paceline.train.loop.Plan` of a run that trains a drafter in stages.
+class StagePlan(Plan):
+    """The plan of a run that trains a drafter in stages.
 
     Attributes:
         stages: In order; their shares add up to 1.
@@ -124,10 +133,8 @@ class StagePlan(Budgeted):
         return stage.rate * fall * min(1.0, (step + 1) / self.warm_up)
 
     def documents(self, progress: float) -> int | None:
-        """How many documents the next batch is drawn from; None: all."""
         return (self.own or None) if self.stage(progress)[0].own else None
 
     def shape(self, progress: float) -> tuple[int, int]:
-        """(rows, length in tokens) of the next batch."""
         stage, _ = self.stage(progress)
         return stage.rows, stage.length

@@ -1,4 +1,4 @@
-"""Shapes and schedules that `paceline train dspark` knows by name."""
+"""Presets of `paceline train dspark`."""
 
 from __future__ import annotations
 

@@ -31,11 +31,11 @@ class LaggedLoss:
     ) -> None:
         self._target, self._batches, self._preset, self._plan = target, batches, preset, plan
 
-    def __call__(self, forward: nn.Module, places: Tensor, done: float) -> Tensor:
+    def __call__(self, forward: nn.Module, indices: Tensor, done: float) -> Tensor:
         target, preset = self._target, self._preset
         stage, _ = self._plan.stage(done)
         head = target.head
-        tokens = self._batches.stream[places[:, :-1]].to(head.device)
+        tokens = self._batches.stream[indices[:, :-1]].to(head.device)
         rows, length = tokens.shape
         shifted = stage.offset and preset.offset
         if shifted:

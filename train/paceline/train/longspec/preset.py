@@ -1,4 +1,4 @@
-"""Stages and sizes that `paceline train longspec` knows by name."""
+"""Presets of `paceline train longspec`."""
 
 from __future__ import annotations
 

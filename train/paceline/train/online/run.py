@@ -156,8 +156,8 @@ def _module_and_loss(
 def _distillation(target: FrozenTarget, batches: Batches) -> Loss:
     """KL divergence of a language model from the target, at every token."""
 
-    def loss(forward: nn.Module, places: Tensor, done: float) -> Tensor:
-        tokens = batches.stream[places[:, :-1]].to(target.head.device)
+    def loss(forward: nn.Module, indices: Tensor, done: float) -> Tensor:
+        tokens = batches.stream[indices[:, :-1]].to(target.head.device)
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
         hidden, _, _ = target.read(tokens, positions)
         teacher = F.linear(hidden, target.head).float().log_softmax(-1)
