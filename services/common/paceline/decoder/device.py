@@ -1,4 +1,4 @@
-"""Where a service computes: a device by its torch name, and threads that work on it."""
+"""Choice of a service's device."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _NAMES = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
 def find_device(name: str, *, preferred: int = 0) -> torch.device:
-    """A device that is there, its number included.
+    """An available device, with its index.
 
     Args:
-        name: auto, cpu, cuda or cuda:N. auto is a GPU where PyTorch sees one and the CPU where it
-            sees none, and logs which.
-        preferred: Number of the GPU that auto takes; the last one where there are fewer.
+        name: auto, cpu, cuda or cuda:N. auto is a GPU if PyTorch finds one, else the CPU; the
+            choice is logged.
+        preferred: Index of the GPU that auto chooses; the last one if there are fewer.
 
     Raises:
-        ValueError: The name is another, or there is no such device.
+        ValueError: The name is not one of these, or there is no such device.
     """
     if not _NAMES.fullmatch(name):
         raise ValueError(f"device is {name!r}, expected auto, cpu, cuda or cuda:N")
@@ -32,22 +32,22 @@ def find_device(name: str, *, preferred: int = 0) -> torch.device:
         return _choose(count, preferred)
     number = torch.device(name).index or 0
     if number >= count:
-        raise ValueError(f"device is {name!r}, expected one of the {count} that PyTorch sees")
+        raise ValueError(f"device is {name!r}, expected one of the {count} GPUs that PyTorch finds")
     return torch.device("cuda", number)
 
 
 def _choose(count: int, preferred: int) -> torch.device:
     if not count:
         build = "" if torch.version.cuda else f", and {torch.__version__} is built without CUDA"
-        logger.info("device auto: computing on the CPU, since PyTorch sees no GPU%s", build)
+        logger.info("device auto: computing on the CPU, since PyTorch finds no GPU%s", build)
         return torch.device("cpu")
     device = torch.device("cuda", min(preferred, count - 1))
-    logger.info("device auto: computing on %s, GPUs that PyTorch sees: %d", device, count)
+    logger.info("device auto: computing on %s, GPUs that PyTorch finds: %d", device, count)
     return device
 
 
 def use_device(device: torch.device | str) -> None:
-    """Make a device the calling thread's own: kernels of Triton are launched on that one."""
+    """Make a GPU the current device of the calling thread, on which Triton launches kernels."""
     device = torch.device(device)
     if device.type == "cuda":
         torch.cuda.set_device(device)

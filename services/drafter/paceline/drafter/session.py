@@ -12,7 +12,7 @@ from paceline.drafter.methods.base import Budget, Drafter, DraftSequence, Update
 from paceline.drafter.registry import Sample
 from paceline.drafter.tree import EMPTY, Tree
 from paceline.drafter.worker import Drafted, DraftWorker
-from paceline.service.modes import rejects
+from paceline.service.sampling import rejects
 from paceline.v1 import sampling_pb2
 
 if TYPE_CHECKING:
