@@ -84,7 +84,7 @@ class CacheTable:
 
 
 class NativeBackend:
-    """Compiled attention; ``fallback`` runs the shapes and types that the kernels do not support."""
+    """Compiled attention; ``fallback`` runs shapes and types that the kernels do not support."""
 
     name = "native"
     pages = False

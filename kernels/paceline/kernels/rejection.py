@@ -7,7 +7,7 @@ does not depend on the draws of its own position.
 
 The draws of absolute position t come from Philox4x32-10 as in :mod:`paceline.kernels.noise`, whose
 counters end in 0. Here they are ``(t & 0xFFFFFFFF, t >> 32, purpose, 1)``, and the words (w0, w1)
-make u as there. Tokens drafted after a rejected one are discarded unread, so each draw is used once.
+make u as there. Tokens drafted after a rejected one are discarded unread: each draw is used once.
 """
 
 from __future__ import annotations

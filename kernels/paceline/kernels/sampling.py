@@ -1,8 +1,8 @@
 """Sampling of tokens from logits.
 
 The sampling contract: the token at absolute position t is
-``argmax_v [filter(logits_t)_v + g(seed, t, v)]``, a function of the logits, the tokens before t, the
-parameters and the seed alone. The filter applies, in this order, repetition penalty (prompt and
+``argmax_v [filter(logits_t)_v + g(seed, t, v)]``, a function of the logits, the tokens before t,
+the parameters and the seed alone. The filter applies, in this order, repetition penalty (prompt and
 output), presence and frequency penalties (output), logit bias, temperature, then min_p, top_k and
 top_p, each to the tokens that remain. Ties go to the lower token id. All arithmetic is float32.
 """

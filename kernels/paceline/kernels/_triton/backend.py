@@ -88,7 +88,7 @@ def attend(
     part_lse = q.new_empty((items, kv_heads, tiling.rows), dtype=torch.float32)
     attend_items[(items, kv_heads)](
         q, caches.keys, caches.values, part, part_lse, work.items, rows.blocks, rows.rows,
-        rows.masks, caches.tables, caches.places, noted.table, noted.base, noted.layer,
+        rows.masks, caches.tables, caches.origins, noted.table, noted.base, noted.layer,
         scale * LOG2E, *caches.strides, caches.tables.stride(0),
         **shape, ALIGN=caches.align, **options,
     )  # fmt: skip
