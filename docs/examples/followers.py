@@ -1,7 +1,7 @@
 """A drafting method in one file: drafts the tokens that most often followed a token.
 
-    pip install docs/examples
-    paceline drafter --load followers=followers,branches=3
+Install it with `pip install docs/examples`, load it with
+`paceline drafter --load followers=followers,branches=3`.
 """
 
 from __future__ import annotations
