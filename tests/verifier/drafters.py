@@ -1,4 +1,4 @@
-"""Drafters for tests: each gets the text so far and draws a tree, or asks for a free run."""
+"""Drafters for tests: functions of the text that return a tree, or the steps of a free run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def nothing(text: list[int], rng: random.Random) -> Tree:
 
 
 def right(reference: list[int], prompt: int, depth: int = 5) -> Drafter:
-    """A chain of what will come."""
+    """A chain of the tokens that will be emitted."""
 
     def draw(text: list[int], rng: random.Random) -> Tree:
         chain = reference[len(text) - prompt :][:depth]
@@ -33,8 +33,7 @@ def wrong(reference: list[int], prompt: int, depth: int = 5) -> Drafter:
 
 
 def scattered(reference: list[int], prompt: int) -> Drafter:
-    """Trees of random size with the right path somewhere, its nodes apart and in any siblings'
-    company: accepted KV has to be moved."""
+    """Trees of random size that hold the right path among other nodes: accepted KV must move."""
 
     def draw(text: list[int], rng: random.Random) -> Tree:
         coming = reference[len(text) - prompt :][: rng.randint(0, 7)]
@@ -71,7 +70,7 @@ def every_token(text: list[int], rng: random.Random) -> Tree:
 
 
 def duplicates(reference: list[int], prompt: int) -> Drafter:
-    """Every token of the right path three times, the path going on below the last of them."""
+    """Every token of the right path three times; the path continues below the last of them."""
 
     def draw(text: list[int], rng: random.Random) -> Tree:
         tokens: list[int] = []

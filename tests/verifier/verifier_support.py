@@ -1,4 +1,4 @@
-"""Tiny models, a verifier served in the test's own loop, and a client that draws any trees."""
+"""Tiny models, a verifier served in the test's own loop, and a client that sends any tree."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Drafter = Callable[[list[int], random.Random], Tree | int]
 
 
 def make_model(folder: Path, family: str, *, dtype: str = "float32", seed: int = 0) -> Path:
-    """A random model with spread-out logits, so that its argmax is no matter of rounding."""
+    """A random model with spread-out logits, so that its argmax does not depend on rounding."""
     import transformers
 
     torch.manual_seed(seed)
@@ -151,7 +151,7 @@ class Client:
 
 
 def check_accepted(draft: Tree | int, result: Any) -> None:
-    """Accepted nodes are a path from the anchor down, and hold the tokens that were emitted."""
+    """Check that accepted nodes are a path from the anchor and hold the emitted tokens."""
     if isinstance(draft, int):
         assert not result.accepted_nodes
         return
@@ -183,8 +183,8 @@ class Round:
 async def serving(target: Path, socket: Path, **options: Any) -> AsyncIterator[Client]:
     """A verifier on a unix socket in this loop; checked for leaks at the end.
 
-    It checks every node it is sent, unless the options have a schedule. It does not collect the
-    garbage of the tests' whole process at its start: that takes longer than all the rest.
+    It verifies every node, unless the options have a schedule. It does not collect the garbage of
+    the test process at its start, which takes longer than all the rest.
     """
     with patch.object(service_module, "gc", Mock()):
         async with _served(target, socket, **options) as client:
@@ -249,7 +249,7 @@ async def failure(call: Any) -> grpc.aio.AioRpcError:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that nobody announces."""
+    """Poll a condition."""
     async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
@@ -262,8 +262,8 @@ class HeldUp:
         self._here, self._go_on = threading.Event(), threading.Event()
 
     async def reached(self) -> None:
-        """Wait until the engine is at that step."""
-        assert await asyncio.to_thread(self._here.wait, 60), "the engine never came that far"
+        """Wait until the engine has reached the step."""
+        assert await asyncio.to_thread(self._here.wait, 60), "the engine did not reach the step"
 
     def go_on(self) -> None:
         """Let the engine run again."""
@@ -272,12 +272,12 @@ class HeldUp:
     def wait(self) -> None:
         """On the engine thread: wait until it may go on."""
         self._here.set()
-        assert self._go_on.wait(60), "nobody let the engine go on"
+        assert self._go_on.wait(60), "the engine was not resumed"
 
 
 @contextlib.contextmanager
 def held_up(client: Client, after: int) -> Iterator[HeldUp]:
-    """Stop the engine after so many more steps; it goes on when it is let, or the body ends."""
+    """Stop the engine after some more steps, until ``go_on()`` or the end of the body."""
     decoder: Any = client.service.engine._decoder
     forward, left, held = decoder.forward, iter(range(after)), HeldUp()
 
