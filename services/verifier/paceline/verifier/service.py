@@ -46,6 +46,8 @@ from paceline.verifier.telemetry import Telemetry
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
+    from paceline.verifier.metrics import VerifierMetrics
+
 _DRAIN_POLL_SECONDS = 0.02
 
 
@@ -114,7 +116,8 @@ class VerifierService:
         )
         self._gate = Gate()
         self._follow_counts = FollowCounts()
-        telemetry = self._telemetry(metrics, model)
+        kept = None if metrics is None else self._metrics(metrics, model)
+        telemetry = Telemetry(kept, tracer())
         self._servicer = VerifierServicer(model, self.store, self.engine, self._gate, telemetry)
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -142,19 +145,16 @@ class VerifierService:
             model.message.schedules_speculation = True
         return decoder, model
 
-    def _telemetry(self, registry: CollectorRegistry | None, model: ModelInfo) -> Telemetry | None:
-        spans = tracer()
-        metrics = None
-        if registry is not None:
-            # Imported here, since only a verifier with metrics needs it.
-            from paceline.verifier.metrics import VerifierMetrics
+    def _metrics(self, registry: CollectorRegistry, model: ModelInfo) -> VerifierMetrics:
+        # Imported here, since only a verifier with metrics needs it.
+        from paceline.verifier.metrics import VerifierMetrics
 
-            metrics = VerifierMetrics(
-                registry, model.message, self.store, self.engine, self._follow_counts
-            )
-            self.engine.on_step = metrics.step
-            self.store.on_release = metrics.released
-        return Telemetry(metrics, spans) if metrics is not None or spans is not None else None
+        metrics = VerifierMetrics(
+            registry, model.message, self.store, self.engine, self._follow_counts
+        )
+        self.engine.on_step = metrics.step
+        self.store.on_release = metrics.released
+        return metrics
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the servicers to a server."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 
@@ -21,9 +21,7 @@ from paceline.verifier.messages import (
 from paceline.verifier.model import ModelInfo
 from paceline.verifier.store import CacheNotFound, CacheStore
 from paceline.verifier.stream import VerifyStream
-
-if TYPE_CHECKING:
-    from paceline.verifier.telemetry import Telemetry
+from paceline.verifier.telemetry import Telemetry
 
 
 class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
@@ -35,7 +33,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         store: CacheStore,
         engine: Engine,
         gate: Gate,
-        telemetry: Telemetry | None = None,
+        telemetry: Telemetry,
     ) -> None:
         self._model = model
         self._store = store
@@ -65,12 +63,10 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             drafter = read_drafter_name(request)
             cache = self._store.admit(generation, owner)
             cache.sequence.drafter = drafter
-            if self._telemetry is not None:
-                self._telemetry.admitted(cache)
+            self._telemetry.admitted(cache)
             try:
                 prefill = Prefill(cache.sequence)
-                if self._telemetry is not None:
-                    self._telemetry.report(cache, prefill, request.traceparent)
+                self._telemetry.report(cache, prefill, request.traceparent)
                 cache.job = prefill
                 self._engine.prefill(prefill, parent)
                 await self._send_progress(prefill, context)
