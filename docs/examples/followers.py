@@ -22,7 +22,7 @@ from paceline.drafter.methods.base import (
     refuse_folder,
 )
 from paceline.drafter.methods.options import check_range, parse_options
-from paceline.drafter.tree import Tree
+from paceline.tree import TokenTree
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class FollowersSequence(DraftSequence):
         """Count emitted tokens."""
         self._take(update.tokens)
 
-    def draft(self, budget: Budget) -> Tree:
+    def draft(self, budget: Budget) -> TokenTree:
         """A tree whose nodes are the likeliest by these counts."""
         return grow(
             self._anchor,

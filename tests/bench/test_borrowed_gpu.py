@@ -10,7 +10,7 @@ BLOCKER = """
 import importlib.abc, importlib.metadata, sys
 
 MISSING = {
-    "accelerate", "aiohttp", "grpc_tools", "jinja2", "llguidance", "matplotlib", "opentelemetry",
+    "accelerate", "aiohttp", "grpc_tools", "jinja2", "llguidance", "opentelemetry",
     "prometheus_client", "pydantic", "shtab", "uvloop",
 }
 

@@ -13,19 +13,13 @@ from paceline.cli.main import main
 from paceline.cli.processes import ServiceProcess
 
 HELPERS = Path(__file__).parents[1] / "drafter"
-METHODS = ("kv-reader=kv_reader:KvReader", "failing=adversaries:Failing")
 
 
 @pytest.fixture(scope="module")
 def services(target: Path) -> Iterator[tuple[str, str]]:
     """Addresses of a verifier, and of a drafter with methods that read KV, or fail."""
     paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(HELPERS)]))
-    methods = [word for method in METHODS for word in ("--test-method", method)]
-    drafter = ServiceProcess(
-        "drafter",
-        ["--load", "main=ngram", "--allow-test-methods", *methods],
-        environment={"PYTHONPATH": paths},
-    )
+    drafter = ServiceProcess("drafter", ["--load", "main=ngram"], environment={"PYTHONPATH": paths})
     with ServiceProcess("verifier", ["--target", str(target)]) as verifier, drafter:
         yield verifier.address, drafter.address
 

@@ -13,12 +13,17 @@ from torch import Tensor
 from paceline.decoder import load_config
 from paceline.decoder.weights import Checkpoint
 from paceline.drafter.methods.base import Generation, Resources
-from paceline.drafter.methods.dspark import DSparkDrafter
-from paceline.drafter.methods.dspark_sequence import DSparkSequence
-from paceline.dspark import DSparkConfig, DSparkModel, read_dspark, save_dspark
-from paceline.dspark.folder import load_weights
+from paceline.drafter.methods.dspark import (
+    DSparkConfig,
+    DSparkModel,
+    load_weights,
+    read_dspark,
+    save_dspark,
+)
+from paceline.drafter.methods.dspark.drafter import DSparkDrafter
+from paceline.drafter.methods.dspark.sequence import DSparkSequence
+from paceline.drafter.methods.target import TargetRef
 from paceline.kernels import History, filter_logits, gumbel_noise
-from paceline.longspec import TargetRef
 from paceline.service.sampling import sampling_params
 from paceline.v1 import sampling_pb2
 

@@ -14,8 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from paceline.decoder import LocalCache
 from paceline.drafter.methods.base import Generation, Resources
-from paceline.drafter.methods.lm import LmDrafter
-from paceline.drafter.methods.lm_sequence import LmSequence, chain_segments
+from paceline.drafter.methods.blocks import chain_segments
+from paceline.drafter.methods.lm.drafter import LmDrafter
+from paceline.drafter.methods.lm.sequence import LmSequence
 from paceline.drafter.tree import Tree
 from paceline.kernels import History, choose_token, filter_logits, gumbel_noise, plan_trees
 from paceline.service.sampling import sampling_params
@@ -30,6 +31,7 @@ _SHAPE: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "head_dim": 16,  # the compiled kernels take multiples of 16
     "max_position_embeddings": 2048,
     # Sharper than the usual initialisation, so that choices differ clearly.
     "initializer_range": 0.3,
@@ -57,8 +59,6 @@ def write_model(folder: Path, family: str = "llama", seed: int = 0, **shape: Any
         "llama": (LlamaConfig, LlamaForCausalLM),
         "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     }[family]
-    if family == "qwen3":
-        shape = {"head_dim": 8, **shape}
     model(config(**{**_SHAPE, **shape})).save_pretrained(folder)
     vocab = {f"t{i}": i for i in range(VOCAB)}
     Tokenizer(models.WordLevel(vocab, unk_token="t0")).save(str(folder / "tokenizer.json"))
@@ -150,7 +150,8 @@ def dense_tree(
                 scores = scores + gumbel_noise(params.seed, len(text) + level, VOCAB)
             logs = scores.log_softmax(0)
             for token in logs.topk(width).indices.tolist():
-                found[(*path, token)] = score + float(logs[token])
+                if logs[token] > -torch.inf:
+                    found[(*path, token)] = score + float(logs[token])
         best = sorted(found, key=lambda path: -found[path])[:width]
         frontier = {path: found[path] for path in best}
         tree |= frontier

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.drafter.methods.base import Budget, Generation, Update
-from paceline.drafter.methods.dspark import DSparkDrafter
+from paceline.drafter.methods.dspark.drafter import DSparkDrafter
 
 from .dspark_models import Dense, load, made_up_states, start, write_dspark
 from .models import GREEDY, SAMPLINGS, VOCAB, text_of, write_model
@@ -77,7 +77,7 @@ def test_trees_equal_a_dense_beam_search(pair: tuple[Path, Path], widths: str) -
         expected = dense.tree(text, states, SAMPLINGS[sampling], levels)
         assert {tree.path(node) for node in range(len(tree))} == set(expected)
         for node in range(len(tree)):
-            assert tree.survival(node) == pytest.approx(
+            assert tree.survivals[node] == pytest.approx(
                 torch.tensor(expected[tree.path(node)]).exp().item(), rel=2e-3, abs=1e-6
             )
 

@@ -17,7 +17,7 @@ from paceline.drafter.kv import exchange
 from paceline.verifier.kv.segment import Segment
 
 from .conftest import Drafting, drafting, failure, until
-from .fakes import TESTING, FakeDrafter, FakeSequence
+from .fakes import FakeDrafter, FakeSequence
 from .kv_verifier import KvVerifier, kv_verifier
 from .segments import COMMITTED, GRANT, new_segment
 
@@ -41,7 +41,7 @@ async def verifier(segment: Segment, tmp_path: Path) -> AsyncIterator[KvVerifier
 async def service(request: pytest.FixtureRequest) -> AsyncIterator[Drafting]:
     """Drafters that read the first and the last layer, and one that reads none."""
     FakeDrafter.loaded.clear()
-    async with drafting(f"x={request.param},kv=0/-1", "ngram", **TESTING) as served:
+    async with drafting(f"x={request.param},kv=0/-1", "ngram") as served:
         yield served
 
 
@@ -81,7 +81,7 @@ async def test_a_method_reads_what_the_verifier_writes(
 async def test_a_drafter_beside_its_verifier_asks_nobody_else(verifier: KvVerifier) -> None:
     FakeDrafter.loaded.clear()
     access = VerifierAccess(beside=verifier.address)
-    async with drafting("x=fake,kv=0/-1", access=access, **TESTING) as service:
+    async with drafting("x=fake,kv=0/-1", access=access) as service:
         stream = await attach(service, verifier, verifier_address="balancer.example:7431")
         assert len(verifier.requests) == 1
         await stream.round()
@@ -204,11 +204,11 @@ async def test_token_and_tls_are_the_deployments(
     credentials = grpc.ssl_server_credentials([pair], cert.read_bytes(), True)
     access = VerifierAccess(token="secret", tls_ca=cert, tls_cert=cert, tls_key=key)
     async with kv_verifier(segment, tmp_path, credentials) as verifier:
-        async with drafting("x=fake,kv=1", access=access, **TESTING) as service:
+        async with drafting("x=fake,kv=1", access=access) as service:
             stream = await attach(service, verifier)
             assert verifier.metadata[0]["authorization"] == "Bearer secret"
             await stream.end()
-        async with drafting("x=fake,kv=1", **TESTING) as service:
+        async with drafting("x=fake,kv=1") as service:
             with pytest.raises(grpc.aio.AioRpcError) as error:
                 await attach(service, verifier)
             assert failure(error) == (CODE.FAILED_PRECONDITION, "KV_NOT_SHARED")

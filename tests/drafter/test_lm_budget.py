@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from paceline.drafter.methods.base import Budget, LoadError, Update
-from paceline.drafter.methods.lm import LmDrafter
-from paceline.drafter.methods.lm_budget import Streaming, TopChunks
-from paceline.drafter.methods.lm_sequence import LmSequence
+from paceline.drafter.methods.lm.drafter import LmDrafter
+from paceline.drafter.methods.lm.selection import Streaming, TopChunks
+from paceline.drafter.methods.lm.sequence import LmSequence
 
 from .hashing import check_hashes, hashing_drafter
 from .models import VOCAB, load, start, text_of, write_model

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline.drafter.methods.base import LoadError
-from paceline.drafter.methods.lm import LmDrafter
+from paceline.drafter.methods.lm.drafter import LmDrafter
 
 from .conftest import drafting, failure
 from .models import VOCAB, change_config, load, write_model

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.drafter.methods.base import Budget, Generation, Update
-from paceline.drafter.methods.longspec import LongSpecDrafter
-from paceline.drafter.methods.longspec_layer import Context, Feed
+from paceline.drafter.methods.blocks import ring_slots
+from paceline.drafter.methods.longspec.drafter import LongSpecDrafter
+from paceline.drafter.methods.longspec.layer import Context, StepInput
 
 from .longspec_models import (
     WIDE_HEADS,
@@ -76,7 +77,7 @@ def test_trees_equal_a_dense_beam_search(
         expected = dense.tree(text, kv, SAMPLINGS[sampling], levels)
         assert {tree.path(node) for node in range(len(tree))} == set(expected)
         for node in range(len(tree)):
-            assert tree.survival(node) == pytest.approx(
+            assert tree.survivals[node] == pytest.approx(
                 torch.tensor(expected[tree.path(node)]).exp().item(), rel=1e-3, abs=1e-6
             )
 
@@ -93,7 +94,7 @@ def test_the_budget_may_change_between_rounds(small: tuple[Path, Path]) -> None:
         expected = dense.tree(text, kv, GREEDY, [2, 2])
         assert {tree.path(node) for node in range(len(tree))} == set(expected)
         for node in range(len(tree)):
-            assert tree.survival(node) == pytest.approx(
+            assert tree.survivals[node] == pytest.approx(
                 torch.tensor(expected[tree.path(node)]).exp().item(), rel=1e-3, abs=1e-6
             )
         text.append(token)
@@ -133,17 +134,17 @@ def test_any_tree_gets_the_logits_of_the_dense_layer(pair: tuple[Path, Path], da
     ring = sequence.ring
     context = Context.of(kv.parts(0, committed, dense.context), drafter.layer.device)
     begin = max(0, length - window)
-    text = Feed(
-        tokens[begin:length], range(begin, length), ring.text_runs(begin, length), ring,
+    text = StepInput(
+        tokens[begin:length], range(begin, length), ring_slots(begin, length, window), ring,
         ring.mask(length - 1, length, [()]), context,
     )  # fmt: skip
     found = [drafter.layer.forward([text])]
     for node, path in enumerate(paths):  # one at a time: their depths may alternate
         place = length - 1 + len(path)
-        runs = [ring.node_run(range(node, node + 1))]
+        slots = [ring.node_slots(range(node, node + 1))]
         mask = ring.mask(place, length, [path])
-        feed = Feed([tokens[length + node]], [place], runs, ring, mask, context)
-        found.append(drafter.layer.forward([feed]))
+        step = StepInput([tokens[length + node]], [place], slots, ring, mask, context)
+        found.append(drafter.layer.forward([step]))
     torch.testing.assert_close(torch.cat(found), expected[length - 1 :], rtol=1e-3, atol=1e-4)
 
 

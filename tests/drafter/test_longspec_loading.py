@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paceline.drafter.methods.base import Budget, LoadError, Resources
-from paceline.drafter.methods.longspec import LongSpecDrafter
-from paceline.longspec import read_longspec
+from paceline.drafter.methods.longspec import read_longspec
+from paceline.drafter.methods.longspec.drafter import LongSpecDrafter
 from paceline.v1 import drafter_pb2
 
 from .conftest import drafting, failure

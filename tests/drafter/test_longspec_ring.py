@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.drafter.methods.base import Budget, Update
-from paceline.drafter.methods.longspec import LongSpecDrafter
-from paceline.drafter.methods.longspec_ring import Ring
-from paceline.drafter.methods.longspec_sequence import LongSpecSequence
-from paceline.longspec import LongSpecConfig
+from paceline.drafter.methods.longspec import LongSpecConfig
+from paceline.drafter.methods.longspec.drafter import LongSpecDrafter
+from paceline.drafter.methods.longspec.ring import Ring
+from paceline.drafter.methods.longspec.sequence import LongSpecSequence
 
 from .longspec_models import WIDE_HEADS, FakeKv, load, made_up_kv, start, write_longspec
 from .models import VOCAB, text_of, write_model

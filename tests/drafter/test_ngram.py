@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.drafter.methods.base import Budget, Generation, LoadError, Resources, Update
-from paceline.drafter.methods.ngram import NgramDrafter, NgramIndex, NgramSequence, Record
+from paceline.drafter.methods.ngram.drafter import NgramDrafter, NgramIndex, NgramSequence, Record
 from paceline.drafter.tree import EMPTY, Tree
 
 LARGE = Budget(nodes=64, depth=64)
@@ -101,7 +101,7 @@ def test_what_matches_were_worth_in_a_text_counts_for_more_than_their_length() -
         for new in (True, False)
     )
     low, high = (
-        sequence([*text, *head], min_survival="0.01").draft(LARGE).survival(0)
+        sequence([*text, *head], min_survival="0.01").draft(LARGE).survivals[0]
         for text in (never, always)
     )
     assert low < 0.25
@@ -119,7 +119,7 @@ def test_confidences_are_chances(guesses: list[tuple[int, bool]], match: int) ->
 def test_survival_falls_as_documented() -> None:
     text = [1, 2, 3, *range(100, 200), 1, 2, 3]
     tree = sequence(text, min_survival="0.19").draft(LARGE)
-    assert [tree.survival(i) for i in range(len(tree))] == pytest.approx(
+    assert [tree.survivals[i] for i in range(len(tree))] == pytest.approx(
         [3 / (3 + i + 1) for i in range(12)]
     )
 

@@ -14,9 +14,9 @@ from paceline.decoder import Decoder, LocalCache, weights_fingerprint
 from paceline.drafter.kv.shared import streaming_parts
 from paceline.drafter.methods import selfspec
 from paceline.drafter.methods.base import Budget, Generation, LoadError, Resources, Update
-from paceline.drafter.methods.lm_sequence import chain_segments
-from paceline.drafter.methods.selfspec import SelfSpecDrafter
-from paceline.drafter.methods.selfspec_sequence import MOST_NEW, SelfSpecSequence
+from paceline.drafter.methods.blocks import chain_segments
+from paceline.drafter.methods.selfspec.drafter import SelfSpecDrafter
+from paceline.drafter.methods.selfspec.sequence import MOST_NEW, SelfSpecSequence
 from paceline.kernels import plan_trees, streaming
 
 from .models import GREEDY, VOCAB, text_of, write_model

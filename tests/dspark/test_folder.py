@@ -13,9 +13,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.decoder import UnsupportedModelError
-from paceline.dspark import DSparkConfig, Layout, read_dspark, save_dspark
-from paceline.dspark.folder import load_weights
-from paceline.longspec import TargetRef
+from paceline.drafter.methods.dspark import (
+    DSparkConfig,
+    Layout,
+    load_weights,
+    read_dspark,
+    save_dspark,
+)
+from paceline.drafter.methods.target import TargetRef
 
 from .shapes import CONFIG, make
 

@@ -10,8 +10,8 @@ from system_support import EAGER, FAMILIES, THREADS, make_prompts
 
 from paceline.cli.processes import ServiceProcess
 from paceline.client import Client, GenerationResult
-from paceline.dspark import DSparkConfig, DSparkModel, save_dspark
-from paceline.longspec import TargetRef
+from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel, save_dspark
+from paceline.drafter.methods.target import TargetRef
 
 TOKENS = 48
 

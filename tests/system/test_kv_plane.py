@@ -28,14 +28,13 @@ def services(
     target = ["--target", str(models["llama"]), "--dtype", "float32"]
     methods = str(Path(__file__).parent.parent / "drafter")
     paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), methods]))
-    reader = ["--allow-test-methods", "--test-method", "kv-reader=kv_reader:KvReader"]
     with (
         ServiceProcess(
             "verifier", target, address=f"unix:{sockets}/kv-v", environment=THREADS
         ) as verifier,
         ServiceProcess(
             "drafter",
-            [*reader, "--load=kv-reader"],
+            ["--load=kv-reader"],
             address=f"unix:{sockets}/kv-d",
             environment={**THREADS, "PYTHONPATH": paths},
         ) as drafter,

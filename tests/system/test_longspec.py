@@ -10,7 +10,12 @@ from system_support import EAGER, FAMILIES, THREADS, make_prompts
 
 from paceline.cli.processes import ServiceProcess
 from paceline.client import Client, GenerationResult
-from paceline.longspec import LongSpecConfig, LongSpecModel, TargetRef, save_longspec
+from paceline.drafter.methods.longspec import (
+    LongSpecConfig,
+    LongSpecModel,
+    TargetRef,
+    save_longspec,
+)
 
 TOKENS = 48
 POSITION_BYTES = {"auto": 256, "int8": 80}

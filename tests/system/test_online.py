@@ -109,7 +109,7 @@ def test_a_drafter_learns_from_what_it_drafted(
         paceline("drafters", "load", "lm", "lm", out, *check, *where)
         # Whatever the trial finds of so few texts, it is no reason to roll back.
         margins = ("--length-margin", 0.99, "--time-margin", 99)
-        paceline("drafters", "try", "lm", 2, "--share", 0.5, *margins, *where)
+        paceline("drafters", "canary", "lm", 2, "--share", 0.5, *margins, *where)
         tried = generate(verifier, drafter)
         assert {v for r in tried for v in r.stats.drafter_versions} == {"lm@1", "lm@2"}
         paceline("drafters", "activate", "lm", 2, *where)

@@ -27,10 +27,7 @@ def services(
     methods = str(Path(__file__).parent.parent / "drafter")
     paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), methods]))
     target = ["--target", str(models["llama"]), "--dtype", "float32", "--schedule", "off"]
-    load = [
-        *("--load", f"lm=lm:{models['llama']}", "--load=kv-reader", "--allow-test-methods"),
-        *("--test-method", "kv-reader=kv_reader:KvReader"),
-    ]
+    load = ["--load", f"lm=lm:{models['llama']}", "--load=kv-reader"]
     return (
         ServiceProcess("verifier", target, environment=environment),
         ServiceProcess("drafter", load, environment={**environment, "PYTHONPATH": paths}),

@@ -17,8 +17,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from paceline.longspec import LongSpecConfig, LongSpecModel, TargetRef, save_longspec
-from paceline.longspec.masks import window_mask
+from paceline.drafter.methods.longspec import (
+    LongSpecConfig,
+    LongSpecModel,
+    TargetRef,
+    save_longspec,
+    window_mask,
+)
 from paceline.train.batches import Batches
 from paceline.train.budget import run as budget_run
 from paceline.train.budget.heldout import BUDGETS

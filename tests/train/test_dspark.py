@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.decoder import load_config
-from paceline.dspark import DSparkConfig, DSparkModel, read_dspark
+from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel, read_dspark
 from paceline.train.checkpoint import save_model
 from paceline.train.corpus import Corpus
 from paceline.train.dspark import run as dspark_run

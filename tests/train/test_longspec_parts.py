@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from paceline.longspec import LongSpecConfig, LongSpecModel, lag_mask, window_mask
+from paceline.drafter.methods.longspec import LongSpecConfig, LongSpecModel, lag_mask, window_mask
 from paceline.train.longspec.indices import SINKS, offset_positions
 from paceline.train.longspec.lagged import LaggedLayer
 from paceline.train.longspec.loss import CHUNK, divergence

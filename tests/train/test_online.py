@@ -15,9 +15,14 @@ from safetensors.torch import load_file
 from paceline.decoder import weights_fingerprint
 from paceline.drafter import Resources
 from paceline.drafter.methods import method_class
+from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel, save_dspark
+from paceline.drafter.methods.longspec import (
+    LongSpecConfig,
+    LongSpecModel,
+    TargetRef,
+    save_longspec,
+)
 from paceline.drafter.recordings import Recording
-from paceline.dspark import DSparkConfig, DSparkModel, save_dspark
-from paceline.longspec import LongSpecConfig, LongSpecModel, TargetRef, save_longspec
 from paceline.train.checkpoint import save_model
 from paceline.train.corpus import Corpus
 from paceline.train.loop import Run

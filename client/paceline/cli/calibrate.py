@@ -1,4 +1,4 @@
-"""`paceline calibrate`: makes drafters' confidences mean what they say."""
+"""`paceline calibrate`: fits drafters' confidences to how often their tokens are accepted."""
 
 import argparse
 from pathlib import Path
@@ -14,9 +14,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help='JSON lines {"prompt": [...], "tokens": [...], "temperature": T, "seed": S} that the '
-        "target wrote; default: it writes some after held-out files of the demo corpus",
+        "target wrote; default: the target writes texts after held-out files of --data",
     )
-    add("--models", type=Path, default=Path("models/demo"), help="where the demo corpus is")
+    add("--data", default="stdlib", help="'stdlib' or a folder of text files, as in `train`")
     add("--texts", type=int, default=24, metavar="N", help="texts of each length to write")
     add("--tokens", type=int, default=128, metavar="N", help="tokens of each")
     add("--dtype", default="bfloat16", help="of the target: bfloat16 or float32")
@@ -27,12 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write NAME.json here; default: calibration.json in the drafter's folder, where it is "
         "found, or NAME-calibration.json here for one without, to be given as calibration=FILE",
     )
-    add("--results", type=Path, metavar="FILE", help="write the figures here as JSON")
-    add("--pictures", type=Path, metavar="DIR", help="draw reliability diagrams here")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Calibrate; 0 when all is written."""
-    from paceline.bench.calibration.run import run as calibrate
+    """Calibrate; returns 0 when all files are written."""
+    from paceline.train.calibration.run import run as calibrate
 
     return calibrate(args)

@@ -105,17 +105,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="speak TLS with verifiers whose KV a drafter reads, trusting these roots; "
         "--tls-cert is shown to those that ask for a certificate",
     )
-    group.add_argument(
-        "--test-method",
-        action="append",
-        default=[],
-        type=_named_class,
-        metavar="NAME=MODULE:CLASS",
-        help="method from outside the package, for tests; runs that module's code",
-    )
-    group.add_argument(
-        "--allow-test-methods", action="store_true", help="say that --test-method is wanted"
-    )
     add_process_arguments(parser, DRAFTER_ADDRESS)
 
 
@@ -147,17 +136,8 @@ def _build(args: argparse.Namespace, metrics: CollectorRegistry | None) -> Servi
     return build_service(
         [DrafterSpec.parse(text) for text in args.load],
         roots=args.root,
-        test_methods=dict(args.test_method),
-        allow_test_methods=args.allow_test_methods,
         threads=args.threads,
         access=access,
         metrics=metrics,
         **given,
     )
-
-
-def _named_class(text: str) -> tuple[str, str]:
-    name, equals, path = text.partition("=")
-    if not name or not equals or ":" not in path:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=MODULE:CLASS")
-    return name, path

@@ -18,7 +18,7 @@ _TOKENS = 32
 """New ones of each prompt."""
 
 _PATIENCE = 30.0
-"""Longest wait for a tree: what is slow is for a trial to judge. Unit: seconds."""
+"""Longest wait for a tree: only a canary compares draft times. Unit: seconds."""
 
 
 class CheckFailedError(PacelineError):

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.util import find_spec
 
 from paceline.cli.config import ConfigError, expand
 
@@ -25,14 +26,14 @@ class Command:
     """Extra of the distribution it needs; None: the client alone is enough."""
 
 
-COMMANDS = (
+COMMANDS: tuple[Command, ...] = (
     Command("serve", "paceline.cli.serve", "run a verifier and a drafter", "server"),
     Command("verifier", "paceline.cli.verifier", "run a verifier: the target model", "server"),
     Command("drafter", "paceline.cli.drafter", "run a drafter", "server"),
     Command("generate", "paceline.cli.generate", "generate text through running services"),
     Command("gateway", "paceline.cli.gateway", "serve OpenAI's HTTP interface", "gateway"),
     Command("trace", "paceline.cli.trace", "show where the time of rounds goes", "telemetry"),
-    Command("drafters", "paceline.cli.drafters", "list, load, try, activate and unload drafters"),
+    Command("drafters", "paceline.cli.drafters", "list, load, activate and unload drafters"),
     Command("health", "paceline.cli.health", "ask a service whether it serves", "server"),
     Command("doctor", "paceline.cli.doctor", "print what this machine and install offer"),
     Command("demo", "paceline.cli.demo", "start both services and watch them generate", "server"),
@@ -42,19 +43,25 @@ COMMANDS = (
         "prove that speculation changes no token of your texts",
         "server",
     ),
-    Command("bench", "paceline.cli.bench", "measure speed beside other generators", "server"),
-    Command("calibrate", "paceline.cli.calibrate", "make confidences right", "server"),
+    Command(
+        "calibrate",
+        "paceline.cli.calibrate",
+        "fit confidences to how often drafted tokens are accepted",
+        "server",
+    ),
     Command("tune", "paceline.cli.tune", "find a drafter's best settings here", "server"),
-    Command("drills", "paceline.cli.drills", "break things and check what must hold", "server"),
     Command("train", "paceline.cli.train", "train targets and drafters", "train"),
     Command("completion", "paceline.cli.completion", "print a script that completes commands"),
 )
+if find_spec("paceline.bench") is not None:  # in a source checkout, not in the wheel
+    COMMANDS += (Command("bench", "paceline.bench.cli", "measure speed and resilience", "dev"),)
 
 # Modules that only the extras install; anything else missing is a fault and shows its traceback.
 _OF_EXTRAS = (
     *("accelerate", "aiohttp", "grpc_health", "grpc_reflection", "jinja2", "llguidance"),
     *(
         "numpy",
+        "openai",
         "opentelemetry",
         "prometheus_client",
         "pydantic",

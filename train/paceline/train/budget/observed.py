@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.drafter.methods.layers import apply_rope
 from paceline.kernels import attention_weights
-from paceline.layers import turned
 from paceline.train.longspec.target import FrozenTarget
 
 
@@ -39,7 +39,7 @@ class ObservedTarget(FrozenTarget):
             if hasattr(self._attention, "q_norm"):
                 q = self._attention.q_norm(q)
             factors = (cos[0, rows, : dim // 2].float(), sin[0, rows, : dim // 2].float())
-            q = turned(q.transpose(0, 1), factors).transpose(0, 1)
+            q = apply_rope(q.transpose(0, 1), factors).transpose(0, 1)
         return attention_weights(q, keys[:, :end])
 
     def _look(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

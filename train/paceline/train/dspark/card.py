@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from paceline.dspark import DSparkConfig
+from paceline.drafter.methods.dspark import DSparkConfig
 from paceline.train.checkpoint import Progress
 from paceline.train.corpus import Corpus
 from paceline.train.dspark.heldout import Measured, accepted_length, conditional

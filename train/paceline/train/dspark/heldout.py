@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.dspark import DSparkModel
+from paceline.drafter.methods.dspark import DSparkModel
 from paceline.kernels import SamplingParams, gumbel_noise
 from paceline.train.author import Task, write_texts
 from paceline.train.dspark.blocks import Blocks

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 
-from paceline.dspark import DSparkConfig, DSparkModel, save_dspark
-from paceline.longspec import TargetRef
+from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel, save_dspark
+from paceline.drafter.methods.target import TargetRef
 from paceline.train.batches import Batches
 from paceline.train.corpus import Corpus
 from paceline.train.dspark.card import dspark_card

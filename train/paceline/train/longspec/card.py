@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import mean
 
-from paceline.longspec import LongSpecConfig
+from paceline.drafter.methods.longspec import LongSpecConfig
 from paceline.train.checkpoint import Progress
 from paceline.train.corpus import Corpus
 from paceline.train.longspec.heldout import MAX_NODES, WIDTHS, Measured

@@ -12,8 +12,8 @@ from torch import nn
 from paceline.decoder import Decoder
 from paceline.drafter.acceptance import Recording, accepted_lengths, record
 from paceline.drafter.methods.base import Resources
-from paceline.drafter.methods.longspec import LongSpecDrafter
-from paceline.longspec import LongSpecConfig, TargetRef, save_longspec
+from paceline.drafter.methods.longspec import LongSpecConfig, TargetRef, save_longspec
+from paceline.drafter.methods.longspec.drafter import LongSpecDrafter
 from paceline.v1 import sampling_pb2
 
 Measured = Mapping[tuple[str, float], Sequence[int]]

@@ -10,7 +10,12 @@ import torch
 from accelerate import PartialState
 
 from paceline.decoder import Decoder
-from paceline.longspec import LongSpecConfig, LongSpecModel, TargetRef, save_longspec
+from paceline.drafter.methods.longspec import (
+    LongSpecConfig,
+    LongSpecModel,
+    TargetRef,
+    save_longspec,
+)
 from paceline.train.batches import Batches
 from paceline.train.corpus import Corpus
 from paceline.train.identity import begin_run, cleared

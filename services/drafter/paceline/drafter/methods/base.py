@@ -252,6 +252,9 @@ class Drafter(ABC):
     inline: ClassVar[bool] = False
     """A round of it takes well under 100 µs: it may run on the event loop."""
 
+    path_options: ClassVar[tuple[str, ...]] = ()
+    """Options that name a file or folder. Like the drafter's own, it must be below a root."""
+
     fit: Fit = Fit()
     needs: Needs = Needs()
     max_nodes: int = 64

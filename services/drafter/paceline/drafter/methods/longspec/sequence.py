@@ -1,0 +1,106 @@
+"""The state of one generation of ``longspec``: the newest tokens, a ring, and the newest tree."""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from paceline.drafter.methods.base import Generation, TargetKv, Update
+from paceline.drafter.methods.beam_drafter import BeamSequence
+from paceline.drafter.methods.blocks import ring_slots
+from paceline.drafter.methods.longspec.layer import Context, StepInput
+
+if TYPE_CHECKING:
+    from paceline.drafter.methods.longspec.drafter import LongSpecDrafter
+
+
+class LongSpecSequence(BeamSequence):
+    """One generation of ``longspec``.
+
+    Its memory does not depend on the context: a ring of keys and values and as many tokens. (Only
+    the history of a generation with penalties grows, with its distinct tokens.) A round feeds the
+    tokens since the last round, then its tree level by level.
+    """
+
+    def __init__(self, drafter: LongSpecDrafter, generation: Generation, kv: TargetKv) -> None:
+        super().__init__(drafter, generation)
+        self.kv = kv
+        self.ring = drafter.layer.new_ring(drafter.options.drafted)
+        self._layer, self._options = drafter.layer, drafter.options
+        self._tail = deque(generation.tokens, maxlen=self.ring.window)
+        self._context: Context | None = None
+
+    @property
+    def backlog(self) -> int:
+        return max(0, self.length - 1 - self._written)
+
+    def extend(self, update: Update) -> None:
+        self._tail.extend(update.tokens)
+        super().extend(update)
+
+    def warm(self, limit: int) -> None:
+        begin = self._written
+        end = begin + min(limit, self.backlog)
+        if begin < end:
+            self._layer.write_kv(self._text_input(begin, end, torch.empty(0, 0), None))
+            self.ring.length = end
+
+    def prepare(self) -> bool:
+        self.kv.check()
+        below = self.length - 1  # the verifier may have committed more than this text
+        parts = self.kv.parts(self._layer.config.target_layer, below, self._options.context)
+        self._context = Context.of(parts, self._layer.device)
+        return True
+
+    def step(self) -> StepInput:
+        """Returns what to feed for the next level."""
+        beam, ring = self.tree, self.ring
+        if beam.level == 0:
+            begin = min(self._written, self.length - 1)
+            mask = ring.mask(self.length - 1, self.length, [()])
+            return self._text_input(begin, self.length, mask, self._context)
+        position = self.length - 1 + beam.level
+        nodes = beam.frontier
+        return StepInput(
+            tokens=beam.tokens[nodes.start : nodes.stop],
+            positions=[position] * len(nodes),
+            slots=[ring.node_slots(nodes)],
+            ring=ring,
+            mask=ring.mask(position, self.length, [beam.path(node) for node in nodes]),
+            context=self._context,
+        )
+
+    def add_level(self, logits: Tensor) -> None:
+        """Adds a level to the tree from the logits of :meth:`step`, ``[frontier, V]``."""
+        if self.tree.level == 0:
+            self.ring.length = self.length
+        self.tree.add_level(self.rank(logits))
+
+    def finish(self) -> None:
+        if self._context is not None:
+            self._context = None
+            self.kv.check()
+
+    def close(self) -> None:
+        super().close()
+        self._context = None
+
+    @property
+    def _written(self) -> int:
+        """Positions below this are in the ring, or have left it."""
+        return max(self.ring.length, self.length - self.ring.window)
+
+    def _text_input(self, begin: int, end: int, mask: Tensor, context: Context | None) -> StepInput:
+        first = begin - (self.length - len(self._tail))
+        return StepInput(
+            tokens=list(islice(self._tail, first, first + end - begin)),
+            positions=range(begin, end),
+            slots=ring_slots(begin, end, self.ring.window),
+            ring=self.ring,
+            mask=mask,
+            context=context,
+        )
