@@ -85,7 +85,7 @@ async def test_a_cancelled_release_frees_the_memory() -> None:
         store.find(cache.handle, "me")
     assert len(store) == 1
     slow.set()
-    await store.settled()
+    await store.wait_released()
     assert (len(store), store.used_bytes, own_segments()) == (0, 0, set())
 
 

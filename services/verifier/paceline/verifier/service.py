@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -26,6 +27,7 @@ from paceline.decoder import (
 )
 from paceline.service import Gate
 from paceline.service.memory import trim
+from paceline.shm import SHM
 from paceline.telemetry.tracing import tracer
 from paceline.v1 import kv_pb2_grpc, verifier_pb2_grpc
 from paceline.verifier.engine.engine import Engine
@@ -40,7 +42,7 @@ from paceline.verifier.scheduler.profile import flat_table
 from paceline.verifier.scheduler.scheduler import Scheduler
 from paceline.verifier.scheduler.storage import cost_table, load_state, save_state
 from paceline.verifier.servicer import VerifierServicer
-from paceline.verifier.store import AllocateKv, CacheStore, default_kv_bytes
+from paceline.verifier.store import AllocateKv, CacheStore
 from paceline.verifier.telemetry import Telemetry
 
 if TYPE_CHECKING:
@@ -82,7 +84,7 @@ class VerifierService:
         )
         kv_bytes = options.kv_bytes
         if kv_bytes is None:
-            kv_bytes = default_kv_bytes(decoder.device)
+            kv_bytes = _default_kv_bytes(decoder.device)
         self._pool: PagePool | None = None
         allocate: AllocateKv | None = None
         graphs: GraphRunner | None = None
@@ -207,7 +209,7 @@ class VerifierService:
         if self._publication is not None:
             self._publication.close()
         gc.unfreeze()
-        await self.store.settled()
+        await self.store.wait_released()
         try:
             self.store.check_integrity()
         finally:
@@ -248,6 +250,21 @@ def _scheduler(decoder: Decoder, options: VerifierOptions, max_context: int) -> 
     if not again:
         load_state(scheduler, decoder, max_context)
     return scheduler
+
+
+def _default_kv_bytes(device: torch.device) -> int:
+    """KV memory for a verifier on a device, as a share of what is free now. Unit: bytes.
+
+    On the CPU half of RAM or of /dev/shm, whichever is less; on another device four fifths of its
+    memory, since activations and graphs need the rest.
+    """
+    if device.type != "cpu":
+        return int(torch.get_device_module(device).mem_get_info(device)[0]) * 4 // 5
+    shm = os.statvfs(SHM)
+    with open("/proc/meminfo") as lines:
+        fields = dict(line.split(":", 1) for line in lines)
+    ram = int(fields["MemAvailable"].split()[0]) * 1024
+    return min(ram, shm.f_bavail * shm.f_frsize) // 2
 
 
 def build_service(
