@@ -159,7 +159,7 @@ async def test_the_integrity_check_compares_the_header() -> None:
     cache = store.admit(Generation((1,), length_limit=9), "me")
     store.check_integrity()
     cache.sequence.segment.publish(3)
-    with pytest.raises(AssertionError, match="its header tells something else"):
+    with pytest.raises(AssertionError, match="its header differs"):
         store.check_integrity()
     cache.sequence.segment.publish(0)
     await store.release(cache)
