@@ -88,8 +88,11 @@ class Moved:
         self._kv, self._device = kv, device
         self.committed = kv.committed
 
-    def parts(self, index: int, below: int, budget: int) -> list[tuple[Tensor, Tensor]]:
-        found = self._kv.parts(index, below, budget)
+    def refresh(self, below: int, budget: int) -> int:
+        return self._kv.refresh(below, budget)
+
+    def parts(self, layer: int) -> list[tuple[Tensor, Tensor]]:
+        found = self._kv.parts(layer)
         return [(keys.to(self._device), values.to(self._device)) for keys, values in found]
 
     def check(self) -> None:

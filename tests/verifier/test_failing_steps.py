@@ -16,6 +16,7 @@ from verifier_support import CONTEXT, serving
 
 from paceline.decoder import Decoder
 from paceline.kernels import SamplingParams
+from paceline.kv.scores import AttentionScores
 from paceline.tree import TokenTree
 from paceline.v1 import verifier_pb2
 from paceline.verifier.engine import engine as engine_module
@@ -26,7 +27,6 @@ from paceline.verifier.engine.job import Round as RoundJob
 from paceline.verifier.engine.sequence import Generation, Sequence
 from paceline.verifier.kv.layout import KvLayout
 from paceline.verifier.kv.segment import Segment
-from paceline.verifier.selection import ScoreCollector
 
 POISON = 59
 
@@ -100,7 +100,7 @@ async def texts(
     decoder: Any, drafts: list[list[int]], *, poisoned: bool = False
 ) -> tuple[list[list[int]], list[list[float]]]:
     """What three sequences emit in a prefill, a round of ``drafts`` and a free run, and the scores
-    of their collectors.
+    of their observers.
 
     Each begins in a batch of all of them and, if wanted, of a job that cannot be computed.
     """
@@ -111,8 +111,7 @@ async def texts(
             hand.sequence(6, 5, 3, 5, temperature=0.7, seed=5, presence_penalty=1.0),
         ]
         for sequence in sequences:
-            collector = ScoreCollector([0, 1], sequence.segment, cumulative=False)
-            sequence.collectors.append(collector)
+            sequence.observers.append(AttentionScores(sequence.segment, [0, 1]))
         scores: list[list[float]] = []
         bad = hand.sequence(7, 7, 7, temperature=0.0)
         hand.step(Prefill(bad))
@@ -125,8 +124,8 @@ async def texts(
                 assert isinstance(wrong.error, StepFailed)
                 assert "a bad token" in str(wrong.error)
             assert ([*bad.tokens], bad.committed, len(bad.history)) == before
-            published = [each.collectors[0].published for each in sequences]
-            scores.extend(each.flatten().tolist() for each in published if each is not None)
+            observed = [each.observers[0].scores for each in sequences]
+            scores.extend(each.flatten().tolist() for each in observed if each is not None)
 
         step([Prefill(each) for each in sequences], Prefill(hand.sequence(POISON)))
         rounds = [

@@ -22,7 +22,7 @@ from verifier_support import (
     serving,
 )
 
-from paceline.shm import HEADER_BYTES
+from paceline.kv.segment import HEADER_BYTES
 from paceline.v1 import sampling_pb2, tree_pb2, verifier_pb2
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from paceline.decoder import Decoder, LocalCache
-from paceline.drafter.kv.shared import streaming_parts
+from paceline.drafter.kv.reader import StateReader, StreamingReader
 from paceline.drafter.methods.base import Budget, Drafter, Generation, Update
 from paceline.drafter.methods.blocks import chain_segments
 from paceline.drafter.statistics import accepted_length
@@ -30,40 +30,46 @@ GREEDY = sampling_pb2.SamplingParams()
 _PREFILL = 1024  # tokens of a forward pass
 
 
-class RecordedStates:
-    """A recording's hidden states up to a movable committed length; a :class:`TargetStates`."""
+class RecordedStates(StateReader):
+    """A recording's hidden states up to a movable committed length."""
+
+    committed = 0
 
     def __init__(self, states: Tensor, window: int) -> None:
-        """Of one row a position, ``[S, layers * hidden]``; ``window`` as in ``Needs``."""
-        self.committed = 0
-        """Positions that may be read. Unit: tokens."""
+        """Of one row per position, ``[S, layers * hidden]``; ``window`` as in ``Needs``."""
         self._states = states
         self._window = window
 
     def read(self, begin: int, end: int) -> tuple[int, Tensor]:
-        """See :meth:`TargetStates.read`."""
+        """See :class:`StateReader`."""
         oldest = max(0, self.committed - self._window) if self._window else 0
         first = min(end, max(begin, oldest))
         return first, self._states[first:end]
 
     def check(self) -> None:
-        """Nothing: they are there as long as the recording."""
+        """The recording always exists."""
+
+    def close(self) -> None:
+        """Nothing to release."""
 
 
-class RecordedKv:
-    """A recording's KV up to a movable committed length; a :class:`TargetKv`."""
+class RecordedKv(StreamingReader):
+    """A recording's KV up to a movable committed length."""
+
+    committed = 0
 
     def __init__(self, cache: LocalCache) -> None:
-        self.committed = 0
-        """Positions that may be read. Unit: tokens."""
         self._cache = cache
 
-    def parts(self, index: int, below: int, budget: int) -> list[tuple[Tensor, Tensor]]:
-        """See :meth:`TargetKv.parts`: the first and the newest positions."""
-        return streaming_parts(self._cache.layer(index), min(self.committed, below), budget)
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """See :class:`StreamingReader`."""
+        return self._cache.layer(index)
 
     def check(self) -> None:
-        """Nothing: it is there as long as the recording."""
+        """The recording always exists."""
+
+    def close(self) -> None:
+        """Nothing to release."""
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,7 @@ from paceline.service.modes import rejects
 from paceline.tree import EMPTY, TokenTree
 
 if TYPE_CHECKING:
-    from paceline.drafter.kv.chosen import ChosenKv
-    from paceline.drafter.kv.device import DeviceKv
-    from paceline.drafter.kv.followed import FollowedKv
-    from paceline.drafter.kv.followed_states import FollowedStates
-    from paceline.drafter.kv.shared import SharedKv
-    from paceline.drafter.kv.states import SharedStates
+    from paceline.drafter.kv.reader import KvReader, StateReader
 
 INLINE_SLICE = 32
 """Tokens of backlog that an inline method processes per turn of the event loop."""
@@ -47,8 +42,8 @@ class Session:
         drafter: Drafter,
         generation: Generation,
         worker: DraftWorker,
-        kv: SharedKv | DeviceKv | ChosenKv | FollowedKv | None = None,
-        states: SharedStates | FollowedStates | None = None,
+        kv: KvReader | None = None,
+        states: StateReader | None = None,
     ) -> None:
         """Start a sequence. It reads ``kv`` and ``states``, closed here if it cannot be started."""
         self.statistics = DraftStatistics()
@@ -100,7 +95,7 @@ class Session:
         if budget.nodes > 0 and self._states is not None:
             left = (budget.deadline - time.monotonic()) / 2
             seconds = max(0.0, min(left, _STATES_SECONDS))
-            await self._states.caught_up(update.committed_length, seconds)
+            await self._states.wait_for(update.committed_length, seconds)
         if self._drafter.inline:
             drafted = await self._draft_inline(update, budget)
         else:

@@ -25,9 +25,9 @@ from paceline.decoder import (
     publish,
     use_device,
 )
+from paceline.kv.segment import SHM
 from paceline.service import Gate
 from paceline.service.memory import trim
-from paceline.shm import SHM
 from paceline.telemetry.tracing import tracer
 from paceline.v1 import kv_pb2_grpc, verifier_pb2_grpc
 from paceline.verifier.engine.engine import Engine

@@ -13,8 +13,8 @@ from paceline.decoder.graphs import table_row
 from paceline.kernels import MAX_TREE_NODES, TreeSegment, plan_trees
 from paceline.tree import EMPTY, TokenTree
 from paceline.verifier.engine.job import Job, Prefill, Round
+from paceline.verifier.engine.observer import BatchObserver
 from paceline.verifier.engine.sequence import HiddenStates, Sequence
-from paceline.verifier.engine.watch import Watch, Watches
 from paceline.verifier.kv.base import SequenceKv
 
 
@@ -53,7 +53,7 @@ class Batch:
         self._caches: list[SequenceKv] = []
         self._logit_rows: list[int] = []
         self._taps: set[int] = set()
-        self._watches = Watches()
+        self._observer = BatchObserver()
 
     @classmethod
     def of(cls, entry: BatchEntry) -> Batch:
@@ -83,7 +83,7 @@ class Batch:
         self._add_entry(round_, tree, start + nodes, slice(first, first + nodes))
         parents = None if tree.is_chain else (-1, *(parent + 1 for parent in tree.parents))
         self._add_block(start, [sequence.tokens[-1], *tree.tokens], parents)
-        self._watch(sequence)
+        self._observe(sequence)
 
     def add_prefill(self, prefill: Prefill, stop: int) -> None:
         """Add a part of a prefill: the text from its committed length to ``stop``."""
@@ -95,7 +95,7 @@ class Batch:
         for start in range(sequence.committed, stop, MAX_TREE_NODES):
             self._add_block(start, sequence.tokens[start : min(start + MAX_TREE_NODES, stop)])
         if ends:
-            self._watch(sequence)
+            self._observe(sequence)
 
     def forward(
         self, decoder: Decoder, graphs: GraphRunner | None = None
@@ -124,9 +124,9 @@ class Batch:
             self._caches,
             logit_rows=None if every else rows,
             taps=taps,
-            observer=self._watches if len(self._watches) else None,
+            observer=self._observer if len(self._observer) else None,
         )
-        self._watches.publish()
+        self._observer.publish()
         return result.logits, dict(zip(taps, result.taps, strict=True))
 
     def _replay(
@@ -134,14 +134,14 @@ class Batch:
     ) -> ForwardResult | None:
         """Replay a CUDA graph; None if no graph can run the batch and observe its attention."""
         config = decoder.config
-        layers, noted = self._watches.rooms(config.windows)
-        if len(self._watches) and not noted:
+        layers, noted = self._observer.scratch(config.windows)
+        if len(self._observer) and not noted:
             return None
         tables = [table_row(cache) for cache in self._caches]
         result = graphs.forward(self.tokens, self._blocks, tables, taps, layers, noted)
         if result is not None:
-            self._watches.noted(config.q_heads)
-            self._watches.publish()
+            self._observer.read_scratch(config.q_heads)
+            self._observer.publish()
         return result
 
     def _add_entry(self, job: Job, tree: TokenTree, stop: int, logits: slice) -> None:
@@ -159,10 +159,8 @@ class Batch:
         self._blocks.append(TreeSegment(len(self._caches) - 1, start, parents, len(tokens)))
         self.tokens += tokens
 
-    def _watch(self, sequence: Sequence) -> None:
-        """Let the sequence's collectors observe the newest block."""
-        for collector in tuple(sequence.collectors):
-            index, block = len(self._blocks) - 1, self._blocks[-1]
-            nodes = collector.nodes(block)
-            rows = tuple(len(self.tokens) - block.length + node for node in nodes)
-            self._watches.add(Watch(collector, index, nodes, rows, block.start))
+    def _observe(self, sequence: Sequence) -> None:
+        """Add the sequence's score observers to the newest block."""
+        index, block = len(self._blocks) - 1, self._blocks[-1]
+        for observer in tuple(sequence.observers):
+            self._observer.add(observer, index, block, len(self.tokens) - block.length)

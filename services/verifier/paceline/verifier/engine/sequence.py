@@ -14,8 +14,8 @@ from paceline.verifier.kv.base import SequenceKv
 from paceline.verifier.kv.taps import Taps
 
 if TYPE_CHECKING:
+    from paceline.kv.scores import ScoreObserver
     from paceline.verifier.grammar import Grammar
-    from paceline.verifier.selection import Collector
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class Sequence:
         tokens: Prompt and output.
         finish: Why the generation ended; None: it goes on.
         drafter: Name of the drafter its client uses; None: none, or the client did not send it.
-        collectors: Score its KV while its rounds are verified. The event loop adds and removes
-            them, the engine thread copies the list for each step.
+        observers: Score committed positions while its rounds are verified. The event loop adds and
+            removes them, the engine thread copies the list for each step.
         listeners: Called on the event loop, which owns them, after steps and at the release.
     """
 
@@ -78,7 +78,7 @@ class Sequence:
         self._committed = 0
         self.finish: FinishReason | None = None
         self.drafter: str | None = None
-        self.collectors: list[Collector] = []
+        self.observers: list[ScoreObserver] = []
         self.listeners: set[Callable[[], None]] = set()
 
     def notify_listeners(self) -> None:

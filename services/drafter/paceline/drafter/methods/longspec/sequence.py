@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from paceline.drafter.methods.base import Generation, TargetKv, Update
+from paceline.drafter.kv.reader import KvReader
+from paceline.drafter.methods.base import Generation, Update
 from paceline.drafter.methods.beam_drafter import BeamSequence
 from paceline.drafter.methods.blocks import ring_slots
 from paceline.drafter.methods.longspec.layer import Context, StepInput
@@ -26,7 +27,7 @@ class LongSpecSequence(BeamSequence):
     tokens since the last round, then its tree level by level.
     """
 
-    def __init__(self, drafter: LongSpecDrafter, generation: Generation, kv: TargetKv) -> None:
+    def __init__(self, drafter: LongSpecDrafter, generation: Generation, kv: KvReader) -> None:
         super().__init__(drafter, generation)
         self.kv = kv
         self.ring = drafter.layer.new_ring(drafter.options.drafted)
@@ -52,7 +53,8 @@ class LongSpecSequence(BeamSequence):
     def prepare(self) -> bool:
         self.kv.check()
         below = self.length - 1  # the verifier may have committed more than this text
-        parts = self.kv.parts(self._layer.config.target_layer, below, self._options.context)
+        self.kv.refresh(below, self._options.context)
+        parts = self.kv.parts(self._layer.config.target_layer)
         self._context = Context.of(parts, self._layer.device)
         return True
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from paceline.drafter.methods.base import Generation, TargetKv, Update
+from paceline.drafter.kv.reader import KvReader
+from paceline.drafter.methods.base import Generation, Update
 from paceline.drafter.methods.beam_drafter import BeamSequence
 from paceline.drafter.methods.blocks import Block
 from paceline.kernels import TreeSegment
@@ -30,7 +31,7 @@ class SelfSpecSequence(BeamSequence):
     yet, which include the anchor, and then by the nodes of the tree.
     """
 
-    def __init__(self, drafter: SelfSpecDrafter, generation: Generation, kv: TargetKv) -> None:
+    def __init__(self, drafter: SelfSpecDrafter, generation: Generation, kv: KvReader) -> None:
         super().__init__(drafter, generation)
         self.kv = kv
         self.text = list(generation.tokens)
@@ -56,9 +57,9 @@ class SelfSpecSequence(BeamSequence):
         self.kv.check()
         below = self.length - 1
         budget = self._needs.kv_budget_at(below)
-        layers = [self.kv.parts(layer, below, budget) for layer in range(self._config.layers)]
+        self._begin = self.kv.refresh(below, budget)
+        layers = [self.kv.parts(layer) for layer in range(self._config.layers)]
         self._selected = sum(keys.shape[1] for keys, _ in layers[0])
-        self._begin = min(self.kv.committed, below)
         new = self.length - self._begin
         if not self._selected or new > MAX_NEW_TOKENS:
             return False

@@ -1,4 +1,4 @@
-"""An allocation that is shared: the side that owns it, and the side that maps it."""
+"""CUDA memory shared between processes: the exporting side and the mapping side."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from threading import Lock
 
 from torch import Tensor
 
-from paceline.cudaipc.driver import HANDLE_BYTES, UUID_BYTES, Driver, DriverError
+from paceline.kv.cuda_driver import HANDLE_BYTES, UUID_BYTES, CudaDriver, DriverError
 
 
 class NotMappable(Exception):
-    """Memory of another process cannot be read on this device; the message says why."""
+    """Memory of another process cannot be read on this device; the message gives the reason."""
 
 
 class ExportedMemory:
     """One allocation, exported once when it is made.
 
-    Safety contract: only the owner writes. ``close()`` gives it back for good, so nothing of this
-    process may use a tensor over it any more; processes that have it mapped keep it until they
-    unmap it or end. When this process dies, their mappings become unusable: reads fail with a CUDA
-    error that ends the reader's context. So a reader looks whether the owner lives before it reads.
+    Safety contract: only the owner writes. After ``close()`` nothing in this process may use a
+    tensor over it; processes that have it mapped keep it until they unmap it or end. When this
+    process dies, their mappings become unusable: reads fail with a CUDA error that ends the
+    reader's context. So a reader checks that the owner is alive before it reads.
 
     Attributes:
-        bytes: All of it, uint8.
-        device_uuid: Of the device, 16 bytes.
-        handle: What other processes open it by, 64 bytes.
+        bytes: The memory, uint8 ``[byte_size]``.
+        device_uuid: UUID of the device, 16 bytes.
+        handle: CUDA IPC handle by which other processes open it, 64 bytes.
     """
 
-    def __init__(self, driver: Driver, device: int, byte_size: int) -> None:
+    def __init__(self, driver: CudaDriver, device: int, byte_size: int) -> None:
         """Allocate.
 
         Raises:
-            DriverError: There is no memory, or it cannot be exported.
+            DriverError: The device has too little memory, or the memory cannot be exported.
         """
         self._driver = driver
         self._device = device
@@ -46,7 +46,7 @@ class ExportedMemory:
             raise
 
     def close(self) -> None:
-        """Give it back. Closing twice is safe."""
+        """Free the memory. Closing twice is safe."""
         if self._address:
             del self.bytes
             self._driver.free(self._device, self._address)
@@ -66,17 +66,17 @@ _LOCK = Lock()
 
 
 class MappedMemory:
-    """An allocation of another process, to be read on one device of this one.
+    """A part of another process's allocation, to be read on one device of this process.
 
     All users of one allocation share one mapping; the last one to close it unmaps it.
 
     Attributes:
-        bytes: What was asked for, uint8, on the owner's device.
+        bytes: The mapped part, uint8 ``[byte_size]``, on the owner's device.
     """
 
     def __init__(
         self,
-        driver: Driver,
+        driver: CudaDriver,
         reader: int,
         device_uuid: bytes,
         handle: bytes,
@@ -87,15 +87,15 @@ class MappedMemory:
 
         Args:
             driver: The GPU's driver.
-            reader: Device that will read it.
-            device_uuid: Device that it is on.
-            handle: As its owner exported it.
-            byte_offset: Where the wanted part begins.
-            byte_size: Its size.
+            reader: Ordinal of the device that will read it.
+            device_uuid: UUID of the device that it is on.
+            handle: CUDA IPC handle, as its owner exported it.
+            byte_offset: Start of the part. Unit: bytes.
+            byte_size: Size of the part. Unit: bytes.
 
         Raises:
-            NotMappable: This process does not see that device, the reader cannot reach it, or the
-                driver refuses the handle.
+            NotMappable: This process does not see that device, the reader has no access to it, or
+                the driver refuses the handle.
         """
         if len(device_uuid) != UUID_BYTES or len(handle) != HANDLE_BYTES:
             raise NotMappable(
@@ -113,11 +113,11 @@ class MappedMemory:
                 )
             self._key = (self._device, handle)
             address = self._open()
-            there = driver.size(self._device, address)
-            if byte_offset + byte_size > there:
+            size = driver.size(self._device, address)
+            if byte_offset + byte_size > size:
                 raise NotMappable(
                     f"the verifier described bytes {byte_offset} to {byte_offset + byte_size} of "
-                    f"an allocation of {there}"
+                    f"an allocation of {size}"
                 )
             self.bytes: Tensor = driver.view(self._device, address + byte_offset, byte_size)
         except DriverError as error:
@@ -131,7 +131,7 @@ class MappedMemory:
             raise
 
     def _open(self) -> int:
-        """The allocation's address, opened if nobody here had it open."""
+        """Returns the allocation's address; opens it if this process has not."""
         with _LOCK:
             opened = _OPENED.get(self._key)
             if opened is None:
@@ -142,11 +142,11 @@ class MappedMemory:
             return opened.address
 
     def close(self) -> None:
-        """Unmap it, if nobody else in this process uses it. Closing twice is safe."""
+        """Unmap it, unless others in this process use it. Closing twice is safe."""
         if self._closed:
             return
         self._closed = True
-        self.__dict__.pop("bytes", None)  # not there if it could not be viewed
+        self.__dict__.pop("bytes", None)  # not set if it could not be viewed
         with _LOCK:
             opened = _OPENED[self._key]
             opened.users -= 1
@@ -155,7 +155,7 @@ class MappedMemory:
                 self._driver.close(self._device, opened.address)
 
 
-def _find(driver: Driver, device_uuid: bytes) -> int:
+def _find(driver: CudaDriver, device_uuid: bytes) -> int:
     for device in range(driver.devices()):
         if driver.uuid(device) == device_uuid:
             return device

@@ -1,4 +1,4 @@
-"""A FollowCache stream read to its end, through losses of the link."""
+"""Reads the updates of a FollowCache call, and opens the call again when it is lost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.v1 import kv_pb2
 logger = logging.getLogger("paceline.drafter")
 
 FIRST_DELAY, LONGEST_DELAY = 0.1, 5.0
-"""Waits before a lost stream is opened again. Unit: seconds."""
+"""Delays before a lost stream is opened again, doubled after each attempt. Unit: seconds."""
 
 _LOST = {
     grpc.StatusCode.UNAVAILABLE,
@@ -28,7 +28,7 @@ _LOST = {
     grpc.StatusCode.CANCELLED,
     grpc.StatusCode.UNKNOWN,
 }
-"""After these a stream may be opened again; any other is the verifier's last word."""
+"""After these a stream is opened again; any other status is final."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Update:
     """One whole update.
 
     Attributes:
-        stream: Which of the streams it came by.
-        shape: As that stream began.
-        messages: All of it.
+        stream: Number of the stream that it came by.
+        shape: The stream's first message.
+        messages: All messages of the update.
     """
 
     stream: int
@@ -52,33 +52,29 @@ class Update:
 
     @property
     def committed(self) -> int:
-        """Committed length that it speaks of. Unit: tokens."""
+        """Committed length of the cache at this update. Unit: tokens."""
         return self.messages[-1].committed_length
 
 
 class UpdateStream(ABC):
-    """Reads updates of one cache on the event loop; what becomes of them is a subclass's.
+    """Receives the updates of one cache on the event loop; subclasses apply them.
 
-    A slow or lost link costs speed alone: what was sent stays right, since committed positions
-    never change; it only gets old. A lost stream is opened again in the background.
-
-    Whoever opened it closes it, once, after its last use.
-
-    Attributes:
-        received: All that came over the wire so far. Unit: bytes.
+    What was received before a loss of the link stays valid, since committed positions never change.
+    A lost stream is opened again in the background.
     """
+
+    received = 0
 
     def __init__(self, connect: Callable[[], Any], subscribe: kv_pb2.FollowSubscribe) -> None:
         """See :meth:`open`."""
-        self.received = 0
         self._connect = connect
         self._subscribe = subscribe
         self._gone: KvGone | None = None
         self._loop = asyncio.get_running_loop()
         self._first: asyncio.Future[None] = self._loop.create_future()
         self._stream = 0
-        self._taken: tuple[int, int] = (0, 0)
-        self._news = asyncio.Event()
+        self._applied = (0, 0)  # stream and number of the newest update applied
+        self._ack_due = asyncio.Event()
         self._task = asyncio.create_task(self._follow())
 
     @classmethod
@@ -88,65 +84,57 @@ class UpdateStream(ABC):
         subscribe: kv_pb2.FollowSubscribe,
         timeout: float,
     ) -> Self:
-        """Subscribe, and wait for the verifier's word that it will send.
+        """Subscribe, and wait for the verifier's first message.
 
         Args:
-            connect: Opens a FollowCache call; raises KvGone where none is to be opened any more.
-            subscribe: What to ask for.
-            timeout: How long to wait. Unit: seconds.
+            connect: Opens a FollowCache call; raises KvGone once no call may be opened.
+            subscribe: The subscription.
+            timeout: Longest wait. Unit: seconds.
 
         Raises:
-            KvNotShared: It refuses, or does not answer in time.
+            KvNotShared: The verifier refuses, or does not answer in time.
         """
-        followed = cls(connect, subscribe)
+        opened = cls(connect, subscribe)
         try:
             async with asyncio.timeout(timeout):
-                await followed._first
+                await opened._first
         except TimeoutError:
-            followed.close()
+            opened.close()
             raise KvNotShared(f"the verifier did not answer within {timeout:g} s") from None
         except BaseException:
-            followed.close()
+            opened.close()
             raise
-        return followed
+        return opened
 
     def check(self) -> None:
-        """Make sure that the verifier has not said that the cache is gone.
-
-        Raises:
-            KvGone: It has, or what it sent makes no sense.
-        """
+        """See :class:`paceline.drafter.kv.reader.CacheReader`."""
         if self._gone is not None:
             raise self._gone
 
     def close(self) -> None:
         """End the stream. Closing twice is safe, on any thread."""
-        with suppress(RuntimeError):  # the loop is closed, and the stream with it
+        with suppress(RuntimeError):  # the loop is closed, and so is the stream
             self._loop.call_soon_threadsafe(self._task.cancel)
 
     @abstractmethod
-    def _begin(self) -> None:
-        """A stream is about to be opened: the subscription may be changed."""
+    def _limit(self) -> int:
+        """Returns the most positions that an update may bring, summed over layers."""
 
     @abstractmethod
-    def _room(self) -> int:
-        """Most positions that an update may bring, over all layers."""
+    async def _receive(self, update: Update) -> None:
+        """Called with each update. The next message is read after it returns.
 
-    @abstractmethod
-    def _positions(self, message: kv_pb2.FollowCacheResponse) -> int:
-        """Positions that a message brings, over all layers."""
-
-    @abstractmethod
-    async def _arrived(self, update: Update) -> None:
-        """An update is there. Nothing more is read before this returns."""
+        Raises:
+            KvGone: The update is invalid.
+        """
 
     def _acknowledge(self, stream: int, number: int) -> None:
-        """An update was taken in. Event loop."""
-        self._taken = (stream, number)
-        self._news.set()
+        """Acknowledge an update that was applied. Event loop."""
+        self._applied = (stream, number)
+        self._ack_due.set()
 
     async def _follow(self) -> None:
-        """Read streams, one after the other, until the cache is gone."""
+        """Read one stream after the other until the cache is gone."""
         delay = FIRST_DELAY
         while self._gone is None:
             received = self.received
@@ -156,7 +144,7 @@ class UpdateStream(ABC):
             except grpc.aio.AioRpcError as error:
                 lost = f"{error.code().name}: {error.details()}"
                 if error.code() not in _LOST:
-                    self._gone = KvGone(f"the verifier sends no more of the cache: {lost}")
+                    self._gone = KvGone(f"the verifier ended the updates of the cache: {lost}")
             except KvGone as error:
                 self._gone = error
             except asyncio.CancelledError:
@@ -165,7 +153,7 @@ class UpdateStream(ABC):
                     raise
                 lost = "the connection was closed"  # which cancels the call, not this task
             if not self._first.done():
-                self._first.set_exception(KvNotShared(f"the verifier sends nothing: {lost}"))
+                self._first.set_exception(KvNotShared(f"the verifier sends no updates: {lost}"))
                 return
             delay = FIRST_DELAY if self.received > received else min(2 * delay, LONGEST_DELAY)
             logger.debug("lost the KV stream, again in %.1f s: %s", delay, lost)
@@ -173,9 +161,8 @@ class UpdateStream(ABC):
 
     async def _read_stream(self) -> None:
         self._stream += 1
-        self._begin()
         call = self._connect()
-        answering = asyncio.create_task(self._answer(call, self._stream))
+        acks = asyncio.create_task(self._send_acks(call, self._stream))
         try:
             await call.write(kv_pb2.FollowCacheRequest(subscribe=self._subscribe))
             shape: kv_pb2.KvShape | None = None
@@ -189,27 +176,29 @@ class UpdateStream(ABC):
                         self._first.set_result(None)
                     continue
                 if not messages:
-                    room = self._room()
+                    room = self._limit()
                 messages.append(message)
-                room -= self._positions(message)
+                room -= sum(len(chunk.positions) for chunk in message.chunks)
+                room -= sum(rows.count for rows in message.hidden_states)
                 if room < 0:
-                    raise KvGone("the verifier sends more positions than the budget allows")
+                    raise KvGone("the verifier sent more positions than the budget allows")
                 if message.last:
                     update, messages = Update(self._stream, shape, messages), []
-                    await self._arrived(update)
+                    await self._receive(update)
         finally:
-            answering.cancel()
+            acks.cancel()
             call.cancel()
 
-    async def _answer(self, call: Any, stream: int) -> None:
-        """Acknowledge the newest update taken in, as often as there is one."""
-        told = 0
-        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader learns of it
+    async def _send_acks(self, call: Any, stream: int) -> None:
+        """Acknowledge the newest applied update, as often as it changes."""
+        sent = 0
+        # An error of the call is reported by the task that reads it.
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while True:
-                await self._news.wait()
-                self._news.clear()
-                of_stream, number = self._taken
-                if of_stream == stream and number > told:
-                    told = number
+                await self._ack_due.wait()
+                self._ack_due.clear()
+                of_stream, number = self._applied
+                if of_stream == stream and number > sent:
+                    sent = number
                     ack = kv_pb2.FollowAck(update_id=number, budget=self._subscribe.budget)
                     await call.write(kv_pb2.FollowCacheRequest(ack=ack))

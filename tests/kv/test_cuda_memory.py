@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from fake_driver import FakeDriver
 
-from paceline.cudaipc import DriverError, ExportedMemory, MappedMemory, NotMappable, memory
+from paceline.kv import cuda_memory
+from paceline.kv.cuda_driver import DriverError
+from paceline.kv.cuda_memory import ExportedMemory, MappedMemory, NotMappable
 
 
 def map_of(driver: FakeDriver, owned: ExportedMemory, **change: Any) -> MappedMemory:
@@ -66,7 +68,7 @@ def test_what_cannot_be_mapped_is_said_and_leaves_nothing_open(
     with pytest.raises(NotMappable, match=message):
         map_of(driver, owned, **change)
     assert not driver.opened
-    assert not memory._OPENED
+    assert not cuda_memory._OPENED
 
 
 def test_linked_gpus_reach_each_other() -> None:

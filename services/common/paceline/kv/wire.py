@@ -1,4 +1,4 @@
-"""KV tensors and hidden states to bytes and back."""
+"""The wire format of keys, values and hidden states, and the numeric types of KV."""
 
 from __future__ import annotations
 
@@ -16,22 +16,36 @@ WIRE_TYPES = {
     kv_pb2.KV_DTYPE_INT8: torch.int8,
     kv_pb2.KV_DTYPE_FLOAT8_E4M3: torch.float8_e4m3fn,
 }
-"""All types that KV can have on the wire."""
+"""torch types of keys and values on the wire."""
 
 SCALED = {kv_pb2.KV_DTYPE_INT8: 127.0, kv_pb2.KV_DTYPE_FLOAT8_E4M3: 448.0}
-"""Those that come with a scale a head and position, and the largest number they hold."""
+"""Types with one float32 scale per head and position, and the largest number of each type."""
+
+CACHE_TYPES = {wire: dtype for wire, dtype in WIRE_TYPES.items() if wire not in SCALED}
+"""torch types that a cache can have; hidden states have the cache's type."""
+
+
+def cache_dtype(dtype: torch.dtype) -> kv_pb2.KvDtype:
+    """Returns the protocol's number of a cache's type."""
+    return next(number for number, known in CACHE_TYPES.items() if known == dtype)
 
 
 def position_bytes(heads: int, head_dim: int, wire: kv_pb2.KvDtype) -> int:
-    """Bytes of keys and values of one position of one layer, scales included."""
+    """Returns the bytes of keys, values and scales of one position of one layer."""
     scale = 4 if wire in SCALED else 0
     return 2 * heads * (head_dim * WIRE_TYPES[wire].itemsize + scale)
 
 
 def encode(plane: Tensor, wire: kv_pb2.KvDtype) -> tuple[bytes, list[float]]:
-    """Keys or values ``[heads, n, D]`` as row-major bytes, and their scales ``[heads, n]``.
+    """Encode keys or values.
 
-    Scales are empty for types without. A row of zeros has the scale 0.
+    Args:
+        plane: ``[heads, n, D]`` on the CPU.
+        wire: Type on the wire.
+
+    Returns:
+        Row-major bytes, and the scales, row-major ``[heads, n]``; none for types without scales. A
+        row of zeros has the scale 0.
     """
     scales: list[float] = []
     if wire in SCALED:
@@ -52,10 +66,10 @@ def decode(
     wire: kv_pb2.KvDtype,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The opposite of :func:`encode`: ``[heads, n, D]`` in ``dtype``.
+    """Decode what :func:`encode` returned, to ``[heads, n, D]`` in ``dtype``.
 
     Raises:
-        ValueError: Bytes or scales are not as many as the shape asks for.
+        ValueError: The number of bytes or scales does not fit the shape.
     """
     heads, positions, dim = shape
     kind = WIRE_TYPES[wire]
@@ -70,19 +84,19 @@ def decode(
 
 
 def encode_rows(rows: Tensor) -> bytes:
-    """Hidden states ``[n, hidden]`` as row-major bytes, in their own type."""
+    """Returns hidden states ``[n, hidden]`` as row-major bytes, in their own type."""
     return rows.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def decode_rows(data: bytes, count: int, hidden: int, wire: kv_pb2.KvDtype) -> Tensor:
-    """The opposite of :func:`encode_rows`, ``[count, hidden]``.
+    """Decode what :func:`encode_rows` returned, to ``[count, hidden]``.
 
     Raises:
-        ValueError: Bytes are not as many as the shape asks for, or the type is none of rows.
+        ValueError: The number of bytes does not fit the shape, or a cache cannot have this type.
     """
-    if wire not in WIRE_TYPES or wire in SCALED:
+    if wire not in CACHE_TYPES:
         raise ValueError(f"hidden states cannot have the type number {wire}")
-    kind = WIRE_TYPES[wire]
+    kind = CACHE_TYPES[wire]
     if len(data) != count * hidden * kind.itemsize or not data:
         raise ValueError(f"{len(data)} bytes cannot be {count} rows of {hidden} of {kind}")
     return torch.frombuffer(bytearray(data), dtype=kind).view(count, hidden)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.cudaipc import HANDLE_BYTES, DriverError
+from paceline.kv.cuda_driver import HANDLE_BYTES, CudaDriver, DriverError
 
 
-class FakeDriver:
-    """See :class:`paceline.cudaipc.Driver`.
+class FakeDriver(CudaDriver):
+    """See :class:`CudaDriver`.
 
     Attributes:
         uuids: Of its devices.
@@ -32,7 +32,7 @@ class FakeDriver:
 
     def allocate(self, device: int, byte_size: int) -> int:
         if byte_size > 1 << 30:
-            raise DriverError("out of memory", out_of_memory=True)
+            raise DriverError("out of memory")
         self._next += 4096
         self.memory[self._next] = torch.zeros(byte_size, dtype=torch.uint8)
         return self._next
