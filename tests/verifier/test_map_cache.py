@@ -16,7 +16,7 @@ from verifier_support import LAYOUT, Client, failure, reason_of, serving, until
 from paceline.service import ServiceError
 from paceline.v1 import kv_pb2, kv_pb2_grpc, verifier_pb2
 from paceline.verifier.engine.sequence import Generation
-from paceline.verifier.kv_exchange import KvExchangeServicer
+from paceline.verifier.rpc.kv_exchange import KvExchangeServicer
 from paceline.verifier.store import CacheNotFound
 
 PROMPT = [3, 1, 4, 1, 5]

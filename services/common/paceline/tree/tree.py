@@ -16,6 +16,9 @@ from paceline.v1 import tree_pb2
 if TYPE_CHECKING:
     from paceline.kernels import Proposal
 
+MAX_NODES = 255
+"""Most nodes that the verifier accepts. With the anchor they fill one block of the attention."""
+
 DEFAULT_CONFIDENCE = 0.6
 """Probability that one of a node's children is accepted, for a tree without confidences."""
 

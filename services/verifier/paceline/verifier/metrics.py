@@ -17,7 +17,7 @@ from paceline.verifier.cache import Cache
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.job import Prefill, Round
 from paceline.verifier.engine.output import merge
-from paceline.verifier.follow import FollowCounts
+from paceline.verifier.rpc.follow import FollowCounts
 from paceline.verifier.scheduler.scheduler import Decision
 from paceline.verifier.store import CacheStore
 

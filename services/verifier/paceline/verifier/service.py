@@ -31,17 +31,17 @@ from paceline.service.memory import trim
 from paceline.telemetry.tracing import tracer
 from paceline.v1 import kv_pb2_grpc, verifier_pb2_grpc
 from paceline.verifier.engine.engine import Engine
-from paceline.verifier.follow import FollowCounts
 from paceline.verifier.kv.layout import KvLayout
 from paceline.verifier.kv.pool import PagedKv, PagePool, PoolView
 from paceline.verifier.kv.segment import sweep_orphans
-from paceline.verifier.kv_exchange import KvExchangeServicer
 from paceline.verifier.model import ModelInfo, read_model_info
 from paceline.verifier.options import VerifierOptions
+from paceline.verifier.rpc.follow import FollowCounts
+from paceline.verifier.rpc.kv_exchange import KvExchangeServicer
+from paceline.verifier.rpc.servicer import VerifierServicer
 from paceline.verifier.scheduler.profile import flat_table
 from paceline.verifier.scheduler.scheduler import Scheduler
 from paceline.verifier.scheduler.storage import cost_table, load_state, save_state
-from paceline.verifier.servicer import VerifierServicer
 from paceline.verifier.store import AllocateKv, CacheStore
 from paceline.verifier.telemetry import Telemetry
 

@@ -1,1 +1,1 @@
-"""The thread that owns the device, and the work it is given."""
+"""The engine: the thread that owns the device, and its jobs."""

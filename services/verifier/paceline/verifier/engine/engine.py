@@ -13,8 +13,7 @@ from typing import TypeVar
 import torch
 
 from paceline.decoder import Decoder, GraphRunner, use_device
-from paceline.kernels import MAX_TREE_NODES
-from paceline.tree import TokenTree
+from paceline.tree import MAX_NODES, TokenTree
 from paceline.verifier.engine.acceptance import accept_batch
 from paceline.verifier.engine.batch import Batch
 from paceline.verifier.engine.errors import DeviceLost, SequenceClosed, StepFailed, device_lost
@@ -47,7 +46,7 @@ class Engine:
         prefill_tokens: int = 512,
         threads: int | None = None,
         scheduler: Scheduler | None = None,
-        node_budget: int = MAX_TREE_NODES - 1,
+        node_budget: int = MAX_NODES,
         graphs: GraphRunner | None = None,
     ) -> None:
         """Make an engine; :meth:`start` starts its thread.

@@ -14,9 +14,10 @@ from paceline.verifier.cache import Cache
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.job import Round
 from paceline.verifier.engine.output import StepOutput, merge
-from paceline.verifier.errors import as_service_errors, cache_not_found
 from paceline.verifier.kv.base import OutOfMemory
-from paceline.verifier.messages import Limits, read_tree, write_result
+from paceline.verifier.model import Limits
+from paceline.verifier.rpc.errors import as_service_errors, cache_not_found
+from paceline.verifier.rpc.messages import read_tree, write_result
 from paceline.verifier.store import CacheStore
 from paceline.verifier.telemetry import Telemetry
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from paceline.kernels import SamplingParams
 from paceline.service import ServiceError
 from paceline.service.sampling import sampling_params
-from paceline.tree import TokenTree, TreeError
+from paceline.tree import MAX_NODES, TokenTree, TreeError
 from paceline.v1 import sampling_pb2, tree_pb2, verifier_pb2
 from paceline.verifier.engine.output import FinishReason, StepOutput
 from paceline.verifier.engine.sequence import Generation
 from paceline.verifier.grammar import MAX_SCHEMA_BYTES, GrammarError, Grammars
 from paceline.verifier.kv.taps import Taps
-
-MAX_TREE_NODES = 255
-"""Most drafted nodes of a round. With the anchor they fill one query block of the attention."""
+from paceline.verifier.model import Limits
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_TOKENS = 1024
@@ -30,23 +28,6 @@ _FINISH = {
     FinishReason.LENGTH: sampling_pb2.FINISH_REASON_LENGTH,
 }
 _invalid = ServiceError.invalid_argument
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of the served model, which requests are checked against.
-
-    Attributes:
-        vocab_size: Number of token ids.
-        max_context: Most tokens of prompt and output together.
-        eos_token_ids: Tokens that end a generation unless the request ignores them.
-        layers: Number of layers, whose hidden states may be requested.
-    """
-
-    vocab_size: int
-    max_context: int
-    eos_token_ids: tuple[int, ...]
-    layers: int = 0
 
 
 def read_generation(request: verifier_pb2.CreateCacheRequest, limits: Limits) -> Generation:
@@ -181,7 +162,7 @@ def read_tree(
             "distributions belong to the mode REJECTION at temperatures above 0; send none",
         )
     try:
-        tree = TokenTree.from_proto(message, MAX_TREE_NODES)
+        tree = TokenTree.from_proto(message, MAX_NODES)
         tree.check(limits.vocab_size)
         if sampling.rejection:
             tree.check_samples(sampling.seed, position)

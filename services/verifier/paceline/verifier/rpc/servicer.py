@@ -11,16 +11,16 @@ from paceline.v1 import verifier_pb2, verifier_pb2_grpc
 from paceline.verifier.cache import CAPABILITY_BYTES, Cache
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.job import Prefill
-from paceline.verifier.errors import as_service_errors, cache_not_found
-from paceline.verifier.messages import (
+from paceline.verifier.model import ModelInfo
+from paceline.verifier.rpc.errors import as_service_errors, cache_not_found
+from paceline.verifier.rpc.messages import (
     read_drafter_name,
     read_generation,
     with_grammar,
     write_result,
 )
-from paceline.verifier.model import ModelInfo
+from paceline.verifier.rpc.stream import VerifyStream
 from paceline.verifier.store import CacheNotFound, CacheStore
-from paceline.verifier.stream import VerifyStream
 from paceline.verifier.telemetry import Telemetry
 
 
