@@ -4,8 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROTOS := $(wildcard protos/paceline/v1/*.proto)
 
-.PHONY: setup demo test test-slow levels resolve chart containers up down lint types proto proto-check browser \
-	docs bench drills fuzz audit gpu-check gpu-packages gpu-train clean
+.PHONY: setup demo test test-slow levels resolve chart containers up down lint imports types proto \
+	proto-check browser docs bench drills fuzz audit gpu-check gpu-packages gpu-train clean
 
 # One more package index to take torch from at the first set-up: PyTorch's index of CPU builds, for
 # example, whose torch comes without CUDA's libraries.
@@ -66,6 +66,10 @@ down:
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+# Import rules: see .importlinter.
+imports: setup
+	$(BIN)/lint-imports --cache-dir .make/imports
 
 types: setup
 	$(BIN)/mypy kernels client services train bench

@@ -37,7 +37,7 @@ from paceline.drafter.methods import method_class, method_names
 for found in pkgutil.iter_modules(checks.__path__):
     importlib.import_module(f"paceline.bench.gpu.{found.name}")
 build_parser([command for command in COMMANDS if command.name in ("verifier", "drafter")])
-for name in ("verifier", "drafter", "client", "cli.processes", "verifier.kv.pool"):
+for name in ("verifier", "drafter", "client", "harness", "verifier.kv.pool"):
     importlib.import_module(f"paceline.{name}")
 for name in method_names():
     method_class(name)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.main import main
-from paceline.cli.processes import ServiceProcess
+from paceline.harness import ServiceProcess
 
 
 @pytest.fixture(autouse=True)

@@ -162,7 +162,7 @@ async def test_another_model_after_a_restart_is_an_error(world: World, client: C
         return what
 
     world.verifier.fault = restart
-    with pytest.raises(TargetChangedError, match="generate it anew"):
+    with pytest.raises(TargetChangedError, match="start a new generation"):
         await client.generate(PROMPT, max_new_tokens=100, seed=SEED, drafter="none")
 
 

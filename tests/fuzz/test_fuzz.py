@@ -20,9 +20,9 @@ from google.protobuf.message import Message
 from mutations import Fuzzer
 from system_support import VOCABULARY, make_prompts, write_model, write_tokenizer
 
-from paceline.cli.processes import ServiceProcess
 from paceline.client import Client
 from paceline.client._errors import from_rpc_error
+from paceline.harness import ServiceProcess
 from paceline.v1 import (
     drafter_pb2,
     kv_pb2,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from system_support import EAGER, THREADS, make_prompts, reference
 
-from paceline.cli.processes import ServiceProcess
 from paceline.client import Client
+from paceline.harness import ServiceProcess
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "kv"))
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 from pathlib import Path
 
-from paceline.cli.prompts import PROMPT_FILE
+from paceline.harness import PROMPT_FILE
 
 _MODULES = {
     "table": "paceline.bench.table.run",
@@ -105,8 +106,7 @@ def _add_prompts(parser: argparse.ArgumentParser, texts: int) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the sub-command; returns its exit code."""
-    from paceline.cli.service_process import use_huge_pages
-
-    use_huge_pages()  # for transformers in this process, as the services do
+    # Models that run in this process get huge pages, as in the services.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     module = importlib.import_module(_MODULES[args.bench_command])
     return int(module.run(args))

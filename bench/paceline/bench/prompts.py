@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from paceline.cli.prompts import read_prompts
+from paceline.harness import read_prompts
 
 SETS = ("heldout", "trained", "sampled", "no match", "copying")
 

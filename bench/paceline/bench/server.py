@@ -19,8 +19,8 @@ from paceline.bench.models import Models
 from paceline.bench.prompts import tokenizer
 from paceline.bench.record import Results, make_console
 from paceline.bench.services import services
-from paceline.cli.prompts import read_prompts
 from paceline.client import Client
+from paceline.harness import read_prompts
 
 SERVER = "server"
 TEMPERATURES = (0.0, 1.0)

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.cli.processes import ServiceProcess
 from paceline.client import Client, DraftOptions, RoundStats, Stats
+from paceline.harness import ServiceProcess
 
 ALWAYS = DraftOptions(timeout=20.0, adaptive=False)
 """Drafts in every round."""

@@ -13,7 +13,7 @@ from typing import Literal
 
 from paceline.bench.drills.drill import Drill, Outcome
 from paceline.bench.drills.world import World
-from paceline.cli.processes import ServiceProcess
+from paceline.harness import ServiceProcess
 
 RECOVERY_SECONDS = 30.0
 """A generation begun after a process is back must have ended within."""
@@ -26,7 +26,7 @@ _JUMPS = (_HOUR, -_HOUR, _DAY, -_DAY, 365 * _DAY, -10 * 365 * _DAY, 0)
 
 def _kill(process: ServiceProcess) -> None:
     process.kill()
-    process.restart_same_address()
+    process.start()
 
 
 def _stop(process: ServiceProcess) -> None:
@@ -37,7 +37,7 @@ def _stop(process: ServiceProcess) -> None:
 
 def _restart(process: ServiceProcess) -> None:
     process.terminate()
-    process.restart_same_address()
+    process.start()
 
 
 _HITS = {

@@ -15,8 +15,8 @@ import grpc
 from paceline.bench.drills.drill import Outcome, Scale
 from paceline.bench.drills.load import Load, Text, running
 from paceline.bench.prompts import demo_prompts
-from paceline.cli.processes import ServiceProcess
 from paceline.client import Client, DraftOptions, RetryOptions
+from paceline.harness import ServiceProcess
 from paceline.kv.segment import SHM
 from paceline.v1 import drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 

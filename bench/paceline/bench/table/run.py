@@ -14,7 +14,7 @@ from paceline.bench.prompts import encode, long_prompts
 from paceline.bench.record import Results, digest, make_console
 from paceline.bench.table.measure import measure
 from paceline.bench.table.rows import show
-from paceline.cli.prompts import read_prompts
+from paceline.harness import read_prompts
 
 Group = tuple[str, int, list[list[int]]]
 """Name, longest text in tokens, prompts."""

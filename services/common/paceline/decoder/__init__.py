@@ -1,4 +1,4 @@
-"""The transformer that verifier and drafter both run: Hugging Face weights in, logits out."""
+"""The decoder-only transformer of verifier and drafter, loaded from Hugging Face weights."""
 
 from paceline.decoder.cache import KVCacheView, LocalCache
 from paceline.decoder.config import DecoderConfig, load_config

@@ -1,4 +1,4 @@
-"""The decoder's configuration of a model, read from a Hugging Face folder."""
+"""Configuration of a model, read from a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class DecoderConfig:
         kv_heads: Key and value heads; divides ``q_heads``.
         head_dim: Width of a head.
         vocab_size: Rows of the embedding and of the LM head.
-        max_position: Longest context in tokens the model was made for.
+        max_position: Longest context of the model, in tokens.
         norm_eps: Epsilon of every RMS norm.
         rope_inv_freq: Inverse frequencies after scaling, one per pair of dimensions.
         rope_scaling: Factor on cosine and sine (YaRN's attention factor), else 1.
@@ -110,8 +110,7 @@ def load_config(folder: str | Path, dtype: torch.dtype | str = "auto") -> Decode
 
     Args:
         folder: Hugging Face model folder.
-        dtype: float32 or bfloat16, or "auto" for what the folder names (bfloat16 for
-            float16).
+        dtype: float32 or bfloat16, or "auto" for the folder's own (bfloat16 for float16).
 
     Raises:
         UnsupportedModelError: Architecture, feature or data type that is not supported.
@@ -174,7 +173,7 @@ def _refuse_unsupported(hf: Any) -> None:
 
 
 def check_rope(hf: Any) -> None:
-    """Refuse rotary embeddings that :func:`rope_frequencies` does not know.
+    """Refuse rotary embeddings that :func:`rope_frequencies` does not support.
 
     Raises:
         UnsupportedModelError: Another type, or a partial one.
@@ -199,7 +198,7 @@ def rope_frequencies(hf: Any) -> tuple[Tensor, float]:
         hf: A transformers config.
 
     Returns:
-        float32 ``[head_dim / 2]``, and 1 but for YaRN.
+        float32 ``[head_dim / 2]``, and the factor, which is 1 except for YaRN.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -227,7 +226,7 @@ def _windows(hf: Any, family: ModelFamily) -> tuple[int | None, ...]:
     if "sliding_attention" not in kinds:
         return (None,) * len(kinds)
     if not window:
-        raise UnsupportedModelError("sliding_attention layers, but the config names no window")
+        raise UnsupportedModelError("the config has sliding_attention layers but no sliding_window")
     return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
 
 
@@ -243,13 +242,13 @@ def _eos(folder: str | Path, hf: Any) -> tuple[int, ...]:
     return (found,) if isinstance(found, int) else tuple(found)
 
 
-def _dtype(hf: Any, asked: torch.dtype | str) -> torch.dtype:
-    found = asked
-    if asked == "auto":
+def _dtype(hf: Any, requested: torch.dtype | str) -> torch.dtype:
+    found = requested
+    if requested == "auto":
         found = getattr(hf, "dtype", None) or torch.float32
     if isinstance(found, str):
         found = getattr(torch, found, found)
-    if found == torch.float16 and asked == "auto":
+    if found == torch.float16 and requested == "auto":
         found = torch.bfloat16
     if found not in SUPPORTED_DTYPES:
         raise UnsupportedModelError(

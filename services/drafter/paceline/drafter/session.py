@@ -14,7 +14,7 @@ from paceline.drafter.registry import Version
 from paceline.drafter.statistics import DraftStatistics, accepted_length
 from paceline.drafter.worker import Drafted, DraftWorker
 from paceline.service import ServiceError
-from paceline.service.modes import rejects
+from paceline.service.sampling import rejects
 from paceline.tree import EMPTY, TokenTree
 
 if TYPE_CHECKING:

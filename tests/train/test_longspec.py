@@ -1,6 +1,8 @@
-"""What a LongSpec step is made of: indices, lags, the fused loss, stages."""
+"""Parts of a LongSpec step: indices, lags, the fused loss, stages."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,10 +11,10 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from paceline.drafter.methods.longspec import LongSpecConfig, LongSpecModel, lag_mask, window_mask
-from paceline.train.longspec.indices import SINKS, offset_positions
 from paceline.train.longspec.lagged import LaggedLayer
-from paceline.train.longspec.loss import CHUNK, divergence
-from paceline.train.longspec.preset import PRESETS, StagePlan
+from paceline.train.longspec.objective import CHUNK, SINKS, divergence, offset_positions
+from paceline.train.longspec.preset import PRESETS
+from paceline.train.schedule import StagePlan
 
 _WINDOW = 8
 
@@ -115,7 +117,7 @@ def test_the_loss_is_zero_where_drafter_and_target_agree() -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_stages_follow_one_another_at_falling_rates(name: str) -> None:
     preset = PRESETS[name]
-    plan = StagePlan(preset, minutes=10, steps=1000, own=7)
+    plan = StagePlan(preset.stages, minutes=10, steps=1000, own=7)
     begun = 0.0
     for stage in preset.stages:
         assert plan.stage(begun + 1e-9)[0] is stage
@@ -131,11 +133,9 @@ def test_stages_follow_one_another_at_falling_rates(name: str) -> None:
     assert plan.progress(step=0, elapsed=300) == 0.5
 
 
-def test_every_lag_of_the_trees_is_trained_and_ablations_leave_out_what_they_say() -> None:
-    preset = PRESETS["cpu"]
-    assert preset.trained_lags == (1, 2, 3, 4, 5)
-    assert preset.ablated(offset=True, noise=False).trained_lags == (1,)
-    assert not preset.ablated(offset=False, noise=True).offset
+def test_every_lag_of_the_trees_is_trained() -> None:
+    assert PRESETS["cpu"].trained_lags == (1, 2, 3, 4, 5)
+    assert replace(PRESETS["cpu"], noise=False).trained_lags == (1,)
 
 
 def _inputs(length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

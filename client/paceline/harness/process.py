@@ -1,4 +1,6 @@
-"""Service processes as context managers, for demo, benchmarks, tests and scripts. Torch-free."""
+"""Services as child processes of this one."""
+
+from __future__ import annotations
 
 import asyncio
 import os
@@ -8,9 +10,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, Self
 
 Kind = Literal["verifier", "drafter", "gateway"]
@@ -20,25 +22,25 @@ _LOG_TAIL_BYTES = 8192
 
 
 class ProcessFailed(RuntimeError):
-    """A service process did not get ready or died; the message has the end of its log."""
+    """A service process died or was not ready in time. The message includes the end of its log."""
 
 
 class ServiceProcess:
     """One `paceline verifier`, `paceline drafter` or `paceline gateway` process.
 
-    A context manager, plain and async: it enters when the service answers calls, and on leaving
-    stops the process whatever happened. The process also stops when this one dies in any way: it
-    watches a pipe that only this one holds.
+    A context manager, sync and async: entering starts the service and waits until it answers calls,
+    leaving stops it. The child holds one end of a pipe to this process and also stops when this
+    process ends in any other way.
 
     Args:
-        kind: which of them.
-        arguments: of that command, such as `["--target", "models/demo/target"]`; `--address`,
+        kind: Sub-command to run.
+        arguments: Its arguments, such as `["--target", "models/demo/target"]`. `--address`,
             `--ready-file` and `--stop-with-stdin` are added.
-        address: where to listen; port 0 takes any free one.
-        environment: variables over those of this process.
-        wrapper: command that runs it, such as `unshare` and its arguments; must exec it.
-        show_log: let its log through to this stderr instead of keeping it.
-        ready_seconds: how long it may take to get ready.
+        address: Address to listen on; port 0 takes a free port.
+        environment: Variables that override those of this process.
+        wrapper: Command that execs the service, such as `unshare` with its arguments.
+        show_log: Write the log to this process's stderr instead of a file.
+        ready_seconds: Longest time until the service is ready. Unit: seconds.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class ServiceProcess:
         self.arguments = tuple(arguments)
         self.environment = dict(environment or {})
         self._wrapper = tuple(wrapper)
-        self._wanted_address = address
+        self._requested_address = address
         self._bound_address: str | None = None
         self._show_log = show_log
         self._ready_seconds = ready_seconds
@@ -66,7 +68,7 @@ class ServiceProcess:
 
     @property
     def address(self) -> str:
-        """Bound address; known once it was ready, and kept over restarts."""
+        """Bound address. Known once the service is ready, and kept when it restarts."""
         if self._bound_address is None:
             raise RuntimeError(f"the {self.kind} has not been ready yet: start it first")
         return self._bound_address
@@ -82,56 +84,48 @@ class ServiceProcess:
         return self._started().poll()
 
     def start(self) -> Self:
-        """Spawn and wait until it answers calls.
+        """Start the service and wait until it answers calls. A restart reuses the bound address.
 
         Raises:
-            ProcessFailed: if it dies before, or takes longer than `ready_seconds`.
+            ProcessFailed: It dies before it is ready, or takes longer than `ready_seconds`.
         """
         self.spawn()
         self.wait_ready()
         return self
 
     def spawn(self) -> None:
-        """Start the process, where it listened before if it did, and return at once."""
+        """Start the service and return at once. A restart reuses the bound address."""
         if self._process is not None and self._process.poll() is None:
-            raise RuntimeError(f"the {self.kind} runs already")
+            raise RuntimeError(f"the {self.kind} is already running")
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix=f"paceline-{self.kind}-"))
         self._ready_file.unlink(missing_ok=True)
         command = [
             *self._wrapper,
             *(sys.executable, "-m", "paceline.cli.main", self.kind, *self.arguments),
-            *("--address", self._bound_address or self._wanted_address),
+            *("--address", self._bound_address or self._requested_address),
             *("--ready-file", str(self._ready_file), "--stop-with-stdin"),
         ]
         with self._log_file.open("ab") as log:
+            output = None if self._show_log else log
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
-                stdout=None if self._show_log else log,
-                stderr=None if self._show_log else log,
+                stdout=output,
+                stderr=output,
                 env={**os.environ, **self.environment},
-                # Its own session: Ctrl-C in a terminal reaches this process alone, which then
-                # decides, and not the child a second time.
+                # Ctrl-C in a terminal must reach this process only, which then stops the child.
                 start_new_session=True,
             )
         self._ready_deadline = time.monotonic() + self._ready_seconds
 
     def wait_ready(self) -> None:
-        """Wait until the spawned process answers calls; stops it if it does not.
-
-        Raises:
-            ProcessFailed: as `start`.
-        """
+        """Wait until the spawned service answers calls. Raises ProcessFailed as `start`."""
         while not self.poll_ready():
             time.sleep(_POLL_SECONDS)
 
     def poll_ready(self) -> bool:
-        """Whether the spawned process answers calls by now.
-
-        Raises:
-            ProcessFailed: as `start`.
-        """
+        """Whether the spawned service answers calls. Raises ProcessFailed as `start`."""
         if self._ready_file.exists():
             self._bound_address = self._ready_file.read_text(encoding="utf-8")
             return True
@@ -142,22 +136,12 @@ class ServiceProcess:
             raise self._failed(f"was not ready within {self._ready_seconds:g} s")
         return False
 
-    def restart_same_address(self) -> None:
-        """Start again, after it died or was killed, where its clients look for it.
-
-        Raises:
-            ProcessFailed: as `start`.
-        """
-        if self._bound_address is None:
-            raise RuntimeError(f"the {self.kind} has no address yet: start it first")
-        self.start()
-
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal, if it still runs."""
+        """Send a signal, if the process is running."""
         self._started().send_signal(number)
 
     def terminate(self, timeout: float = 60.0) -> int:
-        """SIGTERM, wait for the drain, and SIGKILL if it takes longer than `timeout` seconds.
+        """Send SIGTERM and wait for the drain; send SIGKILL after `timeout` seconds.
 
         Returns:
             The exit code: 0 for a clean drain.
@@ -165,22 +149,19 @@ class ServiceProcess:
         process = self._started()
         process.terminate()
         try:
-            code = process.wait(timeout)
+            process.wait(timeout)
         except subprocess.TimeoutExpired:
             process.kill()
-            code = process.wait()
-        self._close_pipe()
-        return code
+        return self._reap(process)
 
     def kill(self) -> None:
-        """SIGKILL: the death without any clean-up."""
+        """Send SIGKILL and wait for the end of the process."""
         process = self._started()
         process.kill()
-        process.wait()
-        self._close_pipe()
+        self._reap(process)
 
     def stop(self) -> None:
-        """Stop it if it runs, and remove its log and ready file. May be called again."""
+        """Terminate the process and remove its files. Safe to call again."""
         if self._process is not None:
             self.terminate()
         if self._folder is not None:
@@ -188,7 +169,7 @@ class ServiceProcess:
             self._folder = None
 
     def log_tail(self, lines: int = 40) -> str:
-        """The last lines it logged; empty with `show_log` and after `stop`."""
+        """The last lines of the log; empty with `show_log` and after `stop`."""
         if self._folder is None or not self._log_file.exists():
             return ""
         with self._log_file.open("rb") as log:
@@ -204,27 +185,13 @@ class ServiceProcess:
             self.stop()
             raise
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     async def __aenter__(self) -> Self:
-        try:
-            return await asyncio.to_thread(self.start)
-        except BaseException:
-            await asyncio.to_thread(self.stop)
-            raise
+        return await asyncio.to_thread(self.__enter__)
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await asyncio.to_thread(self.stop)
 
     @property
@@ -240,16 +207,43 @@ class ServiceProcess:
             raise RuntimeError(f"the {self.kind} has not been started")
         return self._folder
 
-    def _started(self) -> "subprocess.Popen[bytes]":
+    def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:
             raise RuntimeError(f"the {self.kind} has not been started")
         return self._process
 
-    def _close_pipe(self) -> None:
-        pipe = self._started().stdin
-        if pipe is not None:
-            pipe.close()
+    @staticmethod
+    def _reap(process: subprocess.Popen[bytes]) -> int:
+        code = process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
+        return code
 
     def _failed(self, what: str) -> ProcessFailed:
         log = self.log_tail()
         return ProcessFailed(f"the {self.kind} {what}" + (f"; its log ends\n{log}" if log else ""))
+
+
+@contextmanager
+def local_services(
+    verifier: Sequence[str], drafter: Sequence[str]
+) -> Iterator[tuple[ServiceProcess, ServiceProcess]]:
+    """A verifier and a drafter, started side by side and ready. Both stop at the end of the block.
+
+    Args:
+        verifier: Arguments of `paceline verifier`.
+        drafter: Arguments of `paceline drafter`.
+
+    Raises:
+        ProcessFailed: One of them is not ready in time.
+    """
+    processes = ServiceProcess("verifier", verifier), ServiceProcess("drafter", drafter)
+    try:
+        for process in processes:
+            process.spawn()
+        for process in processes:
+            process.wait_ready()
+        yield processes
+    finally:
+        for process in processes:
+            process.stop()

@@ -1,4 +1,4 @@
-"""Files of prompts, for the commands that try something on the user's own."""
+"""Prompt files."""
 
 from __future__ import annotations
 
@@ -7,21 +7,24 @@ from pathlib import Path
 from typing import Any
 
 FIELDS = ("prompt", "text", "turns", "question")
-"""Where data sets keep their prompt: HumanEval and MBPP, MT-bench, GSM8K among them."""
+"""Keys of the prompt in common data sets: HumanEval, MBPP, MT-bench and GSM8K among them."""
 
 PROMPT_FILE = (
     "JSON lines, each a text, a list of token ids, or an object with one as "
     f"{', '.join(FIELDS)} (of turns the first); any other file is one prompt"
 )
-"""For --help."""
+"""Description of the format, for --help."""
 
 
 def read_prompts(path: Path) -> list[str | list[int]]:
-    """Prompts of a file; see `--prompts`.
+    """Reads a prompt file; `PROMPT_FILE` describes the format.
+
+    Returns:
+        Each prompt: text or token ids.
 
     Raises:
-        OSError: It cannot be read.
-        ValueError: It holds no prompt, or a line that is none.
+        OSError: The file cannot be read.
+        ValueError: It has no prompt, or a line that is not a prompt.
     """
     text = path.read_text(encoding="utf-8")
     if path.suffix not in (".jsonl", ".json"):
@@ -29,24 +32,18 @@ def read_prompts(path: Path) -> list[str | list[int]]:
             raise ValueError(f"{path} is empty; expected a prompt")
         return [text]
     lines = [line for line in text.splitlines() if line.strip()]
-    found = [_prompt(json.loads(line), f"{path}, line {n}") for n, line in enumerate(lines, 1)]
-    if not found:
-        raise ValueError(f"{path} holds no prompt; expected one a line")
-    return found
+    if not lines:
+        raise ValueError(f"{path} has no prompt; expected one a line")
+    return [_prompt(json.loads(line), f"{path}, line {n}") for n, line in enumerate(lines, 1)]
 
 
 def _prompt(entry: Any, where: str) -> str | list[int]:
     if isinstance(entry, dict):
-        named = [entry[name] for name in FIELDS if name in entry]
-        entry = named[0] if named else None
+        entry = next((entry[name] for name in FIELDS if name in entry), None)
         if isinstance(entry, list) and entry and isinstance(entry[0], str):
             entry = entry[0]  # a conversation: its first turn
     if isinstance(entry, str) and entry:
         return entry
-    if (
-        isinstance(entry, list)
-        and entry
-        and all(type(token) is int and token >= 0 for token in entry)
-    ):
+    if isinstance(entry, list) and entry and all(type(id) is int and id >= 0 for id in entry):
         return entry
     raise ValueError(f"{where}: expected a text or token ids, or an object with one of {FIELDS}")
