@@ -69,7 +69,7 @@ class TokenTree:
 
     @classmethod
     def from_proto(cls, message: tree_pb2.TokenTree, max_nodes: int | None = None) -> TokenTree:
-        """Read a message. Call :meth:`check` on what comes from another process.
+        """Read a message. Call :meth:`check` on a tree from another process.
 
         Args:
             message: The message; confidences and probabilities are float32 in it.

@@ -61,7 +61,7 @@ class Sequence:
         generation: The request.
         segment: Its KV; closed by the engine when the sequence is released.
         tokens: Prompt and output.
-        finish: Why the generation ended; None: it goes on.
+        finish: Why the generation ended; None: it has not ended.
         drafter: Name of the drafter its client uses; None: none, or the client did not send it.
         observers: Score committed positions while its rounds are verified. The event loop adds and
             removes them, the engine thread copies the list for each step.
@@ -103,7 +103,7 @@ class Sequence:
 
     @property
     def prefilling(self) -> bool:
-        """Whether its first token is still to come."""
+        """Whether it has not emitted its first token."""
         return len(self.tokens) == len(self.generation.prompt) + len(self.generation.output)
 
     def common_prefix(self, other: Sequence) -> int:
