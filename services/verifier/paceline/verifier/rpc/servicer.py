@@ -13,12 +13,7 @@ from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.job import Prefill
 from paceline.verifier.model import ModelInfo
 from paceline.verifier.rpc.errors import as_service_errors, cache_not_found
-from paceline.verifier.rpc.messages import (
-    read_drafter_name,
-    read_generation,
-    with_grammar,
-    write_result,
-)
+from paceline.verifier.rpc.messages import read_generation, write_result
 from paceline.verifier.rpc.stream import VerifyStream
 from paceline.verifier.store import CacheNotFound, CacheStore
 from paceline.verifier.telemetry import Telemetry
@@ -51,18 +46,12 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
     async def CreateCache(self, request: verifier_pb2.CreateCacheRequest, context: Any) -> None:
         """Prefill a prompt; stream progress, then the capabilities and the first token."""
         with self._gate.enter(), as_service_errors():
-            generation = read_generation(request, self._model.limits)
-            if request.sampling.json_schema:
-                generation = await with_grammar(
-                    generation, request.sampling.json_schema, self._grammars
-                )
+            generation = await read_generation(request, self._model.limits, self._grammars)
             owner = owner_of(context)
             parent = None
             if request.parent_handle:
                 parent = self._find(request.parent_handle, owner).sequence
-            drafter = read_drafter_name(request)
             cache = self._store.admit(generation, owner)
-            cache.sequence.drafter = drafter
             self._telemetry.admitted(cache)
             try:
                 prefill = Prefill(cache.sequence)
