@@ -172,12 +172,3 @@ async def test_a_full_verifier_returns_a_retry_delay(model: Path, tmp_path: Path
             details_of(error, error_details_pb2.RetryInfo)
         for cache in caches:
             await client.release(cache.handle)
-
-
-async def test_too_many_sequences(model: Path, tmp_path: Path) -> None:
-    async with serving(model, tmp_path / "v.sock", kv_bytes=1 << 28, max_sequences=1) as client:
-        cache = await client.create(PROMPT)
-        request = verifier_pb2.CreateCacheRequest(prompt_tokens=PROMPT)
-        error = await failure(client.stub.CreateCache(request))
-        assert reason_of(error) == "KV_FULL"
-        await client.release(cache.handle)

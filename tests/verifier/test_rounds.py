@@ -102,7 +102,7 @@ async def test_taking_over_in_the_middle_of_a_free_run(client: Client) -> None:
         assert reason_of(await failure(old)) == "STREAM_SUPERSEDED"
     (stored,) = await taking_over
     tokens = list(stored.result.tokens)
-    assert len(seen) <= len(tokens) < 299, "the run went on although nobody listened"
+    assert len(seen) <= len(tokens) < 299, "the run continued without its stream"
     assert tokens[: len(seen)] == seen
     tokens += await client.free_run(created.handle, 2)
     assert [*created.first.tokens, *tokens] == plain
