@@ -14,6 +14,7 @@ import pytest
 import torch
 from verifier_support import VOCAB, Client, Round, held_up, serving, until
 
+from paceline.tree import EMPTY, TokenTree
 from paceline.v1 import sampling_pb2
 
 pytestmark = pytest.mark.bits
@@ -75,12 +76,10 @@ async def test_right_trees_are_accepted(client: Client) -> None:
     for number in range(1, 5):
         start = 1 + (number - 1) * 10
         # At each depth the right node follows a wrong sibling: nodes 1, 3, 5, ...
-        tokens, parents = [], []
-        for depth in range(9):
-            token = plain[start + depth]
-            tokens += [(token + 1) % VOCAB, token]
-            parents += [2 * depth - 1, 2 * depth - 1]
-        await stream.write(Round.of(created.handle, number, (tokens, parents)))
+        tokens = [each for t in plain[start : start + 9] for each in ((t + 1) % VOCAB, t)]
+        parents = [2 * (node // 2) - 1 for node in range(18)]
+        tree = TokenTree(tuple(tokens), tuple(parents))
+        await stream.write(Round.of(created.handle, number, tree))
         answer = await stream.read()
         assert list(answer.result.accepted_nodes) == list(range(1, 18, 2))
         assert list(answer.result.tokens) == plain[start : start + 10]
@@ -263,7 +262,7 @@ async def test_logprobs(tree: bool, client: Client, model: Path) -> None:
     plain = await client.generate(prompt, drafters.nothing, **fields)
     created = await client.create(prompt, top_logprobs=4, **fields)
     stream = client.stub.Verify()
-    chain = (plain[1:-1], list(range(-1, 9))) if tree else ([], [])
+    chain = TokenTree.chain(plain[1:-1]) if tree else EMPTY
     await stream.write(Round.of(created.handle, 1, chain, free_run_steps=0 if tree else 11))
     results = [created.first]
     while True:

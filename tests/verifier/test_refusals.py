@@ -23,6 +23,7 @@ from verifier_support import (
 )
 
 from paceline.kv.segment import HEADER_BYTES
+from paceline.tree import TokenTree
 from paceline.v1 import sampling_pb2, tree_pb2, verifier_pb2
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
@@ -99,7 +100,7 @@ async def test_trees(client: Client) -> None:
             handle=created.handle, round_id=1, tree=tree_pb2.TokenTree(**tree)
         )
         assert await client.refusal(request) == (INVALID, reason), tree
-    both = Round.of(created.handle, 1, ([1], [-1]), free_run_steps=4)
+    both = Round.of(created.handle, 1, TokenTree.chain([1]), free_run_steps=4)
     assert await client.refusal(both) == (INVALID, "BAD_ROUND")
     assert await client.free_run(created.handle, steps=1) == [plain[1]]
     assert await victim == plain

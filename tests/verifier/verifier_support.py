@@ -18,7 +18,8 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from paceline.service import ServerOptions, run_server
-from paceline.v1 import tree_pb2, verifier_pb2, verifier_pb2_grpc
+from paceline.tree import EMPTY, TokenTree
+from paceline.v1 import verifier_pb2, verifier_pb2_grpc
 from paceline.verifier import VerifierService, build_service
 from paceline.verifier import service as service_module
 from paceline.verifier.kv.layout import KvLayout
@@ -27,8 +28,7 @@ FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 VOCAB = 61
 LAYOUT = KvLayout(layers=2, kv_heads=3, head_dim=8, dtype=torch.float32)
 CONTEXT = 2048
-Tree = tuple[list[int], list[int]]
-Drafter = Callable[[list[int], random.Random], Tree | int]
+Drafter = Callable[[list[int], random.Random], TokenTree | int]
 """Gives a tree for a text, or a number of free-run steps."""
 
 
@@ -104,12 +104,10 @@ class Client:
         while not result.finish_reason:
             number += 1
             draft = drafter([*prompt, *tokens], rng)
-            request = verifier_pb2.VerifyRequest(handle=created.handle, round_id=number)
             if isinstance(draft, int):
-                request.free_run_steps = draft
+                await stream.write(Round.of(created.handle, number, free_run_steps=draft))
             else:
-                request.tree.CopyFrom(tree_pb2.TokenTree(tokens=draft[0], parents=draft[1]))
-            await stream.write(request)
+                await stream.write(Round.of(created.handle, number, draft))
             while True:
                 answer = await stream.read()
                 assert answer is not grpc.aio.EOF, await stream.details()
@@ -150,18 +148,15 @@ class Client:
         return bool(answer.released)
 
 
-def check_accepted(draft: Tree | int, result: Any) -> None:
+def check_accepted(draft: TokenTree | int, result: Any) -> None:
     """Check that accepted nodes are a path from the anchor and hold the emitted tokens."""
+    tokens, accepted = list(result.tokens), list(result.accepted_nodes)
     if isinstance(draft, int):
-        assert not result.accepted_nodes
+        assert not accepted
         return
-    tokens, parents = draft
-    parent = -1
-    for node, token in zip(result.accepted_nodes, result.tokens, strict=False):
-        assert tokens[node] == token
-        assert parents[node] == parent
-        parent = node
-    extra = len(result.tokens) - len(result.accepted_nodes)
+    assert [draft.parents[node] for node in accepted] == [-1, *accepted][: len(accepted)]
+    assert [draft.tokens[node] for node in accepted] == tokens[: len(accepted)]
+    extra = len(tokens) - len(accepted)
     assert extra == 1 or (extra == 0 and result.finish_reason)
 
 
@@ -169,13 +164,10 @@ class Round:
     """Builds VerifyRequests."""
 
     @staticmethod
-    def of(handle: bytes, number: int, tree: Tree = ([], []), **fields: Any) -> Any:
+    def of(handle: bytes, number: int, tree: TokenTree = EMPTY, **fields: Any) -> Any:
         """A round with a tree."""
         return verifier_pb2.VerifyRequest(
-            handle=handle,
-            round_id=number,
-            tree=tree_pb2.TokenTree(tokens=tree[0], parents=tree[1]),
-            **fields,
+            handle=handle, round_id=number, tree=tree.to_proto(), **fields
         )
 
 
