@@ -23,7 +23,7 @@ from paceline.verifier.cache import Cache
 from paceline.verifier.engine.sequence import Generation, Sequence
 from paceline.verifier.kv.layout import KvLayout
 from paceline.verifier.kv.pool import PagedKv, PagePool
-from paceline.verifier.kv_exchange import KvExchangeServicer
+from paceline.verifier.rpc.kv_exchange import KvExchangeServicer
 
 LAYOUT = KvLayout(layers=3, kv_heads=2, head_dim=16, dtype=torch.bfloat16)
 COMMITTED = 300

@@ -19,11 +19,11 @@ from paceline.kernels import streaming
 from paceline.kv.selection import SelectionPolicy, Streaming
 from paceline.kv.wire import SCALED, WIRE_TYPES, decode, encode, position_bytes
 from paceline.v1 import kv_pb2, kv_pb2_grpc
-from paceline.verifier import follow
 from paceline.verifier.cache import Cache
 from paceline.verifier.engine.sequence import Generation, Sequence
-from paceline.verifier.follow import FollowStream
 from paceline.verifier.kv.segment import Segment
+from paceline.verifier.rpc import follow
+from paceline.verifier.rpc.follow import FollowStream
 
 CODE = grpc.StatusCode
 FLOAT32 = kv_pb2.KV_DTYPE_FLOAT32

@@ -16,7 +16,7 @@ from verifier_support import LAYOUT, Client, failure, reason_of, serving, until
 from paceline.service import ServiceError
 from paceline.v1 import kv_pb2, kv_pb2_grpc, verifier_pb2
 from paceline.verifier.engine.sequence import Generation
-from paceline.verifier.kv_exchange import KvExchangeServicer
+from paceline.verifier.rpc.kv_exchange import KvExchangeServicer
 from paceline.verifier.store import CacheNotFound
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -159,7 +159,7 @@ async def test_the_integrity_check_compares_the_header() -> None:
     cache = store.admit(Generation((1,), length_limit=9), "me")
     store.check_integrity()
     cache.sequence.segment.publish(3)
-    with pytest.raises(AssertionError, match="its header tells something else"):
+    with pytest.raises(AssertionError, match="its header differs"):
         store.check_integrity()
     cache.sequence.segment.publish(0)
     await store.release(cache)
