@@ -1,4 +1,4 @@
-"""MapCache: what a read grant shows, to whom, and that it can do nothing else."""
+"""MapCache: what the holder of a read grant can do."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def map_cache(client: Client, read_grant: bytes, *layers: int) -> kv_pb2.M
 
 
 async def test_the_answer_leads_to_every_element(client: Client) -> None:
-    """Read by offsets and strides from the file alone; the header says the rest."""
+    """By offsets and strides in the file; the header has committed length and generation."""
     created = await client.create(PROMPT)
     (cache,) = client.service.store
     answer = await map_cache(client, created.read_grant)
@@ -66,7 +66,7 @@ async def test_the_answer_leads_to_every_element(client: Client) -> None:
     await client.release(created.handle)
 
 
-async def test_only_layers_asked_for_are_described(client: Client) -> None:
+async def test_only_requested_layers_are_described(client: Client) -> None:
     created = await client.create(PROMPT)
     answer = await map_cache(client, created.read_grant, 1, 1, 1)
     assert [(s.layer, s.is_value) for s in answer.segments] == [(1, False), (1, True)]
@@ -96,7 +96,7 @@ async def test_nothing_but_the_grant_opens_it(client: Client) -> None:
 
 
 async def test_the_grant_does_nothing_else(client: Client) -> None:
-    """It neither releases nor renews, and whoever holds it need not have made the cache."""
+    """It neither releases nor renews; its holder need not have created the cache."""
     created = await client.create(PROMPT)
     assert not await client.release(created.read_grant)
     renew = verifier_pb2.RenewLeaseRequest(handle=created.read_grant)
@@ -112,17 +112,17 @@ async def test_mapping_does_not_keep_a_cache_alive(model: Path, tmp_path: Path) 
     async with serving(model, tmp_path / "v.sock", kv_bytes=1 << 28, lease_seconds=0.3) as client:
         created = await client.create(PROMPT)
 
-        async def keep_asking() -> None:
+        async def map_again() -> None:
             while True:
                 await map_cache(client, created.read_grant)
 
         with pytest.raises(grpc.aio.AioRpcError) as error:
-            await keep_asking()
+            await map_again()
         assert error.value.code() is CODE.NOT_FOUND
         await until(lambda: len(client.service.store) == 0)
 
 
-async def test_a_lapsed_lease_shows_nothing_even_before_the_sweep() -> None:
+async def test_an_expired_lease_ends_access_before_the_sweep() -> None:
     clock = Clock()
     store = new_store(clock)
     cache = store.admit(Generation((1,), length_limit=9), "me")
@@ -137,7 +137,7 @@ async def test_a_lapsed_lease_shows_nothing_even_before_the_sweep() -> None:
     store.check_integrity()
 
 
-async def test_a_caller_from_elsewhere_is_told_so() -> None:
+async def test_callers_on_other_machines_are_refused() -> None:
     store = new_store(Clock())
     cache = store.admit(Generation((1,), length_limit=9), "me")
     servicer = KvExchangeServicer(store)

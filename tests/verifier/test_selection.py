@@ -1,4 +1,4 @@
-"""Selection policies: what verification notes, and which positions follow from it."""
+"""Selection policies: scores from verification, and the positions that are selected by them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ POLICIES = ("verified", "chunk_topk", "quest")
 
 
 class Seen:
-    """Keeps queries, and the attention's results with and without collectors."""
+    """Keeps queries."""
 
     def __init__(self) -> None:
         self.q: dict[int, Tensor] = {}
@@ -50,7 +50,7 @@ def observer_of(policy: str, segment: Segment, layers: tuple[int, ...] = (0, 1))
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "bf16"])
-def test_what_is_collected_and_that_it_leaves_no_trace(
+def test_scores_are_right_and_observers_change_nothing(
     models: dict[str, Path], family: str, policy: str
 ) -> None:
     """A batch of two trees and a plain step, two rounds: the same logits and KV, right scores."""
@@ -176,7 +176,7 @@ class Given(ScoreObserver):
     size=st.sampled_from([1, SELECTION_CHUNK, PAGE]),
     seed=st.integers(0, 99),
 )
-def test_the_best_are_chosen_and_all_that_is_newer(
+def test_the_best_and_all_newer_positions_are_selected(
     committed: int, behind: int, budget: int, size: int, seed: int
 ) -> None:
     prefix = max(0, committed - behind) // size
@@ -219,10 +219,10 @@ def test_page_bounds_hold() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-async def test_followers_get_what_a_policy_chooses(
+async def test_followers_get_the_selected_positions(
     models: dict[str, Path], tmp_path: Path, policy: str
 ) -> None:
-    """Two followers of one cache, trees and free runs; collectors go as they leave."""
+    """Two followers of one cache, trees and free runs; observers are removed with them."""
     async with serving(models["Llama"], tmp_path / "v.sock", kv_bytes=1 << 28) as client:
         prompt = [random.Random(1).randrange(1, 61) for _ in range(200)]
         fields = {"max_new_tokens": 40, "ignore_eos": True}
@@ -240,17 +240,17 @@ async def test_followers_get_what_a_policy_chooses(
             tokens += (await stream.read()).result.tokens
             await caught_up(kv, cache.sequence.committed, 48)
             await caught_up(other, cache.sequence.committed, 32)
-            held = kv.cache
-            assert held is not None
-            assert 48 - 16 < len(held) <= 48
+            delta = kv.cache
+            assert delta is not None
+            assert 48 - 16 < len(delta) <= 48
             for index in (0, 1):
-                keys, values = held.layer(index)
+                keys, values = delta.layer(index)
                 theirs = cache.sequence.segment.layer(index)
-                assert keys.equal(theirs[0][:, held.positions(index)])
-                assert values.equal(theirs[1][:, held.positions(index)])
+                assert keys.equal(theirs[0][:, delta.positions(index)])
+                assert values.equal(theirs[1][:, delta.positions(index)])
         assert tokens == truth[: len(tokens)]
         assert len(cache.sequence.observers) == 1
-        assert not torch.equal(held.positions(0).sort().values, held.positions(1).sort().values)
+        assert not torch.equal(delta.positions(0).sort().values, delta.positions(1).sort().values)
         for followed, opened in ((kv, exchange), (other, other_exchange)):
             followed.close()
             await opened.close()
@@ -259,7 +259,7 @@ async def test_followers_get_what_a_policy_chooses(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-async def test_mappers_read_where_a_policy_chooses(
+async def test_a_sparse_view_reads_the_selected_positions(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
     """The same positions as a follower has, and what is newer, in the verifier's own memory."""
@@ -280,13 +280,13 @@ async def test_mappers_read_where_a_policy_chooses(
                 await until(lambda at=committed: _took_in(chosen, at))
             else:  # this choice comes too late
                 monkeypatch.setattr(chosen, "refresh", lambda below, budget: 0)
-            held = chosen.cache
-            assert held is not None
+            delta = chosen.cache
+            assert delta is not None
             assert kv.refresh(committed, 48) == committed
             for index in (0, 1):
                 newer = torch.arange(chosen.committed, committed)
                 assert len(newer) == (number + 1) % 2
-                positions = torch.cat([held.positions(index), newer])
+                positions = torch.cat([delta.positions(index), newer])
                 parts = zip(*kv.parts(index), strict=True)
                 for mine, plane in zip(parts, cache.sequence.segment.layer(index), strict=True):
                     assert torch.cat(mine, 1).equal(plane[:, positions])
@@ -304,8 +304,7 @@ def _took_in(chosen: RemoteKv, committed: int) -> bool:
     return chosen.committed == committed
 
 
-def test_a_cache_of_no_layer_in_common_is_let_alone() -> None:
-    """Only the layers that are followed are looked at."""
+def test_other_layers_are_not_observed() -> None:
     segment = Segment(LAYOUT, 512)
     batch = BatchObserver()
     batch.add(observer_of("verified", segment, (1,)), 0, TreeSegment(0, 4, None, 1), 0)

@@ -28,8 +28,8 @@ class MappedFile:
 
     - Read positions below :attr:`committed` only. They never change. Those at or above it change at
       any time, and reading far above may allocate memory, or end the process (SIGBUS).
-    - Never write: the pages are mapped read-only, which torch does not know. A write ends the
-      process (SIGSEGV). So pass the tensors to nothing that works in place.
+    - Never write: the pages are mapped read-only, but torch does not enforce it: a write ends
+      the process (SIGSEGV). So pass the tensors to no in-place operation.
     - Tensors keep the mapping alive: they may outlive :meth:`close`, and keep the memory.
     """
 
@@ -87,8 +87,8 @@ class MappedFile:
     def check(self) -> None:
         """Check that the cache still exists, by its header and its owner's lock.
 
-        A check that comes too late does no harm: the memory keeps its contents after a release or
-        the end of the verifier.
+        The memory keeps its contents after a release or the end of the verifier, so what was read
+        before a failing check is useless, but never another cache's.
 
         Raises:
             KvGone: The verifier released the cache or has ended, or the mapping was closed.
@@ -97,7 +97,7 @@ class MappedFile:
         if self._header.generation != self._generation:
             raise KvGone("the verifier released the cache")
         if is_orphan(self._file):
-            raise KvGone("the verifier that held the cache is gone")
+            raise KvGone("the verifier of the cache has ended")
 
     def close(self) -> None:
         """Close the file and drop the mapping. Closing twice is safe."""

@@ -29,23 +29,23 @@ LAYOUT = KvLayout(layers=3, kv_heads=2, head_dim=16, dtype=torch.bfloat16)
 COMMITTED = 300
 
 
-class World:
-    """A verifier's pool with one cache of 300 positions, and what it would say about it."""
+class Pool:
+    """A verifier's pool with one cache of 300 positions."""
 
     def __init__(self) -> None:
         self.driver = FakeDriver()
         size = 5 * 256 * LAYOUT.token_bytes
-        self.pool = PagePool(
+        self.pages = PagePool(
             LAYOUT, torch.device("cpu"), kv_bytes=size, max_sequences=2, max_context=1024,
             driver=self.driver,
         )  # fmt: skip
-        self.pool.kv.copy_(torch.randn(self.pool.kv.shape))
-        self.kv = PagedKv(self.pool, 768)
+        self.pages.kv.copy_(torch.randn(self.pages.kv.shape))
+        self.kv = PagedKv(self.pages, 768)
         self.cache = Cache(Sequence(Generation((1,)), self.kv), "me", 5)
         self.kv.reserve(COMMITTED)
         self.kv.publish(COMMITTED)
 
-    def answer(self, layers: list[int] | None = None) -> kv_pb2.MapCacheResponse:
+    def describe(self, layers: list[int] | None = None) -> kv_pb2.MapCacheResponse:
         numbers = layers or range(LAYOUT.layers)
         return kv_pb2.MapCacheResponse(
             segments=[self.kv.describe(layer, kind) for layer in numbers for kind in (0, 1)],
@@ -54,50 +54,50 @@ class World:
         )
 
     def open(self, layers: tuple[int, ...], **change: Any) -> CudaKv:
-        answer = change.pop("answer", None) or self.answer()
+        answer = change.pop("answer", None) or self.describe()
         return CudaKv(answer, self.cache.read_grant, layers, self.driver, 0)
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
-    made = World()
+def pool() -> Iterator[Pool]:
+    made = Pool()
     yield made
     made.kv.close()
-    made.pool.check_integrity()
-    made.pool.close()
+    made.pages.check_integrity()
+    made.pages.close()
     assert not made.driver.memory
     assert not made.driver.opened
 
 
-def test_a_drafter_reads_what_the_verifier_wrote(world: World) -> None:
-    kv = world.open((0, -1))
+def test_a_drafter_reads_what_the_verifier_wrote(pool: Pool) -> None:
+    kv = pool.open((0, -1))
     assert (kv.committed, kv.transport, kv.received) == (COMMITTED, "map", 0)
     for budget, positions in ((0, range(290)), (20, (*range(4), *range(274, 290)))):
         assert kv.refresh(290, budget) == 290
-        for asked, layer in ((0, 0), (-1, 2)):
-            ((keys, values),) = kv.parts(asked)
-            expected = world.kv.gather(layer, torch.tensor(positions))
+        for index, layer in ((0, 0), (-1, 2)):
+            ((keys, values),) = kv.parts(index)
+            expected = pool.kv.gather(layer, torch.tensor(positions))
             assert torch.equal(keys, expected[0])
             assert torch.equal(values, expected[1])
     kv.check()
     kv.close()
 
 
-def test_it_follows_the_text_without_a_call(world: World) -> None:
-    kv = world.open((1,))
-    world.kv.reserve(600)
-    world.kv.publish(590)
+def test_it_follows_the_text_without_a_call(pool: Pool) -> None:
+    kv = pool.open((1,))
+    pool.kv.reserve(600)
+    pool.kv.publish(590)
     assert kv.refresh(1000, 0) == 590
     ((keys, _),) = kv.parts(1)
-    assert torch.equal(keys, world.kv.gather(1, torch.arange(590))[0])
+    assert torch.equal(keys, pool.kv.gather(1, torch.arange(590))[0])
     kv.close()
 
 
-def test_a_release_is_noticed_after_reading(world: World) -> None:
-    kv = world.open((1,))
+def test_a_released_cache_is_detected_after_reading(pool: Pool) -> None:
+    kv = pool.open((1,))
     kv.refresh(1000, 0)
     kv.parts(1)
-    world.kv.close()
+    pool.kv.close()
     with pytest.raises(KvGone, match="released"):
         kv.check()
     kv.close()
@@ -105,16 +105,16 @@ def test_a_release_is_noticed_after_reading(world: World) -> None:
         kv.refresh(1000, 0)
 
 
-def test_a_page_table_that_leads_out_of_the_pool_is_not_followed(world: World) -> None:
-    kv = world.open((1,))
-    world.kv._table[1] = 5
+def test_an_invalid_page_table_is_refused(pool: Pool) -> None:
+    kv = pool.open((1,))
+    pool.kv._table[1] = 5
     with pytest.raises(KvGone, match="out of its pool"):
         kv.refresh(1000, 0)
     kv.close()
 
 
 @pytest.mark.parametrize(
-    "lie",
+    "change",
     [
         {"offset": 1 << 40},
         {"offset": 1},
@@ -135,35 +135,35 @@ def test_a_page_table_that_leads_out_of_the_pool_is_not_followed(world: World) -
     ],
     ids=str,
 )
-def test_lies_are_refused(world: World, lie: dict[str, int]) -> None:
+def test_invalid_descriptions_are_refused(pool: Pool, change: dict[str, int]) -> None:
     for both in (True, False):
-        answer = world.answer()
+        answer = pool.describe()
         for segment in answer.segments if both else answer.segments[:1]:
-            for name, value in lie.items():
+            for name, value in change.items():
                 setattr(segment, name, value)
         with pytest.raises(KvNotShared):
-            world.open((0, 1, 2), answer=answer)
+            pool.open((0, 1, 2), answer=answer)
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [("handle", bytes(64)), ("device_uuid", b"?" * 16), ("byte_size", 1 << 33), ("byte_offset", 3)],
 )
-def test_memory_that_is_not_there_is_refused(world: World, field: str, value: Any) -> None:
-    answer = world.answer()
+def test_other_memory_is_refused(pool: Pool, field: str, value: Any) -> None:
+    answer = pool.describe()
     for segment in answer.segments:
         setattr(segment.cuda_ipc, field, value)
     with pytest.raises(KvNotShared):
-        world.open((0,), answer=answer)
+        pool.open((0,), answer=answer)
 
 
-def test_another_grant_opens_nothing(world: World) -> None:
+def test_another_grant_is_refused(pool: Pool) -> None:
     with pytest.raises(KvNotShared, match="not, or no longer"):
-        CudaKv(world.answer(), b"x" * 16, (0,), world.driver, 0)
+        CudaKv(pool.describe(), b"x" * 16, (0,), pool.driver, 0)
 
 
 class OneCache:
-    """A store with the world's cache alone, for the servicer."""
+    """A store with the pool's cache alone, for the servicer."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
@@ -187,15 +187,15 @@ class OneCache:
         ("cuda:0", False, "follow", "follow"),
     ],
 )
-async def test_kv_on_a_gpu_is_mapped_where_the_drafter_can_and_followed_elsewhere(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+async def test_kv_on_a_gpu_is_mapped_or_followed(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     device: str, linked: bool, kv: str, transport: str,
 ) -> None:  # fmt: skip
     """By the verifier's own servicer, over gRPC."""
     if linked:
-        world.driver.linked.add((1, 0))
-    async with exchange(world, tmp_path, monkeypatch, device) as (drafter, address):
-        found = await drafter.open(address, world.cache.read_grant, (0, -1), KvOptions(kv=kv), 64)
+        pool.driver.linked.add((1, 0))
+    async with exchange(pool, tmp_path, monkeypatch, device) as (drafter, address):
+        found = await drafter.open(address, pool.cache.read_grant, (0, -1), KvOptions(kv=kv), 64)
         assert found.transport == transport
         if transport == "map":
             found.refresh(COMMITTED, 64)
@@ -207,21 +207,21 @@ async def test_kv_on_a_gpu_is_mapped_where_the_drafter_can_and_followed_elsewher
 @pytest.mark.parametrize(
     ("device", "reason"), [("cuda:1", "no peer access"), ("cpu", "runs on cpu")]
 )
-async def test_a_drafter_that_insists_on_mapping_is_told_why_it_cannot(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, reason: str
+async def test_kv_map_gives_the_reason_why_it_cannot(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, reason: str
 ) -> None:
-    async with exchange(world, tmp_path, monkeypatch, device) as (drafter, address):
+    async with exchange(pool, tmp_path, monkeypatch, device) as (drafter, address):
         with pytest.raises(KvNotShared, match=reason):
-            await drafter.open(address, world.cache.read_grant, (0,), KvOptions(kv="map"), 64)
+            await drafter.open(address, pool.cache.read_grant, (0,), KvOptions(kv="map"), 64)
 
 
 @asynccontextmanager
 async def exchange(
-    world: World, folder: Path, monkeypatch: pytest.MonkeyPatch, device: str
+    pool: Pool, folder: Path, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> AsyncIterator[tuple[KvExchange, str]]:
     """A drafter's side on a device, and where the verifier's side listens."""
-    monkeypatch.setattr("paceline.drafter.kv.cuda.cuda_driver", lambda: world.driver)
-    store: Any = OneCache(world.cache)
+    monkeypatch.setattr("paceline.drafter.kv.cuda.cuda_driver", lambda: pool.driver)
+    store: Any = OneCache(pool.cache)
     server = grpc.aio.server()
     kv_pb2_grpc.add_KvExchangeServiceServicer_to_server(KvExchangeServicer(store), server)
     address = f"unix:{folder}/verifier"
