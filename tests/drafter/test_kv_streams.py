@@ -51,7 +51,7 @@ def newest() -> FakeSequence:
 
 async def closed(sequence: FakeSequence) -> None:
     """Until its mapping is closed; after it, as the sequence itself asserts."""
-    await until(lambda: sequence.kv is not None and sequence.kv._file.closed)
+    await until(lambda: sequence.kv is not None and sequence.kv.closed)
     assert sequence.closed == 1
 
 

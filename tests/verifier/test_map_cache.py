@@ -27,6 +27,10 @@ def exchange(client: Client) -> Any:
     return kv_pb2_grpc.KvExchangeServiceStub(client.channel)  # type: ignore[no-untyped-call]
 
 
+def content(name: str) -> bytes:
+    return Path(f"/dev/shm{name}").read_bytes()
+
+
 async def map_cache(client: Client, read_grant: bytes, *layers: int) -> kv_pb2.MapCacheResponse:
     request = kv_pb2.MapCacheRequest(read_grant=read_grant, layers=layers)
     response: kv_pb2.MapCacheResponse = await exchange(client).MapCache(request)
@@ -45,7 +49,7 @@ async def test_the_answer_leads_to_every_element(client: Client) -> None:
     assert [(s.layer, s.is_value) for s in answer.segments] == [
         *((0, False), (0, True), (1, False), (1, True))
     ]
-    file = Path("/dev/shm" + answer.segments[0].posix.name).read_bytes()
+    file = content(answer.segments[0].posix.name)
     for segment in answer.segments:
         assert segment.posix.byte_size == len(file)
         theirs = cache.sequence.segment.layer(segment.layer)[segment.is_value]
