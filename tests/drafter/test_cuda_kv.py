@@ -25,6 +25,8 @@ from paceline.verifier.kv.layout import KvLayout
 from paceline.verifier.kv.pool import PagedKv, PagePool
 from paceline.verifier.kv_exchange import KvExchangeServicer
 
+from .conftest import until
+
 LAYOUT = KvLayout(layers=3, kv_heads=2, head_dim=16, dtype=torch.bfloat16)
 COMMITTED = 300
 
@@ -72,24 +74,21 @@ def pool() -> Iterator[Pool]:
 def test_a_drafter_reads_what_the_verifier_wrote(pool: Pool) -> None:
     kv = pool.open((0, -1))
     assert (kv.committed, kv.transport, kv.received) == (COMMITTED, "map", 0)
-    for budget, positions in ((0, range(290)), (20, (*range(4), *range(274, 290)))):
-        assert kv.refresh(290, budget) == 290
+    for below, budget, positions in (
+        (290, 0, range(290)),
+        (290, 20, (*range(4), *range(274, 290))),
+        (1000, 0, range(590)),  # after more was committed, without a call
+    ):
+        if below > COMMITTED:
+            pool.kv.reserve(600)
+            pool.kv.publish(590)
+        assert kv.refresh(below, budget) == positions[-1] + 1
         for index, layer in ((0, 0), (-1, 2)):
             ((keys, values),) = kv.parts(index)
             expected = pool.kv.gather(layer, torch.tensor(positions))
             assert torch.equal(keys, expected[0])
             assert torch.equal(values, expected[1])
     kv.check()
-    kv.close()
-
-
-def test_it_follows_the_text_without_a_call(pool: Pool) -> None:
-    kv = pool.open((1,))
-    pool.kv.reserve(600)
-    pool.kv.publish(590)
-    assert kv.refresh(1000, 0) == 590
-    ((keys, _),) = kv.parts(1)
-    assert torch.equal(keys, pool.kv.gather(1, torch.arange(590))[0])
     kv.close()
 
 
@@ -185,34 +184,42 @@ class OneCache:
         ("cuda:1", False, "auto", "follow"),
         ("cpu", False, "auto", "follow"),
         ("cuda:0", False, "follow", "follow"),
+        ("cuda:1", False, "map", "no peer access"),
+        ("cpu", False, "map", "runs on cpu"),
     ],
 )
 async def test_kv_on_a_gpu_is_mapped_or_followed(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     device: str, linked: bool, kv: str, transport: str,
 ) -> None:  # fmt: skip
-    """By the verifier's own servicer, over gRPC."""
+    """By the verifier's own servicer, over gRPC; or refused with the reason."""
     if linked:
         pool.driver.linked.add((1, 0))
     async with exchange(pool, tmp_path, monkeypatch, device) as (drafter, address):
-        found = await drafter.open(address, pool.cache.read_grant, (0, -1), KvOptions(kv=kv), 64)
+        opening = drafter.open(address, pool.cache.read_grant, (0, -1), KvOptions(kv=kv), 64)
+        if transport not in ("map", "follow"):
+            with pytest.raises(KvNotShared, match=transport):
+                await opening
+            return
+        found = await opening
         assert found.transport == transport
-        if transport == "map":
-            found.refresh(COMMITTED, 64)
-            ((keys, _),) = found.parts(0)
-            assert keys.shape[1] == 64
         found.close()
 
 
-@pytest.mark.parametrize(
-    ("device", "reason"), [("cuda:1", "no peer access"), ("cpu", "runs on cpu")]
-)
-async def test_kv_map_gives_the_reason_why_it_cannot(
-    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, reason: str
+async def test_a_sparse_view_of_pages(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with exchange(pool, tmp_path, monkeypatch, device) as (drafter, address):
-        with pytest.raises(KvNotShared, match=reason):
-            await drafter.open(address, pool.cache.read_grant, (0,), KvOptions(kv="map"), 64)
+    pool.cache.sequence.committed = COMMITTED - 10
+    pool.kv.publish(COMMITTED)  # newer than the selection
+    async with exchange(pool, tmp_path, monkeypatch, "cuda:0") as (drafter, address):
+        options = KvOptions(kv="map", kv_policy="verified")
+        view = await drafter.open(address, pool.cache.read_grant, (-1,), options, 40)
+        await until(lambda: view.refresh(COMMITTED, 40) == COMMITTED and view.updates == 1)
+        positions = torch.tensor([*range(4), *range(254, 290)])
+        for part, where in zip(view.parts(-1), (positions, torch.arange(290, 300)), strict=True):
+            for plane, expected in zip(part, pool.kv.gather(2, where), strict=True):
+                assert torch.equal(plane, expected)
+        view.close()
 
 
 @asynccontextmanager
