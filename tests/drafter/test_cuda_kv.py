@@ -26,6 +26,7 @@ from paceline.verifier.kv.pool import PagedKv, PagePool
 from paceline.verifier.kv_exchange import KvExchangeServicer
 
 from .conftest import until
+from .test_kv_descriptions import change
 
 LAYOUT = KvLayout(layers=3, kv_heads=2, head_dim=16, dtype=torch.bfloat16)
 COMMITTED = 300
@@ -48,11 +49,11 @@ class Pool:
         self.kv.publish(COMMITTED)
 
     def describe(self, layers: list[int] | None = None) -> kv_pb2.MapCacheResponse:
-        numbers = layers or range(LAYOUT.layers)
         return kv_pb2.MapCacheResponse(
-            segments=[self.kv.describe(layer, kind) for layer in numbers for kind in (0, 1)],
+            file=self.kv.describe_file(),
             dtype=kv_pb2.KV_DTYPE_BFLOAT16,
             generation=5,
+            kv=self.kv.describe(layers or range(LAYOUT.layers)),
         )
 
     def open(self, layers: tuple[int, ...], **change: Any) -> CudaKv:
@@ -113,47 +114,35 @@ def test_an_invalid_page_table_is_refused(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("path", "value"),
     [
-        {"offset": 1 << 40},
-        {"offset": 1},
-        {"head_stride": 1 << 62},
-        {"position_stride": 8},
-        {"heads": 0},
-        {"page_size": 0},
-        {"page_size": 512},
-        {"page_size": 700},
-        {"page_stride": 64},
-        {"page_stride": 1 << 63},
-        {"page_table_offset": 0},
-        {"page_table_offset": 8192},
-        {"page_table_offset": 4097},
-        {"capacity": 0},
-        {"capacity": 1 << 31},
-        {"layer": 7},
+        ("layers.0.key_offset", 1 << 40),
+        ("layers.2.value_offset", 1),
+        ("layers.2.layer", 7),
+        ("head_stride", 1 << 62),
+        ("position_stride", 8),
+        ("heads", 0),
+        ("capacity", 0),
+        ("capacity", 1 << 31),
+        ("pages.page_size", 0),
+        ("pages.page_size", 512),
+        ("pages.page_size", 700),
+        ("pages.page_stride", 64),
+        ("pages.page_stride", 1 << 63),
+        ("pages.table_offset", 0),
+        ("pages.table_offset", 8192),
+        ("pages.table_offset", 4097),
+        ("pages.memory.handle", bytes(64)),
+        ("pages.memory.device_uuid", b"?" * 16),
+        ("pages.memory.byte_size", 1 << 33),
+        ("pages.memory.byte_offset", 3),
     ],
-    ids=str,
 )
-def test_invalid_descriptions_are_refused(pool: Pool, change: dict[str, int]) -> None:
-    for both in (True, False):
-        answer = pool.describe()
-        for segment in answer.segments if both else answer.segments[:1]:
-            for name, value in change.items():
-                setattr(segment, name, value)
-        with pytest.raises(KvNotShared):
-            pool.open((0, 1, 2), answer=answer)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("handle", bytes(64)), ("device_uuid", b"?" * 16), ("byte_size", 1 << 33), ("byte_offset", 3)],
-)
-def test_other_memory_is_refused(pool: Pool, field: str, value: Any) -> None:
+def test_invalid_descriptions_are_refused(pool: Pool, path: str, value: Any) -> None:
     answer = pool.describe()
-    for segment in answer.segments:
-        setattr(segment.cuda_ipc, field, value)
+    change(f"kv.{path}", value)(answer)
     with pytest.raises(KvNotShared):
-        pool.open((0,), answer=answer)
+        pool.open((0, 1, 2), answer=answer)
 
 
 def test_another_grant_is_refused(pool: Pool) -> None:

@@ -124,7 +124,7 @@ async def test_an_attach_without_its_kv_is_refused(service: Drafting, verifier: 
         with pytest.raises(grpc.aio.AioRpcError, match=message) as error:
             await attach(service, verifier, **fields)
         assert failure(error) == (CODE.FAILED_PRECONDITION, "KV_NOT_SHARED")
-    verifier.change = lambda response: setattr(response.segments[0], "offset", 1 << 40)
+    verifier.change = lambda response: setattr(response.kv.layers[0], "key_offset", 1 << 40)
     with pytest.raises(grpc.aio.AioRpcError, match="expected it inside bytes") as error:
         await attach(service, verifier)
     assert failure(error) == (CODE.FAILED_PRECONDITION, "KV_NOT_SHARED")

@@ -46,20 +46,21 @@ async def test_the_answer_leads_to_every_element(client: Client) -> None:
     assert answer.committed_length == len(PROMPT)
     assert answer.generation == created.generation
     assert 0 < answer.lease_ms <= created.lease_ms
-    assert [(s.layer, s.is_value) for s in answer.segments] == [
-        *((0, False), (0, True), (1, False), (1, True))
-    ]
-    file = content(answer.segments[0].posix.name)
-    for segment in answer.segments:
-        assert segment.posix.byte_size == len(file)
-        theirs = cache.sequence.segment.layer(segment.layer)[segment.is_value]
-        assert (segment.heads, segment.capacity, segment.head_dim) == theirs.shape
-        for head in range(segment.heads):
-            for position in range(len(PROMPT)):
-                at = segment.offset + head * segment.head_stride
-                at += position * segment.position_stride
-                row = struct.unpack_from(f"{segment.head_dim}f", file, at)
-                assert torch.equal(torch.tensor(row), theirs[head, position])
+    file, kv = content(answer.file.name), answer.kv
+    assert answer.file.byte_size == len(file)
+    assert [each.layer for each in kv.layers] == [0, 1]
+    for each in kv.layers:
+        for start, theirs in zip(
+            (each.key_offset, each.value_offset),
+            cache.sequence.segment.layer(each.layer),
+            strict=True,
+        ):
+            assert (kv.heads, kv.capacity, kv.head_dim) == theirs.shape
+            for head in range(kv.heads):
+                for position in range(len(PROMPT)):
+                    at = start + head * kv.head_stride + position * kv.position_stride
+                    row = struct.unpack_from(f"{kv.head_dim}f", file, at)
+                    assert torch.equal(torch.tensor(row), theirs[head, position])
     assert file[:8] == struct.pack("=Q", int.from_bytes(b"PACEKV\0\1", "big"))
     assert struct.unpack_from("=2Q", file, 8) == (created.generation, len(PROMPT))
     await client.release(created.handle)
@@ -68,7 +69,7 @@ async def test_the_answer_leads_to_every_element(client: Client) -> None:
 async def test_only_requested_layers_are_described(client: Client) -> None:
     created = await client.create(PROMPT)
     answer = await map_cache(client, created.read_grant, 1, 1, 1)
-    assert [(s.layer, s.is_value) for s in answer.segments] == [(1, False), (1, True)]
+    assert [each.layer for each in answer.kv.layers] == [1]
     await client.release(created.handle)
 
 
@@ -146,7 +147,7 @@ async def test_callers_on_other_machines_are_refused() -> None:
         await servicer.MapCache(request, away)
     assert (error.value.code, error.value.reason) == (CODE.FAILED_PRECONDITION, "KV_NOT_LOCAL")
     answer = await servicer.MapCache(request, here)
-    assert len(answer.segments) == 2 * LAYOUT.layers
+    assert len(answer.kv.layers) == LAYOUT.layers
     await store.release(cache)
 
 

@@ -147,6 +147,6 @@ def test_the_file_has_the_page_table_and_hidden_states() -> None:
     assert kv.taps is not None
     kv.taps.record(10, {0: states}, slice(None))
     assert torch.equal(kv.taps.rows[0, 10:13], states)
-    offset = kv.describe_states(0).offset + 10 * 5 * 4
+    offset = kv.describe_states([0]).layers[0].offset + 10 * 5 * 4
     assert kv.path.read_bytes()[offset : offset + 60] == states.numpy().tobytes()
     kv.close()

@@ -130,22 +130,24 @@ def test_memory_is_reserved_with_the_kv() -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("field", "value"),
     [
-        {"slots": 16}, {"slots": 1 << 30}, {"hidden_size": 0}, {"offset": 8}, {"offset": 1 << 40},
-        {"position_stride": 2}, {"layer": 1}, {"name": "/etc/passwd"}, {"byte_size": 4096},
+        ("slots", 16), ("slots", 1 << 30), ("hidden_size", 0), ("position_stride", 2),
+        ("offset", 8), ("offset", 1 << 40), ("layer", 1),
+        ("name", "/etc/passwd"), ("byte_size", 4096),
     ],
 )  # fmt: skip
-async def test_invalid_descriptions_are_refused(client: Client, change: dict[str, Any]) -> None:
+async def test_invalid_descriptions_are_refused(client: Client, field: str, value: Any) -> None:
     created = await client.create(PROMPT, hidden_state_layers=[0], hidden_state_window=16)
     stub: Any = kv_pb2_grpc.KvExchangeServiceStub(client.channel)
     answer = await stub.MapCache(
         kv_pb2.MapCacheRequest(read_grant=created.read_grant, hidden_state_layers=[0])
     )
-    (described,) = answer.hidden_states
-    assert described.slots >= 16 + TAP_AHEAD
+    states = answer.hidden_states
+    assert states.slots >= 16 + TAP_AHEAD
     SharedStates(answer, created.read_grant, [0], 16).close()
-    for name, value in change.items():
-        setattr(described.posix if name in ("name", "byte_size") else described, name, value)
+    messages = (answer.file, states, states.layers[0])
+    (message,) = (each for each in messages if field in each.DESCRIPTOR.fields_by_name)
+    setattr(message, field, value)
     with pytest.raises(KvNotShared):
         SharedStates(answer, created.read_grant, [0], 16)

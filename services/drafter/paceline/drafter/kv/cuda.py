@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from paceline.drafter.kv.description import read_pages, resolve
+from paceline.drafter.kv.description import read_kv, resolve
 from paceline.drafter.kv.errors import KvGone, KvNotShared
 from paceline.drafter.kv.mapping import MappedReader
 from paceline.drafter.kv.reader import MappedKv
@@ -54,14 +54,17 @@ class CudaKv(MappedReader, MappedKv):
         Raises:
             KvNotShared: The description is wrong, or this device cannot read the memory.
         """
-        description, self._pages = read_pages(response)
-        pages = self._pages
+        description = read_kv(response, paged=True)
+        pages = description.pages
+        self._page_size = pages.page_size
+        self._page_count = pages.memory.byte_size // pages.page_stride
         self.layers = tuple(layers)
         numbers = resolve(self.layers, description.layers)
         super().__init__(description.file, read_grant, description.capacity)
         self.byte_size = len(self.layers) * description.layer_bytes
         first = pages.table_offset // 4
-        self._table = self._elements(torch.int32)[first : first + pages.entries]
+        entries = description.capacity // pages.page_size
+        self._table = self._elements(torch.int32)[first : first + entries]
         memory = pages.memory
         try:
             self._pool = MappedMemory(
@@ -72,11 +75,12 @@ class CudaKv(MappedReader, MappedKv):
             super().close()
             raise KvNotShared(str(error)) from error
         elements = self._pool.bytes.view(self._dtype)
+        stride = pages.page_stride // self._dtype.itemsize
         self._planes = {}
         for layer, number in zip(self.layers, numbers, strict=True):
             self._planes[layer] = [
                 elements.as_strided(
-                    (pages.pages, *page.shape), (pages.page_stride, *page.strides), page.offset
+                    (self._page_count, *page.shape), (stride, *page.strides), page.offset
                 )
                 for page in description.layers[number]
             ]
@@ -131,10 +135,10 @@ class CudaKv(MappedReader, MappedKv):
         Raises:
             KvGone: An entry of the page table is not a page of the pool.
         """
-        pages = self._table[positions // self._pages.page_size].long()
-        if not bool(((pages >= 0) & (pages < self._pages.pages)).all()):
+        pages = self._table[positions // self._page_size].long()
+        if not bool(((pages >= 0) & (pages < self._page_count)).all()):
             raise KvGone("the verifier's page table leads out of its pool")
-        slots = torch.stack([pages, positions % self._pages.page_size])
+        slots = torch.stack([pages, positions % self._page_size])
         pages, offsets = slots.to(self._pool.bytes.device)
         return pages, offsets
 

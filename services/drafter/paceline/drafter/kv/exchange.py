@@ -164,7 +164,7 @@ class KvExchange:
             read_grant=read_grant, layers=() if every else sorted(set(layers))
         )
         response = await self._call(address, request)
-        if response.segments and response.segments[0].WhichOneof("memory") == "cuda_ipc":
+        if response.kv.HasField("pages"):
             return map_cuda(response, read_grant, layers, self._device)
         return SharedKv(response, read_grant, layers)
 

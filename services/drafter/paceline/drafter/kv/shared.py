@@ -35,7 +35,7 @@ class SharedKv(MappedReader, StreamingReader, MappedKv):
         Raises:
             KvNotShared: The description is wrong, or the file is not as described.
         """
-        description = read_kv(response)
+        description = read_kv(response, paged=False)
         self.layers = tuple(layers)
         numbers = resolve(self.layers, description.layers)
         super().__init__(description.file, read_grant, description.capacity)
