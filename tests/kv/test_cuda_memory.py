@@ -69,13 +69,6 @@ def test_memory_that_cannot_be_mapped(change: dict[str, Any], message: str) -> N
     assert not cuda_memory._OPENED
 
 
-def test_linked_gpus_reach_each_other() -> None:
-    driver = FakeDriver()
-    driver.linked.add((1, 0))
-    owned = ExportedMemory(driver, 0, 1000)
-    map_of(driver, owned, reader=1).close()
-
-
 def test_an_allocation_that_cannot_be_exported_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = FakeDriver()
 

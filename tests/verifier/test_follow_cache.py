@@ -169,24 +169,6 @@ async def test_two_updates_are_sent_without_an_acknowledgement(client: Client) -
     await exchange.close()
 
 
-async def test_a_released_cache_is_gone(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_module, "FIRST_DELAY", 0.01)
-    created = await client.create([3, 1, 4])
-    exchange, kv = await following(client, created)
-    await client.release(created.handle)
-
-    def gone() -> bool:
-        try:
-            kv.check()
-        except KvGone as error:
-            return "CACHE_NOT_FOUND" in str(error) or "no cache has this read grant" in str(error)
-        return False
-
-    await until(gone)
-    kv.close()
-    await exchange.close()
-
-
 async def test_a_lost_stream_is_opened_again(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
