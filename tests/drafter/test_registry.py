@@ -20,7 +20,7 @@ from paceline.drafter.spec import Roots
 from paceline.drafter.statistics import DraftStatistics
 from paceline.service import ServiceError
 
-from .fakes import METHODS, SlowLoad
+from .fakes import METHODS
 
 for _name, _path in METHODS.items():
     register_method(_name, _path)
@@ -43,9 +43,7 @@ def disposed() -> Disposed:
 async def registry(disposed: Disposed) -> AsyncIterator[Registry]:
     made = Registry(Loader(Roots([]), Resources()), disposed)
     yield made
-    SlowLoad.go_on.set()
     await made.close()
-    SlowLoad.go_on.clear()
 
 
 def spec(text: str, version: str = "") -> DrafterSpec:
