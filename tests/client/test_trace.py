@@ -153,13 +153,7 @@ async def test_a_failure_before_the_model_is_known(client: Client, recording: Re
 async def test_a_restarted_verifier_gets_another_prefill_in_the_round(
     world: World, client: Client, recording: Recording
 ) -> None:
-    restarts = iter([True])
-
-    def fault(round_id: int, messages: int) -> None:
-        if round_id == 2 and next(restarts, False):
-            world.verifier.restart()
-
-    world.verifier.fault = fault
+    world.verifier.restart_once(2, 0)
     result = await client.generate(PROMPT, max_new_tokens=150, seed=SEED)
     assert result.token_ids == continuation(PROMPT, 150, SEED)
     assert result.stats.fallbacks["verifier_restarted"] == 1
