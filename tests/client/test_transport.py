@@ -78,12 +78,6 @@ async def test_a_stranger_is_not_served(pki: Path, secure: tuple[str, FakeVerifi
     assert not verifier.creates
 
 
-async def test_a_token_goes_with_every_call(world: World) -> None:
-    async with Client(*world.addresses, token="secret", cache_dir=None) as client:
-        await client.generate(PROMPT, max_new_tokens=5)
-    assert world.verifier.metadata[0]["authorization"] == "Bearer secret"
-
-
 @pytest.mark.parametrize("address", ["10.0.0.1:7431", "example.com:7431", "127.0.0.1.evil.org:1"])
 def test_a_token_does_not_travel_in_the_open(address: str) -> None:
     for verifier, drafter in ((address, None), ("127.0.0.1:7431", address)):

@@ -264,6 +264,10 @@ async def test_an_error_in_mid_stream_is_an_event(serve: Serve) -> None:
         ({"address": "here"}, "host:port"),
         ({"api_key": "ü"}, "headers"),
         ({"max_requests": 0}, "at least one"),
+        ({"metrics_address": "0.0.0.0:0"}, "metrics"),
+        ({"metrics_address": "0.0.0.0:0", "api_key": "right"}, "metrics"),
+        ({"insecure_metrics": True}, "metrics"),
+        ({"metrics_address": "nowhere"}, "host:port"),
     ],
 )
 def test_options_that_cannot_be_served(options: dict[str, Any], says: str) -> None:
