@@ -67,7 +67,7 @@ def test_a_missing_extra_is_named(words: list[str], extra: str) -> None:
 
 
 @pytest.mark.parametrize("name", [command.name for command in COMMANDS])
-def test_each_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([name, "--help"])
     assert ended.value.code == 0
@@ -144,7 +144,7 @@ def test_bash_completes_commands_and_options(capsys: pytest.CaptureFixture[str])
     assert "--max-new-tokens" in script
 
 
-def test_without_the_source_bench_tells_where_it_is() -> None:
+def test_without_its_package_bench_names_the_source() -> None:
     done = run_client_only("bench", absent="paceline.bench")
     assert done.returncode == 2
     assert "checkout of the source" in done.stderr

@@ -75,7 +75,7 @@ def test_two_can_start_at_once_on_unix_sockets(short_folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "address", "says"),
+    ("arguments", "address", "message"),
     [
         (["--target", "/nowhere/at/all"], "127.0.0.1:0", "/nowhere/at/all"),
         ([], "127.0.0.1:0", "--target"),
@@ -89,13 +89,13 @@ def test_two_can_start_at_once_on_unix_sockets(short_folder: Path) -> None:
     ],
 )
 def test_what_cannot_start_says_why_with_code_2(
-    target: Path, arguments: list[str], address: str, says: str
+    target: Path, arguments: list[str], address: str, message: str
 ) -> None:
     words = [word.format(target=target) for word in arguments]
     process = ServiceProcess("verifier", words, address=address)
     with pytest.raises(ProcessFailed, match="ended with code 2") as failed, process:
         pytest.fail("it started")
-    assert says in str(failed.value)
+    assert message in str(failed.value)
     assert "Traceback" not in str(failed.value)
 
 
@@ -128,7 +128,7 @@ time.sleep(3600)
     assert not psutil.pid_exists(pid)
 
 
-def test_a_process_that_was_never_started_says_so(drafter: ServiceProcess) -> None:
+def test_a_process_that_was_never_started_is_an_error(drafter: ServiceProcess) -> None:
     for use in (lambda: drafter.address, lambda: drafter.pid, drafter.kill):
         with pytest.raises(RuntimeError, match="start"):
             use()

@@ -77,9 +77,7 @@ async def test_generate_reads_files_and_stdin(
     assert capsys.readouterr().out == 2 * (TEXT + "\n")
 
 
-async def test_generate_tells_what_it_cost(
-    world: World, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_generate_prints_statistics(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     assert await generate(world, "hi", "--stats", "--drafter", "fake", *EAGERLY) == 0
     errors = capsys.readouterr().err
     assert errors.startswith("40 tokens in ")
@@ -132,9 +130,7 @@ async def test_bad_arguments(
     assert said in capsys.readouterr().err
 
 
-async def test_a_verifier_that_is_not_there(
-    world: World, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_an_unreachable_verifier(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     await world.verifier_service.stop()
     assert await generate(world, "hi") == 1
     assert capsys.readouterr().err.startswith("paceline generate: ")

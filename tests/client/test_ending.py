@@ -1,4 +1,4 @@
-"""How a generation ends early: cancelled, left, closed or failed; its cache goes with it."""
+"""The early end of a generation, by cancellation, close or failure, releases its cache."""
 
 import asyncio
 import gc

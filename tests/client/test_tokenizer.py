@@ -56,7 +56,7 @@ async def test_disk_serves_the_next_process(
         pytest.param(gzip.compress(TOKENIZER)[:-9], id="cut short"),
     ],
 )
-async def test_a_spoilt_file_is_ignored_and_replaced(
+async def test_an_invalid_file_is_ignored_and_replaced(
     world: World, tmp_path: Path, content: bytes
 ) -> None:
     file = tmp_path / f"{DIGEST}.json.gz"

@@ -103,7 +103,7 @@ async def test_it_is_part_of_the_callers_trace(
     assert root.parent == outer.get_span_context()
 
 
-async def test_a_trace_that_nobody_records_leaves_no_mark(
+async def test_an_unsampled_trace_is_not_propagated(
     world: World, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = TracerProvider(sampler=ALWAYS_OFF).get_tracer("test")

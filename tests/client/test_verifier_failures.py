@@ -1,4 +1,4 @@
-"""Whatever breaks between client and verifier, the tokens stay the same or the error is clear."""
+"""Failures between client and verifier do not change the tokens, or raise a clear error."""
 
 import asyncio
 from itertools import count
@@ -93,7 +93,7 @@ async def test_a_new_cache_is_shown_to_the_drafter(world: World, eager: Client) 
 
 
 async def test_a_real_restart(world: World, client: Client) -> None:
-    """The server goes away for a while and comes back without its caches."""
+    """The server stops and starts again without its caches."""
     world.verifier.hold_at = 50
     generations = [
         client.generate([n, 1], max_new_tokens=300, seed=SEED, drafter="fake" if n % 2 else "none")
@@ -120,13 +120,13 @@ async def test_another_model_after_a_restart_is_an_error(world: World, client: C
 
 @pytest.fixture
 def ticks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock of attempts that goes on by 0.1 s whenever one looks at it."""
+    """The clock of retries advances by 0.1 s with each read."""
     clock = count()
     monkeypatch.setattr("paceline.client._retry.monotonic", lambda: next(clock) / 10)
 
 
 @pytest.mark.usefixtures("ticks")
-async def test_streams_that_break_all_the_time_use_up_the_budget(world: World) -> None:
+async def test_constant_failures_exhaust_the_retry_budget(world: World) -> None:
     world.verifier.fault = lambda *_: grpc.StatusCode.UNAVAILABLE
     async with Client(*world.addresses, cache_dir=None, retry=QUICK) as client:
         with pytest.raises(UnavailableError):
@@ -136,7 +136,7 @@ async def test_streams_that_break_all_the_time_use_up_the_budget(world: World) -
 
 
 @pytest.mark.usefixtures("ticks")
-async def test_streams_that_break_now_and_then_do_not(world: World) -> None:
+async def test_progress_resets_the_retry_budget(world: World) -> None:
     """The budget is for time without progress, not for the whole generation."""
     world.verifier.fault = lambda _, sent: "reset" if sent == 1 else None
     async with Client(*world.addresses, cache_dir=None, retry=QUICK) as client:
@@ -152,7 +152,7 @@ async def test_an_absent_verifier_is_unavailable(world: World) -> None:
             await client.generate(PROMPT)
 
 
-async def test_a_full_verifier_is_waited_for(world: World, client: Client) -> None:
+async def test_a_full_verifier_is_retried(world: World, client: Client) -> None:
     world.verifier.full = 3
     result = await client.generate(PROMPT, max_new_tokens=20, seed=SEED)
     assert result.token_ids == continuation(PROMPT, 20, SEED)
@@ -171,7 +171,7 @@ async def test_a_verifier_that_stays_full_is_an_error(world: World) -> None:
             await client.generate(PROMPT, deadline=0.4)
 
 
-async def test_a_request_that_never_fits_is_not_tried_again(world: World, client: Client) -> None:
+async def test_a_request_that_never_fits_is_not_retried(world: World, client: Client) -> None:
     world.verifier.full, world.verifier.retry_after = 10**6, None
     with pytest.raises(CapacityError):
         await client.generate(PROMPT)
@@ -189,7 +189,7 @@ async def test_a_deadline_ends_the_generation_and_frees_the_cache(
 
 @pytest.mark.parametrize("messages", [0, 1, 3])
 @pytest.mark.parametrize("drafter", ["none", "fake"])
-async def test_one_failed_step_is_overcome_by_a_prefill(
+async def test_a_prefill_recovers_from_one_failed_step(
     world: World, client: Client, messages: int, drafter: str
 ) -> None:
     failed = status(grpc.StatusCode.INTERNAL, "STEP_FAILED", "a bug there")
@@ -204,7 +204,7 @@ async def test_one_failed_step_is_overcome_by_a_prefill(
 
 
 @pytest.mark.parametrize(("reason", "creates"), [("STEP_FAILED", 2), ("A_BUG", 1)])
-async def test_a_fault_that_stays_is_raised(
+async def test_a_second_fault_is_raised(
     world: World, client: Client, reason: str, creates: int
 ) -> None:
     failed = status(grpc.StatusCode.INTERNAL, reason, "a bug there")
@@ -216,7 +216,7 @@ async def test_a_fault_that_stays_is_raised(
     assert not world.verifier.caches
 
 
-async def test_a_prefill_that_fails_is_tried_once_more(world: World, client: Client) -> None:
+async def test_a_failed_prefill_is_retried_once(world: World, client: Client) -> None:
     failed = status(grpc.StatusCode.INTERNAL, "STEP_FAILED", "a bug there")
     world.verifier.create_faults = [failed]
     result = await client.generate(PROMPT, max_new_tokens=20, seed=SEED)
@@ -235,7 +235,9 @@ async def test_a_refused_prompt_is_an_invalid_request(world: World, client: Clie
     assert caught.value.reason == "PROMPT_TOO_LONG"
 
 
-async def test_the_cache_of_an_expired_lease_is_made_again(world: World, client: Client) -> None:
+async def test_the_cache_of_an_expired_lease_is_prefilled_again(
+    world: World, client: Client
+) -> None:
     """The verifier swept it while the reader slept."""
     tokens: list[int] = []
     async for chunk in client.generate(PROMPT, max_new_tokens=140, seed=SEED, drafter="none"):
@@ -245,14 +247,14 @@ async def test_the_cache_of_an_expired_lease_is_made_again(world: World, client:
     assert tokens == continuation(PROMPT, 140, SEED)
 
 
-async def test_a_release_that_breaks_is_repeated(world: World, client: Client) -> None:
+async def test_a_broken_release_is_retried(world: World, client: Client) -> None:
     world.verifier.release_faults = [grpc.StatusCode.UNAVAILABLE] * 2
     await client.generate(PROMPT, max_new_tokens=5)
     assert not world.verifier.caches
     assert not world.verifier.release_faults
 
 
-async def test_a_release_that_fails_is_left_to_the_lease(world: World, client: Client) -> None:
+async def test_a_failed_release_is_not_retried(world: World, client: Client) -> None:
     world.verifier.release_faults = [grpc.StatusCode.PERMISSION_DENIED]
     result = await client.generate(PROMPT, max_new_tokens=5, seed=SEED)
     assert result.token_ids == continuation(PROMPT, 5, SEED)

@@ -1,4 +1,4 @@
-"""What a gateway counts, and who may read it."""
+"""Metrics of the gateway, and access to them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def test_requests_are_counted_as_they_end(serve: Serve, registry: Collecto
     assert value(Metric.GATEWAY_IN_FLIGHT) == 0
 
 
-async def test_what_breaks_off_is_no_success(serve: Serve, registry: CollectorRegistry) -> None:
+async def test_a_disconnect_is_counted_as_499(serve: Serve, registry: CollectorRegistry) -> None:
     def count(status: int) -> float | None:
         labels = {"path": PATH, "status": str(status)}
         return registry.get_sample_value(f"{Metric.GATEWAY_REQUESTS}_total", labels)
