@@ -27,7 +27,7 @@ def drafter() -> ServiceProcess:
     return ServiceProcess("drafter", ["--load", "ngram"])
 
 
-def test_it_serves_inside_the_block_and_nothing_is_left_after(verifier: ServiceProcess) -> None:
+def test_it_serves_in_the_block_and_leaves_nothing(verifier: ServiceProcess) -> None:
     with verifier:
         assert serving(verifier.address)
         folder = verifier._ready_file.parent
@@ -45,7 +45,7 @@ async def test_it_is_an_async_context_manager_too(drafter: ServiceProcess) -> No
     assert drafter.returncode == 0
 
 
-def test_after_a_kill_it_comes_back_at_the_same_address(short_folder: Path) -> None:
+def test_after_a_kill_it_restarts_at_the_same_address(short_folder: Path) -> None:
     with ServiceProcess(
         "drafter", ["--load", "ngram"], address=f"unix:{short_folder}/d"
     ) as drafter:
@@ -88,7 +88,7 @@ def test_two_can_start_at_once_on_unix_sockets(short_folder: Path) -> None:
         (["--target", "{target}", "--token-file", "/nowhere"], "127.0.0.1:0", "token file"),
     ],
 )
-def test_what_cannot_start_says_why_with_code_2(
+def test_a_failed_start_reports_why_with_code_2(
     target: Path, arguments: list[str], address: str, message: str
 ) -> None:
     words = [word.format(target=target) for word in arguments]
