@@ -1,4 +1,4 @@
-"""The drills, small: `make drills` runs all of them, and larger."""
+"""The drills at small scale; `make drills` runs all of them at full scale."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def test_what_must_hold_does() -> None:
     def record(name: str, outcome: Outcome, seconds: float) -> None:
         outcomes[name] = outcome
 
-    await run_all([DRILLS[name] for name in HERE], SHORT, MODELS, record)
+    await run_all([DRILLS[name] for name in HERE], SHORT, None, MODELS, record)
     assert list(outcomes) == list(HERE)
     broken = {
         name: (outcome.checks, outcome.figures)
