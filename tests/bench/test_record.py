@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -39,3 +40,16 @@ def test_every_command_has_options_and_a_module(capsys: pytest.CaptureFixture[st
     drills = parser.parse_args(["drills", "no such drill"])
     assert importlib.import_module(_MODULES["drills"]).run(drills) == 2
     assert "expected some of: swap" in capsys.readouterr().err
+
+
+def test_results_that_documents_cite_exist() -> None:
+    root = Path(__file__).parents[2]
+    pages = [root / "README.md", *(root / "docs").glob("*.md")]
+    cited = {
+        name
+        for page in pages
+        for name in re.findall(r"bench/results/([\w-]+\.json)", page.read_text(encoding="utf-8"))
+        if name.islower()  # not bench/results/MACHINE-table.json
+    }
+    assert cited
+    assert cited <= {file.name for file in (root / "bench" / "results").iterdir()}
