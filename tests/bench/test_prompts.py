@@ -20,7 +20,7 @@ def of(name: str, prompts: list[Prompt]) -> list[Prompt]:
 
 
 def test_demo_sets() -> None:
-    prompts = demo_prompts(DEMO.folder / "prompts", DEMO.target)
+    prompts = demo_prompts(DEMO.prompts, DEMO.target)
     assert {prompt.set for prompt in prompts} == set(SETS)
     heldout = [prompt.tokens for prompt in of("heldout", prompts)]
     for name, temperature in (("heldout", 0.0), ("sampled", 1.0), ("no match", 2.0)):
@@ -52,7 +52,7 @@ def test_prompts_of_the_table_leave_room_for_the_text(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="expected prompts of 2 to 4032 tokens"):
         list(groups(args, DEMO))
     with pytest.raises(ValueError, match="expected at least 1000000"):
-        long_prompts(DEMO.folder / "prompts", DEMO.target, 1_000_000, 1)
+        long_prompts(DEMO.prompts, DEMO.target, 1_000_000, 1)
 
 
 def test_copies_for_a_longer_context(tmp_path: Path) -> None:

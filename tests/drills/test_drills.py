@@ -8,8 +8,10 @@ import pytest
 
 from paceline.bench.drills.drill import SHORT, Outcome
 from paceline.bench.drills.run import DRILLS, run_all
+from paceline.bench.models import Models
 
-MODELS = Path(__file__).parents[2] / "models" / "demo"
+DEMO = Path(__file__).parents[2] / "models" / "demo"
+MODELS = Models(DEMO, DEMO / "target")
 # Deaths of a process, a drafter that is stopped and hostile drafters are tested in tests/system.
 HERE = (
     "swap",
@@ -29,7 +31,7 @@ async def test_what_must_hold_does() -> None:
     def record(name: str, outcome: Outcome, seconds: float) -> None:
         outcomes[name] = outcome
 
-    await run_all([DRILLS[name] for name in HERE], SHORT, None, MODELS, record)
+    await run_all([DRILLS[name] for name in HERE], SHORT, MODELS, record)
     assert list(outcomes) == list(HERE)
     broken = {
         name: (outcome.checks, outcome.figures)
