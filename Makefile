@@ -134,7 +134,7 @@ gpu-check:
 	$(PYTHON) -m paceline.bench.gpu --output $(OUT) || status=1; \
 	exit $$status
 
-# What gpu-check needs besides PyTorch and transformers: pytest, gRPC, and xformers, a rival of the
+# What gpu-check needs besides PyTorch and transformers: pytest, gRPC, and xformers, a baseline for the
 # attention kernels. For a machine without a package index: wheels for its Python, to be taken there
 # with the repository.
 gpu-packages:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.bench.gpu.baselines import BASELINES, Batch, eager_with_mask, missing
 from paceline.bench.gpu.cases import Case, make_case
-from paceline.bench.gpu.rivals import RIVALS, Batch, eager_with_mask, missing
 from paceline.bench.gpu.timing import arguments, copy_bandwidth, graphed, median_ms, report
 from paceline.kernels import Probe, plan_trees, tree_attention
 
@@ -29,11 +29,11 @@ TARGETS = {"64 rows, 8 x 32k": 0.85, "1 x 128k, 16 nodes": 0.80, "1 x 32k, 16 no
 
 
 def main() -> None:
-    """Report every shape, contiguous and paged, with and without recorded scores, and rivals."""
+    """Report every shape, contiguous and paged, with and without recorded scores, and baselines."""
     device = arguments()
     copied = copy_bandwidth(device)
     report("copy_gb_s", copied)
-    report("rivals_not_installed", missing())
+    report("baselines_not_installed", missing())
     for name, (lengths, nodes) in SHAPES.items():
         if device.type == "cpu":
             lengths = [max(1, length // 256) for length in lengths]
@@ -50,13 +50,13 @@ def main() -> None:
                 scored = _timed(_ours(case, _probes(case)), device)
                 found["cost_of_scores"] = scored / time - 1
             else:
-                found |= _beside_rivals(case, device, time)
+                found |= _baselines(case, device, time)
         found["kv_bytes"] = size
         found["target"] = TARGETS.get(name)
         report(name, found)
 
 
-def _beside_rivals(case: Case, device: torch.device, time: float) -> dict[str, Any]:
+def _baselines(case: Case, device: torch.device, time: float) -> dict[str, Any]:
     """Times of other kernels at chains, and of eager attention at the tree of one sequence.
 
     Args:
@@ -71,9 +71,9 @@ def _beside_rivals(case: Case, device: torch.device, time: float) -> dict[str, A
     found: dict[str, Any] = {"chain_ms": _timed(ours, device)}
     times: dict[str, float] = {}
     batch = Batch.of(chain)
-    for name in sorted(RIVALS.keys() - missing()):
+    for name in sorted(BASELINES.keys() - missing()):
         try:
-            action = RIVALS[name](batch)
+            action = BASELINES[name](batch)
             gap = float((action().float() - right).abs().max())
             if gap < 0.05:
                 times[name] = found[f"{name}_ms"] = _timed(action, device)
@@ -82,7 +82,7 @@ def _beside_rivals(case: Case, device: torch.device, time: float) -> dict[str, A
         except Exception as error:  # of another package
             found[name] = f"cannot do it: {error}"[:200]
     if times:
-        found["best_rival_over_ours"] = min(times.values()) / found["chain_ms"]
+        found["best_baseline_over_ours"] = min(times.values()) / found["chain_ms"]
     if len(segments) == 1:
         found["eager_with_mask_ms"] = _timed(eager_with_mask(case), device)
         found["eager_over_ours"] = found["eager_with_mask_ms"] / time

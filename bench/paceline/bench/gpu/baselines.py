@@ -24,7 +24,7 @@ PACKAGES = {"flash_attn": "flash_attn", "xformers_split_k": "xformers"}
 
 
 def missing() -> list[str]:
-    """Rivals whose package is not installed."""
+    """Baselines whose package is not installed."""
     return [name for name, package in PACKAGES.items() if find_spec(package) is None]
 
 
@@ -134,7 +134,7 @@ def _xformers(batch: Batch) -> Action:
     return run
 
 
-RIVALS: dict[str, Callable[[Batch], Action]] = {
+BASELINES: dict[str, Callable[[Batch], Action]] = {
     "sdpa": _sdpa,
     "flash_attn": _flash,
     "xformers_split_k": _xformers,
