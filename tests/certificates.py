@@ -46,7 +46,8 @@ class Authority:
         """A certificate for a name and for IP addresses, by default 127.0.0.1."""
         hosts = ",".join(f"IP:{ip}" for ip in ips or ("127.0.0.1",))
         self._openssl("req", *_CURVE, "-subj", f"/CN={name}",
-                      "-addext", f"subjectAltName={hosts}", "-keyout", f"{name}.key", "-out", f"{name}.csr")  # fmt: skip
+                      "-addext", f"subjectAltName={hosts}",
+                      "-keyout", f"{name}.key", "-out", f"{name}.csr")  # fmt: skip
         dates = _LONG_AGO if expired else ("-days", "2")
         self._openssl("ca", "-batch", "-notext", "-config", "ca.cnf", "-cert", "authority.pem",
                       "-keyfile", "authority.key", *dates,

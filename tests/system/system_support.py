@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +117,33 @@ async def generate_all(
             )
 
     return await asyncio.gather(*(one(i, p) for i, p in enumerate(prompts)))
+
+
+async def generate_and(
+    client: Client,
+    prompt: Sequence[int],
+    drafter: str,
+    tokens: int,
+    act: Callable[[], None] | None = None,
+    seed: int = 3,
+) -> GenerationResult:
+    """Generate at temperature 1, of a client with few `unread_chunks`.
+
+    `act` (blocking) runs in a thread after the first drafted round, while the generation waits for
+    its reader.
+    """
+    generation = client.generate(
+        list(prompt), max_new_tokens=tokens, temperature=1.0, seed=seed, drafter=drafter,
+        ignore_eos=True,
+    )  # fmt: skip
+    async for _ in generation:
+        if act is not None and generation.stats.drafted_rounds:
+            await asyncio.to_thread(act)
+            act = None
+        elif act is not None:
+            await asyncio.sleep(0.2)  # the generation waits meanwhile
+    assert act is None, "nothing was drafted"
+    return await generation
 
 
 def ids_of(results: Sequence[GenerationResult]) -> list[list[int]]:

@@ -8,7 +8,7 @@ from statistics import mean
 import pytest
 from certificates import Authority
 from far import DOWN, DRAFTER, VERIFIER, FarApart, Link, NotPermitted
-from system_support import EAGER, make_prompts, write_layer
+from system_support import EAGER, generate_and, make_prompts, write_layer
 
 from paceline.cli.processes import ServiceProcess
 from paceline.client import Client, DraftOptions, GenerationResult, TlsOptions
@@ -95,29 +95,11 @@ def client_of(
 async def texts(
     client: Client, drafter: str, act: Callable[[], None] | None = None
 ) -> list[GenerationResult]:
-    """Sampled texts; ``act`` is called in the middle of them, when trees have come."""
-
-    async def text(seed: int, prompt: list[int]) -> GenerationResult:
-        generation = client.generate(
-            prompt * 8,
-            max_new_tokens=TOKENS,
-            temperature=1.0,
-            seed=seed,
-            drafter=drafter,
-            ignore_eos=True,
-        )
-        acted = act is None
-        async for _ in generation:
-            if act is not None and generation.stats.drafted_rounds:
-                act()
-                acted = True
-            elif not acted:
-                await asyncio.sleep(0.2)  # The generation waits meanwhile.
-        assert acted
-        return await generation
-
+    """Three sampled texts at once; ``act`` runs in the middle of each."""
     prompts = make_prompts(3, seed=4)
-    return await asyncio.gather(*(text(seed, prompt) for seed, prompt in enumerate(prompts)))
+    return await asyncio.gather(
+        *(generate_and(client, p * 8, drafter, TOKENS, act, n) for n, p in enumerate(prompts))
+    )
 
 
 @pytest.mark.parametrize("name", LINKS)
