@@ -73,8 +73,8 @@ async def outputs(
 ) -> tuple[list[list[int]], Counter[str]]:
     """Sampled outputs of all prompts at once, drafters in turn, and what failed on the way.
 
-    After `AFTER` tokens in total, reading stops until `act` (blocking) is done, in the middle of the
-    texts. `then` (blocking) runs concurrently with the rest of them.
+    After `AFTER` tokens in total, reading stops in the middle of the texts until `act` (blocking)
+    is done. `then` (blocking) runs concurrently with the rest of them.
     """
     reached, acted = asyncio.Event(), asyncio.Event()
     produced = 0
