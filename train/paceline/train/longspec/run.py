@@ -20,7 +20,7 @@ from paceline.train.drafter import (
     train_drafter,
 )
 from paceline.train.drafter_models import LongSpecDrafter
-from paceline.train.heldout import Heldout, write_groups
+from paceline.train.heldout import Heldout, Rounds, write_groups
 from paceline.train.identity import begin_run
 from paceline.train.longspec.lagged import LaggedLayer
 from paceline.train.longspec.objective import LaggedLoss
@@ -59,19 +59,20 @@ def train_longspec(
     objective = Objective(LaggedLayer(model), loss, preset.muon_rate, preset.adamw_rate)
     options = {"widths": _WIDTHS, "depth": str(preset.levels), "max_nodes": str(_MAX_NODES)}
 
-    def heldout(lengths: Sequence[int], **splits: Sequence[list[int]]) -> Heldout:
-        groups = write_groups(texts.decoder, splits, lengths, _MEASURED_FILES)
+    def heldout(split: str, documents: Sequence[list[int]], *lengths: int) -> Heldout:
+        groups = write_groups(texts.decoder, {split: documents}, lengths, _MEASURED_FILES)
         return Heldout(drafter, texts.decoder, groups, {"": options})
 
-    logged = heldout((_LOGGED_PROMPT,), heldout=texts.heldout)
+    logged = heldout("held out", texts.heldout, _LOGGED_PROMPT)
     notes = {"files": len(texts.trained[: preset.files]), "own_texts": len(texts.own)}
     progress = train_drafter(drafter, objective, batches, plan, run, logged, notes, out)
     if progress is not None:
+        rounds: Rounds = {}
         known = _known(target_folder, texts)
-        measured = heldout(_CARD_PROMPTS, heldout=texts.heldout, trained_by_target=known)
-        rounds = rounds_section(measured.measure(out))
+        for split, part in (("held out", texts.heldout), ("trained on by the target", known)):
+            rounds |= heldout(split, part, *_CARD_PROMPTS).measure(out)
         card = _card(config, texts, preset, objective, progress, model)
-        (out / "README.md").write_text(f"{card}\n{rounds}")
+        (out / "README.md").write_text(f"{card}\n{rounds_section(rounds)}")
     return model
 
 

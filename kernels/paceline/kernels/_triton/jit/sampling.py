@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def _scaled(logits, at, vocab, divisor):
-    """Logits over temperature, rounded as IEEE says; -inf beyond the vocabulary."""
+    """Logits over temperature, with IEEE rounding; -inf beyond the vocabulary."""
     value = tl.load(logits + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
     value = tl.math.div_rn(value, tl.full(value.shape, 1.0, tl.float32) * divisor)
     return tl.where(value == 0.0, 0.0, value)  # one zero
