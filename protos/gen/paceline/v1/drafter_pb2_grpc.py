@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class DrafterServiceStub:
-    """Drafts token trees. The output does not depend on them. In mode REJECTION its distribution does not, as long as drafted
-    tokens are samples of the distributions sent with them (see NodeDistribution).
+    """Drafts token trees. The output does not depend on them; in mode REJECTION its distribution does not, as long as
+    drafted tokens are samples of the distributions sent with them (see NodeDistribution).
     """
 
     def __init__(self, channel):
@@ -44,8 +44,8 @@ class DrafterServiceStub:
 
 
 class DrafterServiceServicer:
-    """Drafts token trees. The output does not depend on them. In mode REJECTION its distribution does not, as long as drafted
-    tokens are samples of the distributions sent with them (see NodeDistribution).
+    """Drafts token trees. The output does not depend on them; in mode REJECTION its distribution does not, as long as
+    drafted tokens are samples of the distributions sent with them (see NodeDistribution).
     """
 
     def Draft(self, request_iterator, context):
@@ -72,8 +72,8 @@ def add_DrafterServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DrafterService:
-    """Drafts token trees. The output does not depend on them. In mode REJECTION its distribution does not, as long as drafted
-    tokens are samples of the distributions sent with them (see NodeDistribution).
+    """Drafts token trees. The output does not depend on them; in mode REJECTION its distribution does not, as long as
+    drafted tokens are samples of the distributions sent with them (see NodeDistribution).
     """
 
     @staticmethod

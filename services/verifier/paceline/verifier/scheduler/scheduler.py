@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from paceline.tree import DEFAULT_CONFIDENCE, TokenTree
-from paceline.verifier.engine.job import Round
-from paceline.verifier.engine.output import StepOutput
-from paceline.verifier.engine.sequence import Sequence
 from paceline.verifier.scheduler.admission import Floats, Step, admit
 from paceline.verifier.scheduler.controller import Drafters, PlainClock, SequenceState
 from paceline.verifier.scheduler.costs import CostTable, LiveCosts
+
+if TYPE_CHECKING:
+    from paceline.verifier.engine.job import Round
+    from paceline.verifier.engine.output import StepOutput
+    from paceline.verifier.engine.sequence import Sequence
 
 _NEWEST = 0.1  # weight of the newest step in the mean idle time
 _AWAY = 5.0  # seconds after which a client that was to draft is taken for gone or paused
