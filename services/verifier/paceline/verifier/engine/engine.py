@@ -1,4 +1,8 @@
-"""The engine: one thread that owns the device and writes all KV caches."""
+"""The engine: one thread that owns the device and writes all KV caches.
+
+If a step fails, each of its jobs runs again alone. On the CPU results do not depend on the batch, so
+jobs that succeed return the same tokens as in the failed step.
+"""
 
 from __future__ import annotations
 
