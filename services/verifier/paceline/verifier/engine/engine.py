@@ -1,7 +1,7 @@
 """The engine: one thread that owns the device and writes all KV caches.
 
-If a step fails, each of its jobs runs again alone. On the CPU results do not depend on the batch, so
-jobs that succeed return the same tokens as in the failed step.
+If a step fails, each of its jobs runs again alone. Results do not depend on the batch (on the CPU),
+so jobs that succeed return the tokens of the failed step.
 """
 
 from __future__ import annotations
