@@ -65,12 +65,12 @@ def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in ("cpu", "other"):
         monkeypatch.setitem(attention._LOADED, kind, DenseBackend())
     for method in ("lm", "longspec", "dspark", "selfspec"):
-        module = f"paceline.drafter.methods.{method}"
-        monkeypatch.setattr(f"{module}.on_passing_thread", _here)
+        module = f"paceline.drafter.methods.{method}.drafter"
+        monkeypatch.setattr(f"{module}.load_model", _here)
 
 
-def _here(resources: Resources, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return load(*args, **kwargs)
+def _here(folder: Path, resources: Resources, load: Callable[..., Any], *args: Any) -> Any:
+    return load(*args)
 
 
 def drafter_of(name: str, folders: dict[str, Path], device: str, **more: str) -> Drafter:

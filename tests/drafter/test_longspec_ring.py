@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.drafter.methods.base import Budget, Update
+from paceline.drafter.methods.blocks import ring_slots
 from paceline.drafter.methods.longspec import LongSpecConfig
 from paceline.drafter.methods.longspec.drafter import LongSpecDrafter
 from paceline.drafter.methods.longspec.ring import Ring
@@ -35,7 +36,7 @@ def test_masks_show_the_window_along_each_path(data: Any) -> None:
     while ring.length < length:
         begin = max(ring.length, length - window)
         end = data.draw(st.integers(begin + 1, length), label="written to")
-        slots = [slot + i for slot, count in ring.text_runs(begin, end) for i in range(count)]
+        slots = [slot + i for slot, count in ring_slots(begin, end, window) for i in range(count)]
         lies |= dict(zip(slots, range(begin, end), strict=True))
         ring.length = end
     draws = data.draw(st.lists(st.integers(0, 99), max_size=10), label="tree")

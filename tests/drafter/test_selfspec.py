@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from paceline.decoder import Decoder, LocalCache, weights_fingerprint
 from paceline.drafter.kv.shared import streaming_parts
-from paceline.drafter.methods import selfspec
 from paceline.drafter.methods.base import Budget, Generation, LoadError, Resources, Update
 from paceline.drafter.methods.blocks import chain_segments
+from paceline.drafter.methods.selfspec import drafter as selfspec_drafter
 from paceline.drafter.methods.selfspec.drafter import SelfSpecDrafter
-from paceline.drafter.methods.selfspec.sequence import MOST_NEW, SelfSpecSequence
+from paceline.drafter.methods.selfspec.sequence import MAX_NEW_TOKENS, SelfSpecSequence
 from paceline.kernels import plan_trees, streaming
 
 from .models import GREEDY, VOCAB, text_of, write_model
@@ -104,7 +104,7 @@ def test_without_kv_or_far_behind_it_drafts_nothing(folder: Path) -> None:
     drafter = load(folder)
     assert drafter.needs.kv_layers == tuple(range(drafter.decoder.config.layers))
     assert drafter.fit.target_fingerprint == weights_fingerprint(folder)
-    text = text_of(MOST_NEW + 40, 1)
+    text = text_of(MAX_NEW_TOKENS + 40, 1)
     assert not len(start(drafter, text, 0).draft(Budget(5, 5)))
     assert not len(start(drafter, text, 39).draft(Budget(5, 5)))
     assert len(start(drafter, text, 41).draft(Budget(5, 5)))
@@ -115,7 +115,7 @@ def test_without_kv_or_far_behind_it_drafts_nothing(folder: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        *({"context": 3}, {"ratio": 1.5}, {"depth": 0}, {"weights": "theirs"}),
+        *({"context": 3}, {"ratio": 1.5}, {"depth": 65}, {"weights": "theirs"}),
         *({"kv": "fast"}, {"kv_policy": "luck"}, {"kv_wire": "x"}),
     ],
 )
@@ -136,7 +136,7 @@ def test_the_budget_may_be_a_share_of_the_text(folder: Path) -> None:
 
 
 def test_weights_that_nobody_shares(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selfspec, "_PATIENCE", 0.2)
+    monkeypatch.setattr(selfspec_drafter, "_SHARED_WEIGHTS_TIMEOUT", 0.2)
     with pytest.raises(LoadError, match="--share-weights"):
         load(folder, weights="shared")
     assert load(folder, weights="auto").weight_bytes > 0

@@ -26,11 +26,12 @@ class LongSpecSequence(BeamSequence):
     tokens since the last round, then its tree level by level.
     """
 
+    _drafter: LongSpecDrafter
+
     def __init__(self, drafter: LongSpecDrafter, generation: Generation, kv: TargetKv) -> None:
         super().__init__(drafter, generation)
         self.kv = kv
         self.ring = drafter.layer.new_ring(drafter.options.drafted)
-        self._layer, self._options = drafter.layer, drafter.options
         self._tail = deque(generation.tokens, maxlen=self.ring.window)
         self._context: Context | None = None
 
@@ -46,14 +47,15 @@ class LongSpecSequence(BeamSequence):
         begin = self._written
         end = begin + min(limit, self.backlog)
         if begin < end:
-            self._layer.write_kv(self._text_input(begin, end, torch.empty(0, 0), None))
+            self._drafter.layer.write_kv(self._text_input(begin, end, torch.empty(0, 0), None))
             self.ring.length = end
 
     def prepare(self) -> bool:
         self.kv.check()
         below = self.length - 1  # the verifier may have committed more than this text
-        parts = self.kv.parts(self._layer.config.target_layer, below, self._options.context)
-        self._context = Context.of(parts, self._layer.device)
+        layer, budget = self._drafter.layer, self._drafter.options.context
+        parts = self.kv.parts(layer.config.target_layer, below, budget)
+        self._context = Context.of(parts, layer.device)
         return True
 
     def step(self) -> StepInput:

@@ -30,12 +30,12 @@ class SelfSpecSequence(BeamSequence):
     yet, which include the anchor, and then by the nodes of the tree.
     """
 
+    _drafter: SelfSpecDrafter
+
     def __init__(self, drafter: SelfSpecDrafter, generation: Generation, kv: TargetKv) -> None:
         super().__init__(drafter, generation)
         self.kv = kv
         self.text = list(generation.tokens)
-        self._needs, self._drafted = drafter.needs, drafter.options.drafted
-        self._config, self._device = drafter.decoder.config, drafter.decoder.device
         self._table = self._new_table(0)
         self._selected = 0
         """Slots of the table that hold the target's KV."""
@@ -55,14 +55,17 @@ class SelfSpecSequence(BeamSequence):
         """Copies the selected positions of all layers. Returns False without any, or too few."""
         self.kv.check()
         below = self.length - 1
-        budget = self._needs.kv_budget_at(below)
-        layers = [self.kv.parts(layer, below, budget) for layer in range(self._config.layers)]
+        budget = self._drafter.needs.kv_budget_at(below)
+        layers = [
+            self.kv.parts(layer, below, budget)
+            for layer in range(self._drafter.decoder.config.layers)
+        ]
         self._selected = sum(keys.shape[1] for keys, _ in layers[0])
         self._begin = min(self.kv.committed, below)
         new = self.length - self._begin
         if not self._selected or new > MAX_NEW_TOKENS:
             return False
-        slots = self._selected + new + self._drafted
+        slots = self._selected + new + self._drafter.options.drafted
         if slots > self._table.shape[3]:
             self._table = self._new_table(-(-slots // _GROWTH) * _GROWTH)
         for table, parts in zip(self._table, layers, strict=True):
@@ -101,7 +104,8 @@ class SelfSpecSequence(BeamSequence):
         self._table = self._new_table(0)
 
     def _new_table(self, slots: int) -> Tensor:
-        config = self._config
+        decoder = self._drafter.decoder
+        config = decoder.config
         shape = (config.layers, 2, config.kv_heads, slots, config.head_dim)
         with torch.inference_mode(False):
-            return torch.zeros(shape, dtype=config.dtype, device=self._device)
+            return torch.zeros(shape, dtype=config.dtype, device=decoder.device)
