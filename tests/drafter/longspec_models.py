@@ -14,7 +14,6 @@ from paceline.decoder import Decoder, LocalCache, load_config
 from paceline.decoder.weights import Checkpoint
 from paceline.drafter.kv.shared import streaming_parts
 from paceline.drafter.methods.base import Generation, Resources
-from paceline.drafter.methods.blocks import chain_segments
 from paceline.drafter.methods.longspec import (
     LongSpecConfig,
     LongSpecModel,
@@ -25,6 +24,7 @@ from paceline.drafter.methods.longspec import (
 )
 from paceline.drafter.methods.longspec.drafter import LongSpecDrafter
 from paceline.drafter.methods.longspec.sequence import LongSpecSequence
+from paceline.drafter.methods.slots import chain_segments
 from paceline.kernels import History, filter_logits, gumbel_noise, plan_trees, streaming
 from paceline.service.sampling import sampling_params
 from paceline.v1 import sampling_pb2

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.drafter.methods.base import Budget, Generation, Update
-from paceline.drafter.methods.blocks import ring_slots
 from paceline.drafter.methods.longspec.drafter import LongSpecDrafter
 from paceline.drafter.methods.longspec.layer import Context, StepInput
+from paceline.drafter.methods.slots import ring_slots
 
 from .longspec_models import (
     WIDE_HEADS,

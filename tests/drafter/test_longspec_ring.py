@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.drafter.methods.base import Budget, Update
-from paceline.drafter.methods.blocks import ring_slots
 from paceline.drafter.methods.longspec import LongSpecConfig
 from paceline.drafter.methods.longspec.drafter import LongSpecDrafter
 from paceline.drafter.methods.longspec.ring import Ring
 from paceline.drafter.methods.longspec.sequence import LongSpecSequence
+from paceline.drafter.methods.slots import ring_slots
 
 from .longspec_models import WIDE_HEADS, FakeKv, load, made_up_kv, start, write_longspec
 from .models import VOCAB, text_of, write_model

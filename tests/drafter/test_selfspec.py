@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 from paceline.decoder import Decoder, LocalCache, weights_fingerprint
 from paceline.drafter.kv.shared import streaming_parts
 from paceline.drafter.methods.base import Budget, Generation, LoadError, Resources, Update
-from paceline.drafter.methods.blocks import chain_segments
 from paceline.drafter.methods.selfspec import drafter as selfspec_drafter
 from paceline.drafter.methods.selfspec.drafter import SelfSpecDrafter
 from paceline.drafter.methods.selfspec.sequence import MAX_NEW_TOKENS, SelfSpecSequence
+from paceline.drafter.methods.slots import chain_segments
 from paceline.kernels import plan_trees, streaming
 
 from .models import GREEDY, VOCAB, text_of, write_model

@@ -11,9 +11,9 @@ from torch.nn.functional import pad
 
 from paceline.decoder.linear import Linear
 from paceline.decoder.rope import Rope
-from paceline.drafter.methods.blocks import plan_slots
 from paceline.drafter.methods.dspark.config import DSparkConfig
 from paceline.drafter.methods.dspark.context import DSparkContext
+from paceline.drafter.methods.slots import plan_slots
 from paceline.drafter.methods.target import TargetEmbedding
 from paceline.kernels import Norm, TreePlan, TreeSegment, plan_trees, row_kernels, tree_attention
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.drafter.methods.blocks import SlotRun, ring_slots
 from paceline.drafter.methods.dspark.config import DSparkConfig
+from paceline.drafter.methods.slots import SlotRun, ring_slots
 
 _GROWTH = 512
 

@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from paceline.decoder import LocalCache
 from paceline.drafter.methods.base import Generation, Update
-from paceline.drafter.methods.beam_drafter import BeamSequence
-from paceline.drafter.methods.blocks import Block, chain_segments, forward_blocks
+from paceline.drafter.methods.decoder_sequence import Block, DecoderSequence, forward_blocks
 from paceline.drafter.methods.lm.selection import (
     OBSERVED,
     POLICIES,
@@ -20,7 +18,8 @@ from paceline.drafter.methods.lm.selection import (
     SelectionPolicy,
     TopChunks,
 )
-from paceline.kernels import CHUNK, TreeSegment
+from paceline.drafter.methods.slots import chain_segments
+from paceline.kernels import CHUNK
 
 if TYPE_CHECKING:
     from paceline.drafter.methods.lm.drafter import LmDrafter
@@ -35,7 +34,7 @@ class KvSlots:
         self.used = 0
 
 
-class LmSequence(BeamSequence):
+class LmSequence(DecoderSequence):
     """One generation of ``lm``.
 
     The first ``cached`` tokens of the text have their KV in the cache, followed by the nodes of the
@@ -51,7 +50,6 @@ class LmSequence(BeamSequence):
 
     def __init__(self, drafter: LmDrafter, generation: Generation) -> None:
         super().__init__(drafter, generation)
-        self.text = list(generation.tokens)
         self._cache: LocalCache | None = None
         self._sparse: LocalCache | None = None
         self.selected = torch.empty(0, dtype=torch.int64)
@@ -93,7 +91,6 @@ class LmSequence(BeamSequence):
     def extend(self, update: Update) -> None:
         if self.beam is not None and update.tokens:
             self._commit(self.beam.fed_path(update.tokens))
-        self.text.extend(update.tokens)
         super().extend(update)
 
     def warm(self, limit: int) -> None:
@@ -125,17 +122,16 @@ class LmSequence(BeamSequence):
             and self._select()
         )
 
-    def block(self, index: int) -> Block:
-        """Returns what to feed for the next level; ``index`` is that of :attr:`round_cache`."""
-        beam, slot = self.tree, len(self.round_cache)
-        if beam.level == 0:
-            tokens = self.text[self.cached :]
-            segments = chain_segments(index, slot, slot + len(tokens))
-            return Block(tokens, list(range(self.cached, self.length)), segments, 1)
-        tokens, parents = beam.block()
-        segment = TreeSegment(index, slot + beam.trunk, parents, len(tokens))
-        positions = [self.length + beam.trunk + depth for depth in segment.depths]
-        return Block(tokens, positions, [segment], len(beam.frontier))
+    @property
+    def begin_position(self) -> int:
+        return self.cached
+
+    @property
+    def begin_slot(self) -> int:
+        return len(self.round_cache)
+
+    def commit_text(self) -> None:
+        self._commit(range(self.length - self.cached))
 
     def observed_rows(self, stop: int) -> list[ObservedRows]:
         """Returns the rows of its block to be scored; the block ends before row ``stop``."""
@@ -144,14 +140,6 @@ class LmSequence(BeamSequence):
             return []
         positions = torch.cat([self.selected, torch.arange(self.cached, self.length)])
         return [ObservedRows(policy, range(stop - 1, stop), sparse, positions)]
-
-    def add_level(self, logits: Tensor) -> None:
-        """Adds a level to the tree from the logits of its block, ``[frontier, V]``."""
-        if self.tree.level == 0:
-            self._commit(range(self.length - self.cached))
-        else:
-            self.tree.mark_fed()
-        self.tree.add_level(self.rank(logits))
 
     def close(self) -> None:
         super().close()

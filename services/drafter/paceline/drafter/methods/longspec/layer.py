@@ -12,10 +12,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from paceline.decoder.linear import Linear
 from paceline.decoder.rope import Rope
 from paceline.decoder.weights import take
-from paceline.drafter.methods.blocks import SlotRun, plan_slots
 from paceline.drafter.methods.layers import apply_rope
 from paceline.drafter.methods.longspec.config import LongSpecConfig
 from paceline.drafter.methods.longspec.ring import Ring
+from paceline.drafter.methods.slots import SlotRun, plan_slots
 from paceline.drafter.methods.target import TargetEmbedding
 from paceline.kernels import Norm, TreePlan, TreeSegment, plan_trees, row_kernels, tree_attention
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.drafter.methods.blocks import SlotRun, ring_slots
+from paceline.drafter.methods.slots import SlotRun, ring_slots
 
 
 class Ring:

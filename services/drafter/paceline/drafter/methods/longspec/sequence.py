@@ -11,8 +11,8 @@ from torch import Tensor
 
 from paceline.drafter.methods.base import Generation, TargetKv, Update
 from paceline.drafter.methods.beam_drafter import BeamSequence
-from paceline.drafter.methods.blocks import ring_slots
 from paceline.drafter.methods.longspec.layer import Context, StepInput
+from paceline.drafter.methods.slots import ring_slots
 
 if TYPE_CHECKING:
     from paceline.drafter.methods.longspec.drafter import LongSpecDrafter
