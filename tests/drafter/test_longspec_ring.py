@@ -22,7 +22,7 @@ from paceline.drafter.methods.longspec.ring import Ring
 from paceline.drafter.methods.longspec.sequence import LongSpecSequence
 from paceline.drafter.methods.slots import ring_slots
 
-from .longspec_models import WIDE_HEADS, FakeKv, load, made_up_kv, start, write_longspec
+from .longspec_models import FakeKv, load, made_up_kv, start, write_longspec
 from .models import VOCAB, text_of, write_model
 
 
@@ -62,7 +62,7 @@ def test_masks_show_the_window_along_each_path(data: Any) -> None:
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("ring") / "target", **WIDE_HEADS, **_LONG)
+    return write_model(tmp_path_factory.mktemp("ring") / "target", **_LONG)
 
 
 _LONG = {"max_position_embeddings": 1 << 20}

@@ -88,18 +88,6 @@ def test_a_chain_is_the_sparse_targets_own_text(folder: Path, budget: int, behin
     sequence.close()
 
 
-def test_several_at_once_draft_as_each_alone(folder: Path) -> None:
-    """Trees of any shape, texts of any length."""
-    drafter = load(folder, context=20, widths="3,2", depth=3, min_survival=0)
-    sequences = [start(drafter, text_of(n, n), n - 2) for n in (9, 40, 33)]
-    budgets = [Budget(7, 3), Budget(4, 2), Budget(9, 1)]
-    together = drafter.draft_many(list(zip(sequences, budgets, strict=True)))
-    for sequence, budget, tree in zip(sequences, budgets, together, strict=True):
-        alone = sequence.draft(budget)
-        assert (alone.tokens, alone.parents) == (tree.tokens, tree.parents)
-        assert 0 < len(tree) <= budget.nodes
-
-
 def test_without_kv_or_far_behind_it_drafts_nothing(folder: Path) -> None:
     drafter = load(folder)
     assert drafter.needs.kv_layers == tuple(range(drafter.decoder.config.layers))
