@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from paceline.drafter.methods.base import Budget, Update
 from paceline.drafter.methods.longspec.drafter import LongSpecDrafter
-from paceline.drafter.methods.longspec.layer import Context, StepInput
-from paceline.drafter.methods.slots import ring_slots
+from paceline.drafter.methods.longspec.layer import Context, StepInput, node_slots, ring_mask
 
 from .longspec_models import (
     Dense,
@@ -125,14 +124,14 @@ def test_any_tree_gets_the_logits_of_the_dense_layer(pair: tuple[Path, Path], da
     context = Context.of(kv.parts(0, committed, dense.context), drafter.layer.device)
     begin = max(0, length - window)
     text = StepInput(
-        tokens[begin:length], range(begin, length), ring_slots(begin, length, window), ring,
-        ring.mask(length - 1, length, [()]), context,
+        tokens[begin:length], range(begin, length), ring.slots(begin, length), ring,
+        ring_mask(window, length - 1, length, [()]), context,
     )  # fmt: skip
     found = [drafter.layer.forward([text])]
     for node, path in enumerate(paths):  # one at a time: their depths may alternate
         place = length - 1 + len(path)
-        slots = [ring.node_slots(range(node, node + 1))]
-        mask = ring.mask(place, length, [path])
+        slots = [node_slots(window, range(node, node + 1))]
+        mask = ring_mask(window, place, length, [path])
         step = StepInput([tokens[length + node]], [place], slots, ring, mask, context)
         found.append(drafter.layer.forward([step]))
     torch.testing.assert_close(torch.cat(found), expected[length - 1 :], rtol=1e-3, atol=1e-4)
