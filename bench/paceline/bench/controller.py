@@ -3,24 +3,40 @@
 Every prompt is generated without drafts, with drafts in every round, and with the controller, in
 turns, by the same two services. The controller should be as fast as the better of the two others.
 Prompts that repeat themselves are source files of this project; the others are questions answered
-at temperature 1.
+at temperature 1. Then a drafter that takes 0.8 s for a tree, and one whose trees are wrong for the
+first half of a text and right for the second.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import statistics
+import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from tokenizers import Tokenizer
+
+from paceline.bench.plugins import register
 from paceline.bench.record import Results, digest
 from paceline.bench.services import ALWAYS, services
 from paceline.client import Client
+from paceline.drafter import Budget, Generation, Resources, TokenTree
+from paceline.drafter.methods.options import parse_options
+from paceline.drafter.methods.replay import (
+    ReplayDrafter,
+    ReplayOptions,
+    ReplaySequence,
+    read_records,
+)
 
 MODES = ("none", "always", "controller")
 SOURCES = ("_generation", "_verifier", "_transport", "_options", "_output", "_text", "_errors")
@@ -85,6 +101,95 @@ async def measure(
                 yield f"{kind}, {count} users", _summary(rates)
 
 
+@dataclass(frozen=True)
+class _ChangingOptions(ReplayOptions):
+    seconds: float = 0.0
+    wrong_until: int = 0
+
+
+class _ChangingSequence(ReplaySequence):
+    _options: _ChangingOptions
+
+    def draft(self, budget: Budget) -> TokenTree:
+        time.sleep(self._options.seconds)
+        tree = super().draft(budget)
+        if self._emitted >= self._options.wrong_until:
+            return tree
+        return TokenTree(tuple(token ^ 1 for token in tree.tokens), tree.parents)
+
+
+class Changing(ReplayDrafter):
+    """``replay`` that takes ``seconds`` for a tree, and drafts wrong tokens up to a position."""
+
+    method: ClassVar[str] = "changing"
+    inline: ClassVar[bool] = False
+    _options: _ChangingOptions
+
+    @classmethod
+    def load(
+        cls, folder: Path | None, options: Mapping[str, str], resources: Resources
+    ) -> Changing:
+        assert folder is not None
+        return cls(parse_options(_ChangingOptions, options), read_records(folder))
+
+    def start(self, generation: Generation) -> _ChangingSequence:
+        return _ChangingSequence(self._options, self._records, generation)
+
+
+async def adapt(target: Path, dtype: str, tokens: int = 1000) -> dict[str, dict[str, Any]]:
+    """One generation with a slow drafter, and one with a drafter that becomes good.
+
+    Args:
+        target: A Hugging Face folder.
+        dtype: Of the target, float32 or bfloat16.
+        tokens: Tokens of each generation.
+    """
+    [(text, sampling)] = varied(1)
+    prompt = Tokenizer.from_file(str(target / "tokenizer.json")).encode(text).ids
+    half = tokens // 2
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
+        environment = register(Path(folder), {"changing": "paceline.bench.controller:Changing"})
+        recording = Path(folder) / "recording.jsonl"
+        with services(target, {"ngram": "ngram"}, dtype) as running:
+            async with running.client() as client:
+                plain = await client.generate(
+                    prompt, max_new_tokens=tokens, ignore_eos=True, drafter="none", **sampling
+                )
+        recording.write_text(json.dumps({"prompt": prompt, "tokens": plain.token_ids}) + "\n")
+        drafters = {
+            "slow": f"changing:{recording},p=0.9,seconds=0.8",
+            "improving": f"changing:{recording},p=0.9,wrong_until={half}",
+        }
+        found: dict[str, dict[str, Any]] = {}
+        with services(target, drafters, dtype, environment=environment) as running:
+            async with running.client() as client:
+                for name in ("none", *drafters):
+                    result = await client.generate(
+                        prompt, max_new_tokens=tokens, ignore_eos=True, drafter=name, **sampling
+                    )
+                    stats = result.stats
+                    decoding = (stats.total_ms - stats.first_token_ms) / 1e3
+                    ends = list(accumulate(entry.emitted for entry in stats.rounds))
+                    found[name] = {
+                        "tokens_per_second": round((tokens - 1) / decoding, 1),
+                        "drafted_rounds": stats.drafted_rounds,
+                        "rounds_before_half": sum(
+                            bool(entry.drafted)
+                            for entry, end in zip(stats.rounds, ends, strict=True)
+                            if end < half
+                        ),
+                        "first_accepted_after": next(
+                            (
+                                end - entry.emitted
+                                for entry, end in zip(stats.rounds, ends, strict=True)
+                                if entry.accepted and end > half
+                            ),
+                            None,
+                        ),
+                    }
+    return found
+
+
 async def _all(
     client: Client, mode: str, texts: list[tuple[str, dict[str, Any]]], tokens: int, users: int
 ) -> float:
@@ -135,6 +240,8 @@ def run(args: argparse.Namespace) -> int:
         ):
             print(f"{args.drafter}, {name}: {cell}", flush=True)
             results.add(f"{args.drafter}, {name}", cell)
+        results.add("changing drafters", {"cells": await adapt(target, args.dtype)})
+        print(results.entries["changing drafters"])
 
     asyncio.run(record())
     print(f"written to {results.file}")
