@@ -104,10 +104,7 @@ class Client:
         while not result.finish_reason:
             number += 1
             draft = drafter([*prompt, *tokens], rng)
-            if isinstance(draft, int):
-                await stream.write(Round.of(created.handle, number, free_run_steps=draft))
-            else:
-                await stream.write(Round.of(created.handle, number, draft))
+            await stream.write(Round.drafted(created.handle, number, draft))
             while True:
                 answer = await stream.read()
                 assert answer is not grpc.aio.EOF, await stream.details()
@@ -169,6 +166,13 @@ class Round:
         return verifier_pb2.VerifyRequest(
             handle=handle, round_id=number, tree=tree.to_proto(), **fields
         )
+
+    @staticmethod
+    def drafted(handle: bytes, number: int, draft: TokenTree | int) -> Any:
+        """A round with what a drafter returned."""
+        if isinstance(draft, int):
+            return Round.of(handle, number, free_run_steps=draft)
+        return Round.of(handle, number, draft)
 
 
 @contextlib.asynccontextmanager
