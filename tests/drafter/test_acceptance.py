@@ -63,7 +63,7 @@ def test_a_perfect_drafter_gets_everything(folder: Path, name: str) -> None:
 
 def test_longspec_reads_what_was_recorded_up_to_the_anchor(tmp_path: Path) -> None:
     """The same layer over KV of a fresh pass that ends before the anchor."""
-    target = write_model(tmp_path / "target", **longspec_models.WIDE_HEADS)
+    target = write_model(tmp_path / "target")
     layer = longspec_models.write_longspec(tmp_path / "layer", target, window=16)
     drafter = longspec_models.load(layer, target, widths="4,4")
     decoder = load(target).decoder

@@ -12,7 +12,7 @@ import pytest
 from entry_points import register_methods
 
 from paceline.drafter import LoadError
-from paceline.drafter.methods import method_class, method_names
+from paceline.drafter.methods import method_class
 from paceline.harness import ServiceProcess
 
 from .conftest import Drafting
@@ -53,17 +53,6 @@ def test_unusable_methods_are_refused(
     with pytest.raises(LoadError, match=message) as error:
         method_class(name)
     assert error.value.reason == reason
-
-
-def test_a_name_that_two_distributions_register_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in ("first", "second"):
-        folder = register_methods(tmp_path / module, {"mine": f"{module}:Mine"}, module)
-        monkeypatch.syspath_prepend(folder)
-    assert method_names().count("mine") == 1
-    with pytest.raises(LoadError, match="first:Mine and as second:Mine"):
-        method_class("mine")
 
 
 async def test_a_process_loads_the_method_of_another_distribution(tmp_path: Path) -> None:

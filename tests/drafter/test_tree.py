@@ -8,31 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.drafter.builders import grow, merge
-
-continuations = st.lists(st.lists(st.integers(0, 3), max_size=6), max_size=6)
-
-
-@given(continuations, st.integers(0, 12), st.integers(0, 6))
-def test_merge_holds_each_common_prefix_once(
-    texts: list[list[int]], nodes: int, depth: int
-) -> None:
-    tree = merge(texts, nodes=nodes, depth=depth)
-    tree.check()
-    assert len(tree) <= nodes
-    assert tree.depth <= depth
-    paths = [tree.path(node) for node in range(len(tree))]
-    assert len(set(paths)) == len(paths)
-    wanted = {tuple(text[:n]) for text in texts for n in range(1, min(len(text), depth) + 1)}
-    assert set(paths) <= wanted
-    if len(wanted) <= nodes:
-        assert set(paths) == wanted
-
-
-def test_merge_serves_the_first_continuations_first() -> None:
-    tree = merge([[1, 2, 3], [1, 4], [5]], nodes=4)
-    assert {tree.path(node) for node in range(4)} == {(1,), (1, 2), (1, 2, 3), (1, 4)}
-
+from paceline.drafter.builders import grow
 
 # A rule of growth: depth to a list of children, the same for every node of that depth.
 rules = st.lists(st.lists(st.floats(0.01, 1.0), max_size=3), min_size=1, max_size=4)

@@ -196,7 +196,7 @@ def test_a_window_is_our_own_word(tmp_path: Path) -> None:
         (SPECULATORS, {"aux_hidden_state_layer_ids": [1, 9]}, "strictly"),
         (SPECULATORS, {"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids"),
         (SPECULATORS, {"draft_vocab_size": 20}, "vocabulary"),
-        (SPECULATORS, {"target_hidden_size": 99}, "hidden states 99"),
+        (SPECULATORS, {"target_hidden_size": 99}, "target_hidden_size is 99"),
         (SPECULATORS, {"mask_token_id": None}, "mask_token_id"),
         (SPECULATORS, {"markov_head_type": "fir"}, "fir"),
         (DFLASH, {"projector_type": "domino"}, "domino"),

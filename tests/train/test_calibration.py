@@ -16,11 +16,10 @@ from paceline.decoder import Decoder
 from paceline.drafter import DrafterSpec, LoadError, Resources
 from paceline.drafter.acceptance import record, replay
 from paceline.drafter.calibration import Calibration, Scaling
-from paceline.drafter.checkpoint import read_calibration
 from paceline.drafter.methods import method_class
+from paceline.drafter.methods.checkpoint import read_calibration
 from paceline.drafter.registry.loader import Loader
 from paceline.drafter.spec import Roots
-from paceline.drafter.tree import Tree, chain
 from paceline.train.calibration.fit import (
     area_under_curve,
     calibrated,
@@ -30,6 +29,7 @@ from paceline.train.calibration.fit import (
 )
 from paceline.train.calibration.paths import Paths, collect
 from paceline.train.calibration.run import run
+from paceline.tree import TokenTree
 
 
 def simulated(temperatures: list[float], count: int, seed: int) -> list[Paths]:
@@ -78,7 +78,7 @@ def test_a_drafter_s_calibration_is_the_fitted_one(
     """One by one on trees as in arrays, and always a confidence."""
     scaling = Scaling(temperature, shift)
     tree = Calibration("ngram", (scaling,)).apply(
-        chain(range(len(confidences)), confidences), sampled=False
+        TokenTree.chain(range(len(confidences)), confidences), sampled=False
     )
     tree.check()
     expected = scale(np.array(confidences), scaling)
@@ -86,13 +86,13 @@ def test_a_drafter_s_calibration_is_the_fitted_one(
 
 
 def test_depths_and_modes() -> None:
-    tree = Tree((1, 2, 3, 4), (-1, -1, 0, 2), (0.5, 0.5, 0.5, 0.5))
+    tree = TokenTree((1, 2, 3, 4), (-1, -1, 0, 2), (0.5, 0.5, 0.5, 0.5))
     calibration = Calibration("lm", (), (Scaling(1.0, 1.0), Scaling(1.0, -1.0)))
     assert calibration.apply(tree, sampled=False) is tree
     after = calibration.apply(tree, sampled=True).confidences
     assert after[0] == after[1] == pytest.approx(0.731, abs=1e-3)
     assert after[2] == after[3] == pytest.approx(0.269, abs=1e-3)
-    bare = Tree((1,), (-1,))
+    bare = TokenTree((1,), (-1,))
     assert calibration.apply(bare, sampled=True) is bare
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from paceline.decoder import Decoder, LocalCache
 from paceline.drafter.kv.reader import StateReader, StreamingReader
 from paceline.drafter.methods.base import Budget, Drafter, Generation, Update
-from paceline.drafter.methods.blocks import chain_segments
+from paceline.drafter.methods.slots import chain_segments
 from paceline.drafter.statistics import accepted_length
 from paceline.kernels import History, choose_token, plan_trees
 from paceline.service.sampling import sampling_params

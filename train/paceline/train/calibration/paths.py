@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from paceline.drafter import Drafter
 from paceline.drafter.acceptance import Recording, rounds
-from paceline.drafter.tree import Tree
+from paceline.tree import TokenTree
 
 Floats = NDArray[np.float64]
 
@@ -57,7 +57,7 @@ def collect(drafter: Drafter, recording: Recording) -> list[Paths]:
     return [Paths(np.array(c), np.array(a)) for c, a in zip(confidences, accepted, strict=True)]
 
 
-def _paths(tree: Tree) -> list[list[float]]:
+def _paths(tree: TokenTree) -> list[list[float]]:
     """Confidences from the anchor's child down to each node."""
     paths: list[list[float]] = []
     for parent, confidence in zip(tree.parents, tree.confidences, strict=True):

@@ -8,14 +8,14 @@ An installed distribution registers a method by an entry point of the group ``pa
 
 from __future__ import annotations
 
-from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 
 from paceline.drafter.methods.base import Drafter, LoadError
 
 GROUP = "paceline.methods"
+"""Group of entry points."""
 
-_METHODS: dict[str, str] = {
+_BUILT_IN = {
     "ngram": "paceline.drafter.methods.ngram.drafter:NgramDrafter",
     "lm": "paceline.drafter.methods.lm.drafter:LmDrafter",
     "longspec": "paceline.drafter.methods.longspec.drafter:LongSpecDrafter",
@@ -28,9 +28,15 @@ CALIBRATION = "calibration"
 """Option of every method: a file of :mod:`paceline.drafter.calibration`."""
 
 
+def _methods() -> dict[str, EntryPoint]:
+    """All installed methods by name. A built-in name cannot be registered again."""
+    built_in = (EntryPoint(name, value, GROUP) for name, value in _BUILT_IN.items())
+    return {entry.name: entry for entry in (*entry_points(group=GROUP), *built_in)}
+
+
 def method_names() -> list[str]:
-    """Returns the names of all methods, sorted."""
-    return sorted({*_METHODS, *entry_points(group=GROUP).names})
+    """Returns the names of all installed methods, sorted."""
+    return sorted(_methods())
 
 
 def path_options(name: str) -> tuple[str, ...]:
@@ -43,43 +49,32 @@ def path_options(name: str) -> tuple[str, ...]:
 
 
 def method_class(name: str) -> type[Drafter]:
-    """Imports a method. Methods that are not loaded are not imported, nor what they need.
+    """Imports a method. Nothing that other methods need is imported.
 
     Raises:
-        LoadError: UNKNOWN_METHOD: no method has this name, or several distributions register it, or
-            it is no :class:`Drafter`. METHOD_NOT_INSTALLED: it cannot be imported.
+        LoadError: UNKNOWN_METHOD: no installed method has this name, or it is no :class:`Drafter`.
+            METHOD_NOT_INSTALLED: it cannot be imported.
     """
-    path = _METHODS.get(name) or _registered(name)
-    module, _, attribute = path.partition(":")
-    try:
-        found = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        needed = (
-            "pip install 'paceline[server]'" if name in _METHODS else f"install what {path} needs"
-        )
-        raise LoadError(
-            "METHOD_NOT_INSTALLED", f"method {name!r} cannot be imported ({error}); {needed}"
-        ) from error
-    if not (isinstance(found, type) and issubclass(found, Drafter)):
-        raise LoadError(
-            "UNKNOWN_METHOD", f"method {name!r} is {path}, expected a subclass of Drafter"
-        )
-    return found
-
-
-def _registered(name: str) -> str:
-    """Import path of a method that another distribution registers."""
-    paths = {point.value for point in entry_points(group=GROUP, name=name)}
-    if not paths:
+    if name in _BUILT_IN:
+        entry = EntryPoint(name, _BUILT_IN[name], GROUP)
+    elif (found := _methods().get(name)) is not None:
+        entry = found
+    else:
         raise LoadError(
             "UNKNOWN_METHOD",
             f"unknown method {name!r}; known are {', '.join(method_names())}. A package adds a "
             f"method by an entry point of the group {GROUP}",
         )
-    if len(paths) > 1:
+    try:
+        method = entry.load()
+    except (ImportError, AttributeError) as error:
+        needed = "pip install 'paceline[server]'" if name in _BUILT_IN else "install what it needs"
         raise LoadError(
-            "UNKNOWN_METHOD",
-            f"method {name!r} is registered as {' and as '.join(sorted(paths))}; uninstall all but "
-            "one",
+            "METHOD_NOT_INSTALLED",
+            f"method {name!r} cannot be imported ({error}); {needed}",
+        ) from error
+    if not (isinstance(method, type) and issubclass(method, Drafter)):
+        raise LoadError(
+            "UNKNOWN_METHOD", f"method {name!r} is {entry.value}, expected a subclass of Drafter"
         )
-    return paths.pop()
+    return method

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.decoder import UnsupportedModelError, load_config
-from paceline.decoder.config import DecoderConfig, check_rope, rope_frequencies
+from paceline.decoder.config import check_rope, rope_frequencies
 
 
 @dataclass(frozen=True)
@@ -37,16 +38,16 @@ class LayerShape:
         UnsupportedModelError: A field is out of range.
     """
 
-    COUNTS: ClassVar[tuple[str, ...]] = (
-        "hidden",
-        "intermediate",
-        "q_heads",
-        "kv_heads",
-        "head_dim",
-        "vocab_size",
-        "max_position",
-    )
-    """Fields that must be above 0; a subclass adds its own."""
+    HF_FIELDS: ClassVar[Mapping[str, str]] = {
+        "hidden": "hidden_size",
+        "intermediate": "intermediate_size",
+        "q_heads": "num_attention_heads",
+        "kv_heads": "num_key_value_heads",
+        "head_dim": "head_dim",
+        "vocab_size": "vocab_size",
+        "max_position": "max_position_embeddings",
+    }
+    """Names of the fields above 0 in a transformers configuration; a subclass adds its own."""
 
     hidden: int
     intermediate: int
@@ -59,7 +60,7 @@ class LayerShape:
     rope_parameters: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        for name in self.COUNTS:
+        for name in self.HF_FIELDS:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise UnsupportedModelError(f"{name} is {value!r}, expected a number above 0")
@@ -67,6 +68,27 @@ class LayerShape:
             raise UnsupportedModelError(
                 f"{self.q_heads} query heads are not a multiple of {self.kv_heads} kv heads"
             )
+
+    def to_hf(self) -> dict[str, Any]:
+        """Returns the fields as a transformers configuration names them."""
+        fields = {key: getattr(self, name) for name, key in self.HF_FIELDS.items()}
+        rope = dict(self.rope_parameters)
+        return fields | {"rms_norm_eps": self.norm_eps, "rope_parameters": rope}
+
+    @classmethod
+    def from_hf(cls, layer: Mapping[str, Any], **rest: Any) -> Self:
+        """Inverse of :meth:`to_hf`; ``rest`` are the other fields of the class.
+
+        Raises:
+            UnsupportedModelError: A field is out of range.
+            KeyError: A field is missing.
+        """
+        return cls(
+            **{name: layer[key] for name, key in cls.HF_FIELDS.items()},
+            norm_eps=float(layer["rms_norm_eps"]),
+            rope_parameters=dict(layer["rope_parameters"]),
+            **rest,
+        )
 
     @property
     def group(self) -> int:
@@ -100,17 +122,15 @@ class LayerShape:
         return tuple(frequencies.tolist()), scaling
 
 
-def target_shape(
-    folder: str | Path, intermediate: int | None = None
-) -> tuple[dict[str, Any], DecoderConfig]:
-    """Returns the fields of a :class:`LayerShape` with the target's heads and rotary embedding.
+def target_fields(folder: str | Path, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a drafter's configuration that follow from its target.
 
     Args:
         folder: The target's Hugging Face folder.
-        intermediate: Width of the feed-forward blocks; None: the target's.
+        fields: Fields that replace the target's, unless they are None, or that it does not have.
 
     Returns:
-        The fields, and the target's configuration.
+        The fields of a :class:`LayerShape`, ``target_layers``, and ``fields``.
 
     Raises:
         UnsupportedModelError: The decoder does not support the target.
@@ -120,9 +140,26 @@ def target_shape(
 
     target = load_config(folder)
     hf = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
-    fields = {name: getattr(target, name) for name in LayerShape.COUNTS}
-    fields |= {"norm_eps": target.norm_eps, "rope_parameters": dict(hf.rope_parameters)}
-    return fields | ({"intermediate": intermediate} if intermediate else {}), target
+    return {
+        **{name: getattr(target, name) for name in LayerShape.HF_FIELDS},
+        "norm_eps": target.norm_eps,
+        "rope_parameters": dict(hf.rope_parameters),
+        "target_layers": target.layers,
+        **{name: value for name, value in fields.items() if value is not None},
+    }
+
+
+@contextmanager
+def config_errors(drafter: str) -> Iterator[None]:
+    """Raises ``UnsupportedModelError`` for fields of a config.json that are missing or invalid."""
+    try:
+        yield
+    except UnsupportedModelError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise UnsupportedModelError(
+            f"a field of a {drafter} drafter is missing or invalid in config.json: {error!r}"
+        ) from error
 
 
 class RmsNorm(nn.Module):

@@ -11,10 +11,10 @@ from torch.nn.functional import pad
 
 from paceline.decoder.linear import Linear
 from paceline.decoder.rope import Rope
-from paceline.drafter.methods.blocks import plan_slots
 from paceline.drafter.methods.dspark.config import DSparkConfig
-from paceline.drafter.methods.dspark.context import DSparkContext
+from paceline.drafter.methods.slots import plan_slots
 from paceline.drafter.methods.target import TargetEmbedding
+from paceline.drafter.methods.window_cache import WindowCache
 from paceline.kernels import Norm, TreePlan, TreeSegment, plan_trees, row_kernels, tree_attention
 
 
@@ -59,12 +59,19 @@ class DSparkBackbone:
         self._kernels = row_kernels(device)
         self._scale = config.head_dim**-0.5
 
-    def new_context(self) -> DSparkContext:
-        """Returns an empty context for one generation."""
-        return DSparkContext(self.config, self.dtype, self.device)
+    def new_context(self) -> WindowCache:
+        """Returns an empty context for one generation: the KV of its hidden states.
+
+        A block's keys follow the newest context, and the next round overwrites them. So a block
+        attends to the first slots, whose order does not matter to attention.
+        """
+        config = self.config
+        return WindowCache(
+            config, config.layers, config.window, config.block, self.dtype, self.device
+        )
 
     @torch.inference_mode()
-    def add_states(self, batch: Sequence[tuple[DSparkContext, int, Tensor]]) -> None:
+    def add_states(self, batch: Sequence[tuple[WindowCache, int, Tensor]]) -> None:
         """Adds hidden states to contexts.
 
         Args:
@@ -95,7 +102,7 @@ class DSparkBackbone:
             context.length = new.stop
 
     @torch.inference_mode()
-    def forward(self, blocks: Sequence[tuple[DSparkContext, int]]) -> tuple[Tensor, Tensor]:
+    def forward(self, blocks: Sequence[tuple[WindowCache, int]]) -> tuple[Tensor, Tensor]:
         """Drafts a block after each context.
 
         Args:
@@ -112,7 +119,7 @@ class DSparkBackbone:
             context.reserve(context.length)
         masks = [config.mask_token] * (config.block - 1)
         tokens = [token for _, anchor in blocks for token in (anchor, *masks)]
-        starts = [context.block_slot for context in contexts]
+        starts = [context.extra_slot for context in contexts]
         positions = [c.length + offset for c in contexts for offset in range(config.block)]
         plan = plan_slots([[(start, config.block)] for start in starts], positions, self.device)
         # All positions attend to the same keys: they are passed as query heads of the last one.
@@ -160,7 +167,7 @@ class DSparkBackbone:
         return out.reshape(-1, kv * group * dim).to(self.dtype)
 
     @staticmethod
-    def _caches(index: int, contexts: Sequence[DSparkContext]) -> tuple[list[Tensor], list[Tensor]]:
+    def _caches(index: int, contexts: Sequence[WindowCache]) -> tuple[list[Tensor], list[Tensor]]:
         pairs = [context.layer(index) for context in contexts]
         return [keys for keys, _ in pairs], [values for _, values in pairs]
 

@@ -1,14 +1,15 @@
-"""Shape and constants of a DSpark drafter."""
+"""Configuration of a DSpark drafter."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from paceline.decoder import UnsupportedModelError
-from paceline.drafter.methods.layers import LayerShape, target_shape
+from paceline.drafter.methods.layers import LayerShape, target_fields
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 
@@ -40,7 +41,7 @@ class DSparkConfig(LayerShape):
         UnsupportedModelError: A field is out of range.
     """
 
-    COUNTS: ClassVar[tuple[str, ...]] = (*LayerShape.COUNTS, "layers", "block")
+    HF_FIELDS: ClassVar = {**LayerShape.HF_FIELDS, "layers": "num_hidden_layers"}
 
     layers: int
     taps: tuple[int, ...]
@@ -89,48 +90,25 @@ class DSparkConfig(LayerShape):
 
     @classmethod
     def for_target(
-        cls,
-        folder: str | Path,
-        *,
-        taps: tuple[int, ...],
-        block: int,
-        mask_token: int,
-        layers: int = 1,
-        intermediate: int | None = None,
-        window: int = 0,
-        markov_rank: int = 0,
-        markov_head: str = "vanilla",
-        confidence: bool = True,
+        cls, folder: str | Path, *, taps: Sequence[int], confidence: bool = True, **fields: Any
     ) -> DSparkConfig:
-        """Returns the shape of a drafter for a target, with its heads and rotary embedding.
+        """Returns the configuration of a drafter for a target.
 
         Args:
             folder: The target's Hugging Face folder.
             taps: See the class; negative ones count from the last layer.
-            block: See the class.
-            mask_token: See the class.
-            layers: See the class.
-            intermediate: Width of the feed-forward blocks; None: the target's.
-            window: See the class.
-            markov_rank: See the class.
-            markov_head: See the class.
-            confidence: See the class; it reads the Markov embedding if there is one.
+            confidence: See the class; the head reads the Markov embedding if there is one.
+            fields: Other fields, such as ``block`` and ``mask_token``; None: the target's.
 
         Raises:
             UnsupportedModelError: The decoder does not support the target, or it lacks a layer.
             FileNotFoundError: The folder has no config.json.
         """
-        shape, target = target_shape(folder, intermediate)
+        found = target_fields(folder, {"layers": 1, **fields})
+        count = found["target_layers"]
         return cls(
-            **shape,
-            layers=layers,
-            taps=tuple(tap + target.layers if tap < 0 else tap for tap in taps),
-            target_layers=target.layers,
-            block=block,
-            mask_token=mask_token,
-            window=window,
-            markov_rank=markov_rank,
-            markov_head=markov_head,
+            **found,
+            taps=tuple(tap + count if tap < 0 else tap for tap in taps),
             confidence=confidence,
-            confidence_markov=confidence and markov_rank > 0,
+            confidence_markov=confidence and bool(found.get("markov_rank")),
         )

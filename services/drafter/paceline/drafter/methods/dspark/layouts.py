@@ -14,6 +14,7 @@ from typing import Any
 
 from paceline.decoder import UnsupportedModelError
 from paceline.drafter.methods.dspark.config import DSparkConfig
+from paceline.drafter.methods.layers import config_errors
 from paceline.drafter.methods.target import SECTION, TargetRef, speculators_fields
 
 Json = Mapping[str, Any]
@@ -29,18 +30,6 @@ class Layout(Enum):
 
 _DEEPSPEC_MODEL = "Qwen3DSparkModel"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-
-# Fields of the Qwen3 configuration, in which both layouts describe the backbone.
-_SHAPE = {
-    "hidden_size": "hidden",
-    "intermediate_size": "intermediate",
-    "num_hidden_layers": "layers",
-    "num_attention_heads": "q_heads",
-    "num_key_value_heads": "kv_heads",
-    "head_dim": "head_dim",
-    "vocab_size": "vocab_size",
-    "max_position_embeddings": "max_position",
-}
 
 
 def layout_of(described: Json) -> Layout:
@@ -72,14 +61,8 @@ def read_config(described: Json, target_layers: int = 0) -> DSparkConfig:
             another depth.
     """
     layout = layout_of(described)
-    try:
+    with config_errors(layout.value):
         config = (_read_deepspec if layout is Layout.DEEPSPEC else _read_speculators)(described)
-    except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, UnsupportedModelError):
-            raise
-        raise UnsupportedModelError(
-            f"a field of a {layout.value} drafter is missing or invalid in config.json: {error!r}"
-        ) from error
     if target_layers and config.target_layers not in (0, target_layers):
         raise UnsupportedModelError(
             f"this drafter is for a target of {config.target_layers} layers, this one has "
@@ -127,19 +110,25 @@ def write_config(config: DSparkConfig, layout: Layout, target: TargetRef) -> dic
 
 
 def _read_deepspec(described: Json) -> DSparkConfig:
-    markov_rank = int(described["markov_rank"])
-    confidence = bool(described["enable_confidence_head"])
     return _build(
         described,
         described,
         taps=[int(layer) for layer in described["target_layer_ids"]],
         target_layers=int(described["num_target_layers"]),
         from_anchor=True,
-        markov_rank=markov_rank,
-        markov_head=str(described["markov_head_type"]) if markov_rank else "vanilla",
-        confidence=confidence,
-        confidence_markov=confidence and bool(described["confidence_head_with_markov"]),
+        **_read_heads(described),
     )
+
+
+def _read_heads(described: Json) -> dict[str, Any]:
+    markov_rank = int(described["markov_rank"])
+    confidence = bool(described["enable_confidence_head"])
+    return {
+        "markov_rank": markov_rank,
+        "markov_head": str(described["markov_head_type"]) if markov_rank else "vanilla",
+        "confidence": confidence,
+        "confidence_markov": confidence and bool(described["confidence_head_with_markov"]),
+    }
 
 
 def _read_speculators(described: Json) -> DSparkConfig:
@@ -164,9 +153,6 @@ def _read_speculators(described: Json) -> DSparkConfig:
             f"target_hidden_size is {described['target_hidden_size']} and hidden_size "
             f"{layer['hidden_size']}, expected the same: the target's embedding is shared"
         )
-    dspark = described["speculators_model_type"] == "dspark"
-    markov_rank = int(described["markov_rank"]) if dspark else 0
-    confidence = bool(described["enable_confidence_head"]) if dspark else False
     section = described.get(SECTION) or {}
     return _build(
         described,
@@ -176,10 +162,7 @@ def _read_speculators(described: Json) -> DSparkConfig:
         target_layers=int(section.get("target_layers", 0)),
         from_anchor=bool(described["sample_from_anchor"]),
         window=int(section.get("window", 0)),
-        markov_rank=markov_rank,
-        markov_head=str(described["markov_head_type"]) if markov_rank else "vanilla",
-        confidence=confidence,
-        confidence_markov=confidence and bool(described["confidence_head_with_markov"]),
+        **(_read_heads(described) if described["speculators_model_type"] == "dspark" else {}),
     )
 
 
@@ -201,11 +184,8 @@ def _build(described: Json, layer: Json, *, taps: list[int], **rest: Any) -> DSp
         raise UnsupportedModelError(
             "this drafter reads the target's embeddings beside its layers, which is not supported"
         )
-    shape: dict[str, Any] = {name: int(getattr(hf, key)) for key, name in _SHAPE.items()}
-    return DSparkConfig(
-        **shape,
-        norm_eps=float(hf.rms_norm_eps),
-        rope_parameters=dict(hf.rope_parameters),
+    return DSparkConfig.from_hf(
+        hf.to_dict(),
         taps=tuple(taps),
         block=int(described["block_size"]),
         mask_token=int(described["mask_token_id"]),
@@ -214,12 +194,10 @@ def _build(described: Json, layer: Json, *, taps: list[int], **rest: Any) -> DSp
 
 
 def _backbone(config: DSparkConfig) -> dict[str, Any]:
-    return {key: getattr(config, name) for key, name in _SHAPE.items()} | {
+    return config.to_hf() | {
         "model_type": "qwen3",
         "hidden_act": "silu",
         "attention_bias": False,
-        "rms_norm_eps": config.norm_eps,
-        "rope_parameters": dict(config.rope_parameters),
         "tie_word_embeddings": False,
         "layer_types": [_SLIDING if config.window else _FULL] * config.layers,
         "sliding_window": config.window or None,

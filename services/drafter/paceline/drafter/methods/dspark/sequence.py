@@ -24,13 +24,14 @@ class DSparkSequence(BeamSequence):
     backbone's hidden state of the level.
     """
 
+    _drafter: DSparkDrafter
+
     def __init__(self, drafter: DSparkDrafter, generation: Generation, states: StateReader) -> None:
         super().__init__(drafter, generation)
         self.states = states
         self.anchor = generation.tokens[-1]
         """Newest token of the text."""
         self.context = drafter.backbone.new_context()
-        self._backbone = drafter.backbone
         self._hidden = self._logits = torch.empty(0)
         self._state: Tensor | None = None
 
@@ -46,7 +47,7 @@ class DSparkSequence(BeamSequence):
     def warm(self, limit: int) -> None:
         new = self.new_states(limit)
         if new is not None:
-            self._backbone.add_states([(self.context, *new)])
+            self._drafter.backbone.add_states([(self.context, *new)])
 
     def new_states(self, limit: int | None = None) -> tuple[int, Tensor] | None:
         """Reads hidden states that the context lacks, of at most ``limit`` positions.

@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from paceline.decoder import LocalCache
 from paceline.drafter.methods.base import Generation, Update
-from paceline.drafter.methods.beam_drafter import BeamSequence
-from paceline.drafter.methods.blocks import Block, chain_segments, forward_blocks
+from paceline.drafter.methods.decoder_sequence import Block, DecoderSequence, forward_blocks
 from paceline.drafter.methods.lm.selection import (
     OBSERVED,
     POLICIES,
@@ -20,7 +18,8 @@ from paceline.drafter.methods.lm.selection import (
     SelectionPolicy,
     TopChunks,
 )
-from paceline.kernels import CHUNK, TreeSegment
+from paceline.drafter.methods.slots import chain_segments
+from paceline.kernels import CHUNK
 
 if TYPE_CHECKING:
     from paceline.drafter.methods.lm.drafter import LmDrafter
@@ -35,7 +34,7 @@ class KvSlots:
         self.used = 0
 
 
-class LmSequence(BeamSequence):
+class LmSequence(DecoderSequence):
     """One generation of ``lm``.
 
     The first ``cached`` tokens of the text have their KV in the cache, followed by the nodes of the
@@ -47,12 +46,10 @@ class LmSequence(BeamSequence):
     so the budget may change between rounds.
     """
 
+    _drafter: LmDrafter
+
     def __init__(self, drafter: LmDrafter, generation: Generation) -> None:
         super().__init__(drafter, generation)
-        self.text = list(generation.tokens)
-        self._options = drafter.options
-        self._decoder = drafter.decoder
-        self._slots = drafter.kv
         self._cache: LocalCache | None = None
         self._sparse: LocalCache | None = None
         self.selected = torch.empty(0, dtype=torch.int64)
@@ -88,13 +85,12 @@ class LmSequence(BeamSequence):
 
     @property
     def backlog(self) -> int:
-        exhausted = self._given_up or self.length > self._decoder.config.max_position
+        exhausted = self._given_up or self.length > self._drafter.decoder.config.max_position
         return 0 if exhausted else max(0, self.length - 1 - self.cached)
 
     def extend(self, update: Update) -> None:
         if self.beam is not None and update.tokens:
             self._commit(self.beam.fed_path(update.tokens))
-        self.text.extend(update.tokens)
         super().extend(update)
 
     def warm(self, limit: int) -> None:
@@ -110,7 +106,7 @@ class LmSequence(BeamSequence):
             )
         segments = chain_segments(0, begin, end)
         block = Block(self.text[begin:end], list(range(begin, end)), segments, 1)
-        forward_blocks(self._decoder, [block], [self.cache], observer)
+        forward_blocks(self._drafter.decoder, [block], [self.cache], observer)
         self.cache.commit(range(count))
 
     def prepare(self) -> bool:
@@ -121,19 +117,21 @@ class LmSequence(BeamSequence):
         if self.cached == self.length:
             # Nothing is new: the logits after the anchor are needed once more.
             self.cache.truncate(self.length - 1)
-        return self._reserve(self.length - self.cached + self._options.drafted) and self._select()
+        return (
+            self._reserve(self.length - self.cached + self._drafter.options.drafted)
+            and self._select()
+        )
 
-    def block(self, index: int) -> Block:
-        """Returns what to feed for the next level; ``index`` is that of :attr:`round_cache`."""
-        beam, slot = self.tree, len(self.round_cache)
-        if beam.level == 0:
-            tokens = self.text[self.cached :]
-            segments = chain_segments(index, slot, slot + len(tokens))
-            return Block(tokens, list(range(self.cached, self.length)), segments, 1)
-        tokens, parents = beam.block()
-        segment = TreeSegment(index, slot + beam.trunk, parents, len(tokens))
-        positions = [self.length + beam.trunk + depth for depth in segment.depths]
-        return Block(tokens, positions, [segment], len(beam.frontier))
+    @property
+    def begin_position(self) -> int:
+        return self.cached
+
+    @property
+    def begin_slot(self) -> int:
+        return len(self.round_cache)
+
+    def commit_text(self) -> None:
+        self._commit(range(self.length - self.cached))
 
     def observed_rows(self, stop: int) -> list[ObservedRows]:
         """Returns the rows of its block to be scored; the block ends before row ``stop``."""
@@ -143,18 +141,10 @@ class LmSequence(BeamSequence):
         positions = torch.cat([self.selected, torch.arange(self.cached, self.length)])
         return [ObservedRows(policy, range(stop - 1, stop), sparse, positions)]
 
-    def add_level(self, logits: Tensor) -> None:
-        """Adds a level to the tree from the logits of its block, ``[frontier, V]``."""
-        if self.tree.level == 0:
-            self._commit(range(self.length - self.cached))
-        else:
-            self.tree.mark_fed()
-        self.tree.add_level(self.rank(logits))
-
     def close(self) -> None:
         super().close()
         self._given_up = True
-        self._slots.used -= self.slots
+        self._drafter.kv.used -= self.slots
         self._cache = self._sparse = None
 
     def _commit(self, nodes: Sequence[int]) -> None:
@@ -168,31 +158,31 @@ class LmSequence(BeamSequence):
 
     def _select(self) -> bool:
         """Selects what the round attends to. Returns False if there is no memory for it."""
-        budget, length = self._options.context, self.cached
+        budget, length = self._drafter.options.context, self.cached
         before = self.slots
         if not 0 < budget < length:
             self._sparse = None
             return self._count(before)
         self.selected = self._policy.select(length, budget)
         if self._sparse is None:
-            self._sparse = LocalCache(self._decoder.config, self._decoder.device)
+            self._sparse = LocalCache(self._drafter.decoder.config, self._drafter.decoder.device)
         self._sparse.truncate(0)
         self._sparse.take(self.cache, self.selected)
-        self._sparse.reserve(self.length - length + self._options.drafted)
+        self._sparse.reserve(self.length - length + self._drafter.options.drafted)
         return self._count(before)
 
     def _reserve(self, slots: int) -> bool:
         """Reserves slots behind the cached tokens. Returns False if there is no memory for them."""
         before = self.slots
         if self._cache is None:
-            self._cache = LocalCache(self._decoder.config, self._decoder.device)
+            self._cache = LocalCache(self._drafter.decoder.config, self._drafter.decoder.device)
         self._cache.reserve(slots)
         return self._count(before)
 
     def _count(self, before: int) -> bool:
         """Counts the change of slots; over the limit, frees everything and returns False."""
-        self._slots.used += self.slots - before
-        if self._slots.used <= self._slots.limit:
+        self._drafter.kv.used += self.slots - before
+        if self._drafter.kv.used <= self._drafter.kv.limit:
             return True
         self.close()
         return False

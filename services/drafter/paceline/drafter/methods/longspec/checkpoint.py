@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.decoder import UnsupportedModelError
+from paceline.drafter.methods.layers import config_errors
 from paceline.drafter.methods.longspec.config import LongSpecConfig
 from paceline.drafter.methods.target import (
     CONFIG_FILE,
@@ -21,6 +22,9 @@ from paceline.drafter.methods.target import (
 )
 
 METHOD = "longspec"
+
+_SECTION_FIELDS = {"target_layer": int, "target_layers": int, "final_norm": bool}
+"""Fields of the configuration in the ``paceline`` section."""
 
 
 def save_longspec(
@@ -44,11 +48,12 @@ def save_longspec(
         dtype: Type of the tensors in the file, usually the target's.
         notes: Written to the ``paceline`` section as ``training``: how it was trained.
     """
-    layer, section = config.to_json()
+    layer = {**config.to_hf(), "model_type": "llama", "num_hidden_layers": 1, "hidden_act": "silu"}
     described = {
         **speculators_fields("LongSpecModel", METHOD, "tree", levels, target),
         "transformer_layer_config": layer,
     }
+    section = {name: getattr(config, name) for name in _SECTION_FIELDS}
     write_checkpoint(
         folder, METHOD, described, weights, target, dtype=dtype, section=section, notes=notes
     )
@@ -74,4 +79,10 @@ def read_longspec(folder: str | Path) -> tuple[LongSpecConfig, torch.dtype]:
         raise UnsupportedModelError(
             f"{path} has the dtype {described.get('dtype')!r}, expected float32 or bfloat16"
         )
-    return LongSpecConfig.from_json(layer, section), dtype
+    if layer.get("hidden_act") != "silu":
+        raise UnsupportedModelError(
+            f"activation {layer.get('hidden_act')!r} is not supported, only 'silu'"
+        )
+    with config_errors("longspec"):
+        rest = {name: kind(section[name]) for name, kind in _SECTION_FIELDS.items()}
+        return LongSpecConfig.from_hf(layer, **rest), dtype

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -12,11 +13,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from paceline.decoder.linear import Linear
 from paceline.decoder.rope import Rope
 from paceline.decoder.weights import take
-from paceline.drafter.methods.blocks import SlotRun, plan_slots
 from paceline.drafter.methods.layers import apply_rope
 from paceline.drafter.methods.longspec.config import LongSpecConfig
-from paceline.drafter.methods.longspec.ring import Ring
+from paceline.drafter.methods.slots import SlotRun, plan_slots, ring_slots
 from paceline.drafter.methods.target import TargetEmbedding
+from paceline.drafter.methods.window_cache import WindowCache
 from paceline.kernels import Norm, TreePlan, TreeSegment, plan_trees, row_kernels, tree_attention
 
 
@@ -58,8 +59,8 @@ class StepInput:
         tokens: Token ids.
         positions: Position of each in its text.
         slots: Slots of the ring for their keys and values, in order.
-        ring: The ring.
-        mask: Mask of the last tokens, those that need logits; see :meth:`Ring.mask`. Of the others
+        ring: Self-attention KV of the last ``window`` positions, and of a tree's nodes.
+        mask: Mask of the last tokens, those that need logits; see :func:`ring_mask`. Of the others
             only keys and values are computed.
         context: The target's KV that those tokens attend to; None: nothing.
     """
@@ -67,7 +68,7 @@ class StepInput:
     tokens: Sequence[int]
     positions: Sequence[int]
     slots: Sequence[SlotRun]
-    ring: Ring
+    ring: WindowCache
     mask: Tensor
     context: Context | None
 
@@ -118,10 +119,13 @@ class LongSpecLayer:
         self._kernels = row_kernels(device)
         self._scale = config.head_dim**-0.5
 
-    def new_ring(self, nodes: int) -> Ring:
-        """Returns a ring for one generation whose trees have at most ``nodes`` nodes."""
-        c = self.config
-        return Ring(c.kv_heads, c.head_dim, c.window, nodes, self.dtype, self.device)
+    def new_ring(self, nodes: int) -> WindowCache:
+        """Returns a ring for one generation whose trees have at most ``nodes`` nodes.
+
+        A tree's nodes follow the text's slots (LongSpec, appendix D). Neither rejected nor accepted
+        nodes are moved: accepted tokens are fed again as text.
+        """
+        return WindowCache(self.config, 1, self.config.window, nodes, self.dtype, self.device)
 
     @torch.inference_mode()
     def write_kv(self, step: StepInput) -> None:
@@ -166,8 +170,8 @@ class LongSpecLayer:
         tokens = [token for each in batch for token in each.tokens]
         x = self._embedding.embed(torch.tensor(tokens, device=self.device))
         heads = self._qkv(self._kernels.add_norm(x, None, self._self_norm, self.dtype))
-        keys = [each.ring.keys for each in batch]
-        values = [each.ring.values for each in batch]
+        caches = [each.ring.layer(0) for each in batch]
+        keys, values = [keys for keys, _ in caches], [values for _, values in caches]
         table = self._rope.table(plan.longest)
         return x, self._kernels.turn(heads, None, table, plan, keys, values)
 
@@ -189,11 +193,12 @@ class LongSpecLayer:
 
     def _self_attention(self, q: Tensor, step: StepInput) -> Tensor:
         slots = step.mask.shape[1]
+        keys, values = step.ring.layer(0)
         mask = step.mask.to(self.device, self.dtype).repeat_interleave(self.config.group, dim=0)
         return scaled_dot_product_attention(
             q[None].to(self.dtype),
-            step.ring.keys[None, :, :slots],
-            step.ring.values[None, :, :slots],
+            keys[None, :, :slots],
+            values[None, :, :slots],
             attn_mask=mask,
             scale=self._scale,
         )[0]
@@ -230,3 +235,31 @@ def _logit_rows(batch: Sequence[StepInput]) -> list[int]:
         stop += len(each.tokens)
         rows += range(stop - len(each.mask), stop)
     return rows
+
+
+def node_slots(window: int, nodes: range) -> SlotRun:
+    """Returns the ring's slots of consecutive nodes of the tree."""
+    return window + nodes.start, len(nodes)
+
+
+def ring_mask(window: int, position: int, length: int, paths: Sequence[Sequence[int]]) -> Tensor:
+    """Returns the additive attention mask over the ring, of tokens at one position.
+
+    Args:
+        window: Positions that a token attends to, including its own.
+        position: Position of all the tokens.
+        length: Tokens of the text, all of which are written before the mask is used.
+        paths: For each token the tree's nodes on its path, including itself; empty for the newest
+            token of the text.
+
+    Returns:
+        float32 ``[tokens, slots]``, 0 or -inf; no token attends to slots after the last one.
+    """
+    nodes = max((path[-1] + 1 for path in paths if path), default=0)
+    # In numpy: a dozen small steps, each a fraction of its cost in torch.
+    mask = np.full((len(paths), window + nodes), -np.inf, np.float32)
+    for slot, count in ring_slots(max(0, position - window + 1), length, window):
+        mask[:, slot : slot + count] = 0.0
+    for row, path in zip(mask, paths, strict=True):
+        row[[window + node for node in path[-window:]]] = 0.0
+    return torch.from_numpy(mask)

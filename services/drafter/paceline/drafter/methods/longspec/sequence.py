@@ -12,8 +12,7 @@ from torch import Tensor
 from paceline.drafter.kv.reader import KvReader
 from paceline.drafter.methods.base import Generation, Update
 from paceline.drafter.methods.beam_drafter import BeamSequence
-from paceline.drafter.methods.blocks import ring_slots
-from paceline.drafter.methods.longspec.layer import Context, StepInput
+from paceline.drafter.methods.longspec.layer import Context, StepInput, node_slots, ring_mask
 
 if TYPE_CHECKING:
     from paceline.drafter.methods.longspec.drafter import LongSpecDrafter
@@ -27,52 +26,54 @@ class LongSpecSequence(BeamSequence):
     tokens since the last round, then its tree level by level.
     """
 
+    _drafter: LongSpecDrafter
+
     def __init__(self, drafter: LongSpecDrafter, generation: Generation, kv: KvReader) -> None:
         super().__init__(drafter, generation)
         self.kv = kv
         self.ring = drafter.layer.new_ring(drafter.options.drafted)
-        self._layer, self._options = drafter.layer, drafter.options
         self._tail = deque(generation.tokens, maxlen=self.ring.window)
         self._context: Context | None = None
 
     @property
     def backlog(self) -> int:
-        return max(0, self.length - 1 - self._written)
+        return max(0, self.length - 1 - self.ring.next_position(self.length))
 
     def extend(self, update: Update) -> None:
         self._tail.extend(update.tokens)
         super().extend(update)
 
     def warm(self, limit: int) -> None:
-        begin = self._written
+        begin = self.ring.next_position(self.length)
         end = begin + min(limit, self.backlog)
         if begin < end:
-            self._layer.write_kv(self._text_input(begin, end, torch.empty(0, 0), None))
+            self._drafter.layer.write_kv(self._text_input(begin, end, torch.empty(0, 0), None))
             self.ring.length = end
 
     def prepare(self) -> bool:
         self.kv.check()
         below = self.length - 1  # the verifier may have committed more than this text
-        self.kv.refresh(below, self._options.context)
-        parts = self.kv.parts(self._layer.config.target_layer)
-        self._context = Context.of(parts, self._layer.device)
+        layer = self._drafter.layer
+        self.kv.refresh(below, self._drafter.options.context)
+        parts = self.kv.parts(layer.config.target_layer)
+        self._context = Context.of(parts, layer.device)
         return True
 
     def step(self) -> StepInput:
         """Returns what to feed for the next level."""
         beam, ring = self.tree, self.ring
         if beam.level == 0:
-            begin = min(self._written, self.length - 1)
-            mask = ring.mask(self.length - 1, self.length, [()])
+            begin = min(ring.next_position(self.length), self.length - 1)
+            mask = ring_mask(ring.window, self.length - 1, self.length, [()])
             return self._text_input(begin, self.length, mask, self._context)
         position = self.length - 1 + beam.level
         nodes = beam.frontier
         return StepInput(
             tokens=beam.tokens[nodes.start : nodes.stop],
             positions=[position] * len(nodes),
-            slots=[ring.node_slots(nodes)],
+            slots=[node_slots(ring.window, nodes)],
             ring=ring,
-            mask=ring.mask(position, self.length, [beam.path(node) for node in nodes]),
+            mask=ring_mask(ring.window, position, self.length, [beam.path(n) for n in nodes]),
             context=self._context,
         )
 
@@ -91,17 +92,12 @@ class LongSpecSequence(BeamSequence):
         super().close()
         self._context = None
 
-    @property
-    def _written(self) -> int:
-        """Positions below this are in the ring, or have left it."""
-        return max(self.ring.length, self.length - self.ring.window)
-
     def _text_input(self, begin: int, end: int, mask: Tensor, context: Context | None) -> StepInput:
         first = begin - (self.length - len(self._tail))
         return StepInput(
             tokens=list(islice(self._tail, first, first + end - begin)),
             positions=range(begin, end),
-            slots=ring_slots(begin, end, self.ring.window),
+            slots=self.ring.slots(begin, end),
             ring=self.ring,
             mask=mask,
             context=context,

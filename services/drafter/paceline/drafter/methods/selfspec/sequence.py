@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from paceline.drafter.kv.reader import KvReader
-from paceline.drafter.methods.base import Generation, Update
-from paceline.drafter.methods.beam_drafter import BeamSequence
-from paceline.drafter.methods.blocks import Block
-from paceline.kernels import TreeSegment
+from paceline.drafter.methods.base import Generation
+from paceline.drafter.methods.decoder_sequence import DecoderSequence
 
 if TYPE_CHECKING:
     from paceline.drafter.methods.selfspec.drafter import SelfSpecDrafter
@@ -23,7 +21,7 @@ connection, catching up would take longer than a draft saves: the tree is empty.
 _GROWTH = 256
 
 
-class SelfSpecSequence(BeamSequence):
+class SelfSpecSequence(DecoderSequence):
     """One generation of ``selfspec``; a ``KVCacheView`` for the decoder.
 
     Each round begins with a table of the target's selected positions, in any order, since their
@@ -31,39 +29,31 @@ class SelfSpecSequence(BeamSequence):
     yet, which include the anchor, and then by the nodes of the tree.
     """
 
+    _drafter: SelfSpecDrafter
+
     def __init__(self, drafter: SelfSpecDrafter, generation: Generation, kv: KvReader) -> None:
         super().__init__(drafter, generation)
         self.kv = kv
-        self.text = list(generation.tokens)
-        self._needs, self._drafted = drafter.needs, drafter.options.drafted
-        self._config, self._device = drafter.decoder.config, drafter.decoder.device
         self._table = self._new_table(0)
-        self._selected = 0
-        """Slots of the table that hold the target's KV."""
-        self._begin = 0
-        """First token of the text that the round feeds."""
+        self._begin = self._slot = 0
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Returns keys and values of a layer, each ``[Hkv, capacity, D]``."""
         keys, values = self._table[index]
         return keys, values
 
-    def extend(self, update: Update) -> None:
-        self.text.extend(update.tokens)
-        super().extend(update)
-
     def prepare(self) -> bool:
         """Copies the selected positions of all layers. Returns False without any, or too few."""
         self.kv.check()
         below = self.length - 1
-        budget = self._needs.kv_budget_at(below)
+        budget = self._drafter.needs.kv_budget_at(below)
         self._begin = self.kv.refresh(below, budget)
-        layers = [self.kv.parts(layer) for layer in range(self._config.layers)]
-        self._selected = sum(keys.shape[1] for keys, _ in layers[0])
+        layers = [self.kv.parts(layer) for layer in range(self._drafter.decoder.config.layers)]
+        self._slot = sum(keys.shape[1] for keys, _ in layers[0])
         new = self.length - self._begin
-        if not self._selected or new > MAX_NEW_TOKENS:
+        if not self._slot or new > MAX_NEW_TOKENS:
             return False
-        slots = self._selected + new + self._drafted
+        slots = self._slot + new + self._drafter.options.drafted
         if slots > self._table.shape[3]:
             self._table = self._new_table(-(-slots // _GROWTH) * _GROWTH)
         for table, parts in zip(self._table, layers, strict=True):
@@ -75,24 +65,16 @@ class SelfSpecSequence(BeamSequence):
                 begin = stop
         return True
 
-    def block(self, index: int) -> Block:
-        """Returns what to feed for the next level; ``index`` is this sequence's in the pass."""
-        beam, new = self.tree, self.length - self._begin
-        if beam.level == 0:
-            segment = TreeSegment(index, self._selected, None, new)
-            return Block(
-                self.text[self._begin :], list(range(self._begin, self.length)), [segment], 1
-            )
-        tokens, parents = beam.block()
-        segment = TreeSegment(index, self._selected + new + beam.trunk, parents, len(tokens))
-        positions = [self.length + beam.trunk + depth for depth in segment.depths]
-        return Block(tokens, positions, [segment], len(beam.frontier))
+    @property
+    def begin_position(self) -> int:
+        return self._begin
 
-    def add_level(self, logits: Tensor) -> None:
-        """Adds a level to the tree from the logits of its block, ``[frontier, V]``."""
-        if self.tree.level:
-            self.tree.mark_fed()
-        self.tree.add_level(self.rank(logits))
+    @property
+    def begin_slot(self) -> int:
+        return self._slot
+
+    def commit_text(self) -> None:
+        self._slot += self.length - self._begin
 
     def finish(self) -> None:
         self.kv.check()
@@ -102,7 +84,8 @@ class SelfSpecSequence(BeamSequence):
         self._table = self._new_table(0)
 
     def _new_table(self, slots: int) -> Tensor:
-        config = self._config
+        decoder = self._drafter.decoder
+        config = decoder.config
         shape = (config.layers, 2, config.kv_heads, slots, config.head_dim)
         with torch.inference_mode(False):
-            return torch.zeros(shape, dtype=config.dtype, device=self._device)
+            return torch.zeros(shape, dtype=config.dtype, device=decoder.device)
