@@ -47,7 +47,7 @@ def test_images_for_gpus_run_as_nobody_special_with_a_compiler(deployment: Deplo
 def test_without_a_gpu_they_say_so_and_generate_on_the_cpu(deployment: Deployment) -> None:
     for service in ("verifier", "drafter"):
         log = deployment.run("logs", "--no-color", service)
-        assert "device auto: computing on the CPU" in log
+        assert "device auto: using the CPU" in log
     words = ("generate", "import asyncio\n" * 8, "--max-new-tokens", "8", "--json")
     for drafter in ("longspec", "dspark", "ngram"):
         result = json.loads(deployment.cli(*words, "--drafter", drafter).splitlines()[-1])

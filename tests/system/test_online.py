@@ -107,7 +107,7 @@ def test_a_drafter_learns_from_what_it_drafted(
         where = ("--address", drafter.address)
         check = ("--check", work / "heldout.jsonl", "--verifier-address", verifier.address)
         paceline("drafters", "load", "lm", "lm", out, *check, *where)
-        # Whatever the trial finds of so few texts, it is no reason to roll back.
+        # Margins that no comparison of so few texts exceeds.
         margins = ("--length-margin", 0.99, "--time-margin", 99)
         paceline("drafters", "canary", "lm", 2, "--share", 0.5, *margins, *where)
         tried = generate(verifier, drafter)

@@ -12,7 +12,7 @@ from typing import Any
 import drafters
 import pytest
 import torch
-from verifier_support import VOCAB, Client, Round, held_up, serving, until
+from verifier_support import VOCAB, Client, Round, paused_engine, serving, until
 
 from paceline.tree import EMPTY, TokenTree
 from paceline.v1 import sampling_pb2
@@ -138,9 +138,9 @@ async def test_decoding_goes_on_beside_a_long_prefill(model: Path, tmp_path: Pat
         short = await client.create([1, 2, 3], max_new_tokens=400, ignore_eos=True)
         (cache,) = client.service.store
         stream = client.stub.Verify()
-        with held_up(client, after=2) as held:
+        with paused_engine(client, after=2) as paused:
             long = asyncio.create_task(client.create_watched(text(1, 1500), max_new_tokens=2))
-            await held.reached()
+            await paused()
             await stream.write(Round.of(short.handle, 1))
             await until(lambda: cache.busy)
         assert (await stream.read()).batch_tokens == 65, "the round beside a chunk of the prompt"

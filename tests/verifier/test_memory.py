@@ -13,7 +13,7 @@ import drafters
 import grpc
 import pytest
 from test_store import Clock
-from verifier_support import Client, Round, failure, held_up, reason_of, serving, until
+from verifier_support import Client, Round, failure, paused_engine, reason_of, serving, until
 
 from paceline.v1 import verifier_pb2
 from paceline.verifier import service
@@ -55,9 +55,9 @@ async def test_a_lease_lasts_through_a_long_prefill(
         model, tmp_path / "v.sock", kv_bytes=1 << 28, prefill_token_limit=256
     ) as client:
         for steps in (1, 3):
-            with held_up(client, after=steps) as held:
+            with paused_engine(client, after=steps) as paused:
                 creating = asyncio.create_task(client.create([1] * 1500))
-                await held.reached()
+                await paused()
                 for _ in range(2):
                     clock.now += 30
                     assert await client.service.store.sweep() == 0
@@ -69,7 +69,7 @@ async def test_cancelling_a_prefill_frees_it(model: Path, tmp_path: Path) -> Non
         model, tmp_path / "v.sock", kv_bytes=1 << 28, prefill_token_limit=32
     ) as client:
         call = client.stub.CreateCache(verifier_pb2.CreateCacheRequest(prompt_tokens=[1] * 2000))
-        with held_up(client, after=3):
+        with paused_engine(client, after=3):
             await call.read()
             call.cancel()
             await until(lambda: not list(client.service.store))

@@ -9,7 +9,7 @@ from typing import Any
 import drafters
 import grpc
 import pytest
-from verifier_support import VOCAB, Client, Round, failure, held_up, reason_of, until
+from verifier_support import VOCAB, Client, Round, failure, paused_engine, reason_of, until
 
 from paceline.tree import TokenTree
 from paceline.v1 import sampling_pb2, verifier_pb2
@@ -95,7 +95,7 @@ async def test_taking_over_in_the_middle_of_a_free_run(client: Client) -> None:
     plain = await client.generate(PROMPT, drafters.free_run, **FIELDS)
     created = await client.create(PROMPT, **FIELDS)
     old = client.stub.Verify()
-    with held_up(client, after=5):
+    with paused_engine(client, after=5):
         await old.write(Round.of(created.handle, 1, free_run_steps=299))
         seen = list((await old.read()).result.tokens)
         repeated = Round.of(created.handle, 1, free_run_steps=299)
@@ -112,7 +112,7 @@ async def test_taking_over_in_the_middle_of_a_free_run(client: Client) -> None:
 async def test_a_broken_stream_ends_its_free_run(client: Client, handle: bytes) -> None:
     stream = client.stub.Verify()
     (cache,) = list(client.service.store)
-    with held_up(client, after=5):
+    with paused_engine(client, after=5):
         await stream.write(Round.of(handle, 1, free_run_steps=299))
         seen = list((await stream.read()).result.tokens)
         stream.cancel()

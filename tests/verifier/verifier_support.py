@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,10 +104,7 @@ class Client:
         while not result.finish_reason:
             number += 1
             draft = drafter([*prompt, *tokens], rng)
-            if isinstance(draft, int):
-                await stream.write(Round.of(created.handle, number, free_run_steps=draft))
-            else:
-                await stream.write(Round.of(created.handle, number, draft))
+            await stream.write(Round.drafted(created.handle, number, draft))
             while True:
                 answer = await stream.read()
                 assert answer is not grpc.aio.EOF, await stream.details()
@@ -169,6 +166,13 @@ class Round:
         return verifier_pb2.VerifyRequest(
             handle=handle, round_id=number, tree=tree.to_proto(), **fields
         )
+
+    @staticmethod
+    def drafted(handle: bytes, number: int, draft: TokenTree | int) -> Any:
+        """A round with what a drafter returned."""
+        if isinstance(draft, int):
+            return Round.of(handle, number, free_run_steps=draft)
+        return Round.of(handle, number, draft)
 
 
 @contextlib.asynccontextmanager
@@ -247,40 +251,28 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-class HeldUp:
-    """A verifier whose engine is stopped before one of its steps."""
-
-    def __init__(self) -> None:
-        self._here, self._go_on = threading.Event(), threading.Event()
-
-    async def reached(self) -> None:
-        """Wait until the engine has reached the step."""
-        assert await asyncio.to_thread(self._here.wait, 60), "the engine did not reach the step"
-
-    def go_on(self) -> None:
-        """Let the engine run again."""
-        self._go_on.set()
-
-    def wait(self) -> None:
-        """On the engine thread: wait until it may go on."""
-        self._here.set()
-        assert self._go_on.wait(60), "the engine was not resumed"
-
-
 @contextlib.contextmanager
-def held_up(client: Client, after: int) -> Iterator[HeldUp]:
-    """Stop the engine after some more steps, until ``go_on()`` or the end of the body."""
+def paused_engine(client: Client, after: int) -> Iterator[Callable[[], Awaitable[None]]]:
+    """Pause the engine after some more steps, until the end of the body.
+
+    Yields a function that waits until the engine is paused.
+    """
     decoder: Any = client.service.engine._decoder
-    forward, left, held = decoder.forward, iter(range(after)), HeldUp()
+    forward, left = decoder.forward, iter(range(after))
+    is_paused, resume = threading.Event(), threading.Event()
 
     def step(*args: Any, **kwargs: Any) -> Any:
         if next(left, None) is None:
-            held.wait()
+            is_paused.set()
+            assert resume.wait(60), "the engine was not resumed"
         return forward(*args, **kwargs)
+
+    async def paused() -> None:
+        assert await asyncio.to_thread(is_paused.wait, 60), "the engine did not reach the step"
 
     decoder.forward = step
     try:
-        yield held
+        yield paused
     finally:
-        held.go_on()
+        resume.set()
         decoder.forward = forward
