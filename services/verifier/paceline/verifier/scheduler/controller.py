@@ -34,7 +34,7 @@ _SEED_MOST = 12.0  # balance that a new sequence takes over at most. Unit: plain
 _NAMES = 64  # drafter names that are remembered; clients choose names
 
 _KNOWN = 16  # plain steps after which the speed of plain decoding at a load is known
-_STALE = 1000  # steps beside drafting at a load after which it is measured again
+_STALE = 250  # steps beside drafting at a load after which it is measured again
 _NEWEST = 0.05  # weight of the newest plain step
 _OUTLIER = 5.0  # a plain step this many times longer than usual is left out
 
