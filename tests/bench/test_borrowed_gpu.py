@@ -10,7 +10,7 @@ BLOCKER = """
 import importlib.abc, importlib.metadata, sys
 
 MISSING = {
-    "accelerate", "aiohttp", "grpc_tools", "jinja2", "llguidance", "matplotlib", "opentelemetry",
+    "accelerate", "aiohttp", "grpc_tools", "jinja2", "llguidance", "opentelemetry",
     "prometheus_client", "pydantic", "shtab", "uvloop",
 }
 
@@ -37,7 +37,7 @@ from paceline.drafter.methods import method_class, method_names
 for found in pkgutil.iter_modules(checks.__path__):
     importlib.import_module(f"paceline.bench.gpu.{found.name}")
 build_parser([command for command in COMMANDS if command.name in ("verifier", "drafter")])
-for name in ("verifier", "drafter", "client", "cli.processes", "verifier.kv.pool", "cudaipc"):
+for name in ("verifier", "drafter", "client", "harness", "verifier.kv.pool"):
     importlib.import_module(f"paceline.{name}")
 for name in method_names():
     method_class(name)

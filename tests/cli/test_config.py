@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.config import ConfigError, expand
+from paceline.cli.config import expand
+from paceline.cli.errors import CommandError
 from paceline.cli.main import main
 
 FILE = """
@@ -65,7 +66,7 @@ def test_other_commands_keep_their_words(config: Path) -> None:
 def test_what_makes_no_sense_is_refused(text: str, says: str, tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(CommandError, match=says):
         expand(["serve", "--config", str(path)])
 
 

@@ -83,4 +83,4 @@ def test_an_install_of_the_client_alone_is_told_apart() -> None:
     assert "torch" in found["missing"]["server"]
     assert "kernels" not in found
     assert any("pip install 'paceline[server]'" in note for note in found["notes"])
-    assert "not usable: this install is a client" in run_client_only("doctor").stdout
+    assert "not usable: this installation is a client" in run_client_only("doctor").stdout

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.cli.processes import ProcessFailed, ServiceProcess
+from paceline.harness import ProcessFailed, ServiceProcess
 
 
 @pytest.mark.parametrize(

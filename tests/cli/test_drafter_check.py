@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.main import main
-from paceline.cli.processes import ServiceProcess
+from paceline.harness import ServiceProcess
 
 HELPERS = Path(__file__).parents[1] / "drafter"
 
@@ -61,7 +61,7 @@ def test_one_that_fails_is_gone_again(
     services: tuple[str, str], prompts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert load(services, prompts, "main", "failing", "--activate") == 1
-    assert "failed the check, and is gone again" in capsys.readouterr().err
+    assert "failed the check and was unloaded" in capsys.readouterr().err
     assert listed(services, capsys) == {"main@1": 1.0}
 
 

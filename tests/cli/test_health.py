@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.main import main
-from paceline.cli.processes import ServiceProcess
+from paceline.harness import ServiceProcess
 
 
 def test_a_service_that_serves(

@@ -85,7 +85,7 @@ def test_a_wrong_command_line_is_refused(
 
 
 def test_service_commands_set_threads_and_pages_before_torch_is_imported() -> None:
-    names = ("main", "serve", "verifier", "drafter", "drafters", "processes")
+    names = ("main", "serve", "verifier", "drafter", "drafters")
     script = "".join(f"import paceline.cli.{name}\n" for name in names)
     script += """
 import os, sys

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from paceline.cli.processes import ProcessFailed, ServiceProcess
+from paceline.harness import ProcessFailed, ServiceProcess
 
 from .conftest import serving
 
@@ -53,7 +53,7 @@ def test_after_a_kill_it_comes_back_at_the_same_address(short_folder: Path) -> N
         drafter.kill()
         assert drafter.returncode == -signal.SIGKILL
         assert not serving(address)
-        drafter.restart_same_address()
+        drafter.start()
         assert drafter.address == address
         assert drafter.pid != pid
         assert serving(address)
@@ -82,7 +82,7 @@ def test_two_can_start_at_once_on_unix_sockets(short_folder: Path) -> None:
         (["--target", "{target}"], "0.0.0.0:0", "without TLS and a token"),
         (["--target", "{target}"], "nonsense", "neither host:port"),
         (["--target", "{target}", "--threads", "0"], "127.0.0.1:0", "--threads"),
-        (["--target", "{target}", "--kv-bytes", "x"], "127.0.0.1:0", "is no size"),
+        (["--target", "{target}", "--kv-bytes", "x"], "127.0.0.1:0", "is not a size"),
         (["--target", "{target}", "--lease-seconds", "-1"], "127.0.0.1:0", "lease_seconds"),
         (["--target", "{target}", "--tls-cert", "c"], "127.0.0.1:0", "certificate and a key"),
         (["--target", "{target}", "--token-file", "/nowhere"], "127.0.0.1:0", "token file"),
@@ -110,7 +110,7 @@ def test_a_taken_port_is_a_clear_error() -> None:
 def test_it_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
     script = """
 import time
-from paceline.cli.processes import ServiceProcess
+from paceline.harness import ServiceProcess
 process = ServiceProcess("drafter", ["--load", "ngram"]).start()
 print(process.pid, flush=True)
 time.sleep(3600)
@@ -129,7 +129,7 @@ time.sleep(3600)
 
 
 def test_a_process_that_was_never_started_says_so(drafter: ServiceProcess) -> None:
-    for use in (lambda: drafter.address, lambda: drafter.pid, drafter.restart_same_address):
+    for use in (lambda: drafter.address, lambda: drafter.pid, drafter.kill):
         with pytest.raises(RuntimeError, match="start"):
             use()
     drafter.stop()

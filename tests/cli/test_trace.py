@@ -91,7 +91,7 @@ def test_terminal_and_page_say_the_same(
     shown, text = capsys.readouterr().out, page.read_text()
     for part in ("18.00", "3.00", "7.50", "3/8", "cut short"):
         assert part in shown
-        assert f">{part}<" in text
+        assert part in text
     assert "src=" not in text
     assert "http" not in text
 
@@ -113,7 +113,7 @@ def test_other_files_are_refused(
     file = tmp_path / "f"
     file.write_text(content)
     assert main(["trace", "--read", str(file)]) == 2
-    assert "does not hold spans" in capsys.readouterr().err
+    assert "has no spans" in capsys.readouterr().err
 
 
 def test_nothing_to_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

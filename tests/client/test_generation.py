@@ -103,7 +103,7 @@ async def test_progress_of_the_prefill_is_told(client: Client) -> None:
 async def test_a_generation_can_be_iterated_once(client: Client) -> None:
     generation = client.generate(PROMPT, max_new_tokens=5)
     await generation
-    with pytest.raises(RuntimeError, match="iterate first"):
+    with pytest.raises(RuntimeError, match="iterate before"):
         aiter(generation)
 
 

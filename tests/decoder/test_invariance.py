@@ -67,7 +67,7 @@ def test_the_self_check_notices_a_single_row_summed_another_way(
     found = check_batch_invariance(decoder)
     assert not found.holds
     assert f"{down.in_features} to {down.out_features}" in found.reason
-    assert "among 1 than" in found.reason
+    assert "batch of 1 rows than" in found.reason
     assert "ONEDNN_MAX_CPU_ISA" in found.reason
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.decoder import Decoder, LocalCache, load_config
 from paceline.decoder.weights import Checkpoint
-from paceline.drafter.kv.shared import streaming_parts
+from paceline.drafter.kv.reader import StreamingReader
 from paceline.drafter.methods.base import Generation, Resources
 from paceline.drafter.methods.longspec import (
     LongSpecConfig,
@@ -32,16 +32,16 @@ from .models import GREEDY, VOCAB, beam_search
 
 
 @dataclass
-class FakeKv:
+class FakeKv(StreamingReader):
     """A target's KV that lies in memory."""
 
     keys: Tensor
     values: Tensor
-    committed: int
+    committed: int = 0
     gone: bool = False
 
-    def parts(self, index: int, below: int, budget: int) -> list[tuple[Tensor, Tensor]]:
-        return streaming_parts((self.keys, self.values), min(self.committed, below), budget)
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.keys, self.values
 
     def check(self) -> None:
         if self.gone:
@@ -50,6 +50,9 @@ class FakeKv:
     def spoil(self, begin: int) -> None:
         """Makes positions from ``begin`` on unusable."""
         self.keys[:, begin:] = self.values[:, begin:] = torch.nan
+
+    def close(self) -> None:
+        """Nothing to release."""
 
 
 def made_up_kv(config: Any, committed: int, seed: int = 0) -> FakeKv:

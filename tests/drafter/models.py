@@ -19,9 +19,9 @@ from paceline.drafter.methods.base import Generation, Resources
 from paceline.drafter.methods.lm.drafter import LmDrafter
 from paceline.drafter.methods.lm.sequence import LmSequence
 from paceline.drafter.methods.slots import chain_segments
-from paceline.drafter.tree import Tree
 from paceline.kernels import History, choose_token, filter_logits, gumbel_noise, plan_trees
 from paceline.service.sampling import sampling_params
+from paceline.tree import TokenTree
 from paceline.v1 import sampling_pb2
 
 VOCAB = 96
@@ -119,7 +119,7 @@ class Oracle:
         history = History(text[: self._prompt], text[self._prompt :])
         return choose_token(logits, self._params, len(text), history)
 
-    def verify(self, tree: Tree) -> list[int]:
+    def verify(self, tree: TokenTree) -> list[int]:
         """Tokens a verifier would emit for this tree; they join the text."""
         node, emitted = -1, []
         while True:
@@ -167,10 +167,10 @@ def beam_search(
     return tree
 
 
-def check_tree(tree: Tree, expected: dict[tuple[int, ...], float]) -> None:
+def check_tree(tree: TokenTree, expected: dict[tuple[int, ...], float]) -> None:
     """The tree has the paths of a beam search, with their survival."""
     tree.check(VOCAB)
     assert {tree.path(node) for node in range(len(tree))} == set(expected)
     for node in range(len(tree)):
         survival = math.exp(expected[tree.path(node)])
-        assert tree.survival(node) == pytest.approx(survival, rel=2e-3, abs=1e-6)
+        assert tree.survivals[node] == pytest.approx(survival, rel=2e-3, abs=1e-6)

@@ -12,18 +12,18 @@ import grpc
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "cudaipc"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "kv"))
 
 from fake_driver import FakeDriver
 
 from paceline.drafter.kv import KvExchange, KvGone, KvNotShared, KvOptions, VerifierAccess
-from paceline.drafter.kv.device import DeviceKv
+from paceline.drafter.kv.cuda import CudaKv
 from paceline.v1 import kv_pb2, kv_pb2_grpc
 from paceline.verifier.cache import Cache
 from paceline.verifier.engine.sequence import Generation, Sequence
 from paceline.verifier.kv.layout import KvLayout
 from paceline.verifier.kv.pool import PagedKv, PagePool
-from paceline.verifier.kv_exchange import KvExchangeServicer, _describe, _layers
+from paceline.verifier.kv_exchange import KvExchangeServicer
 
 LAYOUT = KvLayout(layers=3, kv_heads=2, head_dim=16, dtype=torch.bfloat16)
 COMMITTED = 300
@@ -46,16 +46,16 @@ class World:
         self.kv.publish(COMMITTED)
 
     def answer(self, layers: list[int] | None = None) -> kv_pb2.MapCacheResponse:
-        numbers = _layers(layers or (), LAYOUT.layers)
+        numbers = layers or range(LAYOUT.layers)
         return kv_pb2.MapCacheResponse(
-            segments=[_describe(self.kv, layer, kind) for layer in numbers for kind in (0, 1)],
+            segments=[self.kv.describe(layer, kind) for layer in numbers for kind in (0, 1)],
             dtype=kv_pb2.KV_DTYPE_BFLOAT16,
             generation=5,
         )
 
-    def open(self, layers: tuple[int, ...], **change: Any) -> DeviceKv:
+    def open(self, layers: tuple[int, ...], **change: Any) -> CudaKv:
         answer = change.pop("answer", None) or self.answer()
-        return DeviceKv.open(answer, self.cache.read_grant, layers, self.driver, 0)
+        return CudaKv(answer, self.cache.read_grant, layers, self.driver, 0)
 
 
 @pytest.fixture
@@ -72,14 +72,13 @@ def world() -> Iterator[World]:
 def test_a_drafter_reads_what_the_verifier_wrote(world: World) -> None:
     kv = world.open((0, -1))
     assert (kv.committed, kv.transport, kv.received) == (COMMITTED, "map", 0)
-    for asked, layer in ((0, 0), (-1, 2)):
-        ((keys, values),) = kv.parts(asked, 290, 0)
-        expected = world.kv.gather(layer, torch.arange(290))
-        assert torch.equal(keys, expected[0])
-        assert torch.equal(values, expected[1])
-        ((keys, _),) = kv.parts(asked, 290, 20)
-        few = torch.tensor([*range(4), *range(274, 290)])
-        assert torch.equal(keys, world.kv.gather(layer, few)[0])
+    for budget, positions in ((0, range(290)), (20, (*range(4), *range(274, 290)))):
+        assert kv.refresh(290, budget) == 290
+        for asked, layer in ((0, 0), (-1, 2)):
+            ((keys, values),) = kv.parts(asked)
+            expected = world.kv.gather(layer, torch.tensor(positions))
+            assert torch.equal(keys, expected[0])
+            assert torch.equal(values, expected[1])
     kv.check()
     kv.close()
 
@@ -88,27 +87,29 @@ def test_it_follows_the_text_without_a_call(world: World) -> None:
     kv = world.open((1,))
     world.kv.reserve(600)
     world.kv.publish(590)
-    ((keys, _),) = kv.parts(1, 1000, 0)
+    assert kv.refresh(1000, 0) == 590
+    ((keys, _),) = kv.parts(1)
     assert torch.equal(keys, world.kv.gather(1, torch.arange(590))[0])
     kv.close()
 
 
 def test_a_release_is_noticed_after_reading(world: World) -> None:
     kv = world.open((1,))
-    kv.parts(1, 1000, 0)
+    kv.refresh(1000, 0)
+    kv.parts(1)
     world.kv.close()
     with pytest.raises(KvGone, match="released"):
         kv.check()
     kv.close()
     with pytest.raises(KvGone, match="closed"):
-        kv.parts(1, 1000, 0)
+        kv.refresh(1000, 0)
 
 
 def test_a_page_table_that_leads_out_of_the_pool_is_not_followed(world: World) -> None:
     kv = world.open((1,))
     world.kv._table[1] = 5
     with pytest.raises(KvGone, match="out of its pool"):
-        kv.parts(1, 1000, 0)
+        kv.refresh(1000, 0)
     kv.close()
 
 
@@ -158,13 +159,11 @@ def test_memory_that_is_not_there_is_refused(world: World, field: str, value: An
 
 def test_another_grant_opens_nothing(world: World) -> None:
     with pytest.raises(KvNotShared, match="not, or no longer"):
-        DeviceKv.open(world.answer(), b"x" * 16, (0,), world.driver, 0)
+        CudaKv(world.answer(), b"x" * 16, (0,), world.driver, 0)
 
 
 class OneCache:
-    """What the servicer asks of a store that holds the world's cache alone."""
-
-    layout = LAYOUT
+    """A store with the world's cache alone, for the servicer."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
@@ -199,7 +198,8 @@ async def test_kv_on_a_gpu_is_mapped_where_the_drafter_can_and_followed_elsewher
         found = await drafter.open(address, world.cache.read_grant, (0, -1), KvOptions(kv=kv), 64)
         assert found.transport == transport
         if transport == "map":
-            ((keys, _),) = found.parts(0, COMMITTED, 64)
+            found.refresh(COMMITTED, 64)
+            ((keys, _),) = found.parts(0)
             assert keys.shape[1] == 64
         found.close()
 
@@ -220,7 +220,7 @@ async def exchange(
     world: World, folder: Path, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> AsyncIterator[tuple[KvExchange, str]]:
     """A drafter's side on a device, and where the verifier's side listens."""
-    monkeypatch.setattr("paceline.drafter.kv.device.cuda_driver", lambda: world.driver)
+    monkeypatch.setattr("paceline.drafter.kv.cuda.cuda_driver", lambda: world.driver)
     store: Any = OneCache(world.cache)
     server = grpc.aio.server()
     kv_pb2_grpc.add_KvExchangeServiceServicer_to_server(KvExchangeServicer(store), server)

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.drafter.kv.errors import KvNotShared
+from paceline.drafter.kv import KvNotShared
 from paceline.drafter.kv.shared import SharedKv
-from paceline.shm import HEADER_BYTES
+from paceline.kv.segment import HEADER_BYTES
 from paceline.v1 import kv_pb2
 from paceline.verifier.kv.base import own_prefix
 from paceline.verifier.kv.segment import Segment
@@ -68,19 +68,19 @@ def sized(size: int) -> Callable[[Response], None]:
 ROW = DIM * 4
 LIES: dict[str, tuple[Callable[[Response], None], str]] = {
     "nothing": (lambda r: r.ClearField("segments"), "no segment"),
-    "a path": (named("/../../etc/passwd"), "no name of a KV segment"),
-    "a path below": (named("/paceline-1-1-0123456789abcdef/../x"), "no name of a KV segment"),
-    "no slash but a path": (named("//paceline-1-1-0123456789abcdef"), "no name of a KV segment"),
-    "a trailing line": (named("/paceline-1-1-0123456789abcdef\n"), "no name of a KV segment"),
-    "a zero byte": (named("/paceline-1-1-0123456789abcde\0"), "no name of a KV segment"),
-    "another program's": (named("/sem.paceline-1-1-0123456789abcdef"), "no name of a KV segment"),
+    "a path": (named("/../../etc/passwd"), "name of a KV segment"),
+    "a path below": (named("/paceline-1-1-0123456789abcdef/../x"), "name of a KV segment"),
+    "no slash but a path": (named("//paceline-1-1-0123456789abcdef"), "name of a KV segment"),
+    "a trailing line": (named("/paceline-1-1-0123456789abcdef\n"), "name of a KV segment"),
+    "a zero byte": (named("/paceline-1-1-0123456789abcde\0"), "name of a KV segment"),
+    "another program's": (named("/sem.paceline-1-1-0123456789abcdef"), "name of a KV segment"),
     "none there": (named("/paceline-1-1-0123456789abcdef"), "No such file"),
     "another type": (answered(dtype=kv_pb2.KV_DTYPE_INT8), "type number 4"),
     "an unknown type": (answered(dtype=99), "type number 99"),
     "no generation": (answered(generation=0), "no generation"),
     "another generation": (answered(generation=GENERATION + 1), "not, or no longer, the cache"),
     "a smaller file": (sized(8192), "from byte"),
-    "a larger file": (sized(1 << 40), "described were 1099511627776"),
+    "a larger file": (sized(1 << 40), "expected 1099511627776"),
     "the header": (each(offset=HEADER_BYTES - ROW), "from byte 4080"),
     "beyond the end": (each(offset=1 << 63), "from byte 9223372036854775808"),
     "huge head strides": (each(head_stride=(1 << 64) - ROW), "from byte"),
@@ -110,21 +110,21 @@ LIES: dict[str, tuple[Callable[[Response], None], str]] = {
 def test_lies_are_refused(segment: Segment, lie: str) -> None:
     tell, says = LIES[lie]
     response = describe(segment)
-    SharedKv.open(response, GRANT, (0, 2)).close()
+    SharedKv(response, GRANT, (0, 2)).close()
     tell(response)
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(KvNotShared, match=says):
-        SharedKv.open(response, GRANT, (0, 2))
+        SharedKv(response, GRANT, (0, 2))
     assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_layers_left_out_cannot_be_counted(segment: Segment) -> None:
     for layers in ((1, 2), (0, 2)):
         with pytest.raises(KvNotShared, match="left out layers"):
-            SharedKv.open(describe(segment, layers), GRANT, (-1,))
+            SharedKv(describe(segment, layers), GRANT, (-1,))
     for layer in (3, -4):
         with pytest.raises(KvNotShared, match=f"reads layer {layer}"):
-            SharedKv.open(describe(segment), GRANT, (layer,))
+            SharedKv(describe(segment), GRANT, (layer,))
 
 
 NUMBERS = st.one_of(
@@ -155,7 +155,7 @@ def test_no_description_leads_out_of_the_planes(
         for name, value in fields:
             setattr(described, name, value)
     try:
-        kv = SharedKv.open(response, GRANT, (0,))
+        kv = SharedKv(response, GRANT, (0,))
     except KvNotShared:
         return
     for plane in kv.layer(0):
@@ -164,7 +164,7 @@ def test_no_description_leads_out_of_the_planes(
         start = plane.data_ptr() - base
         assert start >= HEADER_BYTES
         assert start + (last + 1) * plane.element_size() <= segment.byte_size
-        assert plane.shape[1] == kv.capacity
+        assert plane.shape[1] == response.segments[0].capacity
     kv.close()
 
 
@@ -176,12 +176,12 @@ def test_no_name_leads_out_of_the_folder(segment: Segment, name: str) -> None:
             continue
         named(spelled)(response)
         with pytest.raises(KvNotShared):
-            SharedKv.open(response, GRANT, (0,))
+            SharedKv(response, GRANT, (0,))
 
 
 def test_the_file_itself_must_be_the_grants(segment: Segment) -> None:
     with pytest.raises(KvNotShared, match="of this read grant"):
-        SharedKv.open(describe(segment), bytes(16), (0,))
+        SharedKv(describe(segment), bytes(16), (0,))
 
 
 def test_a_cache_closed_meanwhile_is_refused() -> None:
@@ -189,10 +189,10 @@ def test_a_cache_closed_meanwhile_is_refused() -> None:
         response = describe(segment)
         segment.header.close()
         with pytest.raises(KvNotShared, match="no longer, the cache"):
-            SharedKv.open(response, GRANT, (0,))
+            SharedKv(response, GRANT, (0,))
         segment.close()
         with pytest.raises(KvNotShared, match="No such file"):
-            SharedKv.open(response, GRANT, (0,))
+            SharedKv(response, GRANT, (0,))
 
 
 def test_a_segment_of_somebody_else_is_refused(
@@ -202,7 +202,7 @@ def test_a_segment_of_somebody_else_is_refused(
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     with pytest.raises(KvNotShared, match=f"belongs to user {user}, expected {user + 1}"):
-        SharedKv.open(describe(segment), GRANT, (0,))
+        SharedKv(describe(segment), GRANT, (0,))
 
 
 @pytest.fixture
@@ -218,24 +218,24 @@ def test_links_pipes_and_strange_files_are_refused(segment: Segment, planted: Pa
     named(f"/{planted.name}")(response)
     planted.symlink_to(segment.path)
     with pytest.raises(KvNotShared, match="cannot open"):
-        SharedKv.open(response, GRANT, (0,))
+        SharedKv(response, GRANT, (0,))
     planted.unlink()
     os.mkfifo(planted)
-    with pytest.raises(KvNotShared, match="no regular file"):
-        SharedKv.open(response, GRANT, (0,))
+    with pytest.raises(KvNotShared, match="not a regular file"):
+        SharedKv(response, GRANT, (0,))
     planted.unlink()
     with planted.open("wb") as file:
         file.truncate(segment.byte_size)
     with pytest.raises(KvNotShared, match="not, or no longer, the cache"):
-        SharedKv.open(response, GRANT, (0,))
+        SharedKv(response, GRANT, (0,))
     with planted.open("wb") as file:
         file.write(hashlib.sha256(GRANT).digest())
     with pytest.raises(KvNotShared, match="has 32 bytes"):
-        SharedKv.open(response, GRANT, (0,))
+        SharedKv(response, GRANT, (0,))
 
 
 def test_a_committed_length_is_bounded_by_the_capacity(segment: Segment) -> None:
-    kv = SharedKv.open(describe(segment), GRANT, (0,))
+    kv = SharedKv(describe(segment), GRANT, (0,))
     committed = segment.header.committed
     segment.publish(1 << 60)
     assert kv.committed == CAPACITY

@@ -51,7 +51,7 @@ def newest() -> FakeSequence:
 
 async def closed(sequence: FakeSequence) -> None:
     """Until its mapping is closed; after it, as the sequence itself asserts."""
-    await until(lambda: sequence.kv is not None and sequence.kv.closed)
+    await until(lambda: sequence.kv is not None and sequence.kv._file.closed)
     assert sequence.closed == 1
 
 
@@ -125,7 +125,7 @@ async def test_an_attach_without_its_kv_is_refused(service: Drafting, verifier: 
             await attach(service, verifier, **fields)
         assert failure(error) == (CODE.FAILED_PRECONDITION, "KV_NOT_SHARED")
     verifier.lie = lambda response: setattr(response.segments[0], "offset", 1 << 40)
-    with pytest.raises(grpc.aio.AioRpcError, match="in a file of") as error:
+    with pytest.raises(grpc.aio.AioRpcError, match="expected it inside bytes") as error:
         await attach(service, verifier)
     assert failure(error) == (CODE.FAILED_PRECONDITION, "KV_NOT_SHARED")
     assert not FakeDrafter.loaded[0].sequences

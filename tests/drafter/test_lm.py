@@ -83,8 +83,8 @@ def test_budgets_are_kept_with_the_likeliest_nodes(folder: Path, nodes: int, dep
     tree.check(VOCAB)
     assert tree.depth <= depth
     whole = start(drafter, text).draft(Budget(16, depth))
-    survivals = sorted((whole.survival(node) for node in range(len(whole))), reverse=True)
-    got = [tree.survival(node) for node in range(len(tree))]
+    survivals = sorted((whole.survivals[node] for node in range(len(whole))), reverse=True)
+    got = [tree.survivals[node] for node in range(len(tree))]
     assert got == sorted(got, reverse=True)
     assert got == pytest.approx(survivals[:nodes])
     siblings = [(p, t) for p, t in zip(tree.parents, tree.tokens, strict=True)]
@@ -94,7 +94,7 @@ def test_budgets_are_kept_with_the_likeliest_nodes(folder: Path, nodes: int, dep
 def test_unlikely_nodes_get_no_children(folder: Path) -> None:
     tree = start(load(folder, min_survival="0.2"), text_of(30)).draft(Budget(16, 4))
     inner = {parent for parent in tree.parents if parent >= 0}
-    assert all(tree.survival(node) >= 0.2 for node in inner)
+    assert all(tree.survivals[node] >= 0.2 for node in inner)
     none = start(load(folder, min_survival="1"), text_of(30)).draft(Budget(16, 4))
     assert none.depth == 1
 

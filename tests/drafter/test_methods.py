@@ -11,9 +11,9 @@ import grpc
 import pytest
 from entry_points import register_methods
 
-from paceline.cli.processes import ServiceProcess
 from paceline.drafter import LoadError
 from paceline.drafter.methods import method_class
+from paceline.harness import ServiceProcess
 
 from .conftest import Drafting
 

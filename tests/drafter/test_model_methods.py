@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from paceline.drafter.methods.base import Budget, DraftSequence, Generation, Resources, Update
 from paceline.drafter.methods.selfspec.drafter import SelfSpecDrafter
-from paceline.drafter.tree import Tree
+from paceline.tree import TokenTree
 
 from . import dspark_models, longspec_models, models
 from .models import GREEDY, SAMPLINGS, VOCAB, text_of, write_model
@@ -62,7 +62,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Method]:
     return {name: load(name, tmp_path_factory.mktemp(name)) for name in METHODS}
 
 
-def check_equal(tree: Tree, expected: Tree) -> None:
+def check_equal(tree: TokenTree, expected: TokenTree) -> None:
     assert (tree.tokens, tree.parents) == (expected.tokens, expected.parents)
     assert tree.confidences == pytest.approx(expected.confidences, rel=1e-4)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from paceline.drafter.methods.base import Budget, Generation, LoadError, Resources, Update
 from paceline.drafter.methods.ngram.drafter import MatchStatistics, NgramDrafter, NgramSequence
 from paceline.drafter.methods.ngram.index import NgramIndex
-from paceline.drafter.tree import EMPTY
+from paceline.tree import EMPTY
 
 LARGE = Budget(nodes=64, depth=64)
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=60)
@@ -102,7 +102,7 @@ def test_what_matches_were_worth_in_a_text_counts_for_more_than_their_length() -
         for new in (True, False)
     )
     low, high = (
-        sequence([*text, *head], min_survival="0.01").draft(LARGE).survival(0)
+        sequence([*text, *head], min_survival="0.01").draft(LARGE).survivals[0]
         for text in (never, always)
     )
     assert low < 0.25
@@ -120,7 +120,7 @@ def test_confidences_are_chances(guesses: list[tuple[int, bool]], match: int) ->
 def test_survival_falls_as_documented() -> None:
     text = [1, 2, 3, *range(100, 200), 1, 2, 3]
     tree = sequence(text, min_survival="0.19").draft(LARGE)
-    assert [tree.survival(i) for i in range(len(tree))] == pytest.approx(
+    assert [tree.survivals[i] for i in range(len(tree))] == pytest.approx(
         [3 / (3 + i + 1) for i in range(12)]
     )
 

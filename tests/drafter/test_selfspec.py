@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from paceline.decoder import Decoder, LocalCache, weights_fingerprint
-from paceline.drafter.kv.shared import streaming_parts
+from paceline.drafter.kv.reader import StreamingReader
 from paceline.drafter.methods.base import Budget, Generation, LoadError, Resources, Update
 from paceline.drafter.methods.selfspec import drafter as selfspec_drafter
 from paceline.drafter.methods.selfspec.drafter import SelfSpecDrafter
@@ -22,8 +22,10 @@ from paceline.kernels import plan_trees, streaming
 from .models import GREEDY, VOCAB, text_of, write_model
 
 
-class StaleKv:
+class StaleKv(StreamingReader):
     """All layers of a target's KV of a text, as far as a follower has come."""
+
+    committed = 0
 
     def __init__(self, decoder: Decoder, text: list[int], committed: int) -> None:
         self.committed = committed
@@ -33,11 +35,14 @@ class StaleKv:
         rows = torch.tensor([0])
         decoder.forward(torch.tensor(text), plan, [self._cache], logit_rows=rows)
 
-    def parts(self, index: int, below: int, budget: int) -> list[tuple[Tensor, Tensor]]:
-        return streaming_parts(self._cache.layer(index), min(self.committed, below), budget)
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        return self._cache.layer(index)
 
     def check(self) -> None:
-        """It is always there."""
+        """It always exists."""
+
+    def close(self) -> None:
+        """Nothing to release."""
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])

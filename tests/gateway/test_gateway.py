@@ -135,7 +135,7 @@ async def test_rounds_are_told_where_asked_for(served: Served) -> None:
     assert [round["tree"] for round in told] == [None] * len(told)
 
 
-async def test_the_page_may_talk_to_this_gateway_only(served: Served) -> None:
+async def test_the_page_may_connect_to_this_gateway_only(served: Served) -> None:
     async with aiohttp.ClientSession() as session:
         async with session.get(f"{served.url}/") as response:
             page = await response.text()
@@ -251,7 +251,7 @@ async def test_an_error_in_mid_stream_is_an_event(serve: Serve) -> None:
         )
         await anext(stream)
         await served.transport.close()  # it forgets every cache
-        with pytest.raises(openai.APIError, match="does not know this cache"):
+        with pytest.raises(openai.APIError, match="the mock has no such cache"):
             async for _ in stream:
                 pass
 

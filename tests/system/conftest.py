@@ -21,7 +21,7 @@ from system_support import (
     write_tokenizer,
 )
 
-from paceline.cli.processes import ServiceProcess
+from paceline.harness import ServiceProcess
 
 
 @pytest.fixture(scope="session")

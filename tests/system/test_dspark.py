@@ -8,10 +8,10 @@ import pytest
 import torch
 from system_support import EAGER, FAMILIES, THREADS, make_prompts
 
-from paceline.cli.processes import ServiceProcess
 from paceline.client import Client, GenerationResult
 from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel, save_dspark
 from paceline.drafter.methods.target import TargetRef
+from paceline.harness import ServiceProcess
 
 TOKENS = 48
 

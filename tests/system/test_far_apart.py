@@ -11,8 +11,8 @@ from far import DOWN, DRAFTER, VERIFIER, FarApart, Link, NotPermitted
 from system_support import EAGER, make_prompts
 from test_longspec import make_layer
 
-from paceline.cli.processes import ServiceProcess
 from paceline.client import Client, DraftOptions, GenerationResult, TlsOptions
+from paceline.harness import ServiceProcess
 
 TOKENS = 96
 BUDGET = 64

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from system_support import EAGER, FAMILIES, HOSTILE, THREADS, make_prompts, reference
 
-from paceline.cli.processes import ServiceProcess
 from paceline.client import Client
+from paceline.harness import ServiceProcess
 
 pytestmark = pytest.mark.bits
 Verifiers = Callable[[str], ServiceProcess]

@@ -12,9 +12,9 @@ import grpc
 import pytest
 from system_support import EAGER, THREADS, make_prompts, shared_memory_segments
 
-from paceline.cli.processes import ServiceProcess
 from paceline.client import Client, DraftOptions, GenerationResult, RetryOptions
 from paceline.drafter.kv import KvExchange, KvGone, VerifierAccess
+from paceline.harness import ServiceProcess
 from paceline.v1 import verifier_pb2, verifier_pb2_grpc
 
 TOKENS = 256
@@ -108,7 +108,7 @@ async def test_the_drafter_stalls_or_dies(services: tuple[ServiceProcess, Servic
         text = await generate(client, prompt, "kv-reader", drafter.kill)
         assert text.token_ids == expected.token_ids
         assert shared_memory_segments() == before
-    drafter.restart_same_address()
+    drafter.start()
 
 
 @pytest.mark.slow
@@ -118,14 +118,14 @@ async def test_the_verifier_dies_and_comes_back(
     """The drafter lives on, and reads the new verifier's memory."""
     verifier, drafter = services
     assert verifier.terminate() == 0, "its books do not balance"
-    verifier.restart_same_address()
+    verifier.start()
     (prompt,) = make_prompts(1, seed=6)
     async with client_of(services) as client:
         expected = await generate(client, prompt, "none")
 
         def kill_and_restart() -> None:
             verifier.kill()
-            verifier.restart_same_address()
+            verifier.start()
 
         text = await generate(client, prompt, "kv-reader", kill_and_restart)
         assert text.token_ids == expected.token_ids
@@ -157,7 +157,7 @@ async def test_a_mapping_outlives_its_verifier(
     with pytest.raises(KvGone, match="verifier that held the cache is gone"):
         kv.check()
     assert keys[:, : kv.committed].equal(copy)
-    verifier.restart_same_address()  # it sweeps what the dead one left
+    verifier.start()  # it sweeps what the dead one left
     assert kv.committed == len(prompt)
     assert keys[:, : kv.committed].equal(copy)
     kv.close()

@@ -8,7 +8,6 @@ import pytest
 import torch
 from system_support import EAGER, FAMILIES, THREADS, make_prompts
 
-from paceline.cli.processes import ServiceProcess
 from paceline.client import Client, GenerationResult
 from paceline.drafter.methods.longspec import (
     LongSpecConfig,
@@ -16,6 +15,7 @@ from paceline.drafter.methods.longspec import (
     TargetRef,
     save_longspec,
 )
+from paceline.harness import ServiceProcess
 
 TOKENS = 48
 POSITION_BYTES = {"auto": 256, "int8": 80}
@@ -130,7 +130,7 @@ async def test_it_follows_the_kv_where_it_is_told_to(
                 if read >= TOKENS // 4 and served.pid == pid:
                     # The text rests meanwhile: its reader does not read on.
                     await asyncio.to_thread(served.kill)
-                    await asyncio.to_thread(served.restart_same_address)
+                    await asyncio.to_thread(served.start)
             result = await generation
             assert result.token_ids == plain[0]
             assert result.stats.fallbacks["verifier_restarted"] == 1

@@ -8,8 +8,8 @@ from system_support import EAGER, THREADS, make_prompts
 from test_dspark import make_drafter
 from test_longspec import make_layer
 
-from paceline.cli.processes import ServiceProcess
 from paceline.client import Client, GenerationResult
+from paceline.harness import ServiceProcess
 
 TOKENS = 48
 FEW = {3: 9.0, 7: 9.0, 11: 9.0}

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from system_support import EAGER, FAMILIES, THREADS, make_prompts, reference
 
-from paceline.cli.processes import ServiceProcess
 from paceline.client import Client, GenerationResult
+from paceline.harness import ServiceProcess
 
 TOKENS = 24
 WAYS = {

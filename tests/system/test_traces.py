@@ -14,7 +14,7 @@ import pytest
 from collector import Collector, Received, collecting
 from openai import AsyncOpenAI
 
-from paceline.cli.processes import ServiceProcess
+from paceline.harness import ServiceProcess
 
 PROMPT = "round and round and round and round"
 TOKENS = 40

@@ -5,20 +5,30 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from paceline.train import measure
+from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel, save_dspark
+from paceline.drafter.methods.longspec import (
+    LongSpecConfig,
+    LongSpecModel,
+    TargetRef,
+    save_longspec,
+)
+from paceline.train import heldout, measure
 from paceline.train.checkpoint import save_model
 from paceline.train.corpus import Corpus, load_corpus
 from paceline.train.loop import Run
 from paceline.train.model import build_model
 from paceline.train.preset import PRESETS, Preset
-from paceline.train.tokenizer import train_tokenizer
+from paceline.train.tokenizer import load_tokenizer, train_tokenizer
 
 
 @pytest.fixture(autouse=True)
 def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a model card says comes of short texts."""
+    """Model cards and logs are measured on few, short texts."""
     monkeypatch.setattr(measure, "GENERATED_TOKENS", 24)
+    monkeypatch.setattr(heldout, "TEXTS", 2)
+    monkeypatch.setattr(heldout, "TOKENS", 16)
 
 
 @pytest.fixture
@@ -63,7 +73,8 @@ def make_run(tmp_path: Path) -> Callable[..., Run]:
     """Make a run of so many steps with a folder of its own."""
 
     def make(name: str, steps: int, **options: object) -> Run:
-        return Run(work=tmp_path / name, minutes=60, steps=steps, log_steps=5, **options)
+        given = {"minutes": 60, "log_steps": 4, "bf16": False, **options}
+        return Run(work=tmp_path / name, steps=steps, **given)  # type: ignore[arg-type]
 
     return make
 
@@ -76,3 +87,21 @@ def target(corpus: Corpus, preset: Preset, tmp_path: Path) -> Path:
     model = build_model(replace(preset, context=512), tokenizer.eos_token_id)
     save_model(tmp_path / "target", model, tokenizer)
     return tmp_path / "target"
+
+
+@pytest.fixture
+def drafters(target: Path, preset: Preset, tmp_path: Path) -> dict[str, Path]:
+    """A folder of each method, of random weights."""
+    torch.manual_seed(1)
+    folders = {method: tmp_path / method for method in ("longspec", "dspark", "lm")}
+    ref = TargetRef.of(target)
+    layer = LongSpecConfig.for_target(target, window=32)
+    save_longspec(folders["longspec"], layer, LongSpecModel(layer).state_dict(), ref, levels=3)
+    block = DSparkConfig.for_target(
+        target, taps=(0, -1), block=3, mask_token=0, layers=1, window=16, markov_rank=8
+    )
+    save_dspark(folders["dspark"], block, DSparkModel(block).state_dict(), ref)
+    tokenizer = load_tokenizer(target)
+    small = replace(preset, context=512, width=32, ff=48)
+    save_model(folders["lm"], build_model(small, tokenizer.eos_token_id, seed=1), tokenizer)
+    return folders

@@ -1,11 +1,7 @@
-"""Training under KV budgets: what is seen, what is learnt, and runs of both kinds of drafter."""
+"""Training under KV budgets: views of a prefix, and the losses of both kinds of drafter."""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,57 +10,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 from torch import Tensor
 
-from paceline.drafter.methods.longspec import (
-    LongSpecConfig,
-    LongSpecModel,
-    TargetRef,
-    save_longspec,
-    window_mask,
-)
+from paceline.drafter.methods.longspec import LongSpecConfig, LongSpecModel, window_mask
 from paceline.train.batches import Batches
-from paceline.train.budget import run as budget_run
-from paceline.train.budget.heldout import BUDGETS
 from paceline.train.budget.lm import ContinuedLm, LmLoss
-from paceline.train.budget.longspec import ContinuedLayer, LayerLoss
-from paceline.train.budget.observed import ObservedTarget
+from paceline.train.budget.longspec import ContinuedLayer, LayerLoss, ObservedTarget
 from paceline.train.budget.preset import BudgetPreset
-from paceline.train.budget.run import train_budget
 from paceline.train.budget.views import Draw, chosen, full_view, sparse_view
-from paceline.train.checkpoint import save_model
-from paceline.train.corpus import Corpus
-from paceline.train.loop import Run
-from paceline.train.model import build_model
-from paceline.train.preset import Preset
-from paceline.train.tokenizer import load_tokenizer
 
 SMALL = BudgetPreset(
     length=256, shortest_prefix=64, continuation=16, segments=4, minutes=60, steps=30,
     adamw_rate=6e-3, muon_rate=0.03, budgets=(8, 32, 96), weights=(0.5, 0.3, 0.2), warm_up=2,
     files=4, own_texts=2,
 )  # fmt: skip
-
-
-@pytest.fixture
-def layer(target: Path, tmp_path: Path) -> Path:
-    """A LongSpec layer of random weights, in its folder."""
-    torch.manual_seed(1)
-    config = LongSpecConfig.for_target(target, window=32)
-    weights = LongSpecModel(config).state_dict()
-    save_longspec(tmp_path / "layer", config, weights, TargetRef.of(target))
-    return tmp_path / "layer"
-
-
-@pytest.fixture
-def lm(target: Path, preset: Preset, tmp_path: Path) -> Path:
-    """A smaller model than the target, with its tokenizer."""
-    tokenizer = load_tokenizer(target)
-    small = replace(preset, context=512, width=32, layers=2, ff=48)
-    model = build_model(small, tokenizer.eos_token_id, seed=1)
-    save_model(tmp_path / "lm", model, tokenizer)
-    return tmp_path / "lm"
 
 
 @given(prefix=st.integers(1, 30), budget=st.integers(8, 300), seed=st.integers(0, 99))
@@ -88,7 +47,7 @@ def test_streaming_shows_the_first_and_the_newest() -> None:
     ]  # fmt: skip
 
 
-def test_a_layer_sees_what_its_views_say(layer: Path, target: Path) -> None:
+def test_a_layer_sees_what_its_views_say(target: Path) -> None:
     """Equal to the dense module with masks, of the full prefix and of a budgeted one."""
     torch.manual_seed(0)
     config = LongSpecConfig.for_target(target, window=32)
@@ -120,9 +79,9 @@ def test_a_layer_sees_what_its_views_say(layer: Path, target: Path) -> None:
     assert not torch.equal(again[0], found[0])
 
 
-def test_an_lm_sees_what_its_views_say(lm: Path) -> None:
+def test_an_lm_sees_what_its_views_say(drafters: dict[str, Path]) -> None:
     """Equal to one pass over the text with the same positions masked."""
-    student = ContinuedLm(_hf(lm))
+    student, model = ContinuedLm(_hf(drafters["lm"])), _hf(drafters["lm"])
     length, prefix, count = 128, 64, 10
     tokens = torch.randint(1, 300, (length,))
     kv, weights = student.prefill(tokens)
@@ -135,7 +94,7 @@ def test_an_lm_sees_what_its_views_say(lm: Path) -> None:
         seen = torch.ones(prefix + count, prefix + count, dtype=torch.bool).tril()
         seen[prefix:, :prefix] = view[0, :, :prefix]
         mask = torch.zeros(1, 1, *seen.shape).masked_fill(~seen, -torch.inf)
-        dense = _hf(lm)(tokens[None, : prefix + count], attention_mask=mask).logits[0, prefix:]
+        dense = model(tokens[None, : prefix + count], attention_mask=mask).logits[0, prefix:]
         torch.testing.assert_close(found[0], dense, rtol=1e-3, atol=1e-3)
     assert sparse[0, 0].sum() == 24
 
@@ -164,12 +123,20 @@ def test_draws_follow_the_weights(budgets: tuple[int, ...]) -> None:
     assert {draw.policy for draw in draws} == {"streaming", "chunk_topk"}
 
 
-def test_lambda_weighs_the_sparse_loss(layer: Path, lm: Path, target: Path) -> None:
+@pytest.mark.parametrize(
+    "wrong", [{"budgets": (4,)}, {"weights": (1.0,)}, {"shortest_prefix": 250}]
+)
+def test_bad_settings_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"expected|do not fit"):
+        replace(SMALL, **wrong)
+
+
+def test_lambda_weighs_the_sparse_loss(drafters: dict[str, Path], target: Path) -> None:
     batches = Batches([torch.randint(1, 300, (1200,)).tolist()], separator=0)
     places = batches.next(1, SMALL.length)
     model = LongSpecModel(LongSpecConfig.for_target(target, window=32))
     observed = ObservedTarget(target, "cpu", 1)
-    small = ContinuedLm(_hf(lm))
+    small = ContinuedLm(_hf(drafters["lm"]))
 
     def layer_loss(weight: float) -> Tensor:
         torch.manual_seed(3)
@@ -187,86 +154,9 @@ def test_lambda_weighs_the_sparse_loss(layer: Path, lm: Path, target: Path) -> N
         assert half == pytest.approx((none + whole) / 2, rel=1e-3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["layer", "lm"])
-def test_the_loss_falls_and_a_run_goes_on_bit_for_bit(
-    kind: str, target: Path, corpus: Corpus, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    start = request.getfixturevalue(kind)
-    straight, parts = tmp_path / "straight", tmp_path / "parts"
-    train_budget(target, start, corpus, SMALL, _run(straight, 20), tmp_path / "a")
-    log = torch.load(straight / "run.pt", weights_only=True)["progress"]["log"]
-    losses = [row["loss"] for row in log if "loss" in row]
-    assert losses[-1] < 0.9 * losses[0]
-    assert [row["accepted_64"] for row in log if "accepted_64" in row][-1] >= 1
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(budget_run, "BudgetHeldout", _NoHeldout)
-        with pytest.MonkeyPatch.context() as stopping:
-            stopping.setattr(budget_run, "train", _interrupted(at_step=8))
-            with pytest.raises(KeyboardInterrupt, match="stopped at step 8"):
-                train_budget(target, start, corpus, SMALL, _run(parts, 20), tmp_path / "b")
-        train_budget(target, start, corpus, SMALL, _run(parts, 20), tmp_path / "b")
-    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    said = json.loads((tmp_path / "a" / "config.json").read_text())["paceline"]["training"]
-    assert said["budgets"] == [8, 32, 96]
-    card = (tmp_path / "a" / "README.md").read_text()
-    assert "0.5 times the same under" in card
-    assert "| 64 tokens |" in card
-
-
-def test_what_does_not_fit_is_refused(
-    target: Path, layer: Path, corpus: Corpus, tmp_path: Path
-) -> None:
-    for wrong in ({"budgets": (4,)}, {"weights": (1.0,)}, {"shortest_prefix": 250}):
-        with pytest.raises(ValueError, match=r"expected|do not fit"):
-            replace(SMALL, **wrong)  # type: ignore[arg-type]
-    config = json.loads((layer / "config.json").read_text())
-    config["paceline"]["target_fingerprint"] = "0" * 64
-    (layer / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="made for a target"):
-        train_budget(target, layer, corpus, SMALL, _run(tmp_path / "w", 1), tmp_path / "out")
-
-
-class _NoHeldout:
-    """Measures nothing: that takes time, and must not change what is learnt."""
-
-    def __init__(self, *_: object) -> None: ...
-
-    def log(self) -> dict[str, float]:
-        return {"heldout": 1.0}
-
-    def measure(self, folder: Path) -> dict[tuple[str, int], float]:
-        return {("16", budget): 1.0 for budget in BUDGETS}
-
-
-def _run(folder: Path, steps: int) -> Run:
-    return Run(folder, minutes=60, steps=steps, log_steps=5, bf16=False)
-
-
 def _hf(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
-
-
-def _interrupted(at_step: int) -> Callable[..., Any]:
-    """The training loop, with a SIGTERM in one of its steps."""
-    plain = budget_run.train
-
-    def train(module: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
-        calls = 0
-
-        def counted(*given: Any) -> Tensor:
-            nonlocal calls
-            calls += 1
-            if calls == at_step:
-                os.kill(os.getpid(), signal.SIGTERM)
-            result: Tensor = loss(*given)
-            return result
-
-        return plain(module, counted, *args, **kwargs)
-
-    return train

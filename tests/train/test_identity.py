@@ -52,10 +52,10 @@ def test_another_run_is_refused_and_both_are_named(
         (differing,) = lines[1:-1]
         return differing.strip()
 
-    assert refused("dspark") == "method: found lm, this run wants dspark"
+    assert refused("dspark") == "method: found lm, this run has dspark"
     wider = replace(preset, width=128)
-    assert refused(settings=wider) == "preset.width: found 64, this run wants 128"
-    assert refused(run=replace(begun, steps=9)) == "steps: found 2, this run wants 9"
+    assert refused(settings=wider) == "preset.width: found 64, this run has 128"
+    assert refused(run=replace(begun, steps=9)) == "steps: found 2, this run has 9"
     assert refused(run=replace(begun, minutes=9)).startswith("minutes: found 60")
     (folder / "part0" / "file0.py").write_text("x = 1\n" * 1000)
     changed = load_corpus(str(folder), preset.files, preset.heldout_files)
@@ -92,7 +92,7 @@ def test_a_folder_that_does_not_say_what_it_is_is_refused(
     run = make_run("work", steps=1)
     run.work.mkdir()
     (run.work / "run.pt").touch()
-    with pytest.raises(ValueError, match=r"no run\.json says which run made it"):
+    with pytest.raises(ValueError, match=r"has no run\.json that identifies its run"):
         begin_run(run, tmp_path / "out", "target", preset, corpus)
 
 

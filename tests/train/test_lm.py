@@ -5,6 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from paceline.decoder import Decoder
+from paceline.kernels import SamplingParams
+from paceline.train.author import Task, write_texts
 from paceline.train.corpus import Corpus
 from paceline.train.lm import train_lm
 from paceline.train.loop import Run
@@ -12,57 +15,57 @@ from paceline.train.model import build_model
 from paceline.train.own_text import own_texts
 from paceline.train.preset import Preset
 from paceline.train.prompts import Prompt
-from paceline.train.teacher import Opinions, opinions_of
+from paceline.train.teacher import Teacher, teacher_of
 
 MakeRun = Callable[..., Run]
 
 
-def test_opinions_are_the_targets_best_tokens(preset: Preset, tmp_path: Path) -> None:
+def test_a_teacher_has_the_targets_likeliest_tokens(preset: Preset, tmp_path: Path) -> None:
     target = build_model(preset, eos=0)
     stream = torch.tensor([0, 5, 6, 7, 0, 8, 9])
-    path = tmp_path / "opinions.safetensors"
-    opinions = opinions_of(target, stream, separator=0, kept=4, path=path)
+    path = tmp_path / "teacher.safetensors"
+    teacher = teacher_of(target, stream, separator=0, kept=4, path=path)
     logits = target(stream[None, 4:]).logits[0]
-    assert torch.equal(opinions.ids[4:].long(), logits.topk(4).indices)
-    assert torch.allclose(opinions.weights.float().sum(-1), torch.ones(7), atol=2e-3)
-    # Asked once, read afterwards.
-    again = opinions_of(build_model(preset, eos=0, seed=1), stream, 0, 4, path)
-    assert torch.equal(again.ids, opinions.ids)
-    with pytest.raises(ValueError, match="speaks about 7 tokens"):
-        opinions_of(target, stream[:4], 0, 4, path)
+    assert torch.equal(teacher.ids[4:].long(), logits.topk(4).indices)
+    assert torch.allclose(teacher.weights.float().sum(-1), torch.ones(7), atol=2e-3)
+    # Computed once, read afterwards.
+    again = teacher_of(build_model(preset, eos=0, seed=1), stream, 0, 4, path)
+    assert torch.equal(again.ids, teacher.ids)
+    with pytest.raises(ValueError, match="is about 7 tokens"):
+        teacher_of(target, stream[:4], 0, 4, path)
 
 
-def test_a_long_document_is_asked_in_windows_with_context(preset: Preset, tmp_path: Path) -> None:
+def test_a_long_document_is_run_in_windows_with_context(preset: Preset, tmp_path: Path) -> None:
     target = build_model(replace(preset, context=2048), eos=0)
     stream = torch.cat([torch.zeros(1), torch.arange(2500) % 300 + 1]).long()
-    opinions = opinions_of(target, stream, 0, 2, tmp_path / "long.safetensors")
-    assert (opinions.weights.sum(-1) > 0.9).all()
+    teacher = teacher_of(target, stream, 0, 2, tmp_path / "long.safetensors")
+    assert (teacher.weights.sum(-1) > 0.9).all()
     expected = target(stream[None, 768:1792]).logits[0, 256:].topk(2).indices
-    assert torch.equal(opinions.ids[1024:1792].long(), expected)
+    assert torch.equal(teacher.ids[1024:1792].long(), expected)
 
 
-def test_own_texts_go_on_from_the_corpus(preset: Preset, tmp_path: Path) -> None:
-    target = build_model(replace(preset, context=512), eos=0)
-    document = list(range(1, 301))
-    path = tmp_path / "own.safetensors"
-    texts = own_texts(target, [document], count=40, separator=0, path=path)
-    assert len(texts) == 40
-    for text in texts:
+def test_own_texts_are_what_the_target_emits(target: Path, tmp_path: Path) -> None:
+    """Each text is the same as when it is written alone."""
+    decoder = Decoder.load(target)
+    document, path = list(range(1, 201)), tmp_path / "own.safetensors"
+    texts = own_texts(decoder, [document], 6, 0, path)
+    for number, text in enumerate(texts):
         assert text[:128] == list(range(text[0], text[0] + 128))
-        assert 0 not in text
-        assert len(text) <= 512
-    assert own_texts(target, [], 40, 0, path) == texts
+        task = Task(text[:128], SamplingParams(temperature=number % 2, seed=number), 384)
+        [(_, alone)] = write_texts(decoder, [task], stop=0)
+        assert text[128:] == [token for token in alone if token]
+    assert own_texts(decoder, [], 6, 0, path) == texts, "read from the file"
     with pytest.raises(ValueError, match="no document has 128 tokens"):
-        own_texts(target, [[1, 2]], 1, 0, tmp_path / "other.safetensors")
+        own_texts(decoder, [[1, 2]], 1, 0, tmp_path / "other.safetensors")
 
 
 def test_the_loss_is_least_where_student_and_target_agree() -> None:
-    opinions = Opinions(torch.tensor([[3, 1]]).short(), torch.tensor([[0.75, 0.25]]).half())
+    teacher = Teacher(torch.tensor([[3, 1]]).short(), torch.tensor([[0.75, 0.25]]).half())
     like = torch.full((1, 1, 5), -20.0)
     like[0, 0, 3], like[0, 0, 1] = torch.tensor([0.75, 0.25]).log()
     places = torch.tensor([[0]])
-    assert opinions.loss(like, places) < opinions.loss(torch.zeros(1, 1, 5), places)
-    assert opinions.loss(like, places).item() == pytest.approx(0.5623, abs=1e-3)  # the entropy
+    assert teacher.loss(like, places) < teacher.loss(torch.zeros(1, 1, 5), places)
+    assert teacher.loss(like, places).item() == pytest.approx(0.5623, abs=1e-3)  # the entropy
 
 
 def test_a_drafter_shares_its_targets_tokenizer(

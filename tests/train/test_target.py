@@ -87,6 +87,6 @@ def test_the_model_folder_is_what_transformers_reads(
     assert model.config.max_position_embeddings == preset.context
     card = (out / "README.md").read_text()
     assert "| sum | held-out files |" in card
-    assert "32 random places" in card
+    assert "32 random positions" in card
     assert str(tmp_path) not in card
     assert len(json.loads((out / "corpus.json").read_text())["heldout"]) == 2

@@ -11,7 +11,7 @@ from typing import Any
 import drafters
 import pytest
 import torch
-from verifier_support import CONTEXT, VOCAB, Client, Round, held_up, serving, until
+from verifier_support import VOCAB, Client, Round, held_up, serving, until
 
 from paceline.v1 import sampling_pb2
 
@@ -199,28 +199,15 @@ async def test_fork_of_a_grown_text(client: Client) -> None:
     fields = {"max_new_tokens": 30, "ignore_eos": True}
     plain = await client.generate(prompt, drafters.nothing, **fields)
     parent = await client.create(prompt, **fields)
-    await run_to_the_end(client, parent.handle)
+    await client.free_run(parent.handle)
     turn = [*prompt, *plain, 5, 6]
     alone = await client.generate(turn, drafters.nothing, **fields)
     fork = await client.create(turn, parent_handle=parent.handle, **fields)
     assert fork.reused_tokens == 20 + 30 - 1
-    got = [*fork.first.tokens, *await run_to_the_end(client, fork.handle)]
+    got = [*fork.first.tokens, *await client.free_run(fork.handle)]
     assert got == alone
     await client.release(parent.handle)
     await client.release(fork.handle)
-
-
-async def run_to_the_end(client: Client, handle: bytes) -> list[int]:
-    """Everything a free run emits."""
-
-    stream = client.stub.Verify()
-    await stream.write(Round.of(handle, 1, free_run_steps=CONTEXT))
-    tokens: list[int] = []
-    while True:
-        answer = await stream.read()
-        tokens += answer.result.tokens
-        if answer.last:
-            return tokens
 
 
 async def test_resume_with_output_tokens(client: Client) -> None:
@@ -235,7 +222,7 @@ async def test_resume_with_output_tokens(client: Client) -> None:
     }
     plain = await client.generate(prompt, drafters.nothing, **fields)
     created = await client.create(prompt, output_tokens=plain[:12], **fields)
-    got = [*created.first.tokens, *await run_to_the_end(client, created.handle)]
+    got = [*created.first.tokens, *await client.free_run(created.handle)]
     assert got == plain[12:]
     await client.release(created.handle)
 

@@ -11,24 +11,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_follow_cache import caught_up, following
+from kv_support import caught_up, following
 from torch import Tensor
 from verifier_support import LAYOUT, Round, serving, until
 
 from paceline.decoder import Decoder
 from paceline.drafter.kv import KvExchange, KvOptions, VerifierAccess
-from paceline.drafter.kv.chosen import ChosenKv, ChosenPositions
+from paceline.drafter.kv.remote import RemoteKv, SparseView
 from paceline.kernels import SELECTION_CHUNK, PageBounds, TreeSegment, plan_trees
-from paceline.verifier.engine.watch import Watch, Watches
+from paceline.kv.policies import load_policy
+from paceline.kv.scores import PAGE, ScoreObserver
+from paceline.kv.selection import TopScores
+from paceline.verifier.engine.observer import BatchObserver
 from paceline.verifier.kv.layout import KvLayout
 from paceline.verifier.kv.segment import Segment
-from paceline.verifier.selection import (
-    PAGE,
-    Collector,
-    PageCollector,
-    ScoreCollector,
-    Scored,
-)
 
 POLICIES = ("verified", "chunk_topk", "quest")
 
@@ -46,10 +42,10 @@ class Seen:
         self.q[layer] = q.clone()
 
 
-def collector_of(policy: str, segment: Segment, layers: tuple[int, ...] = (0, 1)) -> Collector:
-    if policy == "quest":
-        return PageCollector(layers, segment)
-    return ScoreCollector(layers, segment, cumulative=policy == "chunk_topk")
+def observer_of(policy: str, segment: Segment, layers: tuple[int, ...] = (0, 1)) -> ScoreObserver:
+    observer = load_policy(policy)(segment, layers).observer
+    assert observer is not None
+    return observer
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -63,7 +59,7 @@ def test_what_is_collected_and_that_it_leaves_no_trace(
     layout = KvLayout(config.layers, config.kv_heads, config.head_dim, config.dtype)
     pairs = [(Segment(layout, 768), Segment(layout, 768)) for _ in range(3)]
     prefixes, trees = (40, 300, 17), ((-1, 0, 0, 1), (-1, 0, 1, 2), None)
-    collectors = [collector_of(policy, watched) for watched, _ in pairs]
+    observers = [observer_of(policy, watched) for watched, _ in pairs]
     weights = [torch.zeros(config.layers, 768, dtype=torch.float64) for _ in pairs]
     draws = torch.Generator().manual_seed(0)
     try:
@@ -82,27 +78,24 @@ def test_what_is_collected_and_that_it_leaves_no_trace(
             ]
             plan = plan_trees(segments)
             tokens = torch.randint(1, 60, (plan.rows,), generator=draws)
-            watches, seen = Watches(), Seen()
-            for index, (segment, collector) in enumerate(zip(segments, collectors, strict=True)):
-                deepest = segment.depths.index(max(segment.depths))
-                nodes = (0, deepest) if deepest else (0,)
-                rows = tuple(plan.offsets[index] + node for node in nodes)
-                watches.add(Watch(collector, index, nodes, rows, segment.start))
+            batch, seen = BatchObserver(), Seen()
+            for index, (segment, observer) in enumerate(zip(segments, observers, strict=True)):
+                batch.add(observer, index, segment, plan.offsets[index])
             watched_side, plain_side = zip(*pairs, strict=True)
             observed = decoder.forward(
-                tokens, plan, watched_side, logit_rows=None, observer=watches
+                tokens, plan, watched_side, logit_rows=None, observer=batch
             ).logits
-            watches.publish()
+            batch.publish()
             plain_logits = decoder.forward(
                 tokens, plan_trees(segments), plain_side, logit_rows=None, observer=seen
             ).logits
             assert plain_logits.equal(observed)
-            for index, (segment, collector) in enumerate(zip(segments, collectors, strict=True)):
+            for index, (segment, observer) in enumerate(zip(segments, observers, strict=True)):
                 watched, plain = pairs[index]
                 assert watched.kv[..., : segment.stop, :].equal(plain.kv[..., : segment.stop, :])
                 deepest = segment.depths.index(max(segment.depths))
                 nodes = sorted({0, deepest})
-                found = collector.published
+                found = observer.scores
                 assert found is not None
                 right = [
                     _scores(policy, seen.q[layer], plan, index, nodes, watched, layer, config, w)
@@ -151,19 +144,29 @@ def _scores(
     return weights[:whole].unflatten(0, (-1, SELECTION_CHUNK)).sum(-1)
 
 
-class Given(Collector):
+class FakeCache:
+    """A cache of which nothing is read."""
+
+    capacity = 0
+    device = torch.device("cpu")
+
+    def layer(self, index: int) -> Any:
+        raise AssertionError("not read")
+
+
+class Given(ScoreObserver):
     """Scores that a test made up."""
 
-    def __init__(self, scores: Tensor, size: int) -> None:
+    def __init__(self, scores: Tensor, chunk: int) -> None:
         super().__init__(range(len(scores)))
-        self.published, self.size = scores, size
+        self.scores, self.chunk = scores, chunk
 
-    def probes(self, segment: int, nodes: Any, prefix: int) -> list[Any]:
+    def begin(self, block: int, nodes: Any, prefix: int) -> list[Any]:
         return []
 
-    def attended(self, layer: int, q: Tensor, rows: Any, prefix: int) -> None: ...
+    def attended(self, layer: int, q: Tensor, rows: Any) -> None: ...
 
-    def publish(self, prefix: int) -> None: ...
+    def publish(self) -> None: ...
 
 
 @given(
@@ -178,7 +181,7 @@ def test_the_best_are_chosen_and_all_that_is_newer(
 ) -> None:
     prefix = max(0, committed - behind) // size
     scores = torch.randn(3, prefix, generator=torch.Generator().manual_seed(seed))
-    chosen = Scored(Given(scores, size)).choose(committed, budget)
+    chosen = TopScores(FakeCache(), Given(scores, size)).choose(committed, budget)
     assert len({len(positions) for positions in chosen}) == 1
     newer = set(range(prefix * size, committed))
     for layer, positions in enumerate(chosen):
@@ -237,7 +240,7 @@ async def test_followers_get_what_a_policy_chooses(
             tokens += (await stream.read()).result.tokens
             await caught_up(kv, cache.sequence.committed, 48)
             await caught_up(other, cache.sequence.committed, 32)
-            held = kv._held
+            held = kv.cache
             assert held is not None
             assert 48 - 16 < len(held) <= 48
             for index in (0, 1):
@@ -246,12 +249,12 @@ async def test_followers_get_what_a_policy_chooses(
                 assert keys.equal(theirs[0][:, held.positions(index)])
                 assert values.equal(theirs[1][:, held.positions(index)])
         assert tokens == truth[: len(tokens)]
-        assert len(cache.sequence.collectors) == 1
+        assert len(cache.sequence.observers) == 1
         assert not torch.equal(held.positions(0).sort().values, held.positions(1).sort().values)
         for followed, opened in ((kv, exchange), (other, other_exchange)):
             followed.close()
             await opened.close()
-        await until(lambda: not cache.sequence.collectors)
+        await until(lambda: not cache.sequence.observers)
         await client.release(created.handle)
 
 
@@ -266,9 +269,9 @@ async def test_mappers_read_where_a_policy_chooses(
         exchange = KvExchange(VerifierAccess())
         options = KvOptions(kv="map", kv_policy=policy)
         kv = await exchange.open(client.address, created.read_grant, (0, 1), options, 48)
-        assert isinstance(kv, ChosenKv)
+        assert isinstance(kv, SparseView)
         (cache,) = client.service.store
-        stream, chosen = client.stub.Verify(), kv._chosen
+        stream, chosen = client.stub.Verify(), kv.selection
         for number in range(1, 7):
             await stream.write(Round.of(created.handle, number))
             await stream.read()
@@ -276,14 +279,15 @@ async def test_mappers_read_where_a_policy_chooses(
             if number % 2:
                 await until(lambda at=committed: _took_in(chosen, at))
             else:  # this choice comes too late
-                monkeypatch.setattr(chosen, "take_in", lambda below, budget: None)
-            held = chosen._held
+                monkeypatch.setattr(chosen, "refresh", lambda below, budget: 0)
+            held = chosen.cache
             assert held is not None
+            assert kv.refresh(committed, 48) == committed
             for index in (0, 1):
                 newer = torch.arange(chosen.committed, committed)
                 assert len(newer) == (number + 1) % 2
                 positions = torch.cat([held.positions(index), newer])
-                parts = zip(*kv.parts(index, committed, 48), strict=True)
+                parts = zip(*kv.parts(index), strict=True)
                 for mine, plane in zip(parts, cache.sequence.segment.layer(index), strict=True):
                     assert torch.cat(mine, 1).equal(plane[:, positions])
             monkeypatch.undo()
@@ -291,21 +295,20 @@ async def test_mappers_read_where_a_policy_chooses(
         assert kv.received < 6 * 2 * 48 * 8, "positions alone"
         kv.close()
         await exchange.close()
-        await until(lambda: not cache.sequence.collectors)
+        await until(lambda: not cache.sequence.observers)
         await client.release(created.handle)
 
 
-def _took_in(chosen: ChosenPositions, committed: int) -> bool:
-    chosen.take_in(committed, 48)
+def _took_in(chosen: RemoteKv, committed: int) -> bool:
+    chosen.refresh(committed, 48)
     return chosen.committed == committed
 
 
 def test_a_cache_of_no_layer_in_common_is_let_alone() -> None:
     """Only the layers that are followed are looked at."""
     segment = Segment(LAYOUT, 512)
-    collector = collector_of("verified", segment, (1,))
-    watches = Watches()
-    watches.add(Watch(collector, 0, (0,), (0,), 4))
-    assert not watches.probes(0)
-    assert len(watches.probes(1)) == 1
+    batch = BatchObserver()
+    batch.add(observer_of("verified", segment, (1,)), 0, TreeSegment(0, 4, None, 1), 0)
+    assert not batch.probes(0)
+    assert len(batch.probes(1)) == 1
     segment.close()

@@ -125,6 +125,25 @@ class Client:
             await self.release(created.handle)
         return tokens
 
+    async def verify(self, request: Any) -> list[Any]:
+        """All responses to one round, on a stream of its own."""
+        stream = self.stub.Verify()
+        await stream.write(request)
+        await stream.done_writing()
+        return [response async for response in stream]
+
+    async def free_run(self, handle: bytes, number: int = 1, steps: int = CONTEXT) -> list[int]:
+        """Tokens of a free run."""
+        responses = await self.verify(Round.of(handle, number, free_run_steps=steps))
+        return [token for response in responses for token in response.result.tokens]
+
+    async def refusal(self, request: Any) -> tuple[grpc.StatusCode, str]:
+        """Status and reason of a round that fails."""
+        stream = self.stub.Verify()
+        await stream.write(request)
+        error = await failure(stream)
+        return error.code(), reason_of(error)
+
     async def release(self, handle: bytes) -> bool:
         """Release a cache."""
         answer = await self.stub.ReleaseCache(verifier_pb2.ReleaseCacheRequest(handle=handle))

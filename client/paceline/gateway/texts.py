@@ -1,4 +1,4 @@
-"""The texts of one request, generated all at once."""
+"""The texts of one request, generated concurrently."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from typing import Any
 
 from paceline.client import Chunk, Client, Generation, GenerationResult
 
-# Chunks that may wait for a slow reader. Each generation keeps more of its own.
-_WAITING = 64
+# Events in the queue of a slow reader. Each generation has a queue of its own.
+_QUEUE_SIZE = 64
 
 
 @dataclass(frozen=True)
 class Event:
-    """News of one text."""
+    """A chunk or the end of one text."""
 
     index: int
-    """Which text: prompt by prompt, and of each prompt its n choices."""
+    """Index of the text: prompt by prompt, each with its n choices."""
     chunk: Chunk | None = None
-    """More of it."""
+    """The next chunk."""
     result: GenerationResult | None = None
-    """All of it; the last event of this text."""
+    """The result, in the last event of this text."""
 
 
 @dataclass
 class _Prompt:
-    """A prompt whose KV is computed for its first choice and shared by the others."""
+    """A prompt. Its first choice is prefilled, the others fork that cache."""
 
     tokens: list[int]
-    leader: Generation | None = None
+    first: Generation | None = None
     prefilled: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -38,9 +38,9 @@ class Texts:
     """Generations of several prompts, each continued several times.
 
     Args:
-        client: generates.
-        prompts: token ids.
-        choices: arguments of `Client.generate` for each of a prompt's choices.
+        client: Client of the services.
+        prompts: Token ids.
+        choices: Arguments of `Client.generate` for each choice of a prompt.
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class Texts:
         self._client = client
         self._prompts = [_Prompt(prompt) for prompt in prompts]
         self._choices = choices
-        self._news: asyncio.Queue[Event | Exception] = asyncio.Queue(_WAITING)
+        self._events: asyncio.Queue[Event | Exception] = asyncio.Queue(_QUEUE_SIZE)
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """News of all texts as they come. Closing it early stops and frees all of them.
+        """Events of all texts. Closing it early stops all generations.
 
-        Raises the first error of any of them, and stops the others.
+        Raises the first error of a generation, and stops the others.
         """
         tasks = [
             asyncio.create_task(self._generate(place * len(self._choices) + choice, prompt, choice))
@@ -67,7 +67,7 @@ class Texts:
         left = len(tasks)
         try:
             while left:
-                event = await self._news.get()
+                event = await self._events.get()
                 if isinstance(event, Exception):
                     raise event
                 left -= event.result is not None
@@ -76,26 +76,26 @@ class Texts:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await asyncio.gather(*(p.leader.aclose() for p in self._prompts if p.leader))
+            await asyncio.gather(*(p.first.aclose() for p in self._prompts if p.first))
 
     async def _generate(self, index: int, prompt: _Prompt, choice: int) -> None:
         try:
             generation = await self._begin(prompt, choice)
             async for chunk in generation:
                 prompt.prefilled.set()
-                await self._news.put(Event(index, chunk=chunk))
+                await self._events.put(Event(index, chunk=chunk))
             prompt.prefilled.set()
-            await self._news.put(Event(index, result=await generation))
+            await self._events.put(Event(index, result=await generation))
         except Exception as error:
-            await self._news.put(error)
+            await self._events.put(error)
 
     async def _begin(self, prompt: _Prompt, choice: int) -> Generation:
-        """The first choice keeps its cache, so that the others find the prompt's KV in it."""
+        """Starts a choice; the first one keeps its cache for the others to fork."""
         arguments = self._choices[choice]
         if choice == 0:
             shared = len(self._choices) > 1
-            leader = self._client.generate(prompt.tokens, keep_cache=shared, **arguments)
-            prompt.leader = leader
-            return leader
+            first = self._client.generate(prompt.tokens, keep_cache=shared, **arguments)
+            prompt.first = first
+            return first
         await prompt.prefilled.wait()
-        return self._client.generate(prompt.tokens, parent=prompt.leader, **arguments)
+        return self._client.generate(prompt.tokens, parent=prompt.first, **arguments)

@@ -1,7 +1,7 @@
-"""Compiles the CPU kernels in ``native/``; nothing but the standard library is imported.
+"""Compiles the CPU kernels in ``native/``, with the standard library alone.
 
-The same source is compiled once a level, an instruction set that processors have in common. The
-build of a wheel imports this file by its path, where there is no torch.
+The source is compiled once per level, a common set of instruction sets. The build of a wheel
+imports this file by its path, without torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 _SOURCES = Path(__file__).parent / "native"
 PREBUILT = Path(__file__).parent / "prebuilt"
-"""Where a platform wheel holds the libraries."""
+"""Folder of the libraries in a platform wheel."""
 
 _AVX2 = ("avx2", "fma", "bmi2")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
@@ -26,10 +26,9 @@ _X86 = platform.machine() in ("x86_64", "AMD64")
 LEVELS: dict[str, tuple[str, ...]] = (
     {"avx512": _AVX512, "avx2": _AVX2, "generic": ()} if _X86 else {"generic": ()}
 )
-"""Per level, fastest first, what /proc/cpuinfo must list; compilers take it with -m before it."""
+"""Instruction sets of each level, fastest first, as in /proc/cpuinfo and gcc's -m flags."""
 
-# No contraction: a product and a sum are fused only where the source says so, so that every level
-# and compiler gives the same bits.
+# No contraction: only explicit FMAs are fused, so that all levels and compilers give the same bits.
 _FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-std=gnu11", "-fopenmp")
 
 
@@ -39,7 +38,7 @@ def levels_here() -> tuple[str, ...]:
 
 
 def cpu_flags() -> frozenset[str]:
-    """Instruction sets of this processor as Linux names them; empty where it is not Linux."""
+    """Instruction sets of this processor as Linux names them; empty on other systems."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -49,7 +48,7 @@ def cpu_flags() -> frozenset[str]:
 
 
 def file_name(level: str) -> str:
-    """Name of a level's library. One of other sources or flags has another name."""
+    """File name of a level's library, with a digest of its sources and flags."""
     digest = hashlib.sha256(repr(_flags(level)).encode())
     for source in _sources():
         digest.update(source.read_bytes())
@@ -57,7 +56,7 @@ def file_name(level: str) -> str:
 
 
 def build(level: str, folder: Path) -> Path:
-    """Compile one level into ``folder`` unless it is there; the library's path.
+    """Compile one level into ``folder``, unless it exists; returns the library's path.
 
     Raises:
         OSError: There is no compiler, it failed, or the folder cannot be written.
@@ -69,7 +68,7 @@ def build(level: str, folder: Path) -> Path:
 
 
 def build_ahead(folder: Path) -> list[Path]:
-    """Compile the levels that a wheel brings, AVX-512 and AVX2; the libraries' paths.
+    """Compile the levels of a wheel, AVX-512 and AVX2; returns the libraries' paths.
 
     Raises:
         OSError: There is no compiler, it failed, or the folder cannot be written.
@@ -99,7 +98,7 @@ def _sources() -> list[Path]:
 
 
 def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
-    """Make the library at ``path``, all of it at once: other processes may be waiting for it."""
+    """Write the library to ``path`` atomically: several processes may compile it."""
     with tempfile.TemporaryDirectory(dir=path.parent) as work:
         objects = []
         for source in _sources():
@@ -107,7 +106,7 @@ def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
                 objects.append(str(Path(work, f"{source.stem}.o")))
                 _run([compiler, *flags, "-c", str(source), "-o", objects[-1]])
         made = Path(work, path.name)
-        # Linked without -fopenmp: the kernels use the OpenMP runtime that torch has loaded.
+        # Not linked with -fopenmp: the kernels use the OpenMP runtime that torch has loaded.
         _run([compiler, "-shared", *objects, "-lm", "-o", str(made)])
         os.replace(made, path)
 

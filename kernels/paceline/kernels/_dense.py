@@ -1,7 +1,7 @@
-"""Tree attention in plain PyTorch, for any device: right everywhere, fast nowhere.
+"""Tree attention in plain PyTorch, for any device.
 
-It serves devices that have no backend of their own, and is what a new backend is compared with.
-Scores are materialised: memory grows with nodes times context.
+It serves devices without a backend of their own. Scores are materialised: memory grows with nodes
+times context.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class DenseBackend:
 
 
 def _hidden(plan: TreePlan, index: int, window: int | None) -> Tensor:
-    """What each node does not see, bool ``[nodes, stop]``; worked out once per plan."""
+    """Mask of hidden keys per node, bool ``[nodes, stop]``; computed once per plan."""
     key = ("dense", index, window)
     if key not in plan.prepared:
         plan.prepared[key] = ~_seen(plan.segments[index], window).to(plan.device)

@@ -1,11 +1,11 @@
 """The compiled CPU kernels in ``native/``: from the wheel, or compiled at the first start.
 
-A platform wheel brings them for AVX2 and AVX-512. A source install compiles them with gcc and
-keeps them in the user's cache folder: some seconds, once a machine. They need no headers of
-Python or torch. Without either, torch operations do the same, several times slower, and bits of a
-row may depend on the batch.
+A platform wheel contains them for AVX2 and AVX-512. A source install compiles them with gcc into
+the user's cache folder, once, in some seconds; they need no headers of Python or torch. Without
+either, torch operations replace them: several times slower, and the bits of a row may depend on the
+batch.
 
-``PACELINE_CPU_LEVEL`` chooses another level than the fastest: avx512, avx2, generic, or none for
+``PACELINE_CPU_LEVEL`` selects a level instead of the fastest: avx512, avx2, generic, or none for
 torch operations.
 """
 
@@ -35,10 +35,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CpuKernels:
-    """What CPU kernels this process uses.
+    """The CPU kernels of this process.
 
     Attributes:
-        level: The instruction set they are compiled for; "none" for torch operations.
+        level: The level they are compiled for; "none" for torch operations.
         library: The loaded kernels, or None.
         origin: Where they come from, or why there are none.
     """
@@ -49,30 +49,30 @@ class CpuKernels:
 
 
 def library() -> ctypes.CDLL | None:
-    """The loaded kernels; None where torch operations take their place."""
+    """The loaded kernels; None if torch operations replace them."""
     return cpu_kernels().library
 
 
 @cache
 def cpu_kernels() -> CpuKernels:
-    """Load the kernels, compiling them first where nobody has.
+    """Load the kernels, compiled first if necessary.
 
     Raises:
-        RuntimeError: ``PACELINE_CPU_LEVEL`` names a level that this processor does not have.
+        RuntimeError: This processor does not have the level in ``PACELINE_CPU_LEVEL``.
     """
     level = _level()
     if level == "none":
         return CpuKernels("none", None, f"switched off by {VARIABLE}")
     if not _share_openmp():
         _log.warning("CPU kernels run on torch operations: torch has no GNU OpenMP runtime here")
-        return CpuKernels("none", None, "torch has no GNU OpenMP runtime that they could share")
+        return CpuKernels("none", None, "torch has no GNU OpenMP runtime to share")
     return load(level)
 
 
 def load(level: str) -> CpuKernels:
-    """Load the kernels of a level that the processor can run; torch operations if it fails."""
+    """Load the kernels of a level; falls back to torch operations if that fails."""
     ahead = _compile.PREBUILT / _compile.file_name(level)
-    with suppress(OSError):  # there is none, or it needs a newer C library than this machine has
+    with suppress(OSError):  # missing, or built for a newer C library than this machine's
         return CpuKernels(level, ctypes.CDLL(str(ahead)), "the wheel")
     try:
         made = _compile.build(level, _folder())
@@ -84,17 +84,17 @@ def load(level: str) -> CpuKernels:
 
 def _level() -> str:
     here = _compile.levels_here()
-    asked = os.environ.get(VARIABLE, "")
-    if asked and asked not in (*here, "none"):
-        raise RuntimeError(f"{VARIABLE} is {asked!r}, expected one of {', '.join(here)}, none")
-    return asked or here[0]
+    requested = os.environ.get(VARIABLE, "")
+    if requested and requested not in (*here, "none"):
+        raise RuntimeError(f"{VARIABLE} is {requested!r}, expected one of {', '.join(here)}, none")
+    return requested or here[0]
 
 
 def _share_openmp() -> bool:
-    """Make the OpenMP runtime that torch has loaded visible to the kernels; whether there is one.
+    """Export the symbols of the OpenMP runtime that torch has loaded; returns whether there is one.
 
-    The kernels are not linked to a runtime of their own: a second team of threads would fight
-    with torch's over the cores.
+    The kernels are not linked to a runtime of their own: a second team of threads would compete
+    with torch's for the cores.
     """
     torch.get_num_threads()
     try:
@@ -109,7 +109,7 @@ def _share_openmp() -> bool:
 
 
 def _folder() -> Path:
-    """A folder of this user's for the libraries; a fresh one where home is not writable."""
+    """The user's folder of libraries; a temporary one if the home folder is not writable."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(root, "paceline", "kernels")
     try:

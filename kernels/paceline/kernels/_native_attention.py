@@ -1,4 +1,4 @@
-"""CPU backend of tree attention in C; ``native/attention.c`` says what fixes its bits."""
+"""CPU backend of tree attention in C; ``native/attention.c`` defines its order of operations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.kernels.probes import Probe
 from paceline.kernels.trees import TreePlan, TreeSegment
 
 _TYPES = (torch.float32, torch.bfloat16)
-# Rows of a tile: its scores of a chunk stay in a core's cache, and keys are transposed seldom.
+# Rows of a tile: its scores of a chunk fit a core's cache, and keys are rarely transposed again.
 _TILE_ROWS = 96
 
 
@@ -55,7 +55,7 @@ _NO_PROBES_ADDRESS = ctypes.addressof(_NO_PROBES)
 
 
 class CacheTable:
-    """Where the kernels find the caches of a plan: per sequence address and strides."""
+    """Addresses and strides of a plan's caches, per sequence."""
 
     def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         self._rows = (ctypes.c_int64 * (6 * len(keys)))()
@@ -66,7 +66,7 @@ class CacheTable:
 
     @classmethod
     def of(cls, plan: TreePlan, keys: Sequence[Tensor], values: Sequence[Tensor]) -> CacheTable:
-        """The plan's table, showing the caches of one layer."""
+        """The plan's table, set to the caches of one layer."""
         table: CacheTable | None = plan.prepared.get(cls)
         if table is None:
             table = plan.prepared[cls] = cls(keys, values)
@@ -84,7 +84,7 @@ class CacheTable:
 
 
 class NativeBackend:
-    """Attention compiled for this machine; ``fallback`` does what the kernels have no code for."""
+    """Compiled attention; ``fallback`` runs shapes and types that the kernels do not support."""
 
     name = "native"
     pages = False
@@ -111,7 +111,7 @@ class NativeBackend:
         """See :func:`paceline.kernels.tree_attention`.
 
         Raises:
-            MemoryError: The scores of a tile did not fit.
+            MemoryError: The scores of a tile could not be allocated.
         """
         key = ("native", q.shape[1], q.dtype, keys[0].dtype, out.dtype, window, scale)
         prepared = plan.prepared.get(key)
@@ -139,7 +139,7 @@ class NativeBackend:
 
 
 def _probes(plan: TreePlan, probes: Sequence[Probe]) -> int:
-    """Address of the probes for the kernels, kept with the plan: a pass asks for the same often."""
+    """Address of the probes for the kernels, cached in the plan for the other layers."""
     if not probes:
         return _NO_PROBES_ADDRESS
     key = ("native probes", *map(id, probes))
@@ -168,7 +168,7 @@ def _supported(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], out:
 def _prepare(
     plan: TreePlan, q: Tensor, key: Tensor, out: Tensor, scale: float, window: int | None
 ) -> tuple[int, list[Any]]:
-    """Address of the plan for the kernels, and what must live as long."""
+    """Address of the plan for the kernels, and the objects that it points into."""
     heads, kv_heads = q.shape[1], key.shape[0]
     blocks = (_Block * len(plan.segments))()
     tiles: list[tuple[int, int, int]] = []
@@ -203,7 +203,7 @@ def _prepare(
 
 
 def _fill_tree(block: _Block, segment: TreeSegment) -> list[Any]:
-    """Give ``block`` the depths and root-first paths of a tree; returns the arrays."""
+    """Set the depths and root-first paths of a tree in ``block``; returns the arrays."""
     nodes, ancestors = np.nonzero(segment.ancestors())
     depths = np.array(segment.depths, np.int32)
     paths = ancestors.astype(np.int32)

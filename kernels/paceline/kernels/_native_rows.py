@@ -30,7 +30,7 @@ class _Turn(ctypes.Structure):
 
 
 class NativeRows:
-    """Compiled for this machine; ``fallback`` does widths that fill no whole vectors."""
+    """Compiled row kernels; ``fallback`` runs widths that are no multiple of a vector."""
 
     def __init__(self, library: ctypes.CDLL, fallback: RowKernels) -> None:
         self._fallback = fallback
@@ -99,7 +99,7 @@ class NativeRows:
 def _prepare(
     plan: TreePlan, heads: Tensor, key: Tensor, q_heads: int, norms: tuple[Norm, Norm] | None
 ) -> tuple[int, list[Any]]:
-    """Address of what the kernel must know of the plan, and what must live as long."""
+    """Address of the plan's tables for the kernel, and the objects that they point into."""
     lengths = [segment.length for segment in plan.segments]
     sequence = np.repeat(np.array([s.sequence for s in plan.segments], np.int64), lengths)
     slot = np.concatenate([np.arange(s.start, s.stop) for s in plan.segments])

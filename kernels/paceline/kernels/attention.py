@@ -1,9 +1,9 @@
-"""The one attention function of the project, and the one place where its backend is chosen.
+"""Tree attention, and the choice of its backend.
 
 Hybrid tree attention (LongSpec, section 3.3): unmasked attention over the committed prefix, masked
-attention over the block of new nodes, merged by log-sum-exp. Here the prefix is cut at fixed
-absolute multiples of ``CHUNK``, so that the arithmetic behind one row is a function of that row's
-own path alone: its result has the same bits whatever else is in the batch.
+attention over the block of new nodes, merged by log-sum-exp. Chunks of the prefix begin at absolute
+multiples of ``CHUNK``, so the operations of a row depend on its own path alone, and its bits do not
+depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from paceline.kernels.trees import TreePlan
 
 
 class AttentionBackend(Protocol):
-    """What a device must offer; see :func:`tree_attention` for the meaning of the arguments."""
+    """The attention of a kind of device; :func:`tree_attention` describes the arguments."""
 
     name: str
     pages: bool
-    """Whether it reads caches in pages; one that does not gets copies of them."""
+    """Whether it reads paged caches; if not, it gets contiguous copies."""
 
     def attend(
         self,
@@ -43,7 +43,7 @@ class AttentionBackend(Protocol):
     ) -> None:
         """Write the attention of every packed row into ``out``, its log-sum-exp into ``lse``.
 
-        Fill the probes, without any other effect; ``lse`` is given where one asks for weights.
+        Fills the probes, without an effect on the result; ``lse`` is given if one needs weights.
         """
 
 
@@ -52,7 +52,7 @@ _LOADED: dict[str, AttentionBackend] = {}
 
 
 def register_backend(device_type: str, factory: Callable[[], AttentionBackend]) -> None:
-    """Make ``factory`` serve every device of ``device_type`` ("cpu", "cuda", ...)."""
+    """Use ``factory`` for devices of ``device_type`` ("cpu", "cuda", ...)."""
     _FACTORIES[device_type] = factory
     _LOADED.pop(device_type, None)
 
@@ -118,12 +118,12 @@ def tree_attention(
         scale: Factor on the scores, usually ``D ** -0.5``.
         window: Sliding window in tokens, or None.
         return_lse: Also return the log-sum-exp of the scaled scores.
-        out: Where to write, ``[M, Hq, D]`` of any float dtype; made in ``q.dtype`` if None.
-        probes: Rows whose scores or weights are to be noted.
+        out: Output, ``[M, Hq, D]`` of any float dtype; allocated in ``q.dtype`` if None.
+        probes: Rows whose scores or weights are recorded.
 
     Returns:
-        The attention, ``[M, Hq, D]``; with ``return_lse`` also float32 ``[M, Hq]``. Every row sees
-        at least itself.
+        The attention, ``[M, Hq, D]``; with ``return_lse`` also float32 ``[M, Hq]``. Every row
+        attends at least to itself.
 
     Raises:
         ValueError: Shapes that do not fit together, or a window below 1.
@@ -135,8 +135,8 @@ def tree_attention(
         plan.prepared[checked] = True
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    wants_lse = return_lse or any(probe.weights for probe in probes)
-    lse = q.new_empty(q.shape[:2], dtype=torch.float32) if wants_lse else None
+    needs_lse = return_lse or any(probe.weights for probe in probes)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32) if needs_lse else None
     backend = backend_for(q.device)
     if not backend.pages and any(isinstance(each, PagedPlane) for each in (*keys, *values)):
         keys, values = as_tensors(keys, plan), as_tensors(values, plan)
@@ -196,7 +196,7 @@ def _cuda() -> AttentionBackend:
 
 
 def cuda_backend(name: str) -> AttentionBackend:
-    """A backend for NVIDIA GPUs by its name; one whose package is missing gives way to the next.
+    """A backend for NVIDIA GPUs by its name, or the next one if its package is missing.
 
     Args:
         name: flash_attn, triton or dense.

@@ -1,4 +1,4 @@
-"""Which attention backend a GPU uses: what was measured on it, unless the environment says."""
+"""Choice of the attention backend of a GPU, from the environment or a measurement."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ VARIABLE = "PACELINE_ATTENTION"
 
 
 def preferred_backend(device_name: str) -> str:
-    """The backend of a kind of GPU: ``PACELINE_ATTENTION``, what was measured, or triton.
+    """The backend of a kind of GPU: ``PACELINE_ATTENTION``, else the fastest measured, else triton.
 
     Args:
-        device_name: As PyTorch names it.
+        device_name: PyTorch's name of the GPU.
 
     Raises:
-        RuntimeError: The environment names a backend that there is not.
+        RuntimeError: ``PACELINE_ATTENTION`` is not the name of a backend.
     """
-    asked = os.environ.get(VARIABLE, "")
-    if asked and asked not in BACKENDS:
-        raise RuntimeError(f"{VARIABLE} is {asked!r}, expected one of {', '.join(BACKENDS)}")
+    requested = os.environ.get(VARIABLE, "")
+    if requested and requested not in BACKENDS:
+        raise RuntimeError(f"{VARIABLE} is {requested!r}, expected one of {', '.join(BACKENDS)}")
     measured = _measured().get(device_name, "")
-    return asked or (measured if measured in BACKENDS else BACKENDS[0])
+    return requested or (measured if measured in BACKENDS else BACKENDS[0])
 
 
 def remember_backend(device_name: str, backend: str) -> Path:
-    """Note the fastest backend of a kind of GPU for all later starts; returns the file."""
+    """Store the fastest backend of a kind of GPU for later starts; returns the file."""
     path = _file()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(_measured() | {device_name: backend}, indent=1) + "\n")

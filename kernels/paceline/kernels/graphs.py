@@ -1,8 +1,7 @@
-"""Plans whose tables lie at fixed addresses, so that a captured forward pass can be replayed.
+"""Plans with tables at fixed addresses, so that a captured forward pass can be replayed.
 
-A CUDA graph repeats kernels with the grids and addresses of its capture. Here these are sized for
-the worst batch of a shape, and what a real batch leaves empty costs next to nothing: a work item
-without keys ends at once.
+A CUDA graph replays kernels with the grids and addresses of its capture. Here these are sized for
+the largest batch of a shape. Unused work items have no keys and end at once.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class GraphPlan:
 
     Attributes:
         rows: Packed rows, padding included.
-        plan: What to hand to the decoder. It has no segments: kernels read its tables.
+        plan: The plan for the decoder. It has no segments: kernels read its tables.
         tokens: Token of each row, int64 ``[rows]``; 0 in padding.
     """
 
@@ -48,14 +47,14 @@ class GraphPlan:
         *,
         notes: bool = False,
     ) -> None:
-        """Lay out the tables.
+        """Allocate the tables.
 
         Args:
             rows: Packed rows.
             keys: Key pool ``[pages, Hkv, page_size, D]``, for its device.
-            tilings: How each kind of layer is cut; see :func:`tilings_for`.
-            longest: Largest position there can be.
-            notes: Whether layers are to note scores.
+            tilings: Tiling of each kind of layer; see :func:`tilings_for`.
+            longest: Largest possible position.
+            notes: Whether layers record scores.
         """
         self.rows = rows
         self._tilings = tilings
@@ -77,22 +76,22 @@ class GraphPlan:
             part.numpy()[: int(np.prod(shape))].reshape(shape)
             for part, shape in zip(self._host.split(sizes), shapes, strict=True)
         ]
-        there = [
+        on_device = [
             part[: int(np.prod(shape))].view(shape)
             for part, shape in zip(self._device.split(sizes), shapes, strict=True)
         ]
-        self.tokens, positions = there[0].view(torch.int64)[..., 0]
+        self.tokens, positions = on_device[0].view(torch.int64)[..., 0]
         work = {
-            tiling: WorkTables(*there[4 + 3 * index : 7 + 3 * index])
+            tiling: WorkTables(*on_device[4 + 3 * index : 7 + 3 * index])
             for index, tiling in enumerate(tilings)
         }
-        static = StaticTables(RowTables(*there[1:4]), work)
+        static = StaticTables(RowTables(*on_device[1:4]), work)
         self.plan = TreePlan((), (0, rows), positions, longest, keys.device, {STATIC: static})
         self._notes: NDArray[np.int64] | None = None
         self._base = torch.zeros(4, device=keys.device)
         if notes:
             self._notes = self._sections.pop().view(np.int64)[..., 0]
-            table = there[-1].view(torch.int64)[..., 0]
+            table = on_device[-1].view(torch.int64)[..., 0]
             self.plan.prepared[PLANNED] = PlannedNotes(table, self._base)
         self.fill([], [], [])
 
@@ -103,16 +102,16 @@ class GraphPlan:
         table_rows: Sequence[int],
         noted: Sequence[NotedBlock] = (),
     ) -> None:
-        """Put in another batch; nothing at all is a batch too.
+        """Write another batch, possibly empty, to the tables.
 
         Args:
             tokens: Packed tokens, at most ``rows``.
             segments: Their blocks.
             table_rows: Row of the page tables of each sequence.
-            noted: Blocks whose scores are noted.
+            noted: Blocks whose scores are recorded.
         """
         if self._sent is not None:
-            self._sent.synchronize()  # the copy before may still be reading what changes now
+            self._sent.synchronize()  # the last copy may still read the host tables
         both, rows, blocks, masks, *work = self._sections
         rows[:, 0] = -1
         for items in work[::3]:
@@ -133,10 +132,10 @@ class GraphPlan:
         if self._notes is not None:
             self._notes[..., 0] = NONE
             for each in noted:
-                layers, rooms, heads, _ = each.room.stride()
-                first = (each.room.data_ptr() - self._base.data_ptr()) // 4
+                layers, nodes, heads, _ = each.out.stride()
+                first = (each.out.data_ptr() - self._base.data_ptr()) // 4
                 for index, node in enumerate(each.nodes):
-                    self._notes[each.block, index] = (node, first + index * rooms, heads, layers)
+                    self._notes[each.block, index] = (node, first + index * nodes, heads, layers)
         self._device.copy_(self._host, non_blocking=True)
         if self._sent is not None:
             self._sent.record()
@@ -158,7 +157,7 @@ class StaticTables(Tables):
 def tilings_for(
     widest: int, group: int, keys: Tensor, windows: Sequence[int | None]
 ) -> tuple[Tiling, ...]:
-    """How each kind of layer is cut.
+    """The tiling of each kind of layer.
 
     Args:
         widest: Nodes of the largest block.

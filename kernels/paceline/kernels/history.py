@@ -1,4 +1,4 @@
-"""Tokens that penalties look at, cheap to step along the paths of a tree."""
+"""Token history for penalties, updated in constant time along the paths of a tree."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class History:
             self.push(token)
 
     def __len__(self) -> int:
-        """Prompt and output length together: the absolute position of the next token."""
+        """Length of prompt and output: the absolute position of the next token."""
         return self._prompt_length + len(self._output)
 
     @property
@@ -36,12 +36,12 @@ class History:
 
     @property
     def output(self) -> Sequence[int]:
-        """Output tokens, oldest first; a live view, not to be changed."""
+        """Output tokens, oldest first; a live view that must not be changed."""
         return self._output
 
     @property
     def counts(self) -> dict[int, int]:
-        """How often each output token occurred; a live view, not to be changed."""
+        """Count of each output token; a live view that must not be changed."""
         return self._counts
 
     def push(self, token: int) -> None:
@@ -50,7 +50,7 @@ class History:
         self._counts[token] = self._counts.get(token, 0) + 1
 
     def pop(self) -> int:
-        """Take back the newest output token.
+        """Remove the newest output token and return it.
 
         Raises:
             IndexError: There is no output token.

@@ -1,14 +1,14 @@
-"""Gumbel noise that is a pure function of (seed, position, token id).
+"""Gumbel noise as a pure function of (seed, position, token id).
 
-Exact layout, so that any other implementation gives the same bits:
+The exact layout, with which any implementation gives the same bits:
 
 - Generator: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 - Key: ``(seed & 0xFFFFFFFF, seed >> 32)``, seed an unsigned 64-bit integer.
 - Counter: ``(t & 0xFFFFFFFF, t >> 32, v >> 1, 0)`` for absolute position t and token id v.
 - The four output words w0..w3 serve two ids: an even v takes the pair ``(w0, w1)``, an odd v
   ``(w2, w3)``. With the pair ``(a, b)``: ``k = (a << 20) | (b >> 12)``, 52 bits.
-- ``u = (k + 0.5) * 2**-52``, exact in float64 and strictly between 0 and 1, so that neither
-  logarithm is ever infinite and the tail near 1 is kept (largest g: 36.7).
+- ``u = (k + 0.5) * 2**-52``, exact in float64 and strictly between 0 and 1, so that both logarithms
+  are finite and the tail near 1 is kept (largest g: 36.7).
 - ``g = float32(-log(-log(u)))``, both logarithms in float64.
 """
 
@@ -30,7 +30,7 @@ _WEYL_STEPS = np.arange(_ROUNDS, dtype=np.uint64)[:, None, None] * np.array(
 )
 _LOW = np.uint64(0xFFFFFFFF)
 _HIGH_SHIFT = np.uint64(32)
-_BLOCK = 8192  # ids per pass: the working arrays stay in the first two cache levels
+_BLOCK = 8192  # ids per pass: the working arrays fit the L2 cache
 
 _U64 = NDArray[np.uint64]
 
@@ -54,7 +54,7 @@ def philox(counter: NDArray[np.uint32], key: tuple[int, int]) -> NDArray[np.uint
 def philox_words(
     counter: tuple[int, int, int, int], key: tuple[int, int]
 ) -> tuple[int, int, int, int]:
-    """:func:`philox` of one counter, in a hundredth of the time that arrays need for one."""
+    """:func:`philox` of one counter in Python integers, much faster than with arrays."""
     a, b, c, d = counter
     for round_ in range(_ROUNDS):
         low, high = 0xD2511F53 * a, 0xCD9E8D57 * c
@@ -131,7 +131,7 @@ def _mantissas(seed: int, position: int, ids: NDArray[np.int64]) -> _U64:
 
 
 def _slow_mantissas(seed: int, position: int, ids: NDArray[np.int64]) -> _U64:
-    """The same without a compiler."""
+    """The same in numpy, without compiled kernels."""
     even = np.empty((2, ids.size), dtype=np.uint64)
     even[0] = position & 0xFFFFFFFF
     even[1] = ids >> 1
@@ -146,10 +146,10 @@ def _slow_mantissas(seed: int, position: int, ids: NDArray[np.int64]) -> _U64:
 
 
 def _rounds(even: _U64, odd: _U64, key: tuple[int, int]) -> tuple[_U64, _U64]:
-    """Ten rounds on words (0, 2) in ``even`` and (1, 3) in ``odd``; eats both arrays.
+    """Ten rounds on words (0, 2) in ``even`` and (1, 3) in ``odd``; overwrites both arrays.
 
-    Both multiplications of a round run as one array operation; the swap of the two halves that a
-    round ends with is made by handing the rows on in reverse.
+    Both multiplications of a round are one array operation; reversing the rows swaps the two halves
+    at the end of a round.
     """
     product = np.empty_like(even)
     words = np.array([[[key[0]], [key[1]]]], dtype=np.uint64) + _WEYL_STEPS

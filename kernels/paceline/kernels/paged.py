@@ -1,4 +1,4 @@
-"""Keys or values in pages of a pool that many sequences share."""
+"""Paged keys and values in a pool that many sequences share."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from paceline.kernels.trees import TreePlan
 
 @dataclass(frozen=True)
 class PagedPlane:
-    """Keys or values of one layer of one sequence, found through a page table.
+    """Keys or values of one layer of one sequence, addressed through a page table.
 
-    Slot s lies in page ``tables[row, s // page_size]`` of the pool, at ``s % page_size``. With a
-    page size of 1 the table lists any slots of the pool, one by one: sparse attention.
+    Slot s is in page ``tables[row, s // page_size]`` of the pool, at ``s % page_size``. With a page
+    size of 1 the table lists single slots of the pool: sparse attention.
 
     Attributes:
         pool: ``[pages, Hkv, page_size, D]``, any strides with a dense last dimension.
         tables: Page tables of all sequences, int32 ``[rows, n]``, dense, on the pool's device.
-        row: Which of them is this sequence's.
-        capacity: Slots that have pages. Unit: tokens.
+        row: The table of this sequence.
+        capacity: Slots with pages. Unit: tokens.
     """
 
     pool: Tensor
@@ -32,12 +32,12 @@ class PagedPlane:
 
     @property
     def page_size(self) -> int:
-        """Slots a page."""
+        """Slots per page."""
         return self.pool.shape[2]
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """``(Hkv, capacity, D)``, as a contiguous cache would have it."""
+        """``(Hkv, capacity, D)``, the shape of a contiguous cache."""
         return self.pool.shape[1], self.capacity, self.pool.shape[3]
 
     def gather(self, slots: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ Plane = Tensor | PagedPlane
 
 
 def span(plane: Plane, start: int, stop: int) -> Tensor:
-    """Slots from ``start`` to ``stop``, ``[Hkv, n, D]``: a view, or a copy of what is in pages."""
+    """Slots from ``start`` to ``stop``, ``[Hkv, n, D]``: a view, or a copy of paged ones."""
     if isinstance(plane, PagedPlane):
         return plane.gather(torch.arange(start, stop, device=plane.pool.device))
     return plane[:, start:stop]
@@ -80,7 +80,7 @@ def write(plane: Plane, start: int, rows: Tensor) -> None:
 
 
 def as_tensors(planes: Sequence[Plane], plan: TreePlan) -> list[Tensor]:
-    """The same as tensors, as far as the plan looks at them."""
+    """Contiguous copies of paged planes, up to the last slot that the plan attends to."""
     stops = [0] * len(planes)
     for segment in plan.segments:
         stops[segment.sequence] = max(stops[segment.sequence], segment.stop)

@@ -1,8 +1,8 @@
-"""What rows of an attention call look at, noted while it runs.
+"""Attention scores of single rows, recorded during an attention call.
 
-SpecAttn (section 3.3, Collect-2-Query): the scores that verification computes anyway say which
-positions matter to the tokens that come next. Noting them for few rows costs next to nothing, and
-changes no bit of the attention's own result.
+SpecAttn (section 3.3, Collect-2-Query) selects positions for a drafter by the attention scores that
+verification computes anyway. Recording them for few rows is cheap and does not change the bits of
+the attention.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from paceline.kernels.trees import TreePlan
 
 @dataclass(frozen=True)
 class Probe:
-    """Asks what one row of a segment looks at in the committed prefix.
+    """Request to record the scores of one row over the committed prefix.
 
     Attributes:
         segment: Index of the segment in the plan.
-        node: The row, counted inside the segment.
+        node: Index of the row in the segment.
         out: float32 ``[Hkv, n]`` with a dense last dimension and n at least the segment's start;
             for each prefix position, the sum over the query heads that share a kv head.
-        weights: Whether softmax weights are wanted; else the scaled scores before the softmax,
-            -inf where a window hides the position.
+        weights: Whether to record softmax weights; else the scaled scores before the softmax,
+            -inf for positions outside of a window.
     """
 
     segment: int
@@ -37,36 +37,36 @@ class Probe:
 
 
 MOST_NOTED = 2
-"""Rows of one block whose scores attention can note on its way."""
+"""Rows of one block whose scores the attention kernel can record."""
 
 
 @dataclass(frozen=True)
 class NotedBlock:
-    """Where a captured pass notes the scores of a block, of all noted layers.
+    """Output buffer of a captured pass for the scores of a block in all recorded layers.
 
     Attributes:
         block: Index of the block.
         nodes: Rows of it, at most ``MOST_NOTED``.
-        room: float32 ``[layers, nodes or more, Hkv, n]`` with a dense last dimension and n at least
-            the block's start. A row's part is as :attr:`Probe.out`.
+        out: float32 ``[layers, nodes or more, Hkv, n]`` with a dense last dimension and n at least
+            the block's start. The part of a row is as :attr:`Probe.out`.
     """
 
     block: int
     nodes: tuple[int, ...]
-    room: Tensor
+    out: Tensor
 
 
 class PlannedProbes(tuple[Probe, ...]):
-    """No probe, but leave to note what the blocks of a plan with fixed tables want of one layer.
+    """No probes: records the scores of a layer that a plan with fixed tables names.
 
     Attributes:
-        layer: Place of the layer among those that are noted.
+        layer: Index of the layer among the recorded layers.
     """
 
     layer: int
 
     def __new__(cls, layer: int) -> PlannedProbes:
-        """Make leave for a layer."""
+        """Make the probes of a layer."""
         made = super().__new__(cls)
         made.layer = layer
         return made
@@ -82,13 +82,13 @@ def note_scores(
     window: int | None,
     lse: Tensor | None,
 ) -> None:
-    """Fill the probes by products of their own, for backends that do not note scores themselves.
+    """Fill the probes by separate products, for backends that do not record scores.
 
     Args:
         q: As in :func:`paceline.kernels.tree_attention`, like the others.
         keys: Per sequence.
         plan: The packed segments.
-        probes: What to note.
+        probes: Scores to record.
         scale: Factor on the scores.
         window: Sliding window in tokens, or None.
         lse: Log-sum-exp of every row, ``[M, Hq]``; needed for weights.
@@ -104,6 +104,6 @@ def note_scores(
             scores[..., : max(0, first)] = -torch.inf
         if probe.weights:
             if lse is None:
-                raise ValueError("weights cannot be noted without the log-sum-exp of the scores")
+                raise ValueError("weights cannot be recorded without the log-sum-exp of the scores")
             scores = (scores - lse[row].view(key.shape[0], -1, 1)).exp()
         probe.out[:, : segment.start] = scores.sum(1)

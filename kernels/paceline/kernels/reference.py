@@ -1,4 +1,4 @@
-"""Slow and obvious float64 tree attention, to test the fast ones against."""
+"""Simple, slow float64 tree attention, as a reference for tests of the backends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def reference_attention(
     scale: float,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What :func:`paceline.kernels.tree_attention` should return, row by row in float64.
+    """The result of :func:`paceline.kernels.tree_attention`, computed row by row in float64.
 
     Returns:
         Attention float64 ``[M, Hq, D]`` and log-sum-exp float64 ``[M, Hq]``.

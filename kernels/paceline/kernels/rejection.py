@@ -1,14 +1,13 @@
-"""Speculative rejection sampling of chains: exact in distribution, drawn from position-keyed noise.
+"""Speculative rejection sampling of chains, with position-keyed random numbers.
 
 After Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023, section
 2.3. A token drafted from q is accepted with probability min(1, p / q); a rejected one is replaced
-by a sample of the residual norm(max(p - q, 0)). What comes out is a sample of p for every q that
+by a sample of the residual norm(max(p - q, 0)). The emitted token is a sample of p for every q that
 does not depend on the draws of its own position.
 
 The draws of absolute position t come from Philox4x32-10 as in :mod:`paceline.kernels.noise`, whose
-counters end in 0: here they are ``(t & 0xFFFFFFFF, t >> 32, purpose, 1)``, and the words (w0, w1)
-make u as there. A position's draws decide once: what is drafted behind a rejected token was never
-looked at.
+counters end in 0. Here they are ``(t & 0xFFFFFFFF, t >> 32, purpose, 1)``, and the words (w0, w1)
+make u as there. Tokens drafted after a rejected one are discarded unread: each draw is used once.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _LOW = 0xFFFFFFFF
 class Proposal:
     """A distribution q over a few tokens.
 
-    It travels as it is: whoever draws from it and whoever checks that get the same token.
+    It is sent unchanged, so that drafter and verifier draw the same token from it.
 
     Attributes:
         tokens: Different token ids, int64 ``[n]``.
@@ -46,10 +45,11 @@ class Proposal:
 
     @classmethod
     def checked(cls, tokens: Sequence[int], probabilities: Sequence[float]) -> Proposal:
-        """A distribution from elsewhere.
+        """Validate a distribution.
 
         Raises:
-            ValueError: It is none: empty, a token twice, a probability below 0, or no sum of 1.
+            ValueError: It is empty, lists a token twice, has a probability below 0, or a sum that
+                is not 1.
         """
         if not tokens or len(tokens) != len(probabilities):
             raise ValueError(
@@ -69,14 +69,14 @@ class Proposal:
 
     @classmethod
     def certain(cls, token: int) -> Proposal:
-        """All on one token."""
+        """The distribution that is certain of one token."""
         return cls(np.array([token], dtype=np.int64), np.ones(1, dtype=np.float32))
 
     @classmethod
     def likeliest(cls, scores: Tensor, count: int) -> Proposal:
-        """The ``count`` likeliest tokens of the softmax of ``scores``, ``[V]``, among themselves.
+        """The softmax of ``scores``, ``[V]``, truncated to the ``count`` most likely tokens.
 
-        Tokens at -inf are left out; at least one must not be.
+        Tokens at -inf are left out; at least one must be finite.
         """
         best = scores.topk(min(count, scores.numel()))
         kept = best.values > -torch.inf
@@ -106,16 +106,16 @@ def accept_or_resample(
     drafted: int,
     proposal: Proposal,
 ) -> int:
-    """The token at a position for which one was drafted: that one, or one of the residual.
+    """The drafted token if it is accepted, else a sample of the residual.
 
     Args:
         logits: float32 or bf16 ``[V]`` on the CPU, of the token before ``position``.
         params: Sampling parameters; the temperature is above 0.
         position: Absolute position of the token.
         history: Tokens before ``position``.
-        drafted: The drafted token: ``proposal.draw(params.seed, position)``, or for a proposal that
-            is certain of it any token at all.
-        proposal: What it was drawn from.
+        drafted: The drafted token: ``proposal.draw(params.seed, position)``, or the token that the
+            proposal is certain of.
+        proposal: The distribution it was drawn from.
     """
     p = filter_logits(logits, params, history).double().softmax(0).numpy()
     q = np.zeros_like(p)
@@ -124,7 +124,7 @@ def accept_or_resample(
     if _uniform(params.seed, position, _ACCEPT) * q[drafted] < p[drafted]:
         return drafted
     residual = np.maximum(p - q, 0.0)
-    # Empty only where p and q are one distribution up to rounding.
+    # Empty only if p and q are equal up to rounding.
     weights = residual if residual.any() else p
     return _pick(weights, _uniform(params.seed, position, _RESIDUAL))
 
@@ -141,5 +141,5 @@ def _pick(weights: NDArray[np.float64], u: float) -> int:
     """Index drawn in proportion to weights, by inversion; never one of weight 0."""
     reached = weights.cumsum()
     index = int(np.searchsorted(reached, u * reached[-1], side="right"))
-    # Rounding may put the goal on the very end.
+    # By rounding, u times the sum may equal the sum.
     return min(index, int(np.flatnonzero(weights)[-1]))

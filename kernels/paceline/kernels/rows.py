@@ -1,7 +1,6 @@
-"""What a transformer does to each row by itself between its matrix products.
+"""Row-wise operations of a transformer: norms, rotary embedding, gated activation.
 
-Norms, rotary position, gated activation: little arithmetic in many small steps, so each is one
-call here. All arithmetic is float32 whatever the types in memory.
+Each is one call. All arithmetic is float32, for all types in memory.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Norm:
 
 
 class RowKernels(Protocol):
-    """What a device must offer. M: packed rows; tensors are dense."""
+    """The row operations of a kind of device. M: packed rows; tensors are dense."""
 
     def add_norm(self, x: Tensor, delta: Tensor | None, norm: Norm, dtype: torch.dtype) -> Tensor:
         """``x += delta`` in place, then the norm of it.
@@ -68,7 +67,7 @@ class RowKernels(Protocol):
             heads: ``[at least M, (Hq + 2 Hkv) D]``: queries, keys, values.
             norms: Of single query and key heads, before the rotation; None for none.
             table: float32 ``[positions, D]``: cosines of every angle, then sines.
-            plan: Says positions, sequences and slots of the M rows.
+            plan: Positions, sequences and slots of the M rows.
             keys: Per sequence, a layer's key cache ``[Hkv, capacity, D]``, or in pages.
             values: Per sequence, its value cache.
 
@@ -124,7 +123,7 @@ class TorchRows:
 
 
 def row_kernels(device: torch.device | str) -> RowKernels:
-    """The row kernels of a device, chosen in this one place."""
+    """The row kernels of a device."""
     kind = torch.device(device).type
     if kind == "cuda":
         with suppress(ImportError):
@@ -143,7 +142,7 @@ def row_kernels(device: torch.device | str) -> RowKernels:
 
 
 def _normalised(x: Tensor, norm: Norm) -> Tensor:
-    # Not mean(): it adds a row up in an order that depends on the number of rows.
+    # Not mean(): its order of summation depends on the number of rows.
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     scale = length.square_().mul_(1.0 / x.shape[-1]).add_(norm.eps).rsqrt_()
     scaled: Tensor = x * scale

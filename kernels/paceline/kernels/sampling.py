@@ -1,10 +1,10 @@
-"""From logits to the one token the sampling contract names.
+"""Sampling of tokens from logits.
 
-The token at absolute position t is ``argmax_v [filter(logits_t)_v + g(seed, t, v)]``: a function of
-the logits, the tokens before t, the parameters and the seed alone. Order of the filter, as widely
-used: repetition penalty (prompt and output), presence and frequency penalties (output), logit bias,
-temperature, then min_p, top_k, top_p, each on what the one before left. Every tie goes to the lower
-token id. All arithmetic is float32.
+The sampling contract: the token at absolute position t is
+``argmax_v [filter(logits_t)_v + g(seed, t, v)]``, a function of the logits, the tokens before t,
+the parameters and the seed alone. The filter applies, in this order, repetition penalty (prompt and
+output), presence and frequency penalties (output), logit bias, temperature, then min_p, top_k and
+top_p, each to the tokens that remain. Ties go to the lower token id. All arithmetic is float32.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _FIRST_TOP_P_GUESS = 256
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is sampled.
+    """Sampling parameters of a request.
 
     Attributes:
-        temperature: 0 takes the most likely token; otherwise logits are divided by it.
+        temperature: 0: the most likely token; otherwise logits are divided by it.
         top_k: Keep the k most likely tokens; 0 keeps all.
         top_p: Keep the smallest set of most likely tokens with this probability or more; 1 all.
         min_p: Keep tokens at least this fraction as likely as the most likely one; 0 all.
         repetition_penalty: Divides positive and multiplies negative logits of tokens seen in the
             prompt or the output; 1 is off.
-        presence_penalty: Taken off the logit of every token in the output; 0 is off.
-        frequency_penalty: Taken off per occurrence in the output; 0 is off.
+        presence_penalty: Subtracted from the logit of every token in the output; 0 is off.
+        frequency_penalty: Subtracted per occurrence in the output; 0 is off.
         logit_bias: Pairs (token id, value added to its logit).
         seed: Unsigned 64-bit seed of the noise.
         rejection: Drafted tokens are accepted and replaced by rejection sampling
@@ -73,7 +73,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken."""
+        """Whether the temperature is 0."""
         return self.temperature == 0
 
     @cached_property
@@ -97,7 +97,7 @@ def filter_logits(logits: Tensor, params: SamplingParams, history: History) -> T
     """Apply the whole filter.
 
     Args:
-        logits: float32 or bf16 ``[V]`` on the CPU; left as it is.
+        logits: float32 or bf16 ``[V]`` on the CPU; not modified.
         params: Sampling parameters; at temperature 0 only penalties and bias are applied.
         history: Tokens before the one to be drawn.
 
@@ -120,13 +120,13 @@ def filter_logits(logits: Tensor, params: SamplingParams, history: History) -> T
 
 
 def choose_token(logits: Tensor, params: SamplingParams, position: int, history: History) -> int:
-    """The token the sampling contract names.
+    """The token that the sampling contract determines.
 
     Args:
         logits: float32 or bf16 ``[V]`` on the CPU, of the token before ``position``.
         params: Sampling parameters.
         position: Absolute position of the token to be chosen.
-        history: Tokens before ``position``; only looked at for penalties.
+        history: Tokens before ``position``; only penalties use it.
 
     Returns:
         The token id; the lowest one on ties.
@@ -218,12 +218,12 @@ def raw_logprobs(logits: Tensor, token: int, top_n: int) -> tuple[float, list[tu
 
 
 def _largest(values: Tensor) -> int:
-    """Index of the largest of ``[n]`` values, the first on ties; torch is far slower."""
+    """Index of the largest of ``[n]`` values, the first on ties; much faster than torch."""
     return int(values.float().numpy().argmax())
 
 
 def _survivors(scaled: Tensor, params: SamplingParams) -> Tensor | None:
-    """Ids that min_p, top_k and top_p leave, int64; None if they leave all."""
+    """Ids that remain after min_p, top_k and top_p, int64; None if all do."""
     ids: Tensor | None = None
     if params.min_p > 0:
         ids = (scaled >= scaled.max() + math.log(params.min_p)).nonzero()[:, 0]
@@ -248,7 +248,7 @@ def _ranked(values: Tensor, count: int) -> Tensor:
 
 
 def _nucleus(values: Tensor, mass: float) -> Tensor:
-    """Smallest prefix of the ranking whose probability reaches ``mass``; the best always stays."""
+    """Smallest prefix of the ranking whose probability reaches ``mass``; at least one token."""
     total = values.logsumexp(0).double()
     count = min(_FIRST_TOP_P_GUESS, values.numel())
     while True:

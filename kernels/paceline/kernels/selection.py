@@ -1,4 +1,4 @@
-"""Which positions of a prefix a drafter gets to see under a KV budget."""
+"""Selection of prefix positions for a drafter under a KV budget."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from torch import Tensor
 from paceline.kernels.paged import Plane, span
 
 SINKS = 4
-"""First positions, kept whatever the budget: attention leans on them (Xiao et al., "Efficient
-Streaming Language Models with Attention Sinks"), and training with anchor offsets (LongSpec,
-section 3.2) leaves them in their places."""
+"""First positions, always selected: attention sinks (Xiao et al., "Efficient Streaming Language
+Models with Attention Sinks"), which training with anchor offsets (LongSpec, section 3.2) does not
+move."""
 
 
 SELECTION_CHUNK = 8
-"""Positions that are chosen together by the attention they get (BudgetDraft, section 3.4)."""
+"""Positions that are selected together by their attention (BudgetDraft, section 3.4)."""
 
 
 def streaming(length: int, budget: int) -> tuple[range, ...]:
     """The first ``SINKS`` positions and the newest, or all.
 
     Args:
-        length: Positions there are.
-        budget: Most positions wanted; 0 for all. At ``SINKS`` or below only the newest are kept.
+        length: Number of positions.
+        budget: Most positions to select; 0 for all. At ``SINKS`` or below only the newest ones.
 
     Returns:
-        One or two rising ranges, none of them empty; nothing if there is no position.
+        One or two rising, non-empty ranges; none if there is no position.
     """
     if length == 0:
         return ()
@@ -44,7 +44,7 @@ def best_chunks(scores: Tensor, size: int, count: int) -> Tensor:
     Args:
         scores: One a chunk, float ``[layers, chunks]``; chunk i holds positions ``i * size`` on.
         size: Positions a chunk.
-        count: Chunks wanted, at most as many as there are.
+        count: Chunks to select, at most as many as there are.
 
     Returns:
         Rising positions of each layer, int64 ``[layers, count * size]``.
@@ -54,12 +54,11 @@ def best_chunks(scores: Tensor, size: int, count: int) -> Tensor:
 
 
 def attention_weights(q: Tensor, keys: Tensor) -> Tensor:
-    """How much attention positions get from the newest of them, summed over these and heads.
+    """Attention weights that the newest positions give to all, summed over queries and heads.
 
     Args:
         q: Queries after RoPE of the last R positions, ``[R, Hq, D]``.
-        keys: Keys after RoPE, ``[Hkv, n, D]``. Those of the R come last; each sees none after its
-            own.
+        keys: Keys after RoPE, ``[Hkv, n, D]``, those of the R positions last. Attention is causal.
 
     Returns:
         float32 ``[n]``.
@@ -76,20 +75,20 @@ def attention_weights(q: Tensor, keys: Tensor) -> Tensor:
 class PageBounds:
     """Bounds on the keys of each page of positions (Tang et al., "Quest", section 3.2).
 
-    Of several layers at once: work on each alone would mostly be calls.
+    Several layers are processed at once, to save calls.
     """
 
     def __init__(self, size: int) -> None:
-        """Know no page yet; ``size`` positions make one."""
+        """Make empty bounds for pages of ``size`` positions."""
         self._size = size
         self._known = 0
         self._bounds = torch.empty(0)  # [layers, Hkv, room, 2 D], least keys beside largest ones
 
     def extend(self, keys: Sequence[Plane], length: int) -> None:
-        """Take in the whole pages among the first positions that are not known yet.
+        """Add the new whole pages among the first ``length`` positions.
 
         Args:
-            keys: Of each layer, ``[Hkv, capacity, D]``; positions taken in before have not changed.
+            keys: Of each layer, ``[Hkv, capacity, D]``; positions added before have not changed.
             length: Positions that may be read.
         """
         first, stop = self._known, length // self._size
@@ -118,7 +117,7 @@ class PageBounds:
             return torch.empty(layers, 0)
         heads = self._bounds.shape[1]
         q = q.float().view(layers, rows, heads, -1, dim)
-        # Products with the same bounds: queries can be added up before.
+        # All queries are multiplied with the same bounds, so they can be summed first.
         sides = torch.cat([q.clamp(max=0).sum((1, 3)), q.clamp(min=0).sum((1, 3))], dim=2)
         bounds = self._bounds[:, :, : self._known].flatten(0, 1)
         found = torch.bmm(bounds, sides.view(layers * heads, -1, 1))

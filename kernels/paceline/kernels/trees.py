@@ -1,9 +1,9 @@
-"""Query blocks: what one attention call is asked about.
+"""Query blocks of an attention call.
 
-A *segment* is the query block of one sequence: a chain or a tree of new tokens behind a committed
-prefix. Its keys and values are already in the sequence's cache, node i at slot ``start + i``, while
-its absolute position is ``start + depth(i)``. A *plan* gathers the segments of one forward pass and
-holds everything about them that does not depend on the layer, so that it is worked out once.
+A *segment* is the query block of one sequence: a chain or a tree of new tokens after a committed
+prefix. Its keys and values are already in the sequence's cache, node i at slot ``start + i``; its
+absolute position is ``start + depth(i)``. A *plan* holds the segments of one forward pass and
+everything about them that does not depend on the layer, computed once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_TREE_NODES = 256
 """Most nodes one segment may have."""
 
 CHUNK = 256
-"""Keys per attention chunk. Chunk borders lie at absolute multiples of this, whatever the batch."""
+"""Keys per attention chunk. Chunks begin at absolute multiples of this in every batch."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ class TreePlan:
         offsets: Row where each block starts, one longer than ``segments``.
         positions: Absolute position of every row, int64 ``[M]``, on the plan's device.
         longest: The largest of them.
-        device: Where the queries and caches live.
-        prepared: What a backend worked out for this plan, by key; private to the backend.
+        device: Device of the queries and caches.
+        prepared: Data that backends compute once per plan, by key; private to the backend.
     """
 
     segments: tuple[TreeSegment, ...]
@@ -136,12 +136,12 @@ def plan_trees(
     Args:
         segments: Query blocks, at least one. Several blocks may belong to one sequence (chunks of
             a prefill); their keys and values must all be in the cache before attention runs.
-        positions: Absolute position of every row, where slots of a cache say nothing about it; None
-            where they are positions.
+        positions: Absolute position of every row, for caches whose slots are not positions; None:
+            slots are positions.
         device: Device of the queries and caches.
 
     Returns:
-        The plan, to be used for every layer of this pass and then dropped.
+        The plan, for all layers of one pass.
 
     Raises:
         ValueError: There is no segment, or another number of positions than rows.

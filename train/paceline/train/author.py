@@ -1,8 +1,8 @@
-"""Text that a target writes, token for token what the verifier would emit, many texts at a time."""
+"""Generation of many texts at a time, token for token what a verifier would emit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,12 +14,12 @@ from paceline.kernels.history import History
 from paceline.kernels.sampling import SamplingParams, choose_token
 from paceline.kernels.trees import MAX_TREE_NODES
 
-_TOGETHER = 48  # sequences a step: linear layers pay for their weights once
+_TOGETHER = 48  # sequences a step: linear layers read their weights once for all
 
 
 @dataclass(frozen=True)
 class Task:
-    """A text to be written: token ids to go on from, how to sample, and how many tokens to add."""
+    """A text to generate: prompt, sampling parameters, and number of tokens to add."""
 
     prompt: Sequence[int]
     params: SamplingParams
@@ -35,7 +35,7 @@ class _Writing:
         self.history = History(task.prompt)
 
     def add(self, logits: Tensor) -> int:
-        """Emit the token that the sampling contract names."""
+        """Append the token that the sampling contract determines."""
         token = choose_token(logits, self.task.params, len(self.tokens), self.history)
         self.tokens.append(token)
         self.history.push(token)
@@ -47,15 +47,11 @@ class _Writing:
 
 
 def write_texts(
-    decoder: Decoder,
-    tasks: Iterable[Task],
-    stop: int | None,
-    done: Callable[[int], None] = lambda number: None,
+    decoder: Decoder, tasks: Iterable[Task], stop: int | None
 ) -> Iterator[tuple[int, list[int]]]:
-    """Yield (number of the task, the tokens added) as texts are finished, in no certain order.
+    """Yield (number of the task, the tokens added) as texts are finished, in any order.
 
-    A text ends at its count or with the token `stop`, which it then holds. `done` is called with
-    the tokens of each step.
+    A text ends at its count or with the token `stop`, which is included.
     """
     waiting = enumerate(tasks)
     active: list[_Writing] = []
@@ -66,11 +62,11 @@ def write_texts(
         while len(active) == _TOGETHER:
             yield from _finished(active, stop)
             if len(active) == _TOGETHER:
-                done(_step(decoder, active))
+                _step(decoder, active)
     while active:
         yield from _finished(active, stop)
         if active:
-            done(_step(decoder, active))
+            _step(decoder, active)
 
 
 def _finished(active: list[_Writing], stop: int | None) -> Iterator[tuple[int, list[int]]]:
@@ -82,7 +78,7 @@ def _finished(active: list[_Writing], stop: int | None) -> Iterator[tuple[int, l
 
 
 def _read_prompt(decoder: Decoder, writing: _Writing) -> Tensor:
-    """Commit the prompt; returns the logits behind it, [vocabulary]."""
+    """Prefill the prompt; returns the logits of its last token, [vocabulary]."""
     prompt, cache = writing.tokens, writing.cache
     cache.reserve(len(prompt))
     for start in range(0, len(prompt), MAX_TREE_NODES):
@@ -94,8 +90,8 @@ def _read_prompt(decoder: Decoder, writing: _Writing) -> Tensor:
     return logits
 
 
-def _step(decoder: Decoder, active: Sequence[_Writing]) -> int:
-    """Add one token to each text; returns how many that were."""
+def _step(decoder: Decoder, active: Sequence[_Writing]) -> None:
+    """Add one token to each text."""
     for writing in active:
         writing.cache.reserve(1)
     blocks = [TreeSegment(i, len(w.cache), None, 1) for i, w in enumerate(active)]
@@ -105,4 +101,3 @@ def _step(decoder: Decoder, active: Sequence[_Writing]) -> int:
     for writing, row in zip(active, logits, strict=True):
         writing.cache.commit([0])
         writing.add(row)
-    return len(active)

@@ -23,15 +23,15 @@ class Position:
 
 
 class Batches:
-    """An endless sequence of batches that can be left and taken up again at any `position`.
+    """An endless sequence of batches that can be resumed at any `position`.
 
     `stream` is every document in the given order, each after one `separator`: int64 [tokens]. A
-    batch holds places in that stream, so that whatever is known about a token (the token itself,
-    a teacher's opinion of the next one) can be looked up for it. The order of documents, and of
+    batch holds indices into that stream: tokens, or a teacher's predictions for them, are looked up
+    by it. The order of documents, and of
     the rows cut from them, is a function of (seed, epoch) alone.
 
     A share `copied` of the rows ends with a separator and a second copy of a piece of the row:
-    text that appears once gives a model no reason to learn to look back and copy.
+    text that appears once does not train a model to copy from its context.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class Batches:
         self._rows: Tensor | None = None
 
     def next(self, rows: int, length: int, documents: int | None = None) -> Tensor:
-        """The next batch, int64 [rows, length + 1]: places in `stream`.
+        """The next batch, int64 [rows, length + 1]: indices into `stream`.
 
-        The first `length` places of a row are inputs, the last `length` their targets. Rows are
+        The first `length` indices of a row are inputs, the last `length` their targets. Rows are
         drawn from the first `documents` documents, None: all. A change of `length` or `documents`
         starts a new epoch. Raises ValueError where the corpus cannot fill one batch.
         """
@@ -95,7 +95,7 @@ class Batches:
 
 
 def _end_with_copy(row: IntArray, random: np.random.Generator) -> None:
-    """Let the row of places end with a separator and a copy of an eighth to a half of it."""
+    """End the row of indices with a separator and a copy of an eighth to a half of it."""
     length = int(random.integers(len(row) // 8, (len(row) - 1) // 2 + 1))
     kept = len(row) - 1 - length
     start = int(random.integers(0, kept - length + 1))

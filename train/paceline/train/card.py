@@ -38,28 +38,15 @@ _SPLITS = {
 
 @dataclass(frozen=True)
 class Facts:
-    """What a card says about how a model was made."""
+    """How a model was made, for its card."""
 
-    parameters: int
+    model: nn.Module
     corpus: Corpus
     preset: Preset
     runs: list[dict[str, float]]
     """Steps, tokens and minutes of each run, oldest first."""
     stream: int
     """Tokens of the training text, separators included."""
-
-    @classmethod
-    def collect(
-        cls,
-        model: nn.Module,
-        corpus: Corpus,
-        preset: Preset,
-        runs: list[dict[str, float]],
-        stream: int,
-    ) -> "Facts":
-        """Gather the facts of a finished run."""
-        parameters = sum(p.numel() for p in model.parameters())
-        return cls(parameters, corpus, preset, runs, stream)
 
 
 def target_card(facts: Facts, numbers: TargetNumbers) -> str:
@@ -73,14 +60,14 @@ def target_card(facts: Facts, numbers: TargetNumbers) -> str:
         f"| {r.prompt} | {_SPLITS[r.split]} | {r.greedy:.2f} | {r.sampled:.2f} |"
         for r in numbers.repetition
     ] + [
-        f"| median of 32 random places | {_SPLITS[s]} | {value:.2f} | |"
+        f"| median of 32 random positions | {_SPLITS[s]} | {value:.2f} | |"
         for s, value in numbers.anywhere.items()
     ]
     return f"""{_header(facts)}# Paceline demo target
 
 A small Llama-type language model that writes Python source. It exists so that speculative
-decoding can be shown and measured on a laptop with no download. It knows nothing but its corpus,
-parts of which it has learnt by heart; use it for nothing else.
+decoding can be shown and measured on a laptop with no download. It was trained on its corpus alone,
+and has memorised parts of it; use it for nothing else.
 
 {_shape(facts)}
 {_data(facts, texts)}
@@ -95,13 +82,13 @@ and then a linear fall.
 | --- | --- | --- |
 {losses}
 
-The gap between the first row and the last is recitation: guesses about text from files trained on
-are much easier than guesses about anything else, so state which kind a measurement used.
+The gap between the first row and the last is memorisation: drafting text from files trained on is
+much easier than drafting other text, so state which kind a measurement used.
 Where the second number is higher, the model is worse at late positions.
 
 Share of distinct 4-grams in the {GENERATED_TOKENS} tokens that follow a prompt (1: nothing
-repeats; text caught in a loop of one line falls below 0.3). Demo prompts are chosen ones; the
-medians tell what to expect elsewhere.
+repeats; text caught in a loop of one line falls below 0.3). Demo prompts are selected; the
+medians are of random ones.
 
 | prompt | from | greedy | temperature 0.8 |
 | --- | --- | --- | --- |
@@ -114,7 +101,7 @@ def drafter_card(facts: Facts, numbers: DrafterNumbers) -> str:
     p = facts.preset
     texts = (
         f"{len(facts.corpus.train[: p.focus_files])} files of the {facts.corpus.source} and "
-        f"{p.own_texts} texts by the target itself, half of them greedy, half sampled at "
+        f"{p.own_texts} texts that the target wrote, half of them greedy, half sampled at "
         "temperature 1"
     )
     rows = [
@@ -127,8 +114,8 @@ def drafter_card(facts: Facts, numbers: DrafterNumbers) -> str:
     )
     return f"""{_header(facts)}# Paceline demo drafter LM
 
-A tiny Llama-type language model that guesses what the demo target says next (drafter method
-`lm`). Its own text is not meant to be read.
+A tiny Llama-type language model that drafts for the demo target (drafter method `lm`). Its own text
+is not meant to be read.
 
 {_shape(facts)}
 {_data(facts, texts)}
@@ -154,8 +141,9 @@ def _header(facts: Facts) -> str:
 
 def _shape(facts: Facts) -> str:
     p = facts.preset
+    parameters = sum(each.numel() for each in facts.model.parameters())
     return (
-        f"- {facts.parameters / 1e6:.1f} M parameters, bf16: width {p.width}, {p.layers} layers, "
+        f"- {parameters / 1e6:.1f} M parameters, bf16: width {p.width}, {p.layers} layers, "
         f"{p.heads} heads over {p.kv_heads} KV heads of {p.head_width}, feed-forward {p.ff}, "
         "tied embedding\n"
         f"- context {p.context} tokens, rope theta {p.rope_theta:g}\n"
@@ -181,19 +169,19 @@ def _schedule(facts: Facts) -> str:
     when = f"After {p.focus_from:.0%} of the time" if p.focus_from else "All the time"
     focus = (
         f" {when} only the first {p.focus_files} files of "
-        "`corpus.json` are read: the model writes better for knowing some text well."
+        "`corpus.json` are read: the model writes better text after many epochs of few files."
         if p.focus_from < 1
         else ""
     )
     copies = (
-        f" {p.copy_share:.0%} of the rows end with a second copy of a piece of themselves: that "
-        "teaches copying."
+        f" {p.copy_share:.0%} of the rows end with a second copy of a piece of themselves, to "
+        "train copying."
         if p.copy_share
         else ""
     )
     unlikely = (
-        f" In {p.unlikely_share:.0%} of the steps the model writes greedy text, and what repeats "
-        "itself there is made less likely (sequence-level unlikelihood, Welleck et al. 2020)."
+        f" In {p.unlikely_share:.0%} of the steps the model writes greedy text, and repetitions "
+        "in it are made less likely (sequence-level unlikelihood, Welleck et al. 2020)."
         if p.unlikely_share
         else ""
     )

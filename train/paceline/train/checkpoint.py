@@ -20,7 +20,7 @@ _RUNS = "training.json"
 
 @dataclass
 class Progress:
-    """What a run counts: steps, tokens seen, seconds of stepping, and a log of its losses."""
+    """Counters of a run: steps, tokens seen, seconds of stepping, and a log of its losses."""
 
     step: int = 0
     tokens: int = 0
@@ -40,14 +40,14 @@ class Progress:
         self.log.append({"step": self.step, "elapsed": self.elapsed, **values})
 
     def last(self, name: str) -> float | None:
-        """The newest value logged as `name`, None where there is none."""
+        """The newest value logged as `name`, None if there is none."""
         return next((row[name] for row in reversed(self.log) if name in row), None)
 
 
 def save_run(
     folder: Path, model: nn.Module, optimizer: Optimizer, batches: Batches, progress: Progress
 ) -> None:
-    """Write everything needed to go on bit for bit: weights, optimizer, data position, RNG.
+    """Write everything that a bit-exact resumption needs: weights, optimizer, data position, RNG.
 
     The file is replaced whole, so a run killed while writing keeps the checkpoint before.
     """
@@ -67,9 +67,9 @@ def save_run(
 def load_run(
     folder: Path, model: nn.Module, optimizer: Optimizer, batches: Batches
 ) -> Progress | None:
-    """Put a run back where `save_run` left it; None where `folder` holds no run.
+    """Restore what `save_run` wrote; None if `folder` holds no run.
 
-    That it is the same run is for `begin_run` to say.
+    `begin_run` has checked that it is the same run.
     """
     path = folder / _NAME
     if not path.is_file():
@@ -90,7 +90,7 @@ def earlier_runs(folder: Path) -> list[dict[str, float]]:
 
 
 def write_runs(folder: Path, runs: list[dict[str, float]]) -> None:
-    """Keep beside a model which runs made it."""
+    """Write beside a model the runs that made it."""
     (folder / _RUNS).write_text(json.dumps(runs, indent=1) + "\n")
 
 
@@ -99,8 +99,8 @@ def save_model(
 ) -> LlamaForCausalLM:
     """Write an HF model folder (bf16 safetensors, config, tokenizer); `model` becomes bf16.
 
-    Files of an older model in `folder` go. Returns the model read back from there: that is what a
-    card must measure, as buffers such as the rotary frequencies come back in fp32.
+    Files of an older model in `folder` are removed. Returns the model as read back from there, for
+    measurements: buffers such as the rotary frequencies are then fp32.
     """
     cleared(folder).mkdir(parents=True, exist_ok=True)
     model.to(torch.bfloat16)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.train.budget.preset import PRESETS as BUDGET_PRESETS
 from paceline.train.dspark.preset import PRESETS as DSPARK_PRESETS
@@ -17,11 +17,13 @@ from paceline.train.online.preset import PRESETS as ONLINE_PRESETS
 from paceline.train.preset import PRESETS
 
 if TYPE_CHECKING:
+    from paceline.train.corpus import Corpus
     from paceline.train.loop import Run
+    from paceline.train.preset import Preset
     from paceline.train.prompts import Prompt
 
 _DEMO = Path("models/demo")
-_HELDOUT_FILES = 12  # as in every preset: drafters are measured on what their target never saw
+_HELDOUT_FILES = 12  # as in every preset: drafters are measured on files that no target trained on
 _ALL_FILES = 1_000_000
 
 
@@ -62,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     budget.add_argument(
         "--budgets", type=_numbers(int), metavar="B,B,...",
-        help="KV budgets to draw from, in tokens; one alone is the single-budget ablation",
+        help="KV budgets to draw from, in tokens; a single one is the single-budget ablation",
     )  # fmt: skip
     budget.add_argument(
         "--weights", type=_numbers(float), default=(), metavar="W,W,...",
@@ -81,15 +83,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     online.add_argument(
         "--from-recordings", dest="recordings", type=Path, required=True, metavar="DIR",
-        help="folder of `paceline drafter --record`, or a file of it",
+        help="folder of `paceline drafter --record`, or one of its files",
     )  # fmt: skip
     online.add_argument(
         "--old-share", type=float, metavar="S",
-        help="of the tokens that are read: other texts than the recorded ones, against unlearning",
+        help="share of tokens from other texts than the recorded ones, against forgetting",
     )  # fmt: skip
 
 
-def main(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Run the sub-command in `args`; 0 when done, 1 on a bad argument, 130 when interrupted."""
     try:
         _COMMANDS[args.train_command](args)
@@ -103,70 +105,67 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-# torch and transformers take seconds to import: not for `--help`.
+# Trainers import torch and transformers, which takes seconds: not for `--help`.
 
 
 def _target(args: argparse.Namespace) -> None:
-    from paceline.train.corpus import load_corpus
     from paceline.train.target import train_target
 
     preset = PRESETS[args.preset]
-    run = _run(args, preset.minutes, preset.steps)
-    corpus = load_corpus(args.data, preset.files, preset.heldout_files, preset.wide)
+    corpus, run = _corpus(args, preset), _run(args, preset)
     train_target(corpus, preset, run, args.out, _prompts(args), args.start)
 
 
 def _lm(args: argparse.Namespace) -> None:
-    from paceline.train.corpus import load_corpus
     from paceline.train.lm import train_lm
 
     preset = PRESETS[args.preset]
-    run = _run(args, preset.minutes, preset.steps)
-    corpus = load_corpus(args.data, preset.files, preset.heldout_files, preset.wide)
+    corpus, run = _corpus(args, preset), _run(args, preset)
     train_lm(args.target, corpus, preset, run, args.out, _prompts(args))
 
 
 def _longspec(args: argparse.Namespace) -> None:
-    from paceline.train.corpus import load_corpus
     from paceline.train.longspec.run import train_longspec
 
     preset = LONGSPEC_PRESETS[args.preset]
-    run = _run(args, preset.minutes, preset.steps)
-    corpus = load_corpus(args.data, _ALL_FILES, _HELDOUT_FILES, wide=True)
-    preset = preset.ablated(offset=not args.no_offset, noise=not args.no_noise)
-    train_longspec(args.target, corpus, preset, run, args.out)
+    preset = replace(
+        preset,
+        offset=preset.offset and not args.no_offset,
+        noise=preset.noise and not args.no_noise,
+    )
+    train_longspec(args.target, _corpus(args), preset, _run(args, preset), args.out)
 
 
 def _dspark(args: argparse.Namespace) -> None:
-    from paceline.train.corpus import load_corpus
     from paceline.train.dspark.run import train_dspark
 
     preset = DSPARK_PRESETS[args.preset]
-    run = _run(args, preset.minutes, preset.steps)
-    corpus = load_corpus(args.data, _ALL_FILES, _HELDOUT_FILES, wide=True)
     if args.no_heads:
         preset = preset.without_heads()
-    train_dspark(args.target, corpus, preset, run, args.out)
+    train_dspark(args.target, _corpus(args), preset, _run(args, preset), args.out)
 
 
 def _budget(args: argparse.Namespace) -> None:
     from paceline.train.budget.run import train_budget
-    from paceline.train.corpus import load_corpus
 
     preset = BUDGET_PRESETS[args.preset]
     if args.weights and not args.budgets:
-        raise ValueError("--weights says how often each of --budgets is drawn: give both")
+        raise ValueError("--weights needs --budgets: it has one number for each of them")
     if args.budgets:
         preset = preset.with_budgets(args.budgets, args.weights)
     if args.sparse_weight is not None:
         preset = replace(preset, sparse_weight=args.sparse_weight)
-    run = _run(args, preset.minutes, preset.steps)
-    corpus = load_corpus(args.data, _ALL_FILES, _HELDOUT_FILES, wide=True)
-    train_budget(args.target, args.start, corpus, preset, run, args.out)
+    train_budget(
+        args.target,
+        args.start,
+        _corpus(args),
+        preset,
+        _run(args, preset),
+        args.out,
+    )
 
 
 def _online(args: argparse.Namespace) -> None:
-    from paceline.train.corpus import load_corpus
     from paceline.train.online.run import train_online
 
     preset = ONLINE_PRESETS[args.preset]
@@ -174,8 +173,7 @@ def _online(args: argparse.Namespace) -> None:
         preset = replace(preset, old_share=args.old_share)
     # Each version is a run of its own.
     args.work = args.work or _default_work() / f"online-{args.out.resolve().name}"
-    run = _run(args, preset.minutes, preset.steps)
-    corpus = load_corpus(args.data, _ALL_FILES, _HELDOUT_FILES, wide=True)
+    corpus, run = _corpus(args), _run(args, preset)
     train_online(args.target, args.start, args.recordings, corpus, preset, run, args.out)
 
 
@@ -185,7 +183,17 @@ _COMMANDS = {
 }  # fmt: skip
 
 
-def _run(args: argparse.Namespace, minutes: float, steps: int) -> Run:
+def _corpus(args: argparse.Namespace, preset: Preset | None = None) -> Corpus:
+    """The files of a preset; by default all, as the presets of drafters choose from them."""
+    from paceline.train.corpus import load_corpus
+
+    if preset is None:
+        return load_corpus(args.data, _ALL_FILES, _HELDOUT_FILES, wide=True)
+    return load_corpus(args.data, preset.files, preset.heldout_files, preset.wide)
+
+
+def _run(args: argparse.Namespace, preset: Any) -> Run:
+    """The run of the arguments; `preset` has the default `minutes` and `steps`."""
     import torch
 
     from paceline.train.loop import Run
@@ -195,8 +203,8 @@ def _run(args: argparse.Namespace, minutes: float, steps: int) -> Run:
         device = f"cuda:{os.environ['LOCAL_RANK']}"
     return Run(
         work=args.work or _default_work() / f"{args.train_command}-{args.preset}",
-        minutes=args.minutes or minutes,
-        steps=args.steps or steps,
+        minutes=args.minutes or preset.minutes,
+        steps=args.steps or preset.steps,
         device=args.device or device,
         compile=args.compile,
         accumulate=args.accumulate,
@@ -222,19 +230,19 @@ def _add_common(
     )
     parser.add_argument("--force", action="store_true", help="replace a model that is in --out")
     parser.add_argument(
-        "--work", type=Path, help="folder of checkpoints; the same run found there goes on"
+        "--work", type=Path, help="folder of checkpoints; a run that it holds is resumed"
     )
-    parser.add_argument("--device", help="cpu, cuda or cuda:N; default: cuda where there is one")
-    parser.add_argument("--compile", action="store_true", help="compile the model first")
+    parser.add_argument("--device", help="cpu, cuda or cuda:N; default: cuda if available")
+    parser.add_argument("--compile", action="store_true", help="run the model by torch.compile")
     parser.add_argument(
         "--accumulate", type=int, default=1, metavar="N",
-        help="parts in which a batch goes through the model, where memory is short",
+        help="number of parts of a batch: gradients are accumulated, to save memory",
     )  # fmt: skip
 
 
 def _add_prompts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--prompts", type=Path, default=_DEMO / "prompts", help="what the card measures on"
+        "--prompts", type=Path, default=_DEMO / "prompts", help="prompts measured for the card"
     )
 
 
@@ -248,7 +256,7 @@ _Number = TypeVar("_Number", int, float)
 
 
 def _numbers(kind: Callable[[str], _Number]) -> Callable[[str], tuple[_Number, ...]]:
-    """Parses numbers with commas."""
+    """A parser of comma-separated numbers."""
 
     def numbers(text: str) -> tuple[_Number, ...]:
         return tuple(kind(part) for part in text.split(","))

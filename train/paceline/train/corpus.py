@@ -12,7 +12,7 @@ STDLIB = "stdlib"
 _NEVER = frozenset(
     {"site-packages", "encodings", "pydoc_data", "ensurepip", "lib-dynload", "__pycache__"}
 )
-# Tests and vendored programs teach less a token than the library proper.
+# Tests and vendored programs are worse training text than the library proper.
 _WIDE_ONLY = frozenset({"test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo"})
 _SIZES = (4_000, 90_000)  # bytes
 _WIDE_SIZES = (1_000, 400_000)
@@ -62,7 +62,7 @@ def load_corpus(data: str, files: int, heldout_files: int, wide: bool = False) -
     `heldout_files` are held out, the next `files` are trained on. `wide` adds tests and long files
     to the training files; what is held out stays the same.
 
-    Raises FileNotFoundError where the folder is missing or holds too few files.
+    Raises FileNotFoundError if the folder is missing or holds too few files.
     """
     is_stdlib = data == STDLIB
     root = Path(sysconfig.get_paths()["stdlib"]) if is_stdlib else Path(data)

@@ -1,4 +1,4 @@
-"""Measurements: loss on text, agreement of two models, and whether generated text repeats."""
+"""Measurements: loss on text, agreement of two models, repetition in generated text."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,7 +21,7 @@ def next_token_loss(model: nn.Module, batch: Tensor) -> Tensor:
 def text_loss(model: nn.Module, documents: Documents, length: int = 1024) -> float:
     """Mean loss in nats per token over `documents`, read in windows of `length` tokens.
 
-    Raises ValueError where no document has two tokens.
+    Raises ValueError if no document has two tokens.
     """
     total, count = 0.0, 0
     model.eval()
@@ -35,13 +35,13 @@ def text_loss(model: nn.Module, documents: Documents, length: int = 1024) -> flo
 
 @torch.no_grad()
 def agreement(student: nn.Module, teacher: nn.Module, documents: Documents) -> tuple[float, float]:
-    """How alike two models predict the tokens of `documents`, as means over all places.
+    """How closely two models agree on the tokens of `documents`, as means over all positions.
 
-    Returns (share of places where both rank the same token first, overlap of the two
+    Returns (share of positions where both rank the same token first, overlap of the two
     distributions: 1 minus their total variation). The overlap is the chance that rejection
     sampling at temperature 1 accepts a token the student drafted.
 
-    Raises ValueError where no document has two tokens.
+    Raises ValueError if no document has two tokens.
     """
     same, overlap, count = 0.0, 0.0, 0
     for window in _windows(documents, 1024, next(student.parameters()).device):
@@ -56,30 +56,11 @@ def agreement(student: nn.Module, teacher: nn.Module, documents: Documents) -> t
 
 
 @torch.no_grad()
-def continuation(
-    model: Any, prompt: Sequence[int], tokens: int, temperature: float = 0.0
-) -> list[int]:
-    """Up to `tokens` token ids that an HF `model` writes after `prompt`; greedy at temperature 0.
-
-    Fewer come where the model ends the text.
-    """
-    ids = torch.tensor([list(prompt)], device=model.device)
-    how: dict[str, Any] = {"do_sample": False}
-    if temperature:
-        how = {"do_sample": True, "temperature": temperature, "top_k": 0}
-    out = model.eval().generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, pad_token_id=0, **how
-    )
-    written: list[int] = out[0, len(prompt) :].tolist()
-    return written
-
-
-@torch.no_grad()
 def top1_hits(model: Any, ids: Sequence[int], last: int) -> list[bool]:
     """For each of the `last` tokens of `ids`: does `model` rank it first, given those before?"""
     tokens = torch.tensor([list(ids)], device=next(model.parameters()).device)
-    guesses = model.eval()(input_ids=tokens[:, :-1], use_cache=False).logits.argmax(-1)
-    hits: list[bool] = (guesses == tokens[:, 1:])[0].tolist()
+    predicted = model.eval()(input_ids=tokens[:, :-1], use_cache=False).logits.argmax(-1)
+    hits: list[bool] = (predicted == tokens[:, 1:])[0].tolist()
     return hits[len(hits) - last :]
 
 

@@ -1,4 +1,4 @@
-"""What makes a run that run: its folder of checkpoints serves no other."""
+"""Identity of a run: its work folder is used by no other run."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def begin_run(
 ) -> None:
     """Claim `run.work` for this run, and check that the model may be written to `out`.
 
-    A trainer calls it first, before it reads anything from `run.work`. The identity of the run is
-    everything that decides its weights: method, settings, digests of the corpus and of the models
-    that it reads, and where its recordings come from. The first call writes it to `run.json`, later
-    ones compare. Where a run computes (device, processes, parts of a batch) does not count.
+    A trainer calls it before it reads anything from `run.work`. The identity of the run is
+    everything that determines its weights: method, settings, digests of the corpus and of the
+    models that it reads, and the path of its recordings. The first call writes it to `run.json`,
+    later ones compare. Device, processes and parts of a batch may differ.
 
     Args:
         run: Its folder and its budgets.
         out: Folder of the model to write.
         method: What is trained.
-        preset: Its settings; their `minutes` and `steps` give way to those of `run`.
+        preset: Its settings; `minutes` and `steps` are those of `run`.
         corpus: Its text.
         target: Folder of the model to learn from.
         start: Folder of the model to train further.
@@ -74,7 +74,7 @@ def begin_run(
 
 
 def cleared(out: Path) -> Path:
-    """`out`, without the files of a model that it holds."""
+    """Remove the files in the folder `out`, if it exists; returns `out`."""
     if out.is_dir():
         for path in out.iterdir():
             if not path.is_dir():
@@ -95,19 +95,19 @@ def _check_out(out: Path, read: list[Path], force: bool) -> None:
         )
 
 
-def _claim(work: Path, wanted: dict[str, Any]) -> None:
+def _claim(work: Path, identity: dict[str, Any]) -> None:
     path = work / _FILE
     if work.is_dir() and {found.name for found in work.iterdir()} - {_FILE}:
         if not path.is_file():
             raise ValueError(
-                f"{work} is not empty, and no {_FILE} says which run made it: give this run "
+                f"{work} is not empty and has no {_FILE} that identifies its run: give this run "
                 "another --work, or remove that folder"
             )
         found = json.loads(path.read_text())
         differing = [
-            f"  {name}: found {found.get(name)}, this run wants {wanted.get(name)}"
-            for name in {**wanted, **found}
-            if found.get(name) != wanted.get(name)
+            f"  {name}: found {found.get(name)}, this run has {identity.get(name)}"
+            for name in {**identity, **found}
+            if found.get(name) != identity.get(name)
         ]
         if differing:
             raise ValueError(
@@ -118,7 +118,7 @@ def _claim(work: Path, wanted: dict[str, Any]) -> None:
         return
     work.mkdir(mode=0o700, parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(wanted, indent=1) + "\n")
+    partial.write_text(json.dumps(identity, indent=1) + "\n")
     os.replace(partial, path)
 
 

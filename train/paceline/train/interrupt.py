@@ -1,27 +1,23 @@
 """Stopping a run between two steps instead of in the middle of one."""
 
 import signal
-from types import FrameType, TracebackType
+from types import FrameType
+from typing import Self
 
 
 class Interrupts:
-    """While entered, SIGINT and SIGTERM only set `seen`; the old handlers come back after.
+    """A context manager in which SIGINT and SIGTERM only set `seen`.
 
-    Must be entered in the main thread, as Python allows signal handlers nowhere else.
+    It must be entered in the main thread: Python allows signal handlers in no other.
     """
 
     seen = False
 
-    def __enter__(self) -> "Interrupts":
+    def __enter__(self) -> Self:
         self._before = {s: signal.signal(s, self._note) for s in (signal.SIGINT, signal.SIGTERM)}
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

@@ -1,11 +1,11 @@
-"""The training loop, the same for every model: batches in, a loss out, checkpoints between."""
+"""The training loop of every model: batches, steps, checkpoints."""
 
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from accelerate import Accelerator
@@ -17,31 +17,11 @@ from paceline.train.batches import Batches
 from paceline.train.checkpoint import Progress, load_run, save_run
 from paceline.train.interrupt import Interrupts
 from paceline.train.optim import Optimizer
-from paceline.train.schedule import Clock
+from paceline.train.schedule import Clock, Plan
 
 Loss = Callable[[nn.Module, Tensor, float], Tensor]
-"""(model, places in the stream: int64 [rows, length + 1], share of the run done, 0 to 1) -> scalar
-loss in nats per token."""
-
-
-class Plan(Protocol):
-    """What a run does when: see :class:`~paceline.train.schedule.Schedule`."""
-
-    def progress(self, step: int, elapsed: float) -> float:
-        """Share of the run done, 0 to 1, after `step` steps and `elapsed` seconds of stepping."""
-        ...
-
-    def rate(self, step: int, progress: float) -> float:
-        """Factor on the learning rates."""
-        ...
-
-    def documents(self, progress: float) -> int | None:
-        """How many documents the next batch is drawn from; None: all."""
-        ...
-
-    def shape(self, progress: float) -> tuple[int, int]:
-        """(rows, length in tokens) of the next batch."""
-        ...
+"""(model, indices into the stream: int64 [rows, length + 1], share of the run done, 0 to 1) ->
+scalar loss in nats per token."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +29,9 @@ class Run:
     """Where and how long to train.
 
     `work` holds the checkpoints, written every `every` seconds; `minutes` counts stepping only,
-    so a paused run loses nothing. `device` is "cpu" or a CUDA device; with `bf16` the forward
-    pass runs in bf16 autocast there. A batch goes through the model in `accumulate` parts, where
-    memory is short. `force` lets it replace a model that stands where its own is to be written.
+    not pauses. `device` is "cpu" or a CUDA device; with `bf16` the forward pass runs in bf16
+    autocast there. Gradients of a batch are accumulated over `accumulate` parts. `force` lets the
+    run replace a model in its output folder.
     """
 
     work: Path
@@ -77,13 +57,13 @@ def train(
 ) -> Progress:
     """Train `model` in place until the run's minutes or steps are used up.
 
-    Where `run.work` holds a checkpoint it goes on from there; a finished run returns at once.
-    `heldout` measures what goes into the log before each checkpoint, a figure named `heldout` among
-    it. On SIGTERM or Ctrl-C a checkpoint is written and KeyboardInterrupt raised.
+    Resumes from the checkpoint in `run.work`, if there is one; a finished run returns at once.
+    `heldout` returns figures that are logged before each checkpoint, one of them named `heldout`.
+    On SIGTERM or Ctrl-C a checkpoint is written and KeyboardInterrupt raised.
 
     Started by `accelerate launch` or `torchrun`, the processes share every batch: each takes its
     part of the rows, and of the `run.accumulate` parts that a batch is cut into. The first process
-    keeps the time, writes the checkpoints and measures; the others follow it.
+    keeps the time, writes the checkpoints and measures; the others do what it broadcasts.
     """
     progress = load_run(run.work, model, optimizer, batches) or Progress()
     clock = Clock(progress.elapsed)
@@ -100,10 +80,10 @@ def train(
         save_run(run.work, model, optimizer, batches, progress)
 
     def agreed(done: float, stop: bool) -> tuple[float, bool]:
-        """What the first process says: clocks and signals differ between processes."""
-        said = [done, stop]
-        broadcast_object_list(said)
-        return said[0], bool(said[1])
+        """The values of the first process: clocks and signals differ between processes."""
+        values = [done, stop]
+        broadcast_object_list(values)
+        return values[0], bool(values[1])
 
     with Interrupts() as interrupts, Bar("training", run.minutes, quiet=not first) as bar:
         while True:
@@ -116,12 +96,12 @@ def train(
             if done >= 1:
                 break
             started = time.monotonic()
-            places = batches.next(*plan.shape(done), plan.documents(done))
-            losses.append(_step(forward, loss, _own(places, accelerator), done, run, accelerator))
+            indices = batches.next(*plan.shape(done), plan.documents(done))
+            losses.append(_step(forward, loss, _own(indices, accelerator), done, run, accelerator))
             optimizer.step(plan.rate(progress.step, done))
             clock.add(time.monotonic() - started)
             progress.step += 1
-            progress.tokens += places.shape[0] * (places.shape[1] - 1)
+            progress.tokens += indices.shape[0] * (indices.shape[1] - 1)
             progress.elapsed = clock.elapsed
             if progress.step % run.log_steps == 0:
                 progress.note(loss=sum(losses) / len(losses))
@@ -135,31 +115,31 @@ def train(
     return progress
 
 
-def _own(places: Tensor, accelerator: Accelerator) -> Tensor:
-    """This process's rows of a batch; all processes must have as many."""
+def _own(indices: Tensor, accelerator: Accelerator) -> Tensor:
+    """This process's rows of a batch."""
     count = accelerator.num_processes
-    if len(places) % count:
+    if len(indices) % count:
         raise ValueError(
-            f"a batch of {len(places)} rows cannot be shared by {count} processes alike: start as "
-            "many as divide the rows of every stage"
+            f"a batch of {len(indices)} rows cannot be split evenly between {count} processes: "
+            "start a number of processes that divides the rows of every stage"
         )
-    return places[accelerator.process_index :: count]
+    return indices[accelerator.process_index :: count]
 
 
 def _step(
-    forward: nn.Module, loss: Loss, places: Tensor, done: float, run: Run, accelerator: Accelerator
+    forward: nn.Module, loss: Loss, indices: Tensor, done: float, run: Run, accelerator: Accelerator
 ) -> float:
     """Gradients of one batch, in parts of equal rows; returns its loss in nats."""
     kind = torch.device(run.device).type
     forward.train()
-    parts = places.tensor_split(min(run.accumulate, len(places)))
+    parts = indices.tensor_split(min(run.accumulate, len(indices)))
     total = 0.0
     for number, part in enumerate(parts):
         with (
             accelerator.no_sync(forward) if number + 1 < len(parts) else nullcontext(),
             torch.autocast(kind, torch.bfloat16, enabled=run.bf16),
         ):
-            value = loss(forward, part, done) * (len(part) / len(places))
+            value = loss(forward, part, done) * (len(part) / len(indices))
             accelerator.backward(value)
-        total += value.item()  # waits for the device: the time of a step is true
+        total += value.item()  # synchronizes the device, so that the step is timed as a whole
     return total

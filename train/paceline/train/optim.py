@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn, optim
 
-# Rows of these belong to tokens, most of which a batch does not hold: no matrices to Muon.
+# Embedding tables: most rows get no gradient in a batch, so Muon does not apply.
 _TABLES = ("embed", "markov_w")
 
 
@@ -12,9 +12,9 @@ class Optimizer:
     """Two optimizers that step as one, with learning rates scaled by a common factor."""
 
     def __init__(self, model: nn.Module, muon_rate: float | None, adamw_rate: float) -> None:
-        """Split `model`'s parameters: matrices that are no tables of tokens go to Muon.
+        """Split `model`'s parameters: matrices that are no embedding tables go to Muon.
 
-        `model` must be on its device by now. A `muon_rate` of None leaves all of it to AdamW.
+        `model` must be on its device. With a `muon_rate` of None all parameters go to AdamW.
         """
         trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         by_muon = {n for n, p in trained if muon_rate and _is_matrix(n, p)}

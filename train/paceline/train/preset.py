@@ -1,4 +1,4 @@
-"""The sizes and schedules that `paceline train` knows by name."""
+"""Presets of `paceline train target` and `paceline train lm`: model shapes and schedules."""
 
 from dataclasses import dataclass
 
@@ -22,20 +22,20 @@ class Preset:
     files: int
     heldout_files: int
     # Schedule. From `focus_from` on (share of the run), only the first `focus_files` are read: a
-    # small model writes better for knowing some text well than for having seen more of it once.
+    # small model writes better text after many epochs of few files than after one of many.
     minutes: float
     steps: int
     shapes: tuple[tuple[float, int, int], ...]
     """(share of the run it starts at, rows, length in tokens) of a step's batch, in order."""
     copy_share: float = 0.0
-    """Share of rows that end with a second copy of a piece of themselves: teaches copying."""
+    """Share of rows that end with a second copy of a piece of themselves: trains copying."""
     focus_files: int | None = None
     focus_from: float = 1.0
-    own_texts: int = 0  # texts by the target itself that a drafter is taught with as well
+    own_texts: int = 0  # texts that the target writes, as training text for a drafter
     unlikely_share: float = 0.0
-    """Share of steps in which the model also learns not to repeat itself in its own greedy text."""
+    """Share of steps with the unlikelihood loss on repetitions in the model's own greedy text."""
     decay_from: float = 0.5  # share of the run after which the learning rates fall linearly
-    final_rate: float = 0.03  # what is left of the learning rates at the very end
+    final_rate: float = 0.03  # share of the learning rates at the end
     muon_rate: float = 0.02
     adamw_rate: float = 3e-3
     wide: bool = False  # train on tests and long files too
@@ -55,7 +55,7 @@ class Preset:
 
 
 PRESETS: dict[str, Preset] = {
-    # 14.2 M parameters: what two CPU cores can teach to write fluent text in 80 minutes.
+    # 14.2 M parameters: writes fluent Python after 80 minutes on two CPU cores.
     "cpu": Preset(
         width=384, layers=8, heads=6, kv_heads=2, ff=1024, context=4096,
         files=120, heldout_files=12, focus_files=48, focus_from=0.4,
@@ -69,8 +69,8 @@ PRESETS: dict[str, Preset] = {
         minutes=15, steps=5000, shapes=((0, 4, 512), (0.6, 1, 4096)),
         muon_rate=0.006, adamw_rate=1e-3, decay_from=0.2,
     ),
-    # 1.1 M parameters: the drafter, distilled from the target above on the files that one knows
-    # well and on its own text.
+    # 1.1 M parameters: the drafter, distilled from the target above on the files of its last
+    # stage and on texts that it wrote.
     "lm": Preset(
         width=128, layers=3, heads=2, kv_heads=1, ff=384, context=4096,
         files=120, heldout_files=12, focus_files=48, own_texts=256,

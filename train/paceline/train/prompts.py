@@ -1,4 +1,4 @@
-"""The demo prompts, and what models write after them."""
+"""The demo prompts."""
 
 import json
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Prompt:
-    """Text to go on from; `split` is "heldout" or "trained": was its file in the training data?"""
+    """A prompt; `split` is "heldout" or "trained": whether its file was in the training data."""
 
     id: str
     split: str
@@ -18,7 +18,7 @@ class Prompt:
 def load_prompts(folder: Path) -> list[Prompt]:
     """Read every `*.jsonl` of `folder`, in name order; each line is {"id", "split", "text"}.
 
-    Raises FileNotFoundError where the folder holds no prompts, ValueError on a bad line.
+    Raises FileNotFoundError if the folder holds no prompts, ValueError on a bad line.
     """
     prompts = [prompt for path in sorted(folder.glob("*.jsonl")) for prompt in _read(path)]
     if not prompts:

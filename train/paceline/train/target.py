@@ -1,4 +1,4 @@
-"""Training of a target model from nothing: tokenizer, model, loop, card."""
+"""Training of a target model: tokenizer, model, loop, card."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,10 +37,10 @@ def train_target(
     """Train a tokenizer and a target on `corpus`; write an HF model folder with a card to `out`.
 
     The tokenizer is kept beside the checkpoints in `run.work`, so that a resumed run uses the
-    same one. `prompts` are what the card measures repetition on. With `start`, a model folder,
-    weights and tokenizer are taken from there and trained further. Returns the model, in bf16.
+    same one. The card measures repetition on `prompts`. With `start`, a model folder, training
+    begins with its weights and tokenizer. Returns the model, in bf16.
 
-    Raises OSError where `start` holds no model, RuntimeError where it is of another shape, and what
+    Raises OSError if `start` holds no model, RuntimeError if it is of another shape, and what
     `begin_run` raises.
     """
     begin_run(run, out, "target", preset, corpus, start=start)
@@ -66,8 +66,8 @@ def train_target(
 
     unlikelihood = Unlikelihood(trained, tokenizer.eos_token_id, preset.unlikely_share)
 
-    def loss(forward: nn.Module, places: Tensor, done: float) -> Tensor:
-        likelihood = next_token_loss(forward, stream[places.to(run.device)])
+    def loss(forward: nn.Module, indices: Tensor, done: float) -> Tensor:
+        likelihood = next_token_loss(forward, stream[indices.to(run.device)])
         return likelihood + unlikelihood(model, batches.position.documents)
 
     def heldout_loss(measured: nn.Module) -> dict[str, float]:
@@ -83,6 +83,6 @@ def train_target(
     focus = preset.focus_files or len(trained)
     texts = {TRAINED: trained[:focus], EARLY: trained[focus:], HELDOUT: heldout}
     measured = measure_target(model, tokenizer, texts, prompts)
-    facts = Facts.collect(model, corpus, preset, runs, len(stream))
+    facts = Facts(model, corpus, preset, runs, len(stream))
     (out / "README.md").write_text(target_card(facts, measured))
     return model

@@ -1,4 +1,4 @@
-"""What a target thinks of every next token of a corpus, computed once and kept on disk."""
+"""A target's most likely next tokens at every position of a corpus, computed once, kept on disk."""
 
 import os
 from dataclasses import dataclass
@@ -11,52 +11,55 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# A window's first tokens have seen too little text to be judged well: another window judges them.
+# The first tokens of a window have little context: their predictions come from another window.
 _WINDOW, _OVERLAP = 1024, 256
 
 
 @dataclass(frozen=True)
-class Opinions:
-    """A target's most likely next tokens at each place of a stream of tokens.
+class Teacher:
+    """A target's most likely next tokens at each index of a stream of tokens.
 
-    `ids` int16 [places, kept] and `weights` fp16 [places, kept], the latter summing to 1 at each
-    place. Row i speaks about token i + 1.
+    `ids` int16 [stream, kept] and `weights` fp16 [stream, kept], probabilities that sum to 1 at
+    each index. Row i predicts token i + 1.
     """
 
     ids: Tensor
     weights: Tensor
 
-    def loss(self, logits: Tensor, places: Tensor) -> Tensor:
+    def loss(self, logits: Tensor, indices: Tensor) -> Tensor:
         """Cross-entropy in nats of a student against the target, a scalar.
 
-        `logits` is [rows, length, vocabulary], `places` int64 [rows, length] on the CPU.
+        `logits` is [rows, length, vocabulary], `indices` int64 [rows, length] on the CPU.
         """
-        ids = self.ids[places].to(logits.device, torch.int64)
-        weights = self.weights[places].to(logits.device, torch.float32)
-        chosen = F.log_softmax(logits.float(), dim=-1).gather(-1, ids)
-        return -(weights * chosen).sum(-1).mean()
+        ids = self.ids[indices].to(logits.device, torch.int64)
+        weights = self.weights[indices].to(logits.device, torch.float32)
+        student = F.log_softmax(logits.float(), dim=-1).gather(-1, ids)
+        return -(weights * student).sum(-1).mean()
 
 
-def opinions_of(
-    target: nn.Module, stream: Tensor, separator: int, kept: int, path: Path
-) -> Opinions:
-    """Ask `target` about every place of `stream` (int64 [tokens]), or read `path` if it did.
+@torch.no_grad()
+def teacher_of(target: nn.Module, stream: Tensor, separator: int, kept: int, path: Path) -> Teacher:
+    """Compute the `kept` most likely next tokens of `stream` (int64 [tokens]), or read `path`.
 
-    The stream is asked document by document, each from its `separator` on. Raises ValueError
-    where `path` speaks about a stream of another length.
+    Each document, from its `separator` on, is a text of its own. The result is written to `path`.
+    Raises ValueError if `path` is about a stream of another length.
     """
     if path.is_file():
         tensors = load_file(path)
         if len(tensors["ids"]) != len(stream):
             raise ValueError(
-                f"{path} speaks about {len(tensors['ids'])} tokens, the corpus has {len(stream)}: "
+                f"{path} is about {len(tensors['ids'])} tokens, the corpus has {len(stream)}: "
                 "remove the file or give another --work"
             )
-        return Opinions(tensors["ids"], tensors["weights"])
+        return Teacher(tensors["ids"], tensors["weights"])
     ids = torch.zeros(len(stream), kept, dtype=torch.int16)
     weights = torch.zeros(len(stream), kept, dtype=torch.float16)
-    for start, keep, end in track(_windows(stream, separator), "asking the target"):
-        best = _ask(target, stream[start:end]).topk(kept)
+    device = next(target.parameters()).device
+    target.eval()
+    for start, keep, end in track(_windows(stream, separator), "running the target"):
+        tokens = stream[None, start:end].to(device)
+        logits = target(input_ids=tokens, use_cache=False).logits[0]
+        best = logits.float().softmax(-1).topk(kept)
         ids[keep:end] = best.indices[keep - start :].to("cpu", torch.int16)
         shares = best.values / best.values.sum(-1, keepdim=True)
         weights[keep:end] = shares[keep - start :].to("cpu", torch.float16)
@@ -64,19 +67,11 @@ def opinions_of(
     partial = path.with_suffix(".partial")
     save_file({"ids": ids, "weights": weights}, partial)
     os.replace(partial, path)
-    return Opinions(ids, weights)
-
-
-@torch.no_grad()
-def _ask(target: nn.Module, tokens: Tensor) -> Tensor:
-    """Probabilities of the next token, fp32 [tokens, vocabulary]."""
-    device = next(target.parameters()).device
-    logits = target.eval()(input_ids=tokens[None].to(device), use_cache=False).logits[0]
-    return F.softmax(logits.float(), dim=-1)
+    return Teacher(ids, weights)
 
 
 def _windows(stream: Tensor, separator: int) -> list[tuple[int, int, int]]:
-    """(start, first place to keep, end) of windows that together keep every place once."""
+    """(start, first index to keep, end) of windows that together keep every index once."""
     starts = [*(stream == separator).nonzero().flatten().tolist(), len(stream)]
     windows = []
     for begin, stop in pairwise(starts):

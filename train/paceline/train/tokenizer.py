@@ -41,7 +41,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int, context: int) -> PreT
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """Read the tokenizer of a model folder.
 
-    Raises FileNotFoundError where the folder holds no tokenizer.json.
+    Raises FileNotFoundError if the folder holds no tokenizer.json.
     """
     if not (folder / "tokenizer.json").is_file():
         raise FileNotFoundError(f"{folder} holds no tokenizer.json: give a model folder")

@@ -1,8 +1,7 @@
-"""Learning not to repeat oneself: sequence-level unlikelihood (Welleck et al. 2020, section 5.2).
+"""Sequence-level unlikelihood training against repetition (Welleck et al. 2020, section 5.2).
 
-A small model that has read its corpus a dozen times still falls into loops in its own greedy text,
-which its corpus never showed it. So it writes some, and every token that completes a repetition
-there is made less likely.
+Greedy text of a small model ends in loops that its corpus does not contain. So the model generates
+greedy text, and every token that completes a repetition in it is made less likely.
 """
 
 import numpy as np
@@ -18,8 +17,8 @@ _ROWS = 16
 
 
 class Unlikelihood:
-    """The loss of a share of the steps. Which ones, and where the prompts come from, is drawn from
-    torch's global generator, which a checkpoint keeps."""
+    """The loss of a share of the steps. Steps and prompts are drawn from torch's global generator,
+    which a checkpoint keeps."""
 
     def __init__(self, documents: Documents, separator: int, share: float) -> None:
         """`documents` are token ids without separators; `share` of the steps have the loss."""
@@ -28,15 +27,18 @@ class Unlikelihood:
         self._share = share
 
     def __call__(self, model: nn.Module, documents: int | None) -> Tensor | float:
-        """Mean over the written tokens, in nats; 0 in the steps without. `documents`: first few."""
+        """Mean over the written tokens, in nats; 0 in other steps.
+
+        Prompts are from the first `documents` documents; None: from all.
+        """
         if self._share == 0 or torch.rand(()).item() >= self._share:
             return 0.0
         draw = np.random.default_rng(int(torch.randint(1 << 31, ()).item()))
         prompts = random_prompts(self._documents[:documents], draw)[:_ROWS]
         device = next(model.parameters()).device
-        # Casting all weights anew for each token would take longer than float32 does.
+        # Autocast would cast all weights for each token, which takes longer than float32 does.
         with torch.autocast(device.type, enabled=False):
-            written = write(model, prompts, self._separator, greedy=True, length=PROMPT + _WRITTEN)
+            written = write(model, prompts, self._separator, _WRITTEN)
         model.train()
         repeated = repeats(written, PROMPT, self._separator).to(device)
         tokens = written.long().to(device)
@@ -47,17 +49,17 @@ class Unlikelihood:
 
 
 def repeats(rows: Tensor, start: int, separator: int) -> Tensor:
-    """Which tokens complete a 4-gram that stands earlier in their row, bool [rows, length].
+    """Mark tokens that complete a 4-gram that occurs earlier in their row, bool [rows, length].
 
-    Only tokens from place `start` on are marked, and none behind the first `separator` after it.
+    Only tokens from index `start` on are marked, and none after the first `separator` from there.
     """
     marked = torch.zeros(rows.shape, dtype=torch.bool)
     for row, text in enumerate(rows.tolist()):
         seen: set[tuple[int, ...]] = set()
-        for place in range(_NGRAM - 1, len(text)):
-            if place >= start and text[place] == separator:
+        for index in range(_NGRAM - 1, len(text)):
+            if index >= start and text[index] == separator:
                 break
-            gram = tuple(text[place - _NGRAM + 1 : place + 1])
-            marked[row, place] = place >= start and gram in seen
+            gram = tuple(text[index - _NGRAM + 1 : index + 1])
+            marked[row, index] = index >= start and gram in seen
             seen.add(gram)
     return marked

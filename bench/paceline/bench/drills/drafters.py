@@ -1,4 +1,4 @@
-"""Drafters that draw garbage, or take their time."""
+"""Drafters that send malformed trees, or are slow."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def _drill(method: str, what: str) -> Drill:
         half = max(1, world.scale.generations // 2)
         environment = _registered(world.work)
         async with world.services([method, "ngram"], environment=environment) as services:
-            # Two clients, so that neither learns from the other's drafter.
+            # Two loads: generations with one drafter must not be affected by the other drafter.
             async with services.load("ngram", half) as others, services.load(method, half) as load:
                 await load.more(2 * world.scale.generations)
-            others.judge(outcome)
+            others.report(outcome)
             unaffected = all(outcome.checks.values()) and others.drafted_rounds > 0
-            load.judge(outcome)
+            load.report(outcome)
             outcome.checks["others unaffected"] = unaffected
             await services.end(outcome)
         return outcome

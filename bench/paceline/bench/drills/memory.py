@@ -17,59 +17,59 @@ _MOUNT = f'mount -t tmpfs -o size={_SHM_MIB}m tmpfs /dev/shm && exec "$@"'
 
 
 async def out_of_kv(world: World) -> Outcome:
-    """A budget for three generations, and many more that want in."""
+    """A KV budget for three generations, and many more at a time."""
     verifier = world.verifier_process("--kv-bytes=14MiB")
     async with world.services(verifier=verifier) as services:
-        outcome = await _crowd(world, services)
-        # The whole context does not fit at all: told at once, and for good.
+        outcome = await _overload(world, services)
+        # The whole context can never fit: the refusal must be immediate and final.
         try:
             await services.client.generate([1], max_new_tokens=4000)
-            told = False
+            refused = False
         except CapacityError as error:
-            told = error.retry_after is None
-        outcome.checks["what never fits is refused"] = told
+            refused = error.retry_after is None
+        outcome.checks["what never fits is refused"] = refused
         await services.end(outcome)
     return outcome
 
 
 async def full_shared_memory(world: World) -> Outcome:
-    """A /dev/shm of 10 MiB for the verifier alone, and no budget that heeds it."""
-    wrapper = _own_mounts()
+    """A /dev/shm of 10 MiB for the verifier alone, and a larger KV budget."""
+    wrapper = _small_shm()
     if wrapper is None:
-        return Outcome(skipped="a mount namespace of one's own is not allowed here")
+        return Outcome(skipped="mount namespaces are not allowed here")
     verifier = world.verifier_process("--kv-bytes=1GiB", wrapper=wrapper)
     async with world.services(verifier=verifier) as services:
-        outcome = await _crowd(world, services)
+        outcome = await _overload(world, services)
         await services.end(outcome)
     return outcome
 
 
 async def outgrown(world: World) -> Outcome:
-    """The same, with texts that all need more memory before they are at their end."""
-    wrapper = _own_mounts()
+    """The same, with texts that all need more memory before they end."""
+    wrapper = _small_shm()
     if wrapper is None:
-        return Outcome(skipped="a mount namespace of one's own is not allowed here")
+        return Outcome(skipped="mount namespaces are not allowed here")
     length = BLOCK_TOKENS - world.scale.tokens // 2
     texts = await world.write([(prompt * length)[:length] for prompt in world.prompts])
     verifier = world.verifier_process("--kv-bytes=1GiB", wrapper=wrapper)
     async with world.services(verifier=verifier) as services:
-        outcome = await _crowd(world, services, texts)
+        outcome = await _overload(world, services, texts)
         await services.end(outcome)
     return outcome
 
 
-async def _crowd(world: World, services: Services, texts: list[Text] | None = None) -> Outcome:
+async def _overload(world: World, services: Services, texts: list[Text] | None = None) -> Outcome:
     outcome = Outcome()
     async with services.load(texts=texts) as load:
         await load.more(2 * world.scale.generations)
-    load.judge(outcome)
-    # Only a load that met the limit shows anything.
+    load.report(outcome)
+    # A load that never met the limit proves nothing.
     outcome.checks["it was full"] = load.fallbacks["verifier_full"] > 0
     return outcome
 
 
-def _own_mounts() -> list[str] | None:
-    """A command that runs another with a small /dev/shm of its own; None if that is not allowed."""
+def _small_shm() -> list[str] | None:
+    """A command that gives another one a small /dev/shm of its own; None if that is not allowed."""
     if shutil.which("unshare") is None:
         return None
     user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]

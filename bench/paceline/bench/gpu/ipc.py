@@ -15,7 +15,8 @@ SIZE = 64 << 20
 
 def share() -> None:
     """A process that owns memory: tells how to map it, then does as it is told."""
-    from paceline.cudaipc import ExportedMemory, cuda_driver
+    from paceline.kv.cuda_driver import cuda_driver
+    from paceline.kv.cuda_memory import ExportedMemory
 
     owned = ExportedMemory(cuda_driver(), 0, SIZE)
     owned.bytes.copy_(torch.arange(SIZE, device="cuda") % 251)
@@ -33,7 +34,8 @@ def share() -> None:
 
 def read(uuid: str, handle: str) -> None:
     """A process that maps it and tells what it reads, as often as it is asked."""
-    from paceline.cudaipc import MappedMemory, cuda_driver
+    from paceline.kv.cuda_driver import cuda_driver
+    from paceline.kv.cuda_memory import MappedMemory
 
     torch.zeros(1, device="cuda")
     mapped = MappedMemory(cuda_driver(), 0, bytes.fromhex(uuid), bytes.fromhex(handle), 0, SIZE)
@@ -78,7 +80,7 @@ def main() -> None:
     if device.type == "cpu":
         report("skipped", "there is no CUDA IPC on a CPU")
         finish()
-    from paceline.cudaipc import cuda_driver
+    from paceline.kv.cuda_driver import cuda_driver
 
     report("devices", cuda_driver().devices())
     torch.zeros(1, device=device)

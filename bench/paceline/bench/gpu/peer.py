@@ -56,7 +56,7 @@ def main() -> None:
     if why is not None:
         report("skipped", why)
         finish()
-    from paceline.cudaipc import cuda_driver
+    from paceline.kv.cuda_driver import cuda_driver
 
     reaches = cuda_driver().reach(1, 0)
     report("peer_access", reaches)

@@ -86,7 +86,7 @@ class Pair:
         loads: Sequence[str],
         drafter_environment: Mapping[str, str] | None = None,
     ) -> None:
-        from paceline.cli.processes import ServiceProcess
+        from paceline.harness import ServiceProcess
 
         self.verifier = ServiceProcess(
             "verifier",

@@ -69,7 +69,7 @@ async def _kill(pair: Pair, victim: str, job: Job, right: list[int]) -> None:
             tokens += chunk.token_ids
             if restart is None and len(tokens) > 20:
                 process.kill()
-                restart = asyncio.create_task(asyncio.to_thread(process.restart_same_address))
+                restart = asyncio.create_task(asyncio.to_thread(process.start))
         assert restart is not None
         await restart
     at = first_difference(tokens, right)

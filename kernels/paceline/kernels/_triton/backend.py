@@ -24,8 +24,8 @@ class TritonBackend:
     """Split-KV attention over contiguous or paged caches, in two kernels.
 
     Keys and values are of one type, float16, bfloat16 or float32; queries are rounded to it. The
-    same call gives the same bits, but a row's bits depend on what it is packed with: chunks are cut
-    so that they fill the device.
+    same call gives the same bits, but a row's bits depend on the batch: chunks are sized to fill
+    the device.
     """
 
     name = "triton"
@@ -69,7 +69,7 @@ def attend(
     out: Tensor,
     lse: Tensor | None,
 ) -> None:
-    """Run both kernels. All tensors are dense, but for the caches.
+    """Run both kernels. All tensors but the caches are dense.
 
     Args:
         q: ``[M, Hq, D]``.
@@ -77,7 +77,7 @@ def attend(
         rows: Packed rows, as many as ``q`` has or fewer.
         work: Work items.
         tiling: Their sizes.
-        noted: Rows whose scores are noted.
+        noted: Rows whose scores are recorded.
         scale: Factor on the scores.
         out: ``[M, Hq, D]``.
         lse: float32 ``[M, Hq]`` or None.
@@ -88,7 +88,7 @@ def attend(
     part_lse = q.new_empty((items, kv_heads, tiling.rows), dtype=torch.float32)
     attend_items[(items, kv_heads)](
         q, caches.keys, caches.values, part, part_lse, work.items, rows.blocks, rows.rows,
-        rows.masks, caches.tables, caches.places, noted.table, noted.base, noted.layer,
+        rows.masks, caches.tables, caches.origins, noted.table, noted.base, noted.layer,
         scale * LOG2E, *caches.strides, caches.tables.stride(0),
         **shape, ALIGN=caches.align, **options,
     )  # fmt: skip
@@ -102,21 +102,21 @@ def attend(
 def attend_shape(
     tiling: Tiling, dim: int, page_size: int, probes: int
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """What the first kernel is compiled for, and how.
+    """Constants and launch options of the first kernel.
 
     Args:
         tiling: Sizes of tiles.
         dim: Elements a head.
         page_size: Slots a page; 0: contiguous caches.
-        probes: Rows of a block whose scores are noted.
+        probes: Rows of a block whose scores are recorded.
     """
     wide = max(16, triton.next_power_of_2(dim))
     shape = {
         "GROUP": tiling.group, "DIM": dim, "WIDE": wide, "BLOCK_M": tiling.rows,
         "USED": tiling.used, "BLOCK_N": tiling.keys, "PAGE": page_size, "WINDOW": tiling.window,
         "WORDS": MASK_WORDS, "PROBES": probes,
-        # Page numbers take two. Sums of noted scores need room beside the third tile of keys, or
-        # two programs would not fit on a multiprocessor.
+        # Loads of page numbers need two stages. With recorded scores, one stage less leaves shared
+        # memory for two programs on a multiprocessor.
         "STAGES": (5 - bool(probes)) if page_size else 3,
     }  # fmt: skip
     return shape, {"num_warps": 8 if tiling.rows * wide > 64 * 128 else 4}

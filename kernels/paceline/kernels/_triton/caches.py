@@ -1,4 +1,4 @@
-"""Where keys and values lie, in the form that kernels read."""
+"""Addresses and strides of keys and values, in the form that kernels read."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class Caches:
     """Keys and values of one layer for every sequence of a plan.
 
     Attributes:
-        keys: A tensor whose address all key offsets count from.
+        keys: The tensor that all key offsets are relative to.
         values: Likewise.
         kv_heads: Key/value heads.
         dim: Elements a head.
         page_size: Slots a page; 0: every sequence is contiguous.
         strides: Of keys, then of values: between pages, heads, slots; zeros where contiguous.
-        tables: Page tables, int32 ``[rows, n]``; of no meaning where contiguous.
-        align: All origins and strides in ``places`` are multiples of it. Unit: elements.
-        places: Per sequence and kind its origin, head stride and slot stride, int64 ``[n, 2, 3]``;
-            of no meaning in pages. Unit: elements.
-        sequences: What stands for each sequence: the row of its page table, or its number.
+        tables: Page tables, int32 ``[rows, n]``; unused for contiguous caches.
+        align: All origins and strides in ``origins`` are multiples of it. Unit: elements.
+        origins: Origin, head stride and slot stride per sequence of keys and values, int64
+            ``[n, 2, 3]``; unused for paged caches. Unit: elements.
+        sequences: Row of the page tables of each sequence, or its number.
     """
 
     keys: Tensor
@@ -41,7 +41,7 @@ class Caches:
     strides: tuple[int, ...]
     tables: Tensor
     align: int
-    places: Tensor
+    origins: Tensor
     sequences: tuple[int, ...]
 
     @classmethod
@@ -67,13 +67,13 @@ class Caches:
             raise ValueError("all caches of one call must lie in one pool, or none in any")
         key_pool, value_pool = first_key.pool, first_value.pool
         _check_dtypes({key_pool.dtype, value_pool.dtype})
-        if "no places" not in plan.prepared:
+        if "no origins" not in plan.prepared:
             none = torch.zeros(2, 3, dtype=torch.int64, device=key_pool.device)
-            plan.prepared["no places"] = none
+            plan.prepared["no origins"] = none
         return cls(
             key_pool, value_pool, key_pool.shape[1], key_pool.shape[3], key_pool.shape[2],
             (*key_pool.stride()[:3], *value_pool.stride()[:3]),
-            first_key.tables, 1, plan.prepared["no places"], rows,
+            first_key.tables, 1, plan.prepared["no origins"], rows,
         )  # fmt: skip
 
 
@@ -85,19 +85,19 @@ def _contiguous(keys: Sequence[Tensor], values: Sequence[Tensor], plan: TreePlan
         for pair in zip(keys, values, strict=True)
         for each, base in zip(pair, bases, strict=True)
     )
-    if where not in plan.prepared:  # the row kernels ask too, with the same caches
-        places = torch.tensor(where, dtype=torch.int64).to(keys[0].device)
-        plan.prepared[where] = places, places.new_zeros(4, dtype=torch.int32)
-    places, tables = plan.prepared[where]
-    aligned = not any(number % _ALIGN for place in where for number in place)
+    if where not in plan.prepared:  # shared with the row kernels
+        origins = torch.tensor(where, dtype=torch.int64).to(keys[0].device)
+        plan.prepared[where] = origins, origins.new_zeros(4, dtype=torch.int32)
+    origins, tables = plan.prepared[where]
+    aligned = not any(number % _ALIGN for row in where for number in row)
     return Caches(
         keys[0], values[0], keys[0].shape[0], keys[0].shape[2], 0, (0,) * 6,
-        tables.view(1, 4), _ALIGN if aligned else 1, places, tuple(range(len(keys))),
+        tables.view(1, 4), _ALIGN if aligned else 1, origins, tuple(range(len(keys))),
     )  # fmt: skip
 
 
 def _distance(tensor: Tensor, base: Tensor) -> int:
-    """From one tensor to another. Unit: elements."""
+    """Distance between two tensors' addresses. Unit: elements."""
     return (tensor.data_ptr() - base.data_ptr()) // tensor.element_size()
 
 

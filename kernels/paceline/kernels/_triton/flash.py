@@ -1,4 +1,4 @@
-"""The committed prefix by flash-attn, where that package is installed; the rest by our kernels."""
+"""Attention over the committed prefix by flash-attn, over the rest by the project's kernels."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _PAGE_MULTIPLE = 256  # of flash-attn's paged caches
 class FlashBackend(TritonBackend):
     """``flash_attn_with_kvcache`` over whole tiles of the prefix, merged by log-sum-exp.
 
-    It takes batches over paged caches in half precision. What it cannot do, windows, probes,
-    contiguous caches and plans of CUDA graphs, is left to :class:`TritonBackend`.
+    It serves paged caches in half precision. Windows, probes, contiguous caches and plans of CUDA
+    graphs are left to :class:`TritonBackend`.
     """
 
     name = "flash_attn"
 
     def __init__(self, attend_prefix: Callable[..., tuple[Tensor, Tensor]] | None = None) -> None:
-        """Take flash-attn's function, or another with its arguments.
+        """Use flash-attn's function, or another with its arguments.
 
         Raises:
             ImportError: flash-attn is not installed.
@@ -69,7 +69,7 @@ class FlashBackend(TritonBackend):
         behind = replace(tiling, prefix=False)
         attend(q.contiguous(), caches, tables.rows, tables.work(behind), behind,
                NotedRows.of((), plan, tiling), scale, rest, rest_lse)  # fmt: skip
-        # A prefix of no tile has a log-sum-exp of no meaning.
+        # The log-sum-exp of an empty prefix is undefined.
         share = torch.where(seen[:, None], torch.sigmoid(prefix_lse - rest_lse), 0.0)[..., None]
         out.copy_(torch.where(share > 0, torch.lerp(rest, prefix.float(), share), rest))
         if lse is not None:
@@ -120,7 +120,7 @@ class _Batch:
         ]
         blocks = [index for index, segment in enumerate(segments) for _ in range(segment.length)]
         nodes = [node for segment in segments for node in range(segment.length)]
-        # Up to the tile in which new nodes begin: from there on our kernels go.
+        # Up to the tile in which new nodes begin; the project's kernels run from there on.
         lengths = [segment.start // tile * tile for segment in segments]
 
         def there(numbers: Any, dtype: torch.dtype = torch.int64) -> Tensor:

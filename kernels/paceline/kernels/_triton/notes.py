@@ -1,4 +1,4 @@
-"""Rows whose scores attention notes on its way (Collect-2-Query, SpecAttn section 3.3)."""
+"""Rows whose scores the attention kernel records (Collect-2-Query, SpecAttn section 3.3)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from paceline.kernels._triton.plan import Tiling
 from paceline.kernels.probes import MOST_NOTED, PlannedProbes, Probe
 from paceline.kernels.trees import TreePlan
 
-NONE = -2  # -1 is what rows that pad a tile have
+NONE = -2  # -1 is the node of rows that pad a tile
 
 PLANNED = "planned notes"
-"""What a plan has prepared that notes at fixed addresses (:class:`PlannedNotes`)."""
+"""Key of a plan's :class:`PlannedNotes`, for scores recorded at fixed addresses."""
 
 
 class PlannedNotes(NamedTuple):
-    """The table of a plan that is refilled before each run, as :class:`NotedRows` has it."""
+    """The table of :class:`NotedRows`, of a plan that is refilled before each run."""
 
     table: Tensor
     base: Tensor
@@ -29,19 +29,19 @@ class PlannedNotes(NamedTuple):
 
 @dataclass(frozen=True)
 class NotedRows:
-    """Probes as the kernel reads them.
+    """Probes in the form that the kernel reads.
 
-    Sums over the heads of a group stay inside one tile, so they need no atomic operation and have
-    the same bits in every run.
+    A tile holds all heads of a group, so sums over them need no atomic operation and have the same
+    bits in every run.
 
     Attributes:
         count: Probes of a block at most, 0 to ``MOST_NOTED``.
-        table: int64 ``[S, MOST_NOTED, 4]``: node (-2: none), origin of its notes, how far those of
-            the next head and of the next layer are.
-        base: Where origins count from, float32.
-        layer: Place of the layer among those that are noted in one room.
-        others: Probes that the kernel does not fill: those that ask for weights, and any above
-            ``MOST_NOTED`` of a block.
+        table: int64 ``[S, MOST_NOTED, 4]``: node (-2: none), origin of its scores, strides between
+            heads and between layers.
+        base: float32 tensor that origins are relative to.
+        layer: Index of the layer among those recorded to one buffer.
+        others: Probes that the kernel does not fill: those of weights, and any above ``MOST_NOTED``
+            of a block.
     """
 
     count: int
@@ -52,7 +52,7 @@ class NotedRows:
 
     @classmethod
     def of(cls, probes: Sequence[Probe], plan: TreePlan, tiling: Tiling) -> NotedRows:
-        """Sort the probes of one call; where a window may hide positions, -inf is put in first."""
+        """Sort the probes of one call; with a window, their outputs are first filled with -inf."""
         if isinstance(probes, PlannedProbes):
             notes: PlannedNotes = plan.prepared[PLANNED]
             return cls(MOST_NOTED, notes.table, notes.base, layer=probes.layer)
@@ -74,8 +74,8 @@ class NotedRows:
                     probe.out[:, : plan.segments[segment].start] = -torch.inf
         first = next(mine[0].out for mine in taken.values() if mine)
         count = max(len(mine) for mine in taken.values())
-        key = tuple((p.segment, p.node, p.weights, _place(p.out)) for p in probes)
-        if key in plan.prepared:  # the next layer notes in the same place
+        key = tuple((p.segment, p.node, p.weights, _address(p.out)) for p in probes)
+        if key in plan.prepared:  # the next layer records to the same addresses
             return cls(count, plan.prepared[key], first, tuple(others))
         numbers = np.full((len(plan.segments), MOST_NOTED, 4), NONE, np.int64)
         for segment, mine in taken.items():
@@ -86,5 +86,5 @@ class NotedRows:
         return cls(count, plan.prepared[key], first, tuple(others))
 
 
-def _place(room: Tensor) -> tuple[int, int]:
-    return room.data_ptr(), room.stride(0)
+def _address(out: Tensor) -> tuple[int, int]:
+    return out.data_ptr(), out.stride(0)

@@ -1,8 +1,8 @@
 """A plan in the form that kernels read: small integer tables on the device.
 
-Everything that depends on lengths, trees and their split into work is worked out on the host and
-sent in one copy, so that a CUDA graph sees only tables of fixed size at fixed addresses. Rows that
-are padding belong to block -1; work items that are padding are empty.
+Everything that depends on lengths, trees and their split into work items is computed on the host
+and copied at once, so that a CUDA graph has only tables of fixed size at fixed addresses. Padding
+rows belong to block -1; padding work items are empty.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from paceline.kernels.trees import MAX_TREE_NODES, TreePlan
 
 MASK_WORDS = MAX_TREE_NODES // 32
 MIN_CHUNK = 256
-"""Fewer keys are not worth a program of their own."""
+"""Least keys of a work item; fewer do not repay the launch of a program."""
 
 STATIC = "static tables"
-"""What a plan has prepared whose tables lie at fixed addresses (:mod:`paceline.kernels.graphs`)."""
+"""Key of a plan's tables at fixed addresses (:mod:`paceline.kernels.graphs`)."""
 
 MOST_ROWS = 128
-"""Rows of a tile: more would not fit into registers beside their outputs."""
+"""Most rows of a tile: with their outputs they fill the registers."""
 
 PROGRAMS_PER_SM = 2
 INTERPRETED_PROGRAMS = 8
@@ -36,14 +36,14 @@ _Ints = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Tiling:
-    """How one attention call is cut: the sizes a kernel is compiled for.
+    """Tile sizes of an attention call, which its kernel is compiled for.
 
     Attributes:
         group: Query heads per kv head. Rows of a tile go node by node, its group side by side.
         rows: Rows of a tile, a power of two.
         keys: Keys of a tile, a power of two; chunks begin at multiples of it.
         window: Sliding window in tokens; 0: none.
-        programs: Work items wanted, to fill the device.
+        programs: Number of work items that fills the device.
         prefix: Whether whole tiles of the committed prefix are part of the work.
     """
 
@@ -60,19 +60,19 @@ class Tiling:
         return self.rows // self.group * self.group or self.rows
 
     def tiles(self, nodes: int) -> int:
-        """Row tiles of a block of so many nodes."""
+        """Number of row tiles of a block of ``nodes`` nodes."""
         return -(-nodes * self.group // self.used)
 
 
 @dataclass(frozen=True)
 class RowTables:
-    """Which packed row is what.
+    """Tables of packed rows and blocks.
 
     Attributes:
         rows: int32 ``[M, 3]``: block, node, depth.
         blocks: int32 ``[S, 4]``: first packed row, start, length, row of the page tables (or
             number of the sequence).
-        masks: int32 ``[M, MASK_WORDS]``: bit n of a row is set where it sees node n of its block.
+        masks: int32 ``[M, MASK_WORDS]``: bit n of a row is set if it attends to node n.
     """
 
     rows: Tensor
@@ -82,7 +82,7 @@ class RowTables:
 
 @dataclass(frozen=True)
 class WorkTables:
-    """Who attends to which keys.
+    """Tables of work items: row tiles and ranges of keys.
 
     Attributes:
         items: int32 ``[W, 4]``: block, first row inside the block (nodes times group), first key,
@@ -101,7 +101,7 @@ def row_arrays(plan: TreePlan, sequences: Sequence[int]) -> tuple[_Ints, _Ints, 
 
     Args:
         plan: The packed blocks.
-        sequences: What stands for each sequence in the tables of blocks.
+        sequences: Number of each sequence in the tables of blocks.
     """
     rows = np.empty((plan.rows, 3), np.int32)
     blocks = np.empty((len(plan.segments), 4), np.int32)
@@ -162,7 +162,7 @@ def to_device(arrays: Sequence[_Ints], device: torch.device) -> list[Tensor]:
 
 
 class Tables:
-    """All tables of one plan, made when first asked for."""
+    """All tables of one plan, made on first use."""
 
     def __init__(self, plan: TreePlan, sequences: tuple[int, ...]) -> None:
         """See :meth:`of`."""
@@ -185,7 +185,7 @@ class Tables:
         return choose_tiling(self._widest * group, group, keys, window)
 
     def work(self, tiling: Tiling) -> WorkTables:
-        """Work items, planned once for all layers that are cut alike."""
+        """Work items of a tiling, computed once for all its layers."""
         if tiling not in self._work:
             arrays = work_arrays(self._plan, tiling)
             self._work[tiling] = WorkTables(*to_device(arrays, self._plan.device))
@@ -193,7 +193,7 @@ class Tables:
 
 
 def choose_tiling(rows: int, group: int, keys: Tensor, window: int | None) -> Tiling:
-    """Sizes by what fits into the registers of a program.
+    """Tile sizes that fit the registers of a program.
 
     Args:
         rows: Packed rows of the largest block: nodes times group.
@@ -203,7 +203,7 @@ def choose_tiling(rows: int, group: int, keys: Tensor, window: int | None) -> Ti
     """
     fitting = 1 << max(4, (rows - 1).bit_length())
     programs = max(1, _programs(keys.device) // keys.shape[-3])
-    if keys.dtype == torch.float32:  # multiplied without tensor cores, out of registers
+    if keys.dtype == torch.float32:  # multiplied from registers, without tensor cores
         return Tiling(group, 16, 16, window or 0, programs)
     half = keys.shape[-1] > 128
     rows = min(MOST_ROWS // 2 if half else MOST_ROWS, fitting)

@@ -58,7 +58,7 @@ class TritonRows:
         q_norm, k_norm = norms or (Norm(table, 0.0), Norm(table, 0.0))
         turn_rows[(plan.rows, q_heads + 2 * caches.kv_heads)](
             heads, table, plan.positions, q_norm.weight, k_norm.weight, q, caches.keys,
-            caches.values, tables.rows.rows, tables.rows.blocks, caches.tables, caches.places,
+            caches.values, tables.rows.rows, tables.rows.blocks, caches.tables, caches.origins,
             q_norm.eps, k_norm.eps, *caches.strides, caches.tables.stride(0),
             Q_HEADS=q_heads, KV_HEADS=caches.kv_heads, HALF=dim // 2,
             BLOCK=triton.next_power_of_2(dim // 2), PAGE=caches.page_size,

@@ -1,4 +1,4 @@
-"""Tokens of many rows on the GPU."""
+"""Sampling of many rows on the GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BLOCK = 1024
 
 
 def choose(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
-    """See :func:`paceline.kernels.choose_tokens`; no row may be penalised."""
+    """See :func:`paceline.kernels.choose_tokens`; no row may have penalties."""
     wrapped = [(p.seed - (1 << 64) if p.seed >> 63 else p.seed) for p in params]
     integers = [
         (seed, position, each.top_k)

@@ -8,14 +8,6 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class SelectionPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    SELECTION_POLICY_UNSPECIFIED: _ClassVar[SelectionPolicy]
-    SELECTION_POLICY_STREAMING: _ClassVar[SelectionPolicy]
-    SELECTION_POLICY_CHUNK_TOPK: _ClassVar[SelectionPolicy]
-    SELECTION_POLICY_VERIFIED: _ClassVar[SelectionPolicy]
-    SELECTION_POLICY_QUEST: _ClassVar[SelectionPolicy]
-
 class KvDtype(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     KV_DTYPE_UNSPECIFIED: _ClassVar[KvDtype]
@@ -24,11 +16,6 @@ class KvDtype(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     KV_DTYPE_BFLOAT16: _ClassVar[KvDtype]
     KV_DTYPE_INT8: _ClassVar[KvDtype]
     KV_DTYPE_FLOAT8_E4M3: _ClassVar[KvDtype]
-SELECTION_POLICY_UNSPECIFIED: SelectionPolicy
-SELECTION_POLICY_STREAMING: SelectionPolicy
-SELECTION_POLICY_CHUNK_TOPK: SelectionPolicy
-SELECTION_POLICY_VERIFIED: SelectionPolicy
-SELECTION_POLICY_QUEST: SelectionPolicy
 KV_DTYPE_UNSPECIFIED: KvDtype
 KV_DTYPE_FLOAT32: KvDtype
 KV_DTYPE_FLOAT16: KvDtype
@@ -79,7 +66,7 @@ class HiddenStateSegment(_message.Message):
     def __init__(self, layer: _Optional[int] = ..., posix: _Optional[_Union[PosixSharedMemory, _Mapping]] = ..., offset: _Optional[int] = ..., position_stride: _Optional[int] = ..., hidden_size: _Optional[int] = ..., slots: _Optional[int] = ...) -> None: ...
 
 class KvSegment(_message.Message):
-    __slots__ = ("layer", "is_value", "posix", "cuda_ipc", "offset", "head_stride", "position_stride", "heads", "head_dim", "capacity", "page_table", "page_size", "page_stride", "page_table_memory", "page_table_offset")
+    __slots__ = ("layer", "is_value", "posix", "cuda_ipc", "offset", "head_stride", "position_stride", "heads", "head_dim", "capacity", "page_size", "page_stride", "page_table_memory", "page_table_offset")
     LAYER_FIELD_NUMBER: _ClassVar[int]
     IS_VALUE_FIELD_NUMBER: _ClassVar[int]
     POSIX_FIELD_NUMBER: _ClassVar[int]
@@ -90,7 +77,6 @@ class KvSegment(_message.Message):
     HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_FIELD_NUMBER: _ClassVar[int]
-    PAGE_TABLE_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     PAGE_STRIDE_FIELD_NUMBER: _ClassVar[int]
     PAGE_TABLE_MEMORY_FIELD_NUMBER: _ClassVar[int]
@@ -105,12 +91,11 @@ class KvSegment(_message.Message):
     heads: int
     head_dim: int
     capacity: int
-    page_table: _containers.RepeatedScalarFieldContainer[int]
     page_size: int
     page_stride: int
     page_table_memory: PosixSharedMemory
     page_table_offset: int
-    def __init__(self, layer: _Optional[int] = ..., is_value: _Optional[bool] = ..., posix: _Optional[_Union[PosixSharedMemory, _Mapping]] = ..., cuda_ipc: _Optional[_Union[CudaIpcMemory, _Mapping]] = ..., offset: _Optional[int] = ..., head_stride: _Optional[int] = ..., position_stride: _Optional[int] = ..., heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., capacity: _Optional[int] = ..., page_table: _Optional[_Iterable[int]] = ..., page_size: _Optional[int] = ..., page_stride: _Optional[int] = ..., page_table_memory: _Optional[_Union[PosixSharedMemory, _Mapping]] = ..., page_table_offset: _Optional[int] = ...) -> None: ...
+    def __init__(self, layer: _Optional[int] = ..., is_value: _Optional[bool] = ..., posix: _Optional[_Union[PosixSharedMemory, _Mapping]] = ..., cuda_ipc: _Optional[_Union[CudaIpcMemory, _Mapping]] = ..., offset: _Optional[int] = ..., head_stride: _Optional[int] = ..., position_stride: _Optional[int] = ..., heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., capacity: _Optional[int] = ..., page_size: _Optional[int] = ..., page_stride: _Optional[int] = ..., page_table_memory: _Optional[_Union[PosixSharedMemory, _Mapping]] = ..., page_table_offset: _Optional[int] = ...) -> None: ...
 
 class PosixSharedMemory(_message.Message):
     __slots__ = ("name", "byte_size")
@@ -154,13 +139,13 @@ class FollowSubscribe(_message.Message):
     read_grant: bytes
     layers: _containers.RepeatedScalarFieldContainer[int]
     budget: int
-    policy: SelectionPolicy
+    policy: str
     wire_dtype: KvDtype
     positions_only: bool
     hidden_state_layers: _containers.RepeatedScalarFieldContainer[int]
     hidden_state_window: int
     hidden_state_start: int
-    def __init__(self, read_grant: _Optional[bytes] = ..., layers: _Optional[_Iterable[int]] = ..., budget: _Optional[int] = ..., policy: _Optional[_Union[SelectionPolicy, str]] = ..., wire_dtype: _Optional[_Union[KvDtype, str]] = ..., positions_only: _Optional[bool] = ..., hidden_state_layers: _Optional[_Iterable[int]] = ..., hidden_state_window: _Optional[int] = ..., hidden_state_start: _Optional[int] = ...) -> None: ...
+    def __init__(self, read_grant: _Optional[bytes] = ..., layers: _Optional[_Iterable[int]] = ..., budget: _Optional[int] = ..., policy: _Optional[str] = ..., wire_dtype: _Optional[_Union[KvDtype, str]] = ..., positions_only: _Optional[bool] = ..., hidden_state_layers: _Optional[_Iterable[int]] = ..., hidden_state_window: _Optional[int] = ..., hidden_state_start: _Optional[int] = ...) -> None: ...
 
 class FollowAck(_message.Message):
     __slots__ = ("update_id", "budget")

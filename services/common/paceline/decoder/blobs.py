@@ -1,7 +1,7 @@
-"""Tensors packed by oneDNN, seen as bytes and made from bytes.
+"""Conversion between tensors packed by oneDNN and bytes.
 
-torch has this for models that it compiles ahead of time (AOTInductor), whose constants are mapped
-from a file; it is reached through the stable C functions of that.
+torch has this for models compiled ahead of time (AOTInductor), whose constants are mapped from a
+file. Its stable C functions are called here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CODES = {torch.float32: "aoti_torch_dtype_float32", torch.bfloat16: "aoti_torch
 
 @lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL | None:
-    """torch's C functions, or None where this build has not all of them."""
+    """torch's C functions, or None if this build lacks one of them."""
     packing = torch.ops.mkldnn
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
@@ -36,7 +36,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def can_map() -> bool:
-    """Whether this build of torch can make packed tensors of bytes."""
+    """Whether this build of torch can make packed tensors from bytes."""
     return _library() is not None
 
 
@@ -57,20 +57,20 @@ def layout_of(tensor: Tensor) -> bytes:
 
 
 def packed_over(data: Tensor, shape: Sequence[int], dtype: torch.dtype, layout: bytes) -> Tensor:
-    """A packed tensor that lies in ``data``, which must outlive it.
+    """A packed tensor over the memory of ``data``, which must outlive it.
 
     Args:
         data: Its bytes, uint8 ``[n]``.
         shape: Of the weight, two numbers.
         dtype: float32 or bfloat16.
-        layout: What :func:`layout_of` said of it, in this build of torch.
+        layout: Its :func:`layout_of`, from this build of torch.
 
     Raises:
-        RuntimeError: torch refuses.
+        RuntimeError: torch cannot make the tensor.
     """
     library = _library()
     if library is None:
-        raise RuntimeError("this build of torch can make no packed tensors of bytes")
+        raise RuntimeError("this build of torch cannot make packed tensors from bytes")
     dims = (ctypes.c_int64 * 2)(*shape)
     strides = (ctypes.c_int64 * 2)(shape[1], 1)
     handle = ctypes.c_void_p()

@@ -1,4 +1,4 @@
-"""Keys and values of one sequence: the interface, and a private growing one."""
+"""KV cache of one sequence: the interface, and a cache in private memory."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _GROWTH = 256
 
 
 class KVCacheView(Protocol):
-    """One sequence's cache as the decoder sees it.
+    """The KV cache of one sequence.
 
-    Slot s holds the key and value of position s for committed tokens; behind them the decoder
-    writes those of the query block in place.
+    Slot s holds the key and value of position s for committed tokens. The decoder writes those of
+    the query block to the slots after them.
     """
 
     def layer(self, index: int) -> tuple[Plane, Plane]:
@@ -27,10 +27,10 @@ class KVCacheView(Protocol):
 
 
 class LocalCache:
-    """A cache of one process, growing as needed.
+    """A cache in the memory of one process, which grows as needed.
 
-    The life of a round: ``reserve`` room for the block, run the decoder with the segment starting
-    at ``length``, then ``commit`` the accepted path.
+    In a round, ``reserve`` slots for the block, run the decoder with a segment that starts at
+    ``len(cache)``, then ``commit`` the accepted path.
     """
 
     def __init__(self, config: DecoderConfig, device: torch.device | str = "cpu") -> None:
@@ -48,7 +48,7 @@ class LocalCache:
 
     @property
     def capacity(self) -> int:
-        """Slots there are now."""
+        """Number of slots."""
         return self._store.shape[3]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
@@ -56,7 +56,7 @@ class LocalCache:
         return self._views[index]
 
     def reserve(self, nodes: int) -> None:
-        """Make room for ``nodes`` more slots behind the committed ones."""
+        """Make room for ``nodes`` slots after the committed ones."""
         need = self._length + nodes
         if need <= self.capacity:
             return
@@ -65,7 +65,7 @@ class LocalCache:
         self._keep(grown)
 
     def commit(self, path: Sequence[int]) -> None:
-        """Keep these nodes of the block behind the committed tokens, in order; drop the others.
+        """Commit these nodes of the block, in order, and drop the others.
 
         Args:
             path: Block indices from the root down, strictly rising.
@@ -90,7 +90,7 @@ class LocalCache:
     def take(self, other: LocalCache, slots: Sequence[int] | Tensor) -> None:
         """Commit copies of slots of another cache of the same model, in that order.
 
-        Their keys are rotated already: what a slot stands for is not its place in either cache.
+        Keys are stored after RoPE, so a slot's position does not change.
         """
         count = len(slots)
         self.reserve(count)
@@ -99,10 +99,10 @@ class LocalCache:
         self._length += count
 
     def truncate(self, length: int) -> None:
-        """Forget everything from position ``length`` on.
+        """Drop all positions from ``length`` on.
 
         Raises:
-            ValueError: Longer than what is committed.
+            ValueError: ``length`` is above the committed length.
         """
         if not 0 <= length <= self._length:
             raise ValueError(f"cannot truncate to {length}: {self._length} tokens are committed")
@@ -113,6 +113,6 @@ class LocalCache:
         self._views = [(both[0], both[1]) for both in store]
 
     def _allocate(self, capacity: int) -> Tensor:
-        with torch.inference_mode(False):  # or it could only be written in inference mode
+        with torch.inference_mode(False):  # tensors of inference mode are read-only outside of it
             shape = (*self._shape, capacity, self._dim)
             return torch.zeros(shape, dtype=self._dtype, device=self._device)

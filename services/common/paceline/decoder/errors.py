@@ -2,4 +2,4 @@
 
 
 class UnsupportedModelError(ValueError):
-    """The model folder asks for something this decoder does not do; the message says what."""
+    """The model folder needs a feature that this decoder does not support."""

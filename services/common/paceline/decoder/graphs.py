@@ -1,8 +1,8 @@
 """Forward passes captured as CUDA graphs, for padded batches over a pool of pages.
 
-A step of a large model is some hundred small kernels, each of which takes the CPU longer to start
-than the GPU to run. Replayed as one graph they cost one start. Everything is inside: embedding,
-writing of KV, attention, hidden states, logits.
+A step of a large model is some hundred small kernels, each of which takes longer to launch than to
+run. A graph replays them with one launch. It contains the whole pass: embedding, writing of KV,
+attention, hidden states, logits.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from paceline.kernels.graphs import GraphPlan
 
 SHAPES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""Packed rows that graphs are made for. Larger batches, of prefills say, gain nothing by them."""
+"""Packed rows that graphs are made for. Larger batches, such as prefills, gain nothing by them."""
 
 
 class GraphRunner:
-    """Runs batches by the graph of the next larger shape, which it captures when first needed.
+    """Runs batches by the graph of the next larger shape, captured at its first use.
 
-    On the CPU, where there are no graphs, it runs the same tables through the same kernels. One
-    thread at a time; what a call returns is overwritten by the next.
+    On the CPU, without graphs, it runs the same kernels with the same tables. Not thread-safe; the
+    next call overwrites what a call returned.
     """
 
     def __init__(self, decoder: Decoder, planes: KVCacheView) -> None:
@@ -36,7 +36,7 @@ class GraphRunner:
 
         Args:
             decoder: The model.
-            planes: A cache in the pool that all batches are about, whichever sequence's.
+            planes: The cache of any sequence in the pool of all batches.
         """
         self._decoder = decoder
         self._planes = planes
@@ -66,17 +66,17 @@ class GraphRunner:
             segments: Their blocks; ``segment.sequence`` indexes ``table_rows``.
             table_rows: Row of the page tables of each sequence.
             taps: Layers whose outputs to return, 0 for the first.
-            noted_layers: Layers without a window whose scores to note, rising; the same number as
-                the layers of each room in ``noted``.
-            noted: Blocks whose scores to note there.
+            noted_layers: Layers without a window whose scores are recorded, in rising order; as
+                many as the layers of each buffer in ``noted``.
+            noted: Blocks whose scores are recorded.
 
         Returns:
-            Logits of all rows, and taps; None where no shape is large enough.
+            Logits of all rows, and taps; None if no shape is large enough.
         """
         rows = next((shape for shape in SHAPES if shape >= len(tokens)), None)
         if rows is None:
             return None
-        # Here, since nothing else of the decoder needs Triton.
+        # Imported here: only graphs need Triton.
         from paceline.kernels.graphs import GraphPlan, tilings_for
 
         config = self._decoder.config
@@ -94,7 +94,7 @@ class GraphRunner:
         return ForwardResult(result.logits[:count], tuple(tap[:count] for tap in result.taps))
 
     def _capture(self, plan: GraphPlan, taps: Sequence[int], noted_layers: Sequence[int]) -> _Graph:
-        """Capture a pass over nothing: rows that are padding write nowhere."""
+        """Capture a pass over an empty batch: rows of padding write nothing."""
         observer = _Planned(noted_layers) if noted_layers else None
 
         def run() -> ForwardResult:
@@ -107,12 +107,12 @@ class GraphRunner:
             return _Graph(plan, run)
         stream = torch.cuda.Stream(self._keys.device)
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # kernels are compiled, workspaces made
+        with torch.cuda.stream(stream):  # compiles kernels and allocates workspaces
             run()
             run()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads go on meanwhile, such as those that read KV for followers.
+        # Other threads use the device meanwhile, such as those that read KV for drafters.
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             result = run()
         self._memory = graph.pool()
@@ -125,21 +125,21 @@ class GraphRunner:
 
 
 class _Planned:
-    """Lets layers note what their plan's tables say; an ``AttentionObserver``."""
+    """Records the scores that the plan's tables name; an ``AttentionObserver``."""
 
     def __init__(self, layers: Sequence[int]) -> None:
-        self._places = {layer: place for place, layer in enumerate(layers)}
+        self._indices = {layer: index for index, layer in enumerate(layers)}
 
     def probes(self, layer: int) -> Sequence[Probe]:
         """See :class:`paceline.decoder.AttentionObserver`."""
-        return PlannedProbes(self._places[layer]) if layer in self._places else ()
+        return PlannedProbes(self._indices[layer]) if layer in self._indices else ()
 
     def attended(self, layer: int, q: Tensor) -> None:
-        """Nothing: where notes are is told with each batch."""
+        """Do nothing: the tables of each batch name the buffers."""
 
 
 class _Graph:
-    """A captured pass: fill the plan, then run."""
+    """A captured pass and its plan."""
 
     def __init__(self, plan: GraphPlan, run: Any) -> None:
         self.plan = plan
@@ -147,7 +147,7 @@ class _Graph:
 
 
 def table_row(cache: KVCacheView) -> int:
-    """The row of the page tables that a paged cache has."""
+    """The row of a paged cache in the page tables."""
     key = cache.layer(0)[0]
     assert isinstance(key, PagedPlane), "graphs need KV in pages"
     return key.row

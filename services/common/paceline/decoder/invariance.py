@@ -1,4 +1,4 @@
-"""Self-check of the promise that speculation changes nothing."""
+"""Self-check that logits have the same bits in every batch and tree."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.kernels import CHUNK, TreeSegment, cpu_kernels, plan_trees
 from paceline.kernels._native import LANES
 
 _PREFIX = CHUNK - 3  # so that the tree crosses a chunk border
-# Of a linear layer, against all: libraries choose kernels by whether the rows fill their blocks.
+# Row counts of a linear layer that are compared: libraries choose kernels by the number of rows.
 _ROWS = (*range(1, 18), 33, 49, 65, 129, 257)
 _PARENTS = (-1, 0, 0, 1, 1, 3, 2, 5, 7, 4, 8, 9)
 
@@ -25,7 +25,7 @@ class BatchInvariance:
 
     Attributes:
         holds: Whether they have.
-        reason: What differs and what to do about it; empty where nothing does.
+        reason: What differs and what to do about it; empty if nothing does.
     """
 
     holds: bool
@@ -35,18 +35,18 @@ class BatchInvariance:
 def check_batch_invariance(decoder: Decoder) -> BatchInvariance:
     """Check on this machine that logits have the same bits in a tree as token by token.
 
-    First every shape of linear layer, with several numbers of rows: where a product is split
-    another way, few values change, and few of those reach a logit. Then a short prompt and one tree
-    through the decoder, packed together with another sequence, where every node is compared with
-    its path decoded alone. One layer of each sliding window stands for all of them. Without
-    compiled attention kernels nothing is promised on the CPU, so nothing is checked.
+    First, every shape of linear layer is run with several numbers of rows: if a product is split
+    differently, few values change, and few of those reach a logit. Then a short prompt and one tree
+    run through one layer of each sliding window, packed with another sequence, and every node is
+    compared with its path decoded alone. On the CPU without compiled attention kernels, equal bits
+    are not promised and nothing is checked.
     """
     differs = _plain_attention(decoder) if decoder.device.type == "cpu" else ""
     differs = differs or _rows_that_differ(decoder) or _tree_that_differs(decoder)
     if differs and decoder.device.type != "cpu":
         differs += (
             f"; products on {decoder.device.type} add up in an order that depends on their rows: "
-            "serve on the CPU where texts must be equal bit for bit"
+            "serve on the CPU if texts must be equal bit for bit"
         )
     return BatchInvariance(not differs, differs)
 
@@ -74,7 +74,7 @@ def _rows_that_differ(decoder: Decoder) -> str:
             continue
         differs = (
             f"a linear layer of {ins} to {outs} in {decoder.config.dtype} gives a row other bits "
-            f"among {rows} than among {MOST_ROWS}"
+            f"in a batch of {rows} rows than in one of {MOST_ROWS}"
         )
         if decoder.device.type != "cpu":
             return differs
@@ -89,7 +89,7 @@ def _rows_that_differ(decoder: Decoder) -> str:
 
 
 def _rows_that_depend_on_others(layer: Linear, decoder: Decoder) -> int:
-    """The first number of rows in which a row has other bits; 0: there is none."""
+    """The first number of rows with which a row has other bits, or 0."""
     generator = torch.Generator().manual_seed(layer.in_features)
     x = torch.randn(MOST_ROWS, layer.in_features, generator=generator)
     x = x.to(decoder.device, decoder.config.dtype)

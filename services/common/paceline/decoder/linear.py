@@ -1,4 +1,4 @@
-"""Linear layers whose rows do not depend on one another, to the last bit."""
+"""Linear layers: the bits of a row do not depend on the other rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.decoder.onednn import multiplies_bfloat16
 
-_PACK_ROWS = 64  # batch size the packed layout is chosen for; any other gives the same bits
+_PACK_ROWS = 64  # batch size that the packed layout is chosen for; the bits do not depend on it
 MOST_ROWS = 513
 """Most rows of one product."""
 
@@ -21,10 +21,10 @@ except AttributeError:  # a build of torch without oneDNN
 
 
 def product_type(weight: Tensor) -> torch.dtype | None:
-    """Type in which oneDNN multiplies with this weight; None: it does not.
+    """Type in which oneDNN multiplies with this weight; None if it does not.
 
-    float32 stands in for bfloat16 where the processor has no products of that: twice the memory,
-    and the same result as exact sums rounded once.
+    float32 replaces bfloat16 if the processor has no bfloat16 products: twice the memory, and the
+    same result as exact sums rounded once.
     """
     if weight.device.type != "cpu" or _linear is None:
         return None
@@ -34,36 +34,36 @@ def product_type(weight: Tensor) -> torch.dtype | None:
 
 
 def product_rows(rows: int) -> int:
-    """How many rows a packed product of this many is run with: at most an eighth more.
+    """Number of rows that a packed product is padded to, at most an eighth more.
 
-    oneDNN compiles a kernel for every number of rows it meets and keeps it: milliseconds at the
-    first use, half a MiB for good. These numbers are few, 56 in all: more rows than ``MOST_ROWS``
-    make several products. Up to 16 rows each number is its own; beyond, they are one more than
-    multiples, as an anchor with its nodes is.
+    oneDNN compiles and caches a kernel for every number of rows: milliseconds at the first use, and
+    half a MiB of memory. So only 56 numbers are used: up to 16 rows each number itself, above it
+    one more than multiples of a step, as for an anchor with its nodes. More rows than ``MOST_ROWS``
+    are split into several products.
     """
     if rows > MOST_ROWS:
         rest = rows % MOST_ROWS
         return rows - rest + (product_rows(rest) if rest else 0)
     if rows <= 16:
-        return max(rows, 2)  # one row alone takes a path that splits long sums, with other bits
+        return max(rows, 2)  # oneDNN splits the sums of a single row, which changes its bits
     step = 1 << ((rows - 1).bit_length() - 4)
     return -(-(rows - 1) // step) * step + 1
 
 
 def pad_rows(x: Tensor) -> Tensor:
-    """``[rows, n]`` with rows of zeros behind, as many as :func:`product_rows` adds."""
+    """``[rows, n]`` padded with zeros to :func:`product_rows` rows."""
     more = product_rows(x.shape[0]) - x.shape[0]
     return torch.nn.functional.pad(x, (0, 0, 0, more)) if more else x
 
 
 class Linear:
-    """``x @ weight.T + bias``, prepacked for oneDNN on the CPU.
+    """``x @ weight.T + bias``, with the weight prepacked for oneDNN on the CPU.
 
-    Packed, it is faster at few rows and every row has the same bits whatever the number of rows.
+    A packed product is faster for few rows, and the bits of a row do not depend on their number.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Take over a weight ``[out, in]``, packed or not, and a bias ``[out]``."""
+        """Make a layer from a weight ``[out, in]``, packed or not, and a bias ``[out]``."""
         self.out_features, self.in_features = weight.shape
         dtype = product_type(weight)
         self.packed = dtype is not None
@@ -71,7 +71,7 @@ class Linear:
             weight = weight.to(dtype).contiguous()
             weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
         self.weight = weight
-        """Packed, if it is; then of the type it is multiplied in."""
+        """Packed if :attr:`packed`, and then of the type it is multiplied in."""
         self.bias = None if bias is None else bias.to(weight.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:

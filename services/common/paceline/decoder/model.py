@@ -22,7 +22,7 @@ from paceline.kernels import Norm, Plane, Probe, TreePlan, row_kernels, tree_att
 
 @dataclass(frozen=True)
 class ForwardResult:
-    """What a forward pass gives.
+    """Result of a forward pass.
 
     Attributes:
         logits: ``[R, V]`` in the model's type, for the requested rows.
@@ -49,23 +49,23 @@ _MATRICES = ("qkv", "out", "gate_up", "down")
 
 
 class AttentionObserver(Protocol):
-    """Looks on while a forward pass attends. Nothing it does changes the pass."""
+    """Receives attention scores of a forward pass, without an effect on the pass."""
 
     def probes(self, layer: int) -> Sequence[Probe]:
-        """What is to be noted of a layer, 0 for the first."""
+        """Scores to record in a layer, 0 for the first."""
         ...
 
     def attended(self, layer: int, q: Tensor) -> None:
-        """The layer's attention was computed, with these queries after RoPE, ``[M, Hq, D]``."""
+        """Called after the attention of a layer, with its queries after RoPE, ``[M, Hq, D]``."""
         ...
 
 
 class Decoder:
     """A Llama, Mistral, Qwen2 or Qwen3 language model over packed query blocks.
 
-    On the CPU the logits of a token have the same bits whatever else is in the batch, and whether
-    its ancestors are committed or nodes of the tree, where :func:`check_batch_invariance` holds.
-    Safe to call from several threads as long as no two of them use one cache.
+    On the CPU, if :func:`check_batch_invariance` holds, the bits of a token's logits depend neither
+    on the rest of the batch nor on whether its ancestors are committed or nodes of the tree. Safe
+    to call from several threads that use different caches.
     """
 
     def __init__(
@@ -109,14 +109,13 @@ class Decoder:
 
         Args:
             folder: The model folder.
-            dtype: float32, bfloat16, or "auto" for what the folder names (bfloat16 for
-                float16).
+            dtype: float32, bfloat16, or "auto" for the folder's own (bfloat16 for float16).
             device: Where to run.
-            shared: What another decoder of the same folder and type has published of its
-                ``large_tensors``: mapped instead of loaded. None: all is loaded.
+            shared: The ``large_tensors`` that a decoder of the same folder and type has published,
+                mapped instead of loaded. None: all tensors are loaded.
 
         Raises:
-            UnsupportedModelError: The model needs something the decoder does not do.
+            UnsupportedModelError: The model needs a feature that the decoder does not support.
             FileNotFoundError: There is no config.json.
         """
         config = load_config(folder, dtype)
@@ -124,7 +123,7 @@ class Decoder:
             return Decoder(config, Checkpoint(folder, config.dtype, device), device, shared)
 
     def large_tensors(self) -> dict[str, Tensor]:
-        """Embedding and matrices by name, as they lie in memory: all but norms and biases."""
+        """Embedding and matrices by name, packed as in memory; no norms and biases."""
         found = {"embedding": self._embedding.contiguous(), "head": self._head.weight}
         for index, layer in enumerate(self._layers):
             for name in _MATRICES:
@@ -133,7 +132,7 @@ class Decoder:
 
     @property
     def embedding(self) -> Tensor:
-        """Token embedding ``[V, hidden]``, for drafters that share it; not to be changed."""
+        """Token embedding ``[V, hidden]``, shared with drafters; must not be changed."""
         return self._embedding
 
     @torch.inference_mode()
@@ -150,12 +149,12 @@ class Decoder:
         """Run packed query blocks and write their keys and values into the caches.
 
         Args:
-            tokens: Token ids, int64 ``[M]``, packed as the plan says.
+            tokens: Token ids, int64 ``[M]``, packed as in the plan.
             plan: Query blocks; ``segment.sequence`` indexes ``caches``.
             caches: One per sequence, with room up to ``segment.stop``.
-            logit_rows: Rows to make logits for, int64 ``[R]``; None for all.
+            logit_rows: Rows to compute logits for, int64 ``[R]``; None for all.
             taps: Layers whose outputs to return, 0 for the first.
-            observer: Looks on; None: nobody does.
+            observer: Receives attention scores, if any.
 
         Returns:
             Logits and taps. The caller commits the caches.
@@ -189,12 +188,12 @@ class Decoder:
         return ForwardResult(self._head(hidden), tuple(tapped[i] for i in taps))
 
     def linears(self) -> list[Linear]:
-        """One linear layer of every kind: those of the first layer, and the LM head."""
+        """One linear layer of every shape: those of the first layer, and the LM head."""
         first = self._layers[0]
         return [first.qkv, first.out, first.gate_up, first.down, self._head]
 
     def with_layers(self, indices: Sequence[int]) -> Decoder:
-        """A decoder over some of the layers, sharing the weights; caches are as deep as it is."""
+        """A decoder over some of the layers, with the same weights; its caches have as many."""
         windows = tuple(self.config.windows[index] for index in indices)
         part = copy(self)
         part.config = replace(self.config, layers=len(windows), windows=windows)
@@ -215,7 +214,7 @@ class Decoder:
         table: Tensor,
         observer: AttentionObserver | None,
     ) -> Tensor:
-        """Attention half: writes keys and values, returns what to add, ``[rows, hidden]``."""
+        """Attention of a layer: writes keys and values; returns its output ``[rows, hidden]``."""
         keys: list[Plane] = []
         values: list[Plane] = []
         for cache in caches:

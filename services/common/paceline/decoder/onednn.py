@@ -1,8 +1,8 @@
-"""Which instruction sets oneDNN, torch's library for linear layers, may use in this process.
+"""Limits the instruction sets of oneDNN, torch's library for linear layers, in this process.
 
 With AMX, oneDNN multiplies bfloat16 on tiles for some numbers of rows and on vectors for others.
-The two add a sum up in different orders, so a row would get other bits in another batch. oneDNN
-reads its limit from the environment once, at its first product: importing this module sets it.
+The two sum in different orders, so the bits of a row would depend on its batch. oneDNN reads its
+limit from the environment once, at its first product: importing this module sets it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _OF_LEVEL = {"avx2": "AVX2", "generic": "SSE41"} if platform.machine() == "x86_6
 
 
 def limit_for(environment: Mapping[str, str], flags: Set[str]) -> str | None:
-    """What oneDNN is to be limited to; None: it stays as it is.
+    """The limit to set for oneDNN; None: no change.
 
-    A level below the processor's own (``PACELINE_CPU_LEVEL``) limits oneDNN as well. Else a limit
-    that the user has set stays, and only processors with AMX get one: ``AVX512_CORE_BF16`` lacks,
-    of what bfloat16 and float32 products use there, the tiles alone. Other processors keep all
-    they have, since limits of oneDNN name sets by what they contain: this one has no AVX2-VNNI-2.
+    A level below the processor's own (``PACELINE_CPU_LEVEL``) limits oneDNN too. Else the user's
+    own limit applies, and only processors with AMX get one, ``AVX512_CORE_BF16``: for bfloat16 and
+    float32 products it excludes nothing but tiles. It would exclude AVX2-VNNI-2, so other
+    processors get no limit.
 
     Args:
         environment: Of the process.
@@ -46,7 +46,7 @@ def limit_for(environment: Mapping[str, str], flags: Set[str]) -> str | None:
 
 
 def current_limit() -> str:
-    """The limit that oneDNN was told in this process; empty: none."""
+    """The limit of oneDNN in the environment of this process; empty if there is none."""
     return next((os.environ[name] for name in LIMITS if name in os.environ), "")
 
 
@@ -63,8 +63,9 @@ def _set_limit() -> None:
 def multiplies_bfloat16() -> bool:
     """Whether oneDNN has kernels for packed bfloat16 weights on this processor.
 
-    Where it has none it refuses, or keeps the plain layout for a general routine that gives no
-    promise about bits. A weight of one element shows which: in blocks it takes more bytes.
+    Without them it refuses to pack, or keeps the plain layout for a general routine, in which the
+    bits of a row may depend on the batch. The size of a packed weight of one element shows which:
+    a blocked layout takes more bytes.
     """
     packing: Any = torch.ops.mkldnn
     if not packing._is_mkldnn_bf16_supported():

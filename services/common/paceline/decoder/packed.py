@@ -1,8 +1,8 @@
-"""A model's large weights in shared memory, so that processes on one machine keep them once.
+"""A model's large weights in shared memory, so that processes on one machine share one copy.
 
-Weights that oneDNN has packed (:class:`paceline.decoder.linear.Linear`) lie in no file of the
-model, and each process that loads it has its own copy. Here their bytes are written to a file in
-/dev/shm that processes of the same user map read-only.
+Each process that loads a model packs its weights for oneDNN
+(:class:`paceline.decoder.linear.Linear`) into memory of its own. Here the packed bytes are written
+to a file in /dev/shm that processes of the same user map read-only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from paceline.decoder.blobs import can_map, layout_of, memory_of, packed_over
 from paceline.decoder.onednn import current_limit
-from paceline.shm import PREFIX, SHM, claim, is_orphan
+from paceline.kv.segment import PREFIX, SHM, claim, is_orphan
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ _LENGTH_BYTES = 8
 
 
 def packed_path(fingerprint: str, dtype: torch.dtype) -> Path:
-    """Where the packed weights of a model lie, if somebody shares them.
+    """File of the packed weights of a model, if a process shares them.
 
     Args:
         fingerprint: Of the model (:func:`paceline.decoder.weights_fingerprint`).
@@ -43,25 +43,25 @@ def packed_path(fingerprint: str, dtype: torch.dtype) -> Path:
 class PackedWeights:
     """Weights that a process has published, mapped read-only.
 
-    Safety contract: the publisher alone writes, and only before the file has its name. The file is
-    of one user (mode 0600), whose other processes are believed: what is in it decides what a model
-    says. It is locked (flock) while its publisher lives, and a starting verifier removes
-    those of dead ones; pages stay with who has mapped them. Packed tensors point into the mapping
-    without keeping it: keep this object as long as them.
+    Safety contract: only the publisher writes, before the file gets its name. The file belongs to
+    one user (mode 0600), whose processes are trusted with its content. It is locked (flock) while
+    its publisher lives, and a starting verifier removes files of dead publishers; existing mappings
+    stay valid. Packed tensors point into the mapping without a reference to it: keep this object
+    alive as long as they are used.
     """
 
     def __init__(self, memory: mmap.mmap, header: Mapping[str, Any], begin: int) -> None:
         """See :meth:`open`."""
         with warnings.catch_warnings():
-            # That it is read-only is what we want: weights are never written.
+            # It is read-only on purpose: weights are never written.
             warnings.filterwarnings("ignore", "The given buffer is not writable")
             self._data = torch.frombuffer(memory, dtype=torch.uint8)[begin:]
         self._entries = {entry["name"]: entry for entry in header["tensors"]}
 
     @classmethod
     def open(cls, path: Path) -> PackedWeights | None:
-        """Map a file; None if it is not there, of another user or a dead process, or made by
-        another torch or for another processor."""
+        """Map a file; None if it is missing, belongs to another user or a dead process, or was
+        written by another torch or for another processor."""
         if not can_map():
             return None
         try:
@@ -79,10 +79,10 @@ class PackedWeights:
         return cls(memory, header, _page_end(stop)) if header["made_by"] == _made_by() else None
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor that lies in the mapping; packed, if the published one was.
+        """A tensor over the mapping; packed, if the published one was.
 
         Raises:
-            KeyError: There is none of this name.
+            KeyError: There is no tensor of this name.
         """
         entry = self._entries[name]
         data = self._data[entry["offset"] : entry["offset"] + entry["bytes"]]
@@ -93,7 +93,7 @@ class PackedWeights:
 
 
 class Publication:
-    """Weights that this process shares; kept as long as they are to be found."""
+    """Weights that this process shares, until closed."""
 
     def __init__(self, path: Path, file: int) -> None:
         """See :func:`publish`."""
@@ -101,7 +101,7 @@ class Publication:
         self._file = file
 
     def close(self) -> None:
-        """Take the file away; mappings of it stay. Closing twice is safe."""
+        """Remove the file; existing mappings stay valid. Closing twice is safe."""
         if self._file >= 0:
             self.path.unlink(missing_ok=True)
             os.close(self._file)
@@ -109,14 +109,14 @@ class Publication:
 
 
 def publish(path: Path, tensors: Mapping[str, Tensor]) -> Publication | None:
-    """Write tensors where :meth:`PackedWeights.open` finds them.
+    """Write tensors to a file for :meth:`PackedWeights.open`.
 
     Returns:
-        None, with a warning in the log, if there is no room, somebody shares them already, or
-        this torch can map no packed weights.
+        None, with a warning in the log, if memory is short, another process shares them already,
+        or this torch cannot map packed weights.
     """
     if not can_map():
-        _log.warning("weights are not shared: this torch can map no packed ones")
+        _log.warning("weights are not shared: this torch cannot map packed weights")
         return None
     header, size = _header(tensors)
     begin = _page_end(_LENGTH_BYTES + len(header))
@@ -142,19 +142,19 @@ def publish(path: Path, tensors: Mapping[str, Tensor]) -> Publication | None:
 
 
 def _header(tensors: Mapping[str, Tensor]) -> tuple[bytes, int]:
-    """What the file begins with, and the bytes of all tensors."""
+    """Header of the file, and the size of all tensors in bytes."""
     entries: list[dict[str, Any]] = []
     at = 0
     for name, tensor in tensors.items():
         size = memory_of(tensor)[1]
-        place = {"name": name, "offset": at, "bytes": size, "dtype": _name(tensor.dtype)}
-        entries.append({**place, "shape": list(tensor.shape), "layout": layout_of(tensor).hex()})
+        entry = {"name": name, "offset": at, "bytes": size, "dtype": _name(tensor.dtype)}
+        entries.append({**entry, "shape": list(tensor.shape), "layout": layout_of(tensor).hex()})
         at += _aligned(size)
     return json.dumps({"made_by": _made_by(), "tensors": entries}).encode(), at
 
 
 def _made_by() -> str:
-    """Packed layouts are those of a build of torch on a kind of processor."""
+    """Build of torch and kind of processor, on which packed layouts depend."""
     capability = torch.backends.cpu.get_cpu_capability()
     return f"torch {torch.__version__}, {capability}, oneDNN limit {current_limit() or 'none'}"
 

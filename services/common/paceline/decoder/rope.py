@@ -11,7 +11,7 @@ _FIRST_ROWS = 4096
 
 
 class RopeShape(Protocol):
-    """What a table needs to know of a model; see :class:`paceline.decoder.DecoderConfig`."""
+    """The fields of :class:`paceline.decoder.DecoderConfig` that a table needs."""
 
     @property
     def rope_inv_freq(self) -> tuple[float, ...]: ...
@@ -24,7 +24,7 @@ class RopeShape(Protocol):
 
 
 class Rope:
-    """The table of a model, grown on demand; angles in float32 as in transformers."""
+    """The table of a model, extended on demand; angles in float32 as in transformers."""
 
     def __init__(self, config: RopeShape, device: torch.device | str) -> None:
         """Prepare the table of a model."""

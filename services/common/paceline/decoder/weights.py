@@ -1,4 +1,4 @@
-"""Reading weights from safetensors folders, and telling models apart."""
+"""Reading weights from safetensors folders, and fingerprints of models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def weight_files(folder: str | Path) -> list[Path]:
         names = sorted(set(json.loads((base / _INDEX).read_text())["weight_map"].values()))
         for name in names:
             if Path(name).name != name or not (base / name).is_file():
-                raise UnsupportedModelError(f"{base / _INDEX} names {name!r}, which is not there")
+                raise UnsupportedModelError(f"{base / _INDEX} names {name!r}, which does not exist")
         return [base / name for name in names]
     if (base / _SINGLE).is_file():
         return [base / _SINGLE]
@@ -39,7 +39,7 @@ def weight_files(folder: str | Path) -> list[Path]:
 
 
 class Checkpoint(Mapping[str, Tensor]):
-    """Tensors of a folder by name, each read when asked for and not kept."""
+    """Tensors of a folder by name, each read on access and not cached."""
 
     def __init__(
         self, folder: str | Path, dtype: torch.dtype, device: torch.device | str = "cpu"
@@ -63,11 +63,10 @@ class Checkpoint(Mapping[str, Tensor]):
         return found.to(self._device, self._dtype, copy=True)  # a copy outlives the file
 
     def mapped(self, name: str) -> Tensor:
-        """A tensor where it lies in the file, for weights that several processes share.
+        """A tensor mapped from the file, whose page cache all processes share.
 
-        It is mapped, so that all processes that use it share the page cache, and must not be
-        changed, nor the file rewritten in place (replacing it is fine). Where type or device are
-        not the file's there is nothing to share: it is converted, and private.
+        It must not be changed, and the file must not be rewritten in place (replacing it is safe).
+        If type or device differ from the file's, the tensor is a private copy.
         """
         found: Tensor = self._files[name].get_tensor(name)
         return found.to(self._device, self._dtype)
@@ -98,8 +97,8 @@ def take(weights: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Te
 def weights_fingerprint(folder: str | Path) -> str:
     """SHA-256 (hex) of a model: its config.json and the bytes of its weight files, in order.
 
-    The config is hashed as canonical JSON without the fields that tools rewrite on their own, so
-    copying or reformatting a folder does not change the fingerprint; any change of a weight does.
+    The config is hashed as canonical JSON without fields that tools rewrite. So copying or
+    reformatting a folder does not change the fingerprint; any change of a weight does.
     """
     config = json.loads((Path(folder) / "config.json").read_text())
     for volatile in ("transformers_version", "_name_or_path", "torch_dtype", "dtype"):

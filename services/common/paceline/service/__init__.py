@@ -1,7 +1,6 @@
 """Runtime shared by the gRPC services: lifecycle, health, drain, identity, errors and logs.
 
-Imports no torch and knows neither verifier nor drafter. :mod:`paceline.service.sampling`, which
-does import torch, is to be imported by itself.
+Imports no torch, except for :mod:`paceline.service.sampling`, which this package does not import.
 """
 
 from paceline.service.errors import ServiceError

@@ -1,4 +1,4 @@
-"""TLS files read at start into server credentials."""
+"""Server credentials from TLS files."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from paceline.service.options import OptionsError, ServerOptions
 
 
 def server_credentials(options: ServerOptions) -> grpc.ServerCredentials | None:
-    """Credentials for `options`, or None where no TLS is asked for.
+    """Credentials for `options`, or None without TLS.
 
     Raises:
-        OptionsError: if a file cannot be read, is not PEM, needs a passphrase, or if certificate
-            and key are not a pair.
+        OptionsError: A file cannot be read, is not PEM, needs a passphrase, or certificate and key
+            are not a pair.
     """
     if options.tls_cert is None or options.tls_key is None:
         return None
@@ -32,8 +32,7 @@ def server_credentials(options: ServerOptions) -> grpc.ServerCredentials | None:
 
 
 def https_context(options: ServerOptions) -> ssl.SSLContext | None:
-    """The same for HTTP, or None where no TLS is asked for. Call `server_credentials` before: it
-    says what is wrong with the files."""
+    """The same for HTTP. Call `server_credentials` before: it checks the files."""
     if options.tls_cert is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -45,7 +44,7 @@ def https_context(options: ServerOptions) -> ssl.SSLContext | None:
 
 
 def _check_pair(cert: Path, key: Path) -> None:
-    # gRPC itself would take wrong files and fail each handshake without a word to the operator.
+    # gRPC accepts wrong files and then fails each handshake without a log line.
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(cert, key, password=lambda: "")
@@ -57,7 +56,7 @@ def _check_pair(cert: Path, key: Path) -> None:
 
 
 def check_authorities(file: Path) -> None:
-    """Make sure that a file holds certificates of authorities, which gRPC would not say.
+    """Check that a file holds certificates of authorities; gRPC does not.
 
     Raises:
         OptionsError: It cannot be read, or holds none.

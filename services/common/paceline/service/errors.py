@@ -1,4 +1,4 @@
-"""The one exception that servicers raise, and its form on the wire."""
+"""The exception that servicers raise, and its form on the wire."""
 
 from typing import Self
 
@@ -7,22 +7,22 @@ from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 
 DOMAIN = "paceline"
-# Trailing metadata holds the text twice and peers allow 8 KiB of it in all.
+# Trailing metadata holds the text twice, and peers accept 8 KiB of it in total.
 MAX_MESSAGE_CHARS = 1500
 MAX_METADATA_CHARS = 200
 
 
 class ServiceError(Exception):
-    """A call's failure as its caller shall see it.
+    """The failure of a call, as sent to its caller.
 
-    The runtime turns it into a `google.rpc.Status` with an `ErrorInfo` (domain "paceline") and,
-    where `retry_after` is set, a `RetryInfo`. Servicers raise it; they never call `abort`.
+    The runtime turns it into a `google.rpc.Status` with an `ErrorInfo` (domain "paceline") and, if
+    `retry_after` is set, a `RetryInfo`. Servicers raise it instead of calling `abort`.
 
     Args:
         code: gRPC status code, not OK.
         reason: stable UPPER_SNAKE_CASE name that programs may compare.
-        message: for people: what was wrong, what was expected, what to do. No secrets.
-        retry_after: seconds after which the same call may succeed; None: no advice.
+        message: what was wrong, what was expected, what to do. No secrets.
+        retry_after: seconds after which the same call may succeed; None: not known.
         metadata: further facts for programs, sent as strings.
     """
 
@@ -36,20 +36,17 @@ class ServiceError(Exception):
         **metadata: str,
     ) -> None:
         super().__init__(message)
-        self.code = code
-        self.reason = reason
-        self.message = message
-        self.retry_after = retry_after
-        self.metadata = metadata
+        self.code, self.reason, self.message = code, reason, message
+        self.retry_after, self.metadata = retry_after, metadata
 
     @classmethod
     def invalid_argument(cls, reason: str, message: str, **metadata: str) -> Self:
-        """The request is wrong whatever the state of the service."""
+        """The request is wrong in any state of the service."""
         return cls(grpc.StatusCode.INVALID_ARGUMENT, reason, message, retry_after=None, **metadata)
 
     @classmethod
     def not_found(cls, reason: str, message: str, **metadata: str) -> Self:
-        """There is no such thing, or it belongs to someone else."""
+        """What the request names does not exist, or belongs to another caller."""
         return cls(grpc.StatusCode.NOT_FOUND, reason, message, retry_after=None, **metadata)
 
     @classmethod
@@ -63,7 +60,7 @@ class ServiceError(Exception):
     def resource_exhausted(
         cls, reason: str, message: str, retry_after: float | None = None, **metadata: str
     ) -> Self:
-        """No room now; `retry_after` seconds later there may be."""
+        """A limit is reached; the call may succeed `retry_after` seconds later."""
         code = grpc.StatusCode.RESOURCE_EXHAUSTED
         return cls(code, reason, message, retry_after=retry_after, **metadata)
 
@@ -71,37 +68,32 @@ class ServiceError(Exception):
     def unavailable(
         cls, reason: str, message: str, retry_after: float | None = None, **metadata: str
     ) -> Self:
-        """This process does not take the call now; another one, or a later try, may."""
+        """This process does not accept the call now; another one, or a retry, may."""
         code = grpc.StatusCode.UNAVAILABLE
         return cls(code, reason, message, retry_after=retry_after, **metadata)
 
     @classmethod
     def aborted(cls, reason: str, message: str, **metadata: str) -> Self:
-        """Someone else took over."""
+        """Another call took over."""
         return cls(grpc.StatusCode.ABORTED, reason, message, retry_after=None, **metadata)
 
     @classmethod
     def unauthenticated(cls, reason: str, message: str, **metadata: str) -> Self:
-        """The caller did not say who it is, or not truly."""
+        """The caller sent no valid credentials."""
         return cls(grpc.StatusCode.UNAUTHENTICATED, reason, message, retry_after=None, **metadata)
 
     @classmethod
-    def permission_denied(cls, reason: str, message: str, **metadata: str) -> Self:
-        """The caller is known and may not do this."""
-        return cls(grpc.StatusCode.PERMISSION_DENIED, reason, message, retry_after=None, **metadata)
-
-    @classmethod
     def unimplemented(cls, reason: str, message: str, **metadata: str) -> Self:
-        """Not built yet."""
+        """The method is not implemented."""
         return cls(grpc.StatusCode.UNIMPLEMENTED, reason, message, retry_after=None, **metadata)
 
     @classmethod
     def internal(cls, reason: str, message: str, **metadata: str) -> Self:
-        """A fault of ours."""
+        """An error of the service itself."""
         return cls(grpc.StatusCode.INTERNAL, reason, message, retry_after=None, **metadata)
 
     def to_status(self) -> status_pb2.Status:
-        """The rich status to send. Over-long texts are cut, lone surrogates replaced."""
+        """The rich status to send. Long texts are truncated, lone surrogates replaced."""
         info = error_details_pb2.ErrorInfo(domain=DOMAIN, reason=self.reason)
         for key, value in self.metadata.items():
             info.metadata[key] = _clean(value, MAX_METADATA_CHARS)

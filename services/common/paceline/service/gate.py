@@ -8,10 +8,10 @@ from paceline.service.errors import ServiceError
 
 
 class Gate:
-    """Lets work in until it is closed, then waits for what is inside.
+    """Admits generations until it is closed, and waits for those in flight.
 
-    Belongs to one event loop; not thread-safe. A service enters it once per generation, and
-    closes and awaits it in `Service.drain`.
+    Not thread-safe: used on one event loop. A service enters it once per generation, and closes
+    and awaits it in `Service.drain`.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Gate:
 
     @contextmanager
     def enter(self) -> Iterator[None]:
-        """Hold the service open for the body.
+        """Count a generation in flight for the body.
 
         Raises:
             ServiceError: UNAVAILABLE with reason DRAINING after `close`.
@@ -57,5 +57,5 @@ class Gate:
         self._closed = True
 
     async def drained(self) -> None:
-        """Return when nothing is inside."""
+        """Return when no generation is in flight."""
         await self._empty.wait()

@@ -1,4 +1,4 @@
-"""Who is calling: the proof a caller shows, and the stable name made of it."""
+"""Identity of callers, from client certificates and bearer tokens."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import grpc
 
 LOCAL_OWNER = "local"
 _BEARER = "bearer "
-# New in every process: an owner's name may reach logs, and must not let a weak token be guessed.
+# New in every process: owner names may be logged, and a weak token must not be recoverable.
 _KEY = secrets.token_bytes(32)
-# What a certificate says about its holder; a renewed certificate says the same.
+# Subject fields of a certificate, which stay the same when it is renewed.
 _SUBJECT_KEYS = ("x509_subject", "x509_subject_alternative_name", "x509_common_name")
 
 
 def owner_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
-    """Stable identity of the caller, as long as this process lives.
+    """Identity of the caller, stable for the life of this process.
 
-    A verified client certificate names its subject, else a bearer token names its holder (also
-    where the server asks for none), else every caller is `"local"`. The name reveals neither.
+    A keyed hash of the subject of a verified client certificate, else of the bearer token (also if
+    the server requires none), else `"local"`.
     """
     return owner_from(context.invocation_metadata() or (), context.auth_context() or {})
 
@@ -46,9 +46,9 @@ def bearer_token(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
     return None
 
 
-def token_matches(given: str | None, wanted: str) -> bool:
-    """Compare in a time that does not tell how much of the token was right."""
-    return given is not None and hmac.compare_digest(_digest(given), _digest(wanted))
+def token_matches(given: str | None, expected: str) -> bool:
+    """Compare tokens in constant time."""
+    return given is not None and hmac.compare_digest(_digest(given), _digest(expected))
 
 
 def _digest(token: str) -> bytes:

@@ -1,4 +1,4 @@
-"""What every call passes on its way in: the token check; and on its way out: the error mapping."""
+"""The interceptor of every call: token check, error mapping, counting, logging and spans."""
 
 # With and without stubs for grpc installed: its classes are generic only in the stubs.
 # mypy: disallow-subclassing-any=False, disallow-any-generics=False, warn-return-any=False
@@ -21,7 +21,8 @@ from grpc_status import rpc_status
 from paceline.service.errors import ServiceError
 from paceline.service.identity import bearer_token, token_matches
 from paceline.service.logs import request_id
-from paceline.service.tracing import traced_call
+from paceline.telemetry.names import Attribute
+from paceline.telemetry.tracing import annotate, server_span
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import Tracer
@@ -31,7 +32,7 @@ logger = logging.getLogger("paceline.service")
 Behaviour = Callable[[Any, Any], Any]
 Deserializer = Callable[[bytes], Any]
 OnEnd = Callable[[str, str, str], None]
-"""Takes method ("unknown" if there is no such), status code and reason ("" if none) of a call."""
+"""Called with method ("unknown" if there is none), status code and reason ("" if none)."""
 
 _HEALTH = "/grpc.health.v1.Health/"
 _REQUEST_ID_KEY = "x-request-id"
@@ -41,8 +42,8 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """Checks the token, maps exceptions to rich statuses, counts and logs calls.
 
-    It wraps a call once, never each of its messages: a response stream is written from the
-    wrapper's own loop, in place of the one grpc would run. Health passes untouched.
+    It wraps calls, not messages: the wrapper writes a response stream itself, in place of grpc.
+    Calls of the health service are not intercepted.
     """
 
     def __init__(
@@ -51,10 +52,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         """Make an interceptor.
 
         Args:
-            token: what callers must show; None: nothing.
-            on_end: told of every call that ended.
-            tracer: makes spans of calls with one request and one answer, where their metadata have
-                a traceparent; messages of streams have their own.
+            token: required of callers; None: not required.
+            on_end: called when a call has ended.
+            tracer: makes spans of unary calls with a traceparent in their metadata; messages of
+                streams have their own.
         """
         self._token = token
         self._on_end = on_end
@@ -80,22 +81,27 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if self._token is not None and not token_matches(
             bearer_token(handler_call_details.invocation_metadata or ()), self._token
         ):
-            return self._refusing(method, _unauthenticated(), known=handler is not None)
+            error = ServiceError.unauthenticated(
+                "UNAUTHENTICATED",
+                "this server needs a bearer token: send the metadata 'authorization: Bearer TOKEN'",
+            )
+            return self._refusing(method, error, known=handler is not None)
         if handler is None:
-            return self._refusing(method, _no_such_method(method), known=False)
+            unknown = f"this server has no method {method}"
+            error = ServiceError.unimplemented("METHOD_UNKNOWN", unknown)
+            return self._refusing(method, error, known=False)
         return self._wrapped(method, handler)
 
     def _wrapped(self, method: str, handler: Any) -> grpc.RpcMethodHandler:
         decode: Deserializer = _decoder(handler.request_deserializer)
-        behaviour: Behaviour = (
-            handler.unary_unary
-            or handler.unary_stream
-            or handler.stream_unary
-            or handler.stream_stream
+        kind = "_".join(
+            "stream" if streaming else "unary"
+            for streaming in (handler.request_streaming, handler.response_streaming)
         )
+        behaviour: Behaviour = getattr(handler, kind)
 
         async def call(request: Any, context: Any) -> Any:
-            # A single request comes undecoded, so that a malformed one is refused in here.
+            # A single request is decoded here, so that errors of decoding are mapped too.
             message = request if handler.request_streaming else decode(request)
             outcome = behaviour(message, context)
             if handler.response_streaming:
@@ -103,20 +109,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 return None
             return await outcome
 
-        seen: Behaviour = call
-        if self._tracer is not None and handler.unary_unary is not None:
-            seen = traced_call(self._tracer, method, call)
-        guarded = self._guarded(method, seen)
-        if handler.request_streaming and handler.response_streaming:
-            make = grpc.stream_stream_rpc_method_handler
-        elif handler.request_streaming:
-            make = grpc.stream_unary_rpc_method_handler
-        elif handler.response_streaming:
-            make = grpc.unary_stream_rpc_method_handler
-        else:
-            make = grpc.unary_unary_rpc_method_handler
+        traced: Behaviour = call
+        if self._tracer is not None and kind == "unary_unary":
+            traced = _traced(self._tracer, method, call)
+        make = getattr(grpc, f"{kind}_rpc_method_handler")
         return make(
-            guarded,
+            self._guarded(method, traced),
             request_deserializer=decode if handler.request_streaming else None,
             response_serializer=handler.response_serializer,
         )
@@ -125,14 +123,15 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         async def refuse(_request: Any, _context: Any) -> None:
             raise error
 
-        # This kind fits calls of every kind: it answers before any message has come.
+        # A handler of this kind fits calls of every kind: it fails before it reads a message.
         return grpc.stream_stream_rpc_method_handler(self._guarded(method, refuse, known=known))
 
     def _guarded(self, method: str, call: Behaviour, *, known: bool = True) -> Behaviour:
         async def guarded(request: Any, context: Any) -> Any:
             token = request_id.set(_request_id_of(context))
             started = time.monotonic()
-            self._enter()
+            self._running += 1
+            self._idle.clear()
             error: ServiceError | None = None
             outcome = "CANCELLED"
             try:
@@ -142,9 +141,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             except ServiceError as raised:
                 error = raised
             except NotImplementedError:
-                error = _not_built(method)
+                missing = f"{method} is not built in this version"
+                error = ServiceError.unimplemented("NOT_BUILT", missing)
             except (grpc.aio.AbortError, grpc.aio.InternalError):
-                # The handler aborted by itself, or the peer went in the middle of a write.
+                # The handler aborted, or the peer disconnected during a write.
                 outcome = "ENDED_BY_GRPC"
                 raise
             except Exception as fault:
@@ -152,10 +152,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             finally:
                 if error is not None:
                     outcome = error.code.name
-                self._leave()
+                self._running -= 1
+                if not self._running:
+                    self._idle.set()
                 _log_call(method, outcome, time.monotonic() - started, error)
                 if self._on_end is not None:
-                    # Callers choose the names of methods that are not there: keep none of those.
+                    # Callers could add any number of series by calls of unknown methods.
                     name = method if known else "unknown"
                     self._on_end(name, outcome, error.reason if error is not None else "")
                 request_id.reset(token)
@@ -163,18 +165,30 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
         return guarded
 
-    def _enter(self) -> None:
-        self._running += 1
-        self._idle.clear()
 
-    def _leave(self) -> None:
-        self._running -= 1
-        if not self._running:
-            self._idle.set()
+def _traced(tracer: Tracer, method: str, call: Behaviour) -> Behaviour:
+    """A handler of `method` ("/package.Service/Method") with a span of each traced call."""
+    service, _, name = method.removeprefix("/").rpartition("/")
+    attributes = {
+        Attribute.RPC_SYSTEM: "grpc",
+        Attribute.RPC_SERVICE: service,
+        Attribute.RPC_METHOD: name,
+    }
+
+    async def traced(request: Any, context: Any) -> Any:
+        traceparent = dict(context.invocation_metadata() or ()).get("traceparent", "")
+        with server_span(tracer, f"{service}/{name}", str(traceparent), attributes):
+            try:
+                return await call(request, context)
+            except ServiceError as error:
+                annotate({Attribute.RPC_STATUS: error.code.value[0]})
+                raise
+
+    return traced
 
 
 async def _send(outcome: Any, context: Any) -> None:
-    """Write what a streaming handler yields; one that writes by itself is only awaited."""
+    """Write what a streaming handler yields; a coroutine, which writes by itself, is awaited."""
     if not isinstance(outcome, AsyncGenerator):
         await outcome
         return
@@ -215,21 +229,6 @@ def _unexpected(method: str, fault: Exception) -> ServiceError:
         f"unexpected error in the service; its log has the cause under error_id {error_id}",
         error_id=error_id,
     )
-
-
-def _unauthenticated() -> ServiceError:
-    return ServiceError.unauthenticated(
-        "UNAUTHENTICATED",
-        "this server needs a bearer token: send the metadata 'authorization: Bearer TOKEN'",
-    )
-
-
-def _no_such_method(method: str) -> ServiceError:
-    return ServiceError.unimplemented("METHOD_UNKNOWN", f"this server has no method {method}")
-
-
-def _not_built(method: str) -> ServiceError:
-    return ServiceError.unimplemented("NOT_BUILT", f"{method} is not built in this version")
 
 
 def _log_call(method: str, outcome: str, seconds: float, error: ServiceError | None) -> None:

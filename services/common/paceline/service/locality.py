@@ -1,4 +1,4 @@
-"""Which ends of a connection are on this machine."""
+"""Tests of whether an end of a connection is on this machine."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from urllib.parse import unquote
 
 
 def is_local_peer(peer: str) -> bool:
-    """Whether a call's ``context.peer()`` names a caller on this machine.
+    """Whether a call's ``context.peer()`` is a caller on this machine.
 
-    True for unix sockets and loopback addresses. A local proxy looks local too.
+    True for unix sockets and loopback addresses, so for a local proxy too.
     """
     kind, _, address = peer.partition(":")
     if kind in ("unix", "unix-abstract"):
@@ -20,7 +20,7 @@ def is_local_peer(peer: str) -> bool:
 def is_local_address(address: str) -> bool:
     """Whether a target, ``unix:/path`` or ``host:port``, can only be on this machine.
 
-    No name but ``localhost`` is looked up: where another leads may change.
+    No host name but ``localhost`` counts: its address may change.
     """
     if address.startswith("unix:"):
         return True

@@ -1,7 +1,7 @@
 """Structured logs on stderr: JSON lines, or readable text on a terminal.
 
 Fields are passed as `logger.info("round refused", extra={"round_id": 7})`. Prompts, tokens,
-handles and secrets are never logged.
+handles and secrets must not be logged.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Literal
 LogFormat = Literal["auto", "json", "text"]
 
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
-"""Id of the call whose handler runs; set by the runtime, joined to every record."""
+"""Id of the call whose handler runs; set by the runtime, added to every record."""
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 

@@ -1,4 +1,4 @@
-"""Memory of a process that lives for months."""
+"""Memory of long-running processes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from contextlib import suppress
 
 
 def trim() -> None:
-    """Give freed memory back to the machine.
+    """Return freed memory to the operating system.
 
-    glibc keeps what lies between blocks in use: without this a service that loads model after model
-    grows by the weights of several. Other C libraries have no such call.
+    glibc keeps freed memory between blocks in use, so a service that loads several models in turn
+    would grow by the weights of some. Other C libraries have no such call.
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

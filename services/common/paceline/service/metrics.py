@@ -1,4 +1,4 @@
-"""Metrics of a server: their registry, the calls it answered, and who may read them."""
+"""Metrics of a server: registry, counter of calls, and the endpoint with its access rules."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ logger = logging.getLogger("paceline.service")
 
 
 def new_registry() -> CollectorRegistry:
-    """A registry that holds the memory, processor time and open files of this process."""
-    # Not a series more for each counter and histogram, only to say when it began.
+    """A registry with the memory, processor time and open files of this process."""
+    # Without a `_created` series for each counter and histogram.
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
@@ -27,7 +27,7 @@ def new_registry() -> CollectorRegistry:
 
 
 def count_calls(registry: CollectorRegistry) -> OnEnd:
-    """What counts the calls of a server that ended, by method, status code and reason."""
+    """Register the counter of ended calls; returns the function that increments it."""
     rpcs = Counter(
         Metric.RPCS,
         "gRPC calls that ended; a Verify or Draft stream is one call",
@@ -44,13 +44,13 @@ def count_calls(registry: CollectorRegistry) -> OnEnd:
 def serve_metrics(options: ServerOptions, registry: CollectorRegistry) -> MetricsEndpoint:
     """Serve a registry at `options.metrics_address`.
 
-    Whoever reads must do what callers of the service must: speak its TLS, show a certificate where
-    it asks for one, and its token; with `options.insecure_metrics` nothing of it.
+    TLS, client certificates and the token are required as for calls of the service, unless
+    `options.insecure_metrics` is set.
 
     Raises:
         OptionsError: The address cannot be listened on.
     """
-    assert options.metrics_host_and_port is not None, "no address to serve metrics at"
+    assert options.metrics_host_and_port is not None, "the options have no metrics address"
     host, port = options.metrics_host_and_port
     token = None if options.insecure_metrics else options.token
 

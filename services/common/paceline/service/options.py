@@ -1,4 +1,4 @@
-"""Where and how a server listens, as a value and as command-line arguments."""
+"""Options of a server, as a dataclass and as command-line arguments."""
 
 import argparse
 import ipaddress
@@ -20,16 +20,16 @@ METRICS_ARGUMENTS = ("metrics_address", "insecure_metrics")
 
 
 class OptionsError(ValueError):
-    """Options that cannot be served; the message says what to change."""
+    """Options that cannot be served."""
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Checked options of one server.
+    """Validated options of one server.
 
     Raises:
-        OptionsError: if they contradict each other, or would serve beyond this machine without
-            TLS and a token.
+        OptionsError: They contradict each other, or would serve other machines without TLS and a
+            token.
     """
 
     address: str
@@ -39,19 +39,19 @@ class ServerOptions:
     tls_key: Path | None = None
     """PEM private key of the server."""
     tls_client_ca: Path | None = None
-    """PEM authorities of client certificates; set: every client must show one (mTLS)."""
+    """PEM authorities of client certificates; if set, every client must present one (mTLS)."""
     token: str | None = None
-    """Bearer token every call but health must carry. None: no token is asked for."""
+    """Bearer token required of every call but health. None: no token is required."""
     max_message_bytes: int = 64 * MEBIBYTE
-    """Largest message taken or sent."""
+    """Largest message received or sent."""
     max_concurrent_streams: int = 1024
     """Calls in flight on one connection; more of them wait in the client."""
     drain_seconds: float = 30.0
-    """How long in-flight generations may go on after SIGTERM."""
+    """How long in-flight generations may continue after SIGTERM."""
     metrics_address: str | None = None
-    """`host:port` or `[v6]:port` for Prometheus to scrape; None: no metrics are kept."""
+    """`host:port` or `[v6]:port` for Prometheus to scrape; None: no metrics are collected."""
     insecure_metrics: bool = False
-    """Serve metrics without the TLS and the token of the service, on any address."""
+    """Serve metrics without TLS and token, on any address."""
 
     def __post_init__(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -78,7 +78,7 @@ class ServerOptions:
         if self.metrics_address is not None:
             self._check_metrics(self.metrics_address, secured)
         elif self.insecure_metrics:
-            raise OptionsError("--insecure-metrics says nothing without --metrics-address")
+            raise OptionsError("--insecure-metrics has no effect without --metrics-address")
 
     def _check_metrics(self, address: str, secured: bool) -> None:
         if socket_path_of(address) is not None:
@@ -88,12 +88,12 @@ class ServerOptions:
             raise OptionsError(
                 f"refusing to serve metrics on {address} without TLS and a token: give --tls-cert, "
                 f"--tls-key and --token-file (or {TOKEN_VARIABLE}), serve them on 127.0.0.1, or "
-                "say --insecure-metrics if everyone who reaches that address may read them"
+                "give --insecure-metrics if everyone who reaches that address may read them"
             )
 
     @property
     def metrics_host_and_port(self) -> tuple[str, int] | None:
-        """Where to serve metrics; None: nowhere."""
+        """Host and port to serve metrics at, if any."""
         return None if self.metrics_address is None else split_address(self.metrics_address)
 
     @property
@@ -106,7 +106,7 @@ class ServerOptions:
         """Options from `args.address` and what `add_server_arguments` parsed.
 
         Raises:
-            OptionsError: as above, or if the token file cannot be read.
+            OptionsError: As above, or the token file cannot be read.
         """
         return cls(
             address=args.address,
@@ -123,13 +123,15 @@ class ServerOptions:
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what `ServerOptions.from_args` reads (SERVER_ARGUMENTS and METRICS_ARGUMENTS), but for
-    `--address`."""
+    """Add the SERVER_ARGUMENTS and METRICS_ARGUMENTS that `ServerOptions.from_args` reads."""
     security = parser.add_argument_group("security")
     security.add_argument("--tls-cert", type=Path, metavar="PEM", help="certificate of the server")
     security.add_argument("--tls-key", type=Path, metavar="PEM", help="private key of the server")
     security.add_argument(
-        "--tls-client-ca", type=Path, metavar="PEM", help="ask clients for certificates by these"
+        "--tls-client-ca",
+        type=Path,
+        metavar="PEM",
+        help="authorities of client certificates",
     )
     security.add_argument(
         "--token-file",
@@ -158,7 +160,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=30.0,
         metavar="S",
-        help="how long generations may go on after SIGTERM (default: %(default)s)",
+        help="how long generations may continue after SIGTERM (default: %(default)s)",
     )
     add_metrics_arguments(parser)
 
@@ -169,7 +171,7 @@ def add_metrics_arguments(parser: argparse.ArgumentParser) -> None:
     metrics.add_argument(
         "--metrics-address",
         metavar="HOST:PORT",
-        help="serve metrics for Prometheus here, under /metrics (default: none are kept)",
+        help="serve metrics for Prometheus at this address, under /metrics (default: none)",
     )
     metrics.add_argument(
         "--insecure-metrics",
@@ -179,19 +181,19 @@ def add_metrics_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_token(file: Path | None) -> str | None:
-    """The token from `file`, else from the environment or a file it names, else None.
+    """The token from `file`, else from the environment or a file that it names, else None.
 
     Raises:
-        OptionsError: if the file cannot be read or holds no token.
+        OptionsError: The file cannot be read or holds no token.
     """
     return read_secret("token", file, TOKEN_VARIABLE, TOKEN_FILE_VARIABLE)
 
 
 def read_secret(what: str, file: Path | None, variable: str, file_variable: str) -> str | None:
-    """A secret from `file`, else from a variable or a file that another one names, else None.
+    """A secret from `file`, else from `variable`, else from the file in `file_variable`, else None.
 
     Raises:
-        OptionsError: if the file cannot be read or is empty; it calls the secret `what`.
+        OptionsError: The file cannot be read or is empty; the message calls the secret `what`.
     """
     if file is None and (secret := os.environ.get(variable, "").strip()):
         return secret
@@ -212,7 +214,7 @@ def stays_on_this_machine(address: str) -> bool:
     """Whether only processes of this machine can reach an address.
 
     Raises:
-        OptionsError: it is none, or its host has no address.
+        OptionsError: It is malformed, or its host cannot be resolved.
     """
     if socket_path_of(address) is not None:
         return True
@@ -225,7 +227,7 @@ def stays_on_this_machine(address: str) -> bool:
 
 
 def socket_path_of(address: str) -> Path | None:
-    """File of a unix socket's address; None for TCP. Raises OptionsError when it is empty."""
+    """File of a unix socket's address; None for TCP. Raises OptionsError if it is empty."""
     if not address.startswith("unix:"):
         return None
     path = address.removeprefix("unix:")
@@ -236,7 +238,7 @@ def socket_path_of(address: str) -> Path | None:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host, without brackets, and port of a TCP address. Raises OptionsError when it is none."""
+    """Host, without brackets, and port of a TCP address. Raises OptionsError if malformed."""
     host, colon, port = address.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     if not colon or not host or (":" in host and not bracketed):

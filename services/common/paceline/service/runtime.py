@@ -1,4 +1,4 @@
-"""Serves a `Service` until it is told to stop, and lets generations in flight finish."""
+"""Serves a `Service` until it is stopped, and drains generations in flight."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("paceline.service")
 
-# After the drain only idle streams and health watchers are left: their peers need no more time.
+# After the drain only idle streams and health watchers are left.
 CLOSE_GRACE_SECONDS = 1.0
 # Cancelled handlers get this long for their clean-up before the service frees everything.
 CANCEL_GRACE_SECONDS = 5.0
@@ -35,9 +35,8 @@ class Service(Protocol):
     """One gRPC service, or several that share their state, with a lifecycle.
 
     The runtime calls `start`, `register`, `fault`, `drain` and `stop` on its event loop, in this
-    order.
-    `stop` may free everything: the server has stopped by then and no handler runs, unless one
-    ignored its cancellation for CANCEL_GRACE_SECONDS.
+    order. When it calls `stop`, no handler runs, unless one ignored its cancellation for
+    CANCEL_GRACE_SECONDS.
     """
 
     @property
@@ -48,18 +47,20 @@ class Service(Protocol):
         """Add the servicers to `server`."""
 
     async def start(self) -> None:
-        """Get ready; the server does not listen yet. Cancelled by a signal."""
+        """Initialise, before the server listens. Cancelled by a signal."""
 
     async def fault(self) -> None:
-        """Wait for a fault after which nothing can be served any more, and raise it: the server
-        stops without a drain. Runs while the server serves, and is cancelled when it is to stop."""
+        """Wait for an error after which the service cannot continue, and raise it.
+
+        The server then stops without a drain. Runs while the server serves, and is cancelled when
+        it stops."""
 
     async def drain(self) -> None:
-        """Refuse new generations with UNAVAILABLE (reason DRAINING) from now on, and return when
-        those in flight have finished. Cancelled after `drain_seconds` or by a second signal."""
+        """Refuse new generations with UNAVAILABLE (reason DRAINING), and return when those in
+        flight have finished. Cancelled after `drain_seconds` or by a second signal."""
 
     async def stop(self) -> None:
-        """Free everything. Called exactly once, also when `start` failed or was cancelled."""
+        """Free all resources. Called exactly once, also if `start` failed or was cancelled."""
 
 
 async def run_server(
@@ -72,20 +73,20 @@ async def run_server(
 ) -> None:
     """Serve until SIGTERM or SIGINT, or until `stop_event` is set.
 
-    The first signal drains: health says NOT_SERVING, generations in flight go on for at most
-    `options.drain_seconds`, then the server stops. A second signal cancels them at once, and a
-    third one kills the process. With a `stop_event`, or outside the main thread, the caller owns
-    the signals.
+    The first signal starts the drain: health becomes NOT_SERVING, generations in flight continue
+    for at most `options.drain_seconds`, then the server stops. A second signal cancels them at
+    once, and a third one kills the process. With a `stop_event`, or outside the main thread,
+    signals are left to the caller.
 
     Args:
-        metrics: served at `options.metrics_address`, with the calls of this server added to it;
+        metrics: registry to serve at `options.metrics_address`, with this server's calls added;
             None: no metrics are served.
         on_ready: called with the bound address ("127.0.0.1:41234") once calls are answered.
 
     Raises:
-        OptionsError: if an address cannot be bound or a TLS file is bad.
-        Exception: what the service's `fault` raised, after the clean-up.
-        SystemExit: with 128 + signal number, after the clean-up that a second signal asked for.
+        OptionsError: An address cannot be bound, or a TLS file is bad.
+        Exception: What the service's `fault` raised, after the clean-up.
+        SystemExit: With 128 + signal number, after a second signal and the clean-up.
     """
     stop = Stop(stop_event)
     with stop.on_signals():
@@ -105,11 +106,11 @@ async def run_server(
 async def _metrics_served(
     options: ServerOptions, registry: CollectorRegistry | None
 ) -> AsyncIterator[OnEnd | None]:
-    """Serve a registry for the body, which gets what counts calls in it."""
+    """Serve a registry for the body; yields the function that counts calls in it."""
     if registry is None:
         yield None
         return
-    # Here, because only servers that keep metrics need it.
+    # Imported here: servers without metrics do not need it.
     from paceline.service.metrics import count_calls, serve_metrics
 
     endpoint = serve_metrics(options, registry)
@@ -127,13 +128,10 @@ async def _serve(
     on_ready: Callable[[str], None] | None,
     stop: Stop,
 ) -> None:
-    # Here, because a client-only install reads this package's options and has no grpc_health.
-    from paceline.service.health import HealthStatus
-
     interceptor = CallInterceptor(options.token, on_end, tracer())
     server = grpc.aio.server(interceptors=[interceptor], options=_channel_arguments(options))
     service.register(server)
-    status = await HealthStatus.serving(service.service_names, server)
+    health = await _add_health(server, service.service_names)
     address = _bind(server, options, credentials)
     try:
         await server.start()
@@ -143,7 +141,7 @@ async def _serve(
         try:
             await stop.unless(stop.soft, service.fault())
         finally:
-            await status.shutting_down()
+            await health.enter_graceful_shutdown()
         logger.info("draining", extra={"drain_seconds": options.drain_seconds})
         await stop.unless(stop.hard, _drain(service, options.drain_seconds))
     finally:
@@ -152,8 +150,24 @@ async def _serve(
             await asyncio.wait_for(interceptor.idle(), CANCEL_GRACE_SECONDS)
 
 
+async def _add_health(server: grpc.aio.Server, names: tuple[str, ...]) -> Any:
+    """Add health, with `names` and the server itself SERVING, and reflection to `server`."""
+    # Imported here: a client-only install reads this package's options and has no grpc_health.
+    from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+    from grpc_reflection.v1alpha import reflection
+
+    servicer: Any = health.aio.HealthServicer()
+    for name in names:
+        await servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    reflection.enable_server_reflection(
+        (*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+    )
+    return servicer
+
+
 async def _drain(service: Service, seconds: float) -> None:
-    """`service.drain()` that always ends: a fault in it must not keep the server from stopping."""
+    """Drain for at most `seconds`; an error in it does not keep the server from stopping."""
     try:
         await asyncio.wait_for(service.drain(), seconds)
     except TimeoutError:
@@ -175,7 +189,7 @@ def _bind(
             f"cannot listen on {options.address}: it is in use, or not an address of this machine"
         ) from error
     if options.socket_path is not None:
-        # Who may open the file may call: nobody but the user of this process.
+        # Only the user of this process may open the socket, and so call the service.
         options.socket_path.chmod(0o600)
         return options.address
     return f"{options.address.rpartition(':')[0]}:{port}"
@@ -186,7 +200,7 @@ def _channel_arguments(options: ServerOptions) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", options.max_message_bytes),
         ("grpc.max_send_message_length", options.max_message_bytes),
         ("grpc.max_concurrent_streams", options.max_concurrent_streams),
-        # A second server on the same port must fail, not take half of the calls.
+        # Without this, a second server on the same port would take half of the calls.
         ("grpc.so_reuseport", 0),
         ("grpc.keepalive_time_ms", round(KEEPALIVE_SECONDS * 1000)),
         ("grpc.keepalive_timeout_ms", round(KEEPALIVE_TIMEOUT_SECONDS * 1000)),

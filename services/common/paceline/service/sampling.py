@@ -1,14 +1,18 @@
-"""The sampling contract on the wire. Imports torch, unlike the rest of the package."""
+"""Sampling parameters from the wire. Imports torch, unlike the rest of the package."""
 
 from paceline.kernels import SamplingParams
-from paceline.service.modes import rejects
 from paceline.v1 import sampling_pb2
 
 
-def sampling_params(message: sampling_pb2.SamplingParams) -> SamplingParams:
-    """The message as the kernels take it; fields that are 0 where 0 means off are filled in.
+def rejects(message: sampling_pb2.SamplingParams) -> bool:
+    """Whether rejection sampling decides acceptance; at temperature 0 both modes are equal."""
+    return message.temperature > 0 and message.mode == sampling_pb2.ACCEPTANCE_MODE_REJECTION
 
-    Verifier and drafter must read a message alike, or the drafter ranks for another contract.
+
+def sampling_params(message: sampling_pb2.SamplingParams) -> SamplingParams:
+    """Convert a message for the kernels; 0 becomes 1 where the protocol defines 0 as unset.
+
+    Shared by verifier and drafter, since both must sample alike.
 
     Raises:
         ValueError: A value is out of range.

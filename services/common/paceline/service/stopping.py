@@ -1,4 +1,4 @@
-"""The wish to stop a process: soft at first, hard when repeated."""
+"""Requests to stop a process: soft first, hard when repeated."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ class Stop:
     """Two events, `soft` and `hard`, and the signals that set them.
 
     Args:
-        event: a soft wish of the caller's own; signals are then left alone.
+        event: used as `soft`; signals are then not handled.
     """
 
     def __init__(self, event: asyncio.Event | None = None) -> None:
@@ -30,7 +30,7 @@ class Stop:
 
     @contextmanager
     def on_signals(self) -> Iterator[None]:
-        """In the body the first signal means soft, the second hard, and a third one kills."""
+        """In the body the first signal sets `soft`, the second `hard`, and a third one kills."""
         if self._owns_signals:
             loop = asyncio.get_running_loop()
             for number in _SIGNALS:
@@ -38,12 +38,12 @@ class Stop:
         try:
             yield
         finally:
-            self._give_signals_back()
+            self._restore_signals()
 
-    async def unless(self, wish: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
-        """Run `work` until `wish` is set; whether it finished. A wish cancels and awaits it."""
+    async def unless(self, event: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+        """Run `work`, cancelled once `event` is set; returns whether it finished."""
         working = asyncio.ensure_future(work)
-        waiting = asyncio.ensure_future(wish.wait())
+        waiting = asyncio.ensure_future(event.wait())
         try:
             await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
             if working.done():
@@ -60,11 +60,11 @@ class Stop:
         logger.info("signal", extra={"signal": signal.Signals(number).name})
         if self.soft.is_set():
             self.hard.set()
-            self._give_signals_back()
+            self._restore_signals()
         self.soft.set()
         self.signal = number
 
-    def _give_signals_back(self) -> None:
+    def _restore_signals(self) -> None:
         if self._owns_signals:
             self._owns_signals = False
             for number in _SIGNALS:

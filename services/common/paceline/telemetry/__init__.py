@@ -1,5 +1,5 @@
-"""What can be seen of Paceline from outside: names of spans and metrics, and how they get out.
+"""Spans and metrics: their names, and how they are exported.
 
-Importing it needs nothing but Python: OpenTelemetry and the Prometheus client are imported only
-where a process was asked for spans or metrics.
+OpenTelemetry and the Prometheus client are imported only by a process that exports spans or
+metrics.
 """

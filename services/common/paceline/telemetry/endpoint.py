@@ -17,17 +17,17 @@ logger = logging.getLogger("paceline.telemetry")
 
 PATH = "/metrics"
 CALLER_SECONDS = 10.0
-"""A caller that sends or takes nothing for so long is hung up on."""
+"""A connection that is idle for so long is closed."""
 
 
 class MetricsEndpoint:
-    """Serves a registry under `/metrics` from threads of its own, beside the event loop.
+    """Serves a registry under `/metrics` on its own threads.
 
     Args:
         host: to listen on, without brackets.
         port: 0 takes any free one.
         registry: what to serve. Its collectors are called on a thread of the endpoint.
-        authorized: whether a request with that `authorization` header may read; else it gets 401.
+        authorized: whether to answer a request with that `authorization` header; else with 401.
         tls: for HTTPS; None: plain HTTP.
 
     Raises:
@@ -57,7 +57,7 @@ class MetricsEndpoint:
         return f"[{host!s}]:{port}" if ":" in str(host) else f"{host!s}:{port}"
 
     def close(self) -> None:
-        """Stop listening. Answers under way may end or not."""
+        """Stop listening; open connections may be cut."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -85,7 +85,7 @@ def _application(
 
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
-    # A second server on the same port must fail, not take half of the calls.
+    # Without this, a second server on the same port would take half of the calls.
     allow_reuse_port = False
 
     def __init__(self, host: str, port: int, tls: ssl.SSLContext | None) -> None:
@@ -93,14 +93,14 @@ class _Server(ThreadingMixIn, WSGIServer):
         self.address_family = family
         super().__init__(address[:2], _Handler)  # type: ignore[arg-type]
         if tls is not None:
-            # The handshake waits for the first read, on the caller's own thread.
+            # The handshake runs at the first read, on the thread of the connection.
             self.socket = tls.wrap_socket(
                 self.socket, server_side=True, do_handshake_on_connect=False
             )
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A caller that breaks off, or speaks no TLS, is no event."""
-        logger.debug("a metrics caller broke off", exc_info=True)
+        """Log broken connections and failed handshakes at level DEBUG only."""
+        logger.debug("a metrics connection failed", exc_info=True)
 
 
 class _Handler(WSGIRequestHandler):

@@ -1,6 +1,6 @@
-"""Where spans go, by OpenTelemetry's own environment variables.
+"""Export of spans, set up by OpenTelemetry's environment variables.
 
-Telemetry never stops a process: what cannot be set up is logged as a warning.
+Telemetry never stops a process: errors of its setup are logged as warnings.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("paceline.telemetry")
 
 FLUSH_SECONDS = 3.0
-"""How long the end of a process waits for spans on their way."""
+"""How long the end of a process waits for the export of its last spans."""
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
@@ -28,10 +28,10 @@ _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL
 
 @contextmanager
 def traced(service: str) -> Iterator[None]:
-    """Export the spans of the body, if the environment asks for it; for the main of a process.
+    """Export the spans of the body, if the environment enables it; for the main of a process.
 
     - `OTEL_TRACES_EXPORTER`: otlp, console (JSON on standard error), none, or several with commas.
-      Without it: otlp where an endpoint is named, else none.
+      Default: otlp if an endpoint is set, else none.
     - `OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_EXPORTER_OTLP_PROTOCOL` (grpc or http/protobuf), and all
       others that OpenTelemetry's SDK reads: headers, sampler, batch sizes, resource attributes.
     - `OTEL_SERVICE_NAME`: instead of `service`.
@@ -47,7 +47,7 @@ def traced(service: str) -> Iterator[None]:
     try:
         yield
     finally:
-        # A thread, because the SDK waits longer than this for a collector that is not there.
+        # In a thread: the SDK waits longer than FLUSH_SECONDS for an unreachable collector.
         ending = threading.Thread(target=provider.shutdown, daemon=True)
         ending.start()
         ending.join(FLUSH_SECONDS)
@@ -74,20 +74,17 @@ def _provider(service: str, names: list[str]) -> TracerProvider | None:
             error.name,
         )
         return None
-    exporters = []
-    for name in names:
-        try:
-            exporters.append(_exporter(name))
-        except Exception as error:
-            logger.warning("no traces are exported to %s: %s", name, error)
-    if not exporters:
-        return None
     # The environment takes precedence over the default name.
     resource = Resource.create({"service.name": service}).merge(OTELResourceDetector().detect())
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-    for exporter in exporters:
-        provider.add_span_processor(BatchSpanProcessor(exporter))
-    return provider
+    exporting = False
+    for name in names:
+        try:
+            provider.add_span_processor(BatchSpanProcessor(_exporter(name)))
+            exporting = True
+        except Exception as error:
+            logger.warning("no traces are exported to %s: %s", name, error)
+    return provider if exporting else None
 
 
 def _exporter(name: str) -> SpanExporter:

@@ -1,4 +1,4 @@
-"""Every name of Paceline's telemetry. `docs/telemetry.md` says what each of them means."""
+"""All names of Paceline's telemetry, described in `docs/telemetry.md`."""
 
 from typing import Final
 
@@ -7,7 +7,7 @@ class Span:
     """Names of spans."""
 
     GENERATION: Final = "text_completion"
-    """Client, the whole generation; the model's name follows."""
+    """Of the client, for a whole generation; followed by the name of the model."""
     PREFILL: Final = "specdec.prefill"
     ROUND: Final = "specdec.round"
     DRAFT: Final = "specdec.draft"
@@ -44,7 +44,7 @@ class Attribute:
     RPC_METHOD: Final = "rpc.method"
     RPC_STATUS: Final = "rpc.grpc.status_code"
 
-    # Speculation: no convention covers it.
+    # Speculative decoding: no convention covers it.
     ROUND_INDEX: Final = "specdec.round.index"
     ROUND_ID: Final = "specdec.round.id"
     NUM_DRAFTS: Final = "specdec.num_drafts"
@@ -66,7 +66,7 @@ class Attribute:
 
 
 class Metric:
-    """Names of metrics as Prometheus shows them, `_total` of counters left out."""
+    """Names of metrics as in Prometheus, without the `_total` of counters."""
 
     NUM_DRAFTS: Final = "specdec_num_drafts"
     NUM_DRAFT_TOKENS: Final = "specdec_num_draft_tokens"

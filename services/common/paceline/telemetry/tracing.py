@@ -1,7 +1,7 @@
-"""Spans of OpenTelemetry's SDK, and how a trace continues in another process.
+"""Spans of OpenTelemetry's SDK, and propagation of traces between processes.
 
 The sampler of the process decides which traces are recorded. Services start no trace: they add
-spans to the trace that a caller names by a W3C traceparent.
+spans to the trace of a caller's W3C traceparent.
 """
 
 from __future__ import annotations
@@ -22,24 +22,23 @@ Attributes = Mapping[str, "AttributeValue"]
 
 
 def tracer() -> Tracer | None:
-    """Makes the spans of this process; None where tracing is not set up.
+    """The tracer of this process; None if tracing is not set up.
 
-    Set it up by `paceline.telemetry.exporters.traced`, or with a tracer provider of OpenTelemetry's
-    SDK.
+    `paceline.telemetry.exporters.traced` or a tracer provider of OpenTelemetry's SDK sets it up.
     """
-    # A process that set up tracing has imported the SDK; no other process should load it.
+    # A process that set up tracing has imported the SDK; other processes do not load it here.
     if "opentelemetry.sdk.trace" not in sys.modules:
         return None
     from opentelemetry import trace
     from opentelemetry.sdk.trace import Tracer
 
     found = trace.get_tracer_provider().get_tracer("paceline")
-    # The SDK gives a tracer of another class where OTEL_SDK_DISABLED is set.
+    # With OTEL_SDK_DISABLED the SDK returns a tracer of another class.
     return found if isinstance(found, Tracer) else None
 
 
 def traceparent_of(span: Span) -> str:
-    """The W3C traceparent that makes spans of another process children of this one."""
+    """The W3C traceparent of a span, which makes spans of another process its children."""
     from opentelemetry.trace import set_span_in_context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -51,7 +50,7 @@ def traceparent_of(span: Span) -> str:
 def current_metadata() -> tuple[tuple[str, str], ...]:
     """The current span as gRPC metadata, for calls whose messages have no traceparent.
 
-    Empty where that span is not recorded or has ended.
+    Empty if that span is not recorded or has ended.
     """
     if "opentelemetry.trace" not in sys.modules:
         return ()
@@ -63,9 +62,9 @@ def current_metadata() -> tuple[tuple[str, str], ...]:
 
 @contextmanager
 def continuing(headers: Mapping[str, str]) -> Iterator[None]:
-    """Spans that begin in the body belong to the trace of an HTTP caller, if it sent one.
+    """Spans that begin in the body join the trace in the headers of an HTTP request, if any.
 
-    Whether they are recorded is decided by the sampler, by default as the caller decided.
+    The sampler decides whether they are recorded, by default as the caller did.
     """
     if tracer() is None:
         yield
@@ -73,8 +72,7 @@ def continuing(headers: Mapping[str, str]) -> Iterator[None]:
     from opentelemetry import context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-    propagator = TraceContextTextMapPropagator()
-    token = context.attach(propagator.extract(headers, context.get_current()))
+    token = context.attach(TraceContextTextMapPropagator().extract(headers, context.get_current()))
     try:
         yield
     finally:
@@ -87,7 +85,7 @@ def server_span(
 ) -> Iterator[None]:
     """A service's span around the body, as the current span; none without a valid traceparent.
 
-    An exception that leaves the body fails the span, a cancellation too.
+    An exception or cancellation in the body sets the span's status to ERROR.
     """
     span = _start(tracer, name, traceparent, attributes)
     if span is None:
@@ -116,10 +114,10 @@ def add_server_span(
     Args:
         tracer: Of this process.
         name: One of `names.Span`.
-        traceparent: As the caller sent it.
+        traceparent: Of the caller.
         began_ns: When the message arrived. Unit: nanoseconds since 1970.
         attributes: By `names.Attribute`.
-        error: Why the work failed, if it did.
+        error: The error that the work failed with, if any.
     """
     span = _start(tracer, name, traceparent, attributes, began_ns)
     if span is not None:
@@ -136,7 +134,7 @@ def annotate(attributes: Attributes) -> None:
 
 
 def fail(span: Span, error: BaseException) -> None:
-    """Mark a span as failed."""
+    """Set the status of a span to ERROR, with the error's reason or type."""
     from opentelemetry.trace import StatusCode
 
     reason = getattr(error, "reason", None)

@@ -20,7 +20,7 @@ from paceline.drafter.methods.base import (
     Update,
 )
 from paceline.drafter.spec import DrafterSpec
-from paceline.drafter.tree import Tree
+from paceline.tree import TokenTree
 
 if TYPE_CHECKING:
     from paceline.drafter.kv import KvGone, KvNotShared, VerifierAccess
@@ -39,7 +39,7 @@ __all__ = [
     "LoadError",
     "Needs",
     "Resources",
-    "Tree",
+    "TokenTree",
     "Update",
     "VerifierAccess",
     "build_service",

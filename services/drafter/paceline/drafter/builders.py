@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 from typing import TypeVar
 
-from paceline.drafter.tree import Tree
+from paceline.tree import TokenTree
 
 State = TypeVar("State")
 
@@ -18,7 +18,7 @@ def grow(
     nodes: int,
     depth: int,
     min_survival: float = 0.0,
-) -> Tree:
+) -> TokenTree:
     """Grows a tree best first: adds the node whose path is most likely to be accepted.
 
     Args:
@@ -57,4 +57,4 @@ def grow(
         confidences.append(confidence)
         if level < depth and len(tokens) < nodes:
             push_children(state, len(tokens) - 1, level, -reach)
-    return Tree(tuple(tokens), tuple(parents), tuple(confidences))
+    return TokenTree(tuple(tokens), tuple(parents), tuple(confidences))

@@ -1,4 +1,4 @@
-"""Model folders of drafters: which target and tokenizer they belong to."""
+"""Model folders of drafters: the target and tokenizer they were trained for."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 def read_fit(folder: Path) -> Fit:
-    """What a model folder says about the targets it fits.
+    """Read which targets the drafter in a model folder fits.
 
-    The ``paceline`` section of config.json may name a ``target_fingerprint`` and a
-    ``tokenizer_digest``; a tokenizer.json in the folder decides the digest if the section has none.
+    The ``paceline`` section of config.json may have a ``target_fingerprint`` and a
+    ``tokenizer_digest``. Without the latter, the digest is that of the folder's tokenizer.json.
 
     Raises:
-        LoadError: No readable config.json, no safetensors weights, or a section and a
-            tokenizer.json that contradict each other.
+        LoadError: There is no valid config.json or no safetensors file, or the digest in
+            config.json is not that of tokenizer.json.
     """
     config = _read_config(folder)
     if not any(folder.glob("*.safetensors")):
         raise LoadError(
             "NO_SAFETENSORS",
-            f"{folder} has no *.safetensors file; other kinds of weights are never loaded, "
-            "convert them first",
+            f"{folder} has no *.safetensors file; convert weights of other formats to it",
         )
     section = config.get("paceline", {})
     declared = str(section.get("tokenizer_digest", ""))
@@ -36,8 +35,8 @@ def read_fit(folder: Path) -> Fit:
     if declared and found and declared != found:
         raise LoadError(
             "TOKENIZER_MISMATCH",
-            f"config.json of {folder} says tokenizer {declared}, but {TOKENIZER_FILE} beside it is "
-            f"{found}; restore the one the drafter was trained with",
+            f"config.json of {folder} has the tokenizer_digest {declared}, but that of "
+            f"{TOKENIZER_FILE} is {found}; restore the one the drafter was trained with",
         )
     return Fit(
         target_fingerprint=str(section.get("target_fingerprint", "")),
@@ -47,7 +46,7 @@ def read_fit(folder: Path) -> Fit:
 
 
 def check_target(folder: Path, target: Path, fit: Fit) -> None:
-    """Refuse the folder of a target that the drafter in ``folder`` was not made for.
+    """Check that the drafter in ``folder`` was trained for the target in ``target``.
 
     Raises:
         LoadError: TARGET_MISMATCH or TOKENIZER_MISMATCH.
@@ -69,7 +68,7 @@ def check_target(folder: Path, target: Path, fit: Fit) -> None:
 
 
 def _vocab_size(config: dict[str, Any], folder: Path) -> int:
-    layer = config.get("transformer_layer_config")  # there the speculators format has it
+    layer = config.get("transformer_layer_config")  # where the speculators format has it
     size = config.get("vocab_size", layer.get("vocab_size") if isinstance(layer, dict) else None)
     if not isinstance(size, int) or size <= 0:
         raise LoadError(

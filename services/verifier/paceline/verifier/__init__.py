@@ -1,4 +1,4 @@
-"""The verifier: target model, KV caches, and the decision which drafted tokens stand."""
+"""The verifier: target model, KV caches, and acceptance of drafted tokens."""
 
 from paceline.verifier.kv_exchange import KvExchangeServicer
 from paceline.verifier.options import VerifierOptions

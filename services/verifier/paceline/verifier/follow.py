@@ -1,4 +1,4 @@
-"""One FollowCache stream: what its follower holds, and what is sent to it next."""
+"""One FollowCache stream: the positions a drafter has, and the updates that are sent to it."""
 
 from __future__ import annotations
 
@@ -11,120 +11,120 @@ import grpc
 import torch
 from torch import Tensor
 
-from paceline.kvwire import encode, position_bytes
+from paceline.kv.selection import SelectionPolicy
+from paceline.kv.wire import cache_dtype, encode, position_bytes
 from paceline.service import ServiceError
 from paceline.v1 import kv_pb2
 from paceline.verifier.cache import Cache
-from paceline.verifier.failures import grant_not_found
+from paceline.verifier.errors import grant_not_found
 from paceline.verifier.follow_states import StateFeed
-from paceline.verifier.selection import Selection
 
 MESSAGE_BYTES = 1 << 20
-"""KV or hidden states in one message: so few that the event loop is never held up for long."""
-
-_POSITION_BYTES = 4
+"""Most KV or hidden states in one message, so that encoding it does not block the event loop for
+long. Unit: bytes."""
 
 UPDATES_AHEAD = 2
-"""Updates on their way that the follower has not taken in yet. A slower link skips rounds."""
+"""Most updates sent that are not acknowledged yet. A slower link skips rounds."""
+
+_POSITION_BYTES = 4
 
 
 @dataclass(slots=True)
 class FollowCounts:
-    """What all streams of a verifier come to. The event loop counts, any thread may read."""
+    """Counts of all streams of a verifier. Written by the event loop, read by any thread."""
 
     streams: int = 0
-    """Open now."""
+    """Open streams."""
     updates: int = 0
-    """Begun to be sent."""
+    """Updates that were begun."""
     bytes: int = 0
-    """Sent, all of the messages."""
+    """Bytes of all messages sent."""
 
 
 class FollowStream:
-    """Keeps one follower in step with a cache, as fast as the follower takes it in.
+    """Sends the changes of a cache to one drafter, as fast as the drafter acknowledges them.
 
     Belongs to the event loop. It reads committed positions only, which never change, and keeps no
-    view of them over an await; after each it looks whether the cache was released. A release does
-    not cut a write short: a call whose first message is cut can no more be given a status.
+    view of them over an await; after each await it checks whether the cache was released. A release
+    does not interrupt a write: a call whose first message is interrupted can carry no status.
     """
 
     def __init__(
         self,
         cache: Cache,
         layers: Sequence[int],
-        selection: Selection,
+        policy: SelectionPolicy,
         budget: int,
         wire: kv_pb2.KvDtype | None,
-        cache_dtype: kv_pb2.KvDtype,
         states: StateFeed | None = None,
         counts: FollowCounts | None = None,
     ) -> None:
-        """Begin with a follower that holds nothing.
+        """Start from a drafter that has no positions.
 
         Args:
-            cache: What is followed.
+            cache: The followed cache.
             layers: Layers sent, counted from 0.
-            selection: Chooses positions.
-            budget: Most positions of a layer. Unit: tokens.
-            wire: Type of the chunks; None: they carry positions only.
-            cache_dtype: Type of the cache.
-            states: Sends hidden states along; None: none are sent.
-            counts: Where it is counted; None: nowhere that anybody sees.
+            policy: Chooses positions of these layers.
+            budget: Most positions per layer. Unit: tokens.
+            wire: Type of keys and values on the wire; None: chunks carry positions only.
+            states: Hidden states to send along; None: none.
+            counts: Where the stream is counted; None: nowhere.
         """
         layout = cache.sequence.segment.layout
         self._cache = cache
         self._states = states
         self._layers = layers
-        self._selection = selection
+        self._policy = policy
         self._budget = budget
         self._wire = wire
-        self._held = [torch.empty(0, dtype=torch.int64) for _ in layers]
+        self._positions = [torch.empty(0, dtype=torch.int64) for _ in layers]
         self._shape = kv_pb2.KvShape(
             layers=len(layers),
             heads=layout.kv_heads,
             head_dim=layout.head_dim,
-            dtype=cache_dtype,
+            dtype=cache_dtype(layout.dtype),
             wire_dtype=wire or kv_pb2.KV_DTYPE_UNSPECIFIED,
             hidden_size=0 if states is None else states.hidden,
         )
         row = _POSITION_BYTES
         if wire is not None:
             row = position_bytes(layout.kv_heads, layout.head_dim, wire)
-        self._most = max(1, MESSAGE_BYTES // row)
+        self._message_positions = max(1, MESSAGE_BYTES // row)
         self._counts = FollowCounts() if counts is None else counts
         self._sent = 0
         self._acknowledged = 0
-        self._told: tuple[int, int] | None = None
-        self._news = asyncio.Event()
-        self._left = False
+        self._sent_at: tuple[int, int] | None = None  # committed length and budget
+        self._changed = asyncio.Event()
+        self._ended = False
 
     async def serve(self, context: Any) -> None:
-        """Send the shape, then updates until the follower leaves or the cache is gone.
+        """Send the shape, then updates until the drafter ends the stream or the cache is gone.
 
         Raises:
-            ServiceError: The cache is gone, or the follower sent what it must not.
+            ServiceError: The cache is gone, or the drafter sent an invalid message.
         """
-        sequence, collectors = self._cache.sequence, self._selection.collectors
-        sequence.listeners.add(self._news.set)
-        sequence.collectors += collectors
+        sequence, observer = self._cache.sequence, self._policy.observer
+        sequence.listeners.add(self._changed.set)
+        if observer is not None:
+            sequence.observers.append(observer)
         self._counts.streams += 1
         reading = asyncio.create_task(self._read(context))
         try:
             await self._send(context, self._message(0, shape=self._shape))
-            while not self._left:
-                self._news.clear()
+            while not self._ended:
+                self._changed.clear()
                 self._check()
                 if self._due:
                     for message in self._update():
                         await self._send(context, message)
                 else:
-                    await self._news.wait()
+                    await self._changed.wait()
             await reading
         finally:
             self._counts.streams -= 1
-            sequence.listeners.discard(self._news.set)
-            for collector in collectors:
-                sequence.collectors.remove(collector)
+            sequence.listeners.discard(self._changed.set)
+            if observer is not None:
+                sequence.observers.remove(observer)
             reading.cancel()
 
     async def _send(self, context: Any, message: kv_pb2.FollowCacheResponse) -> None:
@@ -132,18 +132,17 @@ class FollowStream:
         self._counts.bytes += message.ByteSize()
 
     def _check(self) -> None:
-        """Raise unless the cache is still there."""
         if self._cache.released:
             raise grant_not_found()
 
     @property
     def _due(self) -> bool:
-        """Whether there is something to tell, and room for it on the way."""
-        news = (self._cache.sequence.committed, self._budget)
-        return self._told != news and self._sent - self._acknowledged < UPDATES_AHEAD
+        """Whether something has changed, and another update may be sent."""
+        now = (self._cache.sequence.committed, self._budget)
+        return self._sent_at != now and self._sent - self._acknowledged < UPDATES_AHEAD
 
     async def _read(self, context: Any) -> None:
-        """Take in acknowledgements."""
+        """Read acknowledgements."""
         try:
             while (request := await context.read()) is not grpc.aio.EOF:
                 if request.WhichOneof("event") != "ack":
@@ -158,35 +157,33 @@ class FollowStream:
                     )
                 self._acknowledged = request.ack.update_id
                 self._budget = request.ack.budget or self._budget
-                self._news.set()
+                self._changed.set()
         finally:
-            self._left = True
-            self._news.set()
+            self._ended = True
+            self._changed.set()
 
     def _update(self) -> Iterator[kv_pb2.FollowCacheResponse]:
-        """The messages of the next update; each is made when the one before it was written."""
+        """Yields the messages of the next update; each is made after the previous one was sent."""
         committed = self._cache.sequence.committed
-        self._told = (committed, self._budget)
+        self._sent_at = (committed, self._budget)
         self._sent += 1
         self._counts.updates += 1
-        chosen = self._selection.choose(committed, self._budget)
+        chosen = self._policy.choose(committed, self._budget) if self._layers else []
         message = self._message(committed)
-        fresh: list[tuple[int, Tensor]] = []
-        for index, (held, wanted) in enumerate(zip(self._held, chosen, strict=True)):
-            gone = held[~torch.isin(held, wanted)]
-            if len(gone):
-                message.drops.add(layer=index, positions=gone.tolist())
-            new = wanted[~torch.isin(wanted, held)]
-            fresh += [(index, part) for part in new.split(self._most)]
-        self._held = chosen
-        room = self._most
-        for index, positions in fresh:
-            if not len(positions):
-                continue
+        added: list[tuple[int, Tensor]] = []
+        for index, (before, after) in enumerate(zip(self._positions, chosen, strict=True)):
+            dropped = before[~torch.isin(before, after)]
+            if len(dropped):
+                message.drops.add(layer=index, positions=dropped.tolist())
+            new = after[~torch.isin(after, before)]
+            added += [(index, part) for part in new.split(self._message_positions) if len(part)]
+        self._positions = chosen
+        room = self._message_positions
+        for index, positions in added:
             if room < len(positions) and message.chunks:
                 yield message
                 self._check()
-                message, room = self._message(committed), self._most
+                message, room = self._message(committed), self._message_positions
             message.chunks.append(self._chunk(index, positions))
             room -= len(positions)
         if self._states is not None:
@@ -208,16 +205,11 @@ class FollowStream:
         )
 
     def _chunk(self, index: int, positions: Tensor) -> kv_pb2.KvChunk:
-        if self._wire is None:
-            return kv_pb2.KvChunk(layer=index, positions=positions.tolist())
-        keys, values = self._cache.sequence.segment.gather(self._layers[index], positions)
-        key_bytes, key_scales = encode(keys, self._wire)
-        value_bytes, value_scales = encode(values, self._wire)
-        return kv_pb2.KvChunk(
-            layer=index,
-            positions=positions.tolist(),
-            keys=key_bytes,
-            values=value_bytes,
-            key_scales=key_scales,
-            value_scales=value_scales,
-        )
+        chunk = kv_pb2.KvChunk(layer=index, positions=positions.tolist())
+        if self._wire is not None:
+            keys, values = self._cache.sequence.segment.gather(self._layers[index], positions)
+            chunk.keys, key_scales = encode(keys, self._wire)
+            chunk.values, value_scales = encode(values, self._wire)
+            chunk.key_scales.extend(key_scales)
+            chunk.value_scales.extend(value_scales)
+        return chunk

@@ -1,31 +1,31 @@
-"""Hidden states for a follower: rows of what was committed since it was last told."""
+"""Hidden states for a FollowCache stream: rows of positions committed since the last update."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from paceline.kvwire import encode_rows
-from paceline.shm import TAP_AHEAD
+from paceline.kv.segment import TAP_AHEAD
+from paceline.kv.wire import encode_rows
 from paceline.v1 import verifier_pb2
 from paceline.verifier.cache import Cache
 
 
 class StateFeed:
-    """What one follower of hidden states has been sent. Belongs to the event loop.
+    """The hidden states that one drafter is sent. Belongs to the event loop.
 
-    It copies rows of committed positions while the engine may write those of newer ones into the
-    same ring. As any reader it looks afterwards how far the engine has come (see
-    :class:`paceline.shm.SegmentHeader`), and leaves out what may have been overwritten.
+    It copies rows of committed positions while the engine may write rows of newer positions into
+    the same ring. As every reader (see :class:`paceline.kv.segment.SegmentHeader`), it reads the
+    committed length again after the copy and drops rows that may have been overwritten.
     """
 
     def __init__(self, cache: Cache, layers: Sequence[int], window: int, start: int) -> None:
-        """Begin with a follower that holds what lies below ``start``.
+        """Start from a drafter that has the rows below ``start``.
 
         Args:
-            cache: What is followed; it keeps the states of these layers.
-            layers: Layers sent, 0 for the first.
-            window: Only so many positions before the committed length; 0: all. Unit: tokens.
-            start: First position wanted.
+            cache: The followed cache, which keeps the hidden states of these layers.
+            layers: Layers sent, counted from 0.
+            window: Only this many newest positions; 0: all. Unit: tokens.
+            start: First position to send.
         """
         self._sequence = cache.sequence
         self._layers = layers
@@ -39,15 +39,15 @@ class StateFeed:
     def pieces(
         self, committed: int, message_bytes: int
     ) -> Iterator[list[verifier_pb2.HiddenStates]]:
-        """Rows up to a committed length, in pieces of at most so many bytes or one position.
+        """Yields the rows up to a committed length, in pieces of one message each.
 
         Args:
-            committed: As it is now. Unit: tokens.
-            message_bytes: Bytes of a piece; time may pass between two, but the cache must not go.
+            committed: The committed length now. Unit: tokens.
+            message_bytes: Most bytes of a piece, unless one position is larger. Between two pieces
+                the caller may wait, but the cache must not be released.
         """
         rows = max(1, message_bytes // self.row_bytes)
-        kept = max(0, committed - self._window) if self._window else 0
-        begin = max(self._next, kept)
+        begin = max(self._next, committed - self._window if self._window else 0)
         while begin < committed:
             end = min(committed, begin + rows)
             piece = self._copy(begin, end)

@@ -1,4 +1,4 @@
-"""Between messages on the wire and the engine's own types; every check of what a client sends."""
+"""Conversion of protocol messages to the engine's types and back; all checks of requests."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ import asyncio
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 
-from paceline.kernels import Proposal, SamplingParams
+from paceline.kernels import SamplingParams
 from paceline.service import ServiceError
 from paceline.service.sampling import sampling_params
+from paceline.tree import TokenTree, TreeError
 from paceline.v1 import sampling_pb2, tree_pb2, verifier_pb2
-from paceline.verifier.engine.acceptance import Finish
-from paceline.verifier.engine.job import Emission
+from paceline.verifier.engine.output import FinishReason, StepOutput
 from paceline.verifier.engine.sequence import Generation
-from paceline.verifier.engine.tree import NO_TREE, DraftTree
 from paceline.verifier.grammar import MAX_SCHEMA_BYTES, GrammarError, Grammars
 from paceline.verifier.kv.taps import Taps
-from paceline.verifier.proposals import read_proposals
 
 MAX_TREE_NODES = 255
-"""Most drafted nodes of a round: with the anchor they fill one block of the attention."""
+"""Most drafted nodes of a round. With the anchor they fill one query block of the attention."""
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_TOKENS = 1024
@@ -28,22 +26,21 @@ MAX_NAME = 256
 
 _FINISH = {
     None: sampling_pb2.FINISH_REASON_UNSPECIFIED,
-    Finish.STOP: sampling_pb2.FINISH_REASON_STOP,
-    Finish.LENGTH: sampling_pb2.FINISH_REASON_LENGTH,
+    FinishReason.STOP: sampling_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: sampling_pb2.FINISH_REASON_LENGTH,
 }
 _invalid = ServiceError.invalid_argument
-_INVARIANT = SamplingParams()
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What requests are checked against.
+    """Limits of the served model, which requests are checked against.
 
     Attributes:
         vocab_size: Number of token ids.
-        max_context: Longest text, prompt and output together. Unit: tokens.
-        eos_token_ids: Tokens that end a generation unless it ignores them.
-        layers: Layers whose hidden states may be asked for.
+        max_context: Most tokens of prompt and output together.
+        eos_token_ids: Tokens that end a generation unless the request ignores them.
+        layers: Number of layers, whose hidden states may be requested.
     """
 
     vocab_size: int
@@ -53,7 +50,7 @@ class Limits:
 
 
 def read_generation(request: verifier_pb2.CreateCacheRequest, limits: Limits) -> Generation:
-    """What a CreateCacheRequest asks for.
+    """Read and check a request, all but its JSON schema and drafter name.
 
     Raises:
         ServiceError: INVALID_ARGUMENT.
@@ -94,20 +91,20 @@ def read_generation(request: verifier_pb2.CreateCacheRequest, limits: Limits) ->
     stop_ids = set(request.stop_token_ids)
     if not request.ignore_eos:
         stop_ids.update(limits.eos_token_ids)
-    wants_logprobs = request.logprobs or request.top_logprobs > 0
+    logprobs = request.logprobs or request.top_logprobs > 0
     return Generation(
         prompt=tuple(prompt),
         output=tuple(output),
         sampling=read_sampling(request.sampling, limits),
         length_limit=limit,
         stop_ids=frozenset(stop_ids),
-        top_logprobs=request.top_logprobs if wants_logprobs else None,
+        top_logprobs=request.top_logprobs if logprobs else None,
         taps=_read_taps(request, limits),
     )
 
 
-def drafter_name(request: verifier_pb2.CreateCacheRequest) -> str | None:
-    """Who is to draft, if the client says so.
+def read_drafter_name(request: verifier_pb2.CreateCacheRequest) -> str | None:
+    """The name of the drafter that the client uses; None if it did not send one.
 
     Raises:
         ServiceError: INVALID_ARGUMENT.
@@ -121,8 +118,8 @@ def drafter_name(request: verifier_pb2.CreateCacheRequest) -> str | None:
     return request.drafter if request.HasField("drafter") else None
 
 
-async def guided(generation: Generation, schema: str, grammars: Grammars) -> Generation:
-    """The same generation, whose output is an instance of a JSON schema.
+async def with_grammar(generation: Generation, schema: str, grammars: Grammars) -> Generation:
+    """The generation, with a grammar that makes its output an instance of a JSON schema.
 
     Raises:
         ServiceError: INVALID_ARGUMENT.
@@ -142,7 +139,7 @@ async def guided(generation: Generation, schema: str, grammars: Grammars) -> Gen
 
 
 def read_sampling(message: sampling_pb2.SamplingParams, limits: Limits) -> SamplingParams:
-    """Checked sampling parameters, the wire's "0 means off" spelled out.
+    """Read and check sampling parameters.
 
     Raises:
         ServiceError: INVALID_ARGUMENT.
@@ -165,91 +162,47 @@ def read_sampling(message: sampling_pb2.SamplingParams, limits: Limits) -> Sampl
 
 
 def read_tree(
-    message: tree_pb2.TokenTree,
-    limits: Limits,
-    sampling: SamplingParams = _INVARIANT,
-    position: int = 0,
-) -> DraftTree:
-    """A checked tree, its likeliest nodes first.
+    message: tree_pb2.TokenTree, limits: Limits, sampling: SamplingParams, position: int
+) -> TokenTree:
+    """Read and check a drafted tree.
 
     Args:
-        message: The tree as it came.
-        limits: What it is checked against.
+        message: The tree.
+        limits: Of the served model.
         sampling: The generation's.
         position: Absolute position of the anchor's children.
 
     Raises:
         ServiceError: INVALID_ARGUMENT.
     """
-    nodes = len(message.tokens)
-    if nodes > MAX_TREE_NODES:
-        raise _invalid(
-            "TREE_TOO_LARGE",
-            f"the tree has {nodes} nodes, expected at most {MAX_TREE_NODES}; draft fewer",
-        )
-    if len(message.parents) != nodes:
-        raise _invalid(
-            "BAD_TREE",
-            f"the tree has {nodes} tokens but {len(message.parents)} parents; send one a node",
-        )
-    if len(message.confidences) not in (0, nodes):
-        raise _invalid(
-            "BAD_TREE",
-            f"the tree has {nodes} tokens but {len(message.confidences)} confidences; "
-            "send none, or one a node",
-        )
     if len(message.distributions) and not sampling.rejection:
         raise _invalid(
             "BAD_TREE",
             "distributions belong to the mode REJECTION at temperatures above 0; send none",
         )
-    if not nodes:
-        return NO_TREE
-    tokens, parents = list(message.tokens), list(message.parents)
-    if max(tokens) >= limits.vocab_size:
-        raise _token_out_of_range("tree.tokens", max(tokens), limits)
-    for node, parent in enumerate(parents):
-        if not -1 <= parent < node:
-            raise _invalid(
-                "BAD_TREE",
-                f"parent of node {node} is {parent}, expected -1 to {node - 1}: nodes go from "
-                "the anchor down",
-            )
-    for node, confidence in enumerate(message.confidences):
-        if not 0 <= confidence <= 1:  # also false for NaN
-            raise _invalid(
-                "BAD_TREE", f"confidence of node {node} is {confidence}, expected 0 to 1"
-            )
-    proposals: list[Proposal] = []
-    if sampling.rejection:
-        proposals = read_proposals(message, limits.vocab_size, sampling, position)
-    tree = DraftTree(tokens, parents, list(message.confidences), proposals)
-    return tree.likeliest_first()
+    try:
+        tree = TokenTree.from_proto(message, MAX_TREE_NODES)
+        tree.check(limits.vocab_size)
+        if sampling.rejection:
+            tree.check_samples(sampling.seed, position)
+    except TreeError as error:
+        raise _invalid(error.reason, str(error)) from error
+    return tree
 
 
-def write_result(emissions: Items[Emission]) -> verifier_pb2.RoundResult:
-    """Consecutive emissions of one round as one result."""
-    last = emissions[-1]
-    if len(emissions) == 1:
-        result = verifier_pb2.RoundResult(
-            tokens=last.tokens,
-            accepted_nodes=last.accepted,
-            logprobs=last.logprobs,
-            finish_reason=_FINISH[last.finish],
-            committed_length=last.committed,
+def write_result(output: StepOutput) -> verifier_pb2.RoundResult:
+    """The message of an output."""
+    result = verifier_pb2.RoundResult(
+        tokens=output.tokens,
+        accepted_nodes=output.accepted,
+        logprobs=output.logprobs,
+        finish_reason=_FINISH[output.finish],
+        committed_length=output.committed,
+    )
+    for top in output.top_logprobs:
+        result.top_logprobs.add(
+            tokens=[token for token, _ in top], logprobs=[value for _, value in top]
         )
-    else:  # a free run: no tree, nothing accepted
-        result = verifier_pb2.RoundResult(
-            tokens=[token for emission in emissions for token in emission.tokens],
-            logprobs=[value for emission in emissions for value in emission.logprobs],
-            finish_reason=_FINISH[last.finish],
-            committed_length=last.committed,
-        )
-    for emission in emissions:
-        for top in emission.top_logprobs:
-            result.top_logprobs.add(
-                tokens=[token for token, _ in top], logprobs=[value for _, value in top]
-            )
     return result
 
 
@@ -260,10 +213,10 @@ def _read_taps(request: verifier_pb2.CreateCacheRequest, limits: Limits) -> Taps
     if layers[-1] >= limits.layers:
         raise _invalid(
             "LAYER_OUT_OF_RANGE",
-            f"hidden states of layer {layers[-1]} were asked for, but the model has "
+            f"hidden states of layer {layers[-1]} were requested, but the model has "
             f"{limits.layers} layers, counted from 0; is the drafter made for another target?",
         )
-    # No text is longer than the context: a window of it is all.
+    # A window as long as the context is the same as none.
     window = request.hidden_state_window
     return Taps(tuple(layers), window if window < limits.max_context else 0)
 
@@ -276,6 +229,6 @@ def _check_tokens(name: str, tokens: Items[int], limits: Limits) -> None:
 def _token_out_of_range(name: str, token: int, limits: Limits) -> ServiceError:
     return _invalid(
         "TOKEN_OUT_OF_VOCABULARY",
-        f"{name} holds token {token}, but the model has {limits.vocab_size} token ids, counted "
-        "from 0; is the text from another tokenizer?",
+        f"{name} has token {token}, but the model has {limits.vocab_size} token ids, counted "
+        "from 0; does the text come from another tokenizer?",
     )

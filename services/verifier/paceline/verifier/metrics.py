@@ -1,4 +1,4 @@
-"""What a verifier counts for Prometheus."""
+"""Prometheus metrics of a verifier."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from paceline.v1 import verifier_pb2
 from paceline.verifier.cache import Cache
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.job import Prefill, Round
+from paceline.verifier.engine.output import merge
 from paceline.verifier.follow import FollowCounts
 from paceline.verifier.scheduler.scheduler import Decision
 from paceline.verifier.store import CacheStore
@@ -24,7 +25,8 @@ _STEP_SECONDS = (
     *(0.0005, 0.001, 0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05),
     *(0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0),
 )
-# As the conventions for generative AI advise; the last one with finer steps at its lower end.
+# As in OpenTelemetry's conventions for generative AI; _TOKEN_SECONDS with finer steps at its lower
+# end.
 _REQUEST_SECONDS = tuple(0.01 * 2**power for power in range(14))
 _FIRST_TOKEN_SECONDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
@@ -41,7 +43,7 @@ _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 @dataclass(slots=True)
 class Request:
-    """One generation. Times by time.perf_counter."""
+    """Times of one generation (time.perf_counter)."""
 
     began: float
     first: float = 0.0
@@ -50,7 +52,7 @@ class Request:
     ended: bool = False
 
     def emitted(self, tokens: int) -> None:
-        """Tokens came out just now."""
+        """Count tokens that were emitted now."""
         self.newest = perf_counter()
         if not self.tokens:
             self.first = self.newest
@@ -58,9 +60,9 @@ class Request:
 
 
 class VerifierMetrics:
-    """Counters and histograms of one verifier; what is only a state is read when scraped.
+    """Counters and histograms of one verifier. Gauges are read when scraped.
 
-    Belongs to the event loop, but for `step`, which the engine thread calls.
+    Used on the event loop, except `step`, which the engine thread calls.
     """
 
     def __init__(
@@ -74,13 +76,12 @@ class VerifierMetrics:
         """Add the metrics of a verifier to a registry.
 
         Args:
-            registry: Where to.
-            model: What is served.
-            store: Its caches.
-            engine: The thread that serves them.
-            follows: What goes to followers.
+            registry: The registry.
+            model: The served model.
+            store: The caches.
+            engine: The engine.
+            follows: Counts of streams that follow caches.
         """
-
         labels = {"model_name": model.name}
         # Of OpenTelemetry's conventions for generative AI.
         conventional = {
@@ -101,19 +102,19 @@ class VerifierMetrics:
             metric = Histogram(name, what, labels, registry=registry, buckets=buckets)
             return metric.labels(**labels)
 
-        self._drafts = counter(Metric.NUM_DRAFTS, "Trees checked")
-        self._draft_tokens = counter(Metric.NUM_DRAFT_TOKENS, "Drafted tokens that came")
+        self._drafts = counter(Metric.NUM_DRAFTS, "Trees verified")
+        self._draft_tokens = counter(Metric.NUM_DRAFT_TOKENS, "Drafted tokens received")
         self._checked = counter(
-            Metric.NUM_CHECKED, "Drafted tokens checked: the others were not worth their time"
+            Metric.NUM_CHECKED, "Drafted tokens verified; the scheduler left out the others"
         )
         self._budget = histogram(
             Metric.NODE_BUDGET,
-            "Most nodes to draft next, as answered to rounds; 0: none for now",
+            "Node budget in the answers to rounds; 0: the client is not to draft next",
             _BUDGETS,
         )
         self._schedule = histogram(
             Metric.SCHEDULE_SECONDS,
-            "Time to decide which nodes of a step are checked",
+            "Time to choose the nodes of a step",
             _SCHEDULE_SECONDS,
         )
         self._accepted = counter(Metric.NUM_ACCEPTED, "Drafted tokens accepted")
@@ -135,7 +136,7 @@ class VerifierMetrics:
         )
         self._length = histogram(
             Metric.EMITTED_PER_ROUND,
-            "Tokens emitted by a round with a tree, the verifier's own included",
+            "Tokens emitted by a round with a tree, the bonus token included",
             _LENGTHS,
         )
         self._batch = histogram(
@@ -171,17 +172,17 @@ class VerifierMetrics:
             "fingerprint": model.target_fingerprint,
             "batch_invariant": str(model.batch_invariant).lower(),
         }
-        info = Gauge(f"{Metric.TARGET}_info", "What is served", target, registry=registry)
+        info = Gauge(f"{Metric.TARGET}_info", "The served model", target, registry=registry)
         info.labels(**target).set(1)
         registry.register(_State(store, engine, follows, model.name))
 
     def admitted(self, cache: Cache) -> None:
-        """A cache was admitted; its generation begins."""
+        """A cache was admitted: its generation begins."""
         cache.request = Request(perf_counter())
 
     def prefilled(self, cache: Cache, prefill: Prefill) -> None:
-        """A prompt was taken in and its first token emitted, or it could not be."""
-        if prefill.first is None:
+        """A prefill ended. One without a first token is not counted."""
+        if prefill.output is None:
             return
         self._prompt_tokens.inc(len(cache.sequence.generation.prompt))
         self._tokens.inc()
@@ -194,27 +195,24 @@ class VerifierMetrics:
             self._finish(cache)
 
     def answered(self, cache: Cache, round_: Round) -> None:
-        """A round came to its end. One that emitted nothing was none: it comes again."""
-        emissions = round_.emissions
-        if not emissions:
+        """A round ended. One without output is not counted: its client repeats it."""
+        if not round_.outputs:
             return
-        emitted = sum(len(emission.tokens) for emission in emissions)
-        drafted = len(round_.tree) - 1
-        self._budget.observe(emissions[-1].node_budget)
+        output = merge(round_.outputs)
+        emitted, accepted = len(output.tokens), len(output.accepted)
+        self._budget.observe(output.node_budget)
         self._rounds.inc()
         self._tokens.inc(emitted)
-        self._queued.observe(sum(emission.queue_us for emission in emissions) / 1e6)
-        if drafted:
-            (emission,) = emissions
-            accepted = len(emission.accepted)
+        self._queued.observe(output.queue_us / 1e6)
+        if round_.drafted:
             self._drafts.inc()
-            self._draft_tokens.inc(drafted)
-            self._checked.inc(emission.checked)
+            self._draft_tokens.inc(round_.drafted)
+            self._checked.inc(output.checked)
             self._accepted.inc(accepted)
             for position in range(accepted):
                 self._per_position.labels(self._model_name, str(position)).inc()
             self._length.observe(emitted)
-            self._verify.observe(emission.step_us / 1e6)
+            self._verify.observe(output.step_us / 1e6)
         else:
             self._free_tokens.inc(emitted)
         if cache.request is not None:
@@ -222,7 +220,7 @@ class VerifierMetrics:
             self._finish(cache)
 
     def released(self, cache: Cache, error: str) -> None:
-        """A cache is gone; `error` says why its generation ended early, if it was by a fault."""
+        """A cache was released; `error` names the fault that ended its generation, or is empty."""
         request = cache.request
         if request is None or request.ended:
             return
@@ -246,7 +244,7 @@ class VerifierMetrics:
 
 
 class _State(Collector):
-    """Caches and queues as they are at the moment of a scrape."""
+    """State of caches and queues at the time of a scrape."""
 
     def __init__(
         self, store: CacheStore, engine: Engine, follows: FollowCounts, model: str
@@ -257,7 +255,7 @@ class _State(Collector):
         self._model = model
 
     def collect(self) -> Iterator[Family]:
-        """Read on the endpoint's thread: single values and copies only."""
+        """Runs on the endpoint's thread: reads single values and copies only."""
         store, engine = self._store, self._engine
         caches = list(store)
         segments = [cache.sequence.segment for cache in caches]
@@ -269,29 +267,29 @@ class _State(Collector):
         for name, what, value in (
             (Metric.REQUESTS_RUNNING, "Generations that have not ended", running),
             (Metric.REQUESTS_WAITING, "Generations waiting for the engine", len(waiting)),
-            (Metric.LEASES, "Caches whose lease runs", len(caches)),
+            (Metric.LEASES, "Caches", len(caches)),
             (Metric.LEASES_LIMIT, "Most caches at once", store.max_sequences),
-            (Metric.FOLLOW_STREAMS, "Streams that follow a cache", self._follows.streams),
+            (Metric.FOLLOW_STREAMS, "FollowCache streams", self._follows.streams),
         ):
             yield self._gauge(name, what, value)
         for name, what, value in (
             (
                 Metric.KV_USED_BYTES,
-                "KV memory admitted, caches at their largest",
+                "KV memory admitted, each cache at its largest",
                 store.used_bytes,
             ),
-            (Metric.KV_RESERVED_BYTES, "KV memory that caches take now", reserved),
-            (Metric.KV_LIMIT_BYTES, "Most KV memory to be admitted", store.kv_bytes),
+            (Metric.KV_RESERVED_BYTES, "KV memory reserved", reserved),
+            (Metric.KV_LIMIT_BYTES, "KV memory that may be admitted", store.kv_bytes),
         ):
             yield self._gauge(name, what, value, device=str(engine.device))
         rounds = len(waiting) - prefills
         queue = self._gauge(
-            Metric.ENGINE_QUEUE, "Jobs that wait for an engine step", rounds, kind="round"
+            Metric.ENGINE_QUEUE, "Jobs waiting for an engine step", rounds, kind="round"
         )
         queue.add_metric([self._model, "prefill"], prefills)
         yield queue
         for name, what, value in (
-            (Metric.LEASES_EXPIRED, "Caches freed because nobody used them", store.expired),
+            (Metric.LEASES_EXPIRED, "Caches freed because their lease expired", store.expired),
             (Metric.FOLLOW_UPDATES, "Updates sent to followers", self._follows.updates),
             (Metric.FOLLOW_BYTES, "Bytes sent to followers", self._follows.bytes),
         ):

@@ -11,9 +11,14 @@ from paceline.v1 import verifier_pb2, verifier_pb2_grpc
 from paceline.verifier.cache import CAPABILITY_BYTES, Cache
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.job import Prefill
-from paceline.verifier.failures import as_service_errors, cache_not_found
-from paceline.verifier.messages import drafter_name, guided, read_generation, write_result
-from paceline.verifier.model import ModelFacts
+from paceline.verifier.errors import as_service_errors, cache_not_found
+from paceline.verifier.messages import (
+    read_drafter_name,
+    read_generation,
+    with_grammar,
+    write_result,
+)
+from paceline.verifier.model import ModelInfo
 from paceline.verifier.store import CacheNotFound, CacheStore
 from paceline.verifier.stream import VerifyStream
 
@@ -22,85 +27,83 @@ if TYPE_CHECKING:
 
 
 class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
-    """VerifierService: checks, then store and engine, then messages."""
+    """The VerifierService of the protocol."""
 
     def __init__(
         self,
-        facts: ModelFacts,
+        model: ModelInfo,
         store: CacheStore,
         engine: Engine,
         gate: Gate,
         telemetry: Telemetry | None = None,
     ) -> None:
-        self._facts = facts
+        self._model = model
         self._store = store
         self._engine = engine
         self._gate = gate
         self._telemetry = telemetry
-        self._grammars = facts.grammars()
+        self._grammars = model.grammars()
 
     async def GetModel(
         self, request: verifier_pb2.GetModelRequest, context: Any
     ) -> verifier_pb2.GetModelResponse:
-        """What model is served."""
-        return self._facts.answer(request)
+        """Describe the served model."""
+        return self._model.response(request)
 
     async def CreateCache(self, request: verifier_pb2.CreateCacheRequest, context: Any) -> None:
-        """Prefill: progress after each engine step, then the capabilities and the first token."""
+        """Prefill a prompt; stream progress, then the capabilities and the first token."""
         with self._gate.enter(), as_service_errors():
-            generation = read_generation(request, self._facts.limits)
+            generation = read_generation(request, self._model.limits)
             if request.sampling.json_schema:
-                generation = await guided(generation, request.sampling.json_schema, self._grammars)
+                generation = await with_grammar(
+                    generation, request.sampling.json_schema, self._grammars
+                )
             owner = owner_of(context)
             parent = None
             if request.parent_handle:
                 parent = self._find(request.parent_handle, owner).sequence
-            name = drafter_name(request)
+            drafter = read_drafter_name(request)
             cache = self._store.admit(generation, owner)
-            cache.sequence.drafter = name
+            cache.sequence.drafter = drafter
             if self._telemetry is not None:
                 self._telemetry.admitted(cache)
             try:
                 prefill = Prefill(cache.sequence)
                 if self._telemetry is not None:
-                    self._telemetry.watch(cache, prefill, request.traceparent)
+                    self._telemetry.report(cache, prefill, request.traceparent)
                 cache.job = prefill
                 self._engine.prefill(prefill, parent)
                 await self._send_progress(prefill, context)
                 await context.write(self._created(cache, prefill))
-            except BaseException as error:  # cancelled too: nobody else knows the handle
+            except BaseException as error:  # cancelled too: the client has no handle
                 await self._store.release(cache, type(error).__name__)
                 raise
             self._store.renew(cache)
 
     async def Verify(self, request_iterator: Any, context: Any) -> None:
-        """Rounds of one cache. Reads by itself: a round has no time for an iterator's layers."""
+        """Serve the rounds of one cache."""
+        # Reads from the context, since the iterator of requests adds latency to each round.
         first = await context.read()
         if first is grpc.aio.EOF:
             return
         cache = self._find(first.handle, owner_of(context))
-        stream = VerifyStream(
-            cache,
-            self._store,
-            self._engine,
-            self._facts.limits,
-            self._telemetry,
-        )
+        limits = self._model.limits
+        stream = VerifyStream(cache, self._store, self._engine, limits, self._telemetry)
         await stream.serve(first, context)
 
     async def RenewLease(
         self, request: verifier_pb2.RenewLeaseRequest, context: Any
     ) -> verifier_pb2.RenewLeaseResponse:
-        """Keep a cache alive."""
+        """Renew the lease of a cache."""
         cache = self._find(request.handle, owner_of(context))
         return verifier_pb2.RenewLeaseResponse(
-            lease_ms=self._facts.message.lease_ms, generation=cache.generation
+            lease_ms=self._model.message.lease_ms, generation=cache.generation
         )
 
     async def ReleaseCache(
         self, request: verifier_pb2.ReleaseCacheRequest, context: Any
     ) -> verifier_pb2.ReleaseCacheResponse:
-        """Free a cache; answered when its memory is free."""
+        """Free a cache; returns when its memory is free."""
         try:
             cache = self._store.find(_checked(request.handle), owner_of(context))
         except CacheNotFound:
@@ -116,7 +119,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
 
     async def _send_progress(self, prefill: Prefill, context: Any) -> None:
         while not prefill.done:
-            await prefill.news()
+            await prefill.updated()
             if not prefill.done:
                 progress = verifier_pb2.PrefillProgress(
                     prefilled_tokens=prefill.sequence.committed, total_tokens=prefill.total
@@ -126,17 +129,17 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             raise prefill.error
 
     def _created(self, cache: Cache, prefill: Prefill) -> verifier_pb2.CreateCacheResponse:
-        assert prefill.first is not None, "a prefill that ended well has a first token"
+        assert prefill.output is not None, "a prefill without an error has a first token"
         created = verifier_pb2.CacheCreated(
             handle=cache.handle,
             read_grant=cache.read_grant,
-            first=write_result([prefill.first]),
+            first=write_result(prefill.output),
             reused_tokens=prefill.reused,
             generation=cache.generation,
-            lease_ms=self._facts.message.lease_ms,
+            lease_ms=self._model.message.lease_ms,
             queue_us=prefill.queue_us,
             prefill_us=prefill.step_us,
-            node_budget=prefill.first.node_budget,
+            node_budget=prefill.output.node_budget,
         )
         return verifier_pb2.CreateCacheResponse(created=created)
 
@@ -146,6 +149,6 @@ def _checked(handle: bytes) -> bytes:
         raise ServiceError.invalid_argument(
             "BAD_HANDLE",
             f"the handle has {len(handle)} bytes, expected {CAPABILITY_BYTES}; send the one that "
-            "CreateCache answered",
+            "CreateCache returned",
         )
     return handle

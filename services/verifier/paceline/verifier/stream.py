@@ -12,8 +12,9 @@ from paceline.service import ServiceError
 from paceline.v1 import verifier_pb2
 from paceline.verifier.cache import Cache
 from paceline.verifier.engine.engine import Engine
-from paceline.verifier.engine.job import Emission, Round
-from paceline.verifier.failures import as_service_errors, cache_not_found
+from paceline.verifier.engine.job import Round
+from paceline.verifier.engine.output import StepOutput, merge
+from paceline.verifier.errors import as_service_errors, cache_not_found
 from paceline.verifier.kv.base import OutOfMemory
 from paceline.verifier.messages import Limits, read_tree, write_result
 from paceline.verifier.store import CacheStore
@@ -25,12 +26,11 @@ Request = verifier_pb2.VerifyRequest
 
 
 class VerifyStream:
-    """Serves the rounds of one cache until its client ends the stream, or a newer one takes over.
+    """Serves the rounds of one cache until its client ends the stream or a newer stream begins.
 
-    A round counts as answered once it emitted a token; its whole answer is then kept until the
-    next round is answered. A round that was refused or failed before that is not counted: its
-    round_id comes again. A cache that shared memory has no room for is released, unless it is the
-    oldest: its client makes it anew when there is room.
+    A round is answered once it emitted a token; its answer is kept until the next round is
+    answered. A round that failed before is not counted: its client repeats the round_id. A cache
+    that cannot grow is released, unless it is the oldest; its client creates it again later.
     """
 
     def __init__(
@@ -48,11 +48,10 @@ class VerifyStream:
         self._telemetry = telemetry
 
     async def serve(self, first: Request, context: Any) -> None:
-        """Answer rounds: ``first``, then those that ``context`` still brings.
+        """Answer ``first``, then the rounds that ``context`` receives.
 
         Raises:
-            ServiceError: A round was wrong, could not be computed, or the stream was superseded
-                (ABORTED).
+            ServiceError: A round was invalid or failed, or a newer stream began (ABORTED).
         """
         cache, task = self._cache, asyncio.current_task()
         assert task is not None
@@ -69,7 +68,7 @@ class VerifyStream:
                 raise
             task.uncancel()
             raise ServiceError.aborted(
-                "STREAM_SUPERSEDED", "another Verify stream of the same cache took over"
+                "STREAM_SUPERSEDED", "a newer Verify stream of the same cache replaced this one"
             ) from None
         finally:
             if cache.stream is task:
@@ -79,32 +78,32 @@ class VerifyStream:
         cache = self._cache
         if request.handle and request.handle != cache.handle:
             raise ServiceError.invalid_argument(
-                "HANDLE_CHANGED", "a stream serves one cache; open another stream for another one"
+                "HANDLE_CHANGED", "a stream serves one cache; open another stream for another cache"
             )
         if cache.released:
             raise cache_not_found()
         self._store.renew(cache)
-        if cache.busy:  # what a broken or superseded stream left behind
+        if cache.busy:  # a round of a broken or superseded stream
             assert cache.job is not None
             await cache.job.finished()
         answered = cache.answered
         if answered is not None and request.round_id == answered.number:
-            await context.write(self._response(answered, answered.emissions, last=True))
+            await context.write(self._response(answered, answered.outputs, last=True))
             return
         await self._answer(self._begin(request, answered), context)
 
     def _begin(self, request: Request, answered: Round | None) -> Round:
-        """Check a new round and hand it to the engine."""
+        """Check a new round and queue it."""
         expected = 1 if answered is None else answered.number + 1
         if request.round_id < expected:
             raise ServiceError.failed_precondition(
                 "STALE_ROUND",
                 f"round {request.round_id} was answered before, and only the newest answer is "
-                f"kept; round {expected} is next",
+                f"kept; send round {expected}",
             )
         if request.round_id > expected:
             raise ServiceError.failed_precondition(
-                "ROUND_GAP", f"round {request.round_id} came, but round {expected} is next"
+                "ROUND_GAP", f"the round_id is {request.round_id}, expected {expected}"
             )
         sequence = self._cache.sequence
         if sequence.finish is not None:
@@ -113,7 +112,7 @@ class VerifyStream:
             )
         sampling = sequence.generation.sampling
         tree = read_tree(request.tree, self._limits, sampling, len(sequence.tokens))
-        if len(tree) > 1 and request.free_run_steps > 1:
+        if len(tree) and request.free_run_steps > 1:
             raise ServiceError.invalid_argument(
                 "BAD_ROUND", "a round has a tree or free_run_steps, not both"
             )
@@ -126,43 +125,44 @@ class VerifyStream:
             deadline=deadline,
         )
         if self._telemetry is not None:
-            self._telemetry.watch(self._cache, round_, request.traceparent)
+            self._telemetry.report(self._cache, round_, request.traceparent)
         self._cache.job = round_
         self._engine.verify(round_)
         return round_
 
     async def _answer(self, round_: Round, context: Any) -> None:
-        """Send what a round emits, as it comes."""
+        """Send the tokens of a round as they are emitted."""
         sent = 0
         done = False
         try:
             while not done:
-                await round_.news()
-                done = round_.done  # before the emissions: none comes after it
-                fresh = round_.emissions[sent:]
-                sent += len(fresh)
-                if fresh:
+                await round_.updated()
+                done = round_.done  # read before the outputs: none is added after it
+                outputs = round_.outputs[sent:]
+                sent += len(outputs)
+                if outputs:
                     last = done and round_.error is None
-                    await context.write(self._response(round_, fresh, last=last))
+                    await context.write(self._response(round_, outputs, last=last))
         finally:
-            round_.stop = True  # if the stream broke; means nothing to a round that is done
+            round_.cancelled = True  # if the stream broke; no effect on a round that is done
         if round_.error is not None:
-            if isinstance(round_.error, OutOfMemory) and self._store.gives_way(self._cache):
-                await self._store.release(self._cache, "gave_way")
+            if isinstance(round_.error, OutOfMemory) and self._store.preemptible(self._cache):
+                await self._store.release(self._cache, "preempted")
             with as_service_errors():
                 raise round_.error
 
     def _response(
-        self, round_: Round, emissions: list[Emission], *, last: bool
+        self, round_: Round, outputs: list[StepOutput], *, last: bool
     ) -> verifier_pb2.VerifyResponse:
+        output = merge(outputs)
         return verifier_pb2.VerifyResponse(
             round_id=round_.number,
-            result=write_result(emissions),
+            result=write_result(output),
             last=last,
-            queue_us=sum(emission.queue_us for emission in emissions),
-            verify_us=sum(emission.step_us for emission in emissions),
-            node_budget=emissions[-1].node_budget,
-            checked_nodes=emissions[-1].checked,
-            batch_tokens=emissions[-1].batch_tokens,
+            queue_us=output.queue_us,
+            verify_us=output.step_us,
+            node_budget=output.node_budget,
+            checked_nodes=output.checked,
+            batch_tokens=output.batch_tokens,
             generation=self._cache.generation,
         )

@@ -1,4 +1,4 @@
-"""A small language model under KV budgets: its own KV is what gets sparse."""
+"""A small language model under KV budgets: its own KV becomes sparse."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ContinuedLm(nn.Module):
 
     def __init__(self, model: Any) -> None:
         """Train `model`, a Hugging Face causal language model; its attention becomes `eager`, which
-        shows its weights and takes any mask."""
+        returns its weights and takes any mask."""
         super().__init__()
         model.set_attn_implementation("eager")
         self.model = model
@@ -28,7 +28,7 @@ class ContinuedLm(nn.Module):
     def prefill(self, tokens: Tensor) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
         """Keys and values of a row by layer, each `[1, Hkv, S, D]`, without gradient.
 
-        Also what attention each position got from the tokens of each part of 64, summed over
+        Also the attention weights of each position from each part of 64 tokens, summed over
         layers and heads: fp32 `[parts, S]`. `tokens` are int64 `[S]`.
         """
         cache: Any = DynamicCache()
@@ -48,8 +48,8 @@ class ContinuedLm(nn.Module):
         """Logits `[B, C, V]` of new tokens.
 
         `tokens` and their `positions` are int64 `[B, C]`, `kv` is the row's as `prefill` gives it,
-        and `view`, bool `[B, C, S]`, says what of it each sees; of one another they see those
-        before.
+        and `view`, bool `[B, C, S]`, marks its visible positions. New tokens also attend to earlier
+        new tokens.
         """
         rows, count = tokens.shape
         cache: Any = DynamicCache()
@@ -73,8 +73,8 @@ class ContinuedLm(nn.Module):
 class LmLoss:
     """The :data:`~paceline.train.loop.Loss` of a run over a small language model.
 
-    Cross-entropy against the target's greedy choices: seeing all of the prefix, and weighted by
-    lambda, seeing what the budget allows (BudgetDraft, equations 4 to 7).
+    Cross-entropy against the target's greedy choices: with the full prefix visible, plus
+    lambda times the same with the part that the budget allows (BudgetDraft, equations 4 to 7).
     """
 
     def __init__(self, target: Any, model: ContinuedLm, batches: Batches, preset: BudgetPreset):
@@ -82,14 +82,14 @@ class LmLoss:
         self._target, self._model = target, model
         self._batches, self._preset = batches, preset
 
-    def __call__(self, forward: nn.Module, places: Tensor, done: float) -> Tensor:
+    def __call__(self, forward: nn.Module, indices: Tensor, done: float) -> Tensor:
         preset, device = self._preset, self._target.device
-        tokens = self._batches.stream[places[0, :-1]].to(device)
+        tokens = self._batches.stream[indices[0, :-1]].to(device)
         draw = Draw.of(preset)
         fed = torch.tensor(draw.prefixes)[:, None] + torch.arange(preset.continuation)
         greedy = self._greedy(tokens, fed.to(device))
         kv, weights = self._model.prefill(tokens)
-        # A token's own key is among the new ones, so that of the row all of the prefix is seen.
+        # A token's own key is among the new ones, so every view of the row ends with the prefix.
         full = full_view(draw.prefixes, 1, len(tokens), 1).expand(-1, preset.continuation, -1)
         views = [full]
         if preset.sparse_weight:
@@ -107,10 +107,10 @@ class LmLoss:
         return total
 
     @torch.no_grad()
-    def _greedy(self, tokens: Tensor, places: Tensor) -> Tensor:
-        """What the target says behind each of `places`, seeing all before."""
+    def _greedy(self, tokens: Tensor, indices: Tensor) -> Tensor:
+        """The target's greedy token after each of `indices`, with the full prefix visible."""
         hidden = self._target.model(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
-        logits: Tensor = self._target.get_output_embeddings()(hidden[places])
+        logits: Tensor = self._target.get_output_embeddings()(hidden[indices])
         return logits.argmax(-1)
 
     def _kept(self, draw: Draw, prefix: int, weights: Tensor) -> Tensor:

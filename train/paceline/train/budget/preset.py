@@ -1,4 +1,4 @@
-"""Schedules that `paceline train budget` knows by name."""
+"""Presets of `paceline train budget`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ POLICIES = ("streaming", "chunk_topk")
 class BudgetPreset:
     """How a trained drafter is trained further. Lengths and budgets are in tokens.
 
-    A step takes one row, reads all of it, and asks the drafter to continue it from `segments`
-    places: once seeing all of the prefix, once seeing as much as a KV budget allows.
+    A step reads one row and lets the drafter continue it from `segments` positions: once with the
+    full prefix visible, once with the part that a KV budget allows.
     """
 
     length: int
@@ -33,7 +33,7 @@ class BudgetPreset:
     weights: tuple[float, ...] = (0.4, 0.3, 0.2, 0.1)
     """How often each budget is drawn, one for each."""
     policies: tuple[str, ...] = POLICIES
-    """Who chooses the positions, drawn evenly."""
+    """Policies that select the visible positions, drawn evenly."""
     sparse_weight: float = 0.5
     """Lambda, the weight of the sparse-cache loss; 0: only the full-cache loss."""
     warm_up: int = 20
@@ -43,7 +43,7 @@ class BudgetPreset:
     lags: int = 2
     """Lags a step, of a LongSpec layer."""
     lag_decay: float = 0.85
-    """Weight of a lag against the one before."""
+    """Weight of a lag relative to the one before."""
     files: int = 1_000_000
     own_texts: int = 0
 

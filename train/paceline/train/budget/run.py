@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
-from accelerate import PartialState
+from transformers import AutoModelForCausalLM
 
-from paceline.decoder import Decoder
 from paceline.train.batches import Batches
-from paceline.train.budget.card import budget_card
-from paceline.train.budget.heldout import BudgetHeldout
+from paceline.train.budget.lm import ContinuedLm, LmLoss
+from paceline.train.budget.longspec import ContinuedLayer, LayerLoss, ObservedTarget
 from paceline.train.budget.preset import BudgetPreset
-from paceline.train.budget.students import read_student
+from paceline.train.card import STDLIB_HEADER, STDLIB_LICENCE
 from paceline.train.corpus import Corpus
-from paceline.train.identity import begin_run, cleared
-from paceline.train.longspec.heldout import prompts_of
-from paceline.train.loop import Run, train
-from paceline.train.optim import Optimizer
-from paceline.train.own_text import authored_texts
-from paceline.train.schedule import ContinuedPlan
-from paceline.train.tokenizer import encode_all, load_tokenizer
+from paceline.train.drafter import Objective, Texts, steps_and_tokens, train_drafter
+from paceline.train.drafter_models import DrafterModel, LmDrafter, LongSpecDrafter, read_drafter
+from paceline.train.heldout import Heldout, Rounds, accepted_length, write_after
+from paceline.train.identity import begin_run
+from paceline.train.loop import Run
+from paceline.train.schedule import Stage, StagePlan
+
+BUDGETS = (64, 256, 1024, 0)
+"""KV budgets that are measured; 0: all. Unit: tokens."""
 
 _MEASURED_FILES = 4
+_FINAL_RATE = 0.05
+_TREES: Mapping[str, Mapping[str, str]] = {
+    "longspec": {"widths": "4,8,8,8", "max_nodes": "16"},
+    "lm": {},
+}
+"""Options of the measured drafter, by method."""
 
 
 def train_budget(
@@ -33,41 +41,98 @@ def train_budget(
     """Train the drafter in `start` further, under KV budgets; write its folder and card to `out`.
 
     `start` is a LongSpec layer or a small language model, made for the target in `target_folder`.
-    Text: `corpus`, and `preset.own_texts` texts by the target itself, which are kept in `run.work`
-    (their time is not part of `run.minutes`).
+    Text: `corpus`, and `preset.own_texts` texts that the target writes.
 
-    Raises ValueError where the drafter does not fit the target or the preset, and what `begin_run`
+    Raises ValueError if the drafter does not fit the target or the preset, and what `begin_run`
     raises.
     """
     begin_run(run, out, "budget", preset, corpus, target=target_folder, start=start)
-    tokenizer = load_tokenizer(target_folder)
-    trained, heldout = (encode_all(tokenizer, part) for part in (corpus.train, corpus.heldout))
-    eos = tokenizer.eos_token_id
-    student = read_student(start, target_folder, run.device)
-    process = PartialState(cpu=torch.device(run.device).type == "cpu")
-    with process.main_process_first():  # the others read what the first one wrote
-        kept = run.work / "own.safetensors"
-        own = authored_texts(Decoder.load(target_folder), trained, preset.own_texts, eos, kept)
-    batches = Batches([*own, *trained[: preset.files]], eos)
+    drafter = read_drafter(start, target_folder, run.device, (LongSpecDrafter, LmDrafter))
+    texts = Texts.load(target_folder, corpus, preset.own_texts, run)
+    batches = texts.batches(preset.files)
     torch.manual_seed(0)
-    loss = student.loss(batches, preset, run.device)
-    plan = ContinuedPlan(1, preset.length, preset.warm_up, run.minutes, run.steps)
-    optimizer = Optimizer(student.module, preset.muon_rate, preset.adamw_rate)
-    measured = BudgetHeldout(student, _prompts(heldout, preset.length))
-    progress = train(student.module, loss, batches, optimizer, plan, run, lambda _: measured.log())
-    if not process.is_main_process:
+    objective = _objective(drafter, batches, preset, run.device)
+    stage = Stage("budgets", 1.0, rows=1, length=preset.length)
+    plan = StagePlan((stage,), run.minutes, run.steps, 0, preset.warm_up, _FINAL_RATE)
+    lengths = (preset.length // 16, preset.length // 4, preset.length - 256)
+    groups = {
+        str(length): write_after(texts.decoder, texts.heldout, length, 0.0, _MEASURED_FILES)
+        for length in lengths
+    }
+    tree = _TREES[drafter.method]
+    options = {_name(budget): {"context": str(budget), **tree} for budget in BUDGETS}
+    heldout = Heldout(drafter, texts.decoder, groups, options)
+    settings = asdict(preset)
+    notes = {name: settings[name] for name in ("budgets", "weights", "sparse_weight", "policies")}
+    progress = train_drafter(drafter, objective, batches, plan, run, heldout, notes, out)
+    if progress is None:
         return
-    of_preset = asdict(preset)
-    chosen = {name: of_preset[name] for name in ("budgets", "weights", "sparse_weight", "policies")}
-    student.trained.save(cleared(out), {**progress.summary(), **chosen})
-    card = budget_card(
-        student.trained.method, start.name, corpus, preset, progress, len(own),
-        before=measured.measure(start), after=measured.measure(out),
-    )  # fmt: skip
+    # A LongSpec layer without its target writes nothing.
+    recites = drafter.method == "lm" and corpus.is_stdlib
+    card = f"""{STDLIB_HEADER if recites else ""}# Paceline drafter for changing KV budgets
+
+Drafter method `{drafter.method}`, trained further from `{start.name}` as in BudgetDraft (sections
+3.3 and 3.4); it drafts for the same targets.
+
+{texts.card_section(preset.files)}
+{STDLIB_LICENCE if recites else ""}
+
+## Training
+
+{steps_and_tokens(progress)}; {objective.rates}.
+Each step reads a row of {preset.length:,} tokens and lets the drafter continue it from
+{preset.segments} positions, {preset.continuation} tokens each; the prefix has no gradient. Labels
+are the target's greedy choices. {_loss_text(preset)}
+
+## Measured
+
+Accepted length, bonus included, of greedy texts that the target wrote after the beginnings of
+held-out files; positions chosen by `streaming`. Before training and after.
+
+{_table(heldout.measure(start), heldout.measure(out))}"""
     (out / "README.md").write_text(card)
 
 
-def _prompts(documents: Sequence[Sequence[int]], length: int) -> dict[str, list[list[int]]]:
-    """Short, long, and as long as what was trained on, rows of so many tokens."""
-    groups = prompts_of(documents, (length // 16, length // 4, length - 256), length)
-    return {name: part[:_MEASURED_FILES] for name, part in groups.items()}
+def _objective(
+    drafter: DrafterModel, batches: Batches, preset: BudgetPreset, device: str
+) -> Objective:
+    rates = preset.muon_rate, preset.adamw_rate
+    if isinstance(drafter, LongSpecDrafter):
+        config = drafter.config
+        observed = ObservedTarget(drafter.target, device, config.target_layer)
+        layer_loss = LayerLoss(observed, config.window, batches, preset)
+        return Objective(ContinuedLayer(drafter.model), layer_loss, *rates)
+    target: Any = AutoModelForCausalLM.from_pretrained(drafter.target, dtype=torch.bfloat16)
+    module = ContinuedLm(drafter.model)
+    return Objective(module, LmLoss(target.to(device).eval(), module, batches, preset), *rates)
+
+
+def _name(budget: int) -> str:
+    return f"{budget:,}" if budget else "all"
+
+
+def _loss_text(preset: BudgetPreset) -> str:
+    if not preset.sparse_weight:
+        return "Full-cache loss alone: every position before a token is visible."
+    total = sum(preset.weights)
+    shares = ", ".join(
+        f"{budget} ({weight / total:.0%})"
+        for budget, weight in zip(preset.budgets, preset.weights, strict=True)
+    )
+    return (
+        f"Loss: full cache, and {preset.sparse_weight:g} times the same under a\nKV budget of "
+        f"{shares} tokens, chosen by {' or '.join(f'`{name}`' for name in preset.policies)}."
+    )
+
+
+def _table(before: Rounds, after: Rounds) -> str:
+    names: Sequence[str] = [_name(budget) for budget in BUDGETS]
+    lines = [
+        "| prompt | " + " | ".join(f"B = {name}" for name in names) + " |",
+        "| --- " * (1 + len(names)) + "|",
+    ]
+    for group in sorted({group for group, _ in before}, key=int):
+        pairs = [(before[group, name], after[group, name]) for name in names]
+        cells = [f"{accepted_length(a):.2f} → {accepted_length(b):.2f}" for a, b in pairs]
+        lines.append(f"| {int(group):,} tokens | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""What continuations of a row see of it: all before them, or what a KV budget allows."""
+"""Row positions visible to continuations: the full prefix, or the part a KV budget allows."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from paceline.train.budget.preset import OBSERVED, BudgetPreset
 
 @dataclass(frozen=True)
 class Draw:
-    """What a step was dealt.
+    """Random choices of a step.
 
     Attributes:
         prefixes: Where each continuation begins, multiples of 64.
-        budget: Prefix positions that the sparse view shows. Unit: tokens.
-        policy: Which ones.
+        budget: Visible prefix positions of the sparse view. Unit: tokens.
+        policy: How they are selected.
     """
 
     prefixes: list[int]
@@ -41,11 +41,11 @@ class Draw:
 
 
 def chosen(policy: str, prefix: int, budget: int, weights: Tensor | None) -> Tensor:
-    """Positions of a prefix that a policy shows under a KV budget, bool `[prefix]`.
+    """Positions of a prefix that a policy selects under a KV budget, bool `[prefix]`.
 
     `streaming`: the first 4 and the newest. `chunk_topk`: the chunks of 8 with the most attention
-    (BudgetDraft, section 3.4); `weights`, float `[prefix]`, is how much each position got. Both
-    show all of a prefix that fits the budget.
+    (BudgetDraft, section 3.4); `weights`, float `[prefix]`, is the attention of each position. Both
+    select all of a prefix that fits the budget.
     """
     seen = torch.zeros(prefix, dtype=torch.bool)
     if policy == "streaming" or budget >= prefix:
@@ -53,23 +53,23 @@ def chosen(policy: str, prefix: int, budget: int, weights: Tensor | None) -> Ten
             seen[part.start : part.stop] = True
         return seen
     if weights is None:
-        raise ValueError("chunk_topk chooses by attention weights, got none")
+        raise ValueError("chunk_topk needs attention weights, got None")
     scores = weights.unflatten(0, (-1, SELECTION_CHUNK)).sum(-1)
     seen[best_chunks(scores[None], SELECTION_CHUNK, budget // SELECTION_CHUNK)[0]] = True
     return seen
 
 
 def full_view(prefixes: list[int], continuation: int, length: int, lag: int) -> Tensor:
-    """Row positions that each continued token may see, bool `[segments, continuation, length]`.
+    """Row positions visible to each continued token, bool `[segments, continuation, length]`.
 
-    A token at position p sees all up to p - `lag`.
+    A token at position p attends to all up to p - `lag`.
     """
     positions = torch.tensor(prefixes)[:, None] + torch.arange(continuation)
     return torch.arange(length) <= positions[..., None] - lag
 
 
 def sparse_view(full: Tensor, prefixes: list[int], kept: list[Tensor]) -> Tensor:
-    """`full` with the prefix positions hidden that are not among `kept`; newer ones stay."""
+    """`full` without the prefix positions that are not in `kept`; newer positions stay visible."""
     sparse = full.clone()
     for view, prefix, seen in zip(sparse, prefixes, kept, strict=True):
         view[:, :prefix] &= seen

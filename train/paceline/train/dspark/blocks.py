@@ -1,4 +1,4 @@
-"""Random blocks of a batch, packed by indices: what each sees, is fed, and is to predict."""
+"""Random blocks of a batch, packed by indices: inputs, visible positions and labels."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from paceline.drafter.methods.dspark import DSparkConfig
 
 @dataclass(frozen=True)
 class Blocks:
-    """N blocks over a batch of B rows of S tokens, whose places are numbered row after row.
+    """N blocks over a batch of B rows of S tokens; indices are into the flattened batch.
 
-    No mask of queries by keys is ever made: a block is told by indices what it sees, so the cost of
-    a step depends on how many blocks see how much, not on how long the rows are (DSpark, section
-    5.1). With a window of 0 a block sees all of its row before the anchor.
+    Visible positions are given as indices instead of a mask, so the cost of a step depends on the
+    number of visible positions, not on the length of the rows (DSpark, section 5.1). With a window
+    of 0 a block attends to all of its row before the anchor.
 
     Attributes:
         anchors: Positions in their rows, int64 `[N]`.
         fed: Tokens fed, anchor and masks, int64 `[N, block]`.
-        before: The token before each one that is predicted, int64 `[N, levels]`.
-        wanted: The tokens to predict, like `before`.
-        target: Places whose target states predict the same, like `before`.
-        used: Places whose hidden states are seen by any block, int64 `[U]`.
-        seen: For each block the indices into `used` that it sees, -1 for none, int64 `[N, C]`.
+        before: The token before each predicted one, int64 `[N, levels]`.
+        labels: The tokens to predict, like `before`.
+        target: Indices whose target states predict the labels, like `before`.
+        used: Indices whose hidden states any block attends to, int64 `[U]`.
+        seen: For each block its indices into `used`, padded with -1, int64 `[N, C]`.
     """
 
     anchors: Tensor
     fed: Tensor
     before: Tensor
-    wanted: Tensor
+    labels: Tensor
     target: Tensor
     used: Tensor
     seen: Tensor
 
     @classmethod
     def at(cls, config: DSparkConfig, tokens: Tensor, rows: Tensor, anchors: Tensor) -> Blocks:
-        """The blocks at certain places.
+        """The blocks at given positions.
 
         Args:
             config: Of the drafter.
@@ -54,8 +54,8 @@ class Blocks:
         fed[:, 0] = flat[target[:, 0]]
         reach = min(config.window or length, int(anchors.max()))
         back = anchors[:, None] - 1 - torch.arange(reach, device=tokens.device)
-        places = torch.where(back >= 0, rows[:, None] * length + back, -1)
-        used, seen = places.unique(return_inverse=True)
+        indices = torch.where(back >= 0, rows[:, None] * length + back, -1)
+        used, seen = indices.unique(return_inverse=True)
         if used[0] < 0:
             used, seen = used[1:], seen - 1
         return cls(anchors, fed, flat[target], flat[target + 1], target, used, seen)
@@ -66,8 +66,8 @@ class Blocks:
     ) -> Blocks | None:
         """Up to `count` random blocks of each row, from torch's global generator.
 
-        Blocks do not begin before the second token, and none goes on behind a `separator`: what
-        follows one is another text. None where the batch has no place for any.
+        A block begins at the second token or later, and never continues after a `separator`, where
+        another text begins. None if the batch has room for no block.
         """
         usable = tokens.shape[1] - config.levels
         inside = (tokens != separator).unfold(1, config.levels, 1).all(-1)[:, :usable].clone()

@@ -14,7 +14,7 @@ from paceline.train.dspark.target import TappedTarget
 
 
 class BlockDrafter(nn.Module):
-    """Backbone and heads as one module: what a step trains."""
+    """Backbone and heads as one module, to be trained."""
 
     def __init__(self, model: DSparkModel) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class BlockDrafter(nn.Module):
     def forward(
         self, embedded: Tensor, blocks: Blocks, positions: Tensor, taps: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Draft blocks whose tokens are known.
+        """Run backbone and heads on blocks of known text.
 
         Args:
             embedded: Of `blocks.fed`, `[N, block, hidden]`.
@@ -32,9 +32,9 @@ class BlockDrafter(nn.Module):
             taps: Likewise, `[U, taps * hidden]`.
 
         Returns:
-            Hidden states for the LM head `[N, levels, hidden]`, what the sequential head adds to
-            their logits `[N, levels, V]`, and logits of the confidences `[N, levels]`; None where
-            the drafter has no such head.
+            Hidden states for the LM head `[N, levels, hidden]`, the sequential head's bias on
+            their logits `[N, levels, V]`, and logits of the confidences `[N, levels]`; None for a
+            head that the drafter does not have.
         """
         model = self.model
         hidden = model(embedded, blocks.anchors, taps, positions, blocks.seen)
@@ -49,7 +49,7 @@ class BlockDrafter(nn.Module):
 class BlockLoss:
     """The :data:`~paceline.train.loop.Loss` of a run.
 
-    Places are drawn from torch's global generator, which a checkpoint keeps.
+    Blocks are drawn from torch's global generator, which a checkpoint keeps.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class BlockLoss:
         self._config, self._target, self._batches = config, target, batches
         self._preset, self._separator = preset, separator
 
-    def __call__(self, forward: nn.Module, places: Tensor, done: float) -> Tensor:
+    def __call__(self, forward: nn.Module, indices: Tensor, done: float) -> Tensor:
         config, preset, target = self._config, self._preset, self._target
-        tokens = self._batches.stream[places].to(target.head.device)
+        tokens = self._batches.stream[indices].to(target.head.device)
         blocks = Blocks.draw(config, tokens, preset.anchors, self._separator)
         if blocks is None:
             raise ValueError(
-                f"no place in {tuple(tokens.shape)} tokens for a block of {config.levels}: every "
+                f"tokens of shape {tuple(tokens.shape)} hold no block of {config.levels}: every "
                 "text is shorter; give longer ones or a smaller block"
             )
         taps, logits = target.read(tokens, blocks.target.flatten())
@@ -85,27 +85,27 @@ class BlockLoss:
         return weighted_loss(
             drafted.log_softmax(-1),
             logits.float().log_softmax(-1).view_as(drafted),
-            blocks.wanted,
+            blocks.labels,
             confidence,
             preset,
         )
 
 
 def weighted_loss(
-    draft: Tensor, target: Tensor, wanted: Tensor, confidence: Tensor | None, preset: DSparkPreset
+    draft: Tensor, target: Tensor, labels: Tensor, confidence: Tensor | None, preset: DSparkPreset
 ) -> Tensor:
-    """Equation 12, a scalar: the mean over blocks of sums over places, each weighted.
+    """Equation 12, a scalar: the mean over blocks of weighted sums over positions.
 
     Args:
         draft: Logs of the drafter's probabilities, fp32 `[N, levels, V]`.
         target: The target's, likewise.
-        wanted: The text's tokens, int64 `[N, levels]`.
+        labels: The text's tokens, int64 `[N, levels]`.
         confidence: Logits of the confidences, `[N, levels]`, or None.
         preset: The three weights.
     """
     levels = draft.shape[1]
     weights = torch.exp(-torch.arange(levels, device=draft.device) / levels)
-    entropy = -draft.gather(-1, wanted[..., None]).squeeze(-1)
+    entropy = -draft.gather(-1, labels[..., None]).squeeze(-1)
     distance = (draft.exp() - target.exp()).abs().sum(-1)
     loss = preset.ce * entropy + preset.tv * distance
     if confidence is not None:

@@ -1,11 +1,11 @@
-"""Shapes and schedules that `paceline train dspark` knows by name."""
+"""Presets of `paceline train dspark`."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
 
-from paceline.train.schedule import Budgeted
+from paceline.train.schedule import Stage, StagePlan
 
 _WARM_UP = 0.04  # share of the run in which the learning rates rise, as in the reference
 _FINAL_RATE = 0.03
@@ -25,7 +25,7 @@ class DSparkPreset:
     rows: int
     length: int
     anchors: int
-    """Blocks of a row, at random places."""
+    """Blocks of a row, at random positions."""
     adamw_rate: float
     muon_rate: float | None = None
     """Learning rate of the matrices; None: AdamW for all."""
@@ -33,7 +33,7 @@ class DSparkPreset:
     markov_head: str = "vanilla"
     confidence: bool = True
     own_from: float = 1.0
-    """From this share of the run on, only the target's own texts are read."""
+    """From this share of the run on, only texts that the target wrote are read."""
     own_texts: int = 0
     files: int = 1_000_000
     ce: float = 0.1
@@ -43,32 +43,27 @@ class DSparkPreset:
     certainty: float = 1.0
     """Weight of the confidence head's loss."""
 
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """All texts until `own_from`, the target's own texts from there on."""
+        both = (
+            Stage("mixed", self.own_from, self.rows, self.length),
+            Stage("own", 1 - self.own_from, self.rows, self.length, own=True),
+        )
+        return tuple(stage for stage in both if stage.share > 0)
+
     def without_heads(self) -> DSparkPreset:
         """The same backbone with neither head: DFlash's shape."""
         return replace(self, markov_rank=0, confidence=False)
 
 
-@dataclass(frozen=True)
-class DSparkPlan(Budgeted):
-    """The :class:`~paceline.train.loop.Plan` of a run; `own` documents come first in the stream."""
-
-    preset: DSparkPreset
-    minutes: float
-    steps: int
-    own: int
+class DSparkPlan(StagePlan):
+    """A :class:`~paceline.train.schedule.StagePlan` with one cosine over the whole run."""
 
     def rate(self, step: int, progress: float) -> float:
         """Factor on the learning rates: a linear rise, then a cosine."""
         fall = _FINAL_RATE + (1 - _FINAL_RATE) * (1 + math.cos(math.pi * progress)) / 2
         return fall * min(1.0, progress / _WARM_UP + 1 / (1 + _WARM_UP * self.steps))
-
-    def documents(self, progress: float) -> int | None:
-        """How many documents the next batch is drawn from; None: all."""
-        return self.own if self.own and progress >= self.preset.own_from else None
-
-    def shape(self, progress: float) -> tuple[int, int]:
-        """(rows, length in tokens) of the next batch."""
-        return self.preset.rows, self.preset.length
 
 
 PRESETS: dict[str, DSparkPreset] = {

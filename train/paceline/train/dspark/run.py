@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
 
-from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel, save_dspark
-from paceline.drafter.methods.target import TargetRef
-from paceline.train.batches import Batches
+from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel
+from paceline.train.checkpoint import Progress
 from paceline.train.corpus import Corpus
-from paceline.train.dspark.card import dspark_card
-from paceline.train.dspark.heldout import Heldout
+from paceline.train.drafter import (
+    Objective,
+    Texts,
+    parameters,
+    rounds_section,
+    steps_and_tokens,
+    train_drafter,
+)
+from paceline.train.drafter_models import DSparkDrafter
 from paceline.train.dspark.objective import BlockDrafter, BlockLoss
 from paceline.train.dspark.preset import DSparkPlan, DSparkPreset
 from paceline.train.dspark.target import TappedTarget
-from paceline.train.identity import begin_run, cleared
-from paceline.train.loop import Run, train
-from paceline.train.optim import Optimizer
-from paceline.train.own_text import authored_texts
-from paceline.train.tokenizer import encode_all, load_tokenizer
+from paceline.train.heldout import Heldout, write_after
+from paceline.train.identity import begin_run
+from paceline.train.loop import Run
 
-_PROMPT = 300
-"""Tokens of the prompts that are measured on."""
-
-_TEXTS = 24
-"""Most texts that are measured on."""
+_PROMPT = 300  # tokens of the prompts that are measured on
+_TEMPERATURES = (0.0, 1.0)
 
 
 def train_dspark(
@@ -34,21 +35,19 @@ def train_dspark(
 ) -> DSparkModel:
     """Train a drafter for the target in `target_folder`; write its folder and card to `out`.
 
-    Text: `corpus`, and `preset.own_texts` texts by the target itself, which are kept in `run.work`
-    (their time is not part of `run.minutes`). Masks are fed as the tokenizer's end of text, whose
-    embedding is there already and never an anchor's. Returns the drafter, fp32.
+    Text: `corpus`, and `preset.own_texts` texts that the target writes. The mask token is the
+    tokenizer's end of text, which is in the target's embedding and never an anchor. Returns the
+    drafter, fp32.
 
     Raises what `begin_run` raises.
     """
     begin_run(run, out, "dspark", preset, corpus, target=target_folder)
-    tokenizer = load_tokenizer(target_folder)
-    trained, heldout = (encode_all(tokenizer, part) for part in (corpus.train, corpus.heldout))
-    eos = tokenizer.eos_token_id
+    texts = Texts.load(target_folder, corpus, preset.own_texts, run)
     config = DSparkConfig.for_target(
         target_folder,
         taps=preset.taps,
         block=preset.block,
-        mask_token=eos,
+        mask_token=texts.eos,
         layers=preset.layers,
         window=preset.window,
         markov_rank=preset.markov_rank,
@@ -56,29 +55,65 @@ def train_dspark(
         confidence=preset.confidence,
     )
     target = TappedTarget(target_folder, run.device, config.taps)
-    process = PartialState(cpu=torch.device(run.device).type == "cpu")
-    with process.main_process_first():  # the others read what the first one wrote
-        kept = run.work / "own.safetensors"
-        own = authored_texts(target.decoder, trained, preset.own_texts, eos, kept)
-    batches = Batches([*own, *trained[: preset.files]], eos)
     torch.manual_seed(0)
     model = DSparkModel(config).to(run.device)
-    drafter = BlockDrafter(model)
-    loss = BlockLoss(config, target, batches, preset, eos)
-    optimizer = Optimizer(drafter, preset.muon_rate, preset.adamw_rate)
-    plan = DSparkPlan(preset, run.minutes, run.steps, own=len(own))
-    prompts = {
-        name: [ids[:_PROMPT] for ids in texts if len(ids) > _PROMPT][:_TEXTS]
-        for name, texts in (("held-out", heldout), ("trained-on", trained))
-    }
-    logged = Heldout(target, prompts["held-out"], eos)
-    progress = train(drafter, loss, batches, optimizer, plan, run, lambda _: logged.log(model))
-    if not process.is_main_process:
-        return model
-    notes = {**progress.summary(), "files": len(trained[: preset.files]), "own_texts": len(own)}
-    save_dspark(cleared(out), config, model.state_dict(), TargetRef.of(target_folder), notes=notes)
-    measured = {name: Heldout(target, part, eos).measure(model) for name, part in prompts.items()}
-    parameters = sum(p.numel() for p in model.parameters())
-    card = dspark_card(config, corpus, preset, progress, parameters, len(own), measured)
-    (out / "README.md").write_text(card)
+    drafter = DSparkDrafter(target_folder, model)
+    batches = texts.batches(preset.files)
+    loss = BlockLoss(config, target, batches, preset, texts.eos)
+    objective = Objective(BlockDrafter(model), loss, preset.muon_rate, preset.adamw_rate)
+    plan = DSparkPlan(preset.stages, run.minutes, run.steps, own=len(texts.own))
+
+    def heldout(**splits: Sequence[list[int]]) -> Heldout:
+        groups = {
+            f"{split.replace('_', ' ')}, temperature {heat:g}": write_after(
+                texts.decoder, documents, _PROMPT, heat
+            )
+            for split, documents in splits.items()
+            for heat in _TEMPERATURES
+        }
+        return Heldout(drafter, texts.decoder, groups)
+
+    logged = heldout(held_out=texts.heldout)
+    notes = {"files": len(texts.trained[: preset.files]), "own_texts": len(texts.own)}
+    progress = train_drafter(drafter, objective, batches, plan, run, logged, notes, out)
+    if progress is not None:
+        measured = heldout(held_out=texts.heldout, trained_on=texts.trained).measure(out)
+        card = _card(config, texts, preset, progress, model)
+        (out / "README.md").write_text(f"{card}\n{rounds_section(measured, config.levels)}")
     return model
+
+
+def _card(
+    config: DSparkConfig,
+    texts: Texts,
+    preset: DSparkPreset,
+    progress: Progress,
+    model: DSparkModel,
+) -> str:
+    heads = "no sequential head and no confidence head: this is DFlash"
+    if config.markov_rank:
+        confidence = "a confidence head" if config.confidence else "no confidence head"
+        heads = f"{config.markov_head} sequential head of rank {config.markov_rank}, {confidence}"
+    context = f"the last {config.window} positions" if config.window else "all positions"
+    return f"""# Paceline demo drafter: {"DSpark" if config.markov_rank else "DFlash"}
+
+Drafter method `dspark` (DSpark, section 3) for the demo target: drafts a block at a time. It works
+with no other model: `config.json` holds the target's fingerprint.
+
+- {parameters(model)}, bf16: backbone of {config.layers} layers, width {config.hidden},
+  {config.q_heads} heads over {config.kv_heads} KV heads of {config.head_dim}, feed-forward
+  {config.intermediate}
+- blocks of {config.block} tokens, {config.levels} of them drafted; {heads}
+- reads the outputs of target layers {", ".join(map(str, config.taps))} (0 is the first of
+  {config.target_layers}) at {context}; embedding and LM head are the target's and not in this
+  folder
+
+{texts.card_section(preset.files)}
+
+## Training
+
+{steps_and_tokens(progress)}: {preset.rows} rows of {preset.length} tokens a step,
+{preset.anchors} random blocks in each; from {preset.own_from:.0%} of the time on, only texts that
+the target wrote. Weights of the losses: cross-entropy {preset.ce:g}, distance {preset.tv:g},
+confidence {preset.certainty:g} (DSpark, section 3.3).
+"""

@@ -1,4 +1,4 @@
-"""The frozen target, as training a DSpark drafter needs it."""
+"""The frozen target whose hidden states a DSpark drafter is trained on."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from paceline.kernels import CHUNK, TreeSegment, plan_trees
 
 
 class TappedTarget:
-    """A target of which hidden states are read: those that a verifier of it would export.
+    """A target that returns the hidden states that a verifier of it would export.
 
-    Logits are made for the places that need them alone, where they are needed: what moves within a
-    step is hidden states (DSpark, section 5.1).
+    Logits are computed only for the tokens that need them (DSpark, section 5.1).
     """
 
     def __init__(self, folder: Path, device: str, taps: Sequence[int]) -> None:
@@ -34,12 +33,12 @@ class TappedTarget:
         """Token embedding, fp32 `[..., hidden]`."""
         return self.decoder.embedding[tokens].float()
 
-    def read(self, tokens: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    def read(self, tokens: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Read texts.
 
         Args:
             tokens: int64 `[B, S]`.
-            places: Where logits are wanted, numbered text after text, int64 `[P]`.
+            indices: Tokens to return logits for, as indices into the flattened texts, int64 `[P]`.
 
         Returns:
             Outputs of the tapped layers side by side, `[B * S, taps * hidden]`, and logits
@@ -61,7 +60,7 @@ class TappedTarget:
                 tokens.flatten(),
                 plan_trees(blocks, device=self.decoder.device),
                 self._caches[:texts],
-                logit_rows=places,
+                logit_rows=indices,
                 taps=self._taps,
             )
         return torch.cat(result.taps, dim=-1), result.logits

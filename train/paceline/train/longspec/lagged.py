@@ -1,4 +1,4 @@
-"""The layer over whole texts, as training runs it: no masks, one attention a lag."""
+"""The layer over whole texts for training: one attention call per lag instead of masks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from paceline.drafter.methods.longspec.module import Layer, split_heads
 class LaggedLayer(nn.Module):
     """Hidden states of a text for several lags at once (flash noisy training, algorithm 2).
 
-    A token reads the target up to `lag` positions before its own. All up to and with
-    self-attention knows nothing of the target: it runs once, whatever the lags. Equal to
-    :class:`LongSpecModel` with its masks, in memory linear in the length.
+    A token attends to target positions at least `lag` before its own. Everything up to and
+    including self-attention does not depend on the target and runs once for all lags. Equal to
+    :class:`LongSpecModel` with masks, in memory linear in the length.
     """
 
     def __init__(self, model: LongSpecModel) -> None:
@@ -43,11 +43,11 @@ class LaggedLayer(nn.Module):
             keys: The target layer's keys after RoPE at these positions, `[B, Hkv, S, D]`.
             values: Its values, like `keys`.
             lags: Each 1 or more and less than S.
-            sinks: So many tokens at the start are read at the target only: behind an offset they
-                are out of the window.
+            sinks: Number of tokens at the start that only cross-attention reads: with offset
+                positions they are outside the window of self-attention.
 
         Returns:
-            `[lags, B, S, hidden]`; rows below `max(lag, sinks)` mean nothing.
+            `[lags, B, S, hidden]`; rows below `max(lag, sinks)` are undefined.
         """
         model, layer = self.model, self.model.layers[0]
         assert isinstance(layer, Layer)
@@ -70,35 +70,30 @@ class LaggedLayer(nn.Module):
 
 def _lagged(q: Tensor, keys: Tensor, values: Tensor, lag: int) -> Tensor:
     """`[B, H, S, D]` over keys up to `lag` positions earlier; 0 in the first rows."""
-    found = _causal(q[:, :, lag:], keys[:, :, :-lag].to(q), values[:, :, :-lag].to(q))
+    found = attend(q[:, :, lag:], keys[:, :, :-lag].to(q), values[:, :, :-lag].to(q))
     return F.pad(found, (0, 0, lag, 0))
 
 
 def _windowed(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """Each token sees itself and the `window` - 1 before it."""
+    """Each token attends to itself and the `window` - 1 before it."""
     length = q.shape[2]
     if length <= window:
-        return _causal(q, k, v)
-    # Blocks of one window: a query sees its own block and the one before, under one small mask.
+        return attend(q, k, v)
+    # Blocks of one window: a query attends to its own block and the one before, under one mask.
     padded = -length % window
     q, k, v = (F.pad(each, (0, 0, 0, padded)) for each in (q, k, v))
     rows = torch.arange(window, device=q.device)[:, None] + window
     columns = torch.arange(2 * window, device=q.device)
     band = (columns <= rows) & (columns > rows - window)
-    parts = [_causal(q[:, :, :window], k[:, :, :window], v[:, :, :window])]
+    parts = [attend(q[:, :, :window], k[:, :, :window], v[:, :, :window])]
     for start in range(window, length, window):
         near = slice(start - window, start + window)
-        parts.append(_attend(q[:, :, start : start + window], k[:, :, near], v[:, :, near], band))
+        parts.append(attend(q[:, :, start : start + window], k[:, :, near], v[:, :, near], band))
     return torch.cat(parts, dim=2)[:, :, :length]
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Grouped-query attention of `[B, H, S, D]` over `[B, Hkv, S, D]`; without a mask, causal."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)

@@ -7,32 +7,33 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
 
-from paceline.decoder import Decoder
-from paceline.drafter.methods.longspec import (
-    LongSpecConfig,
-    LongSpecModel,
-    TargetRef,
-    save_longspec,
-)
-from paceline.train.batches import Batches
+from paceline.drafter.methods.longspec import LongSpecConfig, LongSpecModel
+from paceline.train.checkpoint import Progress
 from paceline.train.corpus import Corpus
-from paceline.train.identity import begin_run, cleared
-from paceline.train.longspec.card import longspec_card
-from paceline.train.longspec.heldout import Heldout, prompts_of
+from paceline.train.drafter import (
+    Objective,
+    Texts,
+    parameters,
+    rounds_section,
+    steps_and_tokens,
+    train_drafter,
+)
+from paceline.train.drafter_models import LongSpecDrafter
+from paceline.train.heldout import Heldout, write_after
+from paceline.train.identity import begin_run
 from paceline.train.longspec.lagged import LaggedLayer
 from paceline.train.longspec.objective import LaggedLoss
-from paceline.train.longspec.preset import LongSpecPreset, StagePlan
+from paceline.train.longspec.preset import LongSpecPreset
 from paceline.train.longspec.target import FrozenTarget
-from paceline.train.loop import Run, train
-from paceline.train.optim import Optimizer
-from paceline.train.own_text import authored_texts
-from paceline.train.tokenizer import encode_all, load_tokenizer
+from paceline.train.loop import Run
+from paceline.train.schedule import StagePlan
 
 _LOGGED_PROMPT = 300  # tokens of the prompts that are measured while training
 _CARD_PROMPTS = (300, 1024, 2048, 3840)
 _MEASURED_FILES = 12
+_WIDTHS, _MAX_NODES = "12,16", 36  # nodes per level of the measured trees; the last holds on
+_TEMPERATURES = (0.0, 1.0)
 
 
 def train_longspec(
@@ -40,64 +41,101 @@ def train_longspec(
 ) -> LongSpecModel:
     """Train a layer for the target in `target_folder` and write its folder and card to `out`.
 
-    Text: `corpus`, and `preset.own_texts` texts by the target itself, which are kept in `run.work`
-    (their time is not part of `run.minutes`). Returns the layer, fp32.
+    Text: `corpus`, and `preset.own_texts` texts that the target writes. Returns the layer, fp32.
 
     Raises what `begin_run` raises.
     """
     begin_run(run, out, "longspec", preset, corpus, target=target_folder)
-    tokenizer = load_tokenizer(target_folder)
-    trained, heldout = (encode_all(tokenizer, part) for part in (corpus.train, corpus.heldout))
-    eos = tokenizer.eos_token_id
-    process = PartialState(cpu=torch.device(run.device).type == "cpu")
-    with process.main_process_first():  # the others read what the first one wrote
-        kept = run.work / "own.safetensors"
-        own = authored_texts(Decoder.load(target_folder), trained, preset.own_texts, eos, kept)
-    batches = Batches([*own, *trained[: preset.files]], eos)
+    texts = Texts.load(target_folder, corpus, preset.own_texts, run)
     config = LongSpecConfig.for_target(
         target_folder, window=preset.window, intermediate=preset.intermediate
     )
     torch.manual_seed(0)
     model = LongSpecModel(config).to(run.device)
-    layer = LaggedLayer(model)
-    plan = StagePlan(preset, run.minutes, run.steps, own=len(own))
+    drafter = LongSpecDrafter(target_folder, model, preset.levels)
+    batches = texts.batches(preset.files)
+    plan = StagePlan(preset.stages, run.minutes, run.steps, own=len(texts.own))
     target = FrozenTarget(target_folder, run.device, config.target_layer)
     loss = LaggedLoss(target, batches, preset, plan)
-    optimizer = Optimizer(layer, preset.muon_rate, preset.adamw_rate)
+    objective = Objective(LaggedLayer(model), loss, preset.muon_rate, preset.adamw_rate)
+    options = {"widths": _WIDTHS, "depth": str(preset.levels), "max_nodes": str(_MAX_NODES)}
 
-    def prompts(documents: Sequence[Sequence[int]], *lengths: int) -> Heldout:
-        groups = prompts_of(documents[:_MEASURED_FILES], lengths, config.max_position)
-        return Heldout(target_folder, config, groups, preset.levels)
+    def heldout(lengths: Sequence[int], **splits: Sequence[list[int]]) -> Heldout:
+        groups = {
+            f"{split.replace('_', ' ')}, prompts of {length:,}, temperature {heat:g}": write_after(
+                texts.decoder, documents, length, heat, _MEASURED_FILES
+            )
+            for split, documents in splits.items()
+            for length in lengths
+            for heat in _TEMPERATURES
+        }
+        return Heldout(drafter, texts.decoder, groups, {"": options})
 
-    logged = prompts(heldout, _LOGGED_PROMPT)
-    progress = train(
-        layer, loss, batches, optimizer, plan, run, lambda _: {"heldout": logged.mean(model)}
-    )
-    if not process.is_main_process:
-        return model
-    files = len(trained[: preset.files])
-    notes = {**progress.summary(), "files": files, "own_texts": len(own)}
-    reference = TargetRef.of(target_folder)
-    weights = model.state_dict()
-    save_longspec(cleared(out), config, weights, reference, levels=preset.levels, notes=notes)
-    measured = {
-        split: prompts(part, *_CARD_PROMPTS).measure(model)
-        for split, part in (
-            ("held-out files", heldout),
-            ("files the target was trained on", _known(target_folder, corpus, trained)),
-        )
-    }
-    parameters = sum(each.numel() for each in model.parameters())
-    card = longspec_card(config, corpus, preset, progress, parameters, len(own), measured)
-    (out / "README.md").write_text(card)
+    logged = heldout((_LOGGED_PROMPT,), held_out=texts.heldout)
+    notes = {"files": len(texts.trained[: preset.files]), "own_texts": len(texts.own)}
+    progress = train_drafter(drafter, objective, batches, plan, run, logged, notes, out)
+    if progress is not None:
+        known = _known(target_folder, texts)
+        measured = heldout(_CARD_PROMPTS, held_out=texts.heldout, target_trained_on=known)
+        rounds = rounds_section(measured.measure(out), preset.levels)
+        card = _card(config, texts, preset, objective, progress, model)
+        (out / "README.md").write_text(f"{card}\n{rounds}")
     return model
 
 
-def _known(target: Path, corpus: Corpus, trained: list[list[int]]) -> list[list[int]]:
-    """Those of `trained` that the target's manifest names; none where it has no manifest."""
+def _known(target: Path, texts: Texts) -> list[list[int]]:
+    """Training files that the target's manifest names; none if it has no manifest."""
     manifest = target / "corpus.json"
     if not manifest.is_file():
         return []
     known = {row["sha256"] for row in json.loads(manifest.read_text())["train"]}
-    pairs = zip(corpus.train, trained, strict=True)
+    pairs = zip(texts.corpus.train, texts.trained, strict=True)
     return [ids for document, ids in pairs if document.sha256 in known]
+
+
+def _card(
+    config: LongSpecConfig,
+    texts: Texts,
+    preset: LongSpecPreset,
+    objective: Objective,
+    progress: Progress,
+    model: LongSpecModel,
+) -> str:
+    lags = preset.trained_lags
+    noise = (
+        f"Flash noisy training with lags 1 to {lags[-1]}, {preset.lags} of them in each step, each "
+        f"weighted {preset.lag_decay:g} relative to the one before."
+        if len(lags) > 1
+        else "Without flash noisy training: lag 1 alone."
+    )
+    stages = "\n".join(
+        f"| {s.name} | {s.share:.0%} | {s.rows} x {s.length} | {s.rate:g} | "
+        f"{'anchor-offset' if s.offset and preset.offset else 'plain'} | "
+        f"{'own texts' if s.own else 'files and own texts'} |"
+        for s in preset.stages
+    )
+    return f"""# Paceline demo drafter: LongSpec layer
+
+Drafter method `longspec` (LongSpec, section 3) for the demo target. It works with no other model:
+`config.json` holds the target's fingerprint.
+
+- {parameters(model)}, bf16: one layer of width {config.hidden}, {config.q_heads} heads over
+  {config.kv_heads} KV heads of {config.head_dim}, feed-forward {config.intermediate}, window
+  {config.window}
+- reads keys and values of target layer {config.target_layer} (0 is the first of
+  {config.target_layers}); embedding and LM head are the target's and not in this folder
+- measured with trees of {preset.levels} levels, {_WIDTHS} nodes wide (the last for all deeper
+  levels), {_MAX_NODES} nodes at most
+
+{texts.card_section(preset.files)}
+
+## Training
+
+{steps_and_tokens(progress)}.
+KL divergence from the target's distribution; {objective.rates}.
+{noise}
+
+| stage | share of the time | tokens a step | rate | positions | text |
+| --- | --- | --- | --- | --- | --- |
+{stages}
+"""

@@ -1,4 +1,4 @@
-"""The frozen target, as training a drafter needs it."""
+"""The frozen target whose hidden states, keys and values a drafter is trained on."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 
 class FrozenTarget:
-    """A Hugging Face causal language model that is only ever asked.
+    """A Hugging Face causal language model without gradients.
 
-    It runs in bf16: its keys and values are then those that a verifier serves.
+    It runs in bf16, so its keys and values are those that a verifier serves.
     """
 
     def __init__(self, folder: Path, device: str, layer: int) -> None:
@@ -43,7 +43,7 @@ class FrozenTarget:
         """
         with torch.autocast(tokens.device.type, enabled=False):
             cache = DynamicCache()
-            # An explicit mask: transformers would take a jump in positions for packed texts.
+            # An explicit mask: without it transformers treats a jump in positions as packed texts.
             mask = torch.ones_like(tokens)
             out = self.model.model(
                 input_ids=tokens,

@@ -1,4 +1,4 @@
-"""Schedules that `paceline train online` knows by name."""
+"""Presets of `paceline train online`."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class OnlinePreset:
     adamw_rate: Mapping[str, float]
     """For the rest, by method."""
     old_share: float = 0.5
-    """Of the tokens that are read: texts of the kind that the drafter was made with, so that it
-    does not unlearn them. 0: recorded texts alone."""
+    """Share of tokens from texts of the kind that the drafter was made with, against forgetting.
+    0: recorded texts alone."""
     old_texts: int = 96
-    """Texts of that kind that the target writes itself; the rest of the share are files."""
+    """Number of such texts that the target writes; the rest of the share is files."""
     warm_up: int = 10
     """Steps in which the rates rise."""
 

@@ -1,4 +1,4 @@
-"""Recorded texts, parted into those that are learnt from and those that are measured on."""
+"""Recorded texts, split into training texts and held-out texts."""
 
 from __future__ import annotations
 
@@ -29,20 +29,19 @@ class RecordedTexts:
 
 
 def recorded_texts(folder: Path, target: Path, work: Path) -> RecordedTexts:
-    """The texts of a recorder's folder that the model in `target` wrote, or did not say who wrote.
+    """The texts of a recorder's folder by the model in `target` or by an unknown target.
 
-    They are kept in `work`, and read from there next time: a run that goes on reads what it began
-    with, whatever was recorded since. What is held out depends on the prompt alone, so it stays so
-    in later runs.
+    They are copied to `work` and read from there next time: a resumed run reads the texts it began
+    with. Whether a text is held out depends on its prompt alone, in every run.
 
-    Raises ValueError where there are too few texts, or they cannot be read.
+    Raises ValueError if there are too few texts, or they cannot be read.
     """
     kept = work / TRAINED_FILE, work / HELDOUT_FILE
     try:
         if not all(file.is_file() for file in kept):
             fingerprint = weights_fingerprint(target)
             texts = [t for t in read_recordings(folder) if t.target in ("", fingerprint)]
-            parts = _parted(_whole(texts))
+            parts = _split(_whole(texts))
             if not all(parts):
                 raise ValueError(
                     f"{folder} has {len(texts)} texts by this target, {len(parts[1])} of them with "
@@ -57,15 +56,15 @@ def recorded_texts(folder: Path, target: Path, work: Path) -> RecordedTexts:
 
 
 def _whole(texts: Iterable[Recording]) -> list[Recording]:
-    """Without those that another one goes on with: a generation that came back after a failure."""
+    """Texts without those that are a prefix of another: a generation resumed after a failure."""
     by_ids = {text.prompt + text.tokens: text for text in texts}
-    # In this order a text comes right before the first that goes on with it.
+    # In this order a text comes right before the first that begins with it.
     ordered = sorted(by_ids)
     begun = {ids for ids, after in pairwise(ordered) if after[: len(ids)] == ids}
     return [by_ids[ids] for ids in ordered if ids not in begun]
 
 
-def _parted(texts: Iterable[Recording]) -> tuple[list[Recording], list[Recording]]:
+def _split(texts: Iterable[Recording]) -> tuple[list[Recording], list[Recording]]:
     trained, heldout = list[Recording](), list[Recording]()
     for text in texts:
         digest = hashlib.sha256(str(text.prompt).encode()).digest()
@@ -74,7 +73,7 @@ def _parted(texts: Iterable[Recording]) -> tuple[list[Recording], list[Recording
 
 
 def _write(file: Path, texts: Iterable[Recording]) -> None:
-    """As private as the recorder's own files, and whole or not at all."""
+    """Write a file atomically, readable by its owner only, as the recorder's own files."""
     partial = file.with_suffix(".partial")
     partial.unlink(missing_ok=True)
     with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as lines:

@@ -1,1 +1,1 @@
-"""The kernels themselves: functions that Triton compiles. They import nothing but Triton."""
+"""The functions that Triton compiles. They import nothing but Triton."""

@@ -1,4 +1,4 @@
-"""What a transformer does to each row by itself, one kernel for each step."""
+"""Row-wise operations of a transformer, one kernel for each."""
 
 from __future__ import annotations
 

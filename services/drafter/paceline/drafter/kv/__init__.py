@@ -1,8 +1,8 @@
-"""The target's committed KV: read by drafters where the verifier left it, or copied in part.
+"""The target's committed KV and hidden states, as drafters read them.
 
-:mod:`~paceline.drafter.kv.shared`, :mod:`~paceline.drafter.kv.followed` and what they use import
-torch; the rest does not. The names below are imported on use, because importing a method's options
-must not import gRPC.
+:class:`~paceline.drafter.kv.reader.KvReader` is the interface. Its sources: ``shared`` (POSIX
+shared memory), ``cuda`` (CUDA IPC), ``remote`` (a delta cache over gRPC). The names below are
+imported on use, because importing a method's options must import neither gRPC nor torch.
 """
 
 from importlib import import_module
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from paceline.drafter.kv.access import VerifierAccess
     from paceline.drafter.kv.errors import KvGone, KvNotShared
     from paceline.drafter.kv.exchange import KvExchange
-    from paceline.drafter.kv.wanted import KvOptions
+    from paceline.drafter.kv.options import KvOptions
 
 __all__ = ["KvExchange", "KvGone", "KvNotShared", "KvOptions", "VerifierAccess"]
 
@@ -20,7 +20,7 @@ _MODULES = {
     "KvExchange": "exchange",
     "KvGone": "errors",
     "KvNotShared": "errors",
-    "KvOptions": "wanted",
+    "KvOptions": "options",
     "VerifierAccess": "access",
 }
 

@@ -7,16 +7,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
-from paceline.drafter.kv.wanted import KvOptions
-from paceline.drafter.tree import Tree
+from paceline.drafter.kv.options import KvOptions
+from paceline.tree import TokenTree
 from paceline.v1 import sampling_pb2
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from paceline.drafter.calibration import Calibration
+    from paceline.drafter.kv.reader import KvReader, StateReader
 
 
 class LoadError(Exception):
@@ -99,66 +98,6 @@ class Budget:
     """Latest time of use. Unit: seconds of time.monotonic()."""
 
 
-class TargetKv(Protocol):
-    """The target's committed keys and values of one generation, as a method may read them."""
-
-    @property
-    def committed(self) -> int:
-        """Positions that :meth:`parts` chooses from, but for those it was told to leave out; after
-        it, exactly those it chose from. Unit: tokens."""
-        ...
-
-    def parts(self, index: int, below: int, budget: int) -> list[tuple[Tensor, Tensor]]:
-        """Keys after RoPE and values of chosen positions of a target layer, read-only.
-
-        Positions are chosen by the selection policy asked for. The verifier's choice may be a
-        round or two old: positions of a mapped cache that are newer come on top of the budget, and
-        of a cache that is followed there may be fewer than were committed.
-
-        Args:
-            index: As in ``needs.kv_layers`` of the drafter; 0 for the first layer. The first one
-                that it lists must be asked for first in a round: newer choices are taken in then.
-            below: Only positions below this are wanted: what the verifier knows of the future of
-                the text is not. Unit: tokens.
-            budget: Most positions wanted, 0 for all; it may change between rounds. Unit: tokens.
-
-        Returns:
-            Keys and values of one part after the other, each ``[Hkv, n, D]`` with n > 0. They stay
-            as they are until the next call.
-        """
-        ...
-
-    def check(self) -> None:
-        """Raise unless all read since the last check was the generation's own KV."""
-        ...
-
-
-class TargetStates(Protocol):
-    """The target's hidden states of one generation, as a method may read them."""
-
-    @property
-    def committed(self) -> int:
-        """Positions below this may be read: all, or the last ``needs.hidden_state_window``."""
-        ...
-
-    def read(self, begin: int, end: int) -> tuple[int, Tensor]:
-        """Outputs of the layers of ``needs.hidden_state_layers``, side by side.
-
-        Args:
-            begin: First position wanted.
-            end: One past the last, at most :attr:`committed`.
-
-        Returns:
-            The first position there is, ``begin`` or, where that is too old by now, a later one;
-            and a copy, ``[end - first, layers * hidden]``.
-        """
-        ...
-
-    def check(self) -> None:
-        """Raise unless the cache is still there."""
-        ...
-
-
 @dataclass(frozen=True)
 class Generation:
     """A generation, as the service describes it to a drafter when it attaches."""
@@ -181,12 +120,12 @@ class Generation:
     verifier_address: str = ""
     """Address of the verifier that serves it."""
 
-    kv: TargetKv | None = None
+    kv: KvReader | None = None
     """The layers of :attr:`Needs.kv_layers`, mapped or followed; None if it has none. The service
     closes it, after the sequence. A sequence calls ``kv.check()`` before it uses what it read: it
     lets :class:`KvGone` pass, which ends the stream."""
 
-    states: TargetStates | None = None
+    states: StateReader | None = None
     """The hidden states of :attr:`Needs.hidden_state_layers`; None if it has none. As for ``kv``:
     they may run ahead of the text, the service closes them, and the sequence calls ``check()``."""
 
@@ -215,7 +154,7 @@ class DraftSequence(ABC):
         """Adds emitted tokens. Cheap: :meth:`warm` and :meth:`draft` process them."""
 
     @abstractmethod
-    def draft(self, budget: Budget) -> Tree:
+    def draft(self, budget: Budget) -> TokenTree:
         """Drafts a tree, after it has processed the backlog.
 
         Returns:
@@ -286,7 +225,7 @@ class Drafter(ABC):
     def start(self, generation: Generation) -> DraftSequence:
         """Starts a generation. Cheap: :meth:`DraftSequence.warm` processes its text."""
 
-    def draft_many(self, rounds: Sequence[tuple[DraftSequence, Budget]]) -> list[Tree]:
+    def draft_many(self, rounds: Sequence[tuple[DraftSequence, Budget]]) -> list[TokenTree]:
         """Drafts a tree for each of several sequences of this drafter.
 
         If it raises, every one of the sequences must be able to draft again.

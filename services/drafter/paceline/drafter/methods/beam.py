@@ -12,8 +12,8 @@ import torch
 from paceline.drafter.methods.base import Budget
 from paceline.drafter.methods.options import check_choice, check_range
 from paceline.drafter.methods.ranking import Ranked
-from paceline.drafter.tree import Tree
 from paceline.kernels import MAX_TREE_NODES, SINKS, Proposal
+from paceline.tree import TokenTree
 
 T = TypeVar("T")
 
@@ -171,13 +171,13 @@ class Beam:
             stop += 1
         self.frontier = range(start, stop)
 
-    def tree(self) -> Tree:
+    def tree(self) -> TokenTree:
         """Returns the best nodes within the budget, sorted by falling survival."""
         # A child scores no more than its parent and has a higher number: parents come first.
         best = sorted(range(len(self.tokens)), key=lambda node: (-self.scores[node], node))
         best = best[: self._budget.nodes]
         index = {node: i for i, node in enumerate(best)} | {-1: -1}
-        return Tree(
+        return TokenTree(
             tuple(self.tokens[node] for node in best),
             tuple(index[self.parents[node]] for node in best),
             tuple(math.exp(self.log_probs[node]) for node in best),

@@ -19,9 +19,9 @@ from paceline.drafter.methods.base import (
 )
 from paceline.drafter.methods.beam import Beam, BeamOptions
 from paceline.drafter.methods.ranking import Ranked, Ranker
-from paceline.drafter.tree import EMPTY, Tree
 from paceline.kernels import MAX_TREE_NODES
 from paceline.service.sampling import sampling_params
+from paceline.tree import EMPTY, TokenTree
 
 
 class ModelShape(Protocol):
@@ -61,7 +61,7 @@ class BeamSequence(DraftSequence):
         self.length += len(update.tokens)
         self._ranker.extend(update.tokens)
 
-    def draft(self, budget: Budget) -> Tree:
+    def draft(self, budget: Budget) -> TokenTree:
         return self._drafter.draft_many([(self, budget)])[0]
 
     def begin(self, budget: Budget) -> bool:
@@ -136,7 +136,7 @@ class BeamDrafter(Drafter, Generic[S]):
         self.max_depth = options.levels
         self.weight_bytes = size
 
-    def draft_many(self, rounds: Sequence[tuple[DraftSequence, Budget]]) -> list[Tree]:
+    def draft_many(self, rounds: Sequence[tuple[DraftSequence, Budget]]) -> list[TokenTree]:
         """Grows one tree for each round, level by level.
 
         A tree gets no further level that would probably end after its deadline. The estimate for a

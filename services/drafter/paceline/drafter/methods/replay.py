@@ -25,7 +25,7 @@ from paceline.drafter.methods.base import (
     Update,
 )
 from paceline.drafter.methods.options import check_range, parse_options
-from paceline.drafter.tree import EMPTY, Tree
+from paceline.tree import EMPTY, TokenTree
 
 RECORD_FILE = "continuations.jsonl"
 """Name of the file when a folder is given."""
@@ -111,7 +111,7 @@ class ReplaySequence(DraftSequence):
     def extend(self, update: Update) -> None:
         self._follow(update.tokens)
 
-    def draft(self, budget: Budget) -> Tree:
+    def draft(self, budget: Budget) -> TokenTree:
         options = self._options
         nodes = min(budget.nodes, options.max_nodes)
         levels = min(budget.depth, len(self._record) - self._emitted, -(-nodes // options.width))
@@ -133,7 +133,7 @@ class ReplaySequence(DraftSequence):
                 tokens.append((self._record[at] + shift) % self._vocab_size)
                 parents.append(main)
             main = level_start
-        return Tree(tuple(tokens), tuple(parents))
+        return TokenTree(tuple(tokens), tuple(parents))
 
     def _follow(self, tokens: Sequence[int]) -> None:
         end = self._emitted + len(tokens)

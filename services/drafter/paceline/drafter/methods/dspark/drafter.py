@@ -18,7 +18,7 @@ import torch
 
 from paceline.decoder import load_config
 from paceline.drafter.checkpoint import check_target, read_fit
-from paceline.drafter.kv.wanted import TRANSPORTS
+from paceline.drafter.kv.options import TRANSPORTS
 from paceline.drafter.methods.base import Fit, Generation, Needs, Resources
 from paceline.drafter.methods.beam import BeamOptions
 from paceline.drafter.methods.beam_drafter import BeamDrafter

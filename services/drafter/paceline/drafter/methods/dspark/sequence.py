@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from paceline.drafter.methods.base import Generation, TargetStates, Update
+from paceline.drafter.kv.reader import StateReader
+from paceline.drafter.methods.base import Generation, Update
 from paceline.drafter.methods.beam_drafter import BeamSequence
 from paceline.drafter.methods.dspark.heads import HeadInput, HeadOutput
 
@@ -25,9 +26,7 @@ class DSparkSequence(BeamSequence):
 
     _drafter: DSparkDrafter
 
-    def __init__(
-        self, drafter: DSparkDrafter, generation: Generation, states: TargetStates
-    ) -> None:
+    def __init__(self, drafter: DSparkDrafter, generation: Generation, states: StateReader) -> None:
         super().__init__(drafter, generation)
         self.states = states
         self.anchor = generation.tokens[-1]

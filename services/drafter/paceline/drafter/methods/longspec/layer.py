@@ -37,7 +37,7 @@ class Context:
 
     @classmethod
     def of(cls, parts: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> Context | None:
-        """Takes keys and values from :meth:`TargetKv.parts`; None if there are none yet.
+        """Takes keys and values from :meth:`KvReader.parts`; None if there are none yet.
 
         They are copied only if they are on another device than the layer.
         """

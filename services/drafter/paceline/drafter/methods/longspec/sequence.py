@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from paceline.drafter.methods.base import Generation, TargetKv, Update
+from paceline.drafter.kv.reader import KvReader
+from paceline.drafter.methods.base import Generation, Update
 from paceline.drafter.methods.beam_drafter import BeamSequence
 from paceline.drafter.methods.longspec.layer import Context, StepInput, node_slots, ring_mask
 
@@ -27,7 +28,7 @@ class LongSpecSequence(BeamSequence):
 
     _drafter: LongSpecDrafter
 
-    def __init__(self, drafter: LongSpecDrafter, generation: Generation, kv: TargetKv) -> None:
+    def __init__(self, drafter: LongSpecDrafter, generation: Generation, kv: KvReader) -> None:
         super().__init__(drafter, generation)
         self.kv = kv
         self.ring = drafter.layer.new_ring(drafter.options.drafted)
@@ -53,8 +54,8 @@ class LongSpecSequence(BeamSequence):
         self.kv.check()
         below = self.length - 1  # the verifier may have committed more than this text
         layer, budget = self._drafter.layer, self._drafter.options.context
-        parts = self.kv.parts(layer.config.target_layer, below, budget)
-        self._context = Context.of(parts, layer.device)
+        self.kv.refresh(below, budget)
+        self._context = Context.of(self.kv.parts(layer.config.target_layer), layer.device)
         return True
 
     def step(self) -> StepInput:

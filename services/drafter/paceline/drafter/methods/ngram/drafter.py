@@ -23,7 +23,7 @@ from paceline.drafter.methods.base import (
 )
 from paceline.drafter.methods.ngram.index import NgramIndex
 from paceline.drafter.methods.options import check_range, parse_options
-from paceline.drafter.tree import Tree
+from paceline.tree import TokenTree
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class NgramSequence(DraftSequence):
     def extend(self, update: Update) -> None:
         self._text.extend(update.tokens)
 
-    def draft(self, budget: Budget) -> Tree:
+    def draft(self, budget: Budget) -> TokenTree:
         self.warm(self.backlog)
         options = self._options
         matches = self._index.matches(limit=options.continuations, match_limit=options.match_limit)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from paceline.drafter.methods.base import Generation, TargetKv
+from paceline.drafter.kv.reader import KvReader
+from paceline.drafter.methods.base import Generation
 from paceline.drafter.methods.decoder_sequence import DecoderSequence
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class SelfSpecSequence(DecoderSequence):
 
     _drafter: SelfSpecDrafter
 
-    def __init__(self, drafter: SelfSpecDrafter, generation: Generation, kv: TargetKv) -> None:
+    def __init__(self, drafter: SelfSpecDrafter, generation: Generation, kv: KvReader) -> None:
         super().__init__(drafter, generation)
         self.kv = kv
         self._table = self._new_table(0)
@@ -46,12 +47,10 @@ class SelfSpecSequence(DecoderSequence):
         self.kv.check()
         below = self.length - 1
         budget = self._drafter.needs.kv_budget_at(below)
-        layers = [
-            self.kv.parts(layer, below, budget)
-            for layer in range(self._drafter.decoder.config.layers)
-        ]
+        self._begin = self.kv.refresh(below, budget)
+        count = self._drafter.decoder.config.layers
+        layers = [self.kv.parts(layer) for layer in range(count)]
         self._slot = sum(keys.shape[1] for keys, _ in layers[0])
-        self._begin = min(self.kv.committed, below)
         new = self.length - self._begin
         if not self._slot or new > MAX_NEW_TOKENS:
             return False

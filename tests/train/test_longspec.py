@@ -1,0 +1,144 @@
+"""Parts of a LongSpec step: indices, lags, the fused loss, stages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from paceline.drafter.methods.longspec import LongSpecConfig, LongSpecModel, lag_mask, window_mask
+from paceline.train.longspec.lagged import LaggedLayer
+from paceline.train.longspec.objective import CHUNK, SINKS, divergence, offset_positions
+from paceline.train.longspec.preset import PRESETS
+from paceline.train.schedule import StagePlan
+
+_WINDOW = 8
+
+
+def _model(final_norm: bool = True) -> LongSpecModel:
+    torch.manual_seed(0)
+    return LongSpecModel(
+        LongSpecConfig(
+            hidden=32, intermediate=48, q_heads=4, kv_heads=2, head_dim=16, vocab_size=50,
+            max_position=512, norm_eps=1e-6, window=_WINDOW, final_norm=final_norm,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+            target_layer=0, target_layers=1,
+        )
+    )  # fmt: skip
+
+
+@given(rows=st.integers(1, 5), length=st.integers(5, 60), spare=st.integers(0, 500))
+def test_offset_indices_are_those_of_algorithm_1(rows: int, length: int, spare: int) -> None:
+    positions = offset_positions(rows, length, length + spare)
+    assert positions.shape == (rows, length)
+    for row in positions.tolist():
+        assert row[:SINKS] == [0, 1, 2, 3]
+        offset = row[SINKS] - SINKS
+        assert 0 <= offset <= spare
+        assert row[SINKS:] == [offset + i for i in range(SINKS, length)]
+
+
+def test_offsets_reach_everywhere_and_differ_between_rows() -> None:
+    torch.manual_seed(0)
+    offsets = offset_positions(4000, 10, 20)[:, SINKS] - SINKS
+    # Each of 11 offsets is expected 364 times; 6 sigma are 109.
+    assert (offsets.bincount(minlength=11) - 4000 / 11).abs().max() < 109
+
+
+def test_a_row_longer_than_the_context_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not fit a context of 20"):
+        offset_positions(1, 21, 20)
+
+
+@settings(max_examples=30)
+@given(
+    length=st.integers(6, 40),
+    lags=st.lists(st.integers(1, 5), min_size=1, max_size=3, unique=True),
+    norm=st.booleans(),
+)
+def test_lags_are_those_of_the_masks(length: int, lags: list[int], norm: bool) -> None:
+    """Several lags in one pass, without masks, give what the dense layer gives with them."""
+    model = _model(norm)
+    embedded, keys, values = _inputs(length)
+    positions = torch.arange(length).expand(2, length)
+    found = LaggedLayer(model)(embedded, positions, keys, values, lags, 0)
+    for part, lag in zip(found, lags, strict=True):
+        dense = model(
+            embedded, positions, window_mask(length, _WINDOW), keys, values, lag_mask(length, lag)
+        )
+        torch.testing.assert_close(part[:, lag:], dense[:, lag:])
+
+
+def test_sinks_are_read_at_the_target_only() -> None:
+    length, lag = 30, 2
+    model = _model()
+    embedded, keys, values = _inputs(length)
+    torch.manual_seed(1)
+    positions = offset_positions(2, length, 400)
+    window = window_mask(length, _WINDOW)
+    window[SINKS:, :SINKS] = False
+    dense = model(embedded, positions, window, keys, values, lag_mask(length, lag))
+    found = LaggedLayer(model)(embedded, positions, keys, values, [lag], SINKS)[0]
+    torch.testing.assert_close(found[:, SINKS:], dense[:, SINKS:])
+
+
+@pytest.mark.parametrize("rows", [7, CHUNK, 2 * CHUNK + 3])
+def test_the_fused_loss_is_the_divergence_and_so_is_its_gradient(rows: int) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(3, rows, 16, requires_grad=True)
+    target, head = torch.randn(rows, 16), torch.randn(50, 16)
+    weights = torch.rand(3, rows)
+    weights /= weights.sum()
+    fused = divergence(hidden, target, head, weights)
+    (found,) = torch.autograd.grad(2 * fused, hidden)
+    log_p, log_q = F.linear(target, head).log_softmax(-1), F.linear(hidden, head).log_softmax(-1)
+    plain = ((log_p.exp() * (log_p - log_q)).sum(-1) * weights).sum()
+    (expected,) = torch.autograd.grad(2 * plain, hidden)
+    torch.testing.assert_close(fused, plain)
+    torch.testing.assert_close(found, expected)
+
+
+def test_the_loss_is_zero_where_drafter_and_target_agree() -> None:
+    torch.manual_seed(0)
+    target, head = torch.randn(9, 16), torch.randn(50, 16)
+    weights = torch.full((2, 9), 1 / 18)
+    agreed = target.expand(2, 9, 16).clone().requires_grad_()
+    value = divergence(agreed, target, head, weights)
+    value.backward()
+    assert abs(value.item()) < 1e-5
+    assert agreed.grad is not None
+    assert agreed.grad.abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_stages_follow_one_another_at_falling_rates(name: str) -> None:
+    preset = PRESETS[name]
+    plan = StagePlan(preset.stages, minutes=10, steps=1000, own=7)
+    begun = 0.0
+    for stage in preset.stages:
+        assert plan.stage(begun + 1e-9)[0] is stage
+        middle, end = begun + stage.share / 2, begun + stage.share * 0.999
+        assert plan.rate(500, begun + 1e-9) == pytest.approx(stage.rate)
+        assert plan.rate(500, middle) == pytest.approx(stage.rate * 0.55)
+        assert plan.rate(500, end) == pytest.approx(stage.rate * 0.1, rel=0.01)
+        assert plan.shape(middle) == (stage.rows, stage.length)
+        assert plan.documents(middle) == (7 if stage.own else None)
+        begun += stage.share
+    assert plan.rate(0, 0.0) < 0.1 * preset.stages[0].rate
+    assert plan.progress(step=500, elapsed=0) == 0.5
+    assert plan.progress(step=0, elapsed=300) == 0.5
+
+
+def test_every_lag_of_the_trees_is_trained() -> None:
+    assert PRESETS["cpu"].trained_lags == (1, 2, 3, 4, 5)
+    assert replace(PRESETS["cpu"], noise=False).trained_lags == (1,)
+
+
+def _inputs(length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(length)
+    keys, values = torch.randn(2, 2, 2, length, 16).unbind(0)
+    return torch.randn(2, length, 32), keys, values

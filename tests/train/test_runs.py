@@ -1,0 +1,248 @@
+"""Runs that train each kind of drafter: their folders, their logs, and how they go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from paceline.drafter import Resources
+from paceline.drafter.methods import method_class
+from paceline.drafter.recordings import Recording
+from paceline.train import drafter
+from paceline.train.budget.preset import BudgetPreset
+from paceline.train.budget.run import train_budget
+from paceline.train.corpus import Corpus
+from paceline.train.dspark.preset import DSparkPreset
+from paceline.train.dspark.run import train_dspark
+from paceline.train.longspec.preset import LongSpecPreset
+from paceline.train.longspec.run import train_longspec
+from paceline.train.loop import Run
+from paceline.train.online.preset import OnlinePreset
+from paceline.train.online.run import first_tokens, train_online
+from paceline.train.schedule import Stage
+
+MakeRun = Callable[..., Run]
+Train = Callable[[Run, Path], object]
+
+LONGSPEC = LongSpecPreset(
+    (
+        Stage("short", 0.6, rows=4, length=48, rate=1.0, offset=True),
+        Stage("long", 0.2, rows=1, length=192, rate=0.5),
+        Stage("fine", 0.2, rows=4, length=48, rate=0.5, own=True),
+    ),
+    minutes=60, steps=40, muon_rate=0.02, adamw_rate=3e-3, lags=3, window=32,
+    files=4, own_texts=4,
+)  # fmt: skip
+DSPARK = DSparkPreset(
+    taps=(0, -1), layers=1, block=3, markov_rank=8, minutes=60, steps=40, rows=2, length=48,
+    anchors=12, muon_rate=0.02, adamw_rate=1e-2, window=16, own_texts=4, own_from=0.5, files=4,
+)  # fmt: skip
+BUDGET = BudgetPreset(
+    length=256, shortest_prefix=64, continuation=16, segments=4, minutes=60, steps=30,
+    adamw_rate=6e-3, muon_rate=0.03, budgets=(8, 32, 96), weights=(0.5, 0.3, 0.2), warm_up=2,
+    files=4, own_texts=2,
+)  # fmt: skip
+METHODS = ("dspark", "longspec", "lm")
+ONLINE = OnlinePreset(
+    minutes=60, steps=20, length=48, rows=dict.fromkeys(METHODS, 2),
+    muon_rate=dict.fromkeys(METHODS, 0.02), adamw_rate=dict.fromkeys(METHODS, 6e-3),
+    old_texts=2, warm_up=2,
+)  # fmt: skip
+KINDS = (
+    "longspec", "dspark", "budget-longspec", "budget-lm",
+    "online-longspec", "online-dspark", "online-lm",
+)  # fmt: skip
+
+
+@pytest.fixture
+def recordings(tmp_path: Path) -> Path:
+    """Texts of one kind, that are easily learnt."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    texts = [
+        Recording((40, 41, 42, 43, 40 + n), tuple([50, 60, 70, 80 + n % 4] * 16), seed=n)
+        for n in range(24)
+    ]
+    (folder / "texts-1.jsonl").write_text("".join(text.to_json() + "\n" for text in texts))
+    return folder
+
+
+@pytest.fixture
+def trainers(
+    target: Path, drafters: dict[str, Path], recordings: Path, corpus: Corpus
+) -> dict[str, Train]:
+    """Train a drafter of each of KINDS."""
+    made: dict[str, Train] = {
+        "longspec": lambda run, out: train_longspec(target, corpus, LONGSPEC, run, out),
+        "dspark": lambda run, out: train_dspark(target, corpus, DSPARK, run, out),
+    }
+    for method in ("longspec", "lm"):
+        made[f"budget-{method}"] = lambda run, out, start=drafters[method]: train_budget(  # type: ignore[misc]
+            target, start, corpus, BUDGET, run, out
+        )
+    for method in METHODS:
+        made[f"online-{method}"] = lambda run, out, start=drafters[method]: train_online(  # type: ignore[misc]
+            target, start, recordings, corpus, ONLINE, run, out
+        )
+    return made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_falls_and_the_folder_is_a_drafter(
+    kind: str, trainers: dict[str, Train], drafters: dict[str, Path], target: Path,
+    make_run: MakeRun, tmp_path: Path,
+) -> None:  # fmt: skip
+    out, run = tmp_path / "out", make_run("work", 24)
+    trainers[kind](run, out)
+    log = torch.load(run.work / "run.pt", weights_only=True)["progress"]["log"]
+    losses = [row["loss"] for row in log if "loss" in row]
+    assert losses[-1] < 0.95 * losses[0]
+    assert [row for row in log if "heldout" in row][-1]["heldout"] >= 1
+    notes = json.loads((out / "config.json").read_text())["paceline"]["training"]
+    assert notes["steps"] == 24
+    method = kind.rpartition("-")[2]
+    options = {} if method == "lm" else {"target": str(target)}
+    method_class(method).load(out, options, Resources()).close()
+    card = (out / "README.md").read_text()
+    assert f"`{method}`" in card
+    expected = {
+        "longspec": "lags 1 to 5, 3 of them in each step",
+        "dspark": "| texts | rounds | accepted length | position 1 |",
+        "budget": "0.5 times the same under",
+        "online": "| recorded |",
+    }
+    assert expected[kind.partition("-")[0]] in card
+    if "-" in kind:  # as the drafter that it began with
+        before, after = (load_file(f / "model.safetensors") for f in (drafters[method], out))
+        assert {n: (t.shape, t.dtype) for n, t in before.items()} == {
+            n: (t.shape, t.dtype) for n, t in after.items()
+        }
+
+
+@pytest.mark.parametrize("kind", KINDS[:4])
+def test_an_interrupted_run_goes_on_bit_for_bit(
+    kind: str, trainers: dict[str, Train], make_run: MakeRun, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    trainers[kind](make_run("straight", 12), tmp_path / "a")
+    with monkeypatch.context() as patch:
+        patch.setattr(drafter, "train", _interrupted(at_step=7))
+        with pytest.raises(KeyboardInterrupt, match="stopped at step 7"):
+            trainers[kind](make_run("parts", 12), tmp_path / "b")
+    trainers[kind](make_run("parts", 12), tmp_path / "b")
+    _assert_equal_weights(tmp_path / "a", tmp_path / "b", exact=True)
+
+
+def test_parts_of_a_batch_add_up_to_it(
+    target: Path, corpus: Corpus, make_run: MakeRun, tmp_path: Path
+) -> None:
+    plain = replace(LONGSPEC, muon_rate=None, lags=5, offset=False)
+    train_longspec(target, corpus, plain, make_run("1", 4), tmp_path / "a")
+    train_longspec(target, corpus, plain, make_run("2", 4, accumulate=2), tmp_path / "b")
+    _assert_equal_weights(tmp_path / "a", tmp_path / "b", exact=False)
+
+
+def test_a_run_without_heads_is_dflash(
+    target: Path, corpus: Corpus, make_run: MakeRun, tmp_path: Path
+) -> None:
+    train_dspark(target, corpus, DSPARK.without_heads(), make_run("work", 2), tmp_path / "o")
+    described = json.loads((tmp_path / "o" / "config.json").read_text())
+    assert described["speculators_model_type"] == "dflash"
+    assert (described["markov_rank"], described["enable_confidence_head"]) == (0, False)
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one(target: Path, folder: Path, tmp_path: Path) -> None:
+    """Processes started as `accelerate launch` starts them; gradients are reduced over gloo."""
+    command = [
+        "-m", "tests_longspec_small", "--target", str(target), "--data", str(folder),
+        "--steps", "4", "--device", "cpu",
+    ]  # fmt: skip
+    program = tmp_path / "tests_longspec_small.py"
+    program.write_text(_PROGRAM.format(preset=LONGSPEC))
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    for processes in ("1", "2"):
+        launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", processes]
+        launch += ["--standalone", *command, "--work", str(tmp_path / f"work{processes}")]
+        launch += ["--out", str(tmp_path / processes)]
+        done = subprocess.run(launch, env=env, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr[-4000:] + done.stdout[-2000:]
+    _assert_equal_weights(tmp_path / "1", tmp_path / "2", exact=False)
+
+
+def test_a_drafter_of_another_target_or_method_is_refused(
+    target: Path, drafters: dict[str, Path], corpus: Corpus, make_run: MakeRun, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="expected longspec or lm"):
+        train_budget(target, drafters["dspark"], corpus, BUDGET, make_run("w", 1), tmp_path / "out")
+    path = drafters["longspec"] / "config.json"
+    config = json.loads(path.read_text())
+    config["paceline"]["target_fingerprint"] = "0" * 64
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="made for a target"):
+        train_budget(
+            target, drafters["longspec"], corpus, BUDGET, make_run("x", 1), tmp_path / "out"
+        )
+
+
+def test_the_first_tokens_of_documents() -> None:
+    assert first_tokens([[1, 2, 3], [4, 5], [6]], 4) == [[1, 2, 3], [4]]
+    assert first_tokens([[1, 2]], 0) == []
+    assert first_tokens([[1, 2]], 9) == [[1, 2]]
+
+
+_PROGRAM = """
+from paceline.train import cli
+from paceline.train.longspec.preset import LongSpecPreset
+from paceline.train.schedule import Stage
+from dataclasses import replace
+import argparse
+cli._HELDOUT_FILES = 2
+cli.LONGSPEC_PRESETS["cpu"] = replace({preset}, muon_rate=None, lags=5, offset=False, own_texts=0,
+    stages=(Stage("short", 1.0, rows=4, length=48, rate=1.0),))
+parser = argparse.ArgumentParser()
+cli.add_arguments(parser)
+raise SystemExit(cli.main(parser.parse_args(["longspec", *__import__("sys").argv[1:]])))
+"""
+
+
+def _interrupted(at_step: int) -> Callable[..., Any]:
+    """The training loop, with a SIGTERM in one of its steps."""
+    plain = drafter.train
+
+    def train(module: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
+        calls = 0
+
+        def counted(*given: Any) -> Tensor:
+            nonlocal calls
+            calls += 1
+            if calls == at_step:
+                os.kill(os.getpid(), signal.SIGTERM)
+            result: Tensor = loss(*given)
+            return result
+
+        return plain(module, counted, *args, **kwargs)
+
+    return train
+
+
+def _assert_equal_weights(a: Path, b: Path, *, exact: bool) -> None:
+    ours, theirs = (load_file(each / "model.safetensors") for each in (a, b))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        if exact:
+            assert torch.equal(tensor, theirs[name]), name
+        else:
+            torch.testing.assert_close(tensor, theirs[name], rtol=2e-2, atol=2e-3)
