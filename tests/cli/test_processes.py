@@ -27,7 +27,7 @@ def drafter() -> ServiceProcess:
     return ServiceProcess("drafter", ["--load", "ngram"])
 
 
-def test_it_serves_inside_the_block_and_nothing_is_left_after(verifier: ServiceProcess) -> None:
+def test_it_serves_in_the_block_and_leaves_nothing(verifier: ServiceProcess) -> None:
     with verifier:
         assert serving(verifier.address)
         folder = verifier._ready_file.parent
@@ -45,7 +45,7 @@ async def test_it_is_an_async_context_manager_too(drafter: ServiceProcess) -> No
     assert drafter.returncode == 0
 
 
-def test_after_a_kill_it_comes_back_at_the_same_address(short_folder: Path) -> None:
+def test_after_a_kill_it_restarts_at_the_same_address(short_folder: Path) -> None:
     with ServiceProcess(
         "drafter", ["--load", "ngram"], address=f"unix:{short_folder}/d"
     ) as drafter:
@@ -75,7 +75,7 @@ def test_two_can_start_at_once_on_unix_sockets(short_folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "address", "says"),
+    ("arguments", "address", "message"),
     [
         (["--target", "/nowhere/at/all"], "127.0.0.1:0", "/nowhere/at/all"),
         ([], "127.0.0.1:0", "--target"),
@@ -88,14 +88,14 @@ def test_two_can_start_at_once_on_unix_sockets(short_folder: Path) -> None:
         (["--target", "{target}", "--token-file", "/nowhere"], "127.0.0.1:0", "token file"),
     ],
 )
-def test_what_cannot_start_says_why_with_code_2(
-    target: Path, arguments: list[str], address: str, says: str
+def test_a_failed_start_reports_why_with_code_2(
+    target: Path, arguments: list[str], address: str, message: str
 ) -> None:
     words = [word.format(target=target) for word in arguments]
     process = ServiceProcess("verifier", words, address=address)
     with pytest.raises(ProcessFailed, match="ended with code 2") as failed, process:
         pytest.fail("it started")
-    assert says in str(failed.value)
+    assert message in str(failed.value)
     assert "Traceback" not in str(failed.value)
 
 
@@ -128,7 +128,7 @@ time.sleep(3600)
     assert not psutil.pid_exists(pid)
 
 
-def test_a_process_that_was_never_started_says_so(drafter: ServiceProcess) -> None:
+def test_a_process_that_was_never_started_is_an_error(drafter: ServiceProcess) -> None:
     for use in (lambda: drafter.address, lambda: drafter.pid, drafter.kill):
         with pytest.raises(RuntimeError, match="start"):
             use()

@@ -15,7 +15,7 @@ def test_byte_counts(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "1GB", "x", "1e3", "0.1", "MiB", "٣"])
-def test_what_is_no_byte_count(text: str) -> None:
+def test_invalid_byte_counts(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="is not a size"):
         byte_count(text)
 

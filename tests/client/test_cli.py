@@ -17,6 +17,7 @@ from rich.console import Console
 
 from paceline.cli import demo
 from paceline.cli.errors import CommandError
+from paceline.cli.generate import add_generation_arguments, generation_arguments
 from paceline.cli.main import main
 from paceline.client import Client
 
@@ -76,30 +77,40 @@ async def test_generate_reads_files_and_stdin(
     assert capsys.readouterr().out == 2 * (TEXT + "\n")
 
 
-async def test_generate_tells_what_it_cost(
-    world: World, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_generate_prints_statistics(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     assert await generate(world, "hi", "--stats", "--drafter", "fake", *EAGERLY) == 0
     errors = capsys.readouterr().err
     assert errors.startswith("40 tokens in ")
     assert "drafted by fake@1" in errors
 
 
-async def test_every_parameter_arrives(world: World) -> None:
-    arguments = (
+def test_every_parameter_becomes_an_argument(tmp_path: Path) -> None:
+    (tmp_path / "schema").write_text("{}")
+    parser = argparse.ArgumentParser()
+    add_generation_arguments(parser)
+    words = (
         "--temperature 0.5 --top-k 3 --top-p 0.75 --min-p 0.25 --repetition-penalty 1.5 "
-        "--presence-penalty 0.5 --frequency-penalty -0.5 --stop-token-id 9 --ignore-eos "
-        "--deadline 60"
+        "--presence-penalty 0.5 --frequency-penalty -0.5 --stop-token-id 9 --ignore-eos --seed 3 "
+        f"--deadline 60 --drafter d --stop x --stop y --json-schema {tmp_path / 'schema'}"
     )
-    assert await generate(world, "hi", *arguments.split()) == 0
-    request = world.verifier.creates[0]
-    sampling = request.sampling
-    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.5, 3, 0.75)
-    assert (sampling.min_p, sampling.repetition_penalty) == (0.25, 1.5)
-    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.5)
-    assert request.ignore_eos
-    assert list(request.stop_token_ids) == [9]
-    assert world.verifier.rounds[0].deadline_ms > 0
+    assert generation_arguments(parser.parse_args(words.split())) == {
+        "temperature": 0.5,
+        "top_k": 3,
+        "top_p": 0.75,
+        "min_p": 0.25,
+        "seed": 3,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "stop_token_ids": [9],
+        "ignore_eos": True,
+        "deadline": 60.0,
+        "drafter": "d",
+        "stop": ["x", "y"],
+        "json_schema": "{}",
+        "max_new_tokens": 256,
+        "acceptance": "invariant",
+    }
 
 
 @pytest.mark.parametrize(
@@ -119,9 +130,7 @@ async def test_bad_arguments(
     assert said in capsys.readouterr().err
 
 
-async def test_a_verifier_that_is_not_there(
-    world: World, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_an_unreachable_verifier(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     await world.verifier_service.stop()
     assert await generate(world, "hi") == 1
     assert capsys.readouterr().err.startswith("paceline generate: ")

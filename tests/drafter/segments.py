@@ -36,9 +36,10 @@ def new_segment() -> Iterator[Segment]:
 def describe(segment: Segment, layers: Iterable[int] = range(LAYERS)) -> kv_pb2.MapCacheResponse:
     """A verifier's description of it."""
     return kv_pb2.MapCacheResponse(
-        segments=[segment.describe(layer, kind) for layer in layers for kind in (0, 1)],
+        file=segment.describe_file(),
         dtype=cache_dtype(segment.layout.dtype),
         committed_length=segment.header.committed,
         generation=GENERATION,
         lease_ms=30_000,
+        kv=segment.describe(layers),
     )

@@ -51,7 +51,7 @@ def newest() -> FakeSequence:
 
 async def closed(sequence: FakeSequence) -> None:
     """Until its mapping is closed; after it, as the sequence itself asserts."""
-    await until(lambda: sequence.kv is not None and sequence.kv._file.closed)
+    await until(lambda: sequence.kv is not None and sequence.kv.closed)
     assert sequence.closed == 1
 
 
@@ -113,7 +113,7 @@ async def test_a_released_cache_ends_the_stream(service: Drafting, verifier: KvV
 
 async def test_an_attach_without_its_kv_is_refused(service: Drafting, verifier: KvVerifier) -> None:
     """Others go on, and so does the same drafter once the KV is there."""
-    for fields, says in (
+    for fields, message in (
         ({"read_grant": b""}, "attach with read_grant"),
         ({"verifier_address": ""}, "attach with read_grant"),
         ({"read_grant": bytes(16)}, "no cache has this read grant"),
@@ -121,10 +121,10 @@ async def test_an_attach_without_its_kv_is_refused(service: Drafting, verifier: 
         ({"verifier_address": "10.0.0.1:7431"}, "not on this machine"),
         ({"verifier_address": service.address}, "UNIMPLEMENTED"),
     ):
-        with pytest.raises(grpc.aio.AioRpcError, match=says) as error:
+        with pytest.raises(grpc.aio.AioRpcError, match=message) as error:
             await attach(service, verifier, **fields)
         assert failure(error) == (CODE.FAILED_PRECONDITION, "KV_NOT_SHARED")
-    verifier.lie = lambda response: setattr(response.segments[0], "offset", 1 << 40)
+    verifier.change = lambda response: setattr(response.kv.layers[0], "key_offset", 1 << 40)
     with pytest.raises(grpc.aio.AioRpcError, match="expected it inside bytes") as error:
         await attach(service, verifier)
     assert failure(error) == (CODE.FAILED_PRECONDITION, "KV_NOT_SHARED")
@@ -132,7 +132,7 @@ async def test_an_attach_without_its_kv_is_refused(service: Drafting, verifier: 
     other = await attach(service, verifier, drafter="ngram")
     await other.round()
     await other.end()
-    verifier.lie = lambda response: None
+    verifier.change = lambda response: None
     await (await attach(service, verifier)).end()
 
 

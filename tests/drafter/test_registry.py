@@ -20,8 +20,6 @@ from paceline.drafter.spec import Roots
 from paceline.drafter.statistics import DraftStatistics
 from paceline.service import ServiceError
 
-from .fakes import SlowLoad
-
 
 class Disposed(list[Drafter]):
     """Drafters that were freed, each at most once."""
@@ -40,9 +38,7 @@ def disposed() -> Disposed:
 async def registry(disposed: Disposed) -> AsyncIterator[Registry]:
     made = Registry(Loader(Roots([]), Resources()), disposed)
     yield made
-    SlowLoad.go_on.set()
     await made.close()
-    SlowLoad.go_on.clear()
 
 
 def spec(text: str, version: str = "") -> DrafterSpec:

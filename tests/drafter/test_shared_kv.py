@@ -1,4 +1,4 @@
-"""A verifier's KV, mapped: the same bytes, read-only, and known to be gone when it is."""
+"""A verifier's KV, mapped read-only."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def mapped(path: Path) -> list[tuple[int, int, str]]:
 
 
 def test_it_copies_nothing(segment: Segment, kv: SharedKv) -> None:
-    """All tensors lie in one read-only mapping; what the owner adds shows without a call."""
+    """All tensors lie in one read-only mapping, and show what the owner writes."""
     (reading,) = [found for found in mapped(segment.path) if "w" not in found[2]]
     assert reading[1] - reading[0] == -(-segment.byte_size // mmap.PAGESIZE) * mmap.PAGESIZE
     planes = [*kv.layer(0), *kv.layer(-1)]
@@ -67,7 +67,7 @@ def test_layers_count_from_both_ends(segment: Segment) -> None:
     kv.close()
 
 
-def test_a_release_is_noticed_and_harms_nobody(segment: Segment, kv: SharedKv) -> None:
+def test_a_release_is_detected(segment: Segment, kv: SharedKv) -> None:
     """The owner frees at once; what the reader holds stays readable and unchanged."""
     keys, _ = kv.layer(0)
     copy = keys[:, :COMMITTED].clone()
@@ -80,16 +80,16 @@ def test_a_release_is_noticed_and_harms_nobody(segment: Segment, kv: SharedKv) -
     assert kv.committed == COMMITTED
 
 
-def test_closing_lets_go_of_the_memory(segment: Segment) -> None:
+def test_closing_frees_the_memory(segment: Segment) -> None:
     path, before = segment.path, len(os.listdir("/proc/self/fd"))
     kv = SharedKv(describe(segment), GRANT, (0,))
     keys, values = kv.layer(0)
     assert len(mapped(path)) == 2
     kv.close()
     kv.close()
-    for ask in (kv.check, lambda: kv.committed):
+    for read in (kv.check, lambda: kv.committed):
         with pytest.raises(KvGone, match="closed"):
-            ask()
+            read()
     with pytest.raises(KeyError):
         kv.layer(0)
     assert torch.equal(keys, segment.layer(0)[0]), "a view that was left keeps the memory"
@@ -112,7 +112,7 @@ print("written", flush=True)
 
 
 def test_writing_is_impossible(segment: Segment) -> None:
-    """The processor forbids it; and torch's warning about that is heard by nobody."""
+    """A write ends the process, and torch's warning is suppressed."""
     before = segment.kv[..., :COMMITTED, :].clone()
     arguments = [describe(segment).SerializeToString().hex(), GRANT.hex()]
     command = [sys.executable, "-W", "error", "-c", READER, *arguments]

@@ -1,4 +1,4 @@
-"""Sharing an allocation: who may map it, and who lets go of it when."""
+"""Exported and mapped CUDA memory."""
 
 from __future__ import annotations
 
@@ -60,22 +60,13 @@ def test_one_process_opens_an_allocation_once() -> None:
         ({"byte_size": 985}, "of an allocation of 1000"),
     ],
 )
-def test_what_cannot_be_mapped_is_said_and_leaves_nothing_open(
-    change: dict[str, Any], message: str
-) -> None:
+def test_memory_that_cannot_be_mapped(change: dict[str, Any], message: str) -> None:
     driver = FakeDriver()
     owned = ExportedMemory(driver, 0, 1000)
     with pytest.raises(NotMappable, match=message):
         map_of(driver, owned, **change)
     assert not driver.opened
     assert not cuda_memory._OPENED
-
-
-def test_linked_gpus_reach_each_other() -> None:
-    driver = FakeDriver()
-    driver.linked.add((1, 0))
-    owned = ExportedMemory(driver, 0, 1000)
-    map_of(driver, owned, reader=1).close()
 
 
 def test_an_allocation_that_cannot_be_exported_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -278,4 +278,4 @@ def test_paceline_trace_shows_a_generation_of_its_own(
     assert done.returncode == 0, done.stderr
     assert "20 tokens" in done.stdout
     assert "prefill" in done.stdout
-    assert page.read_text().count("<tr>") > 2
+    assert "prefill" in page.read_text()

@@ -17,7 +17,8 @@ from paceline.v1 import tree_pb2
 from paceline.verifier.engine.acceptance import walk
 from paceline.verifier.engine.job import Round
 from paceline.verifier.engine.output import FinishReason
-from paceline.verifier.messages import Limits, read_tree
+from paceline.verifier.model import Limits
+from paceline.verifier.rpc.messages import read_tree
 
 LIMITS = Limits(vocab_size=8, max_context=100, eos_token_ids=())
 

@@ -18,6 +18,7 @@ from chi_square import FALSE_ALARM, p_value
 from verifier_support import CONTEXT, FAMILIES, VOCAB, Client, Round, failure, reason_of, serving
 
 from paceline.decoder import BatchInvariance, weights_fingerprint
+from paceline.tree import TokenTree
 from paceline.v1 import sampling_pb2, verifier_pb2
 from paceline.verifier import build_service
 from paceline.verifier.engine import acceptance
@@ -61,7 +62,7 @@ async def test_a_sequence_whose_acceptance_fails_fails_alone(
                 raise ValueError("cannot choose")
             return super().__call__(node)
 
-    chain = (plain[1:4], [-1, 0, 1])
+    chain = TokenTree.chain(plain[1:4])
     with monkeypatch.context() as patch:
         patch.setattr(acceptance, "Sampler", Broken)
         others = asyncio.gather(
@@ -192,7 +193,7 @@ async def test_emitted_tokens_follow_the_softmax(client: Client, model: Path) ->
 
     async def draw(seed: int) -> tuple[int, int]:
         fields = sampling_pb2.SamplingParams(temperature=1.0, seed=seed, logit_bias=bias)
-        tree = drafters.nothing if seed % 2 else lambda *_: ([0, 1, 2, 3, 4, 5], [-1] * 6)
+        tree = drafters.nothing if seed % 2 else lambda *_: TokenTree(tuple(range(6)), (-1,) * 6)
         first, second = await client.generate(
             PROMPT, tree, sampling=fields, max_new_tokens=2, ignore_eos=True,
             parent_handle=parent.handle,

@@ -102,7 +102,7 @@ async def texts(
     """What three sequences emit in a prefill, a round of ``drafts`` and a free run, and the scores
     of their observers.
 
-    Each begins in a batch of all of them and, if wanted, of a job that cannot be computed.
+    Each begins in a batch of all of them; with ``poisoned``, a job that fails is in it too.
     """
     with by_hand(decoder) as hand:
         sequences = [
@@ -168,7 +168,7 @@ async def test_a_job_that_failed_alone_is_not_run_again(decoder: Decoder) -> Non
 async def test_a_lost_device_ends_the_verifier(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A failed step asks whether the device still answers; health tells before the server stops."""
+    """After a failed step the device is checked; health is NOT_SERVING before the server stops."""
 
     def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError("an illegal memory access")

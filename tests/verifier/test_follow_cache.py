@@ -1,4 +1,4 @@
-"""FollowCache: what a follower holds is the verifier's KV, within its budget."""
+"""FollowCache: updates add up to the selected positions, within the budget."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from paceline.kernels import streaming
 from paceline.kv.selection import SelectionPolicy, Streaming
 from paceline.kv.wire import SCALED, WIRE_TYPES, decode, encode, position_bytes
 from paceline.v1 import kv_pb2, kv_pb2_grpc
-from paceline.verifier import follow
 from paceline.verifier.cache import Cache
 from paceline.verifier.engine.sequence import Generation, Sequence
-from paceline.verifier.follow import FollowStream
 from paceline.verifier.kv.segment import Segment
+from paceline.verifier.rpc import follow
+from paceline.verifier.rpc.follow import FollowStream
 
 CODE = grpc.StatusCode
 FLOAT32 = kv_pb2.KV_DTYPE_FLOAT32
@@ -66,7 +66,7 @@ def test_updates_add_up_to_the_selection(
         follow.MESSAGE_BYTES = messages
         policy = Scattered(len(layers), seed) if seed % 2 else Streaming(segment, layers)
         stream = FollowStream(cache, layers, policy, 1, FLOAT32)
-        held = DeltaCache(stream._shape)
+        delta = DeltaCache(stream._shape)
         row = position_bytes(LAYOUT.kv_heads, LAYOUT.head_dim, FLOAT32)
         for grown, budget in steps:
             cache.sequence.committed += grown
@@ -76,14 +76,14 @@ def test_updates_add_up_to_the_selection(
             for message in update:
                 positions = sum(len(chunk.positions) for chunk in message.chunks)
                 assert positions * row <= max(messages, row)
-            held.apply(update, budget)
-            assert len(held) == min(budget, cache.sequence.committed)
+            delta.apply(update, budget)
+            assert len(delta) == min(budget, cache.sequence.committed)
             for index, layer in enumerate(layers):
-                where = held.positions(index)
+                where = delta.positions(index)
                 if not seed % 2:
                     parts = streaming(cache.sequence.committed, budget)
                     assert sorted(where.tolist()) == [p for part in parts for p in part]
-                for mine, plane in zip(held.layer(index), segment.layer(layer), strict=True):
+                for mine, plane in zip(delta.layer(index), segment.layer(layer), strict=True):
                     assert mine.equal(plane[:, where])
     finally:
         follow.MESSAGE_BYTES = limit
@@ -104,9 +104,9 @@ def test_only_what_changed_is_sent_again(segment: Segment) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "reason"),
     [
-        (lambda m: m.drops.add(layer=0, positions=[900]), "not held"),
+        (lambda m: m.drops.add(layer=0, positions=[900]), "not in the cache"),
         (lambda m: m.chunks[0].positions.__setitem__(0, 450), "comes twice"),
         (lambda m: m.chunks[0].positions.__setitem__(0, 503), "not below 503"),
         (lambda m: setattr(m.chunks[0], "keys", b""), "cannot be"),
@@ -116,19 +116,19 @@ def test_only_what_changed_is_sent_again(segment: Segment) -> None:
         (lambda m: m.chunks.pop(), "leaves"),
     ],
 )
-def test_a_lying_update_is_found_out(segment: Segment, change: Any, says: str) -> None:
+def test_invalid_updates_are_refused(segment: Segment, change: Any, reason: str) -> None:
     cache = new_cache(segment)
     stream = FollowStream(cache, (0, 1), Streaming(segment, (0, 1)), 103, FLOAT32)
-    held = DeltaCache(stream._shape)
+    delta = DeltaCache(stream._shape)
     for committed in (500, 503):
         cache.sequence.committed = committed
         (message,) = stream._update()
         if committed == 503:
             change(message)
-            with pytest.raises(KvGone, match=says):
-                held.apply([message], 103)
+            with pytest.raises(KvGone, match=reason):
+                delta.apply([message], 103)
         else:
-            held.apply([message], 103)
+            delta.apply([message], 103)
 
 
 @given(
@@ -151,7 +151,7 @@ def test_types_on_the_wire(wire: Any, seed: int, size: float) -> None:
         assert found.equal(plane.to(WIRE_TYPES[wire]).float())
 
 
-async def test_a_follower_that_takes_nothing_in_is_sent_two_updates(client: Client) -> None:
+async def test_two_updates_are_sent_without_an_acknowledgement(client: Client) -> None:
     created = await client.create([3, 1, 4], max_new_tokens=50, ignore_eos=True)
     exchange, kv = await following(client, created)
     stream = client.stub.Verify()
@@ -169,28 +169,10 @@ async def test_a_follower_that_takes_nothing_in_is_sent_two_updates(client: Clie
     await exchange.close()
 
 
-async def test_a_released_cache_is_gone(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_module, "FIRST_DELAY", 0.01)
-    created = await client.create([3, 1, 4])
-    exchange, kv = await following(client, created)
-    await client.release(created.handle)
-
-    def gone() -> bool:
-        try:
-            kv.check()
-        except KvGone as error:
-            return "CACHE_NOT_FOUND" in str(error) or "no cache has this read grant" in str(error)
-        return False
-
-    await until(gone)
-    kv.close()
-    await exchange.close()
-
-
 async def test_a_lost_stream_is_opened_again(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what it brings takes the place of what was held."""
+    """Its first update replaces the delta cache."""
     monkeypatch.setattr(stream_module, "FIRST_DELAY", 0.01)
     created = await client.create([3, 1, 4], max_new_tokens=50, ignore_eos=True)
     exchange, kv = await following(client, created)
@@ -251,7 +233,7 @@ async def test_refusals(client: Client) -> None:
     await until(lambda: not cache.sequence.listeners)
 
 
-async def test_only_known_verifiers_are_followed(client: Client) -> None:
+async def test_only_allowed_verifiers_are_called(client: Client) -> None:
     """A client names the address: the drafter's token must not go wherever it points."""
     exchange = KvExchange(VerifierAccess(remote=("192.0.2.7:1",)))
     with pytest.raises(KvNotShared, match="--verifier"):

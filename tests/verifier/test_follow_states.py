@@ -1,4 +1,4 @@
-"""Hidden states sent to a drafter elsewhere: the right rows, only those asked for, once."""
+"""Hidden states that are sent over gRPC: each row of the requested layers once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMPT = [random.Random(7).randrange(1, 61) for _ in range(300)]
 FIELDS: dict[str, Any] = {"max_new_tokens": 90, "ignore_eos": True}
 
 
-async def test_only_the_layers_asked_for_are_sent(client: Client) -> None:
+async def test_only_requested_layers_are_sent(client: Client) -> None:
     created = await client.create(PROMPT, hidden_state_layers=[0, 1], **FIELDS)
     exchange, sent = await following_states(client, created, 1)
     await sent.wait_for(len(PROMPT), 60)
@@ -37,9 +37,7 @@ async def test_only_the_layers_asked_for_are_sent(client: Client) -> None:
     await exchange.close()
 
 
-async def test_a_lost_stream_goes_on_where_it_was(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_lost_stream_continues(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_module, "FIRST_DELAY", 0.01)
     created = await client.create(PROMPT, hidden_state_layers=[0], **FIELDS)
     exchange, sent = await following_states(client, created, 0)
@@ -50,7 +48,7 @@ async def test_a_lost_stream_goes_on_where_it_was(
     await stream.write(Round.of(created.handle, 1))
     await stream.read()
     await sent.wait_for(len(PROMPT) + 1, 60)
-    assert sent.received < received + 3 * ROW, "what is held is not sent again"
+    assert sent.received < received + 3 * ROW, "rows are sent once"
     first, rows = sent.read(0, len(PROMPT) + 1)
     mapped = await mapping_states(client, created, 0)
     assert first == 0
@@ -64,14 +62,14 @@ async def test_a_lost_stream_goes_on_where_it_was(
     await exchange.close()
 
 
-async def test_waiting_for_what_does_not_come_has_an_end(client: Client) -> None:
+async def test_waiting_times_out_once(client: Client) -> None:
     created = await client.create(PROMPT, hidden_state_layers=[0], **FIELDS)
     exchange, sent = await following_states(client, created, 0)
     await sent.wait_for(len(PROMPT), 60)
     await sent.wait_for(len(PROMPT) + 1, 0.05)
     assert sent.committed == len(PROMPT)
     async with asyncio.timeout(60):
-        await sent.wait_for(len(PROMPT) + 1, 1000)  # not again in vain
+        await sent.wait_for(len(PROMPT) + 1, 1000)
     stream = client.stub.Verify()
     await stream.write(Round.of(created.handle, 1))
     await stream.read()
@@ -92,9 +90,9 @@ def message(**fields: Any) -> kv_pb2.FollowCacheResponse:
 
 
 @pytest.mark.parametrize(
-    "lie", [{"layer": 1}, {"start": 1}, {"count": 3}, {"data": b"xx"}, {"count": 0, "data": b""}]
+    "change", [{"layer": 1}, {"start": 1}, {"count": 3}, {"data": b"xx"}, {"count": 0, "data": b""}]
 )
-async def test_lies_are_found_out(lie: dict[str, Any]) -> None:
+async def test_invalid_updates_are_refused(change: dict[str, Any]) -> None:
     never = asyncio.Event()
 
     class Silent:
@@ -109,7 +107,7 @@ async def test_lies_are_found_out(lie: dict[str, Any]) -> None:
     await sent._receive(Update(1, shape, [message()]))
     assert sent.read(0, 2)[1].shape == (2, 3)
     with pytest.raises(KvGone):
-        await sent._receive(Update(1, shape, [message(**lie)]))
+        await sent._receive(Update(1, shape, [message(**change)]))
     sent.close()
     sent._first.cancel()
 

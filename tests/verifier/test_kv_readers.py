@@ -21,8 +21,8 @@ from test_taps import outputs
 from verifier_support import Client, serving, until
 
 from paceline.drafter.kv import KvExchange, KvGone, KvNotShared, VerifierAccess
-from paceline.verifier import follow
 from paceline.verifier.kv.segment import own_segments
+from paceline.verifier.rpc import follow
 
 PROMPT = [3, 1, 4, 1, 5]
 FIELDS: dict[str, Any] = {"max_new_tokens": 60, "ignore_eos": True}

@@ -1,4 +1,4 @@
-"""KV in pages of one pool, as on a GPU, here on the CPU: the same tokens, and no page leaks."""
+"""KV in pages of one pool, on the CPU: the same tokens as in shared memory, and no leaks."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def test_followed_is_what_was_written(models: Any, tmp_path: Path, policy:
         stream.cancel()
 
 
-def test_pages_are_taken_as_needed_and_given_back() -> None:
+def test_pages_are_taken_as_needed_and_freed() -> None:
     pool = make_pool(pages=3)
     first = PagedKv(pool, 1024)
     assert pool.free_pages == 3
@@ -135,7 +135,7 @@ def test_writing_moving_and_copying_are_as_in_shared_memory() -> None:
     pool.check_integrity()
 
 
-def test_the_file_tells_the_pages_and_keeps_hidden_states() -> None:
+def test_the_file_has_the_page_table_and_hidden_states() -> None:
     pool = make_pool(pages=4)
     taps = TapLayout.of(Taps((0,)), replace(LAYOUT, hidden=5), 768)
     kv = PagedKv(pool, 768, taps)
@@ -147,6 +147,6 @@ def test_the_file_tells_the_pages_and_keeps_hidden_states() -> None:
     assert kv.taps is not None
     kv.taps.record(10, {0: states}, slice(None))
     assert torch.equal(kv.taps.rows[0, 10:13], states)
-    offset = kv.describe_states(0).offset + 10 * 5 * 4
+    offset = kv.describe_states([0]).layers[0].offset + 10 * 5 * 4
     assert kv.path.read_bytes()[offset : offset + 60] == states.numpy().tobytes()
     kv.close()

@@ -23,6 +23,7 @@ from verifier_support import (
 )
 
 from paceline.kv.segment import HEADER_BYTES
+from paceline.tree import TokenTree
 from paceline.v1 import sampling_pb2, tree_pb2, verifier_pb2
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
@@ -99,7 +100,7 @@ async def test_trees(client: Client) -> None:
             handle=created.handle, round_id=1, tree=tree_pb2.TokenTree(**tree)
         )
         assert await client.refusal(request) == (INVALID, reason), tree
-    both = Round.of(created.handle, 1, ([1], [-1]), free_run_steps=4)
+    both = Round.of(created.handle, 1, TokenTree.chain([1]), free_run_steps=4)
     assert await client.refusal(both) == (INVALID, "BAD_ROUND")
     assert await client.free_run(created.handle, steps=1) == [plain[1]]
     assert await victim == plain
@@ -172,12 +173,3 @@ async def test_a_full_verifier_returns_a_retry_delay(model: Path, tmp_path: Path
             details_of(error, error_details_pb2.RetryInfo)
         for cache in caches:
             await client.release(cache.handle)
-
-
-async def test_too_many_sequences(model: Path, tmp_path: Path) -> None:
-    async with serving(model, tmp_path / "v.sock", kv_bytes=1 << 28, max_sequences=1) as client:
-        cache = await client.create(PROMPT)
-        request = verifier_pb2.CreateCacheRequest(prompt_tokens=PROMPT)
-        error = await failure(client.stub.CreateCache(request))
-        assert reason_of(error) == "KV_FULL"
-        await client.release(cache.handle)

@@ -11,6 +11,7 @@ import grpc
 import pytest
 from verifier_support import VOCAB, Client, Round, failure, held_up, reason_of, until
 
+from paceline.tree import TokenTree
 from paceline.v1 import sampling_pb2, verifier_pb2
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -25,7 +26,7 @@ async def handle(client: Client) -> bytes:
 
 
 async def test_a_repeated_round_gets_the_stored_answer(client: Client, handle: bytes) -> None:
-    (first,) = await client.verify(Round.of(handle, 1, ([1, 2, 3], [-1, 0, 0])))
+    (first,) = await client.verify(Round.of(handle, 1, TokenTree((1, 2, 3), (-1, 0, 0))))
     (again,) = await client.verify(Round.of(handle, 1))
     assert again == first
     assert again.last
@@ -70,7 +71,7 @@ async def test_a_bad_round_leaves_the_cache_as_it_was(client: Client) -> None:
     stream = client.stub.Verify()
     await stream.write(Round.of(created.handle, 1))
     first = await stream.read()
-    await stream.write(Round.of(created.handle, 2, ([VOCAB], [-1])))
+    await stream.write(Round.of(created.handle, 2, TokenTree.chain([VOCAB])))
     assert reason_of(await failure(stream)) == "TOKEN_OUT_OF_VOCABULARY"
     tokens = await client.free_run(created.handle, 2)
     assert [*created.first.tokens, *first.result.tokens, *tokens] == plain
@@ -102,7 +103,7 @@ async def test_taking_over_in_the_middle_of_a_free_run(client: Client) -> None:
         assert reason_of(await failure(old)) == "STREAM_SUPERSEDED"
     (stored,) = await taking_over
     tokens = list(stored.result.tokens)
-    assert len(seen) <= len(tokens) < 299, "the run went on although nobody listened"
+    assert len(seen) <= len(tokens) < 299, "the run continued without its stream"
     assert tokens[: len(seen)] == seen
     tokens += await client.free_run(created.handle, 2)
     assert [*created.first.tokens, *tokens] == plain
@@ -141,7 +142,7 @@ async def test_an_empty_stream_is_no_error(client: Client) -> None:
 
 
 async def test_a_free_run_ends_at_its_deadline(client: Client, handle: bytes) -> None:
-    (answered,) = await client.verify(Round.of(handle, 1, ([1], [-1]), deadline_ms=1))
+    (answered,) = await client.verify(Round.of(handle, 1, TokenTree.chain([1]), deadline_ms=1))
     assert answered.last, "a late round is answered all the same"
     (cache,) = list(client.service.store)
     messages = await client.verify(Round.of(handle, 2, free_run_steps=298, deadline_ms=1))

@@ -81,37 +81,37 @@ def check(tokens: list[int]) -> None:
 
 async def test_valid_and_identical_with_every_drafter(client: Client) -> None:
     for seed, sampling in enumerate(SAMPLINGS.values()):
-        wanted = fields(seed, **sampling)
-        plain = await client.generate(PROMPT, drafters.nothing, **wanted)
+        request = fields(seed, **sampling)
+        plain = await client.generate(PROMPT, drafters.nothing, **request)
         check(plain)
         for name, draw in drafters.all_of(plain, len(PROMPT)).items():
-            assert await client.generate(PROMPT, draw, seed=3, **wanted) == plain, name
+            assert await client.generate(PROMPT, draw, seed=3, **request) == plain, name
 
 
 async def test_rejection_sampling_with_a_schema(client: Client) -> None:
-    wanted = fields(1, temperature=1.0, mode=sampling_pb2.ACCEPTANCE_MODE_REJECTION)
-    plain = await client.generate(PROMPT, drafters.nothing, **wanted)
+    request = fields(1, temperature=1.0, mode=sampling_pb2.ACCEPTANCE_MODE_REJECTION)
+    plain = await client.generate(PROMPT, drafters.nothing, **request)
     check(plain)
-    check(await client.generate(PROMPT, drafters.wrong(plain, len(PROMPT)), **wanted))
+    check(await client.generate(PROMPT, drafters.wrong(plain, len(PROMPT)), **request))
 
 
 async def test_a_resumed_text_continues_in_its_schema(client: Client) -> None:
     """As after a restart: the emitted tokens give the position in the schema."""
-    wanted = fields(3, temperature=1.0)
-    whole = await client.generate(PROMPT, drafters.nothing, **wanted)
+    request = fields(3, temperature=1.0)
+    whole = await client.generate(PROMPT, drafters.nothing, **request)
     for cut in range(0, len(whole), 5):
-        created = await client.create(PROMPT, output_tokens=whole[:cut], **wanted)
+        created = await client.create(PROMPT, output_tokens=whole[:cut], **request)
         assert list(created.first.tokens) == [whole[cut]]
         await client.release(created.handle)
     with pytest.raises(grpc.aio.AioRpcError, match="match its schema") as raised:
-        await client.create(PROMPT, output_tokens=[*whole[:5], whole[0]], **wanted)
+        await client.create(PROMPT, output_tokens=[*whole[:5], whole[0]], **request)
     assert reason_of(raised.value) == "INVALID_SCHEMA"
 
 
 async def test_log_probabilities_are_the_models_own(client: Client) -> None:
     """They are computed without the mask: the likeliest tokens need not be allowed."""
-    wanted = {**fields(temperature=1.0), "top_logprobs": 20}
-    created = await client.create(PROMPT, **wanted)
+    request = {**fields(temperature=1.0), "top_logprobs": 20}
+    created = await client.create(PROMPT, **request)
     brace = TOKENIZER.token_to_id("{")
     assert list(created.first.tokens) == [brace]
     assert created.first.logprobs[0] < -0.01

@@ -1,4 +1,4 @@
-"""Segments: reserved before written, freed at once, swept when their owner is gone."""
+"""Segments: reserved before written, freed at once, removed when their owner has ended."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ time.sleep(1000)
 """
 
 
-def test_segments_of_the_dead_are_swept(segment: Segment) -> None:
+def test_segments_of_ended_processes_are_removed(segment: Segment) -> None:
     child = subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, text=True)
     try:
         assert child.stdout is not None
@@ -110,7 +110,7 @@ def test_segments_of_the_dead_are_swept(segment: Segment) -> None:
         child.wait()
         assert path.exists()
         reader = os.open(path, os.O_RDONLY)
-        fcntl.flock(reader, fcntl.LOCK_SH)  # as a reader does that asks whether the owner lives
+        fcntl.flock(reader, fcntl.LOCK_SH)  # as a reader does in is_orphan()
         assert sweep_orphans() >= 1
         os.close(reader)
         assert not path.exists()

@@ -1,4 +1,4 @@
-"""Selection policies: what verification notes, and which positions follow from it."""
+"""Selection policies: scores from verification, and the positions that are selected by them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_support import caught_up, following
+from kv_support import caught_up, following, rounds
 from torch import Tensor
-from verifier_support import LAYOUT, Round, serving, until
+from verifier_support import LAYOUT, serving, until
 
 from paceline.decoder import Decoder
-from paceline.drafter.kv import KvExchange, KvOptions, VerifierAccess
-from paceline.drafter.kv.remote import RemoteKv, SparseView
+from paceline.drafter.kv import KvOptions
+from paceline.drafter.kv.remote import SparseView
 from paceline.kernels import SELECTION_CHUNK, PageBounds, TreeSegment, plan_trees
 from paceline.kv.policies import load_policy
 from paceline.kv.scores import PAGE, ScoreObserver
@@ -30,7 +30,7 @@ POLICIES = ("verified", "chunk_topk", "quest")
 
 
 class Seen:
-    """Keeps queries, and the attention's results with and without collectors."""
+    """Keeps queries."""
 
     def __init__(self) -> None:
         self.q: dict[int, Tensor] = {}
@@ -50,7 +50,7 @@ def observer_of(policy: str, segment: Segment, layers: tuple[int, ...] = (0, 1))
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "bf16"])
-def test_what_is_collected_and_that_it_leaves_no_trace(
+def test_scores_are_right_and_observers_change_nothing(
     models: dict[str, Path], family: str, policy: str
 ) -> None:
     """A batch of two trees and a plain step, two rounds: the same logits and KV, right scores."""
@@ -176,7 +176,7 @@ class Given(ScoreObserver):
     size=st.sampled_from([1, SELECTION_CHUNK, PAGE]),
     seed=st.integers(0, 99),
 )
-def test_the_best_are_chosen_and_all_that_is_newer(
+def test_the_best_and_all_newer_positions_are_selected(
     committed: int, behind: int, budget: int, size: int, seed: int
 ) -> None:
     prefix = max(0, committed - behind) // size
@@ -219,10 +219,10 @@ def test_page_bounds_hold() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-async def test_followers_get_what_a_policy_chooses(
-    models: dict[str, Path], tmp_path: Path, policy: str
+async def test_drafters_get_the_selected_positions(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
-    """Two followers of one cache, trees and free runs; collectors go as they leave."""
+    """Two followers and a sparse view of one cache; observers are removed with them."""
     async with serving(models["Llama"], tmp_path / "v.sock", kv_bytes=1 << 28) as client:
         prompt = [random.Random(1).randrange(1, 61) for _ in range(200)]
         fields = {"max_new_tokens": 40, "ignore_eos": True}
@@ -230,82 +230,52 @@ async def test_followers_get_what_a_policy_chooses(
         created = await client.create(prompt, **fields)
         exchange, kv = await following(client, created, budget=48, kv_policy=policy)
         other_exchange, other = await following(client, created, (1,), budget=32)
-        (cache,) = client.service.store
-        stream, rng = client.stub.Verify(), random.Random(2)
-        tokens, number = list(created.first.tokens), 0
-        while len(tokens) < 36:
-            number += 1
-            tree = drafters.random_tree([*prompt, *tokens], rng)
-            await stream.write(Round.of(created.handle, number, tree))
-            tokens += (await stream.read()).result.tokens
-            await caught_up(kv, cache.sequence.committed, 48)
-            await caught_up(other, cache.sequence.committed, 32)
-            held = kv.cache
-            assert held is not None
-            assert 48 - 16 < len(held) <= 48
-            for index in (0, 1):
-                keys, values = held.layer(index)
-                theirs = cache.sequence.segment.layer(index)
-                assert keys.equal(theirs[0][:, held.positions(index)])
-                assert values.equal(theirs[1][:, held.positions(index)])
-        assert tokens == truth[: len(tokens)]
-        assert len(cache.sequence.observers) == 1
-        assert not torch.equal(held.positions(0).sort().values, held.positions(1).sort().values)
-        for followed, opened in ((kv, exchange), (other, other_exchange)):
-            followed.close()
-            await opened.close()
-        await until(lambda: not cache.sequence.observers)
-        await client.release(created.handle)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-async def test_mappers_read_where_a_policy_chooses(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
-) -> None:
-    """The same positions as a follower has, and what is newer, in the verifier's own memory."""
-    async with serving(models["Llama"], tmp_path / "v.sock", kv_bytes=1 << 28) as client:
-        prompt = [random.Random(1).randrange(1, 61) for _ in range(200)]
-        created = await client.create(prompt, max_new_tokens=40, ignore_eos=True)
-        exchange = KvExchange(VerifierAccess())
         options = KvOptions(kv="map", kv_policy=policy)
-        kv = await exchange.open(client.address, created.read_grant, (0, 1), options, 48)
-        assert isinstance(kv, SparseView)
+        view = await exchange.open(client.address, created.read_grant, (0, 1), options, 48)
+        assert isinstance(view, SparseView)
         (cache,) = client.service.store
-        stream, chosen = client.stub.Verify(), kv.selection
-        for number in range(1, 7):
-            await stream.write(Round.of(created.handle, number))
-            await stream.read()
-            committed = cache.sequence.committed
+        number, sparse_bytes = 0, 2 * 48 * 8
+        async for tokens in rounds(client, created, prompt, 36):
+            number += 1
+            committed = len(prompt) + len(tokens) - 1
+            await caught_up(kv, committed, 48)
+            await caught_up(other, committed, 32)
+            delta = kv.cache
+            assert delta is not None
+            assert 48 - 16 < len(delta) <= 48
             if number % 2:
-                await until(lambda at=committed: _took_in(chosen, at))
-            else:  # this choice comes too late
-                monkeypatch.setattr(chosen, "refresh", lambda below, budget: 0)
-            held = chosen.cache
-            assert held is not None
-            assert kv.refresh(committed, 48) == committed
+                await caught_up(view.selection, committed, 48)
+            else:  # the selection of this round comes too late
+                monkeypatch.setattr(view.selection, "refresh", lambda below, budget: 0)
+            assert view.refresh(committed, 48) == committed
+            selected = view.selection.cache
+            assert selected is not None
+            newer = torch.arange(view.selection.committed, committed)
+            assert bool(len(newer)) == (number % 2 == 0)
             for index in (0, 1):
-                newer = torch.arange(chosen.committed, committed)
-                assert len(newer) == (number + 1) % 2
-                positions = torch.cat([held.positions(index), newer])
-                parts = zip(*kv.parts(index), strict=True)
-                for mine, plane in zip(parts, cache.sequence.segment.layer(index), strict=True):
+                theirs = cache.sequence.segment.layer(index)
+                positions = torch.cat([selected.positions(index), newer])
+                parts = zip(*view.parts(index), strict=True)
+                for mine, plane in zip(delta.layer(index), theirs, strict=True):
+                    assert mine.equal(plane[:, delta.positions(index)])
+                for mine, plane in zip(parts, theirs, strict=True):
                     assert torch.cat(mine, 1).equal(plane[:, positions])
+                if number % 2:
+                    assert set(positions.tolist()) == set(delta.positions(index).tolist())
             monkeypatch.undo()
-        assert 48 - 16 < kv.positions <= 48
-        assert kv.received < 6 * 2 * 48 * 8, "positions alone"
-        kv.close()
-        await exchange.close()
+        assert tokens == truth[: len(tokens)]
+        assert view.received < number * sparse_bytes, "positions only"
+        assert len(cache.sequence.observers) == 2
+        assert not torch.equal(delta.positions(0).sort().values, delta.positions(1).sort().values)
+        for reader in (kv, other, view):
+            reader.close()
         await until(lambda: not cache.sequence.observers)
+        await exchange.close()
+        await other_exchange.close()
         await client.release(created.handle)
 
 
-def _took_in(chosen: RemoteKv, committed: int) -> bool:
-    chosen.refresh(committed, 48)
-    return chosen.committed == committed
-
-
-def test_a_cache_of_no_layer_in_common_is_let_alone() -> None:
-    """Only the layers that are followed are looked at."""
+def test_other_layers_are_not_observed() -> None:
     segment = Segment(LAYOUT, 512)
     batch = BatchObserver()
     batch.add(observer_of("verified", segment, (1,)), 0, TreeSegment(0, 4, None, 1), 0)

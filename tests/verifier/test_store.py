@@ -50,7 +50,7 @@ async def test_leases_expire() -> None:
     store.check_integrity()
 
 
-async def test_admission_counts_the_worst_case() -> None:
+async def test_admission_counts_caches_at_their_largest() -> None:
     generation = Generation((1,) * 10, length_limit=300)
     need = LAYOUT.byte_size(512 + 256)
     store = new_store(Clock(), kv_bytes=2 * need)
@@ -62,6 +62,8 @@ async def test_admission_counts_the_worst_case() -> None:
     with pytest.raises(StoreFull) as full:
         store.admit(Generation((1,), length_limit=5000), "me")
     assert full.value.forever
+    with pytest.raises(StoreFull):
+        new_store(Clock(), max_sequences=0).admit(Generation((1,), length_limit=9), "me")
     for cache in caches:
         await store.release(cache)
         await store.release(cache)
@@ -85,7 +87,7 @@ async def test_a_cancelled_release_frees_the_memory() -> None:
         store.find(cache.handle, "me")
     assert len(store) == 1
     slow.set()
-    await store.settled()
+    await store.wait_released()
     assert (len(store), store.used_bytes, own_segments()) == (0, 0, set())
 
 

@@ -1,4 +1,4 @@
-"""Hidden states for drafters: the right rows, only those asked for, and no token changed."""
+"""Hidden states that are kept for drafters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.drafter.kv import KvNotShared
 from paceline.drafter.kv.shared import SharedStates
 from paceline.kernels import TreeSegment, plan_trees
 from paceline.kv.segment import TAP_AHEAD
-from paceline.v1 import kv_pb2
+from paceline.v1 import kv_pb2, kv_pb2_grpc
 from paceline.verifier.kv.segment import Segment
 from paceline.verifier.kv.taps import TapLayout, TapPlanes, Taps
 
@@ -25,7 +25,7 @@ FIELDS = {"max_new_tokens": 60, "ignore_eos": True}
 
 
 def outputs(folder: Path, tokens: list[int], layers: tuple[int, ...]) -> torch.Tensor:
-    """What the layers say of a text, one token at a time, side by side."""
+    """Outputs of layers for a text, one token at a time, side by side."""
     decoder = Decoder.load(folder)
     cache = LocalCache(decoder.config)
     cache.reserve(len(tokens))
@@ -38,7 +38,7 @@ def outputs(folder: Path, tokens: list[int], layers: tuple[int, ...]) -> torch.T
     return torch.cat(rows)
 
 
-async def test_only_what_was_asked_for_is_kept(client: Client) -> None:
+async def test_only_requested_layers_are_kept(client: Client) -> None:
     plain = await client.create(PROMPT)
     tapped = await client.create(PROMPT, hidden_state_layers=[1])
     narrow = await client.create(PROMPT, hidden_state_layers=[1], hidden_state_window=16)
@@ -67,10 +67,10 @@ def cache_slots(client: Client) -> int:
         (40, {"hidden_state_layers": [0], "hidden_state_window": 40}, 290),
     ],
 )
-async def test_a_fork_has_its_states_too(
+async def test_a_fork_has_hidden_states(
     client: Client, model: Path, window: int, parent: dict[str, Any], reused: int
 ) -> None:
-    """Taken from the parent where it has them, computed where not."""
+    """Copied from the parent if it has them, else computed."""
     prompt = [random.Random(4).randrange(1, 61) for _ in range(300)]
     older = await client.create(prompt, **parent)
     text = [*prompt[:290], 7, 8, 9]
@@ -85,7 +85,7 @@ async def test_a_fork_has_its_states_too(
     states.close()
 
 
-def test_rows_wrap_around_and_old_ones_go() -> None:
+def test_rows_wrap_around() -> None:
     layout = TapLayout(Taps((3,), 10), 16, 2, torch.float32)
     planes = TapPlanes(layout, torch.zeros(32))
     rows = torch.arange(200.0).view(100, 2)
@@ -96,7 +96,7 @@ def test_rows_wrap_around_and_old_ones_go() -> None:
     assert planes.first_kept(43) == 27
 
 
-async def test_a_reader_knows_what_was_overwritten(client: Client) -> None:
+async def test_overwritten_rows_are_dropped(client: Client) -> None:
     created = await client.create(PROMPT, hidden_state_layers=[0], hidden_state_window=16)
     states = await mapping_states(client, created, 0, window=16)
     (cache,) = client.service.store
@@ -130,24 +130,24 @@ def test_memory_is_reserved_with_the_kv() -> None:
 
 
 @pytest.mark.parametrize(
-    "lie",
+    ("field", "value"),
     [
-        {"slots": 16}, {"slots": 1 << 30}, {"hidden_size": 0}, {"offset": 8}, {"offset": 1 << 40},
-        {"position_stride": 2}, {"layer": 1}, {"name": "/etc/passwd"}, {"byte_size": 4096},
+        ("slots", 16), ("slots", 1 << 30), ("hidden_size", 0), ("position_stride", 2),
+        ("offset", 8), ("offset", 1 << 40), ("layer", 1),
+        ("name", "/etc/passwd"), ("byte_size", 4096),
     ],
 )  # fmt: skip
-async def test_lies_of_a_verifier_lead_nowhere(client: Client, lie: dict[str, Any]) -> None:
+async def test_invalid_descriptions_are_refused(client: Client, field: str, value: Any) -> None:
     created = await client.create(PROMPT, hidden_state_layers=[0], hidden_state_window=16)
-    from paceline.v1 import kv_pb2_grpc
-
     stub: Any = kv_pb2_grpc.KvExchangeServiceStub(client.channel)
     answer = await stub.MapCache(
         kv_pb2.MapCacheRequest(read_grant=created.read_grant, hidden_state_layers=[0])
     )
-    (described,) = answer.hidden_states
-    assert described.slots >= 16 + TAP_AHEAD
+    states = answer.hidden_states
+    assert states.slots >= 16 + TAP_AHEAD
     SharedStates(answer, created.read_grant, [0], 16).close()
-    for name, value in lie.items():
-        setattr(described.posix if name in ("name", "byte_size") else described, name, value)
+    messages = (answer.file, states, states.layers[0])
+    (message,) = (each for each in messages if field in each.DESCRIPTOR.fields_by_name)
+    setattr(message, field, value)
     with pytest.raises(KvNotShared):
         SharedStates(answer, created.read_grant, [0], 16)

@@ -143,11 +143,9 @@ def show(name: str, rows: dict[str, dict[str, Any]], console: Console) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure the prompt sets of `args.set`, by default all."""
     console = make_console()
-    models = Models(args.models, args.target or args.models / "target")
+    models = Models.of(args)
     sets = args.set or SETS
-    prompts = [
-        each for each in demo_prompts(models.folder / "prompts", models.target) if each.set in sets
-    ]
+    prompts = [each for each in demo_prompts(models.prompts, models.target) if each.set in sets]
     folders = {"target": models.target, **models.trained}
     weights = {name: digest(folder) for name, folder in folders.items()}
     head = {"dtype": args.dtype, "tokens": args.tokens, "weights": weights}

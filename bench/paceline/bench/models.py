@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 from dataclasses import dataclass
@@ -20,12 +21,23 @@ class Models:
     """Model folders.
 
     Attributes:
-        folder: Holds ``prompts``, and any of the drafters ``lm``, ``longspec`` and ``dspark``.
+        folder: Holds any of the drafters ``lm``, ``longspec`` and ``dspark``.
         target: A Hugging Face folder.
     """
 
     folder: Path
     target: Path
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Models:
+        """Models of the options `--models` and `--target`."""
+        return cls(args.models, args.target or args.models / "target")
+
+    @property
+    def prompts(self) -> Path:
+        """The folder's own prompts, or those of the demo."""
+        own = self.folder / "prompts"
+        return own if own.is_dir() else Path("models/demo/prompts")
 
     @property
     def trained(self) -> dict[str, Path]:

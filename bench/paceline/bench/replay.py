@@ -38,7 +38,7 @@ async def measure(
         tokens: New tokens.
         context: Tokens of the prompt.
     """
-    [prompt] = long_prompts(models.folder / "prompts", models.target, context, 1)
+    [prompt] = long_prompts(models.prompts, models.target, context, 1)
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         recording = Path(folder) / "recording.jsonl"
         with services(models.target, {"ngram": "ngram"}, dtype) as pair:
@@ -81,7 +81,7 @@ async def measure(
 def run(args: argparse.Namespace) -> int:
     """Measure one acceptance probability and number of nodes."""
     console = make_console()
-    models = Models(args.models, args.target or args.models / "target")
+    models = Models.of(args)
     head = {"dtype": args.dtype, "tokens": args.tokens, "context": args.context}
     results = Results("replay", args.output, **head)
     found = uvloop.run(measure(models, acceptance=args.acceptance, nodes=args.nodes, **head))

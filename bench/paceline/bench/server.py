@@ -151,7 +151,7 @@ def _summary(rows: dict[str, list[Answer]]) -> dict[str, dict[str, float]]:
 
 async def _measure(args: argparse.Namespace, models: Models, console: Console) -> dict[str, Any]:
     key = args.key_file.read_text(encoding="utf-8").strip() if args.key_file else "none"
-    files = args.prompts or [models.folder / "prompts" / "heldout.jsonl"]
+    files = args.prompts or [models.prompts / "heldout.jsonl"]
     decode = tokenizer(models.target).decode
     prompts = [
         each if isinstance(each, str) else decode(each)
@@ -175,7 +175,7 @@ async def _measure(args: argparse.Namespace, models: Models, console: Console) -
 def run(args: argparse.Namespace) -> int:
     """Measure the server at `args.url` beside Paceline."""
     console = make_console()
-    models = Models(args.models, args.target or args.models / "target")
+    models = Models.of(args)
     results = Results("server", args.output, dtype=args.dtype, tokens=args.tokens)
     for name, rows in uvloop.run(_measure(args, models, console)).items():
         results.add(f"{args.label}, {name}", {"rows": rows})

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.bench.models import Models
 from paceline.bench.record import Results
 from paceline.decoder import Decoder, LocalCache
 from paceline.kernels import TreeSegment, plan_trees
@@ -101,7 +102,7 @@ def _median_ms(step: Callable[[], object], repeats: int) -> float:
 def run(args: argparse.Namespace) -> int:
     """Measure a target, print its times, and record them under `args.label`."""
     results = Results("step", args.output)
-    target = args.target or args.models / "target"
+    target = Models.of(args).target
     found = measure(target, args.dtype)
     for context, steps in found["step_ms"].items():
         print(f"{context:>6}", *(f"{rows} rows {ms} ms" for rows, ms in steps.items()), sep="  ")

@@ -29,6 +29,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import Decision, Sampler, SamplingResult
 from rich.table import Table
 
+from paceline.bench.models import Models
 from paceline.bench.prompts import Prompt, demo_prompts
 from paceline.bench.record import Results, make_console
 from paceline.bench.services import ALWAYS, Sample, Services, generate, overhead_ms, services
@@ -186,11 +187,11 @@ def _collect(pipe: Connection) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, print and record."""
     console = make_console()
-    target: Path = args.target or args.models / "target"
-    prompts = [p for p in demo_prompts(args.models / "prompts", target) if p.set == "copying"]
+    models = Models.of(args)
+    prompts = [p for p in demo_prompts(models.prompts, models.target) if p.set == "copying"]
     results = Results("telemetry", args.output, tokens=args.tokens)
     with collecting() as (address, pipe):
-        found = uvloop.run(measure(target, prompts, address, args.tokens, args.repeats))
+        found = uvloop.run(measure(models.target, prompts, address, args.tokens, args.repeats))
         pipe.send(True)
         results.add("ngram, copying", {**found, "bytes_of_spans": pipe.recv()})
     table = Table("mode", "tokens/s", "loss", "quartiles", "CPU ms a round", "overhead ms a round")

@@ -195,38 +195,27 @@ def _notes(facts: Facts) -> list[str]:
 
 
 def _as_text(facts: Facts) -> str:
-    processor, memory = facts["processor"], facts["memory"]
-    cores = f"{processor['usable_cores']} of {processor['cores']} cores usable"
-    instructions = " ".join(processor["instructions"]) or "no known instruction set"
-    sizes = [_size(memory["total"]), f"{_size(memory['available'])} available"]
-    if memory["container_limit"]:
-        sizes.append(f"container limit {_size(memory['container_limit'])}")
-    lines = [
-        ("paceline", f"{facts['paceline']}, Python {facts['python']}, {facts['system']}"),
-        ("processor", f"{processor['name']}, {cores}, {instructions}"),
-        ("memory", ", ".join([*sizes, f"/dev/shm {_size(memory['shm'])}"])),
-        ("packages", ", ".join(f"{k} {v}" for k, v in facts["packages"].items() if v)),
-        ("compiler", facts["compiler"] or "none"),
-    ]
-    if "kernels" in facts:
-        kernels, onednn = facts["kernels"], facts["onednn"]
-        lines += [
-            ("threads", str(facts["threads"])),
-            ("kernels", kernels["error"] or f"{kernels['level']} ({kernels['origin']})"),
-            ("oneDNN", f"{onednn['instructions']}, limit {onednn['limit'] or 'none'}"),
-        ]
-        for gpu in facts["gpus"]:
-            capability = f"compute capability {gpu['compute_capability']}"
-            lines.append(("GPU", f"{gpu['name']}, {_size(gpu['memory'])}, {capability}"))
-        if not facts["gpus"]:
-            lines.append(("GPU", f"torch finds none (CUDA {facts['cuda'] or 'not built in'})"))
-    else:
-        lines.append(("torch", "not usable: this installation is a client"))
-    if facts["gpu_driver"]:
-        lines.append(("driver", facts["gpu_driver"]))
-    lines += [("setting", f"{name}={value}") for name, value in facts["settings"].items()]
+    lines: list[tuple[str, str]] = []
+    for name, value in facts.items():
+        if name not in ("missing", "notes"):
+            values = value if isinstance(value, list) else [value]
+            lines += [(name.replace("_", " "), text) for each in values if (text := _text(each))]
     lines += [("note", note) for note in facts["notes"]]
-    return "\n".join(f"{label:<10} {value}" for label, value in lines)
+    return "\n".join(f"{label:<10} {text}" for label, text in lines)
+
+
+def _text(value: Any) -> str:
+    """A value of the report in one line; empty for what is not there."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int) and value >= 1 << 20:
+        return _size(value)
+    if isinstance(value, list):
+        return " ".join(value)
+    if isinstance(value, dict):
+        pairs = ((key if key.isupper() else key.replace("_", " "), v) for key, v in value.items())
+        return ", ".join(f"{key} {text}" for key, v in pairs if (text := _text(v)))
+    return "" if value is None else str(value)
 
 
 def _version(name: str) -> str | None:
@@ -250,5 +239,5 @@ def _read(path: str) -> str:
         return ""
 
 
-def _size(count: int | None) -> str:
-    return "unknown" if count is None else f"{count / (1 << 30):.1f} GiB"
+def _size(count: int) -> str:
+    return f"{count / (1 << 30):.1f} GiB"

@@ -32,8 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the sub-commands."""
     commands = parser.add_subparsers(metavar="ACTION", required=True)
 
-    listing = _add(commands, "list", "show all loaded versions", _list)
-    listing.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    _add(commands, "list", "show all loaded versions", _list)
 
     load = _add(commands, "load", "load a version next to those that are loaded", _load)
     load.add_argument("name", help="name for clients")
@@ -62,7 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="for --check (default: %(default)s)",
     )
     load.add_argument("--activate", action="store_true", help="send all new generations to it")
-    load.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
     activate = _add(commands, "activate", "send new generations to a version", _activate)
     activate.add_argument("name")
@@ -70,50 +68,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     activate.add_argument(
         "--share", type=float, default=1.0, metavar="S", help="of new generations, in (0, 1]"
     )
-    activate.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
     canary = _add(
         commands, "canary", "compare a version on a share, then promote it or roll it back", _canary
     )
     canary.add_argument("name")
     canary.add_argument("version")
-    canary.add_argument(
-        "--share", type=float, default=0.1, metavar="S", help="of new generations (default: 0.1)"
-    )
-    canary.add_argument(
-        "--confidence",
-        type=float,
-        default=0.99,
-        metavar="C",
-        help="of the comparison (default: %(default)s)",
-    )
-    canary.add_argument(
-        "--length-margin",
-        type=float,
-        default=0.05,
-        metavar="M",
-        help="allowed relative loss of accepted length (default: %(default)s)",
-    )
-    canary.add_argument(
-        "--time-margin",
-        type=float,
-        default=0.25,
-        metavar="M",
-        help="allowed relative increase of draft time (default: %(default)s)",
-    )
-    canary.add_argument(
-        "--max-generations",
-        type=int,
-        default=256,
-        metavar="N",
-        help="roll it back if it is undecided by then (default: %(default)s)",
-    )
-    canary.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    for flag, default, metavar, text in (
+        ("--share", 0.1, "S", "of new generations"),
+        ("--confidence", 0.99, "C", "of the comparison"),
+        ("--length-margin", 0.05, "M", "allowed relative loss of accepted length"),
+        ("--time-margin", 0.25, "M", "allowed relative increase of draft time"),
+        ("--max-generations", 256, "N", "roll it back if it is undecided by then"),
+    ):
+        text += " (default: %(default)s)"
+        canary.add_argument(flag, type=type(default), default=default, metavar=metavar, help=text)
 
-    canaries = _add(commands, "canaries", "show the newest canary of each name", _canaries)
-    canaries.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    _add(commands, "canaries", "show the newest canary of each name", _canaries)
 
-    unload = _add(commands, "unload", "remove a version once its generations have ended", _unload)
+    help = "remove a version once its generations have ended"
+    unload = _add(commands, "unload", help, _unload, prints=False)
     unload.add_argument("name")
     unload.add_argument("version", nargs="?", default="", help="default: all of them")
     unload.add_argument("--force", action="store_true", help="do not wait for its generations")
@@ -144,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _add(
-    commands: Any, name: str, help: str, action: Callable[..., None]
+    commands: Any, name: str, help: str, action: Callable[..., None], *, prints: bool = True
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=help)
     parser.add_argument(
@@ -158,6 +132,8 @@ def _add(
         help="of the call (default: %(default)s)",
     )
     add_connection_arguments(parser)
+    if prints:
+        parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(action=action)
     return parser
 

@@ -138,18 +138,40 @@ async def _compare(
     gaps: list[float] = []
     async with Client(verifier, drafter=drafter) as client:
         facts = (await client.model()).facts
+
+        async def generate(concurrency: int, **options: Any) -> list[GenerationResult]:
+            slots = asyncio.Semaphore(concurrency)
+
+            async def one(index: int, prompt: str | list[int]) -> GenerationResult:
+                async with slots:
+                    return await client.generate(
+                        prompt,
+                        max_new_tokens=args.max_new_tokens,
+                        seed=args.seed + index,
+                        **options,
+                    )
+
+            return list(await asyncio.gather(*(one(i, p) for i, p in enumerate(prompts))))
+
         for temperature in args.temperature or [0.0, 1.0]:
-            options = {"max_new_tokens": args.max_new_tokens, "temperature": temperature}
-            plain = [
-                await client.generate(
-                    prompt, drafter="none", seed=args.seed + place, logprobs=2, **options
-                )
-                for place, prompt in enumerate(prompts)
-            ]
+            plain = await generate(1, temperature=temperature, drafter="none", logprobs=2)
             gaps += [gap for result in plain for gap in _gaps(result)]
             for name in await client.drafters():
-                drafted = await _drafted(client, prompts, name, args, options)
-                comparisons.append(_comparison(name, temperature, plain, drafted))
+                # Concurrent, so that batches differ from those without speculation too.
+                drafted = await generate(args.concurrency, temperature=temperature, drafter=name)
+                found = (
+                    _difference(i, *pair) for i, pair in enumerate(zip(plain, drafted, strict=True))
+                )
+                comparisons.append(
+                    Comparison(
+                        drafter=name,
+                        temperature=temperature,
+                        prompts=len(plain),
+                        tokens=sum(len(result.token_ids) for result in drafted),
+                        accepted=sum(result.stats.accepted for result in drafted),
+                        differences=tuple(each for each in found if each is not None),
+                    )
+                )
     return Report(
         target=str(args.target),
         dtype=facts.dtype,
@@ -159,41 +181,6 @@ async def _compare(
         positions=len(gaps),
         near_ties=sum(gap < NEAR for gap in gaps),
         exact_ties=sum(gap == 0 for gap in gaps),
-    )
-
-
-async def _drafted(
-    client: Client,
-    prompts: Sequence[str | list[int]],
-    name: str,
-    args: argparse.Namespace,
-    options: dict[str, Any],
-) -> list[GenerationResult]:
-    """Concurrent generations, so that batches differ from those without speculation too."""
-    slots = asyncio.Semaphore(args.concurrency)
-
-    async def one(place: int, prompt: str | list[int]) -> GenerationResult:
-        async with slots:
-            return await client.generate(prompt, drafter=name, seed=args.seed + place, **options)
-
-    return list(await asyncio.gather(*(one(i, prompt) for i, prompt in enumerate(prompts))))
-
-
-def _comparison(
-    name: str,
-    temperature: float,
-    plain: Sequence[GenerationResult],
-    drafted: Sequence[GenerationResult],
-) -> Comparison:
-    pairs = enumerate(zip(plain, drafted, strict=True))
-    found = (_difference(place, expected, result) for place, (expected, result) in pairs)
-    return Comparison(
-        drafter=name,
-        temperature=temperature,
-        prompts=len(plain),
-        tokens=sum(len(result.token_ids) for result in drafted),
-        accepted=sum(result.stats.accepted for result in drafted),
-        differences=tuple(difference for difference in found if difference is not None),
     )
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable
 
 from paceline.harness import ProcessFailed, ServiceProcess
 
@@ -53,58 +51,57 @@ class Supervisor:
         self._verifier = verifier
         self._drafter = drafter
         self._on_ready = on_ready
-        self._back_off = BackOff(_FIRST_DELAY, _LONGEST_DELAY, _STEADY)
-        self._drafter_started_at = 0.0
-        self._restart_at: float | None = None
         # Signal handlers only append; the loops below react.
         self._signals: list[int] = []
 
     def run(self) -> int:
         """Run until a signal or the end of the verifier; the exit code of `paceline serve`."""
-        with self._recorded_signals():
-            try:
-                code = self._start()
-                while code is None and not self._signals:
-                    code = self._watch()
-                    time.sleep(_POLL_INTERVAL)
-                return self._drain() if code is None else code
-            finally:
-                self._verifier.stop()
-                self._drafter.stop()
+        numbers = (signal.SIGTERM, signal.SIGINT)
 
-    def _start(self) -> int | None:
+        def record(number: int, _frame: object) -> None:
+            self._signals.append(number)
+
+        handlers = {number: signal.signal(number, record) for number in numbers}
         try:
-            self._verifier.spawn()
-            self._drafter.spawn()
-            while not (self._verifier.poll_ready() and self._drafter.poll_ready()):
-                if self._signals:
-                    return None
-                time.sleep(_POLL_INTERVAL)
+            return self._run()
         except ProcessFailed as failure:
             logger.error("cannot serve: %s", failure)
             return 2
-        self._drafter_started_at = time.monotonic()
-        self._on_ready()
-        return None
+        finally:
+            self._verifier.stop()
+            self._drafter.stop()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
-    def _watch(self) -> int | None:
-        if self._verifier.returncode is not None:
-            logger.error("the verifier died", extra={"code": self._verifier.returncode})
-            return 1
-        if self._drafter.returncode is None:
-            return None
-        now = time.monotonic()
-        if self._restart_at is None:
-            delay = self._back_off.delay(now - self._drafter_started_at)
-            self._restart_at = now + delay
-            logger.warning(
-                "the drafter died; generations continue without drafts until it is restarted",
-                extra={"code": self._drafter.returncode, "restart_in_seconds": delay},
-            )
-        elif now >= self._restart_at:
-            self._drafter.spawn()
-            self._drafter_started_at, self._restart_at = now, None
-        return None
+    def _run(self) -> int:
+        self._verifier.spawn()
+        self._drafter.spawn()
+        while not (self._verifier.poll_ready() and self._drafter.poll_ready()):
+            if self._signals:
+                return self._drain()
+            time.sleep(_POLL_INTERVAL)
+        self._on_ready()
+        back_off = BackOff(_FIRST_DELAY, _LONGEST_DELAY, _STEADY)
+        started, restart_at = time.monotonic(), 0.0
+        while not self._signals:
+            time.sleep(_POLL_INTERVAL)
+            now = time.monotonic()
+            if self._verifier.returncode is not None:
+                logger.error("the verifier died", extra={"code": self._verifier.returncode})
+                return 1
+            if self._drafter.returncode is None:
+                continue
+            if not restart_at:
+                delay = back_off.delay(now - started)
+                restart_at = now + delay
+                logger.warning(
+                    "the drafter died; generations continue without drafts until it is restarted",
+                    extra={"code": self._drafter.returncode, "restart_in_seconds": delay},
+                )
+            elif now >= restart_at:
+                self._drafter.spawn()
+                started, restart_at = now, 0.0
+        return self._drain()
 
     def _drain(self) -> int:
         processes = (self._verifier, self._drafter)
@@ -119,16 +116,3 @@ class Supervisor:
             return 128 + self._signals[-1]
         # While it loads its model a verifier has no handler: the signal ends it.
         return 0 if self._verifier.returncode in (0, -signal.SIGTERM) else 1
-
-    @contextmanager
-    def _recorded_signals(self) -> Iterator[None]:
-        def record(number: int, _frame: FrameType | None) -> None:
-            self._signals.append(number)
-
-        numbers = (signal.SIGTERM, signal.SIGINT)
-        before = {number: signal.signal(number, record) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)

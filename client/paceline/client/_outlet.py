@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 
 from ._output import Chunk
 
@@ -17,27 +16,23 @@ class Outlet:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._chunks: deque[Chunk] = deque()
-        self._changed = asyncio.Event()
+        self._chunks: asyncio.Queue[Chunk | None] = asyncio.Queue()
         self._room = asyncio.Event()
-        self._closed = False
         self.reading = False
 
     @property
     def full(self) -> bool:
         """Whether the generation should pause until the reader catches up."""
-        return len(self._chunks) >= self._limit
+        return self._chunks.qsize() >= self._limit
 
     def put(self, chunk: Chunk) -> None:
         """Adds a chunk, if there is a reader."""
         if self.reading:
-            self._chunks.append(chunk)
-            self._changed.set()
+            self._chunks.put_nowait(chunk)
 
     def close(self) -> None:
         """Ends the queue."""
-        self._closed = True
-        self._changed.set()
+        self._chunks.put_nowait(None)
 
     def lift(self) -> None:
         """Removes the limit: the result was requested."""
@@ -46,12 +41,7 @@ class Outlet:
 
     async def get(self) -> Chunk | None:
         """The next chunk; None at the end of the queue."""
-        while not self._chunks:
-            if self._closed:
-                return None
-            self._changed.clear()
-            await self._changed.wait()
-        chunk = self._chunks.popleft()
+        chunk = await self._chunks.get()
         self._room.set()
         return chunk
 

@@ -200,11 +200,12 @@ class GrpcTransport:
         return _GrpcStream(self._drafter.Draft(metadata=self._metadata))
 
     async def list_drafters(self) -> drafter_pb2.ListDraftersResponse:
-        request = drafter_pb2.ListDraftersRequest()
-        listed: drafter_pb2.ListDraftersResponse = await self._unary(
-            self._registry.ListDrafters, request
-        )
-        return listed
+        # Not part of the generation's trace: the result is shared by all generations.
+        with rpc_errors:
+            listed: drafter_pb2.ListDraftersResponse = await self._registry.ListDrafters(
+                drafter_pb2.ListDraftersRequest(), metadata=self._metadata
+            )
+            return listed
 
     async def close(self) -> None:
         while self._channels:

@@ -21,7 +21,7 @@ from .errors import ApiError, bad_request, from_error, from_http
 from .options import GatewayOptions
 from .requests import MAX_CHOICES, ChatRequest, CompletionRequest, StreamOptions, read_request
 from .responses import Json, Kind, Writer
-from .texts import Texts
+from .texts import generate_texts
 
 if TYPE_CHECKING:
     from .metrics import GatewayMetrics
@@ -236,7 +236,7 @@ class Gateway:
         ]
         kind: Kind = "completion" if isinstance(body, CompletionRequest) else "chat"
         writer = Writer(kind, body.model, model, [len(prompt) for prompt in prompts], echoes)
-        events = Texts(self._client, prompts, choices).events()
+        events = generate_texts(self._client, prompts, choices)
         if self._metrics is not None:
             events = self._metrics.counted(events)
         return Work(events, count, writer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from paceline.client import Chunk, Client, Generation, GenerationResult
@@ -25,77 +25,56 @@ class Event:
     """The result, in the last event of this text."""
 
 
-@dataclass
-class _Prompt:
-    """A prompt. Its first choice is prefilled, the others fork that cache."""
+async def generate_texts(
+    client: Client, prompts: Sequence[list[int]], choices: Sequence[dict[str, Any]]
+) -> AsyncGenerator[Event, None]:
+    """Generates all choices of all prompts concurrently.
 
-    tokens: list[int]
-    first: Generation | None = None
-    prefilled: asyncio.Event = field(default_factory=asyncio.Event)
-
-
-class Texts:
-    """Generations of several prompts, each continued several times.
+    The first choice of a prompt is prefilled, the others fork its cache. Closing the generator
+    early stops all generations. An error of one stops the others and is raised.
 
     Args:
         client: Client of the services.
         prompts: Token ids.
         choices: Arguments of `Client.generate` for each choice of a prompt.
     """
+    events: asyncio.Queue[Event | Exception] = asyncio.Queue(_QUEUE_SIZE)
+    parents: list[Generation] = []
 
-    def __init__(
-        self,
-        client: Client,
-        prompts: Sequence[list[int]],
-        choices: Sequence[dict[str, Any]],
+    async def run(
+        index: int, prompt: list[int], choice: int, parent: Generation, prefilled: asyncio.Event
     ) -> None:
-        self._client = client
-        self._prompts = [_Prompt(prompt) for prompt in prompts]
-        self._choices = choices
-        self._events: asyncio.Queue[Event | Exception] = asyncio.Queue(_QUEUE_SIZE)
-
-    async def events(self) -> AsyncGenerator[Event, None]:
-        """Events of all texts. Closing it early stops all generations.
-
-        Raises the first error of a generation, and stops the others.
-        """
-        tasks = [
-            asyncio.create_task(self._generate(place * len(self._choices) + choice, prompt, choice))
-            for place, prompt in enumerate(self._prompts)
-            for choice in range(len(self._choices))
-        ]
-        left = len(tasks)
         try:
-            while left:
-                event = await self._events.get()
-                if isinstance(event, Exception):
-                    raise event
-                left -= event.result is not None
-                yield event
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await asyncio.gather(*(p.first.aclose() for p in self._prompts if p.first))
-
-    async def _generate(self, index: int, prompt: _Prompt, choice: int) -> None:
-        try:
-            generation = await self._begin(prompt, choice)
+            generation = parent
+            if choice:
+                await prefilled.wait()
+                generation = client.generate(prompt, parent=parent, **choices[choice])
             async for chunk in generation:
-                prompt.prefilled.set()
-                await self._events.put(Event(index, chunk=chunk))
-            prompt.prefilled.set()
-            await self._events.put(Event(index, result=await generation))
+                prefilled.set()
+                await events.put(Event(index, chunk=chunk))
+            prefilled.set()
+            await events.put(Event(index, result=await generation))
         except Exception as error:
-            await self._events.put(error)
+            await events.put(error)
 
-    async def _begin(self, prompt: _Prompt, choice: int) -> Generation:
-        """Starts a choice; the first one keeps its cache for the others to fork."""
-        arguments = self._choices[choice]
-        if choice == 0:
-            shared = len(self._choices) > 1
-            first = self._client.generate(prompt.tokens, keep_cache=shared, **arguments)
-            prompt.first = first
-            return first
-        await prompt.prefilled.wait()
-        return self._client.generate(prompt.tokens, parent=prompt.first, **arguments)
+    tasks: list[asyncio.Task[None]] = []
+    for prompt in prompts:
+        parent = client.generate(prompt, keep_cache=len(choices) > 1, **choices[0])
+        parents.append(parent)
+        prefilled = asyncio.Event()
+        for choice in range(len(choices)):
+            work = run(len(tasks), prompt, choice, parent, prefilled)
+            tasks.append(asyncio.create_task(work))
+    left = len(tasks)
+    try:
+        while left:
+            event = await events.get()
+            if isinstance(event, Exception):
+                raise event
+            left -= event.result is not None
+            yield event
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(parent.aclose() for parent in parents))

@@ -15,6 +15,7 @@ from rich.table import Table
 from paceline.bench.drills import clients, drafters, memory, processes, swap
 from paceline.bench.drills.drill import FULL, SHORT, Drill, Outcome, Scale
 from paceline.bench.drills.world import World
+from paceline.bench.models import Models
 from paceline.bench.record import Results, make_console
 
 _MODULES = (swap, processes, drafters, memory, clients)
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         )
 
     chosen = [DRILLS[name] for name in args.drill or DRILLS]
-    uvloop.run(run_all(chosen, scale, args.target, args.models, record, console.log))
+    uvloop.run(run_all(chosen, scale, Models.of(args), record, console.log))
     console.print(table)
     console.print(f"written to {results.file}")
     return 1 if failed else 0
@@ -57,14 +58,13 @@ def run(args: argparse.Namespace) -> int:
 async def run_all(
     drills: Sequence[Drill],
     scale: Scale,
-    target: Path | None,
-    models: Path,
+    models: Models,
     record: Callable[[str, Outcome, float], None],
     progress: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Run drills; `record` is called with name, outcome and seconds of each as it ends."""
     with tempfile.TemporaryDirectory(prefix="paceline-drills-") as scratch:
-        world = World(target or models / "target", models / "prompts", Path(scratch), scale)
+        world = World(models.target, models.prompts, Path(scratch), scale)
         await world.prepare()
         for drill in drills:
             progress(f"{drill.name}: {drill.what}")

@@ -117,8 +117,8 @@ def _points(args: argparse.Namespace) -> Iterator[Point]:
 def run(args: argparse.Namespace) -> int:
     """Measure every point, show and record it."""
     console = make_console()
-    models = Models(args.models, args.target or args.models / "target")
-    prompts = demo_prompts(models.folder / "prompts", models.target)
+    models = Models.of(args)
+    prompts = demo_prompts(models.prompts, models.target)
     results = Results("load", args.output, dtype=args.dtype)
     found = uvloop.run(
         measure(

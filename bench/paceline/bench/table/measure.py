@@ -52,21 +52,20 @@ async def measure(
         async with pair.client() as adaptive, pair.client(ALWAYS) as always:
             rows = _Rows(baseline, adaptive, always, tuple(models.drafters), tokens)
             await rows.warm_up(prompts[0][-64:])
-            for repeat in range(repeats):
-                for index, prompt in enumerate(prompts):
-                    cache, seconds = baseline.prefill(prompt)
-                    prefill["transformers"].append(seconds)
-                    parent = always.generate(
-                        prompt, max_new_tokens=2, drafter=richest, ignore_eos=True, keep_cache=True
-                    )
-                    prefill["paceline"].append((await parent).stats.first_token_ms / 1e3)
+            for index, prompt in enumerate(prompts):
+                cache, seconds = baseline.prefill(prompt)
+                prefill["transformers"].append(seconds)
+                parent = always.generate(
+                    prompt, max_new_tokens=2, drafter=richest, ignore_eos=True, keep_cache=True
+                )
+                prefill["paceline"].append((await parent).stats.first_token_ms / 1e3)
+                for repeat in range(repeats):
                     for temperature, found in turns.items():
                         how = {"temperature": temperature, "seed": index + 1}
-                        found.append(
-                            await rows.turn(prompt, cache, parent.handle, how, index + repeat)
-                        )
-                    await parent.aclose()
-                    progress(f"prompt {index + 1} of {len(prompts)}, pass {repeat + 1}")
+                        first = index + repeat
+                        found.append(await rows.turn(prompt, cache, parent.handle, how, first))
+                await parent.aclose()
+                progress(f"prompt {index + 1} of {len(prompts)}")
     return {
         temperature: {
             "temperature": temperature,

@@ -23,7 +23,7 @@ Group = tuple[str, int, list[list[int]]]
 def run(args: argparse.Namespace) -> int:
     """Measure every group; its cells are written and shown as soon as they are measured."""
     console = make_console()
-    models = Models(args.models, args.target or args.models / "target")
+    models = Models.of(args)
     folders = {"target": models.target, **models.trained}
     weights = {name: digest(folder) for name, folder in folders.items()}
     head = {"dtype": args.dtype, "tokens": args.tokens, "weights": weights}
@@ -62,5 +62,6 @@ def groups(args: argparse.Namespace, models: Models) -> Iterator[Group]:
         step = max(1, len(fitting) // args.texts)
         yield file.stem, 0, fitting[::step][: args.texts]
     for context in () if args.prompts else args.context:
-        folder, length = models.folder / "prompts", context - args.tokens
-        yield f"{context} tokens", context, long_prompts(folder, models.target, length, args.texts)
+        length = context - args.tokens
+        prompts = long_prompts(models.prompts, models.target, length, args.texts)
+        yield f"{context} tokens", context, prompts

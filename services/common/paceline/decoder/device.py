@@ -43,10 +43,10 @@ def _choose(preferred: int) -> torch.device:
     for kind in ACCELERATORS:
         if count := _count(kind):
             device = torch.device(kind, min(preferred, count - 1))
-            logger.info("device auto: computing on %s, GPUs that PyTorch finds: %d", device, count)
+            logger.info("device auto: using %s, GPUs that PyTorch finds: %d", device, count)
             return device
     build = "" if torch.version.cuda else f", and {torch.__version__} is built without CUDA"
-    logger.info("device auto: computing on the CPU, since PyTorch finds no GPU%s", build)
+    logger.info("device auto: using the CPU, since PyTorch finds no GPU%s", build)
     return torch.device("cpu")
 
 

@@ -16,6 +16,9 @@ from paceline.v1 import tree_pb2
 if TYPE_CHECKING:
     from paceline.kernels import Proposal
 
+MAX_NODES = 255
+"""Most nodes that the verifier accepts. With the anchor they fill one block of the attention."""
+
 DEFAULT_CONFIDENCE = 0.6
 """Probability that one of a node's children is accepted, for a tree without confidences."""
 
@@ -66,7 +69,7 @@ class TokenTree:
 
     @classmethod
     def from_proto(cls, message: tree_pb2.TokenTree, max_nodes: int | None = None) -> TokenTree:
-        """Read a message. Call :meth:`check` on what comes from another process.
+        """Read a message. Call :meth:`check` on a tree from another process.
 
         Args:
             message: The message; confidences and probabilities are float32 in it.

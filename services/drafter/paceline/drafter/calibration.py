@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.drafter.methods.base import LoadError
 from paceline.tree import TokenTree
 
 FILE = "calibration.json"
@@ -73,39 +72,27 @@ class Calibration:
         )
         return replace(tree, confidences=confidences)
 
+    @classmethod
+    def read(cls, path: Path) -> Calibration:
+        """Read what :meth:`write` saved.
+
+        Raises:
+            OSError: The file cannot be read.
+            ValueError: It is malformed.
+        """
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+            if value["format"] != FORMAT:
+                raise ValueError(f"format {value['format']}, expected {FORMAT}")
+            greedy, sampled = (
+                tuple(Scaling(float(s["temperature"]), float(s["shift"])) for s in value[name])
+                for name in ("greedy", "sampled")
+            )
+            return cls(value["method"], greedy, sampled)
+        except (LookupError, TypeError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from error
+
     def write(self, path: Path, notes: Mapping[str, Any]) -> None:
         """Save as JSON, with ``notes`` on how it was fitted."""
         value = {"format": FORMAT, **asdict(self), "notes": dict(notes)}
         path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-
-
-def read_calibration(path: Path, method: str) -> Calibration:
-    """Read a calibration that :meth:`Calibration.write` saved.
-
-    Raises:
-        LoadError: The file cannot be read, is malformed, or is for another method.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-        if value["format"] != FORMAT:
-            raise ValueError(f"format {value['format']}, expected {FORMAT}")
-        found = Calibration(
-            value["method"], _scalings(value["greedy"]), _scalings(value["sampled"])
-        )
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise LoadError(
-            "UNREADABLE_CALIBRATION",
-            f"cannot read the calibration {path}: {type(error).__name__}: {error}; create one with "
-            "paceline calibrate",
-        ) from error
-    if found.method != method:
-        raise LoadError(
-            "OTHER_CALIBRATION",
-            f"{path} is for the method {found.method!r}, the drafter's is {method!r}; calibrate "
-            "this drafter",
-        )
-    return found
-
-
-def _scalings(values: Sequence[Mapping[str, float]]) -> tuple[Scaling, ...]:
-    return tuple(Scaling(float(each["temperature"]), float(each["shift"])) for each in values)

@@ -1,4 +1,4 @@
-"""Model folders of drafters: the target and tokenizer they were trained for."""
+"""Model folders of drafters: their target, tokenizer and calibration."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from paceline.drafter.calibration import Calibration
 from paceline.drafter.methods.base import Fit, LoadError
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -65,6 +66,28 @@ def check_target(folder: Path, target: Path, fit: Fit) -> None:
                 f"{folder} was made for a target with {what} {expected}, but {target} has "
                 f"{found or 'none'}; give the folder of the target it was trained for",
             )
+
+
+def read_calibration(path: Path, method: str) -> Calibration:
+    """Read the calibration of a drafter.
+
+    Raises:
+        LoadError: The file cannot be read, is malformed, or is for another method.
+    """
+    try:
+        found = Calibration.read(path)
+    except (OSError, ValueError) as error:
+        raise LoadError(
+            "UNREADABLE_CALIBRATION",
+            f"cannot read the calibration {path}: {error}; create one with paceline calibrate",
+        ) from error
+    if found.method != method:
+        raise LoadError(
+            "OTHER_CALIBRATION",
+            f"{path} is for the method {found.method!r}, the drafter's is {method!r}; calibrate "
+            "this drafter",
+        )
+    return found
 
 
 def _vocab_size(config: dict[str, Any], folder: Path) -> int:

@@ -11,11 +11,28 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.decoder import Decoder, check_batch_invariance, weights_fingerprint
+from paceline.tree import MAX_NODES
 from paceline.v1 import verifier_pb2
 from paceline.verifier.grammar import Grammars
-from paceline.verifier.messages import MAX_TREE_NODES, Limits
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of the served model, which requests are checked against.
+
+    Attributes:
+        vocab_size: Number of token ids.
+        max_context: Most tokens of prompt and output together.
+        eos_token_ids: Tokens that end a generation unless the request ignores them.
+        layers: Number of layers, whose hidden states may be requested.
+    """
+
+    vocab_size: int
+    max_context: int
+    eos_token_ids: tuple[int, ...]
+    layers: int = 0
 
 
 @dataclass(frozen=True)
@@ -85,7 +102,7 @@ def read_model_info(
         target_fingerprint=weights_fingerprint(folder),
         tokenizer_digest=hashlib.sha256(tokenizer).hexdigest() if tokenizer else "",
         chat_template=_chat_template(folder),
-        max_tree_nodes=MAX_TREE_NODES,
+        max_tree_nodes=MAX_NODES,
         layers=config.layers,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,

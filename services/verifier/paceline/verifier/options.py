@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.verifier.messages import MAX_TREE_NODES
+from paceline.tree import MAX_NODES
 
 SCHEDULES = ("off", "auto", "profile")
 
@@ -31,7 +31,7 @@ class VerifierOptions:
     """Most tokens of rounds in one forward pass; further rounds wait for the next one."""
     prefill_token_limit: int = 512
     """Most tokens of prompts in one forward pass, so that a long prompt does not hold up rounds."""
-    node_budget: int = MAX_TREE_NODES
+    node_budget: int = MAX_NODES
     """Most drafted nodes that clients are to send in a round."""
     schedule: str = "auto"
     """auto: verify the nodes that raise tokens per second under the current load, and have
@@ -55,8 +55,8 @@ class VerifierOptions:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"{name} is {value}, expected a finite number above 0")
-        if not 0 <= self.node_budget <= MAX_TREE_NODES:
-            raise ValueError(f"node_budget is {self.node_budget}, expected 0 to {MAX_TREE_NODES}")
+        if not 0 <= self.node_budget <= MAX_NODES:
+            raise ValueError(f"node_budget is {self.node_budget}, expected 0 to {MAX_NODES}")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule is {self.schedule!r}, expected {', '.join(SCHEDULES)}")
         if self.share_weights and self.device not in ("auto", "cpu"):

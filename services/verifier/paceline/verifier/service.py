@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -24,27 +25,30 @@ from paceline.decoder import (
     publish,
     use_device,
 )
+from paceline.kv.segment import SHM
 from paceline.service import Gate
 from paceline.service.memory import trim
 from paceline.telemetry.tracing import tracer
 from paceline.v1 import kv_pb2_grpc, verifier_pb2_grpc
 from paceline.verifier.engine.engine import Engine
-from paceline.verifier.follow import FollowCounts
 from paceline.verifier.kv.layout import KvLayout
 from paceline.verifier.kv.pool import PagedKv, PagePool, PoolView
 from paceline.verifier.kv.segment import sweep_orphans
-from paceline.verifier.kv_exchange import KvExchangeServicer
 from paceline.verifier.model import ModelInfo, read_model_info
 from paceline.verifier.options import VerifierOptions
+from paceline.verifier.rpc.follow import FollowCounts
+from paceline.verifier.rpc.kv_exchange import KvExchangeServicer
+from paceline.verifier.rpc.servicer import VerifierServicer
 from paceline.verifier.scheduler.profile import flat_table
 from paceline.verifier.scheduler.scheduler import Scheduler
 from paceline.verifier.scheduler.storage import cost_table, load_state, save_state
-from paceline.verifier.servicer import VerifierServicer
-from paceline.verifier.store import AllocateKv, CacheStore, default_kv_bytes
+from paceline.verifier.store import AllocateKv, CacheStore
 from paceline.verifier.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
+
+    from paceline.verifier.metrics import VerifierMetrics
 
 _DRAIN_POLL_SECONDS = 0.02
 
@@ -80,7 +84,7 @@ class VerifierService:
         )
         kv_bytes = options.kv_bytes
         if kv_bytes is None:
-            kv_bytes = default_kv_bytes(decoder.device)
+            kv_bytes = _default_kv_bytes(decoder.device)
         self._pool: PagePool | None = None
         allocate: AllocateKv | None = None
         graphs: GraphRunner | None = None
@@ -114,7 +118,8 @@ class VerifierService:
         )
         self._gate = Gate()
         self._follow_counts = FollowCounts()
-        telemetry = self._telemetry(metrics, model)
+        kept = None if metrics is None else self._metrics(metrics, model)
+        telemetry = Telemetry(kept, tracer())
         self._servicer = VerifierServicer(model, self.store, self.engine, self._gate, telemetry)
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -142,19 +147,16 @@ class VerifierService:
             model.message.schedules_speculation = True
         return decoder, model
 
-    def _telemetry(self, registry: CollectorRegistry | None, model: ModelInfo) -> Telemetry | None:
-        spans = tracer()
-        metrics = None
-        if registry is not None:
-            # Imported here, since only a verifier with metrics needs it.
-            from paceline.verifier.metrics import VerifierMetrics
+    def _metrics(self, registry: CollectorRegistry, model: ModelInfo) -> VerifierMetrics:
+        # Imported here, since only a verifier with metrics needs it.
+        from paceline.verifier.metrics import VerifierMetrics
 
-            metrics = VerifierMetrics(
-                registry, model.message, self.store, self.engine, self._follow_counts
-            )
-            self.engine.on_step = metrics.step
-            self.store.on_release = metrics.released
-        return Telemetry(metrics, spans) if metrics is not None or spans is not None else None
+        metrics = VerifierMetrics(
+            registry, model.message, self.store, self.engine, self._follow_counts
+        )
+        self.engine.on_step = metrics.step
+        self.store.on_release = metrics.released
+        return metrics
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the servicers to a server."""
@@ -207,7 +209,7 @@ class VerifierService:
         if self._publication is not None:
             self._publication.close()
         gc.unfreeze()
-        await self.store.settled()
+        await self.store.wait_released()
         try:
             self.store.check_integrity()
         finally:
@@ -248,6 +250,21 @@ def _scheduler(decoder: Decoder, options: VerifierOptions, max_context: int) -> 
     if not again:
         load_state(scheduler, decoder, max_context)
     return scheduler
+
+
+def _default_kv_bytes(device: torch.device) -> int:
+    """KV memory for a verifier on a device, as a share of what is free now. Unit: bytes.
+
+    On the CPU half of RAM or of /dev/shm, whichever is less; on another device four fifths of its
+    memory, since activations and graphs need the rest.
+    """
+    if device.type != "cpu":
+        return int(torch.get_device_module(device).mem_get_info(device)[0]) * 4 // 5
+    shm = os.statvfs(SHM)
+    with open("/proc/meminfo") as lines:
+        fields = dict(line.split(":", 1) for line in lines)
+    ram = int(fields["MemAvailable"].split()[0]) * 1024
+    return min(ram, shm.f_bavail * shm.f_frsize) // 2
 
 
 def build_service(

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from itertools import count
 
-import torch
-
-from paceline.kv.segment import SHM
 from paceline.verifier.cache import Cache, digest
 from paceline.verifier.engine.sequence import Generation, Sequence
 from paceline.verifier.kv.base import SequenceKv
@@ -91,12 +87,12 @@ class CacheStore:
         self._clock = clock
         self._caches: dict[bytes, Cache] = {}
         self._grants: dict[bytes, Cache] = {}
-        self._leaving: dict[Cache, asyncio.Task[None]] = {}
+        self._releasing: dict[Cache, asyncio.Task[None]] = {}
         self._generations = count(1)
 
     def __len__(self) -> int:
         """Number of caches that hold memory."""
-        return len(self._caches) + len(self._leaving)
+        return len(self._caches) + len(self._releasing)
 
     def __iter__(self) -> Iterator[Cache]:
         """Caches whose handles are valid."""
@@ -186,10 +182,10 @@ class CacheStore:
                 cache.job.cancelled = True
             if self.on_release is not None:
                 self.on_release(cache, error)
-            self._leaving[cache] = asyncio.create_task(self._reclaim(cache))
+            self._releasing[cache] = asyncio.create_task(self._reclaim(cache))
             cache.sequence.notify_listeners()
-        if cache in self._leaving:
-            await asyncio.shield(self._leaving[cache])
+        if cache in self._releasing:
+            await asyncio.shield(self._releasing[cache])
 
     def preemptible(self, cache: Cache) -> bool:
         """Whether a cache that cannot grow is to be released, because an older one is unfinished.
@@ -201,9 +197,9 @@ class CacheStore:
             other.generation < cache.generation and other.sequence.finish is None for other in self
         )
 
-    async def settled(self) -> None:
+    async def wait_released(self) -> None:
         """Wait for running releases."""
-        await asyncio.gather(*self._leaving.values())
+        await asyncio.gather(*self._releasing.values())
 
     async def close(self) -> None:
         """Release every cache."""
@@ -213,7 +209,7 @@ class CacheStore:
     async def _reclaim(self, cache: Cache) -> None:
         await self._free(cache.sequence)
         self.used_bytes -= cache.byte_size
-        del self._leaving[cache]
+        del self._releasing[cache]
 
     async def sweep(self) -> int:
         """Free every cache whose lease expired, and renew leases of busy caches.
@@ -255,8 +251,8 @@ class CacheStore:
             for rule, kept in _invariants(cache).items()
             if not kept
         ]
-        if self._leaving:
-            broken.append(f"{len(self._leaving)} caches are still being released")
+        if self._releasing:
+            broken.append(f"{len(self._releasing)} caches are still being released")
         if len(set(names)) != len(names):
             broken.append("two caches share a segment")
         if set(names) != own_segments():
@@ -287,18 +283,3 @@ def _invariants(cache: Cache) -> dict[str, bool]:
         or sequence.committed == len(sequence.tokens) - 1,
         "longer than its limit": len(sequence.tokens) <= sequence.generation.length_limit,
     }
-
-
-def default_kv_bytes(device: torch.device) -> int:
-    """KV memory for a verifier on a device, as a share of what is free now. Unit: bytes.
-
-    On the CPU half of RAM or of /dev/shm, whichever is less; on another device four fifths of its
-    memory, since activations and graphs need the rest.
-    """
-    if device.type != "cpu":
-        return int(torch.get_device_module(device).mem_get_info(device)[0]) * 4 // 5
-    shm = os.statvfs(SHM)
-    with open("/proc/meminfo") as lines:
-        fields = dict(line.split(":", 1) for line in lines)
-    ram = int(fields["MemAvailable"].split()[0]) * 1024
-    return min(ram, shm.f_bavail * shm.f_frsize) // 2

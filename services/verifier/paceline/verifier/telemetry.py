@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Telemetry:
-    """Reports jobs to metrics and a tracer, or to one of them.
+    """Reports jobs to metrics and a tracer, as far as the verifier has them.
 
     Used on the event loop. A job is reported when it is done, after its answer was sent.
     """
@@ -35,7 +35,8 @@ class Telemetry:
 
     def report(self, cache: Cache, job: Job, traceparent: str) -> None:
         """Report a new job once it is done; `traceparent` is its caller's."""
-        job.on_done = partial(self._done, cache, job, traceparent, time_ns())
+        if self._metrics is not None or self._tracer is not None:
+            job.on_done = partial(self._done, cache, job, traceparent, time_ns())
 
     def _done(self, cache: Cache, job: Job, traceparent: str, began_ns: int) -> None:
         if self._metrics is not None:

@@ -7,18 +7,17 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from paceline.drafter.kv.description import read_pages, resolve
+from paceline.drafter.kv.description import read_kv, resolve
 from paceline.drafter.kv.errors import KvGone, KvNotShared
-from paceline.drafter.kv.mapping import MappedFile
+from paceline.drafter.kv.mapping import MappedReader
 from paceline.drafter.kv.reader import MappedKv
 from paceline.kernels import streaming
 from paceline.kv.cuda_driver import CudaDriver, DriverError, cuda_driver
 from paceline.kv.cuda_memory import MappedMemory, NotMappable
-from paceline.kv.wire import CACHE_TYPES
 from paceline.v1 import kv_pb2
 
 
-class CudaKv(MappedKv):
+class CudaKv(MappedReader, MappedKv):
     """K and V of some layers in the pages of the verifier's pool.
 
     A process maps the pool once. The committed length and the page table are in the cache's file,
@@ -55,49 +54,41 @@ class CudaKv(MappedKv):
         Raises:
             KvNotShared: The description is wrong, or this device cannot read the memory.
         """
-        self._description, self._pages = description, pages = read_pages(response)
+        description = read_kv(response, paged=True)
+        pages = description.pages
+        self._page_size = pages.page_size
+        self._page_count = pages.memory.byte_size // pages.page_stride
         self.layers = tuple(layers)
         numbers = resolve(self.layers, description.layers)
-        self._file = MappedFile(description.file, read_grant)
+        super().__init__(description.file, read_grant, description.capacity)
+        self.byte_size = len(self.layers) * description.layer_bytes
         first = pages.table_offset // 4
-        self._table = self._file.elements(torch.int32)[first : first + pages.entries]
+        entries = description.capacity // pages.page_size
+        self._table = self._elements(torch.int32)[first : first + entries]
         memory = pages.memory
         try:
-            self._memory = MappedMemory(
+            self._pool = MappedMemory(
                 driver, reader, memory.device_uuid, memory.handle,
                 memory.byte_offset, memory.byte_size,
             )  # fmt: skip
         except NotMappable as error:
-            self._file.close()
+            super().close()
             raise KvNotShared(str(error)) from error
-        elements = self._memory.bytes.view(CACHE_TYPES[description.file.dtype])
+        elements = self._pool.bytes.view(self._dtype)
+        stride = pages.page_stride // self._dtype.itemsize
         self._planes = {}
         for layer, number in zip(self.layers, numbers, strict=True):
             self._planes[layer] = [
                 elements.as_strided(
-                    (pages.pages, *page.shape), (pages.page_stride, *page.strides), page.offset
+                    (self._page_count, *page.shape), (stride, *page.strides), page.offset
                 )
                 for page in description.layers[number]
             ]
         self._selected: tuple[tuple[int, int], tuple[Tensor, Tensor]] | None = None
 
-    @property
-    def byte_size(self) -> int:
-        """Bytes of the mapped layers' keys and values, for the whole capacity."""
-        return len(self.layers) * self._description.layer_bytes
-
-    @property
-    def committed(self) -> int:
-        """See :class:`KvReader`. It grows without a call to the verifier.
-
-        Raises:
-            KvGone: The mapping was closed.
-        """
-        return min(self._file.committed, self._description.capacity)
-
     def refresh(self, below: int, budget: int) -> int:
         """See :class:`KvReader`. The policy is ``streaming``."""
-        self._file.check()
+        super().check()
         length = min(self.committed, below)
         if self._selected is None or self._selected[0] != (length, budget):
             ranges = streaming(length, budget)
@@ -121,22 +112,22 @@ class CudaKv(MappedKv):
         return self._copy(layer, *self._slots(positions))
 
     def check(self) -> None:
-        """See :class:`MappedFile`. Waits for the copies first.
+        """See :class:`MappedReader`. Waits for the copies first.
 
         Raises:
             KvGone: The verifier released the cache or has ended, or the mapping was closed.
         """
-        if not self._file.closed and self._memory.bytes.device.type == "cuda":
-            torch.cuda.current_stream(self._memory.bytes.device).synchronize()
-        self._file.check()
+        if not self.closed and self._pool.bytes.device.type == "cuda":
+            torch.cuda.current_stream(self._pool.bytes.device).synchronize()
+        super().check()
 
     def close(self) -> None:
         """Unmap the file and the pool. Closing twice is safe."""
         self._selected = None
         self._planes = {}
         self._table = torch.empty(0)
-        self._file.close()
-        self._memory.close()
+        super().close()
+        self._pool.close()
 
     def _slots(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Returns page and offset in the page of each position, on the pool's device.
@@ -144,11 +135,11 @@ class CudaKv(MappedKv):
         Raises:
             KvGone: An entry of the page table is not a page of the pool.
         """
-        pages = self._table[positions // self._pages.page_size].long()
-        if not bool(((pages >= 0) & (pages < self._pages.pages)).all()):
+        pages = self._table[positions // self._page_size].long()
+        if not bool(((pages >= 0) & (pages < self._page_count)).all()):
             raise KvGone("the verifier's page table leads out of its pool")
-        slots = torch.stack([pages, positions % self._pages.page_size])
-        pages, offsets = slots.to(self._memory.bytes.device)
+        slots = torch.stack([pages, positions % self._page_size])
+        pages, offsets = slots.to(self._pool.bytes.device)
         return pages, offsets
 
     def _copy(self, layer: int, pages: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:

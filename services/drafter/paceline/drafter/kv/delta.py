@@ -99,7 +99,7 @@ class _Layer:
         free = dropped.nonzero().flatten()
         kept = self.positions[~dropped]
         if len(free) != len(drops):
-            raise ValueError("it drops positions that are not held")
+            raise ValueError("it drops positions that are not in the cache")
         if len(torch.cat([kept, new]).unique()) != len(kept) + len(new):
             raise ValueError("a position comes twice")
         if len(new) and int(new.max()) >= committed:

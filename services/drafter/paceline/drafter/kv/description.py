@@ -97,69 +97,40 @@ class KvDescription:
     """Keys and values by layer, ``[heads, capacity, head_dim]``; with pages ``[heads, page_size,
     head_dim]`` of page 0."""
 
-
-@dataclass(frozen=True)
-class PagesDescription:
-    """A consistent description of a pool of pages on a GPU, and of a page table in the cache's
-    file."""
-
-    memory: kv_pb2.CudaIpcMemory
-    table_offset: int
-    """Start of the page table. Unit: bytes from the start of the file."""
-
-    entries: int
-    """Entries of the page table, int32."""
-
-    pages: int
-    """Pages of the pool."""
-
-    page_size: int
-    """Positions per page. Unit: tokens."""
-
-    page_stride: int
-    """Unit: elements."""
+    pages: kv_pb2.KvPages
+    """The pool of pages on a GPU and the page table in the file; empty without pages."""
 
 
-def read_kv(response: kv_pb2.MapCacheResponse) -> KvDescription:
-    """Check the description of KV in shared memory.
+def read_kv(response: kv_pb2.MapCacheResponse, *, paged: bool) -> KvDescription:
+    """Check the description of keys and values.
+
+    Args:
+        response: The verifier's response.
+        paged: Whether they have to lie in pages on a GPU, or in shared memory.
 
     Raises:
-        KvNotShared: It contradicts itself, leads out of the file, or describes other memory.
+        KvNotShared: It contradicts itself, leads out of the memory, or describes other memory.
     """
-    first = _first(response, "posix")
-    if first.page_size:
-        raise KvNotShared("the verifier's KV is not contiguous POSIX shared memory")
-    return _read_kv(response, first.posix, first.capacity, HEADER_BYTES, first.posix.byte_size)
-
-
-def read_pages(response: kv_pb2.MapCacheResponse) -> tuple[KvDescription, PagesDescription]:
-    """Check the description of KV in pages of a pool on a GPU.
-
-    Raises:
-        KvNotShared: It contradicts itself, leads out of the pool or the file, or describes other
-            memory.
-    """
-    first = _first(response, "cuda_ipc")
-    pool, stride = first.cuda_ipc, first.page_stride
-    if not 0 < first.page_size <= _MAX_PAGE_SIZE or not 0 < stride <= pool.byte_size:
-        raise KvNotShared(
-            f"the verifier described pages of {first.page_size} positions and {stride} bytes, in a "
-            f"pool of {pool.byte_size} bytes"
+    file, kv = _file(response), response.kv
+    if kv.HasField("pages") != paged:
+        raise KvNotShared(f"the verifier's KV is {'not ' * paged}in pages on a GPU")
+    size = CACHE_TYPES[file.dtype].itemsize
+    begin, end, positions = HEADER_BYTES, file.byte_size, kv.capacity
+    if paged:
+        _check_pages(kv, file, size)
+        begin, end, positions = 0, kv.pages.page_stride, kv.pages.page_size
+    shape, strides = (kv.heads, positions, kv.head_dim), (kv.head_stride, kv.position_stride)
+    layers = {
+        each.layer: (
+            Array.inside(begin, end, each.key_offset, shape, strides, size),
+            Array.inside(begin, end, each.value_offset, shape, strides, size),
         )
-    kv = _read_kv(response, first.page_table_memory, first.page_size, 0, stride)
-    size = CACHE_TYPES[kv.file.dtype].itemsize
-    if pool.byte_offset % 16 or pool.byte_size % size or stride % size:
-        raise KvNotShared(f"the pool's offset, size or stride splits elements of {size} bytes")
-    entries, table = first.capacity // first.page_size, first.page_table_offset
-    if first.capacity % first.page_size or not entries:
-        raise KvNotShared(f"a capacity of {first.capacity} is not a number of whole pages")
-    if table < HEADER_BYTES or table % 4 or table + 4 * entries > kv.file.byte_size:
-        raise KvNotShared(
-            f"the verifier described a page table at byte {table}, in a file of "
-            f"{kv.file.byte_size} bytes"
-        )
-    pages = pool.byte_size // stride
-    return kv, PagesDescription(pool, table, entries, pages, first.page_size, stride // size)
+        for each in kv.layers
+    }
+    if not layers or len(layers) != len(kv.layers):
+        raise KvNotShared("the verifier described no layer, or one of them twice")
+    layer_bytes = 2 * kv.heads * kv.capacity * kv.head_dim * size
+    return KvDescription(file, kv.capacity, layer_bytes, layers, kv.pages)
 
 
 def read_states(
@@ -178,27 +149,24 @@ def read_states(
     Raises:
         KvNotShared: It contradicts itself, leads out of the file, or lacks a layer.
     """
-    found = {described.layer: described for described in response.hidden_states}
-    if len(found) != len(response.hidden_states) or set(found) != set(layers):
+    file, states = _file(response), response.hidden_states
+    offsets = {each.layer: each.offset for each in states.layers}
+    if len(offsets) != len(states.layers) or set(offsets) != set(layers):
         raise KvNotShared(
-            f"the verifier described hidden states of layers {sorted(found)}, expected each of "
+            f"the verifier described hidden states of layers {sorted(offsets)}, expected each of "
             f"{sorted(layers)} once"
         )
-    memory, slots = found[layers[0]].posix, found[layers[0]].slots
-    file = _file(response, memory)
-    if any((each.posix, each.slots) != (memory, slots) for each in found.values()):
-        raise KvNotShared("the verifier described hidden states that differ in memory or shape")
-    if slots < window + TAP_AHEAD:
+    if states.slots < window + TAP_AHEAD:
         raise KvNotShared(
-            f"the verifier keeps {slots} hidden states, expected at least {window + TAP_AHEAD}"
+            f"the verifier keeps {states.slots} hidden states, expected at least "
+            f"{window + TAP_AHEAD}"
         )
+    shape, strides = (states.slots, states.hidden_size), (states.position_stride,)
+    size = CACHE_TYPES[file.dtype].itemsize
     return file, [
-        Array.inside(
-            HEADER_BYTES, file.byte_size, each.offset, (slots, each.hidden_size),
-            (each.position_stride,), CACHE_TYPES[file.dtype].itemsize,
-        )
-        for each in (found[layer] for layer in layers)
-    ]  # fmt: skip
+        Array.inside(HEADER_BYTES, file.byte_size, offsets[layer], shape, strides, size)
+        for layer in layers
+    ]
 
 
 def resolve(layers: Iterable[int], described: Collection[int]) -> list[int]:
@@ -224,17 +192,7 @@ def resolve(layers: Iterable[int], described: Collection[int]) -> list[int]:
     return resolved
 
 
-def _first(response: kv_pb2.MapCacheResponse, memory: str) -> kv_pb2.KvSegment:
-    """Returns the first segment, after a check that all have this kind of memory."""
-    if not response.segments:
-        raise KvNotShared("the verifier described no segment")
-    if any(segment.WhichOneof("memory") != memory for segment in response.segments):
-        names = {"posix": "contiguous POSIX shared memory", "cuda_ipc": "GPU memory"}
-        raise KvNotShared(f"the verifier's KV is not {names[memory]}")
-    return response.segments[0]
-
-
-def _file(response: kv_pb2.MapCacheResponse, memory: kv_pb2.PosixSharedMemory) -> FileDescription:
+def _file(response: kv_pb2.MapCacheResponse) -> FileDescription:
     if response.dtype not in CACHE_TYPES:
         raise KvNotShared(
             f"the verifier's KV has the type number {response.dtype}, expected one of "
@@ -243,47 +201,31 @@ def _file(response: kv_pb2.MapCacheResponse, memory: kv_pb2.PosixSharedMemory) -
     if not response.generation:
         raise KvNotShared("the verifier named no generation")
     try:
-        path = segment_path(memory.name.removeprefix("/"))
+        path = segment_path(response.file.name.removeprefix("/"))
     except ValueError as error:
         raise KvNotShared(f"the verifier named memory that cannot be mapped: {error}") from error
-    return FileDescription(path, memory.byte_size, response.generation, response.dtype)
+    return FileDescription(path, response.file.byte_size, response.generation, response.dtype)
 
 
-def _read_kv(
-    response: kv_pb2.MapCacheResponse,
-    memory: kv_pb2.PosixSharedMemory,
-    positions: int,
-    begin: int,
-    end: int,
-) -> KvDescription:
-    """Check segments of so many contiguous positions, each between the bytes begin and end."""
-    file, first = _file(response, memory), response.segments[0]
-    size = CACHE_TYPES[file.dtype].itemsize
-    shape = (first.heads, positions, first.head_dim)
-    found: dict[tuple[int, bool], Array] = {}
-    for segment in response.segments:
-        if _common(segment) != _common(first):
-            raise KvNotShared("the verifier described segments that differ in memory or shape")
-        if (segment.layer, segment.is_value) in found:
-            raise KvNotShared(f"the verifier described layer {segment.layer} twice")
-        strides = (segment.head_stride, segment.position_stride)
-        array = Array.inside(begin, end, segment.offset, shape, strides, size)
-        found[segment.layer, segment.is_value] = array
-    layers = {layer for layer, _ in found}
-    if len(found) != 2 * len(layers):
-        raise KvNotShared("the verifier described keys without values, or values without keys")
-    return KvDescription(
-        file,
-        first.capacity,
-        2 * first.heads * first.capacity * first.head_dim * size,
-        {layer: (found[layer, False], found[layer, True]) for layer in layers},
-    )
+def _check_pages(kv: kv_pb2.KvLayout, file: FileDescription, size: int) -> None:
+    """Check that pages lie in the pool, and the page table in the file.
 
-
-def _common(segment: kv_pb2.KvSegment) -> kv_pb2.KvSegment:
-    """Returns the fields that all segments of a cache have in common."""
-    common = kv_pb2.KvSegment()
-    common.CopyFrom(segment)
-    for field in ("layer", "is_value", "offset", "head_stride", "position_stride"):
-        common.ClearField(field)
-    return common
+    Raises:
+        KvNotShared: They do not, or an offset or stride splits elements.
+    """
+    pages, pool = kv.pages, kv.pages.memory
+    if not 0 < pages.page_size <= _MAX_PAGE_SIZE or not 0 < pages.page_stride <= pool.byte_size:
+        raise KvNotShared(
+            f"the verifier described pages of {pages.page_size} positions and {pages.page_stride} "
+            f"bytes, in a pool of {pool.byte_size} bytes"
+        )
+    if pool.byte_offset % 16 or pool.byte_size % size or pages.page_stride % size:
+        raise KvNotShared(f"the pool's offset, size or stride splits elements of {size} bytes")
+    if kv.capacity % pages.page_size or not kv.capacity:
+        raise KvNotShared(f"a capacity of {kv.capacity} is not a number of whole pages")
+    end = pages.table_offset + 4 * (kv.capacity // pages.page_size)
+    if pages.table_offset < HEADER_BYTES or pages.table_offset % 4 or end > file.byte_size:
+        raise KvNotShared(
+            f"the verifier described a page table at byte {pages.table_offset}, in a file of "
+            f"{file.byte_size} bytes"
+        )

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
@@ -163,7 +164,7 @@ class KvExchange:
             read_grant=read_grant, layers=() if every else sorted(set(layers))
         )
         response = await self._call(address, request)
-        if response.segments and response.segments[0].WhichOneof("memory") == "cuda_ipc":
+        if response.kv.HasField("pages"):
             return map_cuda(response, read_grant, layers, self._device)
         return SharedKv(response, read_grant, layers)
 
@@ -189,7 +190,7 @@ class KvExchange:
             wire_dtype=WIRE_DTYPES[options.kv_wire],
             positions_only=positions_only,
         )
-        return await RemoteKv.open(self._connect_stream(address), subscribe, CALL_SECONDS)
+        return await RemoteKv.open(partial(self._follow, address), subscribe, CALL_SECONDS)
 
     async def _map_kv(
         self,
@@ -234,7 +235,7 @@ class KvExchange:
         subscribe = kv_pb2.FollowSubscribe(
             read_grant=read_grant, hidden_state_layers=layers, hidden_state_window=window
         )
-        return await RemoteStates.open(self._connect_stream(address), subscribe, CALL_SECONDS)
+        return await RemoteStates.open(partial(self._follow, address), subscribe, CALL_SECONDS)
 
     async def close(self) -> None:
         """Close all connections. Open readers keep what they have."""
@@ -243,16 +244,11 @@ class KvExchange:
             await self._channels.popitem()[1].close()
         await asyncio.gather(*self._closing)
 
-    def _connect_stream(self, address: str) -> Callable[[], Any]:
-        """Returns a function that opens a FollowCache call."""
-
-        def connect() -> Any:
-            if self._closed:
-                raise KvGone("the drafter is stopping")
-            stub: Any = kv_pb2_grpc.KvExchangeServiceStub(self._channel(address))
-            return stub.FollowCache(metadata=self._metadata)
-
-        return connect
+    def _follow(self, address: str) -> Any:
+        """Open a FollowCache call."""
+        if self._closed:
+            raise KvGone("the drafter is stopping")
+        return self._stub(address).FollowCache(metadata=self._metadata)
 
     def _check_allowed(self, address: str) -> None:
         if not is_local_address(address) and address not in self._remote:
@@ -262,9 +258,8 @@ class KvExchange:
             )
 
     async def _call(self, address: str, request: kv_pb2.MapCacheRequest) -> kv_pb2.MapCacheResponse:
-        stub: Any = kv_pb2_grpc.KvExchangeServiceStub(self._channel(address))
         try:
-            response: kv_pb2.MapCacheResponse = await stub.MapCache(
+            response: kv_pb2.MapCacheResponse = await self._stub(address).MapCache(
                 request, timeout=CALL_SECONDS, metadata=(*self._metadata, *current_metadata())
             )
         except grpc.aio.AioRpcError as error:
@@ -278,7 +273,8 @@ class KvExchange:
             raise KvNotShared(message) from error
         return response
 
-    def _channel(self, address: str) -> grpc.aio.Channel:
+    def _stub(self, address: str) -> Any:
+        """Returns a stub on the channel of a verifier, which is opened if there is none."""
         if address not in self._channels:
             while len(self._channels) >= MAX_CHANNELS:
                 self._drop(next(iter(self._channels)))
@@ -288,7 +284,7 @@ class KvExchange:
                 channel = grpc.aio.secure_channel(address, self._credentials, options=_OPTIONS)
             self._channels[address] = channel
         self._channels.move_to_end(address)
-        return self._channels[address]
+        return kv_pb2_grpc.KvExchangeServiceStub(self._channels[address])
 
     def _drop(self, address: str) -> None:
         """Forget a channel; calls in flight on it may still end."""

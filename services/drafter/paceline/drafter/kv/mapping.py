@@ -14,12 +14,13 @@ from torch import Tensor
 
 from paceline.drafter.kv.description import FileDescription
 from paceline.drafter.kv.errors import KvGone, KvNotShared
+from paceline.drafter.kv.reader import CacheReader
 from paceline.kv.segment import SegmentHeader, is_orphan
 from paceline.kv.wire import CACHE_TYPES
 
 
-class MappedFile:
-    """The file of one cache, mapped read-only.
+class MappedReader(CacheReader):
+    """Reads a cache whose file is mapped read-only.
 
     The file must belong to the drafter's own user, and its header must hold the digest of the read
     grant. So a malicious verifier cannot make the drafter open any other file.
@@ -28,17 +29,20 @@ class MappedFile:
 
     - Read positions below :attr:`committed` only. They never change. Those at or above it change at
       any time, and reading far above may allocate memory, or end the process (SIGBUS).
-    - Never write: the pages are mapped read-only, which torch does not know. A write ends the
-      process (SIGSEGV). So pass the tensors to nothing that works in place.
+    - Never write: the pages are mapped read-only, but torch does not enforce it: a write ends
+      the process (SIGSEGV). So pass the tensors to no in-place operation.
     - Tensors keep the mapping alive: they may outlive :meth:`close`, and keep the memory.
     """
 
-    def __init__(self, description: FileDescription, read_grant: bytes) -> None:
+    byte_size = 0
+
+    def __init__(self, description: FileDescription, read_grant: bytes, capacity: int) -> None:
         """Map.
 
         Args:
             description: The file, as the verifier described it.
             read_grant: Read grant of the cache.
+            capacity: Positions of the cache. Unit: tokens.
 
         Raises:
             KvNotShared: The file is missing, belongs to another user, or is not as described.
@@ -46,6 +50,7 @@ class MappedFile:
         path = description.path
         self._generation = description.generation
         self._dtype = CACHE_TYPES[description.dtype]
+        self._capacity = capacity
         self._file = _open(path, description.byte_size)
         try:
             self._memory = mmap.mmap(self._file, description.byte_size, prot=mmap.PROT_READ)
@@ -74,21 +79,13 @@ class MappedFile:
             KvGone: The mapping was closed.
         """
         self._check_open()
-        return self._header.committed
-
-    def elements(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns the whole file as elements of a type, the cache's by default. Read-only."""
-        dtype = dtype or self._dtype
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The given buffer is not writable")
-            count = len(self._memory) // dtype.itemsize
-            return torch.frombuffer(self._memory, dtype=dtype, count=count)
+        return min(self._header.committed, self._capacity)
 
     def check(self) -> None:
         """Check that the cache still exists, by its header and its owner's lock.
 
-        A check that comes too late does no harm: the memory keeps its contents after a release or
-        the end of the verifier.
+        The memory keeps its contents after a release or the end of the verifier, so what was read
+        before a failing check is useless, but never another cache's.
 
         Raises:
             KvGone: The verifier released the cache or has ended, or the mapping was closed.
@@ -97,7 +94,7 @@ class MappedFile:
         if self._header.generation != self._generation:
             raise KvGone("the verifier released the cache")
         if is_orphan(self._file):
-            raise KvGone("the verifier that held the cache is gone")
+            raise KvGone("the verifier of the cache has ended")
 
     def close(self) -> None:
         """Close the file and drop the mapping. Closing twice is safe."""
@@ -106,6 +103,14 @@ class MappedFile:
             self._file = -1
             self._header.release()
             del self._memory
+
+    def _elements(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Returns the whole file as elements of a type, the cache's by default. Read-only."""
+        dtype = dtype or self._dtype
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given buffer is not writable")
+            count = len(self._memory) // dtype.itemsize
+            return torch.frombuffer(self._memory, dtype=dtype, count=count)
 
     def _check_open(self) -> None:
         if self.closed:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from paceline.drafter.kv.description import read_kv, read_states, resolve
-from paceline.drafter.kv.mapping import MappedFile
+from paceline.drafter.kv.mapping import MappedReader
 from paceline.drafter.kv.reader import MappedKv, StateReader, StreamingReader
 from paceline.kv.segment import TAP_AHEAD
 from paceline.v1 import kv_pb2
 
 
-class SharedKv(StreamingReader, MappedKv):
+class SharedKv(MappedReader, StreamingReader, MappedKv):
     """K and V of some layers in the verifier's own memory: nothing is copied.
 
-    For the safety contract see :class:`paceline.drafter.kv.mapping.MappedFile`.
+    For the safety contract see :class:`MappedReader`.
     """
 
     def __init__(
@@ -34,29 +35,16 @@ class SharedKv(StreamingReader, MappedKv):
         Raises:
             KvNotShared: The description is wrong, or the file is not as described.
         """
-        self._description = description = read_kv(response)
+        description = read_kv(response, paged=False)
         self.layers = tuple(layers)
         numbers = resolve(self.layers, description.layers)
-        self._file = MappedFile(description.file, read_grant)
-        elements = self._file.elements()
+        super().__init__(description.file, read_grant, description.capacity)
+        self.byte_size = len(self.layers) * description.layer_bytes
+        elements = self._elements()
         self._views: dict[int, tuple[Tensor, Tensor]] = {}
         for layer, number in zip(self.layers, numbers, strict=True):
             keys, values = description.layers[number]
             self._views[layer] = (keys.view(elements), values.view(elements))
-
-    @property
-    def byte_size(self) -> int:
-        """Bytes of the mapped layers' keys and values, for the whole capacity."""
-        return len(self.layers) * self._description.layer_bytes
-
-    @property
-    def committed(self) -> int:
-        """See :class:`KvReader`. It grows without a call to the verifier.
-
-        Raises:
-            KvGone: The mapping was closed.
-        """
-        return min(self._file.committed, self._description.capacity)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Returns keys (after RoPE) and values of a layer on the CPU, each ``[heads, capacity,
@@ -75,17 +63,13 @@ class SharedKv(StreamingReader, MappedKv):
         keys, values = self._views[layer]
         return keys.index_select(1, positions), values.index_select(1, positions)
 
-    def check(self) -> None:
-        """See :class:`MappedFile`."""
-        self._file.check()
-
     def close(self) -> None:
-        """See :class:`MappedFile`."""
+        """See :class:`MappedReader`."""
         self._views = {}
-        self._file.close()
+        super().close()
 
 
-class SharedStates(StateReader):
+class SharedStates(MappedReader, StateReader):
     """Hidden states of some layers in the verifier's own memory.
 
     Each layer has a ring: position p lies in slot ``p % slots``. :meth:`read` copies, and drops
@@ -112,26 +96,12 @@ class SharedStates(StateReader):
             KvNotShared: The description is wrong, or the file is not as described.
         """
         file, rings = read_states(response, layers, window)
+        super().__init__(file, read_grant, sys.maxsize)
+        self.byte_size = file.byte_size
         self._window = window
         self._slots = rings[0].shape[0]
-        self._size = file.byte_size
-        self._file = MappedFile(file, read_grant)
-        elements = self._file.elements()
+        elements = self._elements()
         self._rings = [ring.view(elements) for ring in rings]
-
-    @property
-    def byte_size(self) -> int:
-        """Bytes of the mapped file."""
-        return self._size
-
-    @property
-    def committed(self) -> int:
-        """See :class:`StateReader`.
-
-        Raises:
-            KvGone: The mapping was closed.
-        """
-        return self._file.committed
 
     def read(self, begin: int, end: int) -> tuple[int, Tensor]:
         """See :class:`StateReader`."""
@@ -142,14 +112,10 @@ class SharedStates(StateReader):
         first = min(end, max(begin, self._oldest()))
         return first, states[first - begin :]
 
-    def check(self) -> None:
-        """See :class:`MappedFile`."""
-        self._file.check()
-
     def close(self) -> None:
-        """See :class:`MappedFile`."""
+        """See :class:`MappedReader`."""
         self._rings = []
-        self._file.close()
+        super().close()
 
     def _oldest(self) -> int:
         """Returns the oldest position whose row cannot be overwritten now."""

@@ -66,19 +66,25 @@ class Canary:
         """Whether the comparison is undecided."""
         return self.state == drafter_pb2.CANARY_STATE_RUNNING
 
-    def add(self, version: str, statistics: DraftStatistics) -> None:
-        """Add a generation that ended or left the version. May end the canary."""
+    def add(self, version: str, statistics: DraftStatistics) -> bool:
+        """Add a generation that ended or left the version. May end the canary.
+
+        Returns:
+            Whether the versions were compared, or the canary ended.
+        """
         if not self.running or version not in (self.canary, self.baseline) or not statistics.rounds:
-            return
+            return False
         self.generations.setdefault(version, []).append(statistics)
         counts = [len(self.generations.get(each, ())) for each in (self.canary, self.baseline)]
-        if min(counts) >= _FIRST_COMPARISON << self.comparisons:
+        due = min(counts) >= _FIRST_COMPARISON << self.comparisons
+        if due:
             self._compare()
         if self.running and counts[0] >= self.settings.max_generations:
             self.end(
                 drafter_pb2.CANARY_STATE_ROLLED_BACK,
                 f"undecided after {counts[0]} generations of the canary",
             )
+        return due or not self.running
 
     def end(self, state: drafter_pb2.CanaryState, reason: str) -> None:
         """End the canary."""

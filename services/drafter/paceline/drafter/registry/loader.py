@@ -6,7 +6,8 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from paceline.drafter.calibration import FILE, read_calibration
+from paceline.drafter.calibration import FILE
+from paceline.drafter.checkpoint import read_calibration
 from paceline.drafter.methods import CALIBRATION, method_class, path_options
 from paceline.drafter.methods.base import Drafter, LoadError, Resources
 from paceline.drafter.spec import DrafterSpec, Roots

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 
 from paceline.drafter.methods.base import Drafter
 from paceline.drafter.registry.canary import Canary, CanarySettings
@@ -216,13 +215,11 @@ class Registry:
         version.streams.discard(end)
         name = version.spec.name
         canary = self._canaries.get(name)
-        if canary is not None and canary.running:
-            comparisons = canary.comparisons
-            canary.add(version.version, statistics)
-            if not canary.running:
-                self._conclude(name, canary)
-            elif canary.comparisons != comparisons:
+        if canary is not None and canary.add(version.version, statistics):
+            if canary.running:
                 self._save()
+            else:
+                self._conclude(name, canary)
         self._remove_if_unused(version)
 
     def report_failure(self, version: Version, error: str) -> None:
@@ -307,24 +304,8 @@ class Registry:
                 active[canary.canary].canary = True
 
     def _save(self) -> None:
-        if self._state is None:
-            return
-        self._state.save(
-            RegistryState(
-                configured=self._configured,
-                loaded=[
-                    (replace(v.spec, version=v.version), v.share)
-                    for v in self._table
-                    if not v.draining
-                ],
-                numbers=dict(self._table.numbers),
-                canaries={
-                    name: Canary(c.canary, c.baseline, c.settings, comparisons=c.comparisons)
-                    for name, c in self._canaries.items()
-                    if c.running
-                },
-            )
-        )
+        if self._state is not None:
+            self._state.save(RegistryState.of(self._configured, self._table, self._canaries))
 
     def _conclude(self, name: str, canary: Canary) -> None:
         """Keep the promoted version, or the baseline, and unload the other."""

@@ -6,13 +6,15 @@ import asyncio
 import json
 import logging
 import os
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from paceline.drafter.methods.base import LoadError
 from paceline.drafter.registry.canary import Canary, CanarySettings
+from paceline.drafter.registry.table import VersionTable
 from paceline.drafter.spec import DrafterSpec
 
 logger = logging.getLogger("paceline.drafter")
@@ -42,6 +44,22 @@ class RegistryState:
     canaries: dict[str, Canary] = field(default_factory=dict)
     """The running canary of each name. Its statistics are not saved: a restart collects new ones.
     The number of comparisons is, so that their share of the error is not spent again."""
+
+    @classmethod
+    def of(
+        cls, configured: list[DrafterSpec], table: VersionTable, canaries: Mapping[str, Canary]
+    ) -> RegistryState:
+        """The state of a registry. Draining versions are not part of it."""
+        return cls(
+            configured,
+            [(replace(v.spec, version=v.version), v.share) for v in table if not v.draining],
+            dict(table.numbers),
+            {
+                name: Canary(c.canary, c.baseline, c.settings, comparisons=c.comparisons)
+                for name, c in canaries.items()
+                if c.running
+            },
+        )
 
     def __post_init__(self) -> None:
         versions = {(spec.name, spec.version) for spec, _ in self.loaded}

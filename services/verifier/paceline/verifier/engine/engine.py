@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from concurrent.futures import Future
 from functools import partial
 from time import perf_counter
 from typing import TypeVar
@@ -13,8 +14,7 @@ from typing import TypeVar
 import torch
 
 from paceline.decoder import Decoder, GraphRunner, use_device
-from paceline.kernels import MAX_TREE_NODES
-from paceline.tree import TokenTree
+from paceline.tree import MAX_NODES, TokenTree
 from paceline.verifier.engine.acceptance import accept_batch
 from paceline.verifier.engine.batch import Batch
 from paceline.verifier.engine.errors import DeviceLost, SequenceClosed, StepFailed, device_lost
@@ -22,7 +22,7 @@ from paceline.verifier.engine.job import Job, Prefill, Round, microseconds
 from paceline.verifier.engine.output import StepOutput
 from paceline.verifier.engine.queue import JobQueue
 from paceline.verifier.engine.sequence import Sequence
-from paceline.verifier.engine.thread import CommandThread, resolve
+from paceline.verifier.engine.thread import CommandThread
 from paceline.verifier.kv.base import OutOfMemory
 from paceline.verifier.scheduler.admission import Step
 from paceline.verifier.scheduler.scheduler import Decision, Scheduler, Served
@@ -47,7 +47,7 @@ class Engine:
         prefill_tokens: int = 512,
         threads: int | None = None,
         scheduler: Scheduler | None = None,
-        node_budget: int = MAX_TREE_NODES - 1,
+        node_budget: int = MAX_NODES,
         graphs: GraphRunner | None = None,
     ) -> None:
         """Make an engine; :meth:`start` starts its thread.
@@ -71,7 +71,7 @@ class Engine:
         self._queue = JobQueue(step_tokens, prefill_tokens)
         self._running: Batch | None = None
         self._stopping = False
-        self._lost: asyncio.Future[None] | None = None
+        self._lost: Future[None] = Future()
         self.on_step: Callable[[float, int, Decision | None], None] | None = None
         """Called on the engine thread after each step, with its time in seconds, its tokens, and
         the scheduler's decision on its trees."""
@@ -89,7 +89,6 @@ class Engine:
 
     def start(self) -> None:
         """Start the thread. Jobs notify the running event loop."""
-        self._lost = asyncio.get_running_loop().create_future()
         self._thread.start(self._run)
 
     async def stop(self) -> None:
@@ -102,8 +101,7 @@ class Engine:
         Raises:
             DeviceLost: It is.
         """
-        assert self._lost is not None, "started"
-        await asyncio.shield(self._lost)
+        await asyncio.shield(asyncio.wrap_future(self._lost))
 
     def prefill(self, job: Prefill, parent: Sequence | None = None) -> None:
         """Queue a prefill; KV of the longest common prefix with ``parent`` is copied."""
@@ -292,11 +290,10 @@ class Engine:
             self._thread.call_loop(partial(_notify_all, jobs))
 
     def _check_device(self) -> None:
-        if device_lost(self.device):
+        if not self._lost.done() and device_lost(self.device):
             _log.critical("the device fails every call: the verifier has to be restarted")
             lost = DeviceLost(f"{self.device} fails every call since an error in a kernel")
-            if self._lost is not None:
-                self._thread.call_loop(partial(resolve, self._lost, self._lost.set_exception, lost))
+            self._lost.set_exception(lost)
 
 
 def _notify_all(jobs: Items[Job]) -> None:

@@ -1,4 +1,4 @@
-"""Work that the event loop queues for the engine, and how its results come back."""
+"""Jobs: work that the event loop queues for the engine, with their results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MESSAGE_GAP = 0.010
 A notification competes with the next step for the interpreter, and wakes the client's process."""
 
 _MAX_CONFIDENCE = 0.98
-"""A confidence of 1 would stay 1 under every calibration of survivals."""
+"""Largest confidence that is used. Calibration raises survivals to a power, which keeps 1 at 1."""
 
 
 class Job:
@@ -35,7 +35,7 @@ class Job:
         error: Why the job failed; None: it did not.
         done: Whether the engine is finished with it.
         cancelled: Set by the event loop; the job ends after the running step.
-        ready_at: When it began to wait for its next step (time.perf_counter).
+        ready_at: When it started to wait for its next step (time.perf_counter).
         notifies: Whether the event loop is to be notified of the newest step.
         on_done: Called once on the event loop when it is done, after its waiter has run.
     """
@@ -131,8 +131,8 @@ class Round(Job):
         nodes: Index in the drafted tree of each node of ``tree``.
         steps: Steps still to run.
         deadline: When a free run ends at the latest (time.perf_counter); None: never. A round
-            whose deadline passed while it waited still runs one step: the client may repeat the
-            round, and its answer is stored.
+            that waited past its deadline still runs one step: its client may repeat the round and
+            get the stored answer.
         outputs: One for each step so far. The engine appends, the event loop reads.
     """
 

@@ -27,7 +27,7 @@ class StepOutput:
         tokens: Emitted tokens, at least one.
         accepted: Indices of the accepted nodes in the drafted tree, from the anchor down. One fewer
             than ``tokens``, unless the last token ended the generation and was drafted too.
-        finish: Why the generation ended; None: it goes on.
+        finish: Why the generation ended; None: it has not ended.
         logprobs: Raw log-probability of each token; empty unless the request has logprobs.
         top_logprobs: Likeliest (token, log-probability) pairs at each position; empty unless the
             request has top_logprobs.

@@ -13,9 +13,9 @@ from paceline.verifier.kv.base import OutOfMemory
 
 
 class JobQueue:
-    """Waiting rounds and prefills, first come, first served. Belongs to the engine thread.
+    """Waiting rounds and prefills, in order of arrival. Only the engine thread uses it.
 
-    A job that was cancelled, or whose KV cannot grow, ends when its turn comes.
+    A job that was cancelled, or whose KV cannot grow, ends when it is taken from the queue.
 
     Attributes:
         updated: Jobs that ended or have output; the engine notifies their waiters.

@@ -65,7 +65,7 @@ class Sampler:
         if self._tokens is not None:
             token = self._tokens[node + 1]
         elif self._argmax:
-            # numpy's argmax takes the lowest of equal values too, and a twentieth of torch's time.
+            # numpy's argmax returns the lowest of equal values too, in a twentieth of torch's time.
             token = int(allowed.float().cpu().numpy().argmax())
         elif node + 1 < len(self._chain):
             token = self._accept_or_resample(node + 1, allowed.cpu())

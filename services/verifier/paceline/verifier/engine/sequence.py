@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Generation:
-    """A generation request: everything that decides its tokens.
+    """A generation request.
 
     Attributes:
         prompt: Token ids of the prompt, at least one.
@@ -31,6 +31,8 @@ class Generation:
         top_logprobs: Likeliest tokens to report with each emitted one; None: no log-probabilities.
         taps: Hidden states to keep for drafters; None: none.
         grammar: Grammar of the output; None: none.
+        drafter: Name of the drafter that the client uses; None: none, or not sent. Unlike the
+            other fields it does not influence the tokens.
     """
 
     prompt: tuple[int, ...]
@@ -41,6 +43,7 @@ class Generation:
     top_logprobs: int | None = None
     taps: Taps | None = None
     grammar: Grammar | None = None
+    drafter: str | None = None
 
 
 HiddenStates = Mapping[int, Tensor]
@@ -61,8 +64,8 @@ class Sequence:
         generation: The request.
         segment: Its KV; closed by the engine when the sequence is released.
         tokens: Prompt and output.
-        finish: Why the generation ended; None: it goes on.
-        drafter: Name of the drafter its client uses; None: none, or the client did not send it.
+        finish: Why the generation ended; None: it has not ended.
+        drafter: Name of the drafter that its client uses; see the request.
         observers: Score committed positions while its rounds are verified. The event loop adds and
             removes them, the engine thread copies the list for each step.
         listeners: Called on the event loop, which owns them, after steps and at the release.
@@ -77,7 +80,7 @@ class Sequence:
         self.guide = None if grammar is None else grammar.begin(generation.output)
         self._committed = 0
         self.finish: FinishReason | None = None
-        self.drafter: str | None = None
+        self.drafter = generation.drafter
         self.observers: list[ScoreObserver] = []
         self.listeners: set[Callable[[], None]] = set()
 
@@ -103,7 +106,7 @@ class Sequence:
 
     @property
     def prefilling(self) -> bool:
-        """Whether its first token is still to come."""
+        """Whether it has not emitted its first token."""
         return len(self.tokens) == len(self.generation.prompt) + len(self.generation.output)
 
     def common_prefix(self, other: Sequence) -> int:

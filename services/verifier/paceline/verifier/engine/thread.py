@@ -7,8 +7,8 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from functools import partial
-from typing import Any, TypeVar
+from concurrent.futures import Future
+from typing import TypeVar
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -42,19 +42,16 @@ class CommandThread:
         """
         if self._thread is None:
             return action()
-        assert self._loop is not None
-        answer: asyncio.Future[_T] = self._loop.create_future()
+        answer: Future[_T] = Future()
 
         def run() -> None:
             try:
-                value = action()
+                answer.set_result(action())
             except Exception as error:
-                self.call_loop(partial(resolve, answer, answer.set_exception, error))
-            else:
-                self.call_loop(partial(resolve, answer, answer.set_result, value))
+                answer.set_exception(error)
 
         self._commands.put(run)
-        return await answer
+        return await asyncio.shield(asyncio.wrap_future(answer))  # a cancelled caller stops nothing
 
     async def stop(self, last: Callable[[], None]) -> None:
         """Run ``last``, which has the work return, and join the thread."""
@@ -82,9 +79,3 @@ class CommandThread:
             self._loop.call_soon_threadsafe(callback)
         except RuntimeError:
             _log.debug("the event loop is closed; a callback was dropped")
-
-
-def resolve(answer: asyncio.Future[Any], setter: Callable[[Any], None], value: object) -> None:
-    """Resolve a future, unless its waiter was cancelled."""
-    if not answer.done():
-        setter(value)

@@ -7,6 +7,7 @@ import mmap
 import os
 import secrets
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -104,10 +105,6 @@ class SequenceKv(ABC):
         """Returns keys and values of a layer, each ``[kv_heads, capacity, head_dim]``."""
 
     @abstractmethod
-    def describe(self, layer: int, kind: int) -> kv_pb2.KvSegment:
-        """Describe where keys (``kind`` 0) or values (1) of a layer lie, if it is mappable."""
-
-    @abstractmethod
     def gather(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Copy keys and values of some positions to the CPU.
 
@@ -149,17 +146,51 @@ class SequenceKv(ABC):
         """Whether :meth:`close` was called."""
         return self._file < 0
 
-    def describe_states(self, layer: int) -> kv_pb2.HiddenStateSegment:
-        """Describe where the hidden states of a kept layer lie."""
+    def describe_file(self) -> kv_pb2.PosixSharedMemory:
+        """Describe the file to other processes."""
+        return kv_pb2.PosixSharedMemory(name=f"/{self.name}", byte_size=self.file_bytes)
+
+    def describe(self, layers: Iterable[int]) -> kv_pb2.KvLayout:
+        """Describe where keys and values of layers lie, if the KV is mappable."""
+        return self._describe(layers, HEADER_BYTES, self.capacity)
+
+    def _describe(self, layers: Iterable[int], start: int, slots: int) -> kv_pb2.KvLayout:
+        """Describe planes of so many slots, the first of which begins at byte ``start``."""
+        layout = self.layout
+        plane_bytes = slots * layout.row_bytes
+        kind_bytes = layout.kv_heads * plane_bytes
+        return kv_pb2.KvLayout(
+            layers=[
+                kv_pb2.KvLayer(
+                    layer=layer,
+                    key_offset=start + 2 * layer * kind_bytes,
+                    value_offset=start + (2 * layer + 1) * kind_bytes,
+                )
+                for layer in layers
+            ],
+            heads=layout.kv_heads,
+            head_dim=layout.head_dim,
+            capacity=self.capacity,
+            head_stride=plane_bytes,
+            position_stride=layout.row_bytes,
+        )
+
+    def describe_states(self, layers: Iterable[int]) -> kv_pb2.HiddenStateLayout:
+        """Describe where the hidden states of kept layers lie."""
         assert self.taps is not None, "hidden states are kept"
         layout = self.taps.layout
-        return kv_pb2.HiddenStateSegment(
-            layer=layer,
-            posix=self._memory(),
-            offset=self._taps_offset + layout.taps.layers.index(layer) * layout.plane_bytes,
-            position_stride=layout.row_bytes,
+        kept = layout.taps.layers
+        return kv_pb2.HiddenStateLayout(
+            layers=[
+                kv_pb2.HiddenStateLayer(
+                    layer=layer,
+                    offset=self._taps_offset + kept.index(layer) * layout.plane_bytes,
+                )
+                for layer in layers
+            ],
             hidden_size=layout.hidden,
             slots=layout.slots,
+            position_stride=layout.row_bytes,
         )
 
     def publish(self, committed: int) -> None:
@@ -183,9 +214,6 @@ class SequenceKv(ABC):
         self.reserved = 0
         self._body = torch.empty(0)
         self.taps = None
-
-    def _memory(self) -> kv_pb2.PosixSharedMemory:
-        return kv_pb2.PosixSharedMemory(name=f"/{self.name}", byte_size=self.file_bytes)
 
     def _fill(self, start: int, byte_size: int, tokens: int) -> None:
         """Give memory to a part of the file; ``tokens`` is for the error message.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Self
 
@@ -221,30 +222,18 @@ class PagedKv(SequenceKv):
         """Start of the page table. Unit: bytes from the start of the file."""
         return self._taps_offset - self._table_bytes
 
-    def describe(self, layer: int, kind: int) -> kv_pb2.KvSegment:
+    def describe(self, layers: Iterable[int]) -> kv_pb2.KvLayout:
         """See :class:`SequenceKv`."""
-        layout, memory = self.layout, self.pool.exported
+        memory = self.pool.exported
         assert memory is not None, "the pool is exported"
-        plane_bytes = PAGE_TOKENS * layout.row_bytes
-        return kv_pb2.KvSegment(
-            layer=layer,
-            is_value=bool(kind),
-            cuda_ipc=kv_pb2.CudaIpcMemory(
-                device_uuid=memory.device_uuid,
-                handle=memory.handle,
-                byte_size=memory.bytes.numel(),
-            ),
-            offset=(layer * 2 + kind) * layout.kv_heads * plane_bytes,
-            head_stride=plane_bytes,
-            position_stride=layout.row_bytes,
-            heads=layout.kv_heads,
-            head_dim=layout.head_dim,
-            capacity=self.capacity,
-            page_size=PAGE_TOKENS,
-            page_stride=self.pool.page_bytes,
-            page_table_memory=self._memory(),
-            page_table_offset=self.table_offset,
-        )
+        described = self._describe(layers, 0, PAGE_TOKENS)
+        described.pages.memory.device_uuid = memory.device_uuid
+        described.pages.memory.handle = memory.handle
+        described.pages.memory.byte_size = memory.bytes.numel()
+        described.pages.page_size = PAGE_TOKENS
+        described.pages.page_stride = self.pool.page_bytes
+        described.pages.table_offset = self.table_offset
+        return described
 
     def layer(self, index: int) -> tuple[PagedPlane, PagedPlane]:
         """See :class:`SequenceKv`."""

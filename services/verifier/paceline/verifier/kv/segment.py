@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from paceline.kv.segment import PREFIX, SHM, is_orphan
-from paceline.v1 import kv_pb2
 from paceline.verifier.kv.base import SequenceKv, own_prefix
 from paceline.verifier.kv.layout import KvLayout, round_up
 from paceline.verifier.kv.taps import TapLayout
@@ -59,21 +58,6 @@ class Segment(SequenceKv):
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Returns keys and values of a layer, each ``[kv_heads, capacity, head_dim]``."""
         return self._layers[index]
-
-    def describe(self, layer: int, kind: int) -> kv_pb2.KvSegment:
-        """See :class:`SequenceKv`."""
-        layout = self.layout
-        return kv_pb2.KvSegment(
-            layer=layer,
-            is_value=bool(kind),
-            posix=self._memory(),
-            offset=layout.offset((layer * 2 + kind) * layout.kv_heads, self.capacity),
-            head_stride=self.capacity * layout.row_bytes,
-            position_stride=layout.row_bytes,
-            heads=layout.kv_heads,
-            head_dim=layout.head_dim,
-            capacity=self.capacity,
-        )
 
     def gather(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`SequenceKv`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 
@@ -14,13 +14,12 @@ from paceline.verifier.cache import Cache
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.job import Round
 from paceline.verifier.engine.output import StepOutput, merge
-from paceline.verifier.errors import as_service_errors, cache_not_found
 from paceline.verifier.kv.base import OutOfMemory
-from paceline.verifier.messages import Limits, read_tree, write_result
+from paceline.verifier.model import Limits
+from paceline.verifier.rpc.errors import as_service_errors, cache_not_found
+from paceline.verifier.rpc.messages import read_tree, write_result
 from paceline.verifier.store import CacheStore
-
-if TYPE_CHECKING:
-    from paceline.verifier.telemetry import Telemetry
+from paceline.verifier.telemetry import Telemetry
 
 Request = verifier_pb2.VerifyRequest
 
@@ -39,7 +38,7 @@ class VerifyStream:
         store: CacheStore,
         engine: Engine,
         limits: Limits,
-        telemetry: Telemetry | None = None,
+        telemetry: Telemetry,
     ) -> None:
         self._cache = cache
         self._store = store
@@ -124,8 +123,7 @@ class VerifyStream:
             steps=min(max(1, request.free_run_steps), sequence.room),
             deadline=deadline,
         )
-        if self._telemetry is not None:
-            self._telemetry.report(self._cache, round_, request.traceparent)
+        self._telemetry.report(self._cache, round_, request.traceparent)
         self._cache.job = round_
         self._engine.verify(round_)
         return round_

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
 
 from paceline.kernels import SamplingParams
 from paceline.service import ServiceError
 from paceline.service.sampling import sampling_params
-from paceline.tree import TokenTree, TreeError
+from paceline.tree import MAX_NODES, TokenTree, TreeError
 from paceline.v1 import sampling_pb2, tree_pb2, verifier_pb2
 from paceline.verifier.engine.output import FinishReason, StepOutput
 from paceline.verifier.engine.sequence import Generation
-from paceline.verifier.grammar import MAX_SCHEMA_BYTES, GrammarError, Grammars
+from paceline.verifier.grammar import MAX_SCHEMA_BYTES, Grammar, GrammarError, Grammars
 from paceline.verifier.kv.taps import Taps
-
-MAX_TREE_NODES = 255
-"""Most drafted nodes of a round. With the anchor they fill one query block of the attention."""
+from paceline.verifier.model import Limits
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_TOKENS = 1024
@@ -32,25 +29,15 @@ _FINISH = {
 _invalid = ServiceError.invalid_argument
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits of the served model, which requests are checked against.
+async def read_generation(
+    request: verifier_pb2.CreateCacheRequest, limits: Limits, grammars: Grammars
+) -> Generation:
+    """Read and check a generation request.
 
-    Attributes:
-        vocab_size: Number of token ids.
-        max_context: Most tokens of prompt and output together.
-        eos_token_ids: Tokens that end a generation unless the request ignores them.
-        layers: Number of layers, whose hidden states may be requested.
-    """
-
-    vocab_size: int
-    max_context: int
-    eos_token_ids: tuple[int, ...]
-    layers: int = 0
-
-
-def read_generation(request: verifier_pb2.CreateCacheRequest, limits: Limits) -> Generation:
-    """Read and check a request, all but its JSON schema and drafter name.
+    Args:
+        request: The request.
+        limits: Of the served model.
+        grammars: Compiler for the request's JSON schema.
 
     Raises:
         ServiceError: INVALID_ARGUMENT.
@@ -88,6 +75,12 @@ def read_generation(request: verifier_pb2.CreateCacheRequest, limits: Limits) ->
             "BAD_TOP_LOGPROBS",
             f"top_logprobs is {request.top_logprobs}, expected at most {MAX_TOP_LOGPROBS}",
         )
+    if len(request.drafter) > MAX_NAME:
+        raise _invalid(
+            "BAD_DRAFTER",
+            f"the drafter's name has {len(request.drafter)} characters, expected at most "
+            f"{MAX_NAME}; shorten it or leave it out",
+        )
     stop_ids = set(request.stop_token_ids)
     if not request.ignore_eos:
         stop_ids.update(limits.eos_token_ids)
@@ -100,42 +93,9 @@ def read_generation(request: verifier_pb2.CreateCacheRequest, limits: Limits) ->
         stop_ids=frozenset(stop_ids),
         top_logprobs=request.top_logprobs if logprobs else None,
         taps=_read_taps(request, limits),
+        grammar=await _read_grammar(request.sampling.json_schema, tuple(output), grammars),
+        drafter=request.drafter if request.HasField("drafter") else None,
     )
-
-
-def read_drafter_name(request: verifier_pb2.CreateCacheRequest) -> str | None:
-    """The name of the drafter that the client uses; None if it did not send one.
-
-    Raises:
-        ServiceError: INVALID_ARGUMENT.
-    """
-    if len(request.drafter) > MAX_NAME:
-        raise _invalid(
-            "BAD_DRAFTER",
-            f"the drafter's name has {len(request.drafter)} characters, expected at most "
-            f"{MAX_NAME}; shorten it or leave it out",
-        )
-    return request.drafter if request.HasField("drafter") else None
-
-
-async def with_grammar(generation: Generation, schema: str, grammars: Grammars) -> Generation:
-    """The generation, with a grammar that makes its output an instance of a JSON schema.
-
-    Raises:
-        ServiceError: INVALID_ARGUMENT.
-    """
-    size = len(schema.encode())
-    if size > MAX_SCHEMA_BYTES:
-        raise _invalid(
-            "INVALID_SCHEMA",
-            f"the JSON schema has {size} bytes, expected at most {MAX_SCHEMA_BYTES}",
-        )
-    try:
-        grammar = await asyncio.to_thread(grammars.compile, schema)
-        grammar.begin(generation.output)
-    except GrammarError as error:
-        raise _invalid("INVALID_SCHEMA", str(error)) from error
-    return replace(generation, grammar=grammar)
 
 
 def read_sampling(message: sampling_pb2.SamplingParams, limits: Limits) -> SamplingParams:
@@ -181,7 +141,7 @@ def read_tree(
             "distributions belong to the mode REJECTION at temperatures above 0; send none",
         )
     try:
-        tree = TokenTree.from_proto(message, MAX_TREE_NODES)
+        tree = TokenTree.from_proto(message, MAX_NODES)
         tree.check(limits.vocab_size)
         if sampling.rejection:
             tree.check_samples(sampling.seed, position)
@@ -204,6 +164,23 @@ def write_result(output: StepOutput) -> verifier_pb2.RoundResult:
             tokens=[token for token, _ in top], logprobs=[value for _, value in top]
         )
     return result
+
+
+async def _read_grammar(schema: str, output: tuple[int, ...], grammars: Grammars) -> Grammar | None:
+    if not schema:
+        return None
+    size = len(schema.encode())
+    if size > MAX_SCHEMA_BYTES:
+        raise _invalid(
+            "INVALID_SCHEMA",
+            f"the JSON schema has {size} bytes, expected at most {MAX_SCHEMA_BYTES}",
+        )
+    try:
+        grammar = await asyncio.to_thread(grammars.compile, schema)
+        grammar.begin(output)
+    except GrammarError as error:
+        raise _invalid("INVALID_SCHEMA", str(error)) from error
+    return grammar
 
 
 def _read_taps(request: verifier_pb2.CreateCacheRequest, limits: Limits) -> Taps | None:

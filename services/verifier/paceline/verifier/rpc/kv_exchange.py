@@ -14,10 +14,10 @@ from paceline.service import ServiceError
 from paceline.service.locality import is_local_peer
 from paceline.v1 import kv_pb2, kv_pb2_grpc
 from paceline.verifier.cache import CAPABILITY_BYTES, Cache
-from paceline.verifier.errors import grant_not_found
-from paceline.verifier.follow import FollowCounts, FollowStream
-from paceline.verifier.follow_states import StateFeed
 from paceline.verifier.kv.base import SequenceKv
+from paceline.verifier.rpc.errors import grant_not_found
+from paceline.verifier.rpc.follow import FollowCounts, FollowStream
+from paceline.verifier.rpc.follow_states import StateFeed
 from paceline.verifier.store import CacheNotFound, CacheStore
 
 MAX_FOLLOWERS = 16
@@ -49,7 +49,13 @@ class KvExchangeServicer(kv_pb2_grpc.KvExchangeServiceServicer):
             )
         cache = self._find(request.read_grant)
         segment = cache.sequence.segment
-        layers: list[int] = []
+        response = kv_pb2.MapCacheResponse(
+            file=segment.describe_file(),
+            dtype=cache_dtype(segment.layout.dtype),
+            committed_length=cache.sequence.committed,
+            generation=cache.generation,
+            lease_ms=round(self._store.lease_left(cache) * 1000),
+        )
         if request.layers or not request.hidden_state_layers:
             layers = _layers(request.layers, segment.layout.layers)
             if not segment.mappable:
@@ -58,18 +64,12 @@ class KvExchangeServicer(kv_pb2_grpc.KvExchangeServiceServicer):
                     "this verifier's KV lies in pages that other processes cannot map; follow the "
                     "cache",
                 )
-        _check_kept(segment, request.hidden_state_layers)
-        return kv_pb2.MapCacheResponse(
-            segments=[segment.describe(layer, kind) for layer in layers for kind in (0, 1)],
-            dtype=cache_dtype(segment.layout.dtype),
-            committed_length=cache.sequence.committed,
-            generation=cache.generation,
-            lease_ms=round(self._store.lease_left(cache) * 1000),
-            hidden_states=[
-                segment.describe_states(layer)
-                for layer in dict.fromkeys(request.hidden_state_layers)
-            ],
-        )
+            response.kv.CopyFrom(segment.describe(layers))
+        if request.hidden_state_layers:
+            _check_kept(segment, request.hidden_state_layers)
+            layers = list(dict.fromkeys(request.hidden_state_layers))
+            response.hidden_states.CopyFrom(segment.describe_states(layers))
+        return response
 
     async def FollowCache(self, request_iterator: Any, context: Any) -> None:
         """Stream selected positions, and their changes after each round."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 
@@ -11,19 +11,12 @@ from paceline.v1 import verifier_pb2, verifier_pb2_grpc
 from paceline.verifier.cache import CAPABILITY_BYTES, Cache
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.job import Prefill
-from paceline.verifier.errors import as_service_errors, cache_not_found
-from paceline.verifier.messages import (
-    read_drafter_name,
-    read_generation,
-    with_grammar,
-    write_result,
-)
 from paceline.verifier.model import ModelInfo
+from paceline.verifier.rpc.errors import as_service_errors, cache_not_found
+from paceline.verifier.rpc.messages import read_generation, write_result
+from paceline.verifier.rpc.stream import VerifyStream
 from paceline.verifier.store import CacheNotFound, CacheStore
-from paceline.verifier.stream import VerifyStream
-
-if TYPE_CHECKING:
-    from paceline.verifier.telemetry import Telemetry
+from paceline.verifier.telemetry import Telemetry
 
 
 class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
@@ -35,7 +28,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         store: CacheStore,
         engine: Engine,
         gate: Gate,
-        telemetry: Telemetry | None = None,
+        telemetry: Telemetry,
     ) -> None:
         self._model = model
         self._store = store
@@ -53,24 +46,16 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
     async def CreateCache(self, request: verifier_pb2.CreateCacheRequest, context: Any) -> None:
         """Prefill a prompt; stream progress, then the capabilities and the first token."""
         with self._gate.enter(), as_service_errors():
-            generation = read_generation(request, self._model.limits)
-            if request.sampling.json_schema:
-                generation = await with_grammar(
-                    generation, request.sampling.json_schema, self._grammars
-                )
+            generation = await read_generation(request, self._model.limits, self._grammars)
             owner = owner_of(context)
             parent = None
             if request.parent_handle:
                 parent = self._find(request.parent_handle, owner).sequence
-            drafter = read_drafter_name(request)
             cache = self._store.admit(generation, owner)
-            cache.sequence.drafter = drafter
-            if self._telemetry is not None:
-                self._telemetry.admitted(cache)
+            self._telemetry.admitted(cache)
             try:
                 prefill = Prefill(cache.sequence)
-                if self._telemetry is not None:
-                    self._telemetry.report(cache, prefill, request.traceparent)
+                self._telemetry.report(cache, prefill, request.traceparent)
                 cache.job = prefill
                 self._engine.prefill(prefill, parent)
                 await self._send_progress(prefill, context)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from openai import AsyncOpenAI, OpenAIError
 
-from paceline.bench.rival import SERVER, ask, compare
+from paceline.bench.server import SERVER, compare, complete
 from paceline.client import Client, MockTransport
 from paceline.gateway import GatewayOptions, run_gateway
 
@@ -16,7 +16,7 @@ PROMPTS = ["def one", "def two"]
 
 async def test_a_server_is_measured_beside_paceline() -> None:
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    stop, said = asyncio.Event(), list[str]()
+    stop, progress = asyncio.Event(), list[str]()
     async with (
         Client(transport=MockTransport(lambda prompt: prompt * 4), cache_dir=None) as behind,
         Client(transport=MockTransport(lambda prompt: prompt * 4), cache_dir=None) as client,
@@ -34,15 +34,15 @@ async def test_a_server_is_measured_beside_paceline() -> None:
                 PROMPTS,
                 tokens=12,
                 repeats=2,
-                progress=said.append,
+                progress=progress.append,
             )
             with pytest.raises(OpenAIError, match="no_such_model"):
-                await ask(server, "no_such_model", "x", 4, 0.0, 0)
+                await complete(server, "no_such_model", "x", 4, 0.0, 0)
         stop.set()
         await running
-    assert len(said) == 4
-    assert set(found["temperatures"]) == {"0", "1"}
-    for rows in found["temperatures"].values():
+    assert len(progress) == 4
+    assert set(found) == {"T = 0", "T = 1"}
+    for rows in found.values():
         assert set(rows) == {SERVER, "paceline none"}
         for row in rows.values():
             assert row["runs"] == 4

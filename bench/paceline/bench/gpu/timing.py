@@ -1,4 +1,4 @@
-"""What the checks have in common."""
+"""Times of single actions on a device, and the output of a measurement."""
 
 from __future__ import annotations
 
@@ -12,48 +12,19 @@ from typing import Any
 import torch
 
 
-def arguments() -> tuple[torch.device, int]:
-    """Device and seed from the command line; everything random is seeded."""
-    device, seed = torch.device(sys.argv[1]), int(sys.argv[2])
-    torch.manual_seed(seed)
-    return device, seed
-
-
-def part() -> str:
-    """What of the check is to be run, from the command line; empty: all of it."""
-    return sys.argv[3] if len(sys.argv) > 3 else ""
+def arguments() -> torch.device:
+    """The device of the command line; seeds torch with the second argument."""
+    torch.manual_seed(int(sys.argv[2]))
+    return torch.device(sys.argv[1])
 
 
 def report(name: str, value: Any) -> None:
-    """Tell a result at once: a check that fails later has told it."""
+    """Print a result as a line of JSON, at once: it stays if a later measurement fails."""
     print(json.dumps({name: value}), flush=True)
 
 
-def require(holds: bool, message: str) -> None:
-    """Fail the check, at its end, unless something holds."""
-    if not holds:
-        _BROKEN.append(message)
-        print(message, file=sys.stderr, flush=True)
-
-
-def broken() -> bool:
-    """Whether anything did not hold so far."""
-    return bool(_BROKEN)
-
-
-def finish() -> None:
-    """Leave with status 1 if anything did not hold."""
-    sys.exit(1 if _BROKEN else 0)
-
-
-_BROKEN: list[str] = []
-
-
 def median_ms(action: Callable[[], object], device: torch.device, repeats: int = 20) -> float:
-    """Median time of an action on an idle device, caches of the GPU flushed in between.
-
-    Unit: milliseconds.
-    """
+    """Median milliseconds of an action on an idle device; on a GPU with cold caches."""
     for _ in range(3):
         action()
     times = []
@@ -76,7 +47,7 @@ def median_ms(action: Callable[[], object], device: torch.device, repeats: int =
 
 
 def graphed(action: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """The same as one replay of a CUDA graph, so that the CPU's part is not what is timed."""
+    """The action as a replay of a CUDA graph, so that launches by the CPU are not timed."""
     if device.type != "cuda":
         return action
     stream = torch.cuda.Stream()
@@ -89,3 +60,11 @@ def graphed(action: Callable[[], object], device: torch.device) -> Callable[[], 
     with torch.cuda.graph(graph):
         action()
     return graph.replay
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes read and written by a large copy. Unit: GB/s."""
+    size = 1 << (32 if device.type == "cuda" else 24)
+    source = torch.empty(size, dtype=torch.uint8, device=device)
+    goal = torch.empty_like(source)
+    return 2 * size / median_ms(lambda: goal.copy_(source), device, repeats=10) / 1e6

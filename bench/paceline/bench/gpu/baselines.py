@@ -1,7 +1,6 @@
-"""Other attention kernels at the same work, where they are installed and can do it.
+"""Other attention kernels at chains of new tokens behind a prefix, where they are installed.
 
-They know no trees: what all can do is a chain of new tokens behind a prefix. Each gets keys and
-values in the layout it likes best, made beforehand.
+They do not support trees. Each gets keys and values in its own layout, prepared beforehand.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ PACKAGES = {"flash_attn": "flash_attn", "xformers_split_k": "xformers"}
 
 
 def missing() -> list[str]:
-    """Rivals whose package is not installed."""
+    """Baselines whose package is not installed."""
     return [name for name, package in PACKAGES.items() if find_spec(package) is None]
 
 
@@ -67,10 +66,10 @@ def _padded(plane: Any, segment: TreeSegment, segments: Sequence[TreeSegment]) -
 
 
 def _sdpa(batch: Batch) -> Action:
-    """PyTorch's own; for one token it needs no mask.
+    """PyTorch; one token needs no mask.
 
     Raises:
-        ValueError: Sequences differ in length, which it has no kernel for.
+        ValueError: Sequences differ in length, which has no kernel.
     """
     if len(set(batch.lengths)) > 1:
         raise ValueError("sequences differ in length")
@@ -107,7 +106,7 @@ def _flash(batch: Batch) -> Action:
 
 
 def _xformers(batch: Batch) -> Action:
-    """Its split-K kernel, with heads that share keys as a dimension of their own."""
+    """The split-K kernel, with the heads of a group as a dimension."""
     from xformers.ops import memory_efficient_attention_forward
     from xformers.ops.fmha import triton_splitk
     from xformers.ops.fmha.attn_bias import BlockDiagonalCausalWithOffsetPaddedKeysMask
@@ -135,16 +134,16 @@ def _xformers(batch: Batch) -> Action:
     return run
 
 
-RIVALS: dict[str, Callable[[Batch], Action]] = {
+BASELINES: dict[str, Callable[[Batch], Action]] = {
     "sdpa": _sdpa,
     "flash_attn": _flash,
     "xformers_split_k": _xformers,
 }
-"""What attends a batch of chains, by name; see :func:`missing`."""
+"""By name; see :func:`missing`."""
 
 
 def eager_with_mask(case: Case) -> Action:
-    """Tree attention of one sequence as models without a kernel write it."""
+    """Tree attention of one sequence in plain PyTorch operations."""
     (segment,) = case.plan.segments
     batch = Batch.of(case)
     group = batch.q.shape[2] // batch.keys.shape[2]

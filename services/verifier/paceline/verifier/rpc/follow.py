@@ -16,8 +16,8 @@ from paceline.kv.wire import cache_dtype, encode, position_bytes
 from paceline.service import ServiceError
 from paceline.v1 import kv_pb2
 from paceline.verifier.cache import Cache
-from paceline.verifier.errors import grant_not_found
-from paceline.verifier.follow_states import StateFeed
+from paceline.verifier.rpc.errors import grant_not_found
+from paceline.verifier.rpc.follow_states import StateFeed
 
 MESSAGE_BYTES = 1 << 20
 """Most KV or hidden states in one message, so that encoding it does not block the event loop for
