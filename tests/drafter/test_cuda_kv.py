@@ -23,7 +23,7 @@ from paceline.verifier.cache import Cache
 from paceline.verifier.engine.sequence import Generation, Sequence
 from paceline.verifier.kv.layout import KvLayout
 from paceline.verifier.kv.pool import PagedKv, PagePool
-from paceline.verifier.kv_exchange import KvExchangeServicer
+from paceline.verifier.rpc.kv_exchange import KvExchangeServicer
 
 from .conftest import until
 from .test_kv_descriptions import change

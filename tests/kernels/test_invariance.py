@@ -67,9 +67,3 @@ def test_blocks_of_one_sequence_in_one_plan_have_the_bits_of_separate_plans(
     segments = [TreeSegment(0, 200, None, 56), TreeSegment(0, 256, None, 144)]
     out, _ = attend(segments, case.q, [case.key], [case.value], None)
     assert torch.equal(out, case.run()[0])
-
-
-@pytest.mark.parametrize("window", [200, 700, 5000])
-def test_many_chunks_are_added_in_an_order_of_their_own(window: int) -> None:
-    case = make_case(4, 9 * 512 + 250, tuple(max(-1, i - 2) for i in range(24)), window=window)
-    assert_every_path_alone(case, [0, 5, 11, 12, 20, 23])

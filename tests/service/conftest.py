@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+from certificates import Authority, Pair
 
 from paceline.service import ServerOptions, run_server
 from paceline.service.metrics import new_registry
@@ -20,36 +21,15 @@ from .toy import Toy
 Serve = Callable[..., Awaitable["Served"]]
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A certificate and its key."""
-
-    cert: Path
-    key: Path
-
-
 @pytest.fixture(scope="session")
 def pki(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
-    """An authority, a server and a client it signed, and a stranger who signed itself."""
+    """Certificates of one authority, and a stranger's of another."""
     folder = tmp_path_factory.mktemp("pki")
-
-    def openssl(*words: str) -> None:
-        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
-
-    def new(name: str, *more: str) -> Pair:
-        curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
-        output = ("-keyout", f"{name}.key", "-out", f"{name}.pem")
-        openssl("req", "-x509", *curve, "-days", "2", "-subj", f"/CN={name}", *output, *more)
-        return Pair(folder / f"{name}.pem", folder / f"{name}.key")
-
-    signed = ("-CA", "authority.pem", "-CAkey", "authority.key")
-    host = ("-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost")
+    authority, other = Authority(folder / "own"), Authority(folder / "other")
     return {
-        "authority": new("authority"),
-        "server": new("server", *signed, *host),
-        "client": new("client", *signed),
-        "colleague": new("colleague", *signed),
-        "stranger": new("stranger"),
+        "authority": Pair(authority.cert, authority.cert),
+        **{name: authority.sign(name) for name in ("server", "client", "colleague")},
+        "stranger": other.sign("stranger"),
     }
 
 

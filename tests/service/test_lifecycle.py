@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from paceline.service import OptionsError, ServerOptions, ServiceError, run_server
 
 from .conftest import Serve, ToyProcess
-from .toy import Toy, ask, call
+from .toy import Toy, ask, call, echo, open_stream
 
 Start = Callable[..., ToyProcess]
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -61,15 +61,12 @@ async def test_reflection_lists_services_and_describes_their_messages(serve: Ser
 async def test_a_stop_event_drains_then_stops_once(serve: Serve) -> None:
     served = await serve()
     async with served.channel() as channel:
-        stream = call(channel, "StreamStream")()
-        await stream.write(StringValue(value="one"))
-        await stream.read()
+        stream = await open_stream(channel)
         served.stop.set()
         async with asyncio.timeout(60):
             while "drain" not in served.toy.events:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
-        await stream.write(StringValue(value="two"))
-        assert (await stream.read()).value == "two"
+        await echo(stream, "two")
         await stream.done_writing()
         assert await stream.read() is grpc.aio.EOF
         await served.running
@@ -79,9 +76,7 @@ async def test_a_stop_event_drains_then_stops_once(serve: Serve) -> None:
 async def test_sigterm_lets_a_stream_finish_and_refuses_new_ones(toy_process: Start) -> None:
     process = toy_process()
     async with grpc.aio.insecure_channel(await process.address()) as channel:
-        stream = call(channel, "StreamStream")()
-        await stream.write(StringValue(value="one"))
-        assert (await stream.read()).value == "one"
+        stream = await open_stream(channel)
         process.process.send_signal(signal.SIGTERM)
         await process.noted("drain")
         assert await health(channel) == NOT_SERVING
@@ -93,8 +88,7 @@ async def test_sigterm_lets_a_stream_finish_and_refuses_new_ones(toy_process: St
         # Calls that are no new generation still pass: a lease has to be renewed meanwhile.
         assert await ask(channel, "UnaryUnary", "renew") == "renew"
         for text in ("two", "three"):
-            await stream.write(StringValue(value=text))
-            assert (await stream.read()).value == text
+            await echo(stream, text)
         await stream.done_writing()
         assert await stream.read() is grpc.aio.EOF
         assert await stream.code() is grpc.StatusCode.OK
@@ -118,9 +112,7 @@ async def test_a_health_watcher_hears_of_the_drain_and_does_not_hold_it_up(serve
 async def test_calls_over_the_stream_limit_wait_their_turn(serve: Serve) -> None:
     served = await serve(max_concurrent_streams=1)
     async with served.channel() as channel:
-        first = call(channel, "StreamStream")()
-        await first.write(StringValue(value="one"))
-        await first.read()
+        first = await open_stream(channel)
         second = call(channel, "StreamStream")()
         writing = asyncio.create_task(second.write(StringValue(value="two")))
         await asyncio.sleep(0.2)
@@ -135,9 +127,7 @@ async def test_calls_over_the_stream_limit_wait_their_turn(serve: Serve) -> None
 async def test_a_drain_ends_after_its_time(toy_process: Start) -> None:
     process = toy_process(drain=0.2)
     async with grpc.aio.insecure_channel(await process.address()) as channel:
-        stream = call(channel, "StreamStream")()
-        await stream.write(StringValue(value="one"))
-        await stream.read()
+        stream = await open_stream(channel)
         process.process.send_signal(signal.SIGINT)
         assert await process.ended() == 0
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -150,9 +140,7 @@ async def test_a_drain_ends_after_its_time(toy_process: Start) -> None:
 async def test_a_second_signal_ends_at_once_and_cleans_up(toy_process: Start) -> None:
     process = toy_process(drain=3600)
     async with grpc.aio.insecure_channel(await process.address()) as channel:
-        stream = call(channel, "StreamStream")()
-        await stream.write(StringValue(value="one"))
-        await stream.read()
+        _stream = await open_stream(channel)
         process.process.send_signal(signal.SIGTERM)
         await process.noted("drain")
         process.process.send_signal(signal.SIGTERM)
@@ -215,39 +203,3 @@ async def test_a_unix_socket_is_its_users_alone_and_replaces_a_dead_one(
     assert path.stat().st_mode & 0o777 == 0o600
     async with served.channel() as channel:
         assert await ask(channel, "UnaryStream", "hello") == "hello"
-
-
-@pytest.mark.parametrize(
-    "noise", [b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 4096, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\xff"]
-)
-async def test_bytes_that_are_no_http2_harm_nobody_else(serve: Serve, noise: bytes) -> None:
-    served = await serve()
-    host, port = served.address.split(":")
-    async with served.channel() as channel:
-        stream = call(channel, "StreamStream")()
-        await stream.write(StringValue(value="one"))
-        await stream.read()
-        _reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(noise)
-        await writer.drain()
-        writer.close()
-        await stream.write(StringValue(value="two"))
-        assert (await stream.read()).value == "two"
-        assert await health(channel) == SERVING
-        stream.cancel()
-
-
-async def test_a_peer_that_dies_in_mid_stream_frees_its_generation(
-    serve: Serve, toy_process: Start
-) -> None:
-    served = await serve()
-    channel = served.channel()
-    stream = call(channel, "StreamStream")()
-    await stream.write(StringValue(value="one"))
-    await stream.read()
-    assert served.toy.gate.inside == 1
-    await channel.close()
-    async with asyncio.timeout(60):
-        await served.toy.gate.drained()
-    async with served.channel() as other:
-        assert await ask(other, "StreamUnary", "hello") == "hello"

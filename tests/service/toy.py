@@ -1,4 +1,4 @@
-"""A service with one method of each kind, which does what its request tells it to."""
+"""A service with one method of each kind, which obeys its requests."""
 
 from __future__ import annotations
 
@@ -150,6 +150,19 @@ async def ask(channel: grpc.aio.Channel, kind: str, order: Any, **options: Any) 
         if answer is grpc.aio.EOF:
             raise AssertionError("the stream ended without an answer and without an error")
     return answer if raw else answer.value
+
+
+async def echo(stream: Any, text: str) -> None:
+    """Write a message to a stream and read it back."""
+    await stream.write(StringValue(value=text))
+    assert (await stream.read()).value == text
+
+
+async def open_stream(channel: grpc.aio.Channel) -> Any:
+    """A stream whose first message was answered."""
+    stream = call(channel, "StreamStream")()
+    await echo(stream, "one")
+    return stream
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
-"""Tiny models, prompts and reference outputs for tests with real processes."""
+"""Tiny models, prompts, generations and reference outputs for tests with real processes."""
 
+import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,19 @@ from transformers import (
     Qwen3Config,
 )
 
-from paceline.client import DraftOptions
+from paceline.client import Client, DraftOptions, GenerationResult
+from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel, save_dspark
+from paceline.drafter.methods.longspec import (
+    LongSpecConfig,
+    LongSpecModel,
+    TargetRef,
+    save_longspec,
+)
 
 VOCABULARY = 320
 THREADS = {"OMP_NUM_THREADS": "1"}
 EAGER = DraftOptions(timeout=60, first_delay=0.05, longest_delay=0.1, adaptive=False)
-"""Drafts in every round, for tests that are of drafting, however slow the machine makes it."""
+"""Drafts in every round, on any machine, for tests of drafting."""
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -81,6 +89,73 @@ def write_tokenizer(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
+def write_layer(target: Path, folder: Path) -> Path:
+    """A LongSpec layer of random weights: its drafts are poor, its reads of the KV are real."""
+    torch.manual_seed(0)
+    config = LongSpecConfig.for_target(target, window=24)
+    weights = LongSpecModel(config).state_dict()
+    save_longspec(folder, config, weights, TargetRef.of(target), dtype=torch.float32)
+    return folder
+
+
+def write_block(target: Path, folder: Path) -> Path:
+    """A DSpark drafter of random weights."""
+    torch.manual_seed(0)
+    config = DSparkConfig.for_target(
+        target, taps=(0, 1), block=4, mask_token=2, window=24, markov_rank=8
+    )
+    weights = DSparkModel(config).state_dict()
+    save_dspark(folder, config, weights, TargetRef.of(target), dtype=torch.float32)
+    return folder
+
+
+async def generate_all(
+    client: Client, prompts: Sequence[list[int]], drafter: str, tokens: int, **options: Any
+) -> list[GenerationResult]:
+    """Generate after all prompts, 8 at a time; the seed of a prompt is its index."""
+    slots = asyncio.Semaphore(8)
+
+    async def one(index: int, prompt: list[int]) -> GenerationResult:
+        async with slots:
+            return await client.generate(
+                prompt, max_new_tokens=tokens, drafter=drafter, seed=index, **options
+            )
+
+    return await asyncio.gather(*(one(i, p) for i, p in enumerate(prompts)))
+
+
+async def generate_and(
+    client: Client,
+    prompt: Sequence[int],
+    drafter: str,
+    tokens: int,
+    act: Callable[[], None] | None = None,
+    seed: int = 3,
+) -> GenerationResult:
+    """Generate at temperature 1, of a client with few `unread_chunks`.
+
+    `act` (blocking) runs in a thread after the first drafted round, while the generation waits for
+    its reader.
+    """
+    generation = client.generate(
+        list(prompt), max_new_tokens=tokens, temperature=1.0, seed=seed, drafter=drafter,
+        ignore_eos=True,
+    )  # fmt: skip
+    async for _ in generation:
+        if act is not None and generation.stats.drafted_rounds:
+            await asyncio.to_thread(act)
+            act = None
+        elif act is not None:
+            await asyncio.sleep(0.2)  # the generation waits meanwhile
+    assert act is None, "nothing was drafted"
+    return await generation
+
+
+def ids_of(results: Sequence[GenerationResult]) -> list[list[int]]:
+    """The tokens of each result."""
+    return [result.token_ids for result in results]
+
+
 def make_prompts(count: int, seed: int = 0) -> list[list[int]]:
     """Prompts of 4 to 60 random tokens; every other one repeats itself, for n-gram matches."""
     generator = torch.Generator().manual_seed(seed)
@@ -96,7 +171,7 @@ def make_prompts(count: int, seed: int = 0) -> list[list[int]]:
 
 
 def reference(folder: Path, prompts: Sequence[list[int]], tokens: int) -> list[list[int]]:
-    """What transformers' greedy generate says, one prompt at a time, in fp32."""
+    """Outputs of transformers' greedy generate, one prompt at a time, in fp32."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     outputs = []
     with torch.inference_mode():

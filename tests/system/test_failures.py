@@ -1,4 +1,4 @@
-"""Whatever dies or breaks in the middle of a text, the text stays the same."""
+"""No failure of a process or connection changes a text."""
 
 import asyncio
 import random
@@ -22,12 +22,12 @@ SELFSPEC = {
     "followed": "kv=follow,kv_policy=chunk_topk",
     "pages": "kv=follow,kv_policy=quest,kv_wire=int8",
 }
-"""Ways in which the target drafts for itself from its verifier's KV."""
+"""Self-speculation with each source of KV."""
 DRAFTERS = ("lm", *SELFSPEC)
 
 
 def client_of(verifier: str, drafter: str, drafting: DraftOptions | None = None) -> Client:
-    """One whose texts rest at once when they are not read, and which waits for a restart."""
+    """One whose generations wait for their reader, and which waits for a restart."""
     return Client(
         verifier,
         drafter=drafter,
@@ -58,8 +58,8 @@ def services(
         yield verifier, drafter
 
 
-def expect_order(verifier: ServiceProcess) -> None:
-    """Its books balance: it says so with its exit code."""
+def expect_integrity(verifier: ServiceProcess) -> None:
+    """Its integrity check passes: its exit code is 0."""
     assert verifier.terminate() == 0, verifier.log_tail()
     verifier.start()
 
@@ -73,8 +73,8 @@ async def outputs(
 ) -> tuple[list[list[int]], Counter[str]]:
     """Sampled outputs of all prompts at once, drafters in turn, and what failed on the way.
 
-    When `AFTER` tokens were read in all, nobody reads on until `act` (blocking) is done: it befalls
-    texts in their middle. `then` (blocking) is called beside the rest of them.
+    After `AFTER` tokens in total, reading stops in the middle of the texts until `act` (blocking)
+    is done. `then` (blocking) runs concurrently with the rest of them.
     """
     reached, acted = asyncio.Event(), asyncio.Event()
     produced = 0
@@ -149,14 +149,14 @@ async def test_connections_dropped_and_delayed(
             near.delay = far.delay = 0.01
             output, _ = await outputs(client, prompts, DRAFTERS)
             assert output == expected
-    expect_order(verifier)
+    expect_integrity(verifier)
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
 async def test_many_rough_generations(
     count: int, services: tuple[ServiceProcess, ServiceProcess]
 ) -> None:
-    """Generations with cuts, cancellations and lost drafters: no leak, books in order."""
+    """Generations with cuts, cancellations and lost drafters: no leak."""
     verifier, drafter = services
     chance = random.Random(5)
     prompts = make_prompts(count, seed=5)
@@ -196,25 +196,25 @@ async def test_many_rough_generations(
 
             await asyncio.gather(*(in_turn(index) for index in range(len(prompts))))
             assert cuts >= count // 4
-    # A cache whose handle was lost with its connection lives as long as its lease.
+    # A cache whose handle was lost with its connection is kept until its lease ends.
     async with asyncio.timeout(120):
         while not shared_memory_segments() <= before:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
-    expect_order(verifier)
+    expect_integrity(verifier)
 
 
 @pytest.mark.parametrize("drafters", [pytest.param(["none"], marks=pytest.mark.slow), DRAFTERS])
 async def test_verifier_killed_and_back(
     drafters: Sequence[str], services: tuple[ServiceProcess, ServiceProcess]
 ) -> None:
-    """SIGKILL and restart of the verifier: prefilled again, same tokens, its segments swept."""
+    """SIGKILL and restart of the verifier: prefilled again, same tokens, its segments removed."""
     verifier, drafter = services
     prompts = make_prompts(6, seed=3)
     before = shared_memory_segments()
 
     def kill() -> None:
-        # Before it dies: afterwards any verifier that starts sweeps them.
-        assert shared_memory_segments() - before, "it holds no segment when it dies"
+        # Before it is killed: afterwards any verifier that starts removes them.
+        assert shared_memory_segments() - before, "it has no segment when it is killed"
         verifier.kill()
 
     async with client_of(verifier.address, drafter.address) as client:
@@ -222,5 +222,5 @@ async def test_verifier_killed_and_back(
         output, failures = await outputs(client, prompts, drafters, kill, verifier.start)
         assert output == expected
         assert failures
-    expect_order(verifier)
+    expect_integrity(verifier)
     assert shared_memory_segments() <= before

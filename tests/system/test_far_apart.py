@@ -1,15 +1,14 @@
-"""Verifier and drafter in two network namespaces: a bad link between them costs speed only."""
+"""Verifier and drafter in two network namespaces: a bad link between them changes no token."""
 
 import asyncio
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import mean
 
 import pytest
+from certificates import Authority
 from far import DOWN, DRAFTER, VERIFIER, FarApart, Link, NotPermitted
-from system_support import EAGER, make_prompts
-from test_longspec import make_layer
+from system_support import EAGER, generate_and, make_prompts, write_layer
 
 from paceline.client import Client, DraftOptions, GenerationResult, TlsOptions
 from paceline.harness import ServiceProcess
@@ -35,30 +34,23 @@ def apart() -> Iterator[FarApart]:
 
 
 @pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """One for both services, and its key."""
-    folder = tmp_path_factory.mktemp("tls")
-    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
-    names = ("-subj", "/CN=x", "-addext", f"subjectAltName=IP:{VERIFIER},IP:{DRAFTER}")
-    subprocess.run(
-        ["openssl", "req", "-x509", *curve, *names, "-keyout", "key", "-out", "cert"],
-        cwd=folder,
-        check=True,
-        capture_output=True,
-    )
-    return folder / "cert", folder / "key"
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """The authority, and one certificate of both services with its key."""
+    authority = Authority(tmp_path_factory.mktemp("tls") / "authority")
+    pair = authority.sign("services", VERIFIER, DRAFTER)
+    return authority.cert, pair.cert, pair.key
 
 
 @pytest.fixture(scope="module")
 def services(
     apart: FarApart,
-    certificate: tuple[Path, Path],
+    certificate: tuple[Path, Path, Path],
     models: dict[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[ServiceProcess, ServiceProcess]]:
     """A verifier, and a drafter that follows its KV from the other namespace."""
-    target, (cert, key) = models["llama"], certificate
-    layer = make_layer(target, tmp_path_factory.mktemp("longspec") / "layer")
+    target, (authority, cert, key) = models["llama"], certificate
+    layer = write_layer(target, tmp_path_factory.mktemp("longspec") / "layer")
     secure = ["--tls-cert", str(cert), "--tls-key", str(key)]
     environment = {"OMP_NUM_THREADS": "1", "PACELINE_TOKEN": "secret"}
     with ServiceProcess(
@@ -69,7 +61,7 @@ def services(
         wrapper=apart.under(apart.verifier),
     ) as verifier:
         load = f"longspec=longspec:{layer},target={target},context={BUDGET}"
-        known = ["--verifier", verifier.address, "--verifier-tls-ca", str(cert)]
+        known = ["--verifier", verifier.address, "--verifier-tls-ca", str(authority)]
         with ServiceProcess(
             "drafter",
             ["--load", load, *known, *secure],
@@ -82,9 +74,9 @@ def services(
 
 @pytest.fixture
 def client_of(
-    services: tuple[ServiceProcess, ServiceProcess], certificate: tuple[Path, Path]
+    services: tuple[ServiceProcess, ServiceProcess], certificate: tuple[Path, Path, Path]
 ) -> Callable[[DraftOptions], Client]:
-    """A client whose texts rest at once when they are not read."""
+    """Makes clients whose generations wait for their reader."""
     verifier, drafter = services
 
     def client(drafting: DraftOptions) -> Client:
@@ -103,29 +95,11 @@ def client_of(
 async def texts(
     client: Client, drafter: str, act: Callable[[], None] | None = None
 ) -> list[GenerationResult]:
-    """Sampled texts; ``act`` is called in the middle of them, when trees have come."""
-
-    async def text(seed: int, prompt: list[int]) -> GenerationResult:
-        generation = client.generate(
-            prompt * 8,
-            max_new_tokens=TOKENS,
-            temperature=1.0,
-            seed=seed,
-            drafter=drafter,
-            ignore_eos=True,
-        )
-        acted = act is None
-        async for _ in generation:
-            if act is not None and generation.stats.drafted_rounds:
-                act()
-                acted = True
-            elif not acted:
-                await asyncio.sleep(0.2)  # The text rests meanwhile.
-        assert acted
-        return await generation
-
+    """Three sampled texts at once; ``act`` runs in the middle of each."""
     prompts = make_prompts(3, seed=4)
-    return await asyncio.gather(*(text(seed, prompt) for seed, prompt in enumerate(prompts)))
+    return await asyncio.gather(
+        *(generate_and(client, p * 8, drafter, TOKENS, act, n) for n, p in enumerate(prompts))
+    )
 
 
 @pytest.mark.parametrize("name", LINKS)
@@ -153,7 +127,7 @@ async def test_tokens_are_the_same_over_any_link(
 async def test_a_link_that_goes_down_and_comes_back(
     apart: FarApart, client_of: Callable[[DraftOptions], Client]
 ) -> None:
-    """In the middle of texts, and before others begin."""
+    """During generations, and before others begin."""
     apart.link = LINKS["near"]
     impatient = DraftOptions(timeout=1.0, first_delay=0.01, longest_delay=0.05, adaptive=False)
     async with client_of(impatient) as client:

@@ -1,11 +1,20 @@
-"""The main promise, through real processes: the same tokens whoever drafts."""
+"""Drafter invariance through real processes: the same tokens with any drafter."""
 
 import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from system_support import EAGER, FAMILIES, HOSTILE, THREADS, make_prompts, reference
+from system_support import (
+    EAGER,
+    FAMILIES,
+    HOSTILE,
+    THREADS,
+    generate_all,
+    ids_of,
+    make_prompts,
+    reference,
+)
 
 from paceline.client import Client
 from paceline.harness import ServiceProcess
@@ -13,7 +22,7 @@ from paceline.harness import ServiceProcess
 pytestmark = pytest.mark.bits
 Verifiers = Callable[[str], ServiceProcess]
 USEFUL = ("lm", "ngram")
-CONCURRENT = 8
+
 TOKENS = 64
 SAMPLINGS = {
     "T1": {"temperature": 1.0},
@@ -27,27 +36,6 @@ SAMPLINGS = {
         "logit_bias": {3: 2.0, 7: -5.0, 11: 1.0},
     },
 }
-
-
-async def generate_all(
-    client: Client, prompts: list[list[int]], drafter: str, tokens: int = TOKENS, **options: object
-) -> tuple[list[list[int]], int]:
-    """Outputs, `CONCURRENT` at a time, and how many tokens were accepted from drafts."""
-    slots = asyncio.Semaphore(CONCURRENT)
-
-    async def one(index: int, prompt: list[int]) -> tuple[list[int], int]:
-        async with slots:
-            result = await client.generate(
-                prompt,
-                max_new_tokens=tokens,
-                drafter=drafter,
-                seed=index,
-                **options,  # type: ignore[arg-type]
-            )
-            return result.token_ids, result.stats.accepted
-
-    results = await asyncio.gather(*(one(i, p) for i, p in enumerate(prompts)))
-    return [ids for ids, _ in results], sum(accepted for _, accepted in results)
 
 
 @pytest.mark.parametrize("count", [24, pytest.param(200, marks=pytest.mark.slow)])
@@ -64,48 +52,47 @@ async def test_greedy_equals_transformers(
     expected = reference(models[family], prompts, TOKENS)
     served = await asyncio.to_thread(verifiers, family)
     async with Client(served.address, drafter=drafter.address, drafting=EAGER) as client:
-        plain, _ = await generate_all(client, prompts, "none")
-        assert plain == expected
+        assert ids_of(await generate_all(client, prompts, "none", TOKENS)) == expected
         for name in (family, *USEFUL):
-            output, accepted = await generate_all(client, prompts, name)
-            assert output == expected, name
-            # The others are right by luck, which takes many prompts.
-            right = accepted > 0 or (name != family and count < 200)
-            assert right, f"{name} never guessed right: the test shows nothing"
+            results = await generate_all(client, prompts, name, TOKENS)
+            assert ids_of(results) == expected, name
+            # Drafts of another model are right by chance, which takes many prompts.
+            accepted = sum(result.stats.accepted for result in results)
+            assert accepted > 0 or (name != family and count < 200), f"{name}: nothing accepted"
         few = count // 3
         for name in HOSTILE:
-            output, _ = await generate_all(client, prompts[:few], name)
-            assert output == expected[:few], name
+            results = await generate_all(client, prompts[:few], name, TOKENS)
+            assert ids_of(results) == expected[:few], name
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def verifier(request: pytest.FixtureRequest, models: dict[str, Path]) -> Iterator[ServiceProcess]:
-    """One that weighs drafting, of a dtype."""
+    """One that schedules speculation, of a dtype."""
     arguments = ["--target", str(models["qwen3"]), "--dtype", request.param]
     with ServiceProcess("verifier", arguments, environment=THREADS) as served:
         yield served
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-async def test_seed_decides_whoever_drafts(
+async def test_the_seed_determines_the_text(
     sampling: str, verifier: ServiceProcess, drafter: ServiceProcess
 ) -> None:
-    """Sampled text is the same for any drafter, in bf16 too; another seed gives another text."""
+    """With any drafter, in bf16 too; another seed gives another text."""
     prompts, few = make_prompts(8, seed=1), 3
     options = SAMPLINGS[sampling]
     async with (
         Client(verifier.address, drafter=drafter.address) as client,
         Client(verifier.address, drafter=drafter.address, drafting=EAGER) as eager,
     ):
-        expected, _ = await generate_all(client, prompts, "none", **options)
+        expected = ids_of(await generate_all(client, prompts, "none", TOKENS, **options))
         assert len({tuple(output) for output in expected}) == len(prompts)
         for name in ("qwen3", *USEFUL):
-            output, _ = await generate_all(eager, prompts, name, **options)
-            assert output == expected, name
+            results = await generate_all(eager, prompts, name, TOKENS, **options)
+            assert ids_of(results) == expected, name
         for name in HOSTILE:
-            output, _ = await generate_all(eager, prompts[:few], name, **options)
-            assert output == expected[:few], name
-        output, _ = await generate_all(client, prompts, "lm", **options)
-        assert output == expected, "drafting where it pays"
-        other, _ = await generate_all(client, prompts[::-1], "none", **options)
-        assert other[::-1] != expected
+            results = await generate_all(eager, prompts[:few], name, TOKENS, **options)
+            assert ids_of(results) == expected[:few], name
+        results = await generate_all(client, prompts, "lm", TOKENS, **options)
+        assert ids_of(results) == expected, "drafting where it pays"
+        results = await generate_all(client, prompts[::-1], "none", TOKENS, **options)
+        assert ids_of(results)[::-1] != expected, "other seeds"

@@ -1,18 +1,24 @@
-"""Drafters that read the verifier's memory: nothing that befalls either changes a token."""
+"""Drafters that read the verifier's memory: no failure of either changes a token."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
 import pytest
-from system_support import EAGER, THREADS, make_prompts, shared_memory_segments
+from system_support import (
+    EAGER,
+    THREADS,
+    generate_and,
+    make_prompts,
+    shared_memory_segments,
+)
 
-from paceline.client import Client, DraftOptions, GenerationResult, RetryOptions
+from paceline.client import Client, DraftOptions, RetryOptions
 from paceline.drafter.kv import KvExchange, KvGone, VerifierAccess
 from paceline.harness import ServiceProcess
 from paceline.v1 import verifier_pb2, verifier_pb2_grpc
@@ -40,13 +46,13 @@ def services(
         ) as drafter,
     ):
         yield verifier, drafter
-        assert verifier.terminate() == 0, "its books do not balance"
+        assert verifier.terminate() == 0, "the integrity check failed"
 
 
 def client_of(
     services: tuple[ServiceProcess, ServiceProcess], drafting: DraftOptions = EAGER
 ) -> Client:
-    """One whose texts rest at once when they are not read, and which waits for a restart."""
+    """One whose generations wait for their reader, and which waits for a restart."""
     verifier, drafter = services
     return Client(
         verifier.address,
@@ -57,31 +63,16 @@ def client_of(
     )
 
 
-async def generate(
-    client: Client, prompt: list[int], drafter: str, act: Callable[[], None] | None = None
-) -> GenerationResult:
-    """A sampled text; ``act`` (blocking) runs in the middle of it, when trees have come."""
-    generation = client.generate(
-        prompt, max_new_tokens=TOKENS, temperature=1.0, seed=3, drafter=drafter, ignore_eos=True
-    )
-    async for _ in generation:
-        if act is not None and generation.stats.drafted_rounds:
-            await asyncio.to_thread(act)
-            act = None
-        elif act is not None:
-            await asyncio.sleep(0.2)  # The text rests meanwhile.
-    assert act is None
-    return await generation
-
-
 async def test_a_drafter_in_its_own_process_reads_it(
     services: tuple[ServiceProcess, ServiceProcess],
 ) -> None:
     """Many texts at once; as each ends, so do its mapping and its memory."""
     prompts = make_prompts(6, seed=5)
     async with client_of(services) as client:
-        plain = [await generate(client, prompt, "none") for prompt in prompts]
-        texts = await asyncio.gather(*(generate(client, prompt, "kv-reader") for prompt in prompts))
+        plain = [await generate_and(client, prompt, "none", TOKENS) for prompt in prompts]
+        texts = await asyncio.gather(
+            *(generate_and(client, prompt, "kv-reader", TOKENS) for prompt in prompts)
+        )
         for text, expected in zip(texts, plain, strict=True):
             assert text.token_ids == expected.token_ids
             assert text.stats.drafter_versions == ["kv-reader@1"]
@@ -90,22 +81,22 @@ async def test_a_drafter_in_its_own_process_reads_it(
 
 
 async def test_the_drafter_stalls_or_dies(services: tuple[ServiceProcess, ServiceProcess]) -> None:
-    """Stopped with a mapping in its hands, then killed: the verifier frees all the same."""
+    """Stopped while it maps a cache, then killed: the verifier frees the memory."""
     _, drafter = services
     (prompt,) = make_prompts(1, seed=7)
     before = shared_memory_segments()
     impatient = DraftOptions(first_delay=0.01, longest_delay=0.05, adaptive=False)
     async with client_of(services, impatient) as client:
-        expected = await generate(client, prompt, "none")
+        expected = await generate_and(client, prompt, "none", TOKENS)
 
         def stall() -> None:
             os.kill(drafter.pid, signal.SIGSTOP)
 
-        text = await generate(client, prompt, "kv-reader", stall)
+        text = await generate_and(client, prompt, "kv-reader", TOKENS, stall)
         assert text.token_ids == expected.token_ids
         assert shared_memory_segments() == before, "freed while the drafter holds it"
         os.kill(drafter.pid, signal.SIGCONT)
-        text = await generate(client, prompt, "kv-reader", drafter.kill)
+        text = await generate_and(client, prompt, "kv-reader", TOKENS, drafter.kill)
         assert text.token_ids == expected.token_ids
         assert shared_memory_segments() == before
     drafter.start()
@@ -117,20 +108,20 @@ async def test_the_verifier_dies_and_comes_back(
 ) -> None:
     """The drafter lives on, and reads the new verifier's memory."""
     verifier, drafter = services
-    assert verifier.terminate() == 0, "its books do not balance"
+    assert verifier.terminate() == 0, "the integrity check failed"
     verifier.start()
     (prompt,) = make_prompts(1, seed=6)
     async with client_of(services) as client:
-        expected = await generate(client, prompt, "none")
+        expected = await generate_and(client, prompt, "none", TOKENS)
 
         def kill_and_restart() -> None:
             verifier.kill()
             verifier.start()
 
-        text = await generate(client, prompt, "kv-reader", kill_and_restart)
+        text = await generate_and(client, prompt, "kv-reader", TOKENS, kill_and_restart)
         assert text.token_ids == expected.token_ids
         assert text.stats.fallbacks["verifier_restarted"] == 1
-        again = await generate(client, prompt, "kv-reader")
+        again = await generate_and(client, prompt, "kv-reader", TOKENS)
         assert again.token_ids == expected.token_ids
         assert again.stats.drafter_versions == ["kv-reader@1"]
         assert drafter.returncode is None

@@ -1,4 +1,4 @@
-"""What the services count, scraped from real processes, against what the client saw."""
+"""Metrics scraped from real processes equal the client's statistics."""
 
 import asyncio
 import socket
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import grpc
 from prometheus_client.parser import text_string_to_metric_families
-from system_support import EAGER, make_prompts
+from system_support import EAGER, generate_all, make_prompts
 
 from paceline.client import Client, GenerationResult
 from paceline.harness import ServiceProcess
@@ -34,7 +34,7 @@ class Endpoint:
         self._samples: Samples = {}
 
     def scrape(self) -> None:
-        """Look again."""
+        """Read all samples."""
         with urllib.request.urlopen(f"http://{self.address}/metrics", timeout=60) as response:
             text = response.read().decode()
         self._samples = {
@@ -50,7 +50,7 @@ class Endpoint:
         return sum(found)
 
     async def eventually(self, true: Callable[[], bool]) -> None:
-        """Scrape until something is true: counting lags behind answering, by a loop's turn."""
+        """Scrape until a condition holds: metrics are updated after the answer is sent."""
         async with asyncio.timeout(60):
             await asyncio.to_thread(self.scrape)
             while not true():
@@ -71,17 +71,19 @@ async def test_numbers_equal_the_clients(models: dict[str, Path]) -> None:
     ):
         async with Client(served.address, drafter=drafting.address, drafting=EAGER) as client:
             prompts = make_prompts(6)
-            generations = [
-                client.generate(prompt, max_new_tokens=TOKENS, drafter=name)
-                for prompt in prompts
+            results = [
+                result
                 for name in ("lm", "ngram", "none")
+                for result in await generate_all(client, prompts, name, TOKENS)
             ]
-            results = await asyncio.gather(*generations)
             await verifier.eventually(lambda: verifier.value("specdec_leases") == 0)
             expect_verifier(verifier, results, sum(map(len, prompts)) * 3)
             await expect_caches(verifier, client)
             await drafter.eventually(lambda: drafter.value("specdec_drafter_streams") == 0)
             expect_drafter(drafter, results)
+        async with Client(
+            served.address, drafter=drafting.address, drafting=EAGER, unread_chunks=2
+        ) as client:
             await expect_followed(verifier, drafter, client)
         await expect_unloaded(drafter, drafting.address)
 
@@ -119,10 +121,9 @@ def expect_verifier(
 
 
 async def expect_followed(verifier: Endpoint, drafter: Endpoint, client: Client) -> None:
-    """While a text is read whose KV a drafter follows, and when it has ended."""
+    """While a generation waits for its reader, and after its end."""
     prompt = make_prompts(1)[0] * 3
-    # So long that it waits for its reader, who is held up below.
-    generation = client.generate(prompt, max_new_tokens=1500, drafter="selfspec", ignore_eos=True)
+    generation = client.generate(prompt, max_new_tokens=96, drafter="selfspec", ignore_eos=True)
     chunks = aiter(generation)
     async for chunk in chunks:
         if chunk.token_ids:
@@ -145,7 +146,7 @@ async def expect_followed(verifier: Endpoint, drafter: Endpoint, client: Client)
 
 
 async def expect_caches(endpoint: Endpoint, client: Client) -> None:
-    """Memory and leases of a cache that is kept, and after it went."""
+    """Memory and leases of a cache that is kept, and after its release."""
     kept = client.generate(make_prompts(1)[0], max_new_tokens=300, keep_cache=True)
     await kept
     value = endpoint.value
@@ -162,7 +163,7 @@ async def expect_caches(endpoint: Endpoint, client: Client) -> None:
 
 
 def expect_drafter(endpoint: Endpoint, results: list[GenerationResult]) -> None:
-    """Late and unused trees are the drafter's too, so it may have drawn more than were checked."""
+    """The drafter also counts trees that came too late to be verified."""
     value = endpoint.value
     for name in ("lm", "ngram"):
         labels = {"drafter": name, "version": "1", "method": name}
@@ -183,7 +184,7 @@ def expect_drafter(endpoint: Endpoint, results: list[GenerationResult]) -> None:
 
 
 async def expect_unloaded(endpoint: Endpoint, address: str) -> None:
-    """The series of a version go with it."""
+    """The series of an unloaded version are removed."""
     async with grpc.aio.insecure_channel(address) as channel:
         stub = drafter_pb2_grpc.DrafterRegistryServiceStub(channel)
         await stub.UnloadDrafter(drafter_pb2.UnloadDrafterRequest(name="lm"))

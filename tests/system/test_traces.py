@@ -1,4 +1,4 @@
-"""Traces of real processes, exported over OTLP to a collector in this one."""
+"""Traces of real processes, exported over OTLP to a collector in the test."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ TOKENS = 40
 def services(
     models: dict[str, Path], environment: dict[str, str]
 ) -> tuple[ServiceProcess, ServiceProcess]:
-    """A verifier, and a drafter with a method that guesses right and one that reads KV."""
+    """A verifier, and a drafter with the target as draft model and a method that reads KV."""
     methods = str(Path(__file__).parent.parent / "drafter")
     paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), methods]))
     target = ["--target", str(models["llama"]), "--dtype", "float32", "--schedule", "off"]
@@ -52,7 +52,7 @@ from paceline.client import Client, DraftOptions
 from paceline.telemetry.exporters import traced
 verifier, drafter, name, prompt = sys.argv[1:]
 async def main():
-    # Every round asks for a tree, and waits for it, however slow it all is.
+    # Every round drafts, however slow the machine is.
     patient = DraftOptions(timeout=60, adaptive=False)
     async with Client(verifier, drafter=drafter, drafting=patient, cache_dir=None) as client:
         return await client.generate(prompt, max_new_tokens=40, drafter=name, seed=1)
@@ -158,7 +158,7 @@ def test_three_processes_make_one_tree(
 
 
 def expect_numbers(tree: "Tree", stats: dict[str, Any]) -> None:
-    """Both ends of a round say the same, and their sum is what the client's stats say."""
+    """Client and verifier report the same rounds, which add up to the client's statistics."""
     drafted = accepted = 0
     for span in tree.named("specdec.round"):
         facts = span.attributes
@@ -174,10 +174,10 @@ def expect_numbers(tree: "Tree", stats: dict[str, Any]) -> None:
             assert facts["specdec.drafter.version"] == "1"
             assert facts["specdec.tree.depth"] >= facts["specdec.num_accepted_draft_tokens"]
     assert (drafted, accepted) == (stats["drafted"], stats["accepted"])
-    assert accepted > 0, "the drafter never guessed right: the test shows little"
+    assert accepted > 0, "no drafted token was accepted"
 
 
-def test_the_drafters_look_at_the_kv_belongs_to_it(
+def test_mapping_the_kv_is_a_span_of_the_drafter(
     traced: tuple[Collector, ServiceProcess, ServiceProcess],
 ) -> None:
     collector, verifier, drafter = traced
@@ -195,7 +195,7 @@ def test_the_drafters_look_at_the_kv_belongs_to_it(
 
 @pytest.mark.slow
 def test_a_collector_that_is_not_there_hurts_nothing(models: dict[str, Path]) -> None:
-    """The same tokens, and every process ends as it should."""
+    """The same tokens, and every process exits with 0."""
     nowhere = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", "OTEL_BSP_SCHEDULE_DELAY": "20"}
     verifier, drafter = services(models, nowhere)
     with verifier, drafter:
@@ -248,7 +248,7 @@ class Tree:
         return {self._spans[span.parent].name for span in spans}
 
 
-# Should it ever not come to its end, it says where it stands.
+# If it hangs, it prints its stack.
 TRACE = """
 import faulthandler, sys
 faulthandler.dump_traceback_later(500, exit=True)

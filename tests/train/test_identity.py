@@ -96,13 +96,6 @@ def test_a_folder_that_does_not_say_what_it_is_is_refused(
         begin_run(run, tmp_path / "out", "target", preset, corpus)
 
 
-def test_a_run_that_left_nothing_claims_nothing(
-    corpus: Corpus, preset: Preset, make_run: MakeRun, tmp_path: Path
-) -> None:
-    for steps in (1, 2):
-        begin_run(make_run("work", steps=steps), tmp_path / "out", "target", preset, corpus)
-
-
 def test_a_model_is_replaced_only_if_asked(
     target: Path, corpus: Corpus, preset: Preset, make_run: MakeRun, tmp_path: Path
 ) -> None:

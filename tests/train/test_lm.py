@@ -14,7 +14,6 @@ from paceline.train.loop import Run
 from paceline.train.model import build_model
 from paceline.train.own_text import own_texts
 from paceline.train.preset import Preset
-from paceline.train.prompts import Prompt
 from paceline.train.teacher import Teacher, teacher_of
 
 MakeRun = Callable[..., Run]
@@ -68,17 +67,10 @@ def test_the_loss_is_least_where_student_and_target_agree() -> None:
     assert teacher.loss(like, places).item() == pytest.approx(0.5623, abs=1e-3)  # the entropy
 
 
-def test_a_drafter_shares_its_targets_tokenizer(
+def test_a_preset_of_another_vocabulary_is_refused(
     target: Path, corpus: Corpus, preset: Preset, make_run: MakeRun, tmp_path: Path
 ) -> None:
-    out = tmp_path / "lm"
-    small = replace(preset, layers=1, focus_files=4, own_texts=2)
-    prompts = [Prompt("sum", "heldout", "def add_1(a, b):\n")]
-    train_lm(target, corpus, small, make_run("lm-run", steps=4), out, prompts)
-    assert (out / "tokenizer.json").read_bytes() == (target / "tokenizer.json").read_bytes()
-    card = (out / "README.md").read_text()
-    assert "| files trained on to the end |" in card
-    assert "after a prompt from held-out files" in card
-    other = replace(small, vocabulary=4096)
     with pytest.raises(ValueError, match="vocabulary of 320"):
-        train_lm(target, corpus, other, make_run("x", steps=1), tmp_path / "other")
+        train_lm(
+            target, corpus, replace(preset, vocabulary=4096), make_run("x", steps=1), tmp_path / "o"
+        )

@@ -26,11 +26,13 @@ from paceline.train.budget.run import train_budget
 from paceline.train.corpus import Corpus
 from paceline.train.dspark.preset import DSparkPreset
 from paceline.train.dspark.run import train_dspark
+from paceline.train.lm import train_lm
 from paceline.train.longspec.preset import LongSpecPreset
 from paceline.train.longspec.run import train_longspec
 from paceline.train.loop import Run
 from paceline.train.online.preset import OnlinePreset
 from paceline.train.online.run import first_tokens, train_online
+from paceline.train.preset import Preset
 from paceline.train.schedule import Stage
 
 MakeRun = Callable[..., Run]
@@ -61,7 +63,7 @@ ONLINE = OnlinePreset(
     old_texts=2, warm_up=2,
 )  # fmt: skip
 KINDS = (
-    "longspec", "dspark", "budget-longspec", "budget-lm",
+    "longspec", "dspark", "lm", "budget-longspec", "budget-lm",
     "online-longspec", "online-dspark", "online-lm",
 )  # fmt: skip
 
@@ -81,12 +83,14 @@ def recordings(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def trainers(
-    target: Path, drafters: dict[str, Path], recordings: Path, corpus: Corpus
+    target: Path, drafters: dict[str, Path], recordings: Path, corpus: Corpus, preset: Preset
 ) -> dict[str, Train]:
     """Train a drafter of each of KINDS."""
+    lm = replace(preset, layers=1, focus_files=4, own_texts=2)
     made: dict[str, Train] = {
         "longspec": lambda run, out: train_longspec(target, corpus, LONGSPEC, run, out),
         "dspark": lambda run, out: train_dspark(target, corpus, DSPARK, run, out),
+        "lm": lambda run, out: train_lm(target, corpus, lm, run, out),
     }
     for method in ("longspec", "lm"):
         made[f"budget-{method}"] = lambda run, out, start=drafters[method]: train_budget(  # type: ignore[misc]
@@ -122,8 +126,11 @@ def test_the_loss_falls_and_the_folder_is_a_drafter(
         "dspark": "| texts | rounds | accepted length | position 1 |",
         "budget": "0.5 times the same under",
         "online": "| recorded |",
+        "lm": "| held out, prompts of 300, temperature 1 |",
     }
     assert expected[kind.partition("-")[0]] in card
+    if method == "lm":
+        assert (out / "tokenizer.json").read_bytes() == (target / "tokenizer.json").read_bytes()
     if "-" in kind:  # as the drafter that it began with
         before, after = (load_file(f / "model.safetensors") for f in (drafters[method], out))
         assert {n: (t.shape, t.dtype) for n, t in before.items()} == {
@@ -131,7 +138,7 @@ def test_the_loss_falls_and_the_folder_is_a_drafter(
         }
 
 
-@pytest.mark.parametrize("kind", KINDS[:4])
+@pytest.mark.parametrize("kind", KINDS[:5])
 def test_an_interrupted_run_goes_on_bit_for_bit(
     kind: str, trainers: dict[str, Train], make_run: MakeRun, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -205,7 +212,9 @@ def test_the_first_tokens_of_documents() -> None:
 
 _PROGRAM = """
 from paceline.train import cli
+from paceline.train.lm import train_lm
 from paceline.train.longspec.preset import LongSpecPreset
+from paceline.train.preset import Preset
 from paceline.train.schedule import Stage
 from dataclasses import replace
 import argparse

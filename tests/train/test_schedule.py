@@ -23,13 +23,6 @@ def test_the_last_rows_fill_the_context(preset: Preset) -> None:
     assert preset.context >= 4096
 
 
-def test_a_run_ends_on_time_or_steps() -> None:
-    schedule = Schedule(PRESETS["cpu"], minutes=1, steps=100)
-    assert schedule.progress(step=50, elapsed=6) == 0.5
-    assert schedule.progress(step=10, elapsed=30) == 0.5
-    assert schedule.progress(step=10, elapsed=300) == 1
-
-
 def test_a_pause_within_a_step_is_not_counted() -> None:
     clock = Clock()
     for _ in range(10):

@@ -38,13 +38,3 @@ def test_repetition_is_unlearnt(preset: Preset) -> None:
         values.append(value.item())
     assert values[0] > 1
     assert values[-1] < 0.5 * values[0]
-
-
-def test_a_share_of_the_steps_has_it(preset: Preset) -> None:
-    model = build_model(replace(preset, context=512), eos=0)
-    torch.manual_seed(0)
-    assert Unlikelihood([list(range(1, 300))], 0, share=0.0)(model, None) == 0.0
-    rare = Unlikelihood([list(range(1, 300))], 0, share=0.3)
-    with torch.no_grad():
-        had = [isinstance(rare(model, None), torch.Tensor) for _ in range(10)]
-    assert 0 < sum(had) < 10

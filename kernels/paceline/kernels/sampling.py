@@ -160,10 +160,10 @@ def choose_tokens(
         Token ids.
 
     Raises:
-        ValueError: Penalties or biases are asked for: they need each row's history.
+        ValueError: A row has penalties or biases, which need its history.
     """
     if any(each.penalised for each in params):
-        raise ValueError("choose_tokens knows no history; use choose_token where penalties apply")
+        raise ValueError("choose_tokens has no histories: use choose_token for rows with penalties")
     if logits.device.type == "cuda":
         with suppress(ImportError):
             from paceline.kernels._triton.sampling import choose

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from paceline.cli.processes import ServiceProcess
     from paceline.client import Client
+    from paceline.harness import ServiceProcess
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
 METHODS = ("ngram", "lm", "longspec", "dspark", "selfspec")
@@ -83,7 +83,7 @@ def pair(
     drafter_environment: Mapping[str, str] | None = None,
 ) -> Iterator[Pair]:
     """Services of the demo models in float32 for the body; `kv` is that option of drafters."""
-    from paceline.cli.processes import ServiceProcess
+    from paceline.harness import ServiceProcess
 
     target = DEMO / "target"
     specs = {

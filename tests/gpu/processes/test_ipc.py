@@ -16,7 +16,8 @@ SIZE = 64 << 20
 
 def share() -> None:
     """Own memory, print how to map it, and obey lines of standard input."""
-    from paceline.cudaipc import ExportedMemory, cuda_driver
+    from paceline.kv.cuda_driver import cuda_driver
+    from paceline.kv.cuda_memory import ExportedMemory
 
     owned = ExportedMemory(cuda_driver(), 0, SIZE)
     owned.bytes.copy_(torch.arange(SIZE, device="cuda") % 251)
@@ -30,7 +31,8 @@ def share() -> None:
 
 def read(uuid: str, handle: str) -> None:
     """Map the memory, and answer lines of standard input."""
-    from paceline.cudaipc import MappedMemory, cuda_driver
+    from paceline.kv.cuda_driver import cuda_driver
+    from paceline.kv.cuda_memory import MappedMemory
 
     torch.zeros(1, device="cuda")
     mapped = MappedMemory(cuda_driver(), 0, bytes.fromhex(uuid), bytes.fromhex(handle), 0, SIZE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from paceline.kernels.reference import reference_attention
 HEADS = [(2, 2, 64), (8, 2, 80), (7, 1, 96), (5, 1, 128), (1, 1, 256), (40, 1, 64)]
 
 
-@settings(max_examples=8, phases=[Phase.generate])
+@settings(max_examples=6, phases=[Phase.generate])
 @given(
     shapes=st.lists(
         st.tuples(st.sampled_from([0, 1, 63, 65, 140]), trees(12)), min_size=1, max_size=2
@@ -55,53 +54,6 @@ def test_any_batch_of_trees_agrees_with_the_reference(
         q, keys, values, plan_trees(segments), scale=q.shape[2] ** -0.5, window=window
     )
     check(found, expected, dtype)
-
-
-@pytest.mark.parametrize(
-    ("q_heads", "kv_heads", "dim", "dtype", "page_size", "window"),
-    [
-        (4, 4, 256, torch.float16, 0, None),
-        (8, 2, 80, torch.float32, 256, None),
-        (8, 2, 64, torch.float16, 256, 30),
-        (7, 1, 128, torch.float16, 16, None),
-        (5, 1, 96, torch.float32, 1, 40),
-        (5, 1, 128, torch.float16, 0, 40),
-    ],
-)
-def test_errors_are_at_most_twice_those_of_pytorch_in_the_same_type(
-    q_heads: int, kv_heads: int, dim: int, dtype: torch.dtype, page_size: int, window: int | None
-) -> None:
-    """Root mean squares against float64, an empty prefix among others; gpu-check does all pairs."""
-    torch.manual_seed(0)
-    segments = [TreeSegment(0, 0, None, 2), TreeSegment(1, 70, (-1, -1, 0, 1, 1), 5)]
-    q, keys, values = draw_caches(segments, (q_heads, kv_heads, dim), dtype)
-    plan, scale = plan_trees(segments), dim**-0.5
-    right, _ = reference_attention(q, keys, values, plan, scale=scale, window=window)
-    planes = in_pages(keys, values, page_size) if page_size else (keys, values)
-    ours = run(segments, q, *planes, window)[0].to(dtype)
-    plain = torch.cat([
-        _plain(q[first:stop], keys[index], values[index], segments[index], scale, window)
-        for index, (first, stop) in enumerate(pairwise(plan.offsets))
-    ])  # fmt: skip
-    errors = [float((each.double() - right).square().mean().sqrt()) for each in (ours, plain)]
-    assert errors[0] <= 2 * errors[1] + 1e-9
-
-
-def _plain(
-    q: Tensor, key: Tensor, value: Tensor, segment: TreeSegment, scale: float, window: int | None
-) -> Tensor:
-    """Masked softmax attention, every step in the type of its arguments."""
-    seen = torch.ones(segment.length, segment.stop, dtype=torch.bool)
-    seen[:, segment.start :] = torch.from_numpy(segment.ancestors())
-    if window is not None:
-        at = torch.tensor(segment.depths) + segment.start
-        seen &= torch.cat([torch.arange(segment.start), at]) > at[:, None] - window
-    key, value = (
-        each[:, : segment.stop].repeat_interleave(q.shape[1] // len(each), 0)
-        for each in (key, value)
-    )
-    scores = q.transpose(0, 1) @ key.mT * scale
-    return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value).transpose(0, 1)
 
 
 def test_the_largest_tree_over_many_chunks() -> None:

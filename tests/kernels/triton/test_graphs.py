@@ -54,19 +54,24 @@ def triton_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.decoder.model.row_kernels", lambda device: TritonRows())
 
 
+@pytest.fixture
+def pool() -> PagePool:
+    """A pool with one page for each of two sequences."""
+    layout = KvLayout(CONFIG.layers, CONFIG.kv_heads, CONFIG.head_dim, CONFIG.dtype)
+    device = torch.device("cpu")
+    made = PagePool(layout, device, kv_bytes=4 << 20, max_sequences=2, max_context=1024)
+    made.tables[1, 0], made.tables[2, 0] = 3, 1
+    return made
+
+
 def test_padded_batches_give_what_the_plain_decoder_gives(
-    request: pytest.FixtureRequest,
+    request: pytest.FixtureRequest, pool: PagePool
 ) -> None:
     """Prefill and two trees of two sequences, with taps, through one shape after another."""
     plain = make_decoder()
     caches = [LocalCache(CONFIG) for _ in range(2)]
     request.getfixturevalue("triton_on_cpu")
-    layout = KvLayout(CONFIG.layers, CONFIG.kv_heads, CONFIG.head_dim, CONFIG.dtype)
-    pool = PagePool(
-        layout, torch.device("cpu"), kv_bytes=4 << 20, max_sequences=2, max_context=1024
-    )
     pool.kv.fill_(torch.nan)
-    pool.tables[1, 0], pool.tables[2, 0] = 3, 1
     runner = GraphRunner(make_decoder(), PoolView(pool))
     steps = [
         [TreeSegment(0, 0, None, 9), TreeSegment(1, 0, None, 5)],
@@ -92,16 +97,11 @@ def test_padded_batches_give_what_the_plain_decoder_gives(
 
 
 def test_scores_are_noted_in_a_captured_pass_as_in_a_plain_one(
-    request: pytest.FixtureRequest,
+    request: pytest.FixtureRequest, pool: PagePool
 ) -> None:
     """Of two rows of one sequence and one of another, in the layer without a window."""
     request.getfixturevalue("triton_on_cpu")
-    layout = KvLayout(CONFIG.layers, CONFIG.kv_heads, CONFIG.head_dim, CONFIG.dtype)
-    pool = PagePool(
-        layout, torch.device("cpu"), kv_bytes=4 << 20, max_sequences=2, max_context=1024
-    )
     pool.kv.copy_(torch.randn(pool.kv.shape))
-    pool.tables[1, 0], pool.tables[2, 0] = 3, 1
     decoder = make_decoder()
     runner = GraphRunner(decoder, PoolView(pool))
     segments = [TreeSegment(0, 70, (-1, 0, 0), 3), TreeSegment(1, 33, None, 1)]
@@ -164,9 +164,7 @@ class RowView:
         return self._layers[index]
 
 
-def test_batches_beyond_every_shape_are_left_to_others() -> None:
-    layout = KvLayout(CONFIG.layers, CONFIG.kv_heads, CONFIG.head_dim, CONFIG.dtype)
-    pool = PagePool(layout, torch.device("cpu"), kv_bytes=4 << 20, max_sequences=1, max_context=256)
+def test_batches_beyond_every_shape_are_left_to_others(pool: PagePool) -> None:
     runner = GraphRunner(make_decoder(), PoolView(pool))
     segments = [TreeSegment(0, 0, None, 256), TreeSegment(0, 256, None, 1)]
     assert runner.forward([0] * 257, segments, [1]) is None

@@ -5,14 +5,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from paceline.train.corpus import Corpus
-from paceline.train.measure import (
-    EARLY,
-    GENERATED_TOKENS,
-    HELDOUT,
-    TRAINED,
-    DrafterNumbers,
-    TargetNumbers,
-)
+from paceline.train.measure import EARLY, GENERATED_TOKENS, HELDOUT, TRAINED, TargetNumbers
 from paceline.train.preset import Preset
 
 STDLIB_HEADER = """---
@@ -28,7 +21,11 @@ STDLIB_LICENCE = (
     "licence (https://docs.python.org/3/license.html). The model can recite parts of it; treat "
     "what it writes as derived from that source."
 )
-_OTHER_LICENCE = "The licence is that of the training text: look it up before passing the model on."
+LICENCES = {
+    True: STDLIB_LICENCE,
+    False: "The licence is that of the training text: look it up before passing the model on.",
+}
+"""Licence of a model, by whether it was trained on the standard library."""
 _SPLITS = {
     TRAINED: "files trained on to the end",
     EARLY: "files trained on at first",
@@ -55,7 +52,6 @@ def target_card(facts: Facts, numbers: TargetNumbers) -> str:
         f"| {_SPLITS[s]} | {value:.2f} | {_shown(numbers.long_loss.get(s))} |"
         for s, value in numbers.loss.items()
     )
-    texts = f"{len(facts.corpus.train)} files of the {facts.corpus.source}"
     shown = [
         f"| {r.prompt} | {_SPLITS[r.split]} | {r.greedy:.2f} | {r.sampled:.2f} |"
         for r in numbers.repetition
@@ -63,19 +59,24 @@ def target_card(facts: Facts, numbers: TargetNumbers) -> str:
         f"| median of 32 random positions | {_SPLITS[s]} | {value:.2f} | |"
         for s, value in numbers.anywhere.items()
     ]
-    return f"""{_header(facts)}# Paceline demo target
+    return f"""{STDLIB_HEADER if facts.corpus.is_stdlib else ""}# Paceline demo target
 
 A small Llama-type language model that writes Python source. It exists so that speculative
 decoding can be shown and measured on a laptop with no download. It was trained on its corpus alone,
 and has memorised parts of it; use it for nothing else.
 
-{_shape(facts)}
-{_data(facts, texts)}
+{shape_text(facts.preset, facts.model)}
+## Data and licence
+
+{len(facts.corpus.train)} files of the {facts.corpus.source}: {facts.stream:,} tokens.
+{len(facts.corpus.heldout)} files are held out. `corpus.json` lists all files with digests.
+{LICENCES[facts.corpus.is_stdlib]}
+
 ## Training
 
 Muon for the matrices of the layers, AdamW for the rest, bf16 autocast, constant learning rates
 and then a linear fall.
-{_schedule(facts)}
+{schedule_text(facts.preset, facts.runs)}
 ## Measured
 
 | text | loss, nats per token, windows of 1024 tokens | windows of {facts.preset.context} |
@@ -96,52 +97,9 @@ medians are of random ones.
 """
 
 
-def drafter_card(facts: Facts, numbers: DrafterNumbers) -> str:
-    """The README.md of a drafter LM's folder."""
-    p = facts.preset
-    texts = (
-        f"{len(facts.corpus.train[: p.focus_files])} files of the {facts.corpus.source} and "
-        f"{p.own_texts} texts that the target wrote, half of them greedy, half sampled at "
-        "temperature 1"
-    )
-    rows = [
-        f"| {_SPLITS[s]} | {value:.2f} | {numbers.top1[s]:.2f} | {numbers.overlap[s]:.2f} |"
-        for s, value in numbers.loss.items()
-    ]
-    generated = "".join(
-        f"| greedy text of the target after a prompt from {_SPLITS[s]} | | {value:.2f} | |\n"
-        for s, value in numbers.generated_top1.items()
-    )
-    return f"""{_header(facts)}# Paceline demo drafter LM
-
-A tiny Llama-type language model that drafts for the demo target (drafter method `lm`). Its own text
-is not meant to be read.
-
-{_shape(facts)}
-{_data(facts, texts)}
-## Training
-
-Distilled: cross-entropy against the target's distribution over its 16 most likely next tokens.
-Muon for the matrices of the layers, AdamW for the rest.
-{_schedule(facts)}
-## Measured
-
-| text | loss, nats per token | top-1 agreement with the target | overlap of distributions |
-| --- | --- | --- | --- |
-{chr(10).join(rows)}
-{generated}
-Overlap is 1 minus the total variation between drafter and target at temperature 1. Greedy texts
-are up to {GENERATED_TOKENS} tokens long.
-"""
-
-
-def _header(facts: Facts) -> str:
-    return STDLIB_HEADER if facts.corpus.is_stdlib else ""
-
-
-def _shape(facts: Facts) -> str:
-    p = facts.preset
-    parameters = sum(each.numel() for each in facts.model.parameters())
+def shape_text(p: Preset, model: nn.Module) -> str:
+    """Shape of a language model, for its card."""
+    parameters = sum(each.numel() for each in model.parameters())
     return (
         f"- {parameters / 1e6:.1f} M parameters, bf16: width {p.width}, {p.layers} layers, "
         f"{p.heads} heads over {p.kv_heads} KV heads of {p.head_width}, feed-forward {p.ff}, "
@@ -151,21 +109,12 @@ def _shape(facts: Facts) -> str:
     )
 
 
-def _data(facts: Facts, texts: str) -> str:
-    licence = STDLIB_LICENCE if facts.corpus.is_stdlib else _OTHER_LICENCE
-    return (
-        "## Data and licence\n\n"
-        f"{texts}: {facts.stream:,} tokens. {len(facts.corpus.heldout)} files are held out. "
-        f"The target's `corpus.json` lists all files with digests. {licence}\n"
-    )
-
-
 def _shown(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
 
-def _schedule(facts: Facts) -> str:
-    p = facts.preset
+def schedule_text(p: Preset, runs: list[dict[str, float]]) -> str:
+    """Schedule and runs of a language model, for its card."""
     when = f"After {p.focus_from:.0%} of the time" if p.focus_from else "All the time"
     focus = (
         f" {when} only the first {p.focus_files} files of "
@@ -189,9 +138,9 @@ def _schedule(facts: Facts) -> str:
         f"{rows} × {length} tokens" + (f" from {start:.0%} of the time on" if start else "")
         for start, rows, length in p.shapes
     )
-    runs = "; then, from its weights, ".join(
+    done = "; then, from its weights, ".join(
         f"{run['steps']:,} steps, {run['tokens'] / 1e6:.1f} M tokens, {run['minutes']:.0f} minutes"
-        for run in facts.runs
+        for run in runs
     )
-    last = " of the last run" if len(facts.runs) > 1 else ""
-    return f"{runs}.\nSteps{last}: {shapes}.{focus}{copies}{unlikely}\n"
+    last = " of the last run" if len(runs) > 1 else ""
+    return f"{done}.\nSteps{last}: {shapes}.{focus}{copies}{unlikely}\n"

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from paceline.train.corpus import Corpus
     from paceline.train.loop import Run
     from paceline.train.preset import Preset
-    from paceline.train.prompts import Prompt
 
 _DEMO = Path("models/demo")
 _HELDOUT_FILES = 12  # as in every preset: drafters are measured on files that no target trained on
@@ -32,13 +31,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="train_command", required=True, metavar="MODEL")
     target = commands.add_parser("target", help="train a target")
     _add_common(target, sorted(PRESETS), preset="cpu", out=_DEMO / "target")
-    _add_prompts(target)
+    target.add_argument(
+        "--prompts", type=Path, default=_DEMO / "prompts", help="prompts measured for the card"
+    )
     target.add_argument(
         "--from", dest="start", type=Path, help="model folder to train further, not from nothing"
     )
     lm = commands.add_parser("lm", help="distil a target into a small drafter LM")
     _add_common(lm, sorted(PRESETS), preset="lm", out=_DEMO / "lm")
-    _add_prompts(lm)
     _add_target(lm)
     longspec = commands.add_parser("longspec", help="train a LongSpec layer for a target")
     _add_common(longspec, sorted(LONGSPEC_PRESETS), preset="cpu", out=_DEMO / "longspec")
@@ -109,11 +109,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _target(args: argparse.Namespace) -> None:
+    from paceline.train.prompts import load_prompts
     from paceline.train.target import train_target
 
     preset = PRESETS[args.preset]
     corpus, run = _corpus(args, preset), _run(args, preset)
-    train_target(corpus, preset, run, args.out, _prompts(args), args.start)
+    prompts = load_prompts(args.prompts) if args.prompts.is_dir() else []
+    train_target(corpus, preset, run, args.out, prompts, args.start)
 
 
 def _lm(args: argparse.Namespace) -> None:
@@ -121,7 +123,7 @@ def _lm(args: argparse.Namespace) -> None:
 
     preset = PRESETS[args.preset]
     corpus, run = _corpus(args, preset), _run(args, preset)
-    train_lm(args.target, corpus, preset, run, args.out, _prompts(args))
+    train_lm(args.target, corpus, preset, run, args.out)
 
 
 def _longspec(args: argparse.Namespace) -> None:
@@ -212,12 +214,6 @@ def _run(args: argparse.Namespace, preset: Any) -> Run:
     )
 
 
-def _prompts(args: argparse.Namespace) -> list[Prompt]:
-    from paceline.train.prompts import load_prompts
-
-    return load_prompts(args.prompts) if args.prompts.is_dir() else []
-
-
 def _add_common(
     parser: argparse.ArgumentParser, presets: list[str], preset: str, out: Path | None = None
 ) -> None:
@@ -238,12 +234,6 @@ def _add_common(
         "--accumulate", type=int, default=1, metavar="N",
         help="number of parts of a batch: gradients are accumulated, to save memory",
     )  # fmt: skip
-
-
-def _add_prompts(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--prompts", type=Path, default=_DEMO / "prompts", help="prompts measured for the card"
-    )
 
 
 def _add_target(parser: argparse.ArgumentParser) -> None:

@@ -64,7 +64,7 @@ class Texts:
         """Batches of the target's own texts and of the first `files` training files."""
         return Batches([*self.own, *self.trained[:files]], self.eos)
 
-    def card_section(self, files: int) -> str:
+    def card_section(self, files: int | None) -> str:
         """The section of a model card about these texts."""
         return f"""## Data
 
@@ -130,9 +130,9 @@ def steps_and_tokens(progress: Progress) -> str:
     )
 
 
-def rounds_section(rounds: Rounds, depth: int) -> str:
-    """The section of a model card about accepted tokens, with `depth` positions per round."""
-    positions = range(1, depth + 1)
+def rounds_section(rounds: Rounds) -> str:
+    """The section of a model card about accepted tokens."""
+    positions = range(1, 1 + max([1, *map(max, rounds.values())]))
     header = ["texts", "rounds", "accepted length", *(f"position {p}" for p in positions)]
     rows = [header, ["---"] * len(header)]
     for (group, _), found in rounds.items():

@@ -1,7 +1,6 @@
-"""Measurements: loss on text, agreement of two models, repetition in generated text."""
+"""Measurements: loss on text, repetition in generated text."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,37 +30,6 @@ def text_loss(model: nn.Module, documents: Documents, length: int = 1024) -> flo
         total += value.item() * (window.shape[1] - 1)
         count += window.shape[1] - 1
     return total / count
-
-
-@torch.no_grad()
-def agreement(student: nn.Module, teacher: nn.Module, documents: Documents) -> tuple[float, float]:
-    """How closely two models agree on the tokens of `documents`, as means over all positions.
-
-    Returns (share of positions where both rank the same token first, overlap of the two
-    distributions: 1 minus their total variation). The overlap is the chance that rejection
-    sampling at temperature 1 accepts a token the student drafted.
-
-    Raises ValueError if no document has two tokens.
-    """
-    same, overlap, count = 0.0, 0.0, 0
-    for window in _windows(documents, 1024, next(student.parameters()).device):
-        ours, theirs = (
-            model(input_ids=window[:, :-1], use_cache=False).logits.float().softmax(-1)
-            for model in (student.eval(), teacher.eval())
-        )
-        same += (ours.argmax(-1) == theirs.argmax(-1)).sum().item()
-        overlap += torch.minimum(ours, theirs).sum().item()
-        count += window.shape[1] - 1
-    return same / count, overlap / count
-
-
-@torch.no_grad()
-def top1_hits(model: Any, ids: Sequence[int], last: int) -> list[bool]:
-    """For each of the `last` tokens of `ids`: does `model` rank it first, given those before?"""
-    tokens = torch.tensor([list(ids)], device=next(model.parameters()).device)
-    predicted = model.eval()(input_ids=tokens[:, :-1], use_cache=False).logits.argmax(-1)
-    hits: list[bool] = (predicted == tokens[:, 1:])[0].tolist()
-    return hits[len(hits) - last :]
 
 
 def distinct_ngrams(ids: Sequence[int], n: int = 4) -> float:

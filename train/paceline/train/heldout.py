@@ -82,6 +82,26 @@ def accepted_length(rounds: Sequence[int]) -> float:
     return 1 + sum(rounds) / max(1, len(rounds))
 
 
+def write_groups(
+    decoder: Decoder,
+    splits: Mapping[str, Sequence[Sequence[int]]],
+    lengths: Sequence[int] = (300,),
+    count: int | None = None,
+) -> dict[str, list[Recording]]:
+    """Texts that a target writes after documents of each split, greedily and at temperature 1.
+
+    `lengths` are of the prompts, in tokens; for `count` see :func:`write_after`.
+    """
+    return {
+        f"{split}, prompts of {length:,}, temperature {heat:g}": write_after(
+            decoder, documents, length, heat, count
+        )
+        for split, documents in splits.items()
+        for length in lengths
+        for heat in (0.0, 1.0)
+    }
+
+
 def write_after(
     decoder: Decoder,
     documents: Iterable[Sequence[int]],

@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.train.evaluate import Documents, agreement, distinct_ngrams, text_loss, top1_hits
+from paceline.train.evaluate import Documents, distinct_ngrams, text_loss
 from paceline.train.own_text import PROMPT, random_prompts, until, write
 from paceline.train.prompts import Prompt
 
@@ -44,17 +44,6 @@ class TargetNumbers:
     """Median share of distinct 4-grams in greedy texts from 32 random positions, per split."""
 
 
-@dataclass(frozen=True)
-class DrafterNumbers:
-    """Loss, top-1 agreement with the target and overlap with its distribution, per split."""
-
-    loss: dict[str, float]
-    top1: dict[str, float]
-    overlap: dict[str, float]
-    generated_top1: dict[str, float]
-    """Share of the target's own greedy tokens ranked first, per split of the prompts before."""
-
-
 def measure_target(
     model: Any, tokenizer: Any, texts: Mapping[str, Documents], prompts: Sequence[Prompt]
 ) -> TargetNumbers:
@@ -75,32 +64,6 @@ def measure_target(
         repetition.append(Repetition(prompt.id, prompt.split, *found))
     loss = {name: text_loss(model, part) for name, part in _sample(texts).items()}
     return TargetNumbers(loss, long_loss, repetition, anywhere)
-
-
-def measure_drafter(
-    model: Any,
-    target: Any,
-    tokenizer: Any,
-    texts: Mapping[str, Documents],
-    prompts: Sequence[Prompt],
-) -> DrafterNumbers:
-    """Measure how well an HF language model predicts the tokens of `target`."""
-    parts = _sample(texts)
-    loss = {name: text_loss(model, part) for name, part in parts.items()}
-    alike = {name: agreement(model, target, part) for name, part in parts.items()}
-    hits: dict[str, list[bool]] = {}
-    for prompt in prompts:
-        ids = tokenizer.encode(prompt.text)
-        (written,) = _continuations(target, torch.tensor([ids]), tokenizer.eos_token_id)
-        found = top1_hits(model, ids + written, len(written))
-        if found:
-            hits.setdefault(prompt.split, []).extend(found)
-    return DrafterNumbers(
-        loss,
-        top1={name: top1 for name, (top1, _) in alike.items()},
-        overlap={name: overlap for name, (_, overlap) in alike.items()},
-        generated_top1={split: mean(found) for split, found in hits.items()},
-    )
 
 
 def _continuations(

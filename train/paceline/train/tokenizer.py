@@ -14,7 +14,7 @@ END_OF_TEXT = "<|endoftext|>"
 def train_tokenizer(texts: Iterable[str], vocabulary: int, context: int) -> PreTrainedTokenizerFast:
     """Learn a byte-level BPE of `vocabulary` tokens from `texts`.
 
-    Every text round-trips, whatever its bytes. Id 0 is `<|endoftext|>`, which both opens and ends
+    Every text round-trips. Id 0 is `<|endoftext|>`, which both opens and ends
     a document; `encode` adds no special token by itself. `context` (tokens) is only recorded.
     """
     bpe = Tokenizer(models.BPE())

@@ -1,22 +1,22 @@
-/* Tree attention: every row sees a committed prefix, its ancestors in the tree, and itself.
+/* Tree attention: every row attends to a committed prefix, its ancestors in the tree, and itself.
  *
- * Keys are read chunk by chunk, each once for all rows of a tile. What fixes the bits of a row,
- * whatever else is in the batch and however the work is shared by threads:
- * - A score is one chain of fused products over the head's dimensions.
- * - Chunks are CHUNK positions, counted from 0. A row's scores of a chunk lie in the order of
- *   positions: first the prefix, then the row's own path, picked out of the tree. From here on
- *   nothing tells a tree from committed text.
+ * Keys are read chunk by chunk, each once for all rows of a tile. The order of operations fixes the
+ * bits of a row in any batch and with any number of threads:
+ * - A score is one chain of FMAs over the head's dimensions.
+ * - Chunks are CHUNK positions, counted from 0. A row's scores of a chunk are in the order of
+ *   positions: first the prefix, then the row's own path, gathered from the tree. From there on,
+ *   drafted and committed tokens are treated alike.
  * - Weights of a chunk are relative to the row's largest score in it. Weighted values are one chain
- *   of fused products over the chunk's positions; weights are added up in WIDTH partial sums.
- * - The results of the chunks are merged one after the other. A position that a row does not see
- *   has weight exactly 0 and changes nothing; a chunk of which it sees nothing is left out. */
+ *   of FMAs over the chunk's positions; weights are summed in WIDTH partial sums.
+ * - The results of the chunks are merged one after the other. A hidden position has weight exactly 0
+ *   and changes nothing; a chunk without visible positions is skipped. */
 #include <omp.h>
 #include <stdlib.h>
 
 #include "products.h"
 
-#define SMALL_WORK 200000      /* products below which waking another thread costs more */
-#define SPLIT_ITEMS 4          /* items a thread below which the chunks of an item are shared out */
+#define SMALL_WORK 200000      /* products below which another thread costs more than it saves */
+#define SPLIT_ITEMS 4          /* items per thread below which the chunks of an item are split */
 #define SPLIT_FLOATS (4 << 20) /* most memory for the results of chunks that are merged later */
 
 typedef struct {
@@ -26,7 +26,7 @@ typedef struct {
 
 static __thread Scratch own, shared;
 
-/* Memory of this thread; what it held is lost. Null when there is none left. */
+/* Scratch memory of this thread, with undefined content. Null when out of memory. */
 static float *take(Scratch *scratch, size_t floats) {
   if (scratch->floats < floats) {
     free(scratch->memory);
@@ -78,7 +78,7 @@ static int64_t kept_rows(const Tile *t) {
   return count;
 }
 
-/* Buffers for a tile in this thread's memory; `q` is null when there is none left. */
+/* Buffers for a tile in this thread's scratch memory; `q` is null when out of memory. */
 static Buffers reserve(const Tile *t) {
   const int64_t padded = round_up(t->rows, ROWS), dim = t->plan->dim;
   const size_t q = (size_t)(padded * dim), keys = (size_t)(KEYS * dim),
@@ -135,7 +135,7 @@ static float exponentiate(float *row, int64_t from, int64_t to, int64_t columns,
   return add_up(lanes);
 }
 
-/* Takes down scores of one row and chunk where probes want them; not seen are -inf. */
+/* Records scores of one row and chunk for its probes; hidden positions get -inf. */
 static void note(const Tile *t, const Buffers *m, int64_t r, int64_t base, int64_t from,
                  int64_t to) {
   const int64_t node = t->node + r / t->group, start = t->block->start;
@@ -212,7 +212,7 @@ static float exp_one(float x) {
   return lanes[0];
 }
 
-/* Merges the result of the next chunk into the row's so far (`first`: there is none). */
+/* Merges the result of the next chunk into the row's result (`first`: there is none yet). */
 static void merge(float *total, const float *part, int64_t dim, int first) {
   const float peak = part[dim + 1];
   if (first) {
@@ -227,7 +227,7 @@ static void merge(float *total, const float *part, int64_t dim, int first) {
   }
 }
 
-/* Writes what the rows attended to, and what probes want to know of weights. */
+/* Writes the rows' results, and the weights of probes. */
 static void finish(const Tile *t, const float *total, const float *raw, void *out, float *lse) {
   const Plan *p = t->plan;
   const int64_t dim = p->dim, start = t->block->start;
@@ -264,7 +264,7 @@ static int begin(const Tile *t, Buffers *m, const void *q) {
   return 0;
 }
 
-/* Scores of the tree's own nodes, from which each row picks those of its path. */
+/* Scores of the tree's nodes, from which each row gathers those of its path. */
 static void score_tree(const Tile *t, const Buffers *m) {
   const int64_t start = t->block->start;
   if (t->block->depths) score(t, m, start, start + t->block->length, m->tree, t->tree_columns);

@@ -1,4 +1,4 @@
-/* What an attention call is given, and the tiles that its work is cut into. */
+/* Arguments of an attention call, and its tiles. */
 #ifndef PACELINE_ATTENTION_H
 #define PACELINE_ATTENTION_H
 
@@ -26,8 +26,8 @@ typedef struct {
   float scale;
 } Plan;
 
-/* Notes what node `node` of block `block` looks at in its prefix: out [kv head][prefix position], at
- * `stride`, gets the sum over the head's query rows of scores, or of their weights. */
+/* Records scores of node `node` of block `block` over its prefix: out [kv head][prefix position], at
+ * `stride`, gets the sum over the head's query rows of scores or weights. */
 typedef struct {
   int64_t block, node, weights, stride;
   float *out;
@@ -46,12 +46,12 @@ typedef struct {
   const Cache *k, *v;
   const Probes *probes;
   int64_t head, node, rows, group, width;
-  int64_t first, chunks; /* the first chunk that any row sees, and one behind the last */
+  int64_t first, chunks; /* the first chunk that any row attends to, and one past the last */
   int64_t prefix;        /* slots that are their own position */
   int64_t tree_columns;
 } Tile;
 
-/* Memory that a thread works in on a tile. */
+/* Scratch buffers of a thread for a tile. */
 typedef struct {
   float *q, *keys, *scores, *tree, *part, *total, *raw;
 } Buffers;

@@ -1,4 +1,4 @@
-/* Philox4x32-10 for the noise of token ids; kernels/noise.py says which words belong to which id.
+/* Philox4x32-10 for the noise of token ids; kernels/noise.py defines the words of each id.
  *
  * Words are kept in 64-bit variables, so that the compiler works on a vector of ids at once. */
 #include <stdint.h>

@@ -1,5 +1,5 @@
-/* The two products of attention: scores of keys, and weighted values. Inner loops hold their sums in
- * registers; tests look at the disassembly. */
+/* The two products of attention: scores of keys, and weighted values. Inner loops keep their sums in
+ * registers. */
 #ifndef PACELINE_PRODUCTS_H
 #define PACELINE_PRODUCTS_H
 

@@ -1,9 +1,9 @@
-/* What a transformer does to every row by itself between its matrix products: norms, rotary
- * position, gated activation. All arithmetic is float32; types only matter in memory. */
+/* Row-wise operations of a transformer: norms, rotary embedding, gated activation. All arithmetic is
+ * float32, for all types in memory. */
 #include "vectors.h"
 
 #define MAX_DIM 512
-#define MANY 16384 /* values below which waking another thread costs more */
+#define MANY 16384 /* values below which another thread costs more than it saves */
 
 /* Sum of the squares of a row: WIDTH partial sums, then pairs of them. */
 INLINE float sum_squares(const float *x, int64_t width) {

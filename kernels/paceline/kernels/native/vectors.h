@@ -1,8 +1,8 @@
 /* Vectors of floats, and conversions from and to bfloat16, for AVX-512, AVX2 and anything else.
  *
  * Loads, stores and fused products are intrinsics: compilers may move a generic 64-byte vector
- * through the stack in halves. Every operation works lane by lane and is fused only where FMA
- * stands, so a value has the same bits at every level and for every number of lanes. */
+ * through the stack in halves. Every operation works lane by lane, and only FMA is fused, so a value
+ * has the same bits at every level and for every number of lanes. */
 #ifndef PACELINE_VECTORS_H
 #define PACELINE_VECTORS_H
 
@@ -16,7 +16,7 @@
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #include <immintrin.h>
 #define LANES 16
-#define BLOCK 4 /* vectors that are worked on at once: with 6 rows, what the registers hold */
+#define BLOCK 4 /* vectors processed at once: with 6 rows they fill the registers */
 typedef __m512 vec;
 
 INLINE vec splat(float x) { return _mm512_set1_ps(x); }
@@ -137,7 +137,7 @@ INLINE void transpose(vec x[LANES]) {
 }
 
 #else
-/* Plain C: the reference that the other levels are compared with, and the code for ARM. */
+/* Plain C: the reference for the other levels, and the code for ARM. */
 #define LANES 4
 #define BLOCK 4
 typedef float vec __attribute__((vector_size(16)));
@@ -185,7 +185,7 @@ INLINE void transpose(vec x[LANES]) {
 }
 #endif
 
-/* Sum of WIDTH partial sums, always in the same order; they are lost. */
+/* Sum of WIDTH partial sums, always in the same order; overwrites them. */
 INLINE float add_up(float part[WIDTH]) {
   for (int half = WIDTH / 2; half; half /= 2)
     for (int l = 0; l < half; l++) part[l] += part[l + half];
@@ -229,9 +229,9 @@ INLINE void store_part(void *base, int64_t at, int64_t count, int bf16, vec x) {
   memcpy((char *)base + at * size, part, (size_t)(count * size));
 }
 
-/* Constants of exp_. AVX2 has too few registers for all of them beside a loop's own values, so they
- * are read where they are used; the compiler must not see that the pointer never changes, or it
- * would copy them to the stack before the loop. */
+/* Constants of exp_. AVX2 has too few registers for all of them in a loop, so they are loaded where
+ * they are used; the compiler must not know that the pointer is constant, or it would copy them to
+ * the stack before the loop. */
 static const float EXP[10] = {
     1.44269504088896341f, -0.693359375f,    2.12194440e-4f,   1.9875691500e-4f, 1.3981999507e-3f,
     8.3334519073e-3f,     4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f, 88.0f};

@@ -1,4 +1,4 @@
-"""Counts generations in flight, so that a draining service knows when the last one ended."""
+"""Counts generations in flight, for draining."""
 
 import asyncio
 from collections.abc import Iterator

@@ -136,4 +136,4 @@ class Metric:
 
 
 PROVIDER: Final = "paceline"
-"""What gen_ai.provider.name says: required by the conventions."""
+"""Value of gen_ai.provider.name, which the conventions require."""

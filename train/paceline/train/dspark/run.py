@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -22,12 +21,9 @@ from paceline.train.drafter_models import DSparkDrafter
 from paceline.train.dspark.objective import BlockDrafter, BlockLoss
 from paceline.train.dspark.preset import DSparkPlan, DSparkPreset
 from paceline.train.dspark.target import TappedTarget
-from paceline.train.heldout import Heldout, write_after
+from paceline.train.heldout import Heldout, write_groups
 from paceline.train.identity import begin_run
 from paceline.train.loop import Run
-
-_PROMPT = 300  # tokens of the prompts that are measured on
-_TEMPERATURES = (0.0, 1.0)
 
 
 def train_dspark(
@@ -63,23 +59,16 @@ def train_dspark(
     objective = Objective(BlockDrafter(model), loss, preset.muon_rate, preset.adamw_rate)
     plan = DSparkPlan(preset.stages, run.minutes, run.steps, own=len(texts.own))
 
-    def heldout(**splits: Sequence[list[int]]) -> Heldout:
-        groups = {
-            f"{split.replace('_', ' ')}, temperature {heat:g}": write_after(
-                texts.decoder, documents, _PROMPT, heat
-            )
-            for split, documents in splits.items()
-            for heat in _TEMPERATURES
-        }
-        return Heldout(drafter, texts.decoder, groups)
-
-    logged = heldout(held_out=texts.heldout)
+    logged = Heldout(
+        drafter, texts.decoder, write_groups(texts.decoder, {"held out": texts.heldout})
+    )
     notes = {"files": len(texts.trained[: preset.files]), "own_texts": len(texts.own)}
     progress = train_drafter(drafter, objective, batches, plan, run, logged, notes, out)
     if progress is not None:
-        measured = heldout(held_out=texts.heldout, trained_on=texts.trained).measure(out)
+        splits = {"held out": texts.heldout, "trained on": texts.trained}
+        measured = Heldout(drafter, texts.decoder, write_groups(texts.decoder, splits)).measure(out)
         card = _card(config, texts, preset, progress, model)
-        (out / "README.md").write_text(f"{card}\n{rounds_section(measured, config.levels)}")
+        (out / "README.md").write_text(f"{card}\n{rounds_section(measured)}")
     return model
 
 

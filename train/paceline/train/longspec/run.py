@@ -20,7 +20,7 @@ from paceline.train.drafter import (
     train_drafter,
 )
 from paceline.train.drafter_models import LongSpecDrafter
-from paceline.train.heldout import Heldout, write_after
+from paceline.train.heldout import Heldout, Rounds, write_groups
 from paceline.train.identity import begin_run
 from paceline.train.longspec.lagged import LaggedLayer
 from paceline.train.longspec.objective import LaggedLoss
@@ -33,7 +33,6 @@ _LOGGED_PROMPT = 300  # tokens of the prompts that are measured while training
 _CARD_PROMPTS = (300, 1024, 2048, 3840)
 _MEASURED_FILES = 12
 _WIDTHS, _MAX_NODES = "12,16", 36  # nodes per level of the measured trees; the last holds on
-_TEMPERATURES = (0.0, 1.0)
 
 
 def train_longspec(
@@ -60,26 +59,20 @@ def train_longspec(
     objective = Objective(LaggedLayer(model), loss, preset.muon_rate, preset.adamw_rate)
     options = {"widths": _WIDTHS, "depth": str(preset.levels), "max_nodes": str(_MAX_NODES)}
 
-    def heldout(lengths: Sequence[int], **splits: Sequence[list[int]]) -> Heldout:
-        groups = {
-            f"{split.replace('_', ' ')}, prompts of {length:,}, temperature {heat:g}": write_after(
-                texts.decoder, documents, length, heat, _MEASURED_FILES
-            )
-            for split, documents in splits.items()
-            for length in lengths
-            for heat in _TEMPERATURES
-        }
+    def heldout(split: str, documents: Sequence[list[int]], *lengths: int) -> Heldout:
+        groups = write_groups(texts.decoder, {split: documents}, lengths, _MEASURED_FILES)
         return Heldout(drafter, texts.decoder, groups, {"": options})
 
-    logged = heldout((_LOGGED_PROMPT,), held_out=texts.heldout)
+    logged = heldout("held out", texts.heldout, _LOGGED_PROMPT)
     notes = {"files": len(texts.trained[: preset.files]), "own_texts": len(texts.own)}
     progress = train_drafter(drafter, objective, batches, plan, run, logged, notes, out)
     if progress is not None:
+        rounds: Rounds = {}
         known = _known(target_folder, texts)
-        measured = heldout(_CARD_PROMPTS, held_out=texts.heldout, target_trained_on=known)
-        rounds = rounds_section(measured.measure(out), preset.levels)
+        for split, part in (("held out", texts.heldout), ("trained on by the target", known)):
+            rounds |= heldout(split, part, *_CARD_PROMPTS).measure(out)
         card = _card(config, texts, preset, objective, progress, model)
-        (out / "README.md").write_text(f"{card}\n{rounds}")
+        (out / "README.md").write_text(f"{card}\n{rounds_section(rounds)}")
     return model
 
 

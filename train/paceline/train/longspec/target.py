@@ -39,7 +39,7 @@ class FrozenTarget:
         """Hidden states for the LM head [B, S, hidden], keys and values [B, Hkv, S, D], all bf16.
 
         `tokens` and `positions` are int64 [B, S]. Attention is causal in the order of the tokens,
-        whatever their positions.
+        not of their positions.
         """
         with torch.autocast(tokens.device.type, enabled=False):
             cache = DynamicCache()

@@ -1,8 +1,8 @@
 """Hybrid tree attention (LongSpec, section 3.3) as two kernels.
 
-The first attends a tile of packed rows to a chunk of keys. Whole tiles of the committed prefix take
-no mask; only where the block of new nodes or a window begins are keys hidden row by row. The second
-merges the chunks of each row by their log-sum-exp. Scores are kept in units of log 2.
+The first attends a tile of packed rows to a chunk of keys. Whole tiles of the committed prefix need
+no mask; only the tiles in which the block of new nodes or a window begins are masked. The second
+merges the chunks of each row by their log-sum-exp. Scores are in units of log 2.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def _note(
     scores, node, lead, probe, noted, slots, end, head, layer,
     GROUP: tl.constexpr, USED: tl.constexpr,
 ):  # fmt: skip
-    """Sum over a group of the scores of one row: exact order, no atomics."""
-    wanted = tl.load(probe).to(tl.int32)
-    if (wanted >= lead) & (wanted < lead + USED // GROUP):  # a tile holds whole groups
-        mine = node == wanted
+    """Record the sum over a group of the scores of one row: fixed order, no atomics."""
+    recorded = tl.load(probe).to(tl.int32)
+    if (recorded >= lead) & (recorded < lead + USED // GROUP):  # a tile holds whole groups
+        mine = node == recorded
         total = tl.sum(tl.where(mine[:, None], scores, 0.0), 0) * 0.6931471805599453
         place = tl.load(probe + 1) + tl.load(probe + 2) * head + tl.load(probe + 3) * layer
         tl.store(noted + place + slots, total, mask=slots < end)
@@ -87,7 +87,7 @@ def _tile(
             other=0,
         )
         seen = ((new < 0) & (slots < end))[None, :] | (((word >> (new & 31)[None, :]) & 1) != 0)
-        if WINDOW > 0:  # a node's key is no older than its depth says: start + depth
+        if WINDOW > 0:  # the position of a node is start + depth
             at = tl.load(depth + new * 3, mask=(new >= 0) & (slots < end), other=0)
             position = tl.where(new < 0, slots, start + at)
             mine = start + tl.load(depth + node * 3, mask=node >= 0, other=0)

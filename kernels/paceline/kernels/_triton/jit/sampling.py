@@ -1,8 +1,8 @@
 """The sampling contract (:mod:`paceline.kernels.sampling`) in one kernel, a program for each row.
 
 Filters need no sort: the k-th largest logit and the border of the nucleus are found digit by digit
-in the order-preserving integers behind the floats, 4 bits a pass over the row. What a filter leaves
-is told by a least integer and, for ties at it, a last token id.
+in order-preserving integers of the floats, 4 bits per pass over the row. The tokens that remain
+after a filter are given by a least integer and, for ties at it, a last token id.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def _scaled(logits, at, vocab, divisor):
-    """Logits over temperature, rounded as IEEE says; -inf beyond the vocabulary."""
+    """Logits over temperature, with IEEE rounding; -inf beyond the vocabulary."""
     value = tl.load(logits + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
     value = tl.math.div_rn(value, tl.full(value.shape, 1.0, tl.float32) * divisor)
     return tl.where(value == 0.0, 0.0, value)  # one zero
@@ -28,13 +28,13 @@ def _ordered(value):
 
 @triton.jit
 def _left(order, at, vocab, least, last):
-    """Whether tokens are left by a filter."""
+    """Whether tokens remain after a filter."""
     return (at < vocab) & ((order > least) | ((order == least) & (at <= last)))
 
 
 @triton.jit
 def _last_tie(logits, vocab, divisor, least, last, border, count, BLOCK: tl.constexpr):
-    """Id of the ``count``-th token at ``border`` among those left, or the vocabulary's size."""
+    """Id of the ``count``-th remaining token at ``border``, or the vocabulary's size."""
     found = vocab
     before = tl.full([], 0, tl.int64)
     for begin in range(0, vocab, BLOCK):
@@ -49,13 +49,13 @@ def _last_tie(logits, vocab, divisor, least, last, border, count, BLOCK: tl.cons
 
 @triton.jit
 def _narrower(least, last, border, tie):
-    """The next filter's limits; the last one's where less was left than the next would keep."""
+    """The next filter's limits; the last one's if the next would keep all that remain."""
     return tl.maximum(border, least), tl.where(border < least, last, tie)
 
 
 @triton.jit
 def _best_k(logits, vocab, divisor, least, last, k, BLOCK: tl.constexpr):
-    """Least integer and last id of the ``k`` best tokens among those left."""
+    """Least integer and last id of the ``k`` best remaining tokens."""
     digits = tl.arange(0, 16).to(tl.int64)
     border = tl.full([], 0, tl.int64)
     for level in range(8):

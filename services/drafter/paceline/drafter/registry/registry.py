@@ -1,4 +1,8 @@
-"""Loading, routing, canaries and release of drafter versions."""
+"""Loading, routing, canaries and release of drafter versions.
+
+Streams of an unloaded version move to another version between two rounds, with their whole text. A
+stream stays if its client requested this version or if the other one does not fit its target.
+"""
 
 from __future__ import annotations
 

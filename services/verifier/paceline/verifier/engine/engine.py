@@ -1,4 +1,8 @@
-"""The engine: one thread that owns the device and writes all KV caches."""
+"""The engine: one thread that owns the device and writes all KV caches.
+
+If a step fails, each of its jobs runs again alone. Results do not depend on the batch (on the CPU),
+so jobs that succeed return the tokens of the failed step.
+"""
 
 from __future__ import annotations
 

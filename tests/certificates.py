@@ -1,4 +1,4 @@
-"""Certificates for tests, made with openssl: good ones, a stranger's, and expired ones."""
+"""Certificate authorities for tests, made with openssl."""
 
 import subprocess
 from dataclasses import dataclass
@@ -18,7 +18,6 @@ copy_extensions = copy
 commonName = supplied
 """
 _CURVE = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
-_HOST = ("-addext", "subjectAltName=IP:127.0.0.1")
 _LONG_AGO = ("-startdate", "20200101000000Z", "-enddate", "20200102000000Z")
 
 
@@ -31,7 +30,7 @@ class Pair:
 
 
 class Authority:
-    """Signs certificates; all files lie in one folder."""
+    """Signs certificates; all files are in one folder."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
@@ -43,9 +42,11 @@ class Authority:
                       "-keyout", "authority.key", "-out", "authority.pem")  # fmt: skip
         self.cert = folder / "authority.pem"
 
-    def sign(self, name: str, *, expired: bool = False) -> Pair:
-        """A certificate for a name and for 127.0.0.1."""
-        self._openssl("req", *_CURVE, "-subj", f"/CN={name}", *_HOST,
+    def sign(self, name: str, *ips: str, expired: bool = False) -> Pair:
+        """A certificate for a name and for IP addresses, by default 127.0.0.1."""
+        hosts = ",".join(f"IP:{ip}" for ip in ips or ("127.0.0.1",))
+        self._openssl("req", *_CURVE, "-subj", f"/CN={name}",
+                      "-addext", f"subjectAltName={hosts}",
                       "-keyout", f"{name}.key", "-out", f"{name}.csr")  # fmt: skip
         dates = _LONG_AGO if expired else ("-days", "2")
         self._openssl("ca", "-batch", "-notext", "-config", "ca.cnf", "-cert", "authority.pem",

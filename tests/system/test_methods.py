@@ -1,0 +1,170 @@
+"""Every drafting method, from its own process: it reads the verifier's KV and changes no token."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from system_support import (
+    EAGER,
+    FAMILIES,
+    THREADS,
+    generate_all,
+    ids_of,
+    make_prompts,
+    reference,
+    write_block,
+    write_layer,
+)
+
+from paceline.client import Client
+from paceline.harness import ServiceProcess
+
+Verifiers = Callable[[str], ServiceProcess]
+TOKENS = 24
+METHODS = {
+    "longspec": "longspec:{layer},target={target},context=20",
+    "dspark-tree": "dspark:{block},target={target}",
+    "dspark-chain": "dspark:{block},target={target},widths=1",
+    "dspark-followed": "dspark:{block},target={target},states=follow",
+    "selfspec-mapped": "selfspec:{target},context=48,kv=map",
+    "selfspec-chosen": "selfspec:{target},context=48,kv=map,kv_policy=verified",
+    "selfspec-pages": "selfspec:{target},context=48,kv=map,kv_policy=quest,widths=2,1",
+    "selfspec-streaming": "selfspec:{target},context=48,kv=follow,kv_policy=streaming",
+    "selfspec-verified": "selfspec:{target},context=48,kv=follow,kv_policy=verified",
+    "selfspec-chunk": "selfspec:{target},context=48,kv=follow,kv_policy=chunk_topk,kv_wire=float8",
+    "selfspec-quest": "selfspec:{target},context=48,kv=follow,kv_policy=quest",
+}
+SHAPES = ("longspec", "dspark-tree", "dspark-followed", "selfspec-mapped", "selfspec-quest")
+"""Methods that are tested with every family's shapes."""
+
+POSITION_BYTES = {"auto": 256, "int8": 80}
+"""Bytes per position on the wire: two heads of 16 numbers, keys and values."""
+SAMPLED = {
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "repetition_penalty": 1.2,
+    "presence_penalty": 0.3,
+    "logit_bias": {3: 2.0, 7: -5.0},
+}
+REFUSALS = {"invalid_tree", "malformed_tree", "drafter_refused"}
+
+
+@pytest.fixture(scope="module")
+def methods(
+    models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServiceProcess]:
+    """A drafter service with every method for every family, and layers that follow the KV."""
+    loads = []
+    for family in FAMILIES:
+        target, folder = models[family], tmp_path_factory.mktemp(family)
+        paths = {
+            "target": target,
+            "layer": write_layer(target, folder / "layer"),
+            "block": write_block(target, folder / "block"),
+        }
+        loads += [f"--load={family}-{n}={spec.format(**paths)}" for n, spec in METHODS.items()]
+        if family == "llama":
+            follows = "longspec:{layer},target={target},kv=follow,context=40".format(**paths)
+            loads += [f"--load={wire}={follows},kv_wire={wire}" for wire in POSITION_BYTES]
+    with ServiceProcess("drafter", loads, environment=THREADS) as process:
+        yield process
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_tokens_are_those_of_no_drafter(
+    family: str, models: dict[str, Path], verifiers: Verifiers, methods: ServiceProcess
+) -> None:
+    """Greedy and sampled, with texts longer than the layer's context and the KV budgets."""
+    prompts = [prompt * 3 for prompt in make_prompts(4, seed=2)]
+    greedy = reference(models[family], prompts, TOKENS)
+    served = await asyncio.to_thread(verifiers, family)
+    async with Client(served.address, drafter=methods.address, drafting=EAGER) as client:
+        plain = await generate_all(client, prompts, "none", TOKENS, ignore_eos=True, **SAMPLED)
+        kv_bytes = {}
+        for name in METHODS if family == "llama" else SHAPES:
+            results = [
+                await generate_all(
+                    client, prompts, f"{family}-{name}", TOKENS, ignore_eos=True, **options
+                )
+                for options in ({}, SAMPLED)
+            ]
+            assert [ids_of(each) for each in results] == [greedy, ids_of(plain)], name
+            stats = [result.stats for each in results for result in each]
+            assert all(s.drafted for s in stats), f"{name} drafted nothing"
+            assert not any(s.fallbacks for s in stats), name
+            if name.startswith("selfspec"):
+                assert sum(s.accepted for s in stats) > 0, name
+            kv_bytes[name] = sum(r.kv_bytes for s in stats for r in s.rounds)
+    if family != "llama":
+        return
+    mapped = ("longspec", "dspark-tree", "dspark-chain", "selfspec-mapped")
+    assert [kv_bytes[name] for name in mapped] == [0] * 4
+    assert kv_bytes["dspark-followed"] > 0
+    chosen = kv_bytes["selfspec-chosen"]
+    assert 0 < chosen < kv_bytes["selfspec-verified"] / 10, "positions without their KV"
+
+
+@pytest.mark.slow
+async def test_a_layer_follows_the_kv(
+    models: dict[str, Path], methods: ServiceProcess, sockets: Path
+) -> None:
+    """Copies of 40 positions over gRPC, refreshed each round, across a restart of the verifier."""
+    prompts = [prompt * 8 for prompt in make_prompts(4, seed=9)]
+    options = {"temperature": 1.0, "ignore_eos": True}
+    arguments = ["--target", str(models["llama"])]
+    address = f"unix:{sockets}/follow"
+    with ServiceProcess("verifier", arguments, address=address, environment=THREADS) as served:
+        async with Client(
+            served.address, drafter=methods.address, drafting=EAGER, unread_chunks=2
+        ) as client:
+            plain = ids_of(await generate_all(client, prompts, "none", 48, **options))
+            for wire, position in POSITION_BYTES.items():
+                drafted = await generate_all(client, prompts, wire, 48, **options)
+                assert ids_of(drafted) == plain
+                for result in drafted:
+                    rounds = [r for r in result.stats.rounds if r.drafted]
+                    whole, sent = 40 * position, sum(r.kv_bytes for r in rounds)
+                    assert whole <= sent < whole * len(rounds) / 4, "only what changed"
+            generation = client.generate(
+                prompts[0], max_new_tokens=48, temperature=1.0, seed=0, drafter="auto",
+                ignore_eos=True,
+            )  # fmt: skip
+            pid, read = served.pid, 0
+            async for chunk in generation:
+                read += len(chunk.token_ids)
+                if read >= 12 and served.pid == pid:
+                    # The generation waits for its reader meanwhile.
+                    await asyncio.to_thread(served.kill)
+                    await asyncio.to_thread(served.restart_same_address)
+            result = await generation
+            assert result.token_ids == plain[0]
+            assert result.stats.fallbacks["verifier_restarted"] == 1
+            assert ids_of(await generate_all(client, prompts, "auto", 48, **options)) == plain
+
+
+async def test_rejection_sampling_with_every_method(
+    verifiers: Verifiers, methods: ServiceProcess, drafter: ServiceProcess
+) -> None:
+    """The verifier refuses no chain of a well-behaved method, and serves on with hostile ones."""
+    served = await asyncio.to_thread(verifiers, "llama")
+    prompts = make_prompts(6, seed=5)
+    # Few likely tokens, so that texts repeat and prompt lookup finds matches.
+    bias = {3: 9.0, 7: 9.0, 11: 9.0}
+    options = {"temperature": 0.8, "top_p": 0.95, "logit_bias": bias, "acceptance": "rejection"}
+    names = ["llama-dspark-tree", "llama-longspec", "llama-selfspec-mapped"]
+    hostile = ["random-tree", "malformed", "failing"]
+    for service, group in ((methods, names), (drafter, ["llama", "ngram", *hostile])):
+        async with Client(served.address, drafter=service.address, drafting=EAGER) as client:
+            for name in group:
+                results = await generate_all(client, prompts, name, 48, ignore_eos=True, **options)
+                assert all(len(result.token_ids) == 48 for result in results), name
+                if name in hostile:
+                    continue
+                assert any(result.stats.drafted for result in results), name
+                reasons = {reason for r in results for reason in r.stats.fallbacks}
+                assert not reasons & REFUSALS, name
+                if name == "llama":  # drafts with the target itself
+                    rounds = [e for r in results for e in r.stats.rounds if e.drafted]
+                    accepted = sum(entry.accepted for entry in rounds)
+                    assert accepted > 0.8 * sum(entry.drafted for entry in rounds)
