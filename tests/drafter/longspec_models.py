@@ -47,12 +47,12 @@ class FakeKv(StreamingReader):
         if self.gone:
             raise ConnectionError("the cache is gone")
 
+    def close(self) -> None:
+        """Nothing to release."""
+
     def spoil(self, begin: int) -> None:
         """Makes positions from ``begin`` on unusable."""
         self.keys[:, begin:] = self.values[:, begin:] = torch.nan
-
-    def close(self) -> None:
-        """Nothing to release."""
 
 
 def made_up_kv(config: Any, committed: int, seed: int = 0) -> FakeKv:

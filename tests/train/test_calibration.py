@@ -16,8 +16,8 @@ from paceline.decoder import Decoder
 from paceline.drafter import DrafterSpec, LoadError, Resources
 from paceline.drafter.acceptance import record, replay
 from paceline.drafter.calibration import Calibration, Scaling
-from paceline.drafter.checkpoint import read_calibration
 from paceline.drafter.methods import method_class
+from paceline.drafter.methods.checkpoint import read_calibration
 from paceline.drafter.registry.loader import Loader
 from paceline.drafter.spec import Roots
 from paceline.train.calibration.fit import (

@@ -18,9 +18,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from paceline.drafter import Drafter, Resources
-from paceline.drafter.checkpoint import check_target, read_fit
 from paceline.drafter.methods import method_class
 from paceline.drafter.methods.base import LoadError
+from paceline.drafter.methods.checkpoint import check_target, read_fit
 from paceline.drafter.methods.dspark import (
     DSparkConfig,
     DSparkModel,

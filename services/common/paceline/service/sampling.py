@@ -1,4 +1,4 @@
-"""Sampling parameters from the wire."""
+"""Sampling parameters from the wire. Torch is imported on use: not every service needs it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ def sampling_params(message: sampling_pb2.SamplingParams) -> SamplingParams:
     Raises:
         ValueError: A value is out of range.
     """
-    # Here, because a drafter service without weights must not import torch.
     from paceline.kernels import SamplingParams
 
     return SamplingParams(

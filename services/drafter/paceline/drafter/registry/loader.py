@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from paceline.drafter.calibration import FILE
-from paceline.drafter.checkpoint import read_calibration
 from paceline.drafter.methods import CALIBRATION, method_class, path_options
 from paceline.drafter.methods.base import Drafter, LoadError, Resources
+from paceline.drafter.methods.checkpoint import read_calibration
 from paceline.drafter.spec import DrafterSpec, Roots
 
 

@@ -17,11 +17,11 @@ from typing import ClassVar
 import torch
 
 from paceline.decoder import load_config
-from paceline.drafter.checkpoint import check_target, read_fit
 from paceline.drafter.kv.options import TRANSPORTS
 from paceline.drafter.methods.base import Fit, Generation, Needs, Resources
 from paceline.drafter.methods.beam import BeamOptions
 from paceline.drafter.methods.beam_drafter import BeamDrafter
+from paceline.drafter.methods.checkpoint import check_target, read_fit
 from paceline.drafter.methods.dspark.backbone import DSparkBackbone
 from paceline.drafter.methods.dspark.checkpoint import load_weights, read_dspark
 from paceline.drafter.methods.dspark.heads import DSparkHeads

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import ClassVar
 
 from paceline.decoder import Decoder
-from paceline.drafter.checkpoint import read_fit
 from paceline.drafter.methods.base import Fit, Generation, Resources
 from paceline.drafter.methods.beam import BeamOptions, check_context
 from paceline.drafter.methods.beam_drafter import BeamDrafter
+from paceline.drafter.methods.checkpoint import read_fit
 from paceline.drafter.methods.decoder_sequence import forward_blocks
 from paceline.drafter.methods.lm.selection import POLICIES, ScoreObserver
 from paceline.drafter.methods.lm.sequence import KvSlots, LmSequence

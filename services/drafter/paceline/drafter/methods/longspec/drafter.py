@@ -19,11 +19,11 @@ from typing import ClassVar
 import torch
 
 from paceline.decoder.weights import Checkpoint
-from paceline.drafter.checkpoint import check_target, read_fit
 from paceline.drafter.kv import KvOptions
 from paceline.drafter.methods.base import Fit, Generation, LoadError, Needs, Resources
 from paceline.drafter.methods.beam import BeamOptions, check_context
 from paceline.drafter.methods.beam_drafter import BeamDrafter
+from paceline.drafter.methods.checkpoint import check_target, read_fit
 from paceline.drafter.methods.loading import load_model, required_folder, weight_bytes
 from paceline.drafter.methods.longspec.checkpoint import read_longspec
 from paceline.drafter.methods.longspec.layer import LongSpecLayer

@@ -53,9 +53,10 @@ class LongSpecSequence(BeamSequence):
     def prepare(self) -> bool:
         self.kv.check()
         below = self.length - 1  # the verifier may have committed more than this text
-        layer, budget = self._drafter.layer, self._drafter.options.context
-        self.kv.refresh(below, budget)
-        self._context = Context.of(self.kv.parts(layer.config.target_layer), layer.device)
+        layer = self._drafter.layer
+        self.kv.refresh(below, self._drafter.options.context)
+        parts = self.kv.parts(layer.config.target_layer)
+        self._context = Context.of(parts, layer.device)
         return True
 
     def step(self) -> StepInput:

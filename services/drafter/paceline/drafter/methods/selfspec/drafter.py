@@ -22,11 +22,11 @@ from paceline.decoder import (
     packed_path,
     weights_fingerprint,
 )
-from paceline.drafter.checkpoint import read_fit
 from paceline.drafter.kv import KvOptions
 from paceline.drafter.methods.base import Fit, Generation, LoadError, Needs, Resources
 from paceline.drafter.methods.beam import BeamOptions, check_context
 from paceline.drafter.methods.beam_drafter import BeamDrafter
+from paceline.drafter.methods.checkpoint import read_fit
 from paceline.drafter.methods.decoder_sequence import forward_blocks
 from paceline.drafter.methods.loading import load_model, required_folder, weight_bytes
 from paceline.drafter.methods.options import check_choice, check_range, parse_options

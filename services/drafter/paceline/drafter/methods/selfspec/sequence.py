@@ -48,8 +48,7 @@ class SelfSpecSequence(DecoderSequence):
         below = self.length - 1
         budget = self._drafter.needs.kv_budget_at(below)
         self._begin = self.kv.refresh(below, budget)
-        count = self._drafter.decoder.config.layers
-        layers = [self.kv.parts(layer) for layer in range(count)]
+        layers = [self.kv.parts(layer) for layer in range(self._drafter.decoder.config.layers)]
         self._slot = sum(keys.shape[1] for keys, _ in layers[0])
         new = self.length - self._begin
         if not self._slot or new > MAX_NEW_TOKENS:
