@@ -1,4 +1,4 @@
-"""Random DSpark drafters, hidden states that are made up, and a dense reference of their trees."""
+"""Random DSpark drafters, random hidden states, and a dense reference of their trees."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .models import GREEDY, VOCAB, beam_search
 
 @dataclass
 class FakeStates:
-    """A target's hidden states that lie in memory; ``kept`` of them are still there."""
+    """A target's hidden states in memory, of which the last ``kept`` can be read."""
 
     states: Tensor
     committed: int
@@ -52,7 +52,7 @@ class FakeStates:
 
 
 def made_up_states(config: DSparkConfig, committed: int, seed: int = 0) -> FakeStates:
-    """Random states, the same ones for the same position whatever ``committed`` is."""
+    """Random states, which at a position do not depend on ``committed``."""
     draws = torch.Generator().manual_seed(seed)
     width = len(config.taps) * config.hidden
     return FakeStates(torch.randn(1024, width, generator=draws), committed)
@@ -87,7 +87,7 @@ def start(
     states: FakeStates,
     sampling: sampling_pb2.SamplingParams = GREEDY,
 ) -> DSparkSequence:
-    """A generation that has nothing but its prompt."""
+    """Starts a generation of a prompt."""
     return drafter.start(Generation(text, len(text), VOCAB, sampling, states=states))
 
 
@@ -104,7 +104,7 @@ class Dense:
         self.head = self.embedding if tied else weights["lm_head.weight"]
 
     def block(self, text: Sequence[int], states: FakeStates) -> Tensor:
-        """The backbone's states of the places that predict, ``[levels, hidden]``."""
+        """Hidden states of the positions that predict, ``[levels, hidden]``."""
         end = min(states.committed, len(text) - 1)
         begin = max(0, end - self.config.window) if self.config.window else 0
         fed = [text[-1], *[self.config.mask_token] * (self.config.block - 1)]
@@ -118,7 +118,7 @@ class Dense:
         return hidden[0]
 
     def after(self, hidden: Tensor, tokens: Sequence[int]) -> tuple[Tensor, float]:
-        """Logits of the place behind the anchor and a path, and the log confidence of the place."""
+        """Logits after the anchor and a path, and the log confidence of that position."""
         levels = len(tokens)
         scores, confidence = self.head @ hidden[levels - 1], 0.0
         rows = None

@@ -1,4 +1,4 @@
-"""A decoder in place of a model: the KV of a token is a hash of the text up to it."""
+"""A decoder without a model: the KV of a token is a hash of the text up to it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MODULUS = 1 << 20  # exact in float32
 
 @dataclass
 class HashingDecoder:
-    """As much of a decoder as the drafter uses."""
+    """The part of a decoder that the drafter uses."""
 
     config: DecoderConfig
     device: str = "cpu"
@@ -66,7 +66,7 @@ def hashing_drafter(**options: str) -> LmDrafter:
 
 
 def check_hashes(sequence: LmSequence) -> None:
-    """The cache holds the hashes of the text, as far as it says."""
+    """The cache holds the hashes of the text that it contains."""
     expected: list[float] = []
     above = 0.0
     for token in sequence.text[: sequence.cached]:

@@ -1,4 +1,4 @@
-"""Random LongSpec drafters, targets whose KV is made up, and a dense reference of their trees."""
+"""Random LongSpec drafters, random target KV, and a dense reference of their trees."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .models import GREEDY, VOCAB, beam_search
 
 @dataclass
 class FakeKv(StreamingReader):
-    """A target's KV that lies in memory."""
+    """A target's KV in memory."""
 
     keys: Tensor
     values: Tensor
@@ -56,7 +56,7 @@ class FakeKv(StreamingReader):
 
 
 def made_up_kv(config: Any, committed: int, seed: int = 0) -> FakeKv:
-    """Random KV, with room for nothing more."""
+    """Random KV of ``committed`` positions."""
     draws = torch.Generator().manual_seed(seed)
     shape = (2, config.kv_heads, committed, config.head_dim)
     keys, values = torch.randn(shape, generator=draws)
@@ -64,7 +64,7 @@ def made_up_kv(config: Any, committed: int, seed: int = 0) -> FakeKv:
 
 
 def target_kv(target: Path, config: LongSpecConfig, text: Sequence[int]) -> FakeKv:
-    """What the target's layer holds when all but the newest token of a text is committed.
+    """KV of the target's layer when all but the newest token of a text is committed.
 
     Behind it lie numbers that must not be read.
     """
@@ -103,7 +103,7 @@ def start(
     kv: FakeKv,
     sampling: sampling_pb2.SamplingParams = GREEDY,
 ) -> LongSpecSequence:
-    """A generation that has nothing but its prompt."""
+    """Starts a generation of a prompt."""
     return drafter.start(Generation(text, len(text), VOCAB, sampling, kv=kv))
 
 
@@ -129,7 +129,7 @@ class Dense:
         kv: FakeKv,
         committed: int,
     ) -> Tensor:
-        """``[S, V]`` for tokens that see one another as ``[S, S]`` says, and the same of the KV."""
+        """Logits ``[S, V]`` of tokens with the mask ``[S, S]``, which all read the same KV."""
         read = torch.zeros(len(tokens), committed, dtype=torch.bool)
         for part in streaming(committed, self.context):
             read[:, part.start : part.stop] = True

@@ -1,4 +1,4 @@
-"""Random tiny models, and dense references for what the drafter makes of them."""
+"""Random tiny models, and dense references of their trees."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def load(folder: Path, **options: str) -> LmDrafter:
 def start(
     drafter: LmDrafter, text: Sequence[int], sampling: sampling_pb2.SamplingParams = GREEDY
 ) -> LmSequence:
-    """A generation that has nothing but its prompt."""
+    """Starts a generation of a prompt."""
     return drafter.start(Generation(text, len(text), VOCAB, sampling))
 
 
@@ -103,7 +103,7 @@ def forward(drafter: LmDrafter, text: Sequence[int]) -> tuple[torch.Tensor, Loca
 
 
 class Oracle:
-    """The model itself as the target, one token at a time by a fresh forward over the text."""
+    """The model as the target: one token at a time, each by a forward pass over the whole text."""
 
     def __init__(
         self, drafter: LmDrafter, prompt: Sequence[int], sampling: sampling_pb2.SamplingParams
@@ -120,7 +120,7 @@ class Oracle:
         return choose_token(logits, self._params, len(text), history)
 
     def verify(self, tree: TokenTree) -> list[int]:
-        """Tokens a verifier would emit for this tree; they join the text."""
+        """Appends and returns the tokens that a verifier would emit for this tree."""
         node, emitted = -1, []
         while True:
             token = self.next_token(emitted)

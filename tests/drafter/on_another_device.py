@@ -1,4 +1,4 @@
-"""Drafters keep all their tensors on one device, and draft there what they draft on the CPU.
+"""Drafters keep all their tensors on one device, and their trees equal those of the CPU.
 
 Run by test_devices.py, in a process of its own.
 """
@@ -61,7 +61,7 @@ def target(folders: dict[str, Path]) -> Decoder:
 
 @pytest.fixture(autouse=True)
 def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What runs on either device is PyTorch's, in this thread."""
+    """Runs the plain PyTorch backend on both devices, in this thread."""
     for kind in ("cpu", "other"):
         monkeypatch.setitem(attention._LOADED, kind, DenseBackend())
     for method in ("lm", "longspec", "dspark", "selfspec"):
@@ -96,11 +96,11 @@ class Moved:
         return [(keys.to(self._device), values.to(self._device)) for keys, values in found]
 
     def check(self) -> None:
-        """It is always there."""
+        """It always exists."""
 
 
 def trees(drafter: Drafter, target: Decoder, sampling: str, kv_device: str) -> list[TokenTree]:
-    """Of two texts together, over three rounds."""
+    """Trees of two texts together, over three rounds."""
     texts, lengths = [text_of(60, 1), text_of(40, 2)], (40, 23)
     sequences = []
     for text, length in zip(texts, lengths, strict=True):
@@ -129,7 +129,7 @@ def trees(drafter: Drafter, target: Decoder, sampling: str, kv_device: str) -> l
 def test_trees_are_those_of_the_cpu(
     name: str, sampling: str, folders: dict[str, Path], target: Decoder
 ) -> None:
-    """Wherever the target's keys and values lie."""
+    """With the target's keys and values on either device."""
     expected = trees(drafter_of(name, folders, "cpu"), target, sampling, "cpu")
     assert sum(len(tree) for tree in expected) > 12
     with another_device():
@@ -141,8 +141,8 @@ def test_trees_are_those_of_the_cpu(
                 assert tree.confidences == pytest.approx(right.confidences, rel=1e-4)
 
 
-def test_candidates_of_large_vocabularies_are_found_where_they_are() -> None:
-    """So that whole rows of logits need not be copied."""
+def test_candidates_are_selected_on_the_device() -> None:
+    """So that no whole rows of logits are copied."""
     params = sampling_params(SAMPLINGS["T=1"])
     logits = torch.randn(3, 20_000)
     paths: list[list[int]] = [[], [], []]
@@ -163,6 +163,6 @@ def test_candidates_of_large_vocabularies_are_found_where_they_are() -> None:
     torch.testing.assert_close(found.logs, right.logs)
 
 
-def test_no_weights_are_taken_out_of_main_memory(folders: dict[str, Path]) -> None:
+def test_shared_weights_need_the_cpu(folders: dict[str, Path]) -> None:
     with pytest.raises(LoadError, match="weights=own"):
         drafter_of("selfspec", folders, "other:0", weights="shared")

@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_a_recorded_text_is_the_targets_own(folder: Path, name: str) -> None:
+def test_a_recording_equals_the_target_s_text(folder: Path, name: str) -> None:
     drafter = load(folder)
     recording = record(drafter.decoder, text_of(20), COUNT, SAMPLINGS[name])
     oracle = Oracle(drafter, text_of(20), SAMPLINGS[name])

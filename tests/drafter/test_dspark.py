@@ -75,7 +75,7 @@ def test_trees_equal_a_dense_beam_search(pair: tuple[Path, Path], widths: str) -
 
 
 def test_memory_is_constant_with_a_window(small: tuple[Path, Path]) -> None:
-    """And states that are older than the window are never asked for."""
+    """Hidden states older than the window are not read."""
     drafter, dense = _loaded(small)
     states = made_up_states(dense.config, 899)
     states.states[: 899 - dense.config.window] = torch.nan
@@ -86,7 +86,7 @@ def test_memory_is_constant_with_a_window(small: tuple[Path, Path]) -> None:
     assert sequence.context.nbytes == before
 
 
-def test_states_that_are_gone_already_cost_no_more_than_the_guess(small: tuple[Path, Path]) -> None:
+def test_missing_states_do_not_prevent_a_draft(small: tuple[Path, Path]) -> None:
     drafter, dense = _loaded(small)
     states = made_up_states(dense.config, 99)
     states.kept = 5

@@ -51,7 +51,7 @@ def test_trees_equal_a_dense_beam_search(
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_a_perfect_drafter_gets_everything_accepted(folder: Path, name: str) -> None:
-    """With the target's own weights and noise the verifier's choice is the first child."""
+    """With the target's weights and noise, the verifier's choice is the first child."""
     drafter = load(folder, widths="1,1,1,1", min_survival="0", candidates=str(VOCAB))
     oracle = Oracle(drafter, text_of(20), SAMPLINGS[name])
     sequence = start(drafter, oracle.text, SAMPLINGS[name])
@@ -76,7 +76,7 @@ def test_another_noise_accepts_less(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("nodes", "depth"), [(1, 4), (5, 4), (16, 1), (16, 3), (7, 2)])
-def test_budgets_are_kept_with_the_likeliest_nodes(folder: Path, nodes: int, depth: int) -> None:
+def test_a_node_budget_keeps_the_likeliest_nodes(folder: Path, nodes: int, depth: int) -> None:
     drafter = load(folder, min_survival="0")
     text = text_of(30)
     tree = start(drafter, text).draft(Budget(nodes, depth))
@@ -91,7 +91,7 @@ def test_budgets_are_kept_with_the_likeliest_nodes(folder: Path, nodes: int, dep
     assert len(set(siblings)) == len(siblings)
 
 
-def test_unlikely_nodes_get_no_children(folder: Path) -> None:
+def test_unlikely_nodes_are_not_expanded(folder: Path) -> None:
     tree = start(load(folder, min_survival="0.2"), text_of(30)).draft(Budget(16, 4))
     inner = {parent for parent in tree.parents if parent >= 0}
     assert all(tree.survivals[node] >= 0.2 for node in inner)

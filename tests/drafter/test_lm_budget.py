@@ -28,12 +28,12 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def under(drafter: LmDrafter, budget: int) -> None:
-    """From the next round on."""
+    """Sets the KV budget of the following rounds."""
     drafter.options = replace(drafter.options, context=budget)
 
 
 def warmed(drafter: LmDrafter, text: list[int]) -> LmSequence:
-    """A generation that has read its prompt."""
+    """A generation whose prompt is prefilled."""
     sequence = start(drafter, text)
     sequence.warm(len(text))
     return sequence
@@ -62,7 +62,7 @@ def greedy(folder: Path, text: list[int], rounds: list[tuple[int, list[int]]]) -
 
 @pytest.mark.parametrize("policy", ["streaming", "chunk_topk"])
 def test_a_chain_is_the_sparse_models_own_text(folder: Path, policy: str) -> None:
-    """Whatever the budget of the round before; what an earlier round fed stays as it was fed."""
+    """After any budget of earlier rounds, whose KV stays as it was computed."""
     text = text_of(70, 4)
     drafter = load(folder, context="24", kv_policy=policy, widths="1,1,1", min_survival="0")
     sequence = warmed(drafter, text)
@@ -101,8 +101,8 @@ def test_several_at_once_draft_as_each_alone(folder: Path, policy: str) -> None:
         sequence.close()
 
 
-def test_kept_kv_is_whole_whatever_the_budgets_were() -> None:
-    """With a decoder whose KV is a hash of the text: any slot out of place shows."""
+def test_the_whole_kv_is_kept_under_any_budgets() -> None:
+    """With a decoder whose KV is a hash of the text, so that any wrong slot is found."""
     drafter = hashing_drafter(widths="3,3,3", min_survival="0")
     sequence = start(drafter, text_of(50))
     draws = random.Random(2)
@@ -117,7 +117,7 @@ def test_kept_kv_is_whole_whatever_the_budgets_were() -> None:
     assert drafter.kv.used == 0
 
 
-def test_streaming_takes_the_first_and_the_newest() -> None:
+def test_streaming_selects_the_first_and_the_newest() -> None:
     assert Streaming().select(30, 7).tolist() == [0, 1, 2, 3, 27, 28, 29]
 
 
@@ -126,7 +126,7 @@ def test_streaming_takes_the_first_and_the_newest() -> None:
     newer=st.integers(0, 20),
     budget=st.integers(5, 80),
 )
-def test_chunks_with_the_most_attention_are_chosen(
+def test_chunks_with_the_most_attention_are_selected(
     weights: list[float], newer: int, budget: int
 ) -> None:
     scores, length = TopChunks(), len(weights) + newer

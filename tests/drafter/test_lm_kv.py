@@ -1,4 +1,4 @@
-"""The KV that the tree drafter keeps: that of the text, within its limit."""
+"""The KV cache of ``lm``: its content and its limit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .models import VOCAB, forward, load, start, text_of, write_model
 def random_rounds(
     sequence: LmSequence, rounds: int, most: int, draws: random.Random
 ) -> Iterator[int]:
-    """Rounds that accept some path or nothing; yields after each how many drafted nodes stayed."""
+    """Rounds that accept some path or nothing; yields the number of drafted nodes kept."""
     while rounds > 0 and len(sequence.text) < most:
         rounds -= 1
         tree = sequence.draft(Budget(draws.randint(0, 16), draws.randint(0, 5)))
@@ -50,7 +50,7 @@ def test_the_kv_stays_that_of_the_text(tmp_path: Path, widths: str) -> None:
     ("widths", "rounds"), [("4,4,4,4", 2000), ("1,1,1", 600), ("1,3,3", 600), ("8", 600)]
 )
 def test_after_thousands_of_rounds_the_kv_is_that_of_the_text(widths: str, rounds: int) -> None:
-    """With a decoder whose KV is a hash of the text: any slot out of place shows."""
+    """With a decoder whose KV is a hash of the text, so that any wrong slot is found."""
     drafter = hashing_drafter(widths=widths, min_survival="0")
     sequence = start(drafter, text_of(50))
     kept = 0
@@ -62,7 +62,7 @@ def test_after_thousands_of_rounds_the_kv_is_that_of_the_text(widths: str, round
     assert kept > rounds / 3 or widths == "8"  # a tree of one level feeds no node
 
 
-def test_kv_beyond_the_limit_is_given_up(folder: Path) -> None:
+def test_kv_beyond_the_limit_is_freed(folder: Path) -> None:
     drafter = load(folder, kv_gib="0.001")
     assert drafter.kv.limit == 2**30 // 1000 // drafter.decoder.config.kv_bytes_per_token
     drafter.kv.limit = limit = 2048

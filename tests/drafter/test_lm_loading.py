@@ -1,4 +1,4 @@
-"""What the tree drafter loads, and for which targets."""
+"""Loading ``lm``: options, folders, and the targets that it fits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .models import VOCAB, change_config, load, write_model
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"width": "4"}, "known are widths"),
         ({"widths": "4,x"}, "list of whole numbers"),
@@ -26,8 +26,8 @@ from .models import VOCAB, change_config, load, write_model
         ({"dtype": "float16"}, "one of auto"),
     ],
 )
-def test_wrong_options_are_refused(folder: Path, options: dict[str, str], says: str) -> None:
-    with pytest.raises(LoadError, match=says):
+def test_wrong_options_are_refused(folder: Path, options: dict[str, str], message: str) -> None:
+    with pytest.raises(LoadError, match=message):
         load(folder, **options)
 
 
@@ -54,7 +54,7 @@ def test_only_safetensors_of_known_models_are_loaded(tmp_path: Path) -> None:
         load(folder)
 
 
-async def test_drafting_has_the_threads_it_was_given(
+async def test_drafting_uses_the_configured_threads(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, found = torch.get_num_threads(), []

@@ -63,7 +63,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_trees_equal_a_dense_beam_search(
     pair: tuple[Path, Path], widths: str, context: int
 ) -> None:
-    """On the target's own KV, with all samplings, for texts shorter and longer than the window."""
+    """On the target's KV, with all samplings, for texts shorter and longer than the window."""
     drafter = load(*pair, widths=widths, min_survival="0", max_nodes="64", context=str(context))
     dense = Dense(*pair, context)
     levels = [int(width) for width in widths.split(",")]
@@ -93,7 +93,7 @@ def test_the_budget_may_change_between_rounds(small: tuple[Path, Path]) -> None:
 
 @given(data=st.data())
 def test_any_tree_gets_the_logits_of_the_dense_layer(pair: tuple[Path, Path], data: Any) -> None:
-    """One dense pass over text and tree, with every mask written out; the tree comes in levels."""
+    """Against one dense pass over text and tree with explicit masks."""
     drafter, dense = _loaded(pair)
     dense.context = data.draw(st.sampled_from([0, 5, 9, 39, 40]), label="context")
     length = data.draw(st.integers(1, 40), label="text")
@@ -147,8 +147,8 @@ def _loaded(pair: tuple[Path, Path]) -> tuple[LongSpecDrafter, Dense]:
     return _LOADED[pair[0]]
 
 
-def test_nothing_but_the_context_is_read(pair: tuple[Path, Path]) -> None:
-    """A part of the target's KV bounds what a draft costs, whatever else there is."""
+def test_only_the_kv_budget_is_read(pair: tuple[Path, Path]) -> None:
+    """Positions outside the budget do not change the tree, positions inside do."""
     drafter, dense = load(*pair, widths="4,4,4,4", context="50"), _loaded(pair)[1]
     text = text_of(300)
     kv = made_up_kv(dense.config, 299)

@@ -1,4 +1,4 @@
-"""What the LongSpec drafter loads, for which targets, and what it shares with them."""
+"""Loading ``longspec``: options, folders, targets, and memory that is shared with them."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def folder(tmp_path: Path, target: Path) -> Path:
 
 
 def change_section(folder: Path, section: str, **fields: Any) -> None:
-    """Rewrite fields of a section of config.json; None takes one out."""
+    """Rewrites fields of a section of config.json; None removes one."""
     found = json.loads((folder / "config.json").read_text())[section] | fields
     change_config(folder, **{section: {k: v for k, v in found.items() if v is not None}})
 
 
-def test_what_it_says_of_itself(folder: Path, target: Path) -> None:
+def test_needs_fit_and_limits(folder: Path, target: Path) -> None:
     drafter = load(folder, target)
     assert drafter.needs.kv_layers == (2,)
     assert drafter.needs.hidden_state_layers == ()
@@ -49,7 +49,7 @@ def test_what_it_says_of_itself(folder: Path, target: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"width": "4"}, "known are kv"),
         ({"widths": "4,x"}, "list of whole numbers"),
@@ -64,14 +64,14 @@ def test_what_it_says_of_itself(folder: Path, target: Path) -> None:
     ],
 )
 def test_wrong_options_are_refused(
-    folder: Path, target: Path, options: dict[str, str], says: str
+    folder: Path, target: Path, options: dict[str, str], message: str
 ) -> None:
-    with pytest.raises(LoadError, match=says):
+    with pytest.raises(LoadError, match=message):
         load(folder, target, **options)
 
 
 @pytest.mark.parametrize(
-    ("section", "fields", "says"),
+    ("section", "fields", "message"),
     [
         ("paceline", {"method": "dspark"}, "method 'dspark'"),
         ("paceline", {"format": 2}, "format 2"),
@@ -84,15 +84,15 @@ def test_wrong_options_are_refused(
         ("transformer_layer_config", {"rope_parameters": {"rope_type": "new"}}, "cannot load"),
     ],
 )
-def test_folders_that_do_not_say_what_they_must_are_refused(
-    folder: Path, target: Path, section: str, fields: dict[str, Any], says: str
+def test_folders_with_invalid_fields_are_refused(
+    folder: Path, target: Path, section: str, fields: dict[str, Any], message: str
 ) -> None:
     change_section(folder, section, **fields)
-    with pytest.raises(LoadError, match=says):
+    with pytest.raises(LoadError, match=message):
         load(folder, target)
 
 
-def test_only_whole_safetensors_are_loaded(folder: Path, target: Path) -> None:
+def test_damaged_weights_are_refused(folder: Path, target: Path) -> None:
     weights = folder / "model.safetensors"
     whole = load_file(weights)
     for name in ("norm.weight", "layers.0.cross_attn.q_proj.weight"):
@@ -135,7 +135,7 @@ def test_a_folder_with_its_own_embedding_needs_no_target(folder: Path, target: P
 def test_embedding_and_head_stay_in_the_target_s_file(
     folder: Path, target: Path, pack: str
 ) -> None:
-    """Mapped, not read: processes that use one target share the memory."""
+    """The file is mapped, so processes that use one target share the memory."""
     drafter = load(folder, target, pack_head_mib=pack)
     embedding = drafter.layer._embedding
     spans = [
@@ -168,9 +168,7 @@ def first_tree(drafter: LongSpecDrafter) -> Any:
     return start(drafter, text, made_up_kv(drafter.layer.config, 39)).draft(Budget(16, 4))
 
 
-async def test_the_target_must_lie_where_drafters_may_be_loaded_from(
-    folder: Path, target: Path, tmp_path: Path
-) -> None:
+async def test_the_target_must_be_below_a_root(folder: Path, target: Path, tmp_path: Path) -> None:
     async with drafting(f"longspec:{folder},target={target}") as service:
         listed = await service.registry.ListDrafters(drafter_pb2.ListDraftersRequest())
         assert listed.drafters[0].target_fingerprint
@@ -183,7 +181,7 @@ async def test_the_target_must_lie_where_drafters_may_be_loaded_from(
         assert failure(error) == (grpc.StatusCode.INVALID_ARGUMENT, "FOLDER_NOT_ALLOWED")
 
 
-def test_a_folder_says_what_it_was_made_from(folder: Path, target: Path) -> None:
+def test_a_folder_names_its_target_without_a_path(folder: Path, target: Path) -> None:
     config, dtype = read_longspec(folder)
     assert (config.target_layer, config.target_layers, dtype) == (2, 3, torch.float32)
     text = (folder / "config.json").read_text()

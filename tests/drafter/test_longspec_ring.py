@@ -1,4 +1,4 @@
-"""The ring of the LongSpec drafter: what is in it, what is seen of it, and what it takes."""
+"""The ring of the LongSpec drafter: its content, its mask, its memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .models import VOCAB, text_of, write_model
 
 @given(data=st.data())
 def test_masks_show_the_window_along_each_path(data: Any) -> None:
-    """Against a list of what lies where after a text was written in arbitrary parts."""
+    """Against a map of slots to positions after a text was written in arbitrary parts."""
     window = data.draw(st.integers(1, 12), label="window")
     lies: dict[int, int] = {}
     length = data.draw(st.integers(1, 40), label="length")
@@ -73,7 +73,7 @@ def make(target: Path, folder: Path, window: int, **options: str) -> LongSpecDra
 
 
 def endless_kv(config: LongSpecConfig) -> FakeKv:
-    """KV whose every position holds the same: it is as long as anyone asks."""
+    """KV of any length, with equal content at every position."""
     few = made_up_kv(config, 1)
     shape = (config.kv_heads, 1 << 18, config.head_dim)
     return FakeKv(few.keys.expand(shape), few.values.expand(shape), 0)
@@ -82,7 +82,7 @@ def endless_kv(config: LongSpecConfig) -> FakeKv:
 def random_rounds(
     sequence: LongSpecSequence, rounds: int, draws: random.Random
 ) -> Iterator[list[int]]:
-    """Rounds that accept some path or nothing; yields the tokens that came."""
+    """Rounds that accept some path or nothing; yields the emitted tokens."""
     kv = sequence.kv
     assert isinstance(kv, FakeKv)
     for _ in range(rounds):
@@ -101,7 +101,7 @@ def random_rounds(
 def test_after_many_rounds_the_ring_is_that_of_the_text(
     target: Path, tmp_path: Path, window: int
 ) -> None:
-    """Bit by bit, and in the same memory as at first."""
+    """Bit by bit, in the memory that was allocated first."""
     drafter = make(target, tmp_path, window, widths="4,4,4,4", min_survival="0")
     kv = endless_kv(drafter.layer.config)
     text = text_of(5)
@@ -119,7 +119,7 @@ def test_after_many_rounds_the_ring_is_that_of_the_text(
 
 
 def check_ring(drafter: LongSpecDrafter, sequence: LongSpecSequence, text: list[int]) -> None:
-    """The ring holds what one pass over the text would leave, as far as it was written."""
+    """The ring equals that of one pass over the text."""
     written = sequence.ring.length
     fresh = start(drafter, [*text[:written], 0], endless_kv(drafter.layer.config))
     fresh.warm(written)
@@ -153,7 +153,7 @@ def test_a_sequence_takes_the_same_memory_at_1k_and_at_128k(target: Path, tmp_pa
 
 
 def bytes_of(thing: Any, seen: set[int]) -> int:
-    """Bytes of an object and all it holds but what was seen; token ids count as 8 each."""
+    """Bytes of an object and what it refers to, without what was seen; 8 per token id."""
     if id(thing) in seen or thing is None or isinstance(thing, type):
         return 0
     seen.add(id(thing))

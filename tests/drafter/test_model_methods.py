@@ -1,4 +1,4 @@
-"""What all methods with a model promise, whatever their data comes from."""
+"""The contract of all methods with a model."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_data_beyond_the_text_is_not_read(name: str, loaded: dict[str, Method]) 
 
 @pytest.mark.bits
 @pytest.mark.parametrize("name", READERS)
-def test_a_cache_that_is_gone_is_an_error_and_no_harm(name: str, loaded: dict[str, Method]) -> None:
+def test_a_released_cache_fails_its_own_sequence_only(name: str, loaded: dict[str, Method]) -> None:
     method, text = loaded[name], text_of(60)
     source, other = method.source(59), method.source(59, seed=3)
     expected = [method.start(text, source=each).draft(Budget(16, 4)) for each in (source, other)]

@@ -45,7 +45,7 @@ def test_matches_are_the_most_recent_of_the_longest(text: list[int], min_n: int,
 
 
 @given(texts, st.integers(1, 4))
-def test_few_places_are_the_first_of_many(text: list[int], places: int) -> None:
+def test_fewer_matches_are_the_first_ones(text: list[int], places: int) -> None:
     index = NgramIndex(2, 4)
     index.append(text)
     assert index.matches(limit=places, match_limit=10) == naive_matches(text, 2, 4, places, 10)
@@ -64,7 +64,9 @@ def test_the_index_is_the_same_however_the_text_came(text: list[int], cuts: list
 
 
 @given(texts, st.integers(0, 20), st.integers(0, 10))
-def test_trees_are_valid_and_go_on_as_the_text_did(text: list[int], nodes: int, depth: int) -> None:
+def test_trees_are_valid_and_continue_as_the_text_did(
+    text: list[int], nodes: int, depth: int
+) -> None:
     tree = sequence(text, min_survival="0").draft(Budget(nodes, depth))
     tree.check(1000)
     assert len(tree) <= nodes
@@ -72,16 +74,16 @@ def test_trees_are_valid_and_go_on_as_the_text_did(text: list[int], nodes: int, 
     paths = {tree.path(node) for node in range(len(tree))}
     assert len(paths) == len(tree)
     for path in paths:
-        assert any(goes_on_with(text, place, path) for place in range(1, len(text)))
+        assert any(continues_with(text, place, path) for place in range(1, len(text)))
     assert bool(tree) == bool(nodes and depth and naive_matches(text, 2, 5, 1, 32))
 
 
-def goes_on_with(text: list[int], place: int, path: tuple[int, ...]) -> bool:
-    """Whether the text read from `place`, repeating itself at its end, begins with the path."""
+def continues_with(text: list[int], place: int, path: tuple[int, ...]) -> bool:
+    """Whether the text from `place` on, repeated at its end, begins with the path."""
     return all(text[place + i % (len(text) - place)] == token for i, token in enumerate(path))
 
 
-def test_nothing_matches_nothing_is_drafted() -> None:
+def test_a_text_without_matches_is_not_drafted() -> None:
     assert sequence(list(range(100))).draft(LARGE) == EMPTY
 
 
@@ -94,8 +96,8 @@ def test_a_longer_match_drafts_a_longer_continuation() -> None:
     assert list(long.tokens[:25]) == tail[:25]
 
 
-def test_what_matches_were_worth_in_a_text_counts_for_more_than_their_length() -> None:
-    """Three in a row repeat: what follows is always another token, or always the same."""
+def test_statistics_of_a_text_outweigh_the_length_of_matches() -> None:
+    """An n-gram of three repeats and is followed by a new token each time, or by the same one."""
     head = [1, 2, 3]
     never, always = (
         [t for i in range(12) for t in (*head, 100 + (i if new else 0), 200 + i)]
@@ -110,7 +112,7 @@ def test_what_matches_were_worth_in_a_text_counts_for_more_than_their_length() -
 
 
 @given(st.lists(st.tuples(st.integers(2, 99), st.booleans()), max_size=60), st.integers(0, 99))
-def test_confidences_are_chances(guesses: list[tuple[int, bool]], match: int) -> None:
+def test_confidences_are_probabilities(guesses: list[tuple[int, bool]], match: int) -> None:
     statistics = MatchStatistics(32)
     for length, correct in guesses:
         statistics.observe(length, correct=correct)
@@ -132,19 +134,19 @@ def test_continuations_that_differ_become_branches() -> None:
     assert sum(tree.confidences) <= 1
 
 
-def test_a_loop_goes_on_beyond_the_end_of_the_text() -> None:
+def test_a_periodic_text_continues_beyond_its_end() -> None:
     tree = sequence([1, 2, 3] * 4, continuations="1").draft(Budget(10, 10))
     assert tree.tokens == (1, 2, 3, 1, 2, 3, 1, 2, 3, 1)
 
 
-def test_emitted_tokens_count_at_once() -> None:
+def test_emitted_tokens_are_indexed_at_once() -> None:
     drafted = sequence([1, 2, 3, 4, 5])
     assert drafted.draft(LARGE) == EMPTY
     drafted.extend(Update([9, 1, 2]))
     assert drafted.draft(LARGE).tokens[:3] == (3, 4, 5)
 
 
-def test_the_backlog_is_worked_off_in_slices() -> None:
+def test_the_backlog_is_processed_in_slices() -> None:
     drafted = sequence([1, 2, 3] * 10)
     assert drafted.backlog == 30
     drafted.warm(10)
@@ -153,7 +155,7 @@ def test_the_backlog_is_worked_off_in_slices() -> None:
     assert drafted.backlog == 0
 
 
-def test_memory_grows_with_the_text_alone() -> None:
+def test_memory_grows_with_the_text_only() -> None:
     index = NgramIndex(2, 5)
     index.append([1] * 10_000)
     assert all(len(latest) == 1 for latest in index._latest)
@@ -161,7 +163,7 @@ def test_memory_grows_with_the_text_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"max_m": "4"}, "known are max_n"),
         ({"max_n": "four"}, "whole number"),
@@ -170,6 +172,6 @@ def test_memory_grows_with_the_text_alone() -> None:
         ({"min_survival": "nan"}, "out of range"),
     ],
 )
-def test_wrong_options_are_refused(options: dict[str, str], says: str) -> None:
-    with pytest.raises(LoadError, match=says):
+def test_wrong_options_are_refused(options: dict[str, str], message: str) -> None:
+    with pytest.raises(LoadError, match=message):
         NgramDrafter.load(None, options, Resources())

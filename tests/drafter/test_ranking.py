@@ -1,4 +1,4 @@
-"""Ranking next tokens as the verifier is going to choose them."""
+"""Ranking candidates by what the verifier will choose."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.kernels import SamplingParams, gumbel_noise
 @pytest.mark.parametrize("vocab", [90, 5000, 20_000])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_the_best_come_first_whatever_the_vocabulary(vocab: int, temperature: float) -> None:
-    """Tokens that count are few, so that those left out of a large vocabulary change nothing."""
+    """Few tokens are likely, so those left out of a large vocabulary change nothing."""
     draws = torch.Generator().manual_seed(vocab)
     logits = torch.randn(3, vocab, generator=draws)
     for row in logits:

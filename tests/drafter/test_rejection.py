@@ -1,4 +1,4 @@
-"""Drafting for rejection sampling: chains of samples, with what they are samples of."""
+"""Drafting for rejection sampling: chains of samples with their distributions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check_draws(tree: TokenTree, text: list[int], candidates: int) -> None:
 
 
 def assert_truncated(proposal: Proposal, scores: torch.Tensor) -> None:
-    """The likeliest tokens with the model's own odds."""
+    """The proposal holds the likeliest tokens with the model's probabilities."""
     best = scores.topk(len(proposal.tokens))
     assert set(proposal.tokens.tolist()) == set(best.indices.tolist())
     odds = scores.softmax(0)[torch.from_numpy(proposal.tokens)]
@@ -51,7 +51,7 @@ def assert_truncated(proposal: Proposal, scores: torch.Tensor) -> None:
 def follow(
     sequence: DraftSequence, text: list[int], rounds: int, candidates: int
 ) -> list[TokenTree]:
-    """Trees of several rounds; of each the first token stands and another follows."""
+    """Trees of several rounds, each of which accepts the first token."""
     trees = []
     for _ in range(rounds):
         tree = sequence.draft(Budget(6, 6))
@@ -104,16 +104,8 @@ def test_dspark_draws_with_its_heads(tmp_path: Path) -> None:
         assert tree.confidences[place] == pytest.approx(math.exp(confidence), rel=1e-3)
 
 
-def test_the_best_path_of_a_tree() -> None:
-    tree = TokenTree((5, 6, 7, 8, 9), (-1, -1, 1, 1, 0), (0.4, 0.5, 0.3, 0.6, 1.0))
-    assert tree.best_chain() == TokenTree((6, 8), (-1, 0), (0.5, 0.6))
-    assert TokenTree((5, 6), (-1, -1)).best_chain().tokens == (5,)
-    chain = TokenTree((5, 6), (-1, 0), (), (Proposal.certain(5), Proposal.certain(6)))
-    assert chain.best_chain() is chain
-
-
 async def test_every_method_answers_with_chains() -> None:
-    """Those that draw nothing too: their tokens are certainties."""
+    """Methods that do not sample, too: their tokens have probability 1."""
     async with drafting("ngram,continuations=4,min_survival=0") as service:
         text = [*([1, 2, 3] * 3), 1, 2, 4, 1, 2]
         for sampling, branches in ((None, True), (REJECTION, False)):

@@ -1,4 +1,4 @@
-"""The drafter that knows the answer."""
+"""The method ``replay``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def drafter(path: Path, **options: str) -> ReplayDrafter:
     return ReplayDrafter.load(path, options, Resources())
 
 
-def test_with_certainty_it_is_always_right(record: Path) -> None:
+def test_with_p_1_every_level_is_right(record: Path) -> None:
     for folder_or_file in (record, record.parent):
         sequence = drafter(folder_or_file, p="1").start(
             Generation([*PROMPT, *RECORD[:4]], 3, VOCAB)
@@ -38,7 +38,7 @@ def test_with_certainty_it_is_always_right(record: Path) -> None:
         assert list(sequence.draft(Budget(8, 2)).tokens) == RECORD[10:12]
 
 
-def test_each_level_is_right_with_the_chosen_chance(record: Path) -> None:
+def test_each_level_is_right_with_probability_p(record: Path) -> None:
     sequence = drafter(record, p="0.8", max_nodes="200").start(Generation(PROMPT, 3, VOCAB))
     right = 0
     for start in range(0, 2000, 200):
@@ -50,7 +50,7 @@ def test_each_level_is_right_with_the_chosen_chance(record: Path) -> None:
 
 
 @pytest.mark.parametrize("p", ["0", "0.5", "1"])
-def test_decoys_are_distinct_and_wrong(record: Path, p: str) -> None:
+def test_other_nodes_are_distinct_and_wrong(record: Path, p: str) -> None:
     sequence = drafter(record, p=p, width="4", max_nodes="12").start(Generation(PROMPT, 3, VOCAB))
     tree = sequence.draft(Budget(12, 8))
     tree.check(VOCAB)
@@ -73,7 +73,7 @@ def test_the_same_seed_gives_the_same_trees(record: Path) -> None:
     assert draft("1") == draft("1") != draft("2")
 
 
-def test_it_knows_nothing_of_other_texts(record: Path) -> None:
+def test_other_texts_are_not_drafted(record: Path) -> None:
     loaded = drafter(record)
     assert not loaded.start(Generation([4, 5], 2, VOCAB)).draft(Budget(8, 8))
     left = loaded.start(Generation(PROMPT, 3, VOCAB))
@@ -83,7 +83,7 @@ def test_it_knows_nothing_of_other_texts(record: Path) -> None:
     assert not ended.draft(Budget(8, 8))
 
 
-def test_records_may_hold_the_prompt_itself(tmp_path: Path) -> None:
+def test_recordings_may_hold_the_prompt_itself(tmp_path: Path) -> None:
     path = tmp_path / "record.jsonl"
     path.write_text(json.dumps({"prompt": PROMPT, "tokens": [7, 8]}) + "\n")
     assert prompt_digest(PROMPT) == prompt_digest(tuple(PROMPT))
@@ -95,14 +95,14 @@ def test_records_may_hold_the_prompt_itself(tmp_path: Path) -> None:
     "line", ["{", "[]", '{"tokens": [1]}', '{"prompt": [1]}', '{"prompt": [1], "tokens": [-1]}',
              '{"prompt": "x", "tokens": [1]}', '{"prompt": [1], "tokens": [5000000000]}'],
 )  # fmt: skip
-def test_a_bad_record_is_refused_by_line(tmp_path: Path, line: str) -> None:
+def test_an_invalid_recording_is_refused_by_line(tmp_path: Path, line: str) -> None:
     path = tmp_path / "record.jsonl"
     path.write_text('{"prompt": [1], "tokens": [2]}\n' + line + "\n")
     with pytest.raises(LoadError, match="line 2"):
         drafter(path)
 
 
-def test_a_record_must_be_there(tmp_path: Path) -> None:
+def test_a_recording_must_exist(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match="cannot read"):
         drafter(tmp_path)
     with pytest.raises(LoadError, match="needs a record"):

@@ -23,7 +23,7 @@ from .models import GREEDY, VOCAB, text_of, write_model
 
 
 class StaleKv(StreamingReader):
-    """All layers of a target's KV of a text, as far as a follower has come."""
+    """All layers of a target's KV of a text, up to a committed length."""
 
     committed = 0
 
@@ -62,7 +62,7 @@ def start(drafter: SelfSpecDrafter, text: list[int], committed: int) -> SelfSpec
 
 @torch.inference_mode()
 def greedy(folder: Path, text: list[int], known: int, budget: int, count: int) -> list[int]:
-    """What transformers says when tokens from ``known`` on see few positions before it."""
+    """Greedy tokens of transformers if tokens from ``known`` on see few positions before it."""
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
@@ -93,7 +93,7 @@ def test_a_chain_is_the_sparse_targets_own_text(folder: Path, budget: int, behin
     sequence.close()
 
 
-def test_without_kv_or_far_behind_it_drafts_nothing(folder: Path) -> None:
+def test_nothing_is_drafted_without_kv_or_far_behind_it(folder: Path) -> None:
     drafter = load(folder)
     assert drafter.needs.kv_layers == tuple(range(drafter.decoder.config.layers))
     assert drafter.fit.target_fingerprint == weights_fingerprint(folder)
@@ -128,7 +128,7 @@ def test_the_budget_may_be_a_share_of_the_text(folder: Path) -> None:
         assert drafted.tokens == fixed.tokens
 
 
-def test_weights_that_nobody_shares(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_weights_that_do_not_exist(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selfspec_drafter, "_SHARED_WEIGHTS_TIMEOUT", 0.2)
     with pytest.raises(LoadError, match="--share-weights"):
         load(folder, weights="shared")

@@ -143,7 +143,7 @@ def test_dflash_loads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change", [{}, {"markov_head": "rnn"}, NO_HEADS])
 @pytest.mark.parametrize("layout", Layout)
-def test_exports_come_back(tmp_path: Path, layout: Layout, change: dict[str, Any]) -> None:
+def test_exports_are_read_back(tmp_path: Path, layout: Layout, change: dict[str, Any]) -> None:
     config = replace(CONFIG, **change)
     weights = make(config).state_dict()
     shared = torch.randn(V, D)  # a tied target: embedding and head are one tensor
@@ -161,7 +161,7 @@ def test_exports_come_back(tmp_path: Path, layout: Layout, change: dict[str, Any
     assert section["training"] == {"steps": 3}
 
 
-def test_exports_use_the_others_words(tmp_path: Path) -> None:
+def test_exports_have_the_fields_of_the_other_projects(tmp_path: Path) -> None:
     """Layer numbers in particular: the output of layer 0 is DeepSpec's 0 and speculators' 1."""
     weights = make(CONFIG).state_dict()
     for layout, published in ((Layout.DEEPSPEC, DEEPSPEC), (Layout.SPECULATORS, SPECULATORS)):
@@ -172,7 +172,7 @@ def test_exports_use_the_others_words(tmp_path: Path) -> None:
             assert written.get(key) == published.get(key), key
 
 
-def test_a_window_is_our_own_word(tmp_path: Path) -> None:
+def test_a_window_is_in_the_own_section(tmp_path: Path) -> None:
     windowed = replace(CONFIG, window=32)
     weights = make(windowed).state_dict()
     save_dspark(tmp_path, windowed, weights, REF)
@@ -211,7 +211,7 @@ def test_a_window_is_our_own_word(tmp_path: Path) -> None:
         (DEEPSPEC, {"markov_rank": None}, "markov_rank"),
     ],
 )
-def test_what_cannot_be_told_is_refused(
+def test_ambiguous_configurations_are_refused(
     tmp_path: Path, base: dict[str, Any], change: dict[str, Any], message: str
 ) -> None:
     described = {key: value for key, value in (base | change).items() if value is not None}
@@ -241,7 +241,7 @@ def test_other_tensors_are_refused(
         load_weights(folder, config, dtype)
 
 
-def test_shapes_that_cannot_be_are_refused() -> None:
+def test_impossible_shapes_are_refused() -> None:
     for change in ({"block": 0}, {"mask_token": 50}, {"taps": ()}, {"kv_heads": 4},
                    {"block": 1, "from_anchor": False}, {"markov_rank": 0}):  # fmt: skip
         with pytest.raises(UnsupportedModelError):

@@ -76,7 +76,7 @@ def test_a_block_by_hand(anchor: int) -> None:
     torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-4)
 
 
-def test_the_anchors_place_predicts_only_where_the_layout_says_so() -> None:
+def test_the_anchor_predicts_only_with_from_anchor() -> None:
     model = make(CONFIG)
     later = make(replace(CONFIG, from_anchor=False))
     blocks = torch.randn(2, 4, 24), torch.tensor([3, 5]), torch.randn(3, 48), torch.arange(3)
@@ -88,8 +88,8 @@ def test_the_anchors_place_predicts_only_where_the_layout_says_so() -> None:
 
 @settings(max_examples=25)
 @given(data=st.data())
-def test_packed_blocks_know_nothing_of_each_other(data: st.DataObject) -> None:
-    """Several texts in one pack, windows in any order and padded: each block as if alone."""
+def test_packed_blocks_are_independent(data: st.DataObject) -> None:
+    """Blocks of several texts in one pass equal each block alone, with contexts in any order."""
     model = make(CONFIG)
     lengths = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))
     texts = [torch.randn(length, 48) for length in lengths]
@@ -137,8 +137,8 @@ def test_the_sequential_head_by_hand(kind: str) -> None:
             torch.testing.assert_close(bias[0, place], w2 @ features)
 
 
-def test_a_new_head_changes_nothing() -> None:
-    """So training begins at DFlash."""
+def test_a_new_head_has_no_bias() -> None:
+    """Training starts from DFlash."""
     head = MarkovHead(CONFIG)
     bias, _ = head(torch.tensor([[3, 9]]), torch.randn(1, 2, 24))
     assert not bias.any()

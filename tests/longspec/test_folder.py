@@ -39,8 +39,8 @@ REF = TargetRef("some-target", ("LlamaForCausalLM",), "f" * 64, "a" * 64)
 
 @pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config])
 @pytest.mark.parametrize("rope", ROPES)
-def test_positions_turn_as_in_the_target(tmp_path: Path, kind: Any, rope: str) -> None:
-    """Also after the way through a folder: the target's keys are read as they are."""
+def test_rotary_embedding_equals_the_target_s(tmp_path: Path, kind: Any, rope: str) -> None:
+    """Also after saving and loading, because the target's keys are read unchanged."""
     kind(**_SHAPE, head_dim=16, rope_parameters=ROPES[rope]).save_pretrained(tmp_path / "target")
     target = load_config(tmp_path / "target")
     config = LongSpecConfig.for_target(tmp_path / "target", window=7, final_norm=False)
@@ -53,7 +53,7 @@ def test_positions_turn_as_in_the_target(tmp_path: Path, kind: Any, rope: str) -
         assert (found.target_layer, found.target_layers) == (3, 4)
 
 
-def test_a_folder_holds_the_layer_alone(tmp_path: Path) -> None:
+def test_a_folder_holds_no_frozen_weights(tmp_path: Path) -> None:
     LlamaConfig(**_SHAPE).save_pretrained(tmp_path / "target")
     config = LongSpecConfig.for_target(tmp_path / "target", layer=1)
     model = LongSpecModel(config)

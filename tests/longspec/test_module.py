@@ -91,8 +91,8 @@ def test_one_token_by_hand(model: LongSpecModel) -> None:
 
 @pytest.mark.parametrize("context", [0, 5, 7])
 @pytest.mark.parametrize("lag", [1, 2, 5])
-def test_a_lagged_text_is_what_drafting_sees(model: LongSpecModel, lag: int, context: int) -> None:
-    """Row p of one training pass equals drafting it with all but the last lag positions known."""
+def test_a_lag_mask_equals_drafting(model: LongSpecModel, lag: int, context: int) -> None:
+    """Row p of one training pass equals drafting without the last ``lag`` target positions."""
     x, keys, values = inputs(1, 12, 12)
     at = torch.arange(12)
     window = window_mask(12, CONFIG.window)
@@ -120,7 +120,7 @@ def test_rows_of_a_batch_have_their_own_positions_and_masks(model: LongSpecModel
     assert not torch.allclose(moved, together[:1], atol=1e-3)  # the target's keys stay behind
 
 
-def test_everything_is_trained(model: LongSpecModel) -> None:
+def test_all_parameters_have_gradients(model: LongSpecModel) -> None:
     x, keys, values = inputs(2, 9, 9)
     out = model(x, torch.arange(9), window_mask(9, 5), keys, values, lag_mask(9, 3))
     assert out.isfinite().all()
@@ -132,7 +132,7 @@ def test_everything_is_trained(model: LongSpecModel) -> None:
     assert "norm.weight" not in LongSpecModel(replace(CONFIG, final_norm=False)).state_dict()
 
 
-def test_a_lag_below_one_would_show_a_token_its_own_future() -> None:
+def test_a_lag_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match="1 or more"):
         lag_mask(4, 0)
     assert window_mask(4, 2).tolist() == [
