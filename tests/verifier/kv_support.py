@@ -9,12 +9,12 @@ from typing import Any
 
 import drafters
 import pytest
-from verifier_support import Client, until
+from verifier_support import Client, Round, until
 
 from paceline.drafter.kv import KvExchange, KvOptions, VerifierAccess
 from paceline.drafter.kv import exchange as exchange_module
 from paceline.drafter.kv.remote import RemoteKv, RemoteStates
-from paceline.v1 import tree_pb2, verifier_pb2
+from paceline.tree import TokenTree
 
 
 async def following(
@@ -86,12 +86,9 @@ async def rounds(
         yield tokens
         number += 1
         draft = draw([*prompt, *tokens], rng)
-        request = verifier_pb2.VerifyRequest(handle=created.handle, round_id=number)
-        if isinstance(draft, int):
-            request.free_run_steps = draft
-        else:
-            request.tree.CopyFrom(tree_pb2.TokenTree(tokens=draft[0], parents=draft[1]))
-        await stream.write(request)
+        free_run = {"free_run_steps": draft} if isinstance(draft, int) else {}
+        tree = TokenTree() if free_run else draft
+        await stream.write(Round.of(created.handle, number, tree, **free_run))
         answer = await stream.read()
         tokens += answer.result.tokens
         while not answer.last:
