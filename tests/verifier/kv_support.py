@@ -11,8 +11,10 @@ import drafters
 import pytest
 from verifier_support import Client, Round, until
 
-from paceline.drafter.kv import KvExchange, KvOptions, VerifierAccess
 from paceline.drafter.kv import exchange as exchange_module
+from paceline.drafter.kv.access import VerifierAccess
+from paceline.drafter.kv.exchange import KvExchange
+from paceline.drafter.kv.options import KvOptions
 from paceline.drafter.kv.remote import RemoteKv, RemoteStates
 from paceline.tree import TokenTree
 
