@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.drafter.kv import KvNotShared
+from paceline.drafter.kv.errors import KvNotShared
 from paceline.drafter.kv.shared import SharedKv
 from paceline.kv.segment import HEADER_BYTES
 from paceline.v1 import kv_pb2

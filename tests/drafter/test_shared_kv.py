@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.drafter.kv import KvGone
+from paceline.drafter.kv.errors import KvGone
 from paceline.drafter.kv.shared import SharedKv
 from paceline.verifier.kv.segment import Segment, own_segments
 

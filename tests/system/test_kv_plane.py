@@ -19,7 +19,9 @@ from system_support import (
 )
 
 from paceline.client import Client, DraftOptions, RetryOptions
-from paceline.drafter.kv import KvExchange, KvGone, VerifierAccess
+from paceline.drafter.kv.access import VerifierAccess
+from paceline.drafter.kv.errors import KvGone
+from paceline.drafter.kv.exchange import KvExchange
 from paceline.harness import ServiceProcess
 from paceline.v1 import verifier_pb2, verifier_pb2_grpc
 

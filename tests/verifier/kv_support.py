@@ -11,9 +11,12 @@ import drafters
 import pytest
 from verifier_support import Client, Round, until
 
-from paceline.drafter.kv import KvExchange, KvOptions, VerifierAccess
 from paceline.drafter.kv import exchange as exchange_module
+from paceline.drafter.kv.access import VerifierAccess
+from paceline.drafter.kv.exchange import KvExchange
+from paceline.drafter.kv.options import KvOptions
 from paceline.drafter.kv.remote import RemoteKv, RemoteStates
+from paceline.tree import TokenTree
 
 
 async def following(
@@ -85,7 +88,9 @@ async def rounds(
         yield tokens
         number += 1
         draft = draw([*prompt, *tokens], rng)
-        await stream.write(Round.drafted(created.handle, number, draft))
+        free_run = {"free_run_steps": draft} if isinstance(draft, int) else {}
+        tree = TokenTree() if free_run else draft
+        await stream.write(Round.of(created.handle, number, tree, **free_run))
         answer = await stream.read()
         tokens += answer.result.tokens
         while not answer.last:

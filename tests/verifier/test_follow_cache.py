@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 from kv_support import caught_up, following, lost
 from verifier_support import LAYOUT, Client, Round, failure, reason_of, until
 
-from paceline.drafter.kv import KvExchange, KvGone, KvNotShared, KvOptions, VerifierAccess
 from paceline.drafter.kv import stream as stream_module
+from paceline.drafter.kv.access import VerifierAccess
 from paceline.drafter.kv.delta import DeltaCache
+from paceline.drafter.kv.errors import KvGone, KvNotShared
+from paceline.drafter.kv.exchange import KvExchange
+from paceline.drafter.kv.options import KvOptions
 from paceline.kernels import streaming
 from paceline.kv.selection import SelectionPolicy, Streaming
 from paceline.kv.wire import SCALED, WIRE_TYPES, decode, encode, position_bytes

@@ -11,8 +11,8 @@ import torch
 from kv_support import following_states, lost, mapping_states
 from verifier_support import Client, Round, until
 
-from paceline.drafter.kv import KvGone, KvNotShared
 from paceline.drafter.kv import stream as stream_module
+from paceline.drafter.kv.errors import KvGone, KvNotShared
 from paceline.drafter.kv.remote import RemoteStates
 from paceline.drafter.kv.stream import Update
 from paceline.kv.wire import decode_rows, encode_rows

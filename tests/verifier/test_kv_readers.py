@@ -20,7 +20,9 @@ from kv_support import (
 from test_taps import outputs
 from verifier_support import Client, serving, until
 
-from paceline.drafter.kv import KvExchange, KvGone, KvNotShared, VerifierAccess
+from paceline.drafter.kv.access import VerifierAccess
+from paceline.drafter.kv.errors import KvGone, KvNotShared
+from paceline.drafter.kv.exchange import KvExchange
 from paceline.verifier.kv.segment import own_segments
 from paceline.verifier.rpc import follow
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from verifier_support import LAYOUT, serving, until
 
 from paceline.decoder import Decoder
-from paceline.drafter.kv import KvOptions
+from paceline.drafter.kv.options import KvOptions
 from paceline.drafter.kv.remote import SparseView
 from paceline.kernels import SELECTION_CHUNK, PageBounds, TreeSegment, plan_trees
 from paceline.kv.policies import load_policy

@@ -12,7 +12,7 @@ from kv_support import mapping_states
 from verifier_support import LAYOUT, Client
 
 from paceline.decoder import Decoder, LocalCache
-from paceline.drafter.kv import KvNotShared
+from paceline.drafter.kv.errors import KvNotShared
 from paceline.drafter.kv.shared import SharedStates
 from paceline.kernels import TreeSegment, plan_trees
 from paceline.kv.segment import TAP_AHEAD

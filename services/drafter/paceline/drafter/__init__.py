@@ -23,7 +23,8 @@ from paceline.drafter.spec import DrafterSpec
 from paceline.tree import TokenTree
 
 if TYPE_CHECKING:
-    from paceline.drafter.kv import KvGone, KvNotShared, VerifierAccess
+    from paceline.drafter.kv.access import VerifierAccess
+    from paceline.drafter.kv.errors import KvGone, KvNotShared
     from paceline.drafter.service import DrafterService, build_service
 
 __all__ = [
@@ -48,9 +49,9 @@ __all__ = [
 
 _IMPORTED_ON_USE = {
     "DrafterService": "paceline.drafter.service",
-    "KvGone": "paceline.drafter.kv",
-    "KvNotShared": "paceline.drafter.kv",
-    "VerifierAccess": "paceline.drafter.kv",
+    "KvGone": "paceline.drafter.kv.errors",
+    "KvNotShared": "paceline.drafter.kv.errors",
+    "VerifierAccess": "paceline.drafter.kv.access",
     "build_service": "paceline.drafter.service",
 }
 

@@ -12,7 +12,8 @@ import grpc
 
 from paceline.drafter.check import LoadCheck
 from paceline.drafter.device import drafting_device, thread_setup
-from paceline.drafter.kv import KvExchange, VerifierAccess
+from paceline.drafter.kv.access import VerifierAccess
+from paceline.drafter.kv.exchange import KvExchange
 from paceline.drafter.methods.base import Drafter, Resources
 from paceline.drafter.recordings import Recorder, read_recordings
 from paceline.drafter.registry import Registry, StateFile

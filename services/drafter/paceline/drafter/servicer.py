@@ -11,7 +11,8 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from paceline.drafter.kv import KvExchange, KvGone
+from paceline.drafter.kv.errors import KvGone
+from paceline.drafter.kv.exchange import KvExchange
 from paceline.drafter.methods.base import Budget, Generation, Update
 from paceline.drafter.recordings import Recorder, Recording
 from paceline.drafter.registry import Registry, Version

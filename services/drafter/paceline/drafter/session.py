@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from paceline.drafter.kv import KvExchange, KvNotShared
+from paceline.drafter.kv.errors import KvNotShared
+from paceline.drafter.kv.exchange import KvExchange
 from paceline.drafter.methods.base import Budget, Drafter, Generation, Update
 from paceline.drafter.registry import Version
 from paceline.drafter.statistics import DraftStatistics, accepted_length

@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 
 from paceline.decoder.weights import Checkpoint
-from paceline.drafter.kv import KvOptions
+from paceline.drafter.kv.options import KvOptions
 from paceline.drafter.methods.base import Fit, Generation, LoadError, Needs, Resources
 from paceline.drafter.methods.beam import BeamOptions, check_context
 from paceline.drafter.methods.beam_drafter import BeamDrafter

@@ -22,7 +22,7 @@ from paceline.decoder import (
     packed_path,
     weights_fingerprint,
 )
-from paceline.drafter.kv import KvOptions
+from paceline.drafter.kv.options import KvOptions
 from paceline.drafter.methods.base import Fit, Generation, LoadError, Needs, Resources
 from paceline.drafter.methods.beam import BeamOptions, check_context
 from paceline.drafter.methods.beam_drafter import BeamDrafter
