@@ -1,4 +1,4 @@
-"""Row kernels: the compiled ones against plain torch, and rows that do not mind one another."""
+"""Row kernels: the compiled ones against plain torch, and independence of rows."""
 
 from __future__ import annotations
 
