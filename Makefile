@@ -4,8 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROTOS := $(wildcard protos/paceline/v1/*.proto)
 
-.PHONY: setup demo test test-slow levels resolve chart containers up down lint types proto proto-check browser \
-	docs bench learn drills fuzz audit gpu-check gpu-packages gpu-train clean
+.PHONY: setup demo test test-slow levels resolve chart containers up down lint imports types proto \
+	proto-check browser docs bench drills fuzz audit gpu-check gpu-packages gpu-train clean
 
 # One more package index to take torch from at the first set-up: PyTorch's index of CPU builds, for
 # example, whose torch comes without CUDA's libraries.
@@ -66,7 +66,10 @@ down:
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/paceline bench docs --check
+
+# Import rules: see .importlinter.
+imports: setup
+	$(BIN)/lint-imports --cache-dir .make/imports
 
 types: setup
 	$(BIN)/mypy kernels client services train bench
@@ -91,21 +94,15 @@ docs: setup
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
-# The table of README, into bench/results, then documents and report: about 20 minutes on two cores.
-# BENCH= measures everything, for hours; what is interrupted goes on when it is run again.
-BENCH ?= --part table
+# Every drafter beside transformers, into bench/results: about 20 minutes on two cores. BENCH= takes
+# another command of `paceline bench` with its options.
+BENCH ?= table
 bench: setup
 	$(BIN)/paceline bench $(BENCH)
-	$(BIN)/paceline bench docs
-	$(BIN)/paceline bench report
 
-# A drafter learns from traffic that it never saw: about a quarter of an hour.
-learn: setup
-	$(BIN)/python -m paceline.bench.online --work .make/learn
-
-# Breaks things under load and records in bench/results what held: about a quarter of an hour.
+# Injects faults under load and records in bench/results what held: about a quarter of an hour.
 drills: setup
-	$(BIN)/paceline drills
+	$(BIN)/paceline bench drills
 
 # Nonsense to every RPC for FUZZ_SECONDS, from the seed FUZZ_SEED.
 FUZZ_SECONDS ?= 300
@@ -127,18 +124,29 @@ GPU_PACKAGES := .make/gpu-packages
 GPU_PYTHON ?= 3.12
 GPU_PLATFORMS ?= manylinux2014_x86_64 manylinux_2_28_x86_64
 
+GPU_TESTS := $(PYTHON) -m pytest -m gpu --confcutdir tests/gpu
+
+# Tests on the GPU, then speed into OUT; a failure stops neither. Tests of kernels mostly compile, so
+# they run side by side; those of processes measure free memory, so they run alone.
+gpu-check: export PYTHONPATH := $(SOURCES):$(GPU_PACKAGES)
 gpu-check:
 	[ ! -d $(GPU_WHEELS) ] || $(PYTHON) -m pip install --quiet --no-index --no-deps --no-compile \
 	    --upgrade --target $(GPU_PACKAGES) $(GPU_WHEELS)/*.whl
-	PYTHONPATH=$(SOURCES):$(GPU_PACKAGES) $(PYTHON) -m paceline.bench.gpu --output $(OUT)
+	status=0; \
+	timeout 240 $(GPU_TESTS) --numprocesses 8 tests/gpu/kernels || status=1; \
+	timeout 150 $(GPU_TESTS) tests/gpu/processes || status=1; \
+	$(PYTHON) -m paceline.bench.gpu --output $(OUT) || status=1; \
+	exit $$status
 
-# What gpu-check's services need of gRPC, and xformers, a rival of the attention kernels, for a machine
-# without a package index: wheels for its Python, to be taken there with the repository.
+# What gpu-check needs besides PyTorch and transformers: pytest, gRPC, and xformers, a baseline for the
+# attention kernels. For a machine without a package index: wheels for its Python, to be taken there
+# with the repository.
 gpu-packages:
 	$(PYTHON) -m pip download --quiet --dest $(GPU_WHEELS) --no-deps --only-binary=:all: \
 	    --python-version $(GPU_PYTHON) $(GPU_PLATFORMS:%=--platform %) \
 	    --constraint constraints.txt grpcio grpcio-status grpcio-health-checking \
-	    grpcio-reflection googleapis-common-protos protobuf xformers
+	    grpcio-reflection googleapis-common-protos protobuf xformers \
+	    pytest pytest-asyncio pytest-xdist execnet iniconfig packaging pluggy pygments
 
 # A larger demo target (about 26 M parameters, context 8192) in under ten minutes.
 gpu-train:

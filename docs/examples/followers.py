@@ -1,7 +1,7 @@
-"""A drafting method in one file: after each token comes what came after it before.
+"""A drafting method in one file: drafts the tokens that most often followed a token.
 
-    paceline drafter --allow-test-methods --test-method followers=followers:FollowersDrafter \\
-        --load followers=followers,branches=3
+Install it with `pip install docs/examples`, load it with
+`paceline drafter --load followers=followers,branches=3`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.drafter.methods.base import (
     refuse_folder,
 )
 from paceline.drafter.methods.options import check_range, parse_options
-from paceline.drafter.tree import Tree
+from paceline.tree import TokenTree
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class FollowersOptions:
 
 
 class FollowersSequence(DraftSequence):
-    """One generation: how often each token of the text followed each other one."""
+    """State of one generation: how often each token followed each other token."""
 
     def __init__(self, text: Sequence[int], options: FollowersOptions) -> None:
         self._options = options
@@ -53,8 +53,8 @@ class FollowersSequence(DraftSequence):
         """Count emitted tokens."""
         self._take(update.tokens)
 
-    def draft(self, budget: Budget) -> Tree:
-        """A tree whose nodes are the likeliest by these counts."""
+    def draft(self, budget: Budget) -> TokenTree:
+        """Return a tree of the most likely followers by these counts."""
         return grow(
             self._anchor,
             self._children,
@@ -69,15 +69,15 @@ class FollowersSequence(DraftSequence):
             self._anchor = token
 
     def _children(self, token: int, depth: int) -> Iterator[tuple[int, float, int]]:
-        """Token, confidence and state of each child; the state of a node is its token."""
+        """Yield token, confidence and state of each child; the state of a node is its token."""
         counts = self._followers.get(token, Counter())
-        seen = counts.total() + 1  # One more for what never came: nothing is certain.
+        seen = counts.total() + 1  # One more, so that no token is certain.
         for follower, count in counts.most_common(self._options.branches):
             yield follower, count / seen, follower
 
 
 class FollowersDrafter(Drafter):
-    """What all generations share: the settings. There are no weights."""
+    """A loaded version: the settings. There are no weights."""
 
     method = "followers"
     inline = True

@@ -1,7 +1,7 @@
-"""Makes one site of what a repository keeps in several places.
+"""MkDocs hooks: adds README, SECURITY and CONTRIBUTING as pages.
 
-README, SECURITY and CONTRIBUTING become pages. Links from a page to other files of the repository
-become the files' names, and must name files that are there.
+Links from a page to other files of the repository become file names. A link to a missing file is a
+warning, which fails the strict build.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _log = logging.getLogger("mkdocs.hooks")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that lie above docs/."""
+    """Add the pages outside docs/."""
     for source, page in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text("utf-8")))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Lead the links of a page where they lead in the repository."""
+    """Rewrite links relative to the repository as links within the site."""
     uri = page.file.src_uri
     above = uri in PAGES.values()
 
@@ -42,7 +42,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         file = (ROOT if above else (ROOT / "docs" / uri).parent) / target
         path = file.resolve()
         if not path.exists():
-            _log.warning("%s has a link to %s, which is not there", uri, target)
+            _log.warning("%s links to %s, which does not exist", uri, target)
         if path.is_relative_to(ROOT) and str(path.relative_to(ROOT)) in PAGES:
             return f"[{text}]({PAGES[str(path.relative_to(ROOT))]}{anchor})"
         if path.is_relative_to(ROOT / "docs"):

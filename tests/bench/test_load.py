@@ -1,60 +1,58 @@
-"""What the load comes to, without any service."""
+"""Requests under load, against a client without services."""
 
 import io
-from typing import Any
 
+import pytest
 from rich.console import Console
 
-from paceline.bench.load import report as load_report
-from paceline.bench.load.turns import MODES
-from paceline.bench.load.users import User, Window
-from paceline.bench.page import pictures
-from paceline.client import RoundStats
+from paceline.bench.load.requests import NEW_TOKENS, Load, Request, Window
+from paceline.bench.load.run import MODES, show, summary
+from paceline.bench.prompts import Prompt
+from paceline.client import Client, MockTransport, PacelineError, RoundStats
 
 
-def entry(drafted: int, checked: int, emitted: int, budget: int) -> RoundStats:
+def entry(drafted: int, checked: int, emitted: int) -> RoundStats:
     return RoundStats(
-        drafted=drafted,
-        accepted=max(0, emitted - 1),
-        emitted=emitted,
-        round_ms=4.0,
-        draft_ms=1.0,
-        verify_ms=2.0,
-        queue_ms=0.0,
-        checked=checked,
-        node_budget=budget,
-    )
+        drafted, max(0, emitted - 1), emitted, round_ms=4.0, draft_ms=1.0, verify_ms=2.0,
+        queue_ms=0.0, checked=checked,
+    )  # fmt: skip
 
 
-def window() -> Window:
-    rounds = [entry(8, 4, 3, 6), entry(0, 0, 1, 0)]
-    users = [User(5.0, [10.0, 30.0], 8, rounds), User(None, [], 0, [])]
-    return Window(1.0, 3.0, 16, users)
+def test_a_window_counts_what_came_inside_it() -> None:
+    rounds = [entry(8, 4, 3), entry(0, 0, 1)]
+    requests = [Request(5.0, [10.0, 30.0], 8, rounds), Request()]
+    found = Window(1.0, 3.0, 16, requests).summary()
+    assert (found["tokens_per_second"], found["requests"]) == (8.0, 1)
+    assert (found["ttft_ms"]["p50"], found["tpot_ms"]["p50"], found["itl_ms"]["p50"]) == (5, 5, 20)
+    assert found["drafted_share"] == 0.75
+    assert (found["drafted_nodes"], found["checked_nodes"]) == (8, 4)
+    runs = {mode: [{**found, "tokens_per_second": rate} for rate in (8.0, 4.0)] for mode in MODES}
+    runs["scheduled"] = [{**found, "tokens_per_second": rate} for rate in (12.0, 8.0)]
+    modes = summary(runs)
+    assert modes["scheduled"]["against_none"] == 1.75
+    screen = io.StringIO()
+    show("ngram", {"concurrency 4": modes}, Console(file=screen, width=160))
+    assert screen.getvalue().count("concurrency 4") == len(MODES)
 
 
-def figures() -> dict[str, Any]:
-    modes = {mode: {**window().summary(), "runs": [8.0, 8.0]} for mode in MODES}
-    modes["scheduled"]["beside"] = {"plain": [8.0, 8.0], "fixed": [18.0, 8.0]}
-    return {"drafter": "ngram", "closed": {"1": modes, "8": modes}, "open": {"2": modes}}
+async def test_concurrent_and_arriving_requests() -> None:
+    prompts = [Prompt("x", [1, 2, 3]), Prompt("x", [4, 5], 1.0, 2)]
+    transport = MockTransport(lambda prompt: [7] * (2 * NEW_TOKENS))
+    async with Client(transport=transport, cache_dir=None) as client:
+        load = Load(client, prompts, "none")
+        window = await load.concurrent(3, 5)
+        assert window.begin < window.end
+        assert window.tokens > 0
+        window = await load.arriving(50.0, 0.3)
+        assert window.end - window.begin == pytest.approx(0.3)
+        assert window.summary()["ttft_ms"] is not None
 
 
-def test_a_window_counts_what_users_saw_in_it() -> None:
-    summary = window().summary()
-    assert summary["tokens_per_second"] == 8.0
-    assert summary["generations"] == 1, "one user saw nothing in the window"
-    assert summary["user_tokens_per_second"]["p50"] == 200.0
-    assert summary["between_messages_ms"]["p50"] == 20.0
-    assert summary["drafted_share"] == 0.75
-    assert (summary["drafted_nodes"], summary["checked_nodes"]) == (8, 4)
-    assert (summary["node_budget"], summary["budget_0_share"]) == (3, 0.5)
+async def test_a_request_that_fails_ends_the_measurement() -> None:
+    def fail(prompt: list[int]) -> list[int]:
+        raise RuntimeError("no text")
 
-
-def test_tables_and_picture_show_every_point() -> None:
-    console = Console(file=io.StringIO(), width=200)
-    load_report.show(figures(), console)
-    assert isinstance(console.file, io.StringIO)
-    text = console.file.getvalue()
-    assert text.count("fixed") == 3
-    assert text.count("1.50") == 3, "scheduled over fixed"
-    (first,), (second,) = pictures.load(figures()), pictures.load(figures())
-    assert first == second
+    async with Client(transport=MockTransport(fail), cache_dir=None) as client:
+        with pytest.raises(ExceptionGroup) as failure:
+            await Load(client, [Prompt("x", [1])], "none").concurrent(1, 1)
+    assert failure.value.subgroup((RuntimeError, PacelineError))

@@ -1,39 +1,55 @@
-"""Runs of parts, and what becomes of the file."""
+"""Result files, and the options of `paceline bench`."""
 
+import argparse
+import importlib
 import json
+import re
 from pathlib import Path
-from typing import Any
 
-from paceline.bench.record import with_earlier
+import pytest
 
-HEAD: dict[str, Any] = {
-    "machine": {"kind": "cpu"}, "dtype": "bfloat16", "longspec": "ab", "dspark": "ef",
-}  # fmt: skip
+from paceline.bench.cli import _MODULES, add_arguments
+from paceline.bench.record import Results
 
 
-def test_a_run_of_parts_keeps_the_rest_of_the_file(tmp_path: Path) -> None:
-    output = tmp_path / "cpu.json"
-    assert with_earlier({**HEAD, "replay": 1}, output) == {**HEAD, "replay": 1}
-    earlier = {**HEAD, "replay": {"old": 1}, "comparison": {"heldout": 1, "trained": 1}}
-    output.write_text(json.dumps(earlier))
-    later = {**HEAD, "comparison": {"heldout": 2}, "coupling": {"heldout": 2}}
-    assert with_earlier(later, output) == {
-        **HEAD,
-        "replay": {"old": 1},
-        "comparison": {"heldout": 2, "trained": 1},
-        "coupling": {"heldout": 2},
+def test_a_run_keeps_other_entries_of_the_same_machine_and_models(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    first = Results("load", file, dtype="float32", sizes=(1, 2))
+    first.add("one", {"rate": 1})
+    first.add("two", {"rate": 1})
+    again = Results("load", file, dtype="float32", sizes=(1, 2))
+    again.add("two", {"rate": 2})
+    written = json.loads(file.read_text())
+    assert written["machine"]["kind"]
+    assert {name: entry["rate"] for name, entry in written["results"].items()} == {
+        "one": 1,
+        "two": 2,
     }
+    assert "command" in written["results"]["one"]
+    assert Results("load", file, dtype="bfloat16", sizes=(1, 2)).entries == {}
+    assert Results("load").file.name.endswith("-load.json")
 
 
-def test_figures_of_another_drafter_or_machine_are_not_kept(tmp_path: Path) -> None:
-    """But for replay, which has nothing to do with drafters."""
-    output = tmp_path / "cpu.json"
-    output.write_text(json.dumps({**HEAD, "comparison": {"heldout": 1}, "replay": 1}))
-    for change in ({"dtype": "float32"}, {"machine": {"kind": "other"}}):
-        later = {**HEAD, **change, "coupling": {"heldout": 2}}
-        assert with_earlier(later, output) == later
-    for change in ({"longspec": "cd"}, {"dspark": "gh"}):
-        later = {**HEAD, **change, "coupling": {"heldout": 2}}
-        assert with_earlier(later, output) == {**later, "replay": 1}
-    output.write_text(json.dumps({**HEAD, "dspark": None, "comparison": {"heldout": 1}}))
-    assert with_earlier(HEAD, output) == {**HEAD, "comparison": {"heldout": 1}}, "none at that time"
+def test_every_command_has_options_and_a_module(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    for name, module in _MODULES.items():
+        args = parser.parse_args([name, *(["http://x/v1"] if name == "server" else [])])
+        assert args.bench_command == name
+        assert callable(importlib.import_module(module).run)
+    drills = parser.parse_args(["drills", "no such drill"])
+    assert importlib.import_module(_MODULES["drills"]).run(drills) == 2
+    assert "expected some of: swap" in capsys.readouterr().err
+
+
+def test_results_that_documents_cite_exist() -> None:
+    root = Path(__file__).parents[2]
+    pages = [root / "README.md", *(root / "docs").glob("*.md")]
+    cited = {
+        name
+        for page in pages
+        for name in re.findall(r"bench/results/([\w-]+\.json)", page.read_text(encoding="utf-8"))
+        if name.islower()  # not bench/results/MACHINE-table.json
+    }
+    assert cited
+    assert cited <= {file.name for file in (root / "bench" / "results").iterdir()}

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.processes import ServiceProcess
 from paceline.client import Client
+from paceline.harness import ServiceProcess
 
 playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")

@@ -7,7 +7,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from paceline.cli.processes import ServiceProcess
+from paceline.harness import ServiceProcess
 
 
 @pytest.fixture(scope="session")

@@ -1,10 +1,11 @@
-"""Config files: they say what the command line would, and it wins."""
+"""Config files."""
 
 from pathlib import Path
 
 import pytest
 
-from paceline.cli.config import ConfigError, expand
+from paceline.cli.config import expand
+from paceline.cli.errors import CommandError
 from paceline.cli.main import main
 
 FILE = """
@@ -41,19 +42,19 @@ def test_tables_become_arguments(words: list[str], becomes: list[str], config: P
     assert expand([words[0], f"--config={config}", "--threads=1"]) == [*becomes, "--threads=1"]
 
 
-def test_the_command_line_wins(config: Path) -> None:
+def test_the_command_line_overrides_the_file(config: Path) -> None:
     words = ["serve", "--target", "t", "--config", str(config), "--drafter=ngram"]
     assert expand(words) == ["serve", *VERIFIER[1:], "--target", "t", "--drafter=ngram"]
 
 
-def test_other_commands_keep_their_words(config: Path) -> None:
+def test_other_commands_read_no_file(config: Path) -> None:
     words = ["generate", "--config", str(config)]
     assert expand(words) == words
     assert expand(["serve", "--target=t"]) == ["serve", "--target=t"]
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("[other]\n", "'other'"),
         ("verifier = 3\n", "'verifier'"),
@@ -62,10 +63,10 @@ def test_other_commands_keep_their_words(config: Path) -> None:
         ("[drafter]\nmax-streams = 3\n", "max-streams"),
     ],
 )
-def test_what_makes_no_sense_is_refused(text: str, says: str, tmp_path: Path) -> None:
+def test_invalid_files_are_refused(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(CommandError, match=message):
         expand(["serve", "--config", str(path)])
 
 

@@ -10,22 +10,16 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.main import main
-from paceline.cli.processes import ServiceProcess
+from paceline.harness import ServiceProcess
 
 HELPERS = Path(__file__).parents[1] / "drafter"
-METHODS = ("kv-reader=kv_reader:KvReader", "failing=adversaries:Failing")
 
 
 @pytest.fixture(scope="module")
 def services(target: Path) -> Iterator[tuple[str, str]]:
     """Addresses of a verifier, and of a drafter with methods that read KV, or fail."""
     paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(HELPERS)]))
-    methods = [word for method in METHODS for word in ("--test-method", method)]
-    drafter = ServiceProcess(
-        "drafter",
-        ["--load", "main=ngram", "--allow-test-methods", *methods],
-        environment={"PYTHONPATH": paths},
-    )
+    drafter = ServiceProcess("drafter", ["--load", "main=ngram"], environment={"PYTHONPATH": paths})
     with ServiceProcess("verifier", ["--target", str(target)]) as verifier, drafter:
         yield verifier.address, drafter.address
 
@@ -67,7 +61,7 @@ def test_one_that_fails_is_gone_again(
     services: tuple[str, str], prompts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert load(services, prompts, "main", "failing", "--activate") == 1
-    assert "failed the check, and is gone again" in capsys.readouterr().err
+    assert "failed the check and was unloaded" in capsys.readouterr().err
     assert listed(services, capsys) == {"main@1": 1.0}
 
 

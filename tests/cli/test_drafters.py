@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.main import main
-from paceline.cli.processes import ServiceProcess
+from paceline.harness import ServiceProcess
 
 
 @pytest.fixture(autouse=True)
@@ -130,19 +130,19 @@ def test_an_option_needs_a_value(capsys: pytest.CaptureFixture[str]) -> None:
     assert "is not KEY=VALUE" in capsys.readouterr().err
 
 
-def test_a_trial_is_begun_and_shown(
+def test_a_canary_is_started_and_shown(
     registry: ServiceProcess, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert drafters(registry, "load", "tried", "ngram") == 0
-    assert drafters(registry, "load", "tried", "ngram") == 0
-    assert drafters(registry, "try", "tried", "2", "--share", "0.2", "--confidence", "0.9") == 0
+    assert drafters(registry, "load", "new", "ngram") == 0
+    assert drafters(registry, "load", "new", "ngram") == 0
+    assert drafters(registry, "canary", "new", "2", "--share", "0.2", "--confidence", "0.9") == 0
     capsys.readouterr()
-    assert drafters(registry, "trials", "--json") == 0
-    (trial,) = json.loads(capsys.readouterr().out)
-    assert (trial["name"], trial["candidate"], trial["baseline"]) == ("tried", "2", "1")
-    assert trial["settings"]["confidence"] == pytest.approx(0.9)
-    assert listed(registry, capsys)["tried", "2"]["traffic_share"] == pytest.approx(0.2)
-    assert drafters(registry, "unload", "tried") == 0
+    assert drafters(registry, "canaries", "--json") == 0
+    (canary,) = json.loads(capsys.readouterr().out)
+    assert (canary["name"], canary["canary"], canary["baseline"]) == ("new", "2", "1")
+    assert canary["settings"]["confidence"] == 0.9
+    assert listed(registry, capsys)["new", "2"]["traffic_share"] == 0.2
+    assert drafters(registry, "unload", "new") == 0
     capsys.readouterr()
-    assert drafters(registry, "trials") == 0
+    assert drafters(registry, "canaries") == 0
     assert "cancelled" in capsys.readouterr().out

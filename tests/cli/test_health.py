@@ -5,22 +5,20 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.main import main
-from paceline.cli.processes import ServiceProcess
+from paceline.harness import ServiceProcess
 
 
-def test_a_service_that_serves(
-    registry: ServiceProcess, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["health", registry.address]) == 0, "health asks for no token"
+def test_a_serving_service(registry: ServiceProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["health", registry.address]) == 0, "health requires no token"
     assert capsys.readouterr().out == f"{registry.address}: SERVING\n"
 
 
-def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_service(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["health", "unix:/nowhere.sock", "--timeout", "60"]) == 1
     assert "unix:/nowhere.sock: UNAVAILABLE" in capsys.readouterr().err
 
 
-def test_the_environment_names_roots(
+def test_the_environment_sets_the_roots(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PACELINE_TLS_CA", "/nowhere.pem")
@@ -28,15 +26,15 @@ def test_the_environment_names_roots(
     assert "/nowhere.pem" in capsys.readouterr().err
 
 
-def test_the_environment_names_the_drafter_and_a_token_file(
+def test_the_environment_sets_address_and_token(
     registry: ServiceProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     token = tmp_path / "token"
     token.write_text("secret\n")
     monkeypatch.delenv("PACELINE_TOKEN", raising=False)
     monkeypatch.setenv("PACELINE_DRAFTER_ADDRESS", registry.address)
-    assert main(["drafters", "list"]) == 1, "it wants a token"
+    assert main(["drafters", "list"]) == 1, "the service requires a token"
     monkeypatch.setenv("PACELINE_TOKEN_FILE", str(token))
     assert main(["drafters", "list"]) == 0
     monkeypatch.setenv("PACELINE_TOKEN", "wrong")
-    assert main(["drafters", "list"]) == 1, "a token itself comes before a file of one"
+    assert main(["drafters", "list"]) == 1, "PACELINE_TOKEN overrides the file"

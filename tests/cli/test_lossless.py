@@ -1,4 +1,4 @@
-"""`paceline verify-lossless`: through real services, and what it says where texts differ."""
+"""`paceline verify-lossless` with real services, and its report of differences."""
 
 import json
 from pathlib import Path
@@ -61,7 +61,7 @@ def test_real_services_are_compared(
     assert all(each["tokens"] == 48 for each in report["comparisons"])
 
 
-def test_the_first_difference_is_told_with_its_gap() -> None:
+def test_the_first_difference_and_its_gap() -> None:
     plain = result([1, 2, 3], [1.0, 1e-5, 1.0])
     found = lossless._difference(7, plain, result([1, 9, 3], [1.0, 1.0, 1.0]))
     assert found == lossless.Difference(7, 1, 2, 9, pytest.approx(1e-5))

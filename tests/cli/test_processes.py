@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from paceline.cli.processes import ProcessFailed, ServiceProcess
+from paceline.harness import ProcessFailed, ServiceProcess
 
 from .conftest import serving
 
@@ -27,7 +27,7 @@ def drafter() -> ServiceProcess:
     return ServiceProcess("drafter", ["--load", "ngram"])
 
 
-def test_it_serves_inside_the_block_and_nothing_is_left_after(verifier: ServiceProcess) -> None:
+def test_it_serves_in_the_block_and_leaves_nothing(verifier: ServiceProcess) -> None:
     with verifier:
         assert serving(verifier.address)
         folder = verifier._ready_file.parent
@@ -45,7 +45,7 @@ async def test_it_is_an_async_context_manager_too(drafter: ServiceProcess) -> No
     assert drafter.returncode == 0
 
 
-def test_after_a_kill_it_comes_back_at_the_same_address(short_folder: Path) -> None:
+def test_after_a_kill_it_restarts_at_the_same_address(short_folder: Path) -> None:
     with ServiceProcess(
         "drafter", ["--load", "ngram"], address=f"unix:{short_folder}/d"
     ) as drafter:
@@ -53,7 +53,7 @@ def test_after_a_kill_it_comes_back_at_the_same_address(short_folder: Path) -> N
         drafter.kill()
         assert drafter.returncode == -signal.SIGKILL
         assert not serving(address)
-        drafter.restart_same_address()
+        drafter.start()
         assert drafter.address == address
         assert drafter.pid != pid
         assert serving(address)
@@ -75,27 +75,27 @@ def test_two_can_start_at_once_on_unix_sockets(short_folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "address", "says"),
+    ("arguments", "address", "message"),
     [
         (["--target", "/nowhere/at/all"], "127.0.0.1:0", "/nowhere/at/all"),
         ([], "127.0.0.1:0", "--target"),
         (["--target", "{target}"], "0.0.0.0:0", "without TLS and a token"),
         (["--target", "{target}"], "nonsense", "neither host:port"),
         (["--target", "{target}", "--threads", "0"], "127.0.0.1:0", "--threads"),
-        (["--target", "{target}", "--kv-bytes", "x"], "127.0.0.1:0", "is no size"),
+        (["--target", "{target}", "--kv-bytes", "x"], "127.0.0.1:0", "is not a size"),
         (["--target", "{target}", "--lease-seconds", "-1"], "127.0.0.1:0", "lease_seconds"),
         (["--target", "{target}", "--tls-cert", "c"], "127.0.0.1:0", "certificate and a key"),
         (["--target", "{target}", "--token-file", "/nowhere"], "127.0.0.1:0", "token file"),
     ],
 )
-def test_what_cannot_start_says_why_with_code_2(
-    target: Path, arguments: list[str], address: str, says: str
+def test_a_failed_start_reports_why_with_code_2(
+    target: Path, arguments: list[str], address: str, message: str
 ) -> None:
     words = [word.format(target=target) for word in arguments]
     process = ServiceProcess("verifier", words, address=address)
     with pytest.raises(ProcessFailed, match="ended with code 2") as failed, process:
         pytest.fail("it started")
-    assert says in str(failed.value)
+    assert message in str(failed.value)
     assert "Traceback" not in str(failed.value)
 
 
@@ -110,7 +110,7 @@ def test_a_taken_port_is_a_clear_error() -> None:
 def test_it_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
     script = """
 import time
-from paceline.cli.processes import ServiceProcess
+from paceline.harness import ServiceProcess
 process = ServiceProcess("drafter", ["--load", "ngram"]).start()
 print(process.pid, flush=True)
 time.sleep(3600)
@@ -128,8 +128,8 @@ time.sleep(3600)
     assert not psutil.pid_exists(pid)
 
 
-def test_a_process_that_was_never_started_says_so(drafter: ServiceProcess) -> None:
-    for use in (lambda: drafter.address, lambda: drafter.pid, drafter.restart_same_address):
+def test_a_process_that_was_never_started_is_an_error(drafter: ServiceProcess) -> None:
+    for use in (lambda: drafter.address, lambda: drafter.pid, drafter.kill):
         with pytest.raises(RuntimeError, match="start"):
             use()
     drafter.stop()

@@ -68,7 +68,7 @@ def serve(target: Path, short_folder: Path) -> Iterator[Callable[..., Serve]]:
         running.close()
 
 
-def test_it_runs_both_and_ends_both_with_one_signal(serve: Callable[..., Serve]) -> None:
+def test_one_signal_ends_both(serve: Callable[..., Serve]) -> None:
     """Metrics of both are on ports next to each other."""
     with socket.socket() as one, socket.socket() as other:
         one.bind(("127.0.0.1", 0))
@@ -94,7 +94,7 @@ def test_it_runs_both_and_ends_both_with_one_signal(serve: Callable[..., Serve])
     ("arguments", "devices"),
     [((), ("auto", "auto")), (("--device=cpu",), ("cpu", "cpu"))],
 )
-def test_drafters_are_on_the_cpu_where_the_verifier_is_told_to_be(
+def test_the_drafter_follows_the_verifier_to_the_cpu(
     serve: Callable[..., Serve], arguments: tuple[str, ...], devices: tuple[str, str]
 ) -> None:
     running = serve(*arguments)
@@ -103,7 +103,7 @@ def test_drafters_are_on_the_cpu_where_the_verifier_is_told_to_be(
         assert f"--device={device}" in running.child(kind).cmdline()
 
 
-def test_a_dead_drafter_comes_back_where_it_was_and_a_dead_verifier_ends_it_with_an_error(
+def test_a_dead_drafter_restarts_and_a_dead_verifier_ends_the_command(
     serve: Callable[..., Serve],
 ) -> None:
     running = serve()
@@ -124,7 +124,7 @@ def test_a_dead_drafter_comes_back_where_it_was_and_a_dead_verifier_ends_it_with
 @pytest.mark.parametrize(
     "arguments", [("--drafter", "lm:/nowhere"), ("--dtype", "auto", "--max-context", "-5")]
 )
-def test_what_cannot_start_ends_it_with_code_2(
+def test_a_failed_start_ends_with_code_2(
     serve: Callable[..., Serve], arguments: tuple[str, ...]
 ) -> None:
     running = serve(*arguments)
@@ -133,7 +133,7 @@ def test_what_cannot_start_ends_it_with_code_2(
     assert not running.ready.exists()
 
 
-def test_both_die_with_it(serve: Callable[..., Serve]) -> None:
+def test_both_end_when_the_command_is_killed(serve: Callable[..., Serve]) -> None:
     running = serve()
     running.addresses()
     children = [running.child("verifier"), running.child("drafter")]

@@ -15,13 +15,13 @@ def test_byte_counts(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "1GB", "x", "1e3", "0.1", "MiB", "٣"])
-def test_what_is_no_byte_count(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="is no size"):
+def test_invalid_byte_counts(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a size"):
         byte_count(text)
 
 
 def test_back_off_doubles_up_to_its_limit_and_starts_again_after_a_steady_life() -> None:
     back_off = BackOff(first=0.5, longest=3.0, steady=60.0)
-    assert [back_off.delay(lived=1.0) for _ in range(5)] == [0.5, 1.0, 2.0, 3.0, 3.0]
-    assert back_off.delay(lived=60.0) == 0.5
-    assert back_off.delay(lived=1.0) == 1.0
+    assert [back_off.delay(uptime=1.0) for _ in range(5)] == [0.5, 1.0, 2.0, 3.0, 3.0]
+    assert back_off.delay(uptime=60.0) == 0.5
+    assert back_off.delay(uptime=1.0) == 1.0

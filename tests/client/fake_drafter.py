@@ -1,4 +1,4 @@
-"""A drafter that knows the fake target, and spoils its trees as a test says."""
+"""A drafter with faults for tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .statuses import status
 
 
 class FakeDrafter(drafter_pb2_grpc.DrafterServiceServicer):
-    """Drafts with the target's own function, spoilt in the way a test names."""
+    """Drafts with the fake target's function; `mode` selects a fault."""
 
     def __init__(self) -> None:
         self.mode = "good"
@@ -68,7 +68,7 @@ class FakeDrafter(drafter_pb2_grpc.DrafterServiceServicer):
             )
 
     def tree(self, text: list[int], seed: int, budget: int) -> tree_pb2.TokenTree:
-        """A chain of 4 right tokens, each with a wrong sister, or what the mode says."""
+        """A chain of 4 correct tokens, each with a wrong sibling, or a tree of the mode."""
         chain = continuation(text, 4, seed)
         match self.mode:
             case "empty":

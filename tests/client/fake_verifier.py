@@ -1,4 +1,4 @@
-"""A verifier that keeps the contract of the real one, and breaks where a test says so."""
+"""A verifier with faults for tests."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from paceline.v1 import sampling_pb2, verifier_pb2, verifier_pb2_grpc
 
 from .fake_target import DIGEST, END, TOKENIZER, next_token
 from .statuses import status
+
+Fault = grpc.StatusCode | grpc.Status | str
+"""A status, "reset": the connection breaks, or "end": the stream ends."""
 
 
 @dataclass
@@ -41,11 +44,10 @@ class Cache:
 
 
 class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
-    """Keeps the contract of the real one, and breaks where a test says so.
+    """Implements the contract of the real one, with faults.
 
-    `fault(round_id, messages)` is called before each answer with the number of answers sent in
-    this round; it may raise, or return False to drop the stream without a word. Texts come to rest
-    at `hold_at` tokens, until the service is stopped.
+    `fault(round_id, messages)` is called before each response with the number of responses sent in
+    this round. Sequences pause at `hold_at` tokens until the service is stopped.
     """
 
     def __init__(self) -> None:
@@ -72,29 +74,48 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         self.lease_ms = 30_000
         self.node_budget = 64
         self.with_tokenizer = True
-        self.fault: Callable[[int, int], grpc.StatusCode | grpc.Status | str | None] = lambda *_: (
-            None
+        self.fault: Callable[[int, int], Fault | None] = lambda *_: None
+
+    def fail_once(self, round_id: int, messages: int, fault: Fault) -> None:
+        """One fault before response number `messages` of a round."""
+        left = [fault]
+        self.fault = lambda now, sent: (
+            left.pop() if left and (now, sent) == (round_id, messages) else None
         )
 
+    def restart_once(self, round_id: int, messages: int, fingerprint: str | None = None) -> None:
+        """A restart before response number `messages` of a round. It ends batch invariance."""
+        self.fail_once(round_id, messages, "reset")
+        fail = self.fault
+
+        def fault(now: int, sent: int) -> Fault | None:
+            what = fail(now, sent)
+            if what:
+                self.restart(fingerprint)
+                self.batch_invariant = False
+            return what
+
+        self.fault = fault
+
     def restart(self, fingerprint: str | None = None) -> None:
-        """Forgets everything, as a new process would."""
+        """Loses all caches, as a new process."""
         self.caches.clear()
         self.instance += "'"
         self.fingerprint = fingerprint or self.fingerprint
 
     async def wait_for_rounds(self, count: int) -> None:
-        """Returns when so many rounds have arrived in all."""
+        """Waits until so many rounds have arrived in all."""
         async with self.arrival:
             await self.arrival.wait_for(lambda: len(self.rounds) >= count)
 
     async def wait_for_texts(self, count: int) -> None:
-        """Returns when so many texts have come to rest at `hold_at` tokens."""
+        """Waits until so many sequences pause at `hold_at` tokens."""
         assert self.hold_at is not None
         while sum(cache.emitted >= self.hold_at for cache in self.caches.values()) < count:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
     async def wait_for_renewals(self, count: int) -> None:
-        """Returns when leases were renewed so many times in all."""
+        """Waits until leases were renewed so many times in all."""
         async with self.arrival:
             await self.arrival.wait_for(lambda: self.renewals >= count)
 
@@ -156,8 +177,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             yield verifier_pb2.CreateCacheResponse(created=created)
             await asyncio.sleep(0.001)
         except BaseException:
-            # As the real one: whoever leaves this call early, even while the answer is being sent,
-            # has no use for the cache.
+            # As the real one: a call that is cancelled before its end leaves no cache.
             self.caches.pop(handle, None)
             raise
 

@@ -7,7 +7,7 @@ import json
 import re
 import subprocess
 import sys
-from functools import partial
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +16,10 @@ import pytest
 from rich.console import Console
 
 from paceline.cli import demo
+from paceline.cli.errors import CommandError
+from paceline.cli.generate import add_generation_arguments, generation_arguments
 from paceline.cli.main import main
-from paceline.client import Client, DraftOptions
+from paceline.client import Client
 
 from .fake_target import TOKENIZER, continuation
 from .world import World
@@ -33,11 +35,7 @@ async def generate(world: World, *arguments: str) -> int:
     return await asyncio.to_thread(main, ["generate", *services, *common, *arguments])
 
 
-@pytest.fixture
-def eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command drafts in every round, and waits for each tree."""
-    drafting = DraftOptions(timeout=60, adaptive=False)
-    monkeypatch.setattr("paceline.cli.generate.Client", partial(Client, drafting=drafting))
+EAGERLY = ("--draft-always", "--draft-timeout", "60")
 
 
 @pytest.fixture(autouse=True)
@@ -45,9 +43,8 @@ def cache_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-@pytest.mark.usefixtures("eagerly")
 async def test_generate_streams_text(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    assert await generate(world, "hi") == 0
+    assert await generate(world, "hi", *EAGERLY) == 0
     assert capsys.readouterr() == (TEXT + "\n", "")
     assert world.drafter.attaches
 
@@ -80,31 +77,40 @@ async def test_generate_reads_files_and_stdin(
     assert capsys.readouterr().out == 2 * (TEXT + "\n")
 
 
-@pytest.mark.usefixtures("eagerly")
-async def test_generate_tells_what_it_cost(
-    world: World, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert await generate(world, "hi", "--stats", "--drafter", "fake") == 0
+async def test_generate_prints_statistics(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    assert await generate(world, "hi", "--stats", "--drafter", "fake", *EAGERLY) == 0
     errors = capsys.readouterr().err
     assert errors.startswith("40 tokens in ")
     assert "drafted by fake@1" in errors
 
 
-async def test_every_parameter_arrives(world: World) -> None:
-    arguments = (
+def test_every_parameter_becomes_an_argument(tmp_path: Path) -> None:
+    (tmp_path / "schema").write_text("{}")
+    parser = argparse.ArgumentParser()
+    add_generation_arguments(parser)
+    words = (
         "--temperature 0.5 --top-k 3 --top-p 0.75 --min-p 0.25 --repetition-penalty 1.5 "
-        "--presence-penalty 0.5 --frequency-penalty -0.5 --stop-token-id 9 --ignore-eos "
-        "--deadline 60"
+        "--presence-penalty 0.5 --frequency-penalty -0.5 --stop-token-id 9 --ignore-eos --seed 3 "
+        f"--deadline 60 --drafter d --stop x --stop y --json-schema {tmp_path / 'schema'}"
     )
-    assert await generate(world, "hi", *arguments.split()) == 0
-    request = world.verifier.creates[0]
-    sampling = request.sampling
-    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.5, 3, 0.75)
-    assert (sampling.min_p, sampling.repetition_penalty) == (0.25, 1.5)
-    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.5)
-    assert request.ignore_eos
-    assert list(request.stop_token_ids) == [9]
-    assert world.verifier.rounds[0].deadline_ms > 0
+    assert generation_arguments(parser.parse_args(words.split())) == {
+        "temperature": 0.5,
+        "top_k": 3,
+        "top_p": 0.75,
+        "min_p": 0.25,
+        "seed": 3,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "stop_token_ids": [9],
+        "ignore_eos": True,
+        "deadline": 60.0,
+        "drafter": "d",
+        "stop": ["x", "y"],
+        "json_schema": "{}",
+        "max_new_tokens": 256,
+        "acceptance": "invariant",
+    }
 
 
 @pytest.mark.parametrize(
@@ -124,9 +130,7 @@ async def test_bad_arguments(
     assert said in capsys.readouterr().err
 
 
-async def test_a_verifier_that_is_not_there(
-    world: World, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_an_unreachable_verifier(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     await world.verifier_service.stop()
     assert await generate(world, "hi") == 1
     assert capsys.readouterr().err.startswith("paceline generate: ")
@@ -176,7 +180,7 @@ def test_the_demo_fails_when_tokens_differ(
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "prompts.jsonl").write_text('{"id": "a", "text": "hi"}\n')
     process = SimpleNamespace(address="nowhere")
-    monkeypatch.setattr(demo, "_start", lambda *_: (process, process))
+    monkeypatch.setattr(demo, "local_services", lambda *_: nullcontext((process, process)))
     args = demo_arguments(target=tmp_path, prompts=tmp_path / "prompts.jsonl", load=["x=y"])
 
     def runs(*outputs: list[int]) -> None:
@@ -196,11 +200,11 @@ def test_the_demo_fails_when_tokens_differ(
     assert "identical tokens: NO" in capsys.readouterr().out
 
 
-def test_the_demo_says_what_is_missing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert demo.run(demo_arguments(target=tmp_path)) == 2
-    assert "holds no model" in capsys.readouterr().err
-    assert demo.run(demo_arguments(target=tmp_path, prompt_id="nosuch")) == 2
-    assert f"has no prompt 'nosuch'; it has: {first_prompt()['id']}" in capsys.readouterr().err
+def test_the_demo_reports_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match="holds no model"):
+        demo.run(demo_arguments(target=tmp_path))
+    with pytest.raises(CommandError, match=f"has no prompt 'no'; it has: {first_prompt()['id']}"):
+        demo.run(demo_arguments(target=tmp_path, prompt_id="no"))
 
 
 @pytest.mark.slow
@@ -219,8 +223,9 @@ def test_the_demo_with_real_services(tmp_path: Path) -> None:
 
 
 def first_prompt() -> dict[str, Any]:
-    """The demo's own."""
-    return demo._entries(demo._demo_models() / demo._PROMPTS)[0]
+    """The first prompt of the demo."""
+    first: dict[str, Any] = json.loads((demo._demo_models() / demo._PROMPTS).open().readline())
+    return first
 
 
 def write_tiny_model(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a user does with a generation: stream it, await it, keep its cache."""
+"""Streaming, awaiting and forking generations."""
 
 import pytest
 
@@ -94,7 +94,7 @@ async def test_a_stop_token_ends_the_generation(client: Client, drafter: str) ->
     assert result.token_ids == tokens[: tokens.index(stop) + 1]
 
 
-async def test_progress_of_the_prefill_is_told(client: Client) -> None:
+async def test_prefill_progress_is_reported(client: Client) -> None:
     told: list[tuple[int, int]] = []
     await client.generate([1] * 10, max_new_tokens=2, on_prefill=lambda *now: told.append(now))
     assert told == [(5, 10), (10, 10)]
@@ -103,7 +103,7 @@ async def test_progress_of_the_prefill_is_told(client: Client) -> None:
 async def test_a_generation_can_be_iterated_once(client: Client) -> None:
     generation = client.generate(PROMPT, max_new_tokens=5)
     await generation
-    with pytest.raises(RuntimeError, match="iterate first"):
+    with pytest.raises(RuntimeError, match="iterate before"):
         aiter(generation)
 
 
@@ -158,7 +158,7 @@ async def test_a_kept_cache_goes_with_its_client(world: World) -> None:
     assert not world.verifier.caches
 
 
-async def test_a_parent_that_is_gone_costs_only_time(client: Client) -> None:
+async def test_an_unknown_parent_is_prefilled_again(client: Client) -> None:
     result = await client.generate(PROMPT, max_new_tokens=5, seed=SEED, parent=b"\1" * 16)
     assert result.token_ids == continuation(PROMPT, 5, SEED)
     assert result.usage.reused_tokens == 0

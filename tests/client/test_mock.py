@@ -1,4 +1,4 @@
-"""The mock transport answers as a verifier would."""
+"""The mock transport behaves as a verifier."""
 
 import asyncio
 
@@ -6,11 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.client import Client, MockTransport
-
-
-async def generate(reply: object, prompt: str = "Hi", **options: object) -> object:
-    async with Client(transport=MockTransport(reply)) as client:  # type: ignore[arg-type]
-        return await client.generate(prompt, **options)  # type: ignore[arg-type]
 
 
 async def test_text_tokens_and_functions() -> None:

@@ -42,12 +42,12 @@ from paceline.client import (
         ({"max_nodes": 0}, "max_nodes"),
     ],
 )
-def test_what_is_out_of_range(options: dict[str, Any], expected: str) -> None:
+def test_values_out_of_range(options: dict[str, Any], expected: str) -> None:
     with pytest.raises(InvalidRequestError, match=expected):
         Client(transport=MockTransport("")).generate("x", **options)
 
 
-def test_services_are_named_one_way() -> None:
+def test_either_an_address_or_a_transport_is_required() -> None:
     with pytest.raises(InvalidRequestError, match="either"):
         Client()
     with pytest.raises(InvalidRequestError, match="either"):
@@ -56,7 +56,7 @@ def test_services_are_named_one_way() -> None:
         Client("127.0.0.1:1", unread_chunks=0)
 
 
-def test_settings_are_checked_where_they_are_made() -> None:
+def test_options_are_checked_when_created() -> None:
     with pytest.raises(InvalidRequestError, match="both"):
         TlsOptions(cert=Path("a"))
     with pytest.raises(InvalidRequestError, match="budget"):

@@ -104,7 +104,7 @@ def test_any_tokens_give_the_whole_text(name: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
 @given(text=st.text(max_size=40))
 @settings(max_examples=150, deadline=None)
-def test_real_text_never_shows_half_a_character(name: str, text: str) -> None:
+def test_characters_are_never_split(name: str, text: str) -> None:
     tokenizer = TOKENIZERS[name]
     detokenizer = Detokenizer(CODECS[name])
     tokens = tokenizer.encode(text).ids
@@ -116,7 +116,7 @@ def test_real_text_never_shows_half_a_character(name: str, text: str) -> None:
     assert shown + detokenizer.flush() == whole
 
 
-def test_text_is_not_held_longer_than_a_character() -> None:
+def test_at_most_one_character_is_buffered() -> None:
     codec = CODECS["byte_level"]
     tokens = codec.encode("a€b")
     detokenizer = Detokenizer(codec)
@@ -144,7 +144,7 @@ def test_a_step_decodes_only_the_newest_tokens(monkeypatch: pytest.MonkeyPatch) 
         assert max(lengths) <= 64
 
 
-def test_the_beginning_token_is_put_in_once() -> None:
+def test_the_bos_token_is_added_once() -> None:
     codec = CODECS["byte_level"]
     assert codec.encode("the", bos_token_id=0)[0] == 0
     built = byte_level()

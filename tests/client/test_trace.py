@@ -103,7 +103,7 @@ async def test_it_is_part_of_the_callers_trace(
     assert root.parent == outer.get_span_context()
 
 
-async def test_a_trace_that_nobody_records_leaves_no_mark(
+async def test_an_unsampled_trace_is_not_propagated(
     world: World, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = TracerProvider(sampler=ALWAYS_OFF).get_tracer("test")
@@ -153,13 +153,7 @@ async def test_a_failure_before_the_model_is_known(client: Client, recording: Re
 async def test_a_restarted_verifier_gets_another_prefill_in_the_round(
     world: World, client: Client, recording: Recording
 ) -> None:
-    restarts = iter([True])
-
-    def fault(round_id: int, messages: int) -> None:
-        if round_id == 2 and next(restarts, False):
-            world.verifier.restart()
-
-    world.verifier.fault = fault
+    world.verifier.restart_once(2, 0)
     result = await client.generate(PROMPT, max_new_tokens=150, seed=SEED)
     assert result.token_ids == continuation(PROMPT, 150, SEED)
     assert result.stats.fallbacks["verifier_restarted"] == 1

@@ -33,7 +33,7 @@ def test_auto_takes_gpus_apart_where_there_are_two(
     assert drafting_device("auto") == drafter
     for record, device in zip(caplog.records, (verifier, drafter), strict=True):
         where = "the CPU" if device == "cpu" else device
-        assert f"device auto: computing on {where}," in record.getMessage()
+        assert f"device auto: using {where}," in record.getMessage()
 
 
 def test_a_driver_without_a_gpu_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

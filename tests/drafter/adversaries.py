@@ -1,7 +1,7 @@
-"""Hostile drafters: none of them may change a token, or do more harm than cost time.
+"""Hostile drafters. No output may depend on them, and no other stream may fail.
 
-Loaded by tests alone, from this folder in PYTHONPATH: `--allow-test-methods
---test-method huge=adversaries:Huge`, or `build_service(test_methods=..., allow_test_methods=True)`.
+Entry points register them: in this process those that conftest.py writes, in other processes those
+of ``test_methods-1.dist-info``, with this folder in PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from paceline.drafter import (
     DraftSequence,
     Generation,
     Resources,
-    Tree,
+    TokenTree,
     Update,
 )
 
 
 class HostileSequence(DraftSequence):
-    """Makes trees of the text, a seeded generator and the number of the round."""
+    """Calls the drafter with its text, a seeded generator and the number of the round."""
 
     def __init__(self, drafter: Hostile, generation: Generation) -> None:
         self.text = list(generation.tokens)
@@ -34,13 +34,13 @@ class HostileSequence(DraftSequence):
     def extend(self, update: Update) -> None:
         self.text.extend(update.tokens)
 
-    def draft(self, budget: Budget) -> Tree:
+    def draft(self, budget: Budget) -> TokenTree:
         self.rounds += 1
         return self._drafter.tree(self, budget, random.Random(len(self.text)))
 
 
 class Hostile(Drafter):
-    """Shared parts."""
+    """Base class."""
 
     inline: ClassVar[bool] = True
     max_nodes = 255
@@ -52,7 +52,7 @@ class Hostile(Drafter):
     def start(self, generation: Generation) -> HostileSequence:
         return HostileSequence(self, generation)
 
-    def tree(self, sequence: HostileSequence, budget: Budget, draws: random.Random) -> Tree:
+    def tree(self, sequence: HostileSequence, budget: Budget, draws: random.Random) -> TokenTree:
         raise NotImplementedError
 
 
@@ -61,93 +61,93 @@ class RandomTree(Hostile):
 
     method: ClassVar[str] = "random-tree"
 
-    def tree(self, sequence: HostileSequence, budget: Budget, draws: random.Random) -> Tree:
+    def tree(self, sequence: HostileSequence, budget: Budget, draws: random.Random) -> TokenTree:
         return random_tree(budget.nodes, sequence.vocab_size, draws)
 
 
 class AlwaysWrong(Hostile):
-    """Sure of a chain of one token that the text does not hold."""
+    """A confident chain of one token that does not occur in the text."""
 
     method: ClassVar[str] = "always-wrong"
 
-    def tree(self, sequence: HostileSequence, budget: Budget, draws: random.Random) -> Tree:
+    def tree(self, sequence: HostileSequence, budget: Budget, draws: random.Random) -> TokenTree:
         unseen = set(range(sequence.vocab_size)) - set(sequence.text)
         token = min(unseen, default=0)
         nodes = min(budget.nodes, budget.depth)
-        return Tree((token,) * nodes, tuple(range(-1, nodes - 1)), (1.0,) * nodes)
+        return TokenTree((token,) * nodes, tuple(range(-1, nodes - 1)), (1.0,) * nodes)
 
 
 class Duplicates(Hostile):
-    """The same few tokens again and again among siblings, right ones included."""
+    """A few tokens, likely ones included, repeated among siblings."""
 
     method: ClassVar[str] = "duplicates"
 
-    def tree(self, sequence: HostileSequence, budget: Budget, draws: random.Random) -> Tree:
+    def tree(self, sequence: HostileSequence, budget: Budget, draws: random.Random) -> TokenTree:
         few = [*sequence.text[-3:], draws.randrange(sequence.vocab_size)]
         tokens = tuple(few[i % len(few)] for i in range(budget.nodes))
         parents = tuple(i // 8 - 1 for i in range(budget.nodes))
-        return Tree(tokens, parents)
+        return TokenTree(tokens, parents)
 
 
 class Huge(Hostile):
-    """As large as a round may be, and every other time far larger."""
+    """255 nodes, and in every other round 10,000."""
 
     method: ClassVar[str] = "huge"
 
-    def tree(self, sequence: HostileSequence, budget: Budget, draws: random.Random) -> Tree:
+    def tree(self, sequence: HostileSequence, budget: Budget, draws: random.Random) -> TokenTree:
         return random_tree(255 if sequence.rounds % 2 else 10_000, sequence.vocab_size, draws)
 
 
 class Changing(Hostile):
-    """Another size each round: none, one, the budget, anything between."""
+    """A different size each round: none, one, the budget, random."""
 
     method: ClassVar[str] = "changing"
 
-    def tree(self, sequence: HostileSequence, budget: Budget, draws: random.Random) -> Tree:
+    def tree(self, sequence: HostileSequence, budget: Budget, draws: random.Random) -> TokenTree:
         sizes = (0, 1, budget.nodes, draws.randint(0, budget.nodes))
         return random_tree(sizes[sequence.rounds % 4], sequence.vocab_size, draws)
 
 
 class Malformed(Hostile):
-    """Everything a verifier must refuse: cycles, forward parents, lengths, NaN, foreign tokens."""
+    """Trees that a verifier must refuse: cycles, forward parents, lengths, NaN, invalid tokens."""
 
     method: ClassVar[str] = "malformed"
 
-    def tree(self, sequence: HostileSequence, budget: Budget, draws: random.Random) -> Tree:
+    def tree(self, sequence: HostileSequence, budget: Budget, draws: random.Random) -> TokenTree:
         return (
-            Tree((1, 2), (0, 0)),
-            Tree((1, 2), (1, -1)),
-            Tree((1, 2), (-2, 0)),
-            Tree((1, 2), (-1,)),
-            Tree((1,), (-1, 0)),
-            Tree((1, 2), (-1, 0), (0.5,)),
-            Tree((1, 2), (-1, 0), (0.5, float("nan"))),
-            Tree((1, 2), (-1, 0), (2.0, -1.0)),
-            Tree((sequence.vocab_size, 2), (-1, 0)),
+            TokenTree((1, 2), (0, 0)),
+            TokenTree((1, 2), (1, -1)),
+            TokenTree((1, 2), (-2, 0)),
+            TokenTree((1, 2), (-1,)),
+            TokenTree((1,), (-1, 0)),
+            TokenTree((1, 2), (-1, 0), (0.5,)),
+            TokenTree((1, 2), (-1, 0), (0.5, float("nan"))),
+            TokenTree((1, 2), (-1, 0), (2.0, -1.0)),
+            TokenTree((sequence.vocab_size, 2), (-1, 0)),
         )[sequence.rounds % 9]
 
 
 class Failing(Hostile):
-    """Raises every other time."""
+    """Raises in every other round."""
 
     method: ClassVar[str] = "failing"
 
-    def tree(self, sequence: HostileSequence, budget: Budget, draws: random.Random) -> Tree:
+    def tree(self, sequence: HostileSequence, budget: Budget, draws: random.Random) -> TokenTree:
         if sequence.rounds % 2 == 0:
             raise RuntimeError("a drafter that fails")
         return random_tree(budget.nodes, sequence.vocab_size, draws)
 
 
 class FailingThread(Failing):
-    """The same on the worker's thread."""
+    """Fails on the worker's thread."""
 
     inline: ClassVar[bool] = False
     method: ClassVar[str] = "failing-thread"
 
 
-def random_tree(nodes: int, vocab_size: int, draws: random.Random) -> Tree:
-    """A valid tree but for its size, perhaps with duplicate siblings."""
-    return Tree(
+def random_tree(nodes: int, vocab_size: int, draws: random.Random) -> TokenTree:
+    """A valid tree of any size, perhaps with duplicate siblings."""
+    return TokenTree(
         tuple(draws.randrange(vocab_size) for _ in range(nodes)),
         tuple(draws.randrange(-1, i) for i in range(nodes)),
         tuple(draws.random() for _ in range(nodes)),
@@ -167,4 +167,4 @@ METHODS = {
         FailingThread,
     )
 }
-"""Name to import path, as `test_methods` takes them."""
+"""Import paths by name, for `test_methods`."""

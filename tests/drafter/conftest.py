@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
+from entry_points import register_methods
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
@@ -18,7 +19,19 @@ from paceline.drafter import DrafterSpec, build_service
 from paceline.service import ServerOptions, run_server
 from paceline.v1 import drafter_pb2, drafter_pb2_grpc
 
+from . import adversaries, fakes
+
 VOCAB = 1000
+
+
+@pytest.fixture(autouse=True, scope="session")
+def registered_methods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Registers the methods of the tests in this process."""
+    methods = {**fakes.METHODS, **adversaries.METHODS}
+    folder = register_methods(tmp_path_factory.mktemp("methods"), methods)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield
 
 
 class Drafting:
@@ -33,15 +46,15 @@ class Drafting:
     ) -> None:
         self.address = address
         self.service = service
-        """What is served."""
+        """The service object."""
         self.stop = stop or asyncio.Event()
-        """Setting it tells the service to drain and stop."""
+        """Set it to drain and stop the service."""
         self.channel = channel
         self.drafter = drafter_pb2_grpc.DrafterServiceStub(channel)
         self.registry = drafter_pb2_grpc.DrafterRegistryServiceStub(channel)
 
     async def attach(self, tokens: Sequence[int], **fields: Any) -> Stream:
-        """Attach, and wait for the answer."""
+        """Attach, and wait for the response."""
         stream = Stream(self.drafter.Draft(), len(tokens))
         fields = {"vocab_size": VOCAB, "prompt_length": len(tokens), **fields}
         attach = drafter_pb2.DraftAttach(tokens=tokens, **fields)
@@ -61,14 +74,14 @@ class Stream:
         self.rounds = 0
 
     async def send(self, request: drafter_pb2.DraftRequest) -> None:
-        """Send a message; a stream that ended already shows its status in :meth:`read`."""
+        """Send a message. If the stream has ended, :meth:`read` raises its status."""
         try:
             await self.call.write(request)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return
 
     async def read(self) -> drafter_pb2.DraftResponse:
-        """The next answer."""
+        """The next response."""
         answer = await self.call.read()
         assert answer is not grpc.aio.EOF, "the stream ended without a status"
         return answer
@@ -88,7 +101,7 @@ class Stream:
         return (await self.read()).tree
 
     async def end(self) -> None:
-        """End the stream well."""
+        """End the stream without an error."""
         await self.call.done_writing()
         assert await self.call.read() is grpc.aio.EOF
 
@@ -97,7 +110,7 @@ class Stream:
 async def drafting(
     *specs: str, drain_seconds: float = 0.1, **options: Any
 ) -> AsyncIterator[Drafting]:
-    """Serve drafters on a unix socket for the body; streams left after it are ended."""
+    """Serve drafters on a unix socket; streams that are open at the end are cancelled."""
     with tempfile.TemporaryDirectory() as folder:
         address = f"unix:{folder}/drafter"
         service = build_service([DrafterSpec.parse(spec) for spec in specs], **options)
@@ -124,7 +137,7 @@ async def drafting(
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that nobody announces."""
+    """Poll a condition that has no event."""
     async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.002)
@@ -142,7 +155,7 @@ def failure(error: pytest.ExceptionInfo[grpc.aio.AioRpcError]) -> tuple[grpc.Sta
 
 @pytest.fixture(autouse=True, scope="session")
 def patience() -> Iterator[None]:
-    """A verifier that takes long to answer is no failure here."""
+    """A slow verifier is no failure here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("paceline.drafter.kv.exchange.CALL_SECONDS", 60.0)
         yield

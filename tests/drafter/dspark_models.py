@@ -13,16 +13,19 @@ from torch import Tensor
 from paceline.decoder import load_config
 from paceline.decoder.weights import Checkpoint
 from paceline.drafter.methods.base import Generation, Resources
-from paceline.drafter.methods.dspark import DSparkDrafter
-from paceline.drafter.methods.dspark_sequence import DSparkSequence
-from paceline.dspark import DSparkConfig, DSparkModel, read_dspark, save_dspark
-from paceline.dspark.folder import load_weights
-from paceline.kernels import History, filter_logits, gumbel_noise
-from paceline.longspec import TargetRef
-from paceline.service.sampling import sampling_params
+from paceline.drafter.methods.dspark import (
+    DSparkConfig,
+    DSparkModel,
+    load_weights,
+    read_dspark,
+    save_dspark,
+)
+from paceline.drafter.methods.dspark.drafter import DSparkDrafter
+from paceline.drafter.methods.dspark.sequence import DSparkSequence
+from paceline.drafter.methods.target import TargetRef
 from paceline.v1 import sampling_pb2
 
-from .models import GREEDY, VOCAB
+from .models import GREEDY, VOCAB, beam_search
 
 
 @dataclass
@@ -42,6 +45,10 @@ class FakeStates:
     def check(self) -> None:
         if self.gone:
             raise ConnectionError("the cache is gone")
+
+    def spoil(self, begin: int) -> None:
+        """Makes positions from ``begin`` on unusable."""
+        self.states[begin:] = torch.nan
 
 
 def made_up_states(config: DSparkConfig, committed: int, seed: int = 0) -> FakeStates:
@@ -134,26 +141,16 @@ class Dense:
         sampling: sampling_pb2.SamplingParams,
         widths: Sequence[int],
     ) -> dict[tuple[int, ...], float]:
-        """Beam search, every path by itself: path to log survival."""
-        params, hidden = sampling_params(sampling), self.block(text, states)
-        tree: dict[tuple[int, ...], float] = {}
-        frontier: dict[tuple[int, ...], float] = {(): 0.0}
-        for level, width in enumerate(widths):
-            found: dict[tuple[int, ...], float] = {}
-            for path, score in frontier.items():
-                logits, confidence = self.after(hidden, [text[-1], *path])
-                scores = filter_logits(logits, params, History(text, path))
-                if not params.greedy:
-                    scores = scores + gumbel_noise(params.seed, len(text) + level, VOCAB)
-                logs = scores.log_softmax(0)
-                if self.model.confidence_head is not None:
-                    chain = set(widths) == {1}
-                    best = float(logs.max())
-                    logs = logs + (confidence - best if chain else min(0.0, confidence - best))
-                for token in logs.topk(width).indices.tolist():
-                    if logs[token] > -torch.inf:
-                        found[(*path, token)] = score + float(logs[token])
-            best_paths = sorted(found, key=lambda path: -found[path])[:width]
-            frontier = {path: found[path] for path in best_paths}
-            tree |= frontier
-        return tree
+        """See :func:`beam_search`."""
+        hidden = self.block(text, states)
+        chain = set(widths) == {1}
+
+        def adjust(path: tuple[int, ...], logs: Tensor) -> Tensor:
+            if self.model.confidence_head is None:
+                return logs
+            change = self.after(hidden, [text[-1], *path])[1] - float(logs.max())
+            return logs + (change if chain else min(0.0, change))
+
+        return beam_search(
+            text, sampling, widths, lambda path: self.after(hidden, [text[-1], *path])[0], adjust
+        )

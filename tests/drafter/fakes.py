@@ -1,11 +1,11 @@
-"""Drafters that say what happens to them."""
+"""Drafters that record how they are used."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from paceline.drafter import (
     LoadError,
     Needs,
     Resources,
-    Tree,
+    TokenTree,
     Update,
 )
 
@@ -27,7 +27,7 @@ TOKENIZER = "a" * 64
 
 
 class FakeSequence(DraftSequence):
-    """Drafts the newest token again."""
+    """Drafts the newest token once more."""
 
     def __init__(self, drafter: FakeDrafter, generation: Generation) -> None:
         self.drafter = drafter
@@ -55,7 +55,7 @@ class FakeSequence(DraftSequence):
         self.text.extend(update.tokens)
         self.pending += len(update.tokens)
 
-    def draft(self, budget: Budget) -> Tree:
+    def draft(self, budget: Budget) -> TokenTree:
         assert not self.closed, "drafted after its end"
         self.threads.add(threading.current_thread().name)
         self.drafter.journal.append(("draft", len(self.text)))
@@ -67,7 +67,7 @@ class FakeSequence(DraftSequence):
             self.kv.check()
         if self.text[-1] == self.drafter.poison:
             raise RuntimeError("poisoned")
-        return Tree((self.text[-1],), (-1,))
+        return TokenTree((self.text[-1],), (-1,))
 
     def close(self) -> None:
         assert self.kv is None or self.kv.committed >= 0, "its KV was closed before it"
@@ -75,7 +75,7 @@ class FakeSequence(DraftSequence):
 
 
 class FakeDrafter(Drafter):
-    """Every instance is noted in `loaded`."""
+    """Every instance is in `loaded`."""
 
     method: ClassVar[str] = "fake"
     loaded: ClassVar[list[FakeDrafter]] = []
@@ -113,7 +113,7 @@ class FakeDrafter(Drafter):
         self.sequences.append(FakeSequence(self, generation))
         return self.sequences[-1]
 
-    def draft_many(self, rounds: Sequence[tuple[DraftSequence, Budget]]) -> list[Tree]:
+    def draft_many(self, rounds: Sequence[tuple[DraftSequence, Budget]]) -> list[TokenTree]:
         self.holding.set()
         assert self.hold.wait(60)
         self.batches.append(len(rounds))
@@ -125,14 +125,14 @@ class FakeDrafter(Drafter):
 
 
 class InlineFake(FakeDrafter):
-    """The same on the event loop."""
+    """A FakeDrafter on the event loop."""
 
     inline: ClassVar[bool] = True
     method: ClassVar[str] = "inline-fake"
 
 
 class SlowLoad(FakeDrafter):
-    """Loading waits until a test lets it go on."""
+    """Its load waits for `go_on`."""
 
     method: ClassVar[str] = "slow-load"
     go_on: ClassVar[threading.Event] = threading.Event()
@@ -148,5 +148,3 @@ class SlowLoad(FakeDrafter):
 METHODS = {
     kind.method: f"{__name__}:{kind.__name__}" for kind in (FakeDrafter, InlineFake, SlowLoad)
 }
-TESTING: dict[str, Any] = {"test_methods": METHODS, "allow_test_methods": True}
-"""Options of a service that knows them."""

@@ -14,7 +14,7 @@ from paceline.drafter import (
     LoadError,
     Needs,
     Resources,
-    Tree,
+    TokenTree,
     Update,
 )
 from paceline.drafter.kv.shared import SharedKv
@@ -32,7 +32,7 @@ class _Sequence(DraftSequence):
     def extend(self, update: Update) -> None:
         self._text += update.tokens
 
-    def draft(self, budget: Budget) -> Tree:
+    def draft(self, budget: Budget) -> TokenTree:
         committed = min(self._kv.committed, len(self._text) - 1)
         assert committed >= 2
         near = 0.0
@@ -41,7 +41,7 @@ class _Sequence(DraftSequence):
             near = near + (keys @ keys[:, -1:].mT).sum(0) + (values @ values[:, -1:].mT).sum(0)
         guess = self._text[int(near[:-1].argmax()) + 1]
         self._kv.check()
-        return Tree((guess,), (-1,))
+        return TokenTree((guess,), (-1,))
 
 
 class KvReader(Drafter):

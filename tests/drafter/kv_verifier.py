@@ -1,4 +1,4 @@
-"""A verifier that knows one cache, and tells of it what a test wants."""
+"""A verifier with one cache, whose descriptions a test can change."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from paceline.verifier.kv.segment import Segment
 
 from .segments import GRANT, LAYERS, describe
 
-Lie = Callable[[kv_pb2.MapCacheResponse], object]
+Change = Callable[[kv_pb2.MapCacheResponse], object]
 
 
 class KvVerifier(kv_pb2_grpc.KvExchangeServiceServicer):
-    """Answers as an honest verifier does, then lets ``lie`` change it."""
+    """Describes the segment, after ``change``."""
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
-        self.lie: Lie = lambda response: None
+        self.change: Change = lambda response: None
         self.requests: list[kv_pb2.MapCacheRequest] = []
         self.metadata: list[dict[str, Any]] = []
         self.address = ""
@@ -33,7 +33,7 @@ class KvVerifier(kv_pb2_grpc.KvExchangeServiceServicer):
         if request.read_grant != GRANT:
             await context.abort(grpc.StatusCode.NOT_FOUND, "no cache has this read grant")
         response = describe(self.segment, request.layers or range(LAYERS))
-        self.lie(response)
+        self.change(response)
         return response
 
 

@@ -12,13 +12,9 @@ from torch import Tensor
 
 from paceline.decoder import Decoder, LocalCache, load_config
 from paceline.decoder.weights import Checkpoint
-from paceline.drafter.kv.shared import streaming_parts
+from paceline.drafter.kv.reader import StreamingReader
 from paceline.drafter.methods.base import Generation, Resources
-from paceline.drafter.methods.lm_sequence import chain_segments
-from paceline.drafter.methods.longspec import LongSpecDrafter
-from paceline.drafter.methods.longspec_sequence import LongSpecSequence
-from paceline.kernels import History, filter_logits, gumbel_noise, plan_trees, streaming
-from paceline.longspec import (
+from paceline.drafter.methods.longspec import (
     LongSpecConfig,
     LongSpecModel,
     TargetRef,
@@ -26,33 +22,40 @@ from paceline.longspec import (
     save_longspec,
     window_mask,
 )
-from paceline.service.sampling import sampling_params
+from paceline.drafter.methods.longspec.drafter import LongSpecDrafter
+from paceline.drafter.methods.longspec.sequence import LongSpecSequence
+from paceline.drafter.methods.slots import chain_segments
+from paceline.kernels import plan_trees, streaming
 from paceline.v1 import sampling_pb2
 
-from .models import GREEDY, VOCAB
-
-WIDE_HEADS = {"hidden_size": 64, "head_dim": 32}
-"""Shape of a target whose heads the compiled kernels take."""
+from .models import GREEDY, VOCAB, beam_search
 
 
 @dataclass
-class FakeKv:
+class FakeKv(StreamingReader):
     """A target's KV that lies in memory."""
 
     keys: Tensor
     values: Tensor
-    committed: int
+    committed: int = 0
     gone: bool = False
 
-    def parts(self, index: int, below: int, budget: int) -> list[tuple[Tensor, Tensor]]:
-        return streaming_parts((self.keys, self.values), min(self.committed, below), budget)
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.keys, self.values
 
     def check(self) -> None:
         if self.gone:
             raise ConnectionError("the cache is gone")
 
+    def close(self) -> None:
+        """Nothing to release."""
 
-def made_up_kv(config: LongSpecConfig, committed: int, seed: int = 0) -> FakeKv:
+    def spoil(self, begin: int) -> None:
+        """Makes positions from ``begin`` on unusable."""
+        self.keys[:, begin:] = self.values[:, begin:] = torch.nan
+
+
+def made_up_kv(config: Any, committed: int, seed: int = 0) -> FakeKv:
     """Random KV, with room for nothing more."""
     draws = torch.Generator().manual_seed(seed)
     shape = (2, config.kv_heads, committed, config.head_dim)
@@ -154,23 +157,8 @@ class Dense:
         sampling: sampling_pb2.SamplingParams,
         widths: Sequence[int],
     ) -> dict[tuple[int, ...], float]:
-        """Beam search, every path run alone: path to log survival."""
-        params = sampling_params(sampling)
+        """See :func:`beam_search`."""
         committed = min(kv.committed, len(text) - 1)
-        tree: dict[tuple[int, ...], float] = {}
-        frontier: dict[tuple[int, ...], float] = {(): 0.0}
-        for level, width in enumerate(widths):
-            found: dict[tuple[int, ...], float] = {}
-            for path, score in frontier.items():
-                history = History(text, path)
-                scores = filter_logits(self.after(text, path, kv, committed), params, history)
-                if not params.greedy:
-                    scores = scores + gumbel_noise(params.seed, len(text) + level, VOCAB)
-                logs = scores.log_softmax(0)
-                for token in logs.topk(width).indices.tolist():
-                    if logs[token] > -torch.inf:
-                        found[(*path, token)] = score + float(logs[token])
-            best = sorted(found, key=lambda path: -found[path])[:width]
-            frontier = {path: found[path] for path in best}
-            tree |= frontier
-        return tree
+        return beam_search(
+            text, sampling, widths, lambda path: self.after(text, path, kv, committed)
+        )

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from paceline.decoder import LocalCache
 from paceline.drafter.methods.base import Generation, Resources
-from paceline.drafter.methods.lm import LmDrafter
-from paceline.drafter.methods.lm_sequence import LmSequence, chain_segments
-from paceline.drafter.tree import Tree
+from paceline.drafter.methods.lm.drafter import LmDrafter
+from paceline.drafter.methods.lm.sequence import LmSequence
+from paceline.drafter.methods.slots import chain_segments
 from paceline.kernels import History, choose_token, filter_logits, gumbel_noise, plan_trees
 from paceline.service.sampling import sampling_params
+from paceline.tree import TokenTree
 from paceline.v1 import sampling_pb2
 
 VOCAB = 96
@@ -30,6 +33,7 @@ _SHAPE: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "head_dim": 16,  # the compiled kernels take multiples of 16
     "max_position_embeddings": 2048,
     # Sharper than the usual initialisation, so that choices differ clearly.
     "initializer_range": 0.3,
@@ -57,8 +61,6 @@ def write_model(folder: Path, family: str = "llama", seed: int = 0, **shape: Any
         "llama": (LlamaConfig, LlamaForCausalLM),
         "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     }[family]
-    if family == "qwen3":
-        shape = {"head_dim": 8, **shape}
     model(config(**{**_SHAPE, **shape})).save_pretrained(folder)
     vocab = {f"t{i}": i for i in range(VOCAB)}
     Tokenizer(models.WordLevel(vocab, unk_token="t0")).save(str(folder / "tokenizer.json"))
@@ -117,7 +119,7 @@ class Oracle:
         history = History(text[: self._prompt], text[self._prompt :])
         return choose_token(logits, self._params, len(text), history)
 
-    def verify(self, tree: Tree) -> list[int]:
+    def verify(self, tree: TokenTree) -> list[int]:
         """Tokens a verifier would emit for this tree; they join the text."""
         node, emitted = -1, []
         while True:
@@ -131,27 +133,44 @@ class Oracle:
         return emitted
 
 
-def dense_tree(
-    model: Any, text: list[int], sampling: sampling_pb2.SamplingParams, widths: Sequence[int]
+LogitsAfter = Callable[[tuple[int, ...]], torch.Tensor]
+"""Logits ``[V]`` after a drafted path."""
+
+Adjustment = Callable[[tuple[int, ...], torch.Tensor], torch.Tensor]
+"""Changes the logs of confidences after a path, ``[V]``."""
+
+
+def beam_search(
+    text: list[int],
+    sampling: sampling_pb2.SamplingParams,
+    widths: Sequence[int],
+    logits_after: LogitsAfter,
+    adjust: Adjustment = lambda path, logs: logs,
 ) -> dict[tuple[int, ...], float]:
-    """Beam search with transformers, every path run alone: path to log survival."""
+    """Beam search that runs every path alone: path to log survival."""
     params = sampling_params(sampling)
     tree: dict[tuple[int, ...], float] = {}
     frontier: dict[tuple[int, ...], float] = {(): 0.0}
     for level, width in enumerate(widths):
         found: dict[tuple[int, ...], float] = {}
         for path, score in frontier.items():
-            so_far = [*text, *path]
-            with torch.inference_mode():
-                logits = model(torch.tensor([so_far])).logits[0, -1].float()
-            history = History(text, path)
-            scores = filter_logits(logits, params, history)
+            scores = filter_logits(logits_after(path), params, History(text, path))
             if not params.greedy:
                 scores = scores + gumbel_noise(params.seed, len(text) + level, VOCAB)
-            logs = scores.log_softmax(0)
+            logs = adjust(path, scores.log_softmax(0))
             for token in logs.topk(width).indices.tolist():
-                found[(*path, token)] = score + float(logs[token])
+                if logs[token] > -torch.inf:
+                    found[(*path, token)] = score + float(logs[token])
         best = sorted(found, key=lambda path: -found[path])[:width]
         frontier = {path: found[path] for path in best}
         tree |= frontier
     return tree
+
+
+def check_tree(tree: TokenTree, expected: dict[tuple[int, ...], float]) -> None:
+    """The tree has the paths of a beam search, with their survival."""
+    tree.check(VOCAB)
+    assert {tree.path(node) for node in range(len(tree))} == set(expected)
+    for node in range(len(tree)):
+        survival = math.exp(expected[tree.path(node)])
+        assert tree.survivals[node] == pytest.approx(survival, rel=2e-3, abs=1e-6)

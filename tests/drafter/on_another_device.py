@@ -19,10 +19,10 @@ from paceline.decoder import Decoder
 from paceline.drafter.methods import method_class
 from paceline.drafter.methods.base import Budget, Drafter, Generation, LoadError, Resources, Update
 from paceline.drafter.methods.ranking import Ranked, Ranker
-from paceline.drafter.tree import Tree
 from paceline.kernels import attention
 from paceline.kernels._dense import DenseBackend
 from paceline.service.sampling import sampling_params
+from paceline.tree import TokenTree
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -65,12 +65,12 @@ def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in ("cpu", "other"):
         monkeypatch.setitem(attention._LOADED, kind, DenseBackend())
     for method in ("lm", "longspec", "dspark", "selfspec"):
-        module = f"paceline.drafter.methods.{method}"
-        monkeypatch.setattr(f"{module}.on_passing_thread", _here)
+        module = f"paceline.drafter.methods.{method}.drafter"
+        monkeypatch.setattr(f"{module}.load_model", _here)
 
 
-def _here(resources: Resources, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return load(*args, **kwargs)
+def _here(folder: Path, resources: Resources, load: Callable[..., Any], *args: Any) -> Any:
+    return load(*args)
 
 
 def drafter_of(name: str, folders: dict[str, Path], device: str, **more: str) -> Drafter:
@@ -88,15 +88,18 @@ class Moved:
         self._kv, self._device = kv, device
         self.committed = kv.committed
 
-    def parts(self, index: int, below: int, budget: int) -> list[tuple[Tensor, Tensor]]:
-        found = self._kv.parts(index, below, budget)
+    def refresh(self, below: int, budget: int) -> int:
+        return self._kv.refresh(below, budget)
+
+    def parts(self, layer: int) -> list[tuple[Tensor, Tensor]]:
+        found = self._kv.parts(layer)
         return [(keys.to(self._device), values.to(self._device)) for keys, values in found]
 
     def check(self) -> None:
         """It is always there."""
 
 
-def trees(drafter: Drafter, target: Decoder, sampling: str, kv_device: str) -> list[Tree]:
+def trees(drafter: Drafter, target: Decoder, sampling: str, kv_device: str) -> list[TokenTree]:
     """Of two texts together, over three rounds."""
     texts, lengths = [text_of(60, 1), text_of(40, 2)], (40, 23)
     sequences = []
@@ -109,7 +112,7 @@ def trees(drafter: Drafter, target: Decoder, sampling: str, kv_device: str) -> l
             kv = Moved(StaleKv(target, text, length + 8), kv_device)
             generation = replace(generation, kv=kv)
         sequences.append(drafter.start(generation))
-    found: list[Tree] = []
+    found: list[TokenTree] = []
     for begin in range(3):
         for sequence, text, length in zip(sequences, texts, lengths, strict=True):
             if begin:

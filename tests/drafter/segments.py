@@ -1,4 +1,4 @@
-"""Segments as a verifier leaves them, and true descriptions of them."""
+"""Segments as a verifier writes them, and their descriptions."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
+from paceline.kv.wire import cache_dtype
 from paceline.v1 import kv_pb2
 from paceline.verifier.kv.layout import KvLayout
 from paceline.verifier.kv.segment import Segment
@@ -19,9 +20,9 @@ COMMITTED = 200
 
 
 @contextmanager
-def new_segment(dtype: torch.dtype = torch.float32) -> Iterator[Segment]:
+def new_segment() -> Iterator[Segment]:
     """A cache with 200 committed positions of random KV."""
-    segment = Segment(KvLayout(LAYERS, HEADS, DIM, dtype), CAPACITY)
+    segment = Segment(KvLayout(LAYERS, HEADS, DIM, torch.float32), CAPACITY)
     try:
         segment.header.open(GENERATION, hashlib.sha256(GRANT).digest())
         segment.reserve(COMMITTED)
@@ -33,29 +34,12 @@ def new_segment(dtype: torch.dtype = torch.float32) -> Iterator[Segment]:
 
 
 def describe(segment: Segment, layers: Iterable[int] = range(LAYERS)) -> kv_pb2.MapCacheResponse:
-    """What an honest verifier says of it."""
-    size = segment.kv.element_size()
-    kinds = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
-    response = kv_pb2.MapCacheResponse(
-        dtype=kv_pb2.KvDtype.ValueType(kinds[segment.kv.dtype]),
+    """A verifier's description of it."""
+    return kv_pb2.MapCacheResponse(
+        file=segment.describe_file(),
+        dtype=cache_dtype(segment.layout.dtype),
         committed_length=segment.header.committed,
         generation=GENERATION,
         lease_ms=30_000,
+        kv=segment.describe(layers),
     )
-    for layer in layers:
-        for kind in (0, 1):
-            plane = segment.kv[layer, kind]
-            response.segments.add(
-                layer=layer,
-                is_value=bool(kind),
-                posix=kv_pb2.PosixSharedMemory(
-                    name=f"/{segment.name}", byte_size=segment.byte_size
-                ),
-                offset=4096 + (plane.data_ptr() - segment.kv.data_ptr()),
-                head_stride=plane.stride(0) * size,
-                position_stride=plane.stride(1) * size,
-                heads=HEADS,
-                head_dim=DIM,
-                capacity=CAPACITY,
-            )
-    return response

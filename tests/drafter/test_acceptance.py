@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.drafter.acceptance import accepted_lengths, record, standing
-from paceline.drafter.methods.base import Budget, Update
-from paceline.drafter.tree import EMPTY, Tree, chain
-from paceline.v1 import sampling_pb2
+from paceline.drafter.acceptance import accepted_lengths, record
+from paceline.drafter.methods.base import Budget, Generation, Update
+from paceline.drafter.statistics import accepted_length
+from paceline.tree import TokenTree
 
 from . import longspec_models
-from .models import SAMPLINGS, VOCAB, Oracle, load, start, text_of, write_model
+from .models import SAMPLINGS, VOCAB, Oracle, load, text_of, write_model
 
 COUNT = 24
 
@@ -32,7 +32,6 @@ def test_a_recorded_text_is_the_targets_own(folder: Path, name: str) -> None:
     expected: list[int] = []
     for _ in range(COUNT):
         expected.append(oracle.next_token(expected))
-    assert recording.continuation == expected
     assert recording.tokens == [*text_of(20), *expected]
 
 
@@ -46,7 +45,7 @@ def test_rounds_are_those_with_a_verifier(folder: Path, name: str, widths: str) 
     recording = record(target.decoder, text_of(20), COUNT, sampling)
     oracle = Oracle(target, text_of(20), sampling)
     oracle.text.append(oracle.next_token())
-    sequence = start(drafter, oracle.text, sampling)
+    sequence = drafter.start(Generation(oracle.text, 20, VOCAB, sampling))
     expected = []
     while len(oracle.text) + 3 <= len(recording.tokens):
         emitted = oracle.verify(sequence.draft(Budget(64, 3)))
@@ -62,16 +61,9 @@ def test_a_perfect_drafter_gets_everything(folder: Path, name: str) -> None:
     assert accepted_lengths(drafter, recording) == [3] * (COUNT // 4)
 
 
-def test_a_drafter_may_be_told_another_noise(folder: Path) -> None:
-    drafter = load(folder, widths="1,1,1", candidates=str(VOCAB))
-    recording = record(drafter.decoder, text_of(20), COUNT, SAMPLINGS["T=1"])
-    other = sampling_pb2.SamplingParams(temperature=1.0, seed=1)
-    assert sum(accepted_lengths(drafter, recording, sampling=other)) < len(recording.continuation)
-
-
 def test_longspec_reads_what_was_recorded_up_to_the_anchor(tmp_path: Path) -> None:
     """The same layer over KV of a fresh pass that ends before the anchor."""
-    target = write_model(tmp_path / "target", **longspec_models.WIDE_HEADS)
+    target = write_model(tmp_path / "target")
     layer = longspec_models.write_longspec(tmp_path / "layer", target, window=16)
     drafter = longspec_models.load(layer, target, widths="4,4")
     decoder = load(target).decoder
@@ -81,7 +73,7 @@ def test_longspec_reads_what_was_recorded_up_to_the_anchor(tmp_path: Path) -> No
         text = recording.tokens[:length]
         kv = longspec_models.target_kv(target, drafter.layer.config, text)
         tree = longspec_models.start(drafter, text, kv).draft(Budget(64, 64))
-        expected.append(standing(tree, recording.tokens[length : length + 2]))
+        expected.append(accepted_length(tree, recording.tokens[length : length + 2]))
         length += expected[-1] + 1
     assert accepted_lengths(drafter, recording) == expected
 
@@ -94,19 +86,14 @@ def test_what_cannot_be_recorded_is_refused(folder: Path) -> None:
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=5), st.data())
-def test_standing_is_the_longest_path_along_the_text(
+def test_accepted_length_is_the_longest_path_along_the_text(
     following: list[int], data: st.DataObject
 ) -> None:
     size = data.draw(st.integers(0, 12))
-    tree = Tree(
+    tree = TokenTree(
         tuple(data.draw(st.integers(0, 3)) for _ in range(size)),
         tuple(data.draw(st.integers(-1, node - 1)) for node in range(size)),
     )
     prefixes = [tuple(following[:n]) for n in range(1, len(following) + 1)]
     held = [len(p) for p in prefixes if any(tree.path(node) == p for node in range(size))]
-    assert standing(tree, following) == max(held, default=0)
-
-
-def test_standing_of_a_chain_and_of_nothing() -> None:
-    assert standing(EMPTY, [1, 2]) == 0
-    assert standing(chain([1, 2, 4]), [1, 2, 3]) == 2
+    assert accepted_length(tree, following) == max(held, default=0)

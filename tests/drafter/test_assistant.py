@@ -1,4 +1,4 @@
-"""Paceline drafters in transformers' generate: the tokens are transformers' own."""
+"""Paceline drafters in transformers' generate."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def generate(model: Any, assistant: Any = None, **options: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.2}])
-def test_greedy_tokens_are_transformers_own(model: Any, options: dict[str, Any]) -> None:
+def test_greedy_tokens_equal_those_of_transformers(model: Any, options: dict[str, Any]) -> None:
     assistant = PacelineAssistant("ngram", options={"min_n": "1"})
     assert generate(model, assistant, **options) == generate(model, **options)
     stats = assistant.stats
@@ -48,7 +48,7 @@ def test_greedy_tokens_are_transformers_own(model: Any, options: dict[str, Any])
     assert stats.emitted <= stats.rounds + stats.accepted <= stats.emitted + 1
 
 
-def test_a_drafter_that_is_the_target_saves_passes(model: Any, tmp_path: Path) -> None:
+def test_the_target_as_drafter_saves_passes(model: Any, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     assistant = PacelineAssistant("lm", tmp_path, options={"widths": "1", "depth": "6"})
     assert generate(model, assistant) == generate(model)
@@ -67,7 +67,7 @@ def test_sampled_tokens_do_not_depend_on_the_drafter(model: Any) -> None:
     assert other != texts[0]
 
 
-def test_an_end_token_ends_it(model: Any) -> None:
+def test_an_end_token_ends_the_text(model: Any) -> None:
     free = generate(model)
     end = free[PROMPT.shape[1] + 20]
     assert generate(model, PacelineAssistant(), eos_token_id=end) == generate(
@@ -75,7 +75,7 @@ def test_an_end_token_ends_it(model: Any) -> None:
     )
 
 
-def test_what_it_cannot_do_is_refused(model: Any) -> None:
+def test_batches_are_refused(model: Any) -> None:
     two = PROMPT.repeat(2, 1)
     ones = torch.ones_like(two)
     with pytest.raises(ValueError, match="one sequence"):

@@ -1,4 +1,4 @@
-"""Who may attach: checks of the text, the sampling and the target."""
+"""Checks of an attach: the text, the sampling parameters and the target."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from paceline.v1 import drafter_pb2, sampling_pb2
 
 from .conftest import VOCAB, Stream, drafting, failure
-from .fakes import TARGET, TESTING, TOKENIZER
+from .fakes import TARGET, TOKENIZER
 
 CODE = grpc.StatusCode
 ATTACH = {"tokens": [1, 2], "vocab_size": VOCAB, "prompt_length": 2}
@@ -39,7 +39,7 @@ def sampling(**fields: Any) -> dict[str, Any]:
         ({"version": "99"}, CODE.NOT_FOUND, "DRAFTER_NOT_FOUND"),
     ],
 )
-async def test_a_wrong_attach_is_refused_and_harms_nobody(
+async def test_an_invalid_attach_is_refused(
     fields: dict[str, Any], code: grpc.StatusCode, reason: str
 ) -> None:
     async with drafting("ngram", max_context=5000) as service:
@@ -54,9 +54,9 @@ async def test_a_wrong_attach_is_refused_and_harms_nobody(
         await other.end()
 
 
-async def test_another_target_or_tokenizer_is_refused_with_both_digests() -> None:
+async def test_a_mismatch_is_refused_with_both_digests() -> None:
     specs = (f"made=fake,target={TARGET},tokenizer={TOKENIZER}", "sized=fake,vocab=777")
-    async with drafting(*specs, **TESTING) as service:
+    async with drafting(*specs) as service:
         right = {"target_fingerprint": TARGET, "tokenizer_digest": TOKENIZER}
         await (await service.attach([1], drafter="made", **right)).end()
         for wrong, reason, digests in (
@@ -77,16 +77,16 @@ async def test_another_target_or_tokenizer_is_refused_with_both_digests() -> Non
         assert "778" in str(error.value.details())
 
 
-async def test_same_tokenizer_with_another_padding_is_taken_up_to_the_smaller() -> None:
-    async with drafting(f"x=fake,tokenizer={TOKENIZER},vocab=10", **TESTING) as service:
+async def test_with_the_same_tokenizer_the_smaller_vocabulary_is_the_limit() -> None:
+    async with drafting(f"x=fake,tokenizer={TOKENIZER},vocab=10") as service:
         stream = await service.attach([9], vocab_size=12, tokenizer_digest=TOKENIZER)
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await stream.round([10])
         assert failure(error) == (CODE.INVALID_ARGUMENT, "TOKEN_OUT_OF_VOCABULARY")
 
 
-async def test_a_method_tells_which_hidden_states_it_reads_and_does_not_start_without() -> None:
-    async with drafting("x=fake,hidden=yes", **TESTING) as service:
+async def test_hidden_states_are_listed_and_required() -> None:
+    async with drafting("x=fake,hidden=yes") as service:
         listed = await service.registry.ListDrafters(drafter_pb2.ListDraftersRequest())
         assert list(listed.drafters[0].hidden_state_layers) == [1, 2]
         assert listed.drafters[0].hidden_state_window == 7

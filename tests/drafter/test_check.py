@@ -1,10 +1,9 @@
-"""Versions are tried out on recorded texts before they get traffic."""
+"""The load check: versions draft along recorded texts before they are listed."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -12,13 +11,11 @@ import pytest
 from paceline.drafter import LoadError, build_service
 from paceline.drafter.methods.replay import write_records
 
-from .adversaries import METHODS as HOSTILE
 from .conftest import drafting, failure
-from .fakes import METHODS, FakeDrafter
+from .fakes import FakeDrafter
 from .test_registry_servicer import listed, load
 
 TEXTS = [([1, 2, 3], list(range(4, 40))), ([9], [8, 7, 6, 5, 8, 7, 6, 5, 8, 7, 6, 5])]
-ALL: dict[str, Any] = {"test_methods": {**METHODS, **HOSTILE}, "allow_test_methods": True}
 
 
 @pytest.fixture
@@ -29,7 +26,7 @@ def recordings(tmp_path: Path) -> Path:
     return path
 
 
-async def test_what_it_did_is_told(recordings: Path, tmp_path: Path) -> None:
+async def test_the_result_is_listed(recordings: Path, tmp_path: Path) -> None:
     record = tmp_path / "record.jsonl"
     write_records(record, TEXTS)
     async with drafting("ngram", recordings=recordings, roots=[tmp_path]) as service:
@@ -37,14 +34,14 @@ async def test_what_it_did_is_told(recordings: Path, tmp_path: Path) -> None:
             service, "x", "replay", folder=str(record), options={"p": "1", "max_nodes": "4"}
         )
         assert info.check.texts == 2
-        # Five tokens a round, the first of each text being there already: 35 and 11 tokens.
+        # Five tokens per round; the first of each text is its anchor, which leaves 35 and 11.
         assert info.check.rounds == 7 + 3
         assert info.check.accepted_length == pytest.approx((7 * 4 + 4 + 4 + 1) / 10)
 
 
 @pytest.mark.parametrize("method", ["failing", "failing-thread", "malformed", "huge"])
-async def test_one_that_fails_is_not_loaded(recordings: Path, method: str) -> None:
-    async with drafting("ngram", recordings=recordings, **ALL) as service:
+async def test_a_failing_version_is_not_loaded(recordings: Path, method: str) -> None:
+    async with drafting("ngram", recordings=recordings) as service:
         stream = await service.attach([1])
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await load(service, "x", method, activate=True)
@@ -54,24 +51,24 @@ async def test_one_that_fails_is_not_loaded(recordings: Path, method: str) -> No
         await stream.end()
 
 
-async def test_one_that_fails_is_freed(recordings: Path) -> None:
+async def test_a_failing_version_is_freed(recordings: Path) -> None:
     FakeDrafter.loaded.clear()
-    async with drafting("ngram", recordings=recordings, **ALL) as service:
+    async with drafting("ngram", recordings=recordings) as service:
         with pytest.raises(grpc.aio.AioRpcError, match="another tokenizer"):
             await load(service, "x", "fake", options={"vocab": "7"})
         await load(service, "x", "fake")
     assert [drafter.closed for drafter in FakeDrafter.loaded] == [1, 1]
 
 
-async def test_one_that_reads_the_target_is_not_checked(recordings: Path) -> None:
-    async with drafting(recordings=recordings, **ALL) as service:
+async def test_methods_that_read_kv_are_not_checked(recordings: Path) -> None:
+    async with drafting(recordings=recordings) as service:
         info = await load(service, "x", "fake", options={"kv": "0"})
         assert not info.HasField("check")
 
 
-async def test_the_start_is_checked_too(recordings: Path) -> None:
+async def test_a_failing_drafter_of_the_command_line_fails_the_start(recordings: Path) -> None:
     with pytest.raises(LoadError, match="failed on the recorded texts"):
-        async with drafting("x=failing", recordings=recordings, **ALL):
+        async with drafting("x=failing", recordings=recordings):
             pytest.fail("it started")
 
 
@@ -80,7 +77,7 @@ async def test_the_start_is_checked_too(recordings: Path) -> None:
     ["", "[]", '{"prompt": [1]}', '{"prompt": [], "tokens": [1]}', '{"prompt": [1], "tokens": []}',
      '{"prompt": [-1], "tokens": [1]}', '{"prompt": ["a"], "tokens": [1]}', "\xff"],
 )  # fmt: skip
-def test_wrong_recordings_are_refused(tmp_path: Path, text: str) -> None:
+def test_invalid_recordings_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "texts.jsonl"
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(LoadError) as error:

@@ -1,4 +1,4 @@
-"""The worked example of docs/own-method.md, loaded as its page says."""
+"""The example of docs/extending.md."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from paceline.drafter.kv import exchange
 from paceline.verifier.kv.segment import Segment
 
 from .conftest import Drafting, drafting, failure, until
-from .fakes import TESTING, FakeDrafter, FakeSequence
+from .fakes import FakeDrafter, FakeSequence
 from .kv_verifier import KvVerifier, kv_verifier
 from .segments import COMMITTED, GRANT, new_segment
 
@@ -41,7 +41,7 @@ async def verifier(segment: Segment, tmp_path: Path) -> AsyncIterator[KvVerifier
 async def service(request: pytest.FixtureRequest) -> AsyncIterator[Drafting]:
     """Drafters that read the first and the last layer, and one that reads none."""
     FakeDrafter.loaded.clear()
-    async with drafting(f"x={request.param},kv=0/-1", "ngram", **TESTING) as served:
+    async with drafting(f"x={request.param},kv=0/-1", "ngram") as served:
         yield served
 
 
@@ -81,7 +81,7 @@ async def test_a_method_reads_what_the_verifier_writes(
 async def test_a_drafter_beside_its_verifier_asks_nobody_else(verifier: KvVerifier) -> None:
     FakeDrafter.loaded.clear()
     access = VerifierAccess(beside=verifier.address)
-    async with drafting("x=fake,kv=0/-1", access=access, **TESTING) as service:
+    async with drafting("x=fake,kv=0/-1", access=access) as service:
         stream = await attach(service, verifier, verifier_address="balancer.example:7431")
         assert len(verifier.requests) == 1
         await stream.round()
@@ -113,7 +113,7 @@ async def test_a_released_cache_ends_the_stream(service: Drafting, verifier: KvV
 
 async def test_an_attach_without_its_kv_is_refused(service: Drafting, verifier: KvVerifier) -> None:
     """Others go on, and so does the same drafter once the KV is there."""
-    for fields, says in (
+    for fields, message in (
         ({"read_grant": b""}, "attach with read_grant"),
         ({"verifier_address": ""}, "attach with read_grant"),
         ({"read_grant": bytes(16)}, "no cache has this read grant"),
@@ -121,18 +121,18 @@ async def test_an_attach_without_its_kv_is_refused(service: Drafting, verifier: 
         ({"verifier_address": "10.0.0.1:7431"}, "not on this machine"),
         ({"verifier_address": service.address}, "UNIMPLEMENTED"),
     ):
-        with pytest.raises(grpc.aio.AioRpcError, match=says) as error:
+        with pytest.raises(grpc.aio.AioRpcError, match=message) as error:
             await attach(service, verifier, **fields)
         assert failure(error) == (CODE.FAILED_PRECONDITION, "KV_NOT_SHARED")
-    verifier.lie = lambda response: setattr(response.segments[0], "offset", 1 << 40)
-    with pytest.raises(grpc.aio.AioRpcError, match="in a file of") as error:
+    verifier.change = lambda response: setattr(response.kv.layers[0], "key_offset", 1 << 40)
+    with pytest.raises(grpc.aio.AioRpcError, match="expected it inside bytes") as error:
         await attach(service, verifier)
     assert failure(error) == (CODE.FAILED_PRECONDITION, "KV_NOT_SHARED")
     assert not FakeDrafter.loaded[0].sequences
     other = await attach(service, verifier, drafter="ngram")
     await other.round()
     await other.end()
-    verifier.lie = lambda response: None
+    verifier.change = lambda response: None
     await (await attach(service, verifier)).end()
 
 
@@ -204,11 +204,11 @@ async def test_token_and_tls_are_the_deployments(
     credentials = grpc.ssl_server_credentials([pair], cert.read_bytes(), True)
     access = VerifierAccess(token="secret", tls_ca=cert, tls_cert=cert, tls_key=key)
     async with kv_verifier(segment, tmp_path, credentials) as verifier:
-        async with drafting("x=fake,kv=1", access=access, **TESTING) as service:
+        async with drafting("x=fake,kv=1", access=access) as service:
             stream = await attach(service, verifier)
             assert verifier.metadata[0]["authorization"] == "Bearer secret"
             await stream.end()
-        async with drafting("x=fake,kv=1", **TESTING) as service:
+        async with drafting("x=fake,kv=1") as service:
             with pytest.raises(grpc.aio.AioRpcError) as error:
                 await attach(service, verifier)
             assert failure(error) == (CODE.FAILED_PRECONDITION, "KV_NOT_SHARED")

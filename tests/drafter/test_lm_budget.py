@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from paceline.drafter.methods.base import Budget, LoadError, Update
-from paceline.drafter.methods.lm import LmDrafter
-from paceline.drafter.methods.lm_budget import Streaming, TopChunks
-from paceline.drafter.methods.lm_sequence import LmSequence
+from paceline.drafter.methods.lm.drafter import LmDrafter
+from paceline.drafter.methods.lm.selection import Streaming, TopChunks
+from paceline.drafter.methods.lm.sequence import LmSequence
 
 from .hashing import check_hashes, hashing_drafter
 from .models import VOCAB, load, start, text_of, write_model
@@ -71,7 +71,7 @@ def test_a_chain_is_the_sparse_models_own_text(folder: Path, policy: str) -> Non
         under(drafter, budget)
         begin = sequence.cached
         tree = sequence.draft(Budget(3, 3))
-        chosen = sequence.chosen.tolist()
+        chosen = sequence.selected.tolist()
         assert len(chosen) <= budget
         assert chosen[-1] == begin - 1
         seen.append((begin, chosen))
@@ -118,7 +118,7 @@ def test_kept_kv_is_whole_whatever_the_budgets_were() -> None:
 
 
 def test_streaming_takes_the_first_and_the_newest() -> None:
-    assert Streaming().choose(30, 7).tolist() == [0, 1, 2, 3, 27, 28, 29]
+    assert Streaming().select(30, 7).tolist() == [0, 1, 2, 3, 27, 28, 29]
 
 
 @given(
@@ -133,7 +133,7 @@ def test_chunks_with_the_most_attention_are_chosen(
     positions = torch.arange(len(weights))
     scores.add(positions, torch.tensor(weights) / 2)
     scores.add(positions, torch.tensor(weights) / 2)
-    chosen = scores.choose(length, budget).tolist()
+    chosen = scores.select(length, budget).tolist()
     assert chosen == sorted(set(chosen))
     assert len(chosen) <= budget
     assert chosen[-1] == length - 1

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline.drafter.methods.base import Budget, Update
-from paceline.drafter.methods.lm_sequence import LmSequence
+from paceline.drafter.methods.lm.sequence import LmSequence
 
 from .hashing import check_hashes, hashing_drafter
 from .models import VOCAB, forward, load, start, text_of, write_model
@@ -36,7 +36,7 @@ def random_rounds(
 @pytest.mark.parametrize("widths", ["4,4,4,4", "1,1,1", "1,3,3"])
 def test_the_kv_stays_that_of_the_text(tmp_path: Path, widths: str) -> None:
     """Bit by bit, with the real decoder."""
-    folder = write_model(tmp_path / "model", head_dim=16)  # as wide as compiled kernels need
+    folder = write_model(tmp_path / "model")
     drafter = load(folder, widths=widths, min_survival="0")
     sequence = start(drafter, text_of(200))
     assert sum(random_rounds(sequence, 80, 2000, random.Random(0))) > 20

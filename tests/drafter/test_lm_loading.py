@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline.drafter.methods.base import LoadError
-from paceline.drafter.methods.lm import LmDrafter
+from paceline.drafter.methods.lm.drafter import LmDrafter
 
 from .conftest import drafting, failure
 from .models import VOCAB, change_config, load, write_model
@@ -22,8 +22,8 @@ from .models import VOCAB, change_config, load, write_model
         ({"width": "4"}, "known are widths"),
         ({"widths": "4,x"}, "list of whole numbers"),
         ({"widths": "0"}, "out of range"),
-        ({"widths": "64,64,64,64,64"}, "at most 256"),
-        ({"dtype": "float16"}, "expected auto"),
+        ({"widths": "64,64,64,64,64"}, "at most 255"),
+        ({"dtype": "float16"}, "one of auto"),
     ],
 )
 def test_wrong_options_are_refused(folder: Path, options: dict[str, str], says: str) -> None:

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paceline.drafter.methods.base import Budget, LoadError, Resources
-from paceline.drafter.methods.longspec import LongSpecDrafter
-from paceline.longspec import read_longspec
+from paceline.drafter.methods.longspec import read_longspec
+from paceline.drafter.methods.longspec.drafter import LongSpecDrafter
 from paceline.v1 import drafter_pb2
 
 from .conftest import drafting, failure
@@ -58,7 +58,7 @@ def test_what_it_says_of_itself(folder: Path, target: Path) -> None:
         ({"depth": "64"}, "at most 255"),
         ({"context": "4"}, "expected more than 4"),
         ({"context": "-1"}, "out of range"),
-        ({"dtype": "float16"}, "expected auto"),
+        ({"dtype": "float16"}, "one of auto"),
         ({"target": ""}, "option target=DIR"),
         ({"target": "/nowhere"}, "cannot load"),
     ],
@@ -137,17 +137,17 @@ def test_embedding_and_head_stay_in_the_target_s_file(
 ) -> None:
     """Mapped, not read: processes that use one target share the memory."""
     drafter = load(folder, target, pack_head_mib=pack)
-    frozen = drafter.layer._frozen
+    embedding = drafter.layer._embedding
     spans = [
         tuple(int(end, 16) for end in line.split()[0].split("-"))
         for line in Path("/proc/self/maps").read_text().splitlines()
         if line.endswith(str(target / "model.safetensors"))
     ]
-    for tensor in (frozen.embedding, frozen._head):
+    for tensor in (embedding.embedding, embedding._head):
         assert any(low <= tensor.data_ptr() < high for low, high in spans)
     tree, expected = first_tree(drafter), first_tree(load(folder, target))
     assert (tree.tokens, tree.parents) == (expected.tokens, expected.parents)
-    assert frozen.private_bytes == (0 if pack == "0" else 4 * VOCAB * 32)
+    assert embedding.private_bytes == (0 if pack == "0" else 4 * VOCAB * 32)
 
 
 def test_bfloat16_is_close_to_float32(folder: Path, target: Path) -> None:
@@ -159,7 +159,7 @@ def test_bfloat16_is_close_to_float32(folder: Path, target: Path) -> None:
     for drafter in (exact, rough):
         sequence = start(drafter, text, kv)
         assert sequence.begin(Budget(1, 1))
-        logits.append(drafter.layer.forward([sequence.feed()]).float())
+        logits.append(drafter.layer.forward([sequence.step()]).float())
     assert (logits[0] - logits[1]).norm() < 0.03 * logits[0].norm()
 
 

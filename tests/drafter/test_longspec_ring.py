@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.drafter.methods.base import Budget, Update
-from paceline.drafter.methods.longspec import LongSpecDrafter
-from paceline.drafter.methods.longspec_ring import Ring
-from paceline.drafter.methods.longspec_sequence import LongSpecSequence
-from paceline.longspec import LongSpecConfig
+from paceline.drafter.methods.longspec import LongSpecConfig
+from paceline.drafter.methods.longspec.drafter import LongSpecDrafter
+from paceline.drafter.methods.longspec.layer import ring_mask
+from paceline.drafter.methods.longspec.sequence import LongSpecSequence
+from paceline.drafter.methods.slots import ring_slots
 
-from .longspec_models import WIDE_HEADS, FakeKv, load, made_up_kv, start, write_longspec
+from .longspec_models import FakeKv, load, made_up_kv, start, write_longspec
 from .models import VOCAB, text_of, write_model
 
 
@@ -29,15 +30,15 @@ from .models import VOCAB, text_of, write_model
 def test_masks_show_the_window_along_each_path(data: Any) -> None:
     """Against a list of what lies where after a text was written in arbitrary parts."""
     window = data.draw(st.integers(1, 12), label="window")
-    ring = Ring(1, 1, window, 10, torch.float32, "cpu")
     lies: dict[int, int] = {}
     length = data.draw(st.integers(1, 40), label="length")
-    while ring.length < length:
-        begin = max(ring.length, length - window)
+    written = 0
+    while written < length:
+        begin = max(written, length - window)
         end = data.draw(st.integers(begin + 1, length), label="written to")
-        slots = [slot + i for slot, count in ring.text_runs(begin, end) for i in range(count)]
+        slots = [slot + i for slot, count in ring_slots(begin, end, window) for i in range(count)]
         lies |= dict(zip(slots, range(begin, end), strict=True))
-        ring.length = end
+        written = end
     draws = data.draw(st.lists(st.integers(0, 99), max_size=10), label="tree")
     paths: list[tuple[int, ...]] = [()]
     for node, draw in enumerate(draws):
@@ -46,7 +47,7 @@ def test_masks_show_the_window_along_each_path(data: Any) -> None:
     level = data.draw(st.sampled_from(sorted({len(path) for path in paths})), label="level")
     asked = [path for path in paths if len(path) == level]
     position = length - 1 + level
-    mask = ring.mask(position, length, asked)
+    mask = ring_mask(window, position, length, asked)
     for row, path in zip(mask.tolist(), asked, strict=True):
         seen = [slot for slot, bias in enumerate(row) if bias == 0.0]
         assert {*seen} | {slot for slot, bias in enumerate(row) if bias == -torch.inf} == {
@@ -61,7 +62,7 @@ def test_masks_show_the_window_along_each_path(data: Any) -> None:
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("ring") / "target", **WIDE_HEADS, **_LONG)
+    return write_model(tmp_path_factory.mktemp("ring") / "target", **_LONG)
 
 
 _LONG = {"max_position_embeddings": 1 << 20}
@@ -105,14 +106,14 @@ def test_after_many_rounds_the_ring_is_that_of_the_text(
     kv = endless_kv(drafter.layer.config)
     text = text_of(5)
     sequence = start(drafter, text, kv)
-    place, size = sequence.ring.keys.data_ptr(), sequence.ring.nbytes
+    place, size = sequence.ring.layer(0)[0].data_ptr(), sequence.ring.nbytes
     for count, new in enumerate(random_rounds(sequence, 500, random.Random(window))):
         text += new
         if count % 100 == 0:
             check_ring(drafter, sequence, text)
     check_ring(drafter, sequence, text)
     assert len(text) > 10 * window
-    assert (sequence.ring.keys.data_ptr(), sequence.ring.nbytes) == (place, size)
+    assert (sequence.ring.layer(0)[0].data_ptr(), sequence.ring.nbytes) == (place, size)
     kv.committed = 40
     assert sequence.draft(Budget(16, 4)) == start(drafter, text, kv).draft(Budget(16, 4))
 
@@ -124,10 +125,7 @@ def check_ring(drafter: LongSpecDrafter, sequence: LongSpecSequence, text: list[
     fresh.warm(written)
     window = sequence.ring.window
     slots = [p % window for p in range(max(0, written - window + 1), written)]
-    for ours, theirs in (
-        (sequence.ring.keys, fresh.ring.keys),
-        (sequence.ring.values, fresh.ring.values),
-    ):
+    for ours, theirs in zip(sequence.ring.layer(0), fresh.ring.layer(0), strict=True):
         assert torch.equal(ours[:, slots], theirs[:, slots])
 
 

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.drafter.methods.base import Budget, Generation, LoadError, Resources, Update
-from paceline.drafter.methods.ngram import NgramDrafter, NgramIndex, NgramSequence, Record
-from paceline.drafter.tree import EMPTY, Tree
+from paceline.drafter.methods.ngram.drafter import MatchStatistics, NgramDrafter, NgramSequence
+from paceline.drafter.methods.ngram.index import NgramIndex
+from paceline.tree import EMPTY
 
 LARGE = Budget(nodes=64, depth=64)
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=60)
@@ -39,7 +40,7 @@ def test_matches_are_the_most_recent_of_the_longest(text: list[int], min_n: int,
     index = NgramIndex(min_n, min_n + more)
     index.append(text)
     # As many places as there are, so that no chain is cut short before a filtered one.
-    found = index.matches(places=len(text), match_limit=10)
+    found = index.matches(limit=len(text), match_limit=10)
     assert found == naive_matches(text, min_n, min_n + more, len(text), 10)
 
 
@@ -47,7 +48,7 @@ def test_matches_are_the_most_recent_of_the_longest(text: list[int], min_n: int,
 def test_few_places_are_the_first_of_many(text: list[int], places: int) -> None:
     index = NgramIndex(2, 4)
     index.append(text)
-    assert index.matches(places=places, match_limit=10) == naive_matches(text, 2, 4, places, 10)
+    assert index.matches(limit=places, match_limit=10) == naive_matches(text, 2, 4, places, 10)
 
 
 @given(texts, st.lists(st.integers(1, 7), max_size=10))
@@ -101,7 +102,7 @@ def test_what_matches_were_worth_in_a_text_counts_for_more_than_their_length() -
         for new in (True, False)
     )
     low, high = (
-        sequence([*text, *head], min_survival="0.01").draft(LARGE).survival(0)
+        sequence([*text, *head], min_survival="0.01").draft(LARGE).survivals[0]
         for text in (never, always)
     )
     assert low < 0.25
@@ -110,16 +111,16 @@ def test_what_matches_were_worth_in_a_text_counts_for_more_than_their_length() -
 
 @given(st.lists(st.tuples(st.integers(2, 99), st.booleans()), max_size=60), st.integers(0, 99))
 def test_confidences_are_chances(guesses: list[tuple[int, bool]], match: int) -> None:
-    record = Record(32)
-    for length, right in guesses:
-        record.learn(length, right=right)
-    assert 0 <= record.confidence(match) < 1
+    statistics = MatchStatistics(32)
+    for length, correct in guesses:
+        statistics.observe(length, correct=correct)
+    assert 0 <= statistics.confidence(match) < 1
 
 
 def test_survival_falls_as_documented() -> None:
     text = [1, 2, 3, *range(100, 200), 1, 2, 3]
     tree = sequence(text, min_survival="0.19").draft(LARGE)
-    assert [tree.survival(i) for i in range(len(tree))] == pytest.approx(
+    assert [tree.survivals[i] for i in range(len(tree))] == pytest.approx(
         [3 / (3 + i + 1) for i in range(12)]
     )
 
@@ -172,7 +173,3 @@ def test_memory_grows_with_the_text_alone() -> None:
 def test_wrong_options_are_refused(options: dict[str, str], says: str) -> None:
     with pytest.raises(LoadError, match=says):
         NgramDrafter.load(None, options, Resources())
-
-
-def test_an_empty_tree_is_the_shared_one() -> None:
-    assert Tree() == EMPTY

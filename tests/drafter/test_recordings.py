@@ -1,4 +1,4 @@
-"""Texts of generations are kept on disk where that was asked for, and cost nothing."""
+"""Recording of texts on disk: files, limits, failures, truncation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from paceline.drafter import LoadError
 from paceline.drafter.recordings import Recorder, Recording, read_recordings
-from paceline.drafter.recordings.recorder import LEAST_BYTES
+from paceline.drafter.recordings.recorder import MIN_BYTES
 from paceline.v1 import drafter_pb2, sampling_pb2
 
 from .conftest import Drafting, drafting, until
@@ -25,7 +25,7 @@ ids = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=9).map(tuple)
 
 
 @contextlib.asynccontextmanager
-async def recording(folder: Path, limit: int = LEAST_BYTES) -> AsyncIterator[Recorder]:
+async def recording(folder: Path, limit: int = MIN_BYTES) -> AsyncIterator[Recorder]:
     recorder = Recorder(folder, limit)
     try:
         yield recorder
@@ -33,12 +33,12 @@ async def recording(folder: Path, limit: int = LEAST_BYTES) -> AsyncIterator[Rec
         await recorder.close()
 
 
-async def settled(recorder: Recorder, texts: int) -> None:
-    """Return when so many texts are kept or lost."""
+async def written(recorder: Recorder, texts: int) -> None:
+    """Return when so many texts are recorded or lost."""
     await until(lambda: recorder.recorded + recorder.lost >= texts)
 
 
-def taken(folder: Path) -> int:
+def used_bytes(folder: Path) -> int:
     """Bytes of all files."""
     return sum(file.stat().st_size for file in folder.iterdir())
 
@@ -52,15 +52,15 @@ async def generate(service: Drafting) -> None:
     await stream.end()
 
 
-async def told(service: Drafting) -> bool:
+async def records_texts(service: Drafting) -> bool:
     request = drafter_pb2.ListDraftersRequest()
     return bool((await service.registry.ListDrafters(request)).records_texts)
 
 
-async def test_texts_are_kept_for_their_owner_alone(tmp_path: Path) -> None:
+async def test_texts_are_recorded_in_private_files(tmp_path: Path) -> None:
     folder = tmp_path / "texts"
     async with drafting("ngram", record=folder) as service:
-        assert await told(service)
+        assert await records_texts(service)
         await generate(service)
         nothing_new = await service.attach([1, 2])
         await nothing_new.end()
@@ -69,15 +69,17 @@ async def test_texts_are_kept_for_their_owner_alone(tmp_path: Path) -> None:
     assert {stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()} == {0o600}
 
 
-async def test_nothing_is_kept_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_by_default_nothing_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     async with drafting("ngram") as service:
-        assert not await told(service)
+        assert not await records_texts(service)
         await generate(service)
     assert not os.listdir(tmp_path)
 
 
-async def test_a_full_disk_ends_the_recording_and_no_generation(
+async def test_a_full_disk_ends_the_recording_but_no_generation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(file: int, data: bytes) -> int:
@@ -87,51 +89,53 @@ async def test_a_full_disk_ends_the_recording_and_no_generation(
         monkeypatch.setattr("paceline.drafter.recordings.recorder.os.write", full)
         for _ in range(3):
             await generate(service)
-        while await told(service):
+        while await records_texts(service):
             await generate(service)
         await generate(service)
-        assert not await told(service)
-    assert [r.message for r in caplog.records].count("no more texts are recorded") == 1
+        assert not await records_texts(service)
+    assert [r.message for r in caplog.records].count(
+        "a write failed: texts are no longer recorded"
+    ) == 1
 
 
-async def test_the_oldest_go_where_room_is_short(tmp_path: Path) -> None:
+async def test_the_oldest_texts_are_deleted_at_the_limit(tmp_path: Path) -> None:
     async with recording(tmp_path) as recorder:
         for number in range(400):
             recorder.add(lambda n=number: Recording((n,), tuple(range(1000, 2000))))  # type: ignore[misc]
-            await settled(recorder, number + 1)
-            assert taken(tmp_path) <= LEAST_BYTES
+            await written(recorder, number + 1)
+            assert used_bytes(tmp_path) <= MIN_BYTES
     kept = [text.prompt[0] for text in read_recordings(tmp_path)]
     assert kept == list(range(400 - len(kept), 400))
-    assert len(kept) * 5000 > LEAST_BYTES // 2
-    async with recording(tmp_path) as later:  # goes on with what is there
+    assert len(kept) * 5000 > MIN_BYTES // 2
+    async with recording(tmp_path) as later:  # keeps the files
         later.add(lambda: TEXT)
-        await settled(later, 1)
-        assert taken(tmp_path) <= LEAST_BYTES
+        await written(later, 1)
+        assert used_bytes(tmp_path) <= MIN_BYTES
     assert read_recordings(tmp_path)[-1] == TEXT
 
 
-async def test_what_cannot_be_kept_is_counted(tmp_path: Path) -> None:
+async def test_lost_texts_are_counted(tmp_path: Path) -> None:
     async with recording(tmp_path) as recorder:
-        recorder.add(lambda: Recording((1,), tuple(range(40_000))))  # over an eighth of the room
+        recorder.add(lambda: Recording((1,), tuple(range(40_000))))  # over an eighth of the limit
         recorder.add(lambda: Recording((1,), ()))  # no text at all
         for _ in range(1000):  # without a turn of the loop in between
             recorder.add(lambda: TEXT)
-        await settled(recorder, 1002)
+        await written(recorder, 1002)
         assert recorder.recording
         assert recorder.recorded == len(read_recordings(tmp_path)) == 62
 
 
-async def test_one_recorder_a_folder(tmp_path: Path) -> None:
+async def test_a_folder_has_one_recorder(tmp_path: Path) -> None:
     async with recording(tmp_path):
         with pytest.raises(OSError, match="another process records"):
-            Recorder(tmp_path, LEAST_BYTES)
-    with pytest.raises(ValueError, match=str(LEAST_BYTES)):
-        Recorder(tmp_path, LEAST_BYTES - 1)
+            Recorder(tmp_path, MIN_BYTES)
+    with pytest.raises(ValueError, match=str(MIN_BYTES)):
+        Recorder(tmp_path, MIN_BYTES - 1)
 
 
 @settings(max_examples=40)
 @given(texts=st.lists(st.builds(Recording, ids, ids), min_size=1, max_size=4), data=st.data())
-def test_a_writer_killed_at_any_byte_costs_the_last_text_at_most(
+def test_a_truncated_file_loses_at_most_its_last_text(
     tmp_path_factory: pytest.TempPathFactory, texts: list[Recording], data: st.DataObject
 ) -> None:
     whole = "".join(text.to_json() + "\n" for text in texts).encode()
@@ -148,7 +152,7 @@ def test_a_writer_killed_at_any_byte_costs_the_last_text_at_most(
             read_recordings(file)
 
 
-def test_a_bad_line_within_is_told(tmp_path: Path) -> None:
+def test_a_malformed_line_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(f"{TEXT.to_json()}\n{{\n{TEXT.to_json()}\n")
     with pytest.raises(LoadError, match=r"a\.jsonl line 2"):
         read_recordings(tmp_path)

@@ -1,4 +1,4 @@
-"""Which version a generation gets, and when one may go."""
+"""Routing, numbering and release of versions, and drafter specifications."""
 
 from __future__ import annotations
 
@@ -11,18 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.drafter import DrafterSpec, LoadError, register_method
+from paceline.drafter import DrafterSpec, LoadError
 from paceline.drafter.methods.base import Drafter, Resources
-from paceline.drafter.registry import Registry, Sample
+from paceline.drafter.registry import Registry
+from paceline.drafter.registry.canary import CanarySettings
 from paceline.drafter.registry.loader import Loader
-from paceline.drafter.registry.trial import TrialSettings
 from paceline.drafter.spec import Roots
+from paceline.drafter.statistics import DraftStatistics
 from paceline.service import ServiceError
-
-from .fakes import METHODS, SlowLoad
-
-for _name, _path in METHODS.items():
-    register_method(_name, _path)
 
 
 class Disposed(list[Drafter]):
@@ -42,9 +38,7 @@ def disposed() -> Disposed:
 async def registry(disposed: Disposed) -> AsyncIterator[Registry]:
     made = Registry(Loader(Roots([]), Resources()), disposed)
     yield made
-    SlowLoad.go_on.set()
     await made.close()
-    SlowLoad.go_on.clear()
 
 
 def spec(text: str, version: str = "") -> DrafterSpec:
@@ -81,35 +75,16 @@ async def test_versions_are_numbered_or_named(registry: Registry) -> None:
     assert (await registry.load(spec("x=fake"))).version == "4"
 
 
-async def test_there_is_an_end_to_loading(
+async def test_the_number_of_versions_is_limited(
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.drafter.registry.registry.MOST_VERSIONS", 2)
+    monkeypatch.setattr("paceline.drafter.registry.registry.MAX_VERSIONS", 2)
     await registry.load(spec("x=fake"))
     await registry.load(spec("y=fake"))
     with pytest.raises(ServiceError, match="unload one first"):
         await registry.load(spec("x=fake"))
     registry.unload("y")
     await registry.load(spec("x=fake"))
-
-
-async def test_loading_activates_only_when_asked(registry: Registry) -> None:
-    await registry.load(spec("x=fake"))
-    await registry.load(spec("x=fake"))
-    assert shares(registry, "x") == {"1": 1.0, "2": 0.0}
-    await registry.load(spec("x=fake"), activate=True)
-    assert shares(registry, "x") == {"1": 0.0, "2": 0.0, "3": 1.0}
-
-
-async def test_loading_does_not_hold_up_the_rest(registry: Registry) -> None:
-    await registry.load(spec("x=fake"))
-    loading = asyncio.create_task(registry.load(spec("x=slow-load", "2")))
-    await asyncio.sleep(0)
-    assert registry.choose("x").version == "1"
-    with pytest.raises(ServiceError, match="already"):
-        await registry.load(spec("x=fake", "2"))
-    SlowLoad.go_on.set()
-    assert (await loading).version == "2"
 
 
 async def test_a_failed_load_leaves_nothing_behind(registry: Registry) -> None:
@@ -122,6 +97,7 @@ async def test_a_failed_load_leaves_nothing_behind(registry: Registry) -> None:
 async def test_the_rest_of_a_share_stays_with_the_other_active_version(registry: Registry) -> None:
     for _ in range(3):
         await registry.load(spec("x=fake"))
+    assert shares(registry, "x") == {"1": 1.0, "2": 0.0, "3": 0.0}
     registry.activate("x", "2", 0.25)
     assert shares(registry, "x") == {"1": 0.75, "2": 0.25, "3": 0.0}
     registry.activate("x", "3", 0.5)
@@ -129,6 +105,11 @@ async def test_the_rest_of_a_share_stays_with_the_other_active_version(registry:
     registry.activate("x", "3", 1.0)
     assert shares(registry, "x") == {"1": 0.0, "2": 0.0, "3": 1.0}
     refused("NO_OTHER_VERSION", lambda: registry.activate("x", "3", 0.5))
+    await registry.load(spec("x=fake"), activate=True)
+    registry.activate("x", "1", 0.25)
+    assert shares(registry, "x") == {"1": 0.25, "2": 0.0, "3": 0.0, "4": 0.75}
+    registry.unload("x", "4")
+    assert shares(registry, "x") == {"1": 1.0, "2": 0.0, "3": 0.0}
 
 
 async def test_wrong_activations_are_refused(registry: Registry) -> None:
@@ -159,11 +140,11 @@ def test_shares_are_kept_exactly(share: float, count: int) -> None:
     assert abs(asyncio.run(chosen())["2"] - share * count) <= 1.0
 
 
-async def test_a_trial_draws_by_chance(registry: Registry) -> None:
-    """Requests of two kinds that come in turns: each version gets both."""
+async def test_with_a_canary_versions_are_drawn_at_random(registry: Registry) -> None:
+    """Of requests of two alternating kinds each version gets both."""
     await registry.load(spec("x=fake"))
     await registry.load(spec("x=fake"))
-    registry.activate("x", "2", 0.5, TrialSettings())
+    registry.activate("x", "2", 0.5, CanarySettings())
     chosen = [registry.choose("x").version for _ in range(400)]
     for kind in (chosen[::2], chosen[1::2]):
         assert 50 < kind.count("2") < 150
@@ -172,12 +153,11 @@ async def test_a_trial_draws_by_chance(registry: Registry) -> None:
 async def test_unloading_waits_for_streams(registry: Registry, disposed: Disposed) -> None:
     version = await registry.load(spec("x=fake"))
     await registry.load(spec("x=fake"))
-    evicted: list[str] = []
 
-    def evict() -> None:
-        evicted.append("x")
+    def end() -> None:
+        pytest.fail("the stream was ended")
 
-    registry.attach(registry.choose("x"), evict)
+    registry.attach(registry.choose("x"), end)
     assert registry.unload("x", "1") is False
     assert version.info().draining
     assert shares(registry, "x") == {"1": 0.0, "2": 1.0}
@@ -185,24 +165,11 @@ async def test_unloading_waits_for_streams(registry: Registry, disposed: Dispose
     assert "unloaded" in refused("DRAFTER_DRAINING", lambda: registry.choose("x", "1"))
     refused("DRAINING", lambda: registry.activate("x", "1", 1.0))
     assert disposed == []
-    registry.detach(version, evict, Sample())
+    registry.detach(version, end, DraftStatistics())
     assert disposed == [version.drafter]
-    assert evicted == []
     assert registry.unload("x") is True
     assert registry.versions() == []
     assert len(disposed) == 2
-
-
-async def test_force_ends_the_streams(registry: Registry, disposed: Disposed) -> None:
-    version = await registry.load(spec("x=fake"))
-
-    def evict() -> None:
-        registry.detach(version, evict, Sample())
-
-    registry.attach(version, evict)
-    assert registry.unload("x", force=True) is False
-    assert disposed == [version.drafter]
-    assert registry.versions() == []
 
 
 async def test_while_all_versions_drain_a_name_is_unavailable(registry: Registry) -> None:
@@ -210,16 +177,8 @@ async def test_while_all_versions_drain_a_name_is_unavailable(registry: Registry
     registry.attach(version, print)
     registry.unload("x")
     refused("DRAFTER_DRAINING", lambda: registry.choose("x"))
-    registry.detach(version, print, Sample())
+    registry.detach(version, print, DraftStatistics())
     refused("DRAFTER_NOT_FOUND", lambda: registry.choose("x"))
-
-
-async def test_an_unloaded_share_goes_to_the_other(registry: Registry) -> None:
-    for _ in range(2):
-        await registry.load(spec("x=fake"))
-    registry.activate("x", "2", 0.25)
-    registry.unload("x", "1")
-    assert shares(registry, "x") == {"2": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -247,35 +206,6 @@ def test_wrong_specs_are_refused(text: str) -> None:
         DrafterSpec.parse(text)
 
 
-async def test_only_allowed_folders_are_loaded(tmp_path: Path) -> None:
-    inside, outside = tmp_path / "in" / "model", tmp_path / "out"
-    inside.mkdir(parents=True)
-    outside.mkdir()
-    (tmp_path / "in" / "link").symlink_to(outside)
-    registry = Registry(Loader(Roots([tmp_path / "in"]), Resources()), lambda _: None)
-    try:
-        for folder in (outside, inside / ".." / ".." / "out", tmp_path / "in" / "link", tmp_path):
-            with pytest.raises(LoadError, match="not below") as error:
-                await registry.load(spec(f"x=fake:{folder}"))
-            assert error.value.reason == "FOLDER_NOT_ALLOWED"
-        with pytest.raises(LoadError, match="there is no"):
-            await registry.load(spec(f"x=fake:{tmp_path}/in/nothing"))
-        loaded = await registry.load(spec(f"x=fake:{inside}"))
-        assert loaded.info().folder == str(inside)
-    finally:
-        await registry.close()
-
-
 async def test_unknown_methods_are_refused(registry: Registry) -> None:
     with pytest.raises(LoadError, match=r"known are .*lm, .*ngram, .*replay"):
         await registry.load(spec("x=magic"))
-    register_method("not-there", "no.such.module:Thing")
-    with pytest.raises(LoadError, match="cannot be imported"):
-        await registry.load(spec("x=not-there"))
-    register_method("not-a-drafter", "pathlib:Path")
-    with pytest.raises(LoadError, match="no Drafter"):
-        await registry.load(spec("x=not-a-drafter"))
-    with pytest.raises(ValueError, match="already"):
-        register_method("ngram", "pathlib:Path")
-    with pytest.raises(ValueError, match="module:Class"):
-        register_method("other", "pathlib.Path")

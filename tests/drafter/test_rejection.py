@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from paceline.drafter.methods.base import Budget, DraftSequence, Update
-from paceline.drafter.tree import Tree
 from paceline.kernels import History, Proposal, filter_logits
 from paceline.service.sampling import sampling_params
+from paceline.tree import TokenTree
 from paceline.v1 import sampling_pb2
 
 from . import dspark_models, models
@@ -28,7 +28,7 @@ REJECTION = sampling_pb2.SamplingParams(
 )
 
 
-def check_draws(tree: Tree, text: list[int], candidates: int) -> None:
+def check_draws(tree: TokenTree, text: list[int], candidates: int) -> None:
     tree.check(VOCAB)
     assert tree.parents == tuple(range(-1, len(tree) - 1))
     assert len(tree.proposals) == len(tree)
@@ -48,7 +48,9 @@ def assert_truncated(proposal: Proposal, scores: torch.Tensor) -> None:
     torch.testing.assert_close(mine, odds / odds.sum(), rtol=1e-3, atol=1e-5)
 
 
-def follow(sequence: DraftSequence, text: list[int], rounds: int, candidates: int) -> list[Tree]:
+def follow(
+    sequence: DraftSequence, text: list[int], rounds: int, candidates: int
+) -> list[TokenTree]:
     """Trees of several rounds; of each the first token stands and another follows."""
     trees = []
     for _ in range(rounds):
@@ -103,10 +105,10 @@ def test_dspark_draws_with_its_heads(tmp_path: Path) -> None:
 
 
 def test_the_best_path_of_a_tree() -> None:
-    tree = Tree((5, 6, 7, 8, 9), (-1, -1, 1, 1, 0), (0.4, 0.5, 0.3, 0.6, 1.0))
-    assert tree.best_chain() == Tree((6, 8), (-1, 0), (0.5, 0.6))
-    assert Tree((5, 6), (-1, -1)).best_chain().tokens == (5,)
-    chain = Tree((5, 6), (-1, 0), (), (Proposal.certain(5), Proposal.certain(6)))
+    tree = TokenTree((5, 6, 7, 8, 9), (-1, -1, 1, 1, 0), (0.4, 0.5, 0.3, 0.6, 1.0))
+    assert tree.best_chain() == TokenTree((6, 8), (-1, 0), (0.5, 0.6))
+    assert TokenTree((5, 6), (-1, -1)).best_chain().tokens == (5,)
+    chain = TokenTree((5, 6), (-1, 0), (), (Proposal.certain(5), Proposal.certain(6)))
     assert chain.best_chain() is chain
 
 
@@ -117,7 +119,7 @@ async def test_every_method_answers_with_chains() -> None:
         for sampling, branches in ((None, True), (REJECTION, False)):
             stream = await service.attach(text, sampling=sampling)
             answer = await stream.round()
-            tree = Tree.from_proto(answer.tree)
+            tree = TokenTree.from_proto(answer.tree)
             assert (len(set(tree.parents)) < len(tree)) == branches
             assert not answer.tree.distributions
             await stream.end()

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.drafter.methods.base import Budget, Generation, LoadError, Resources, Update
 from paceline.drafter.methods.replay import ReplayDrafter, prompt_digest, write_records
-from paceline.drafter.tree import Tree
+from paceline.tree import TokenTree
 
 PROMPT = [1, 2, 3]
 RECORD = [i * 7 % 90 for i in range(2000)]
@@ -66,7 +66,7 @@ def test_decoys_are_distinct_and_wrong(record: Path, p: str) -> None:
 
 
 def test_the_same_seed_gives_the_same_trees(record: Path) -> None:
-    def draft(seed: str) -> Tree:
+    def draft(seed: str) -> TokenTree:
         loaded = drafter(record, p="0.5", seed=seed, max_nodes="64")
         return loaded.start(Generation(PROMPT, 3, VOCAB)).draft(Budget(64, 64))
 

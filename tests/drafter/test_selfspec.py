@@ -11,19 +11,21 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from paceline.decoder import Decoder, LocalCache, weights_fingerprint
-from paceline.drafter.kv.shared import streaming_parts
-from paceline.drafter.methods import selfspec
+from paceline.drafter.kv.reader import StreamingReader
 from paceline.drafter.methods.base import Budget, Generation, LoadError, Resources, Update
-from paceline.drafter.methods.lm_sequence import chain_segments
-from paceline.drafter.methods.selfspec import SelfSpecDrafter
-from paceline.drafter.methods.selfspec_sequence import MOST_NEW, SelfSpecSequence
+from paceline.drafter.methods.selfspec import drafter as selfspec_drafter
+from paceline.drafter.methods.selfspec.drafter import SelfSpecDrafter
+from paceline.drafter.methods.selfspec.sequence import MAX_NEW_TOKENS, SelfSpecSequence
+from paceline.drafter.methods.slots import chain_segments
 from paceline.kernels import plan_trees, streaming
 
 from .models import GREEDY, VOCAB, text_of, write_model
 
 
-class StaleKv:
+class StaleKv(StreamingReader):
     """All layers of a target's KV of a text, as far as a follower has come."""
+
+    committed = 0
 
     def __init__(self, decoder: Decoder, text: list[int], committed: int) -> None:
         self.committed = committed
@@ -33,11 +35,14 @@ class StaleKv:
         rows = torch.tensor([0])
         decoder.forward(torch.tensor(text), plan, [self._cache], logit_rows=rows)
 
-    def parts(self, index: int, below: int, budget: int) -> list[tuple[Tensor, Tensor]]:
-        return streaming_parts(self._cache.layer(index), min(self.committed, below), budget)
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        return self._cache.layer(index)
 
     def check(self) -> None:
-        """It is always there."""
+        """It always exists."""
+
+    def close(self) -> None:
+        """Nothing to release."""
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
@@ -88,23 +93,11 @@ def test_a_chain_is_the_sparse_targets_own_text(folder: Path, budget: int, behin
     sequence.close()
 
 
-def test_several_at_once_draft_as_each_alone(folder: Path) -> None:
-    """Trees of any shape, texts of any length."""
-    drafter = load(folder, context=20, widths="3,2", depth=3, min_survival=0)
-    sequences = [start(drafter, text_of(n, n), n - 2) for n in (9, 40, 33)]
-    budgets = [Budget(7, 3), Budget(4, 2), Budget(9, 1)]
-    together = drafter.draft_many(list(zip(sequences, budgets, strict=True)))
-    for sequence, budget, tree in zip(sequences, budgets, together, strict=True):
-        alone = sequence.draft(budget)
-        assert (alone.tokens, alone.parents) == (tree.tokens, tree.parents)
-        assert 0 < len(tree) <= budget.nodes
-
-
 def test_without_kv_or_far_behind_it_drafts_nothing(folder: Path) -> None:
     drafter = load(folder)
     assert drafter.needs.kv_layers == tuple(range(drafter.decoder.config.layers))
     assert drafter.fit.target_fingerprint == weights_fingerprint(folder)
-    text = text_of(MOST_NEW + 40, 1)
+    text = text_of(MAX_NEW_TOKENS + 40, 1)
     assert not len(start(drafter, text, 0).draft(Budget(5, 5)))
     assert not len(start(drafter, text, 39).draft(Budget(5, 5)))
     assert len(start(drafter, text, 41).draft(Budget(5, 5)))
@@ -115,7 +108,7 @@ def test_without_kv_or_far_behind_it_drafts_nothing(folder: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        *({"context": 3}, {"ratio": 1.5}, {"depth": 0}, {"weights": "theirs"}),
+        *({"context": 3}, {"ratio": 1.5}, {"depth": 65}, {"weights": "theirs"}),
         *({"kv": "fast"}, {"kv_policy": "luck"}, {"kv_wire": "x"}),
     ],
 )
@@ -136,7 +129,7 @@ def test_the_budget_may_be_a_share_of_the_text(folder: Path) -> None:
 
 
 def test_weights_that_nobody_shares(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selfspec, "_PATIENCE", 0.2)
+    monkeypatch.setattr(selfspec_drafter, "_SHARED_WEIGHTS_TIMEOUT", 0.2)
     with pytest.raises(LoadError, match="--share-weights"):
         load(folder, weights="shared")
     assert load(folder, weights="auto").weight_bytes > 0

@@ -1,4 +1,4 @@
-"""The thread that drafts."""
+"""The drafting thread: batches, backlogs, failures."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def idle(worker: DraftWorker) -> None:
     await done.wait()
 
 
-async def test_rounds_that_wait_together_are_drafted_together(worker: DraftWorker) -> None:
+async def test_queued_rounds_are_drafted_as_a_batch(worker: DraftWorker) -> None:
     drafter = FakeDrafter()
     sequences = [started(drafter) for _ in range(4)]
     drafter.hold.clear()
@@ -58,7 +58,7 @@ async def test_rounds_that_wait_together_are_drafted_together(worker: DraftWorke
     assert all(sequence.threads == {"drafter"} for sequence in sequences)
 
 
-async def test_a_long_backlog_does_not_hold_up_others(worker: DraftWorker) -> None:
+async def test_a_long_backlog_does_not_block_other_rounds(worker: DraftWorker) -> None:
     long, short = FakeDrafter(), FakeDrafter()
     prompt = started(long, tokens=SLICE * 20)
     waiting = worker.submit(long, prompt, Update([5]), BUDGET)
@@ -70,30 +70,21 @@ async def test_a_long_backlog_does_not_hold_up_others(worker: DraftWorker) -> No
     assert sum(warmed) >= SLICE * 19
 
 
-async def test_a_backlog_is_worked_off_without_a_round(worker: DraftWorker) -> None:
+async def test_a_backlog_is_processed_without_a_round(worker: DraftWorker) -> None:
     drafter = FakeDrafter()
     sequence = started(drafter, tokens=SLICE * 2 + 1)
-    worker.warm(sequence)
+    worker.catch_up(sequence)
     await until(lambda: not sequence.backlog)
     assert drafter.journal == [("warm", SLICE), ("warm", SLICE), ("warm", 1)]
 
 
-async def test_no_nodes_only_takes_in_the_tokens(worker: DraftWorker) -> None:
+async def test_without_nodes_the_tokens_are_appended(worker: DraftWorker) -> None:
     drafter = FakeDrafter()
     sequence = started(drafter)
     drafted = await worker.submit(drafter, sequence, Update([4]), Budget(0, 8))
     assert not drafted.tree
     assert sequence.text == [1, 1, 1, 4]
     assert drafter.batches == []
-
-
-async def test_too_late_is_an_empty_tree(worker: DraftWorker) -> None:
-    drafter = FakeDrafter()
-    late = Budget(8, 8, deadline=time.monotonic() - 1)
-    drafted = await worker.submit(drafter, started(drafter), Update([4]), late)
-    assert not drafted.tree
-    assert drafter.batches == []
-    assert drafter.sequences[0].text == [1, 1, 1, 4]
 
 
 async def test_a_round_behind_a_long_backlog_ends_at_its_deadline(worker: DraftWorker) -> None:
@@ -106,7 +97,7 @@ async def test_a_round_behind_a_long_backlog_ends_at_its_deadline(worker: DraftW
     worker.close(sequence)
 
 
-async def test_one_that_fails_does_not_harm_the_others(worker: DraftWorker) -> None:
+async def test_only_the_failing_round_of_a_batch_fails(worker: DraftWorker) -> None:
     drafter = FakeDrafter()
     drafter.poison = 13
     sequences = [started(drafter) for _ in range(4)]
@@ -126,25 +117,10 @@ async def test_one_that_fails_does_not_harm_the_others(worker: DraftWorker) -> N
     assert again.tree.tokens == (8,)
 
 
-async def test_a_cancelled_round_is_forgotten_and_its_sequence_closed(worker: DraftWorker) -> None:
-    drafter = FakeDrafter()
-    sequence = started(drafter)
-    drafter.hold.clear()
-    waiting = worker.submit(drafter, sequence, Update([5]), BUDGET)
-    await asyncio.to_thread(drafter.holding.wait)
-    waiting.cancel()
-    worker.close(sequence)
-    drafter.hold.set()
-    await idle(worker)
-    assert sequence.closed == 1
-    other = await worker.submit(drafter, started(drafter), Update([6]), BUDGET)
-    assert other.tree.tokens == (6,)
-
-
-async def test_a_closed_sequence_is_warmed_no_more(worker: DraftWorker) -> None:
+async def test_a_closed_sequence_is_not_processed(worker: DraftWorker) -> None:
     drafter = FakeDrafter()
     sequence = started(drafter, tokens=10**9)
-    worker.warm(sequence)
+    worker.catch_up(sequence)
     waiting = worker.submit(drafter, sequence, Update([5]), Budget(8, 8, math.inf))
     worker.close(sequence)
     await idle(worker)
@@ -157,7 +133,7 @@ async def test_a_closed_sequence_is_warmed_no_more(worker: DraftWorker) -> None:
     waiting.cancel()
 
 
-async def test_stopping_runs_what_was_posted(worker: DraftWorker) -> None:
+async def test_stopping_runs_posted_calls(worker: DraftWorker) -> None:
     sequence = started(FakeDrafter())
     worker.close(sequence)
     worker.stop()

@@ -1,4 +1,4 @@
-"""The drills, small: `make drills` runs all of them, and larger."""
+"""The drills at small scale; `make drills` runs all of them at full scale."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import pytest
 
 from paceline.bench.drills.drill import SHORT, Outcome
 from paceline.bench.drills.run import DRILLS, run_all
+from paceline.bench.models import Models
 
-MODELS = Path(__file__).parents[2] / "models" / "demo"
+DEMO = Path(__file__).parents[2] / "models" / "demo"
+MODELS = Models(DEMO, DEMO / "target")
 # Deaths of a process, a drafter that is stopped and hostile drafters are tested in tests/system.
 HERE = (
     "swap",

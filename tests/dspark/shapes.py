@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from paceline.dspark import DSparkConfig, DSparkModel
+from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel
 
 CONFIG = DSparkConfig(
     hidden=24, intermediate=40, layers=2, q_heads=6, kv_heads=2, head_dim=8, vocab_size=50,

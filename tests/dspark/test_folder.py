@@ -13,9 +13,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.decoder import UnsupportedModelError
-from paceline.dspark import DSparkConfig, Layout, read_dspark, save_dspark
-from paceline.dspark.folder import load_weights
-from paceline.longspec import TargetRef
+from paceline.drafter.methods.dspark import (
+    DSparkConfig,
+    Layout,
+    load_weights,
+    read_dspark,
+    save_dspark,
+)
+from paceline.drafter.methods.target import TargetRef
 
 from .shapes import CONFIG, make
 
@@ -191,7 +196,7 @@ def test_a_window_is_our_own_word(tmp_path: Path) -> None:
         (SPECULATORS, {"aux_hidden_state_layer_ids": [1, 9]}, "strictly"),
         (SPECULATORS, {"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids"),
         (SPECULATORS, {"draft_vocab_size": 20}, "vocabulary"),
-        (SPECULATORS, {"target_hidden_size": 99}, "hidden states 99"),
+        (SPECULATORS, {"target_hidden_size": 99}, "target_hidden_size is 99"),
         (SPECULATORS, {"mask_token_id": None}, "mask_token_id"),
         (SPECULATORS, {"markov_head_type": "fir"}, "fir"),
         (DFLASH, {"projector_type": "domino"}, "domino"),

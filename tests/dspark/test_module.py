@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.dspark import MARKOV_HEADS, ConfidenceHead, DSparkModel, MarkovHead
+from paceline.drafter.methods.dspark import MARKOV_HEADS, ConfidenceHead, DSparkModel, MarkovHead
 
 from .shapes import CONFIG, make
 

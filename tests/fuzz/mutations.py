@@ -1,4 +1,4 @@
-"""Random messages: well formed but absurd, and then with bytes changed."""
+"""Random messages of any type, with and without corrupted bytes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _TEXTS = ("", "ngram", "lm", "none", "1", "2", "a b", "../../etc/passwd", "/", "
 class Fuzzer:
     """Draws messages from a seeded generator.
 
-    `capabilities` are real handles and read grants that it may put into byte fields, so that what
-    lies behind the first check is reached too.
+    `capabilities` are valid handles and read grants. Bytes fields often hold one, so that calls get
+    past the first check.
     """
 
     def __init__(self, seed: int) -> None:
@@ -28,12 +28,12 @@ class Fuzzer:
         self.capabilities: list[bytes] = []
 
     def raw(self, kind: Descriptor) -> bytes:
-        """Bytes of a message of this kind, more or less."""
+        """A serialized random message, often with corrupted bytes."""
         raw = self.message(kind).SerializeToString()
         return raw if self.draws.random() < 0.6 else self._mutated(raw)
 
     def message(self, kind: Descriptor, depth: int = 0) -> Message:
-        """A message whose fields hold anything their types allow; each is there by chance."""
+        """A random message: each field is set at random, to any value of its type."""
         message = GetMessageClass(kind)()
         for field in kind.fields:
             if self.draws.random() < (0.6 if depth < 3 else 0.1):
@@ -41,14 +41,14 @@ class Fuzzer:
         return message
 
     def altered(self, messages: list[Message]) -> list[bytes]:
-        """Bytes of good messages, one of them spoilt: a field drawn anew, or bytes changed."""
-        spoilt = self.draws.randrange(len(messages))
+        """Serialized messages, one of them with a random field or corrupted bytes."""
+        faulty = self.draws.randrange(len(messages))
         raws = []
         for index, message in enumerate(messages):
             raw = message.SerializeToString()
-            if index == spoilt and self.draws.random() < 0.3:
+            if index == faulty and self.draws.random() < 0.3:
                 raw = self._mutated(raw)
-            elif index == spoilt:
+            elif index == faulty:
                 self._alter(message)
                 raw = message.SerializeToString()
             raws.append(raw)
@@ -77,7 +77,7 @@ class Fuzzer:
                     getattr(message, field.name).append(part)
             else:
                 values: list[Any] = [self._value(field) for _ in range(count)]
-                if _is_integer(field) and draws.random() < 0.5:  # such as token ids that exist
+                if _is_integer(field) and draws.random() < 0.5:  # valid token ids
                     values = [draws.randrange(300) for _ in range(count)]
                 getattr(message, field.name).extend(values)
         elif field.message_type is not None:

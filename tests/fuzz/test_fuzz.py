@@ -1,7 +1,7 @@
-"""Every RPC of both services, called with nonsense over real sockets, while texts are generated.
+"""Random requests to every RPC of both services over real sockets, while a client generates.
 
-`make fuzz` runs it for minutes. PACELINE_FUZZ_SECONDS says how long (without it nothing is run),
-PACELINE_FUZZ_SEED which.
+`make fuzz` runs it for minutes. PACELINE_FUZZ_SECONDS is the duration; without it the test is
+skipped. PACELINE_FUZZ_SEED is the seed.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from google.protobuf.message import Message
 from mutations import Fuzzer
 from system_support import VOCABULARY, make_prompts, write_model, write_tokenizer
 
-from paceline.cli.processes import ServiceProcess
 from paceline.client import Client
 from paceline.client._errors import from_rpc_error
+from paceline.harness import ServiceProcess
 from paceline.v1 import (
     drafter_pb2,
     kv_pb2,
@@ -53,7 +53,7 @@ METHODS: dict[str, list[MethodDescriptor]] = {
 
 
 async def call(channel: grpc.aio.Channel, method: MethodDescriptor, raws: list[bytes]) -> str:
-    """Send raw messages to a method and read until it ends; how it ended."""
+    """Send raw messages to a method and read until it ends. Returns its status and reason."""
     path = f"/{method.containing_service.full_name}/{method.name}"
     if method.client_streaming:
         stream: Any = channel.stream_stream(path)(iter(raws), timeout=CALL_SECONDS)
@@ -70,7 +70,7 @@ async def call(channel: grpc.aio.Channel, method: MethodDescriptor, raws: list[b
 pytestmark = pytest.mark.skipif(not SECONDS, reason="make fuzz runs it")
 
 
-async def test_nonsense_does_no_harm(tmp_path: Path) -> None:
+async def test_random_requests_do_no_harm(tmp_path: Path) -> None:
     for folder in ("target", "small"):
         write_model("llama" if folder == "target" else "small", tmp_path / folder)
         write_tokenizer(tmp_path / folder)
@@ -103,14 +103,14 @@ async def test_nonsense_does_no_harm(tmp_path: Path) -> None:
                         end = await call(channels[kind], method, raws)
                         ends[f"{method.name}: {end}"] += 1
                         process = processes[kind]
-                        told = (method.full_name, end, [raw.hex() for raw in raws])
-                        assert process.returncode is None, (told, process.log_tail())
-                        # An unexpected exception, or a stream that never ends, is a fault of ours.
-                        # INTERNAL without a reason is grpc's own: a write met the stream's end.
+                        call_made = (method.full_name, end, [raw.hex() for raw in raws])
+                        assert process.returncode is None, (call_made, process.log_tail())
+                        # An unexpected exception and a stream that never ends are bugs. INTERNAL
+                        # without a reason comes from gRPC, when it writes to a stream that ended.
                         code, _, reason = end.partition(" ")
-                        assert code != "UNKNOWN", told
-                        assert code != "INTERNAL" or not reason, (told, process.log_tail())
-                        assert "DEADLINE_EXCEEDED" not in end, told
+                        assert code != "UNKNOWN", call_made
+                        assert code != "INTERNAL" or not reason, (call_made, process.log_tail())
+                        assert "DEADLINE_EXCEEDED" not in end, call_made
 
             async def generate() -> None:
                 async with Client(verifier.address) as other:
@@ -123,8 +123,8 @@ async def test_nonsense_does_no_harm(tmp_path: Path) -> None:
                 for number in range(AT_A_TIME):
                     tasks.create_task(fuzz(number))
         print(f"{ends.total()} calls:", *sorted(ends.items()), sep="\n")
-        assert any(end.endswith(": OK") for end in ends), "nothing got through: it shows nothing"
-        async with asyncio.timeout(60):  # leases
+        assert any(end.endswith(": OK") for end in ends), "no call succeeded, so nothing was tested"
+        async with asyncio.timeout(60):  # until the leases expire
             while any(f"-{verifier.pid}-" in name for name in os.listdir("/dev/shm")):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
         assert verifier.terminate() == 0, verifier.log_tail()
@@ -132,26 +132,23 @@ async def test_nonsense_does_no_harm(tmp_path: Path) -> None:
 
 
 def requests(fuzzer: Fuzzer, method: MethodDescriptor, prompt: list[int]) -> list[bytes]:
-    """Messages for a call: a good call with something wrong in it, or nothing but nonsense."""
-    good = good_call(fuzzer, method.name, prompt) if fuzzer.draws.random() < 0.6 else []
-    if good:
-        return fuzzer.altered(good)
+    """Raw messages for a call: a valid call with one fault, or random messages."""
+    if fuzzer.draws.random() < 0.6 and (valid := valid_call(fuzzer, method.name, prompt)):
+        return fuzzer.altered(valid)
     return [fuzzer.raw(method.input_type) for _ in range(fuzzer.draws.randint(1, 4))]
 
 
-def good_call(fuzzer: Fuzzer, name: str, prompt: list[int]) -> list[Message]:
-    """What a client might send; empty for methods that have nothing to get wrong."""
+def valid_call(fuzzer: Fuzzer, name: str, prompt: list[int]) -> list[Message]:
+    """The messages of a valid call; empty for methods without parameters."""
     handle, grant = fuzzer.capabilities or (b"", b"")
     sampling = sampling_pb2.SamplingParams(
         temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, logit_bias={3: 1.0}, seed=7
     )
-    text: dict[str, Any] = {"sampling": sampling}
     tree = tree_pb2.TokenTree(tokens=[1, 2, 3], parents=[-1, 0, 0], confidences=[0.9, 0.5, 0.4])
-    length = len(prompt)
     match name:
         case "CreateCache":
             creation = verifier_pb2.CreateCacheRequest(
-                prompt_tokens=prompt, max_new_tokens=8, parent_handle=handle, **text
+                prompt_tokens=prompt, max_new_tokens=8, parent_handle=handle, sampling=sampling
             )
             return [creation]
         case "Verify":
@@ -164,21 +161,21 @@ def good_call(fuzzer: Fuzzer, name: str, prompt: list[int]) -> list[Message]:
             attach = drafter_pb2.DraftAttach(
                 drafter=fuzzer.draws.choice(("ngram", "lm")),
                 tokens=prompt,
-                prompt_length=length,
+                prompt_length=len(prompt),
                 vocab_size=VOCABULARY,
                 read_grant=grant,
                 verifier_address="127.0.0.1:1",
-                **text,
+                sampling=sampling,
             )
             rounds = [
                 drafter_pb2.DraftRound(
-                    round_id=at,
-                    new_tokens=[at],
+                    round_id=number,
+                    new_tokens=[number],
                     node_budget=8,
                     max_depth=4,
-                    total_length=length + at,
+                    total_length=len(prompt) + number,
                 )
-                for at in (1, 2)
+                for number in (1, 2)
             ]
             return [
                 drafter_pb2.DraftRequest(attach=attach),
@@ -188,10 +185,10 @@ def good_call(fuzzer: Fuzzer, name: str, prompt: list[int]) -> list[Message]:
             options = {"max_nodes": "4"}
             return [drafter_pb2.LoadDrafterRequest(name="x", method="ngram", options=options)]
         case "ActivateDrafter":
-            trial = drafter_pb2.TrialSettings(confidence=0.9)
+            canary = drafter_pb2.CanarySettings(confidence=0.9)
             return [
                 drafter_pb2.ActivateDrafterRequest(
-                    name="x", version="2", traffic_share=0.3, trial=trial
+                    name="x", version="2", traffic_share=0.3, canary=canary
                 )
             ]
         case "UnloadDrafter":
@@ -208,7 +205,7 @@ def good_call(fuzzer: Fuzzer, name: str, prompt: list[int]) -> list[Message]:
 
 
 async def capabilities(channel: grpc.aio.Channel, prompt: list[int]) -> list[bytes]:
-    """Handle and read grant of a fresh cache; none if there is no room."""
+    """Handle and read grant of a new cache; empty if the verifier refuses one."""
     stub: Any = verifier_pb2_grpc.VerifierServiceStub(channel)
     request = verifier_pb2.CreateCacheRequest(prompt_tokens=prompt, max_new_tokens=8)
     try:
@@ -216,18 +213,3 @@ async def capabilities(channel: grpc.aio.Channel, prompt: list[int]) -> list[byt
     except grpc.aio.AioRpcError:
         return []
     return [messages[-1].created.handle, messages[-1].created.read_grant]
-
-
-async def test_bytes_that_are_no_http_do_no_harm(tmp_path: Path) -> None:
-    with ServiceProcess("drafter", ["--load", "ngram"]) as drafter:
-        host, _, port = drafter.address.rpartition(":")
-        fuzzer = Fuzzer(SEED)
-        preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-        for start in (b"", b"GET / HTTP/1.1\r\n\r\n", preface, preface + bytes(9)) * 10:
-            reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(start + fuzzer.draws.randbytes(fuzzer.draws.randint(0, 5000)))
-            writer.close()
-            del reader
-        async with grpc.aio.insecure_channel(drafter.address) as channel:
-            (method,) = [m for m in METHODS["drafter"] if m.name == "ListDrafters"]
-            assert await call(channel, method, [b""]) == "OK"

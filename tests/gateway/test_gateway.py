@@ -1,4 +1,4 @@
-"""The gateway by itself: who gets in, what is refused, what a hang-up frees, how it drains."""
+"""The gateway with a mock verifier: authentication, validation, disconnects, drain."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ async def test_a_chat_is_rendered_by_the_template(served: Served) -> None:
     assert answer.choices[0].finish_reason == "stop"
 
 
-async def test_what_the_template_refuses_is_the_callers_fault(served: Served) -> None:
+async def test_a_refusal_of_the_template_is_a_bad_request(served: Served) -> None:
     with pytest.raises(openai.BadRequestError, match="begin with a user"):
         await served.openai.chat.completions.create(
             model="mock", messages=[{"role": "assistant", "content": "hi"}]
         )
 
 
-async def test_a_model_without_a_template_says_so(serve: Serve) -> None:
+async def test_a_model_without_a_template_is_a_bad_request(serve: Serve) -> None:
     async with serve(MockTransport("x")) as served:
         with pytest.raises(openai.BadRequestError, match="--chat-template") as raised:
             await served.openai.chat.completions.create(
@@ -78,7 +78,7 @@ async def test_echo_and_several_prompts(served: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "param", "says"),
+    ("wrong", "param", "message"),
     [
         ({"prompt": []}, "prompt", "at least 1 item"),
         ({"prompt": "a", "temperature": "hot"}, "temperature", "valid number"),
@@ -92,9 +92,9 @@ async def test_echo_and_several_prompts(served: Served) -> None:
     ],
 )
 async def test_bad_requests_name_the_parameter(
-    served: Served, wrong: dict[str, Any], param: str, says: str
+    served: Served, wrong: dict[str, Any], param: str, message: str
 ) -> None:
-    with pytest.raises(openai.BadRequestError, match=says) as raised:
+    with pytest.raises(openai.BadRequestError, match=message) as raised:
         await served.openai.post("/completions", body={"model": "mock", **wrong}, cast_to=object)
     assert (raised.value.param or "").startswith(param)
     assert raised.value.type == "invalid_request_error"
@@ -121,7 +121,7 @@ async def test_a_response_format_is_a_schema_of_the_contract(
     assert (json.loads(sent) if sent else None) == schema
 
 
-async def test_rounds_are_told_where_asked_for(served: Served) -> None:
+async def test_rounds_are_streamed_on_request(served: Served) -> None:
     stream = await served.openai.completions.create(
         model="mock",
         prompt="abc",
@@ -135,7 +135,7 @@ async def test_rounds_are_told_where_asked_for(served: Served) -> None:
     assert [round["tree"] for round in told] == [None] * len(told)
 
 
-async def test_the_page_may_talk_to_this_gateway_only(served: Served) -> None:
+async def test_the_page_may_connect_to_this_gateway_only(served: Served) -> None:
     async with aiohttp.ClientSession() as session:
         async with session.get(f"{served.url}/") as response:
             page = await response.text()
@@ -175,7 +175,7 @@ async def test_only_json_of_a_bounded_size_is_read(serve: Serve) -> None:
                     }
 
 
-async def test_only_those_with_the_key_get_in(serve: Serve) -> None:
+async def test_the_api_key_is_required(serve: Serve) -> None:
     async with serve(MockTransport("x"), key="right", api_key="right") as served:
         assert (await served.openai.models.list()).data[0].id == "mock"
         stranger = AsyncOpenAI(base_url=f"{served.url}/v1", api_key="wrong", max_retries=0)
@@ -186,7 +186,7 @@ async def test_only_those_with_the_key_get_in(serve: Serve) -> None:
                 assert response.status == 200
 
 
-async def test_a_caller_who_hangs_up_frees_the_cache(serve: Serve) -> None:
+async def test_a_disconnect_releases_the_cache(serve: Serve) -> None:
     async with serve(MockTransport("x" * 50_000)) as served:
         for stream in (True, False):
             async with aiohttp.ClientSession() as session:
@@ -200,7 +200,7 @@ async def test_a_caller_who_hangs_up_frees_the_cache(serve: Serve) -> None:
             await eventually(lambda: served.transport.open_caches == 0)
 
 
-async def test_more_requests_than_allowed_come_again_later(serve: Serve) -> None:
+async def test_too_many_requests_get_a_retry_after(serve: Serve) -> None:
     async with serve(MockTransport("x" * 50_000), max_requests=1) as served:
         stream = await served.openai.completions.create(
             model="mock", prompt="a", max_tokens=50_000, stream=True
@@ -251,21 +251,25 @@ async def test_an_error_in_mid_stream_is_an_event(serve: Serve) -> None:
         )
         await anext(stream)
         await served.transport.close()  # it forgets every cache
-        with pytest.raises(openai.APIError, match="does not know this cache"):
+        with pytest.raises(openai.APIError, match="the mock has no such cache"):
             async for _ in stream:
                 pass
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"address": "0.0.0.0:8080"}, "--insecure"),
         ({"address": "0.0.0.0:8080", "api_key": "k"}, "--http-tls-cert"),
         ({"address": "here"}, "host:port"),
         ({"api_key": "ü"}, "headers"),
         ({"max_requests": 0}, "at least one"),
+        ({"metrics_address": "0.0.0.0:0"}, "metrics"),
+        ({"metrics_address": "0.0.0.0:0", "api_key": "right"}, "metrics"),
+        ({"insecure_metrics": True}, "metrics"),
+        ({"metrics_address": "nowhere"}, "host:port"),
     ],
 )
-def test_options_that_cannot_be_served(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(OptionsError, match=says):
+def test_options_that_cannot_be_served(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionsError, match=message):
         GatewayOptions(**options)

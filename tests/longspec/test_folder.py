@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, Qwen3Config
 
 from paceline.decoder import UnsupportedModelError, load_config
-from paceline.longspec import (
+from paceline.drafter.methods.longspec import (
     LongSpecConfig,
     LongSpecModel,
     TargetRef,

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.kernels import streaming
-from paceline.longspec import (
+from paceline.drafter.methods.longspec import (
     LongSpecConfig,
     LongSpecModel,
     lag_mask,
     window_mask,
 )
+from paceline.kernels import streaming
 
 CONFIG = LongSpecConfig(
     hidden=24, intermediate=40, q_heads=6, kv_heads=2, head_dim=8, vocab_size=50, max_position=4096,

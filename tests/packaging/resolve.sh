@@ -24,7 +24,7 @@ skip() {
 }
 
 fetch_pip || skip
-# dev holds server, gateway, train and bench. fast-deps reads metadata out of the remote wheels.
+# dev holds server, gateway and train. fast-deps reads metadata out of the remote wheels.
 if ! PYTHONPATH=$work/pip "$python" -m pip install --dry-run --ignore-installed \
     --use-feature=fast-deps --only-binary :all: --constraint constraints.txt \
     ".[cuda,dev,docs]" > "$work/log" 2>&1; then

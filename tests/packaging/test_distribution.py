@@ -107,6 +107,7 @@ def test_every_package_is_there_and_typed(built: Distribution) -> None:
     } <= packages
     assert {f"paceline/{package}/py.typed" for package in packages} <= inside
     assert {"paceline/gateway/page.html", "paceline/kernels/native/attention.c"} <= inside
+    assert "bench" not in packages, "it works from a source checkout only"
     assert "paceline/__init__.py" not in inside, "the namespace would be closed to others"
 
 

@@ -21,7 +21,7 @@ from system_support import (
     write_tokenizer,
 )
 
-from paceline.cli.processes import ServiceProcess
+from paceline.harness import ServiceProcess
 
 
 @pytest.fixture(scope="session")
@@ -59,10 +59,7 @@ def drafter(models: dict[str, Path]) -> Iterator[ServiceProcess]:
     hostile = Path(__file__).parent.parent / "drafter"
     arguments = ["--load", f"lm=lm:{models['small']}", "--load", "ngram=ngram"]
     arguments += [f"--load={family}=lm:{models[family]}" for family in FAMILIES]
-    arguments.append("--allow-test-methods")
-    for method, kind in HOSTILE.items():
-        arguments += ["--test-method", f"{method}=adversaries:{kind}"]
-        arguments += ["--load", f"{method}={method}"]
+    arguments += [f"--load={method}={method}" for method in HOSTILE]
     environment = {**THREADS, "PYTHONPATH": str(hostile)}
     with ServiceProcess("drafter", arguments, environment=environment) as process:
         yield process

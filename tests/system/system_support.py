@@ -18,8 +18,13 @@ from transformers import (
 )
 
 from paceline.client import Client, DraftOptions, GenerationResult
-from paceline.dspark import DSparkConfig, DSparkModel, save_dspark
-from paceline.longspec import LongSpecConfig, LongSpecModel, TargetRef, save_longspec
+from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel, save_dspark
+from paceline.drafter.methods.longspec import (
+    LongSpecConfig,
+    LongSpecModel,
+    TargetRef,
+    save_longspec,
+)
 
 VOCABULARY = 320
 THREADS = {"OMP_NUM_THREADS": "1"}
@@ -54,16 +59,16 @@ FAMILIES: dict[str, Any] = {
     "qwen3": Qwen3Config(**_SHAPE, head_dim=32),
 }
 _SMALL = LlamaConfig(**{**_SHAPE, "hidden_size": 32, "num_hidden_layers": 1})
-HOSTILE = {
-    "random-tree": "RandomTree",
-    "always-wrong": "AlwaysWrong",
-    "duplicates": "Duplicates",
-    "huge": "Huge",
-    "changing": "Changing",
-    "malformed": "Malformed",
-    "failing": "Failing",
-}
-"""Drafting methods that must not matter, and their classes in tests/drafter/adversaries.py."""
+HOSTILE = (
+    "random-tree",
+    "always-wrong",
+    "duplicates",
+    "huge",
+    "changing",
+    "malformed",
+    "failing",
+)
+"""Drafting methods that must not matter, of tests/drafter/adversaries.py."""
 
 
 def write_model(name: str, folder: Path) -> None:

@@ -10,8 +10,8 @@ import pytest
 from proxy import Proxy
 from system_support import EAGER, THREADS, make_prompts, shared_memory_segments
 
-from paceline.cli.processes import ServiceProcess
 from paceline.client import Client, DraftOptions, RetryOptions
+from paceline.harness import ServiceProcess
 
 TOKENS = 96
 AFTER = 60
@@ -61,7 +61,7 @@ def services(
 def expect_integrity(verifier: ServiceProcess) -> None:
     """Its integrity check passes: its exit code is 0."""
     assert verifier.terminate() == 0, verifier.log_tail()
-    verifier.restart_same_address()
+    verifier.start()
 
 
 async def outputs(
@@ -117,9 +117,7 @@ async def test_drafter_killed_and_back(services: tuple[ServiceProcess, ServicePr
     prompts = make_prompts(6, seed=2)
     async with client_of(verifier.address, drafter.address, EAGER) as client:
         expected, _ = await outputs(client, prompts, ["none"])
-        output, failures = await outputs(
-            client, prompts, DRAFTERS, drafter.kill, drafter.restart_same_address
-        )
+        output, failures = await outputs(client, prompts, DRAFTERS, drafter.kill, drafter.start)
         assert output == expected
         assert failures
         again, _ = await outputs(client, prompts, DRAFTERS)
@@ -221,9 +219,7 @@ async def test_verifier_killed_and_back(
 
     async with client_of(verifier.address, drafter.address) as client:
         expected, _ = await outputs(client, prompts, ["none"])
-        output, failures = await outputs(
-            client, prompts, drafters, kill, verifier.restart_same_address
-        )
+        output, failures = await outputs(client, prompts, drafters, kill, verifier.start)
         assert output == expected
         assert failures
     expect_integrity(verifier)

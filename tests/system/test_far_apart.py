@@ -10,8 +10,8 @@ from certificates import Authority
 from far import DOWN, DRAFTER, VERIFIER, FarApart, Link, NotPermitted
 from system_support import EAGER, generate_and, make_prompts, write_layer
 
-from paceline.cli.processes import ServiceProcess
 from paceline.client import Client, DraftOptions, GenerationResult, TlsOptions
+from paceline.harness import ServiceProcess
 
 TOKENS = 96
 BUDGET = 64

@@ -13,8 +13,8 @@ import pytest
 from openai import AsyncOpenAI
 from tokenizers import Tokenizer
 
-from paceline.cli.processes import ServiceProcess
 from paceline.client import Client
+from paceline.harness import ServiceProcess
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 PROMPT = "the rider behind the leader and the rider behind "

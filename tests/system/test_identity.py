@@ -16,8 +16,8 @@ from system_support import (
     reference,
 )
 
-from paceline.cli.processes import ServiceProcess
 from paceline.client import Client
+from paceline.harness import ServiceProcess
 
 pytestmark = pytest.mark.bits
 Verifiers = Callable[[str], ServiceProcess]

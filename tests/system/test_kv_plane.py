@@ -18,9 +18,9 @@ from system_support import (
     shared_memory_segments,
 )
 
-from paceline.cli.processes import ServiceProcess
 from paceline.client import Client, DraftOptions, RetryOptions
 from paceline.drafter.kv import KvExchange, KvGone, VerifierAccess
+from paceline.harness import ServiceProcess
 from paceline.v1 import verifier_pb2, verifier_pb2_grpc
 
 TOKENS = 256
@@ -34,14 +34,13 @@ def services(
     target = ["--target", str(models["llama"]), "--dtype", "float32"]
     methods = str(Path(__file__).parent.parent / "drafter")
     paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), methods]))
-    reader = ["--allow-test-methods", "--test-method", "kv-reader=kv_reader:KvReader"]
     with (
         ServiceProcess(
             "verifier", target, address=f"unix:{sockets}/kv-v", environment=THREADS
         ) as verifier,
         ServiceProcess(
             "drafter",
-            [*reader, "--load=kv-reader"],
+            ["--load=kv-reader"],
             address=f"unix:{sockets}/kv-d",
             environment={**THREADS, "PYTHONPATH": paths},
         ) as drafter,
@@ -100,7 +99,7 @@ async def test_the_drafter_stalls_or_dies(services: tuple[ServiceProcess, Servic
         text = await generate_and(client, prompt, "kv-reader", TOKENS, drafter.kill)
         assert text.token_ids == expected.token_ids
         assert shared_memory_segments() == before
-    drafter.restart_same_address()
+    drafter.start()
 
 
 @pytest.mark.slow
@@ -110,14 +109,14 @@ async def test_the_verifier_dies_and_comes_back(
     """The drafter lives on, and reads the new verifier's memory."""
     verifier, drafter = services
     assert verifier.terminate() == 0, "the integrity check failed"
-    verifier.restart_same_address()
+    verifier.start()
     (prompt,) = make_prompts(1, seed=6)
     async with client_of(services) as client:
         expected = await generate_and(client, prompt, "none", TOKENS)
 
         def kill_and_restart() -> None:
             verifier.kill()
-            verifier.restart_same_address()
+            verifier.start()
 
         text = await generate_and(client, prompt, "kv-reader", TOKENS, kill_and_restart)
         assert text.token_ids == expected.token_ids
@@ -146,10 +145,10 @@ async def test_a_mapping_outlives_its_verifier(
     assert kv.committed == len(prompt)
     copy = keys[:, : kv.committed].clone()
     verifier.kill()
-    with pytest.raises(KvGone, match="verifier that held the cache is gone"):
+    with pytest.raises(KvGone, match="verifier of the cache has ended"):
         kv.check()
     assert keys[:, : kv.committed].equal(copy)
-    verifier.restart_same_address()  # it sweeps what the dead one left
+    verifier.start()  # it sweeps what the dead one left
     assert kv.committed == len(prompt)
     assert keys[:, : kv.committed].equal(copy)
     kv.close()

@@ -17,8 +17,8 @@ from system_support import (
     write_layer,
 )
 
-from paceline.cli.processes import ServiceProcess
 from paceline.client import Client
+from paceline.harness import ServiceProcess
 
 Verifiers = Callable[[str], ServiceProcess]
 TOKENS = 24

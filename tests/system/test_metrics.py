@@ -10,8 +10,8 @@ import grpc
 from prometheus_client.parser import text_string_to_metric_families
 from system_support import EAGER, generate_all, make_prompts
 
-from paceline.cli.processes import ServiceProcess
 from paceline.client import Client, GenerationResult
+from paceline.harness import ServiceProcess
 from paceline.kernels import cpu_kernels
 from paceline.v1 import drafter_pb2, drafter_pb2_grpc
 

@@ -14,10 +14,10 @@ import pytest
 from system_support import EAGER, VOCABULARY, make_prompts
 
 from paceline.cli.main import main
-from paceline.cli.processes import ServiceProcess
 from paceline.client import Client, GenerationResult
 from paceline.drafter import LoadError
 from paceline.drafter.recordings import read_recordings
+from paceline.harness import ServiceProcess
 from paceline.train import heldout
 
 PROMPTS = make_prompts(28, seed=5)
@@ -96,7 +96,7 @@ def test_a_drafter_learns_from_what_it_drafted(
             assert tokens == tuple(result.token_ids[: len(tokens)])
         assert min(map(len, kept.values())) > TOKENS // 2
 
-        drafter.restart_same_address()
+        drafter.start()
         training = [
             *("--target", folders["target"], "--from", folders["lm"], "--data", folders["data"]),
             *("--from-recordings", texts, "--work", work, "--out", out),
@@ -109,7 +109,7 @@ def test_a_drafter_learns_from_what_it_drafted(
         paceline("drafters", "load", "lm", "lm", out, *check, *where)
         # Whatever the trial finds of so few texts, it is no reason to roll back.
         margins = ("--length-margin", 0.99, "--time-margin", 99)
-        paceline("drafters", "try", "lm", 2, "--share", 0.5, *margins, *where)
+        paceline("drafters", "canary", "lm", 2, "--share", 0.5, *margins, *where)
         tried = generate(verifier, drafter)
         assert {v for r in tried for v in r.stats.drafter_versions} == {"lm@1", "lm@2"}
         paceline("drafters", "activate", "lm", 2, *where)

@@ -10,7 +10,6 @@ import pytest
 from certificates import Authority, Pair
 from system_support import make_prompts
 
-from paceline.cli.processes import ServiceProcess
 from paceline.client import (
     AuthError,
     Client,
@@ -21,6 +20,7 @@ from paceline.client import (
     UnavailableError,
 )
 from paceline.client._errors import from_rpc_error
+from paceline.harness import ServiceProcess
 from paceline.v1 import verifier_pb2, verifier_pb2_grpc
 
 TOKEN = "a-token-only-tests-know"

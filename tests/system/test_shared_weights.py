@@ -8,8 +8,8 @@ import torch
 from system_support import EAGER, VOCABULARY, make_prompts, write_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from paceline.cli.processes import ServiceProcess
 from paceline.client import Client
+from paceline.harness import ServiceProcess
 
 THREADS = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
 

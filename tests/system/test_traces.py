@@ -14,7 +14,7 @@ import pytest
 from collector import Collector, Received, collecting
 from openai import AsyncOpenAI
 
-from paceline.cli.processes import ServiceProcess
+from paceline.harness import ServiceProcess
 
 PROMPT = "round and round and round and round"
 TOKENS = 40
@@ -27,10 +27,7 @@ def services(
     methods = str(Path(__file__).parent.parent / "drafter")
     paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), methods]))
     target = ["--target", str(models["llama"]), "--dtype", "float32", "--schedule", "off"]
-    load = [
-        *("--load", f"lm=lm:{models['llama']}", "--load=kv-reader", "--allow-test-methods"),
-        *("--test-method", "kv-reader=kv_reader:KvReader"),
-    ]
+    load = ["--load", f"lm=lm:{models['llama']}", "--load=kv-reader"]
     return (
         ServiceProcess("verifier", target, environment=environment),
         ServiceProcess("drafter", load, environment={**environment, "PYTHONPATH": paths}),
@@ -281,4 +278,4 @@ def test_paceline_trace_shows_a_generation_of_its_own(
     assert done.returncode == 0, done.stderr
     assert "20 tokens" in done.stdout
     assert "prefill" in done.stdout
-    assert page.read_text().count("<tr>") > 2
+    assert "prefill" in page.read_text()

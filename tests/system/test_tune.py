@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 from system_support import EAGER, make_prompts
 
-from paceline.cli import tune as command
 from paceline.cli.config import expand
 from paceline.cli.main import main
-from paceline.cli.processes import ServiceProcess
 from paceline.client import Client
+from paceline.harness import ServiceProcess, read_prompts
 
 
 @pytest.mark.slow
@@ -37,8 +36,8 @@ async def test_a_tuned_drafter_is_served(models: dict[str, Path], tmp_path: Path
         timeout=600,
     )
     assert done.returncode == 0, done.stderr
-    assert "sparse ratio again" in done.stdout
-    assert output.with_suffix(".html").read_text().count("<svg") == 3
+    assert "sparse ratio, refined" in done.stdout
+    assert output.with_suffix(".html").read_text().count("chosen") == 3
     (load,) = tomllib.loads(output.read_text())["drafter"]["load"]
     assert load.startswith(f"mine=selfspec:{models['llama']},kv_policy=verified,ratio=")
 
@@ -77,7 +76,7 @@ def test_what_cannot_be_tuned_is_refused(
 def test_prompts_are_texts_or_tokens(tmp_path: Path) -> None:
     file = tmp_path / "p.jsonl"
     file.write_text('"a"\n\n[1, 2]\n{"prompt": "b"}\n{"text": [3]}\n')
-    assert command.read_prompts(file) == ["a", [1, 2], "b", [3]]
+    assert read_prompts(file) == ["a", [1, 2], "b", [3]]
     file = tmp_path / "p.txt"
     file.write_text("one\nprompt\n")
-    assert command.read_prompts(file) == ["one\nprompt\n"]
+    assert read_prompts(file) == ["one\nprompt\n"]

@@ -7,8 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.dspark import DSparkConfig, DSparkModel, save_dspark
-from paceline.longspec import LongSpecConfig, LongSpecModel, TargetRef, save_longspec
+from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel, save_dspark
+from paceline.drafter.methods.longspec import (
+    LongSpecConfig,
+    LongSpecModel,
+    TargetRef,
+    save_longspec,
+)
 from paceline.train import heldout, measure
 from paceline.train.checkpoint import save_model
 from paceline.train.corpus import Corpus, load_corpus

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.longspec import LongSpecConfig, LongSpecModel
-from paceline.longspec.masks import window_mask
+from paceline.drafter.methods.longspec import LongSpecConfig, LongSpecModel, window_mask
 from paceline.train.batches import Batches
 from paceline.train.budget.lm import ContinuedLm, LmLoss
 from paceline.train.budget.longspec import ContinuedLayer, LayerLoss, ObservedTarget

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.decoder import load_config
-from paceline.dspark import DSparkConfig
+from paceline.drafter.methods.dspark import DSparkConfig
 from paceline.train.dspark.blocks import Blocks
 from paceline.train.dspark.objective import weighted_loss
 from paceline.train.dspark.preset import DSparkPreset

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from paceline.longspec import LongSpecConfig, LongSpecModel, lag_mask, window_mask
+from paceline.drafter.methods.longspec import LongSpecConfig, LongSpecModel, lag_mask, window_mask
 from paceline.train.longspec.lagged import LaggedLayer
 from paceline.train.longspec.objective import CHUNK, SINKS, divergence, offset_positions
 from paceline.train.longspec.preset import PRESETS

@@ -17,7 +17,7 @@ from paceline.verifier.kv.segment import Segment
 
 @pytest.fixture(autouse=True, scope="session")
 def patience() -> Iterator[None]:
-    """A verifier that takes long to answer is no failure here."""
+    """Give a drafter's calls to the verifier enough time on a busy machine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("paceline.drafter.kv.exchange.CALL_SECONDS", 60.0)
         yield

@@ -1,87 +1,72 @@
-"""Drafters for tests: each gets the text so far and draws a tree, or asks for a free run."""
+"""Drafters for tests: functions of the text that return a tree, or the steps of a free run."""
 
 from __future__ import annotations
 
 import random
 
-from verifier_support import VOCAB, Drafter, Tree
+from verifier_support import VOCAB, Drafter
+
+from paceline.tree import EMPTY, TokenTree
 
 
-def nothing(text: list[int], rng: random.Random) -> Tree:
+def nothing(text: list[int], rng: random.Random) -> TokenTree:
     """No tree."""
-    return [], []
+    return EMPTY
 
 
 def right(reference: list[int], prompt: int, depth: int = 5) -> Drafter:
-    """A chain of what will come."""
-
-    def draw(text: list[int], rng: random.Random) -> Tree:
-        chain = reference[len(text) - prompt :][:depth]
-        return chain, list(range(-1, len(chain) - 1))
-
-    return draw
+    """A chain of the tokens that will be emitted."""
+    return lambda text, rng: TokenTree.chain(reference[len(text) - prompt :][:depth])
 
 
 def wrong(reference: list[int], prompt: int, depth: int = 5) -> Drafter:
     """A chain that is wrong from its first token on."""
-
-    def draw(text: list[int], rng: random.Random) -> Tree:
-        chain = [(token + 1) % VOCAB for token in reference[len(text) - prompt :][:depth]]
-        return chain, list(range(-1, len(chain) - 1))
-
-    return draw
+    others = [(token + 1) % VOCAB for token in reference]
+    return right(others, prompt, depth)
 
 
 def scattered(reference: list[int], prompt: int) -> Drafter:
-    """Trees of random size with the right path somewhere, its nodes apart and in any siblings'
-    company: accepted KV has to be moved."""
+    """Trees of random size that hold the right path among other nodes: accepted KV must move."""
 
-    def draw(text: list[int], rng: random.Random) -> Tree:
-        coming = reference[len(text) - prompt :][: rng.randint(0, 7)]
+    def draw(text: list[int], rng: random.Random) -> TokenTree:
         tokens: list[int] = []
         parents: list[int] = []
         tip = -1
-        for token in coming:
+        for token in reference[len(text) - prompt :][: rng.randint(0, 7)]:
             for _ in range(rng.randint(0, 4)):
                 tokens.append(rng.randrange(VOCAB))
                 parents.append(rng.randrange(-1, len(parents)))
             tokens.append(token)
             parents.append(tip)
             tip = len(tokens) - 1
-        return tokens, parents
+        return TokenTree(tuple(tokens), tuple(parents))
 
     return draw
 
 
-def random_tree(text: list[int], rng: random.Random) -> Tree:
+def random_tree(text: list[int], rng: random.Random) -> TokenTree:
     """Any tree of any size."""
     size = rng.choice((0, 1, 3, 20, 60))
-    return [rng.randrange(VOCAB) for _ in range(size)], [rng.randrange(-1, i) for i in range(size)]
+    tokens = tuple(rng.randrange(VOCAB) for _ in range(size))
+    return TokenTree(tokens, tuple(rng.randrange(-1, node) for node in range(size)))
 
 
-def every_token(text: list[int], rng: random.Random) -> Tree:
+def every_token(text: list[int], rng: random.Random) -> TokenTree:
     """The whole vocabulary under the anchor, then under some of its children: 255 nodes."""
-    tokens, parents = list(range(VOCAB)), [-1] * VOCAB
-    while len(tokens) < 255:
-        tokens.append(len(tokens) % VOCAB)
-        parents.append(
-            rng.randrange(len(tokens) - VOCAB, len(tokens) - 1) if rng.random() < 0.9 else -1
-        )
-    return tokens, parents
+    parents = [-1] * VOCAB
+    while len(parents) < 255:
+        below = rng.randrange(len(parents) - VOCAB + 1, len(parents))
+        parents.append(below if rng.random() < 0.9 else -1)
+    return TokenTree(tuple(node % VOCAB for node in range(255)), tuple(parents))
 
 
 def duplicates(reference: list[int], prompt: int) -> Drafter:
-    """Every token of the right path three times, the path going on below the last of them."""
+    """Every token of the right path three times; the path continues below the last of them."""
 
-    def draw(text: list[int], rng: random.Random) -> Tree:
-        tokens: list[int] = []
-        parents: list[int] = []
-        tip = -1
-        for token in reference[len(text) - prompt :][:4]:
-            tokens += [token] * 3
-            parents += [tip] * 3
-            tip = len(tokens) - 1
-        return tokens, parents
+    def draw(text: list[int], rng: random.Random) -> TokenTree:
+        path = reference[len(text) - prompt :][:4]
+        parents = [3 * depth - 1 for depth in range(len(path)) for _ in range(3)]
+        return TokenTree(tuple(token for token in path for _ in range(3)), tuple(parents))
 
     return draw
 
@@ -93,11 +78,7 @@ def free_run(text: list[int], rng: random.Random) -> int:
 
 def mixed(*drafters: Drafter) -> Drafter:
     """Another drafter each round."""
-
-    def draw(text: list[int], rng: random.Random) -> Tree | int:
-        return rng.choice(drafters)(text, rng)
-
-    return draw
+    return lambda text, rng: rng.choice(drafters)(text, rng)
 
 
 def all_of(reference: list[int], prompt: int) -> dict[str, Drafter]:

@@ -57,7 +57,7 @@ async def test_same_tokens(folder: Path, tmp_path: Path, sampling: dict[str, Any
         "max_new_tokens": 12,
         "ignore_eos": True,
     }
-    options: dict[str, Any] = {"kv_bytes": 1 << 24, "paged_kv": True, "max_sequences": 8}
+    options: dict[str, Any] = {"kv_bytes": 1 << 24, "max_sequences": 8}
     async with serving(folder, tmp_path / "p.sock", **options) as client:
         plain = await client.generate(prompt, drafters.nothing, **fields)
     with another_device():
@@ -79,9 +79,9 @@ async def test_same_tokens(folder: Path, tmp_path: Path, sampling: dict[str, Any
             assert fork.first.tokens == alone.first.tokens
 
 
-@pytest.mark.parametrize("policy", ["VERIFIED", "CHUNK_TOPK", "QUEST"])
+@pytest.mark.parametrize("policy", ["verified", "chunk_topk", "quest"])
 async def test_followed_is_what_was_written(folder: Path, tmp_path: Path, policy: str) -> None:
-    options: dict[str, Any] = {"kv_bytes": 1 << 24, "paged_kv": True, "max_sequences": 8}
+    options: dict[str, Any] = {"kv_bytes": 1 << 24, "max_sequences": 8}
     with another_device():
         async with serving(folder, tmp_path / "p.sock", device="cuda", **options) as client:
             created = await client.create(text(1, 90), max_new_tokens=5, ignore_eos=True)
@@ -91,7 +91,7 @@ async def test_followed_is_what_was_written(folder: Path, tmp_path: Path, policy
                 read_grant=created.read_grant,
                 layers=[1],
                 budget=40,
-                policy=kv_pb2.SelectionPolicy.Value(f"SELECTION_POLICY_{policy}"),
+                policy=policy,
             )
             await stream.write(kv_pb2.FollowCacheRequest(subscribe=subscribe))
             await stream.read()

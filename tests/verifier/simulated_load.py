@@ -9,12 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from paceline.verifier.engine.tree import NO_TREE, DraftTree
+from paceline.tree import TokenTree
+from paceline.verifier.engine.output import StepOutput
 from paceline.verifier.scheduler import scheduler as module
 from paceline.verifier.scheduler.admission import Step
 from paceline.verifier.scheduler.costs import CostTable
-from paceline.verifier.scheduler.quiet import Served
-from paceline.verifier.scheduler.scheduler import Scheduler
+from paceline.verifier.scheduler.scheduler import Scheduler, Served
 
 STEP = 0.005
 """Seconds that a plain step of one sequence takes; everything else is told in such steps."""
@@ -102,10 +102,13 @@ class Simulation:
         top = 512
         longest = STEP * (1 + self.costs.token * (top - 1))
         table = CostTable((1, top), (1, 2048), ((STEP, STEP), (longest, longest)))
-        self._scheduler = Scheduler(table, 255)
         self._chance = random.Random(0)
         self._now = 1000.0
+        with patch.object(module, "perf_counter", lambda: self._now * STEP):
+            self._scheduler = Scheduler(table, 255)
         self._made = 0
+        self.drafted = 0
+        """Rounds with trees so far."""
 
     def run(self, time: float) -> float:
         """Tokens that come out in a plain step's time."""
@@ -137,7 +140,7 @@ class Simulation:
     def _tell(self, user: User, budget: int) -> None:
         """The client is answered, and makes its next round."""
         user.budget = {"plain": 0, "fixed": 255, "scheduled": budget}[self.mode]
-        self._scheduler.told(user.sequence, user.budget)
+        self._scheduler.budget_sent(user.sequence, user.budget)
         if user.budget:
             asked = self.costs.drafting * (1 if user.attached else 2)
             user.attached = True
@@ -157,22 +160,25 @@ class Simulation:
         checked = self._scheduler.admit(rounds, trees, step)
         if self.mode != "scheduled":
             checked = trees
+        self.drafted += sum(len(tree) > 0 for tree in trees)
         busy = any(user.budget for user in people if user not in here or user.tree)
-        took = 1 + self.costs.token * (sum(map(len, checked)) - 1) + self.costs.disturbance * busy
+        took = (
+            1
+            + self.costs.token * (sum(map(len, checked)) + len(here) - 1)
+            + self.costs.disturbance * busy
+        )
         began = self._now
         self._now += took * self._chance.uniform(1 - self.costs.noise, 1 + self.costs.noise)
         served: list[Any] = []
         for user, round_, tree in zip(here, rounds, checked, strict=True):
             stood = self.accepted(user.number, user.got, self._chance) if user.tree else None
-            stood = min(stood or 0, len(tree) - 1)
-            walk: Any = SimpleNamespace(
-                tokens=[1] * (stood + 1), path=list(range(1, stood + 1)), finish=None
-            )
-            served.append(Served(round_, tree, walk))
+            stood = min(stood or 0, len(tree))
+            output = StepOutput([1] * (stood + 1), accepted=list(range(stood)))
+            served.append(Served(round_, tree, output))
         self._scheduler.stepped(began * STEP, self._now * STEP, served)
         for user, each in zip(here, served, strict=True):
-            self._answer(user, len(each.walk.tokens))
-        return sum(len(each.walk.tokens) for each in served)
+            self._answer(user, len(each.output.tokens))
+        return sum(len(each.output.tokens) for each in served)
 
     def _answer(self, user: User, emitted: int) -> None:
         user.left -= emitted
@@ -181,11 +187,9 @@ class Simulation:
         budget = self._scheduler.budget(user.sequence)
         if user.left <= 0:
             self._scheduler.forget(user.sequence)
-        elif user.steps == 0 or (budget and self._scheduler.rests(user.sequence)):
+        elif user.steps == 0 or (budget and self._scheduler.suspended(user.sequence)):
             self._tell(user, budget)
 
 
-def _tree(nodes: int) -> DraftTree:
-    if not nodes:
-        return NO_TREE
-    return DraftTree([1] * nodes, list(range(-1, nodes - 1)), [0.8] * nodes)
+def _tree(nodes: int) -> TokenTree:
+    return TokenTree.chain([1] * nodes, [0.8] * nodes)

@@ -1,29 +1,35 @@
-"""The walk and the tree, without any model."""
+"""The walk down a tree, the order of its nodes, and the checks of what clients send."""
 
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
-import drafters
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.kernels import SamplingParams
 from paceline.service import ServiceError
+from paceline.tree import TokenTree
 from paceline.v1 import tree_pb2
-from paceline.verifier.engine.acceptance import Finish, walk
-from paceline.verifier.engine.tree import DraftTree
-from paceline.verifier.messages import Limits, read_tree
+from paceline.verifier.engine.acceptance import walk
+from paceline.verifier.engine.job import Round
+from paceline.verifier.engine.output import FinishReason
+from paceline.verifier.model import Limits
+from paceline.verifier.rpc.messages import read_tree
 
 LIMITS = Limits(vocab_size=8, max_context=100, eos_token_ids=())
 
 
 @st.composite
-def trees(draw: st.DrawFn, tokens: int = 3) -> tuple[list[int], list[int]]:
+def trees(draw: st.DrawFn, tokens: int = 3) -> TokenTree:
     size = draw(st.integers(0, 25))
     names = draw(st.lists(st.integers(0, tokens - 1), min_size=size, max_size=size))
     parents = [draw(st.integers(-1, node - 1)) for node in range(size)]
-    return names, parents
+    confidences = draw(st.lists(st.floats(0, 1), min_size=size, max_size=size) | st.just([]))
+    return TokenTree(tuple(names), tuple(parents), tuple(confidences))
 
 
 def model(context: tuple[int, ...], key: int) -> int:
@@ -31,67 +37,50 @@ def model(context: tuple[int, ...], key: int) -> int:
     return random.Random(hash((context, key))).randrange(3)
 
 
-def naive(
-    tokens: list[int], parents: list[int], key: int, stop: set[int], limit: int
-) -> tuple[list[int], list[tuple[int, ...]]]:
-    """What is emitted, and every drafted path that holds as much of it as any does."""
-    emitted: list[int] = []
-    while True:
-        emitted.append(model(tuple(emitted), key))
-        path = tuple(emitted)
-        if emitted[-1] in stop or len(emitted) == limit or path not in texts(tokens, parents):
-            return emitted, list(texts(tokens, parents))
-
-
-def texts(tokens: list[int], parents: list[int]) -> set[tuple[int, ...]]:
-    """The text of every path from the anchor down."""
-    out: list[tuple[int, ...]] = []
-    for token, parent in zip(tokens, parents, strict=True):
-        out.append(((*out[parent], token)) if parent >= 0 else (token,))
-    return set(out)
+def texts(tree: TokenTree) -> set[tuple[int, ...]]:
+    """The text of every path from the anchor down that a walk can take."""
+    out = {-1: ()}
+    for node, parent in enumerate(tree.parents):
+        if parent in out and tree.child(parent, tree.tokens[node]) == node:
+            out[node] = tree.path(node)
+    return set(out.values())
 
 
 @given(trees(), st.integers(0, 1000), st.sets(st.integers(0, 2), max_size=1), st.integers(1, 9))
-def test_walk_equals_naive(
-    tree: tuple[list[int], list[int]], key: int, stop: set[int], limit: int
-) -> None:
-    tokens, parents = tree
-    merged = DraftTree(tokens, parents).up_to_depth(limit - 1)
-    node_text: dict[int, tuple[int, ...]] = {0: ()}
-    for node in range(1, len(merged)):
-        node_text[node] = (*node_text[merged.parents[node]], merged.tokens[node - 1])
-    assert len(set(node_text.values())) == len(node_text), "equal siblings were not merged"
-    cut = {text for text in texts(tokens, parents) if len(text) < limit}
-    assert set(node_text.values()) == cut | {()}
-
-    walked = walk(merged, lambda node: model(node_text[node], key), stop, limit)
-    expected, known = naive(tokens, parents, key, stop, limit)
-    assert walked.tokens == expected
-    held = max(n for n in range(len(expected) + 1) if n == 0 or tuple(expected[:n]) in known)
-    assert len(walked.path) == min(held, limit - 1, len(expected))
-    drafted = merged.drafted_path(walked.path)
-    assert [tokens[node] for node in drafted] == expected[: len(drafted)]
-    assert [parents[node] for node in drafted] == [-1, *drafted[:-1]][: len(drafted)]
-    if walked.tokens[-1] in stop:
-        assert walked.finish is Finish.STOP
+def test_walk_equals_plain_decoding(tree: TokenTree, key: int, stop: set[int], limit: int) -> None:
+    output = walk(tree, lambda node: model(tree.path(node), key), stop, limit)
+    expected: list[int] = []
+    while tuple(expected) in texts(tree) and len(expected) < limit:
+        expected.append(model(tuple(expected), key))
+        if expected[-1] in stop:
+            break
+    assert output.tokens == expected
+    assert [tree.tokens[node] for node in output.accepted] == expected[: len(output.accepted)]
+    assert [tree.parents[node] for node in output.accepted] == [-1, *output.accepted][
+        : len(output.accepted)
+    ]
+    if output.finish is None:
+        assert len(output.accepted) == len(expected) - 1
+    elif expected[-1] in stop:
+        assert output.finish is FinishReason.STOP
     else:
-        assert walked.finish is (Finish.LENGTH if len(expected) == limit else None)
+        assert output.finish is FinishReason.LENGTH
+        assert len(expected) == limit
 
 
-def test_duplicates_do_not_hide_a_longer_path() -> None:
-    """Of equal siblings the one without children comes first; the path goes on below the other."""
-    tree = DraftTree([5, 5, 6], [-1, -1, 1])
-    answers = {0: 5, 1: 6, 2: 7}
-    walked = walk(tree, answers.__getitem__, (), 10)
-    assert walked.tokens == [5, 6, 7]
-    assert tree.drafted_path(walked.path) == [1, 2], "a path of the tree as it was drafted"
-    assert len(tree) == 3
-
-
-def test_chain_is_known_as_one() -> None:
-    assert DraftTree([1, 2, 3], [-1, 0, 1]).is_chain
-    assert DraftTree([1, 1, 2], [-1, -1, 1]).is_chain, "after merging"
-    assert not DraftTree([1, 2], [-1, -1]).is_chain
+@given(trees(), st.integers(0, 9))
+def test_a_round_ranks_its_nodes_by_survival(tree: TokenTree, room: int) -> None:
+    sequence: Any = SimpleNamespace(room=room)
+    round_ = Round(sequence, 1, tree)
+    round_.tree.check()
+    paths = [round_.tree.path(node) for node in range(len(round_.tree))]
+    assert paths == [tree.path(node) for node in round_.nodes]
+    deep = [node for node in range(len(tree)) if tree.depths[node] > room - 1]
+    assert sorted([*round_.nodes, *deep]) == list(range(len(tree)))
+    survivals = round_.tree.survivals
+    assert (survivals[1:] <= survivals[:-1]).all()
+    assert (survivals < 1).all(), "calibration can lower every survival"
+    assert round_.drafted == len(tree)
 
 
 @given(
@@ -99,10 +88,10 @@ def test_chain_is_known_as_one() -> None:
     st.lists(st.integers(-3, 13), max_size=12),
     st.lists(st.floats(width=32), max_size=12),
 )
-def test_read_tree_takes_exactly_the_good_ones(
+def test_read_tree_takes_exactly_the_well_formed_ones(
     tokens: list[int], parents: list[int], confidences: list[float]
 ) -> None:
-    good = (
+    well_formed = (
         len(tokens) == len(parents)
         and len(confidences) in (0, len(tokens))
         and all(token < LIMITS.vocab_size for token in tokens)
@@ -110,19 +99,8 @@ def test_read_tree_takes_exactly_the_good_ones(
         and all(0 <= confidence <= 1 for confidence in confidences)
     )
     message = tree_pb2.TokenTree(tokens=tokens, parents=parents, confidences=confidences)
-    if good:
-        assert len(read_tree(message, LIMITS)) == len(texts(tokens, parents)) + 1
+    if well_formed:
+        assert read_tree(message, LIMITS, SamplingParams(), 1) == TokenTree.from_proto(message)
     else:
         with pytest.raises(ServiceError, match=r"expected|send|tokens"):
-            read_tree(message, LIMITS)
-
-
-@given(trees())
-def test_read_tree_takes_every_tree(tree: tuple[list[int], list[int]]) -> None:
-    message = tree_pb2.TokenTree(tokens=tree[0], parents=tree[1])
-    assert len(read_tree(message, LIMITS)) == len(texts(*tree)) + 1
-
-
-def test_the_largest_tree() -> None:
-    tokens, parents = drafters.every_token([], random.Random(0))
-    assert len(DraftTree(tokens, parents)) <= 256
+            read_tree(message, LIMITS, SamplingParams(), 1)

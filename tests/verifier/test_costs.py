@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.decoder import Decoder
-from paceline.verifier.scheduler import library, profile
+from paceline.verifier.scheduler import profile, storage
 from paceline.verifier.scheduler.costs import CostTable
 
 SOME = CostTable((1, 2), (1, 2), ((1.0, 1.0), (1.0, 1.0)))
@@ -48,15 +48,15 @@ def test_tables_are_kept_and_measured_once(
     monkeypatch.setattr(profile, "_BUDGET", 0.0)
     decoder = Decoder.load(model)
     with torch.inference_mode():
-        table = library.cost_table(decoder, 2048)
+        table = storage.cost_table(decoder, 2048)
         (file,) = (tmp_path / "paceline" / "costs").glob("*.json")
         assert CostTable.from_json(file.read_text()) == table
-        monkeypatch.setattr(library, "profile", lambda *_: SOME)
-        assert library.cost_table(decoder, 2048) == table
-        assert library.cost_table(decoder, 99) == SOME, "other contexts"
-        assert library.cost_table(decoder, 2048, again=True) == SOME
+        monkeypatch.setattr(storage, "profile", lambda *_: SOME)
+        assert storage.cost_table(decoder, 2048) == table
+        assert storage.cost_table(decoder, 99) == SOME, "other contexts"
+        assert storage.cost_table(decoder, 2048, again=True) == SOME
         file.write_text('{"tokens": [1]}')
-        assert library.cost_table(decoder, 2048) == SOME, "a file nobody can believe"
+        assert storage.cost_table(decoder, 2048) == SOME, "a damaged file"
 
 
 def test_a_table_that_cannot_be_kept_serves_once(
@@ -64,8 +64,8 @@ def test_a_table_that_cannot_be_kept_serves_once(
 ) -> None:
     (tmp_path / "paceline").write_text("in the way")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(library, "profile", lambda *_: SOME)
-    assert library.cost_table(Decoder.load(model), 2048) == SOME
+    monkeypatch.setattr(storage, "profile", lambda *_: SOME)
+    assert storage.cost_table(Decoder.load(model), 2048) == SOME
 
 
 def test_of_several_that_start_at_a_time_one_measures(
@@ -79,9 +79,9 @@ def test_of_several_that_start_at_a_time_one_measures(
         time.sleep(0.05)
         return SOME
 
-    monkeypatch.setattr(library, "profile", slow)
+    monkeypatch.setattr(storage, "profile", slow)
     with ThreadPoolExecutor(3) as pool:
-        tables = list(pool.map(lambda _: library.cost_table(decoder, 2048), range(3)))
+        tables = list(pool.map(lambda _: storage.cost_table(decoder, 2048), range(3)))
     assert tables == [SOME] * 3
     assert len(measured) == 1
 

@@ -1,4 +1,4 @@
-"""Failing steps, draining, the model's description, and what comes out at temperature 1."""
+"""Failing steps, draining, the model's description, greedy output and sampled distribution."""
 
 from __future__ import annotations
 
@@ -6,24 +6,26 @@ import asyncio
 import gzip
 import hashlib
 import json
-from collections import Counter
+import random
 from pathlib import Path
 from typing import Any
 
 import drafters
 import grpc
-import numpy as np
 import pytest
 import torch
-from verifier_support import CONTEXT, VOCAB, Client, Round, failure, reason_of, serving
+from chi_square import FALSE_ALARM, p_value
+from verifier_support import CONTEXT, FAMILIES, VOCAB, Client, Round, failure, reason_of, serving
 
 from paceline.decoder import BatchInvariance, weights_fingerprint
+from paceline.tree import TokenTree
 from paceline.v1 import sampling_pb2, verifier_pb2
 from paceline.verifier import build_service
-from paceline.verifier.engine import settle as settling
+from paceline.verifier.engine import acceptance
 
 PROMPT = [3, 1, 4, 1, 5]
 FIELDS: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
+STEP_FAILED = (grpc.StatusCode.INTERNAL, "STEP_FAILED")
 
 
 async def test_a_failing_forward_fails_its_batch_only(
@@ -31,58 +33,45 @@ async def test_a_failing_forward_fails_its_batch_only(
 ) -> None:
     plain = await client.generate(PROMPT, drafters.nothing, **FIELDS)
     created = await client.create(PROMPT, **FIELDS)
-    decoder = client.service.engine._decoder
-    forward = decoder.forward
 
     def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(decoder, "forward", fail)
-    stream = client.stub.Verify()
-    await stream.write(Round.of(created.handle, 1, free_run_steps=11))
-    error = await failure(stream)
-    assert (error.code(), reason_of(error)) == (grpc.StatusCode.INTERNAL, "STEP_FAILED")
-    call = client.stub.CreateCache(verifier_pb2.CreateCacheRequest(prompt_tokens=PROMPT))
-    assert (await failure(call)).code() == grpc.StatusCode.INTERNAL
-    monkeypatch.setattr(decoder, "forward", forward)
-    stream = client.stub.Verify()
-    await stream.write(Round.of(created.handle, 1, free_run_steps=11))
-    tokens = list(created.first.tokens)
-    while len(tokens) < len(plain):
-        tokens += (await stream.read()).result.tokens
-    assert tokens == plain
+    with monkeypatch.context() as patch:
+        patch.setattr(client.service.engine._decoder, "forward", fail)
+        assert await client.refusal(Round.of(created.handle, 1)) == STEP_FAILED
+        call = client.stub.CreateCache(verifier_pb2.CreateCacheRequest(prompt_tokens=PROMPT))
+        assert (await failure(call)).code() == grpc.StatusCode.INTERNAL
+    assert [*created.first.tokens, *await client.free_run(created.handle)] == plain
     await client.release(created.handle)
 
 
-async def test_a_sequence_that_cannot_be_settled_fails_alone(
+async def test_a_sequence_whose_acceptance_fails_fails_alone(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = await client.generate(PROMPT, drafters.nothing, **FIELDS)
     created = await client.create(PROMPT, **FIELDS)
     (cache,) = list(client.service.store)
-    chooser = settling.Chooser
+    sampler = acceptance.Sampler
 
-    class Broken(chooser):  # type: ignore[misc, valid-type]
+    class Broken(sampler):  # type: ignore[misc, valid-type]
         """Fails for one sequence after its first token of a walk."""
 
         def __call__(self, node: int) -> int:
-            if self._sequence is cache.sequence and node > 0:
+            if self._sequence is cache.sequence and node >= 0:
                 raise ValueError("cannot choose")
             return super().__call__(node)
 
-    monkeypatch.setattr(settling, "Chooser", Broken)
-    others = asyncio.gather(
-        *(client.generate(PROMPT, drafters.random_tree, **FIELDS) for _ in range(3))
-    )
-    chain = (plain[1:4], [-1, 0, 1])
-    stream = client.stub.Verify()
-    await stream.write(Round.of(created.handle, 1, chain))
-    assert (await failure(stream)).code() == grpc.StatusCode.INTERNAL
-    assert await others == [plain] * 3
-    monkeypatch.setattr(settling, "Chooser", chooser)
-    stream = client.stub.Verify()
-    await stream.write(Round.of(created.handle, 1, chain))
-    assert list((await stream.read()).result.tokens) == plain[1:5]
+    chain = TokenTree.chain(plain[1:4])
+    with monkeypatch.context() as patch:
+        patch.setattr(acceptance, "Sampler", Broken)
+        others = asyncio.gather(
+            *(client.generate(PROMPT, drafters.random_tree, **FIELDS) for _ in range(3))
+        )
+        assert await client.refusal(Round.of(created.handle, 1, chain)) == STEP_FAILED
+        assert await others == [plain] * 3
+    (answer,) = await client.verify(Round.of(created.handle, 1, chain))
+    assert list(answer.result.tokens) == plain[1:5]
     await client.release(created.handle)
     await client.service.check_integrity()
 
@@ -95,15 +84,9 @@ async def test_draining_lets_generations_end(client: Client) -> None:
     call = client.stub.CreateCache(verifier_pb2.CreateCacheRequest(prompt_tokens=PROMPT))
     error = await failure(call)
     assert (error.code(), reason_of(error)) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
-    stream = client.stub.Verify()
-    await stream.write(Round.of(created.handle, 1, free_run_steps=5))
-    tokens = list(created.first.tokens)
-    while len(tokens) < 6:
-        tokens += (await stream.read()).result.tokens
+    tokens = [*created.first.tokens, *await client.free_run(created.handle, 1, steps=5)]
     assert not drain.done()
-    await stream.write(Round.of(created.handle, 2, free_run_steps=50))
-    while len(tokens) < 12:
-        tokens += (await stream.read()).result.tokens
+    tokens += await client.free_run(created.handle, 2)
     await drain
     assert tokens == plain
 
@@ -129,7 +112,7 @@ async def test_batch_invariance_holds(client: Client) -> None:
     assert (got.batch_invariant, got.batch_invariance_reason) == (True, "")
 
 
-async def test_why_batch_invariance_does_not_hold_is_told_and_logged(
+async def test_a_lack_of_batch_invariance_is_reported_and_logged(
     model: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -151,20 +134,17 @@ async def test_tokenizer(model: Path, tmp_path: Path) -> None:
     raw = b'{"version": "1.0"}'
     (folder / "tokenizer.json").write_bytes(raw)
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ x }}"}))
+    digest = hashlib.sha256(raw).hexdigest()
     async with serving(folder, tmp_path / "v.sock", kv_bytes=1 << 28) as client:
-        got = await client.stub.GetModel(verifier_pb2.GetModelRequest())
-        digest = hashlib.sha256(raw).hexdigest()
-        assert got.tokenizer_digest == digest
-        assert gzip.decompress(got.tokenizer_gzip) == raw
-        assert got.chat_template == "{{ x }}"
-        for request in (
-            verifier_pb2.GetModelRequest(known_tokenizer_digest=digest),
-            verifier_pb2.GetModelRequest(omit_tokenizer=True),
+        for fields, sent in (
+            ({}, True),
+            ({"known_tokenizer_digest": "another"}, True),
+            ({"known_tokenizer_digest": digest}, False),
+            ({"omit_tokenizer": True}, False),
         ):
-            got = await client.stub.GetModel(request)
-            assert (got.tokenizer_digest, got.tokenizer_gzip) == (digest, b"")
-        request = verifier_pb2.GetModelRequest(known_tokenizer_digest="another")
-        assert (await client.stub.GetModel(request)).tokenizer_gzip
+            got = await client.stub.GetModel(verifier_pb2.GetModelRequest(**fields))
+            assert (got.tokenizer_digest, got.chat_template) == (digest, "{{ x }}")
+            assert got.tokenizer_gzip == (gzip.compress(raw, mtime=0) if sent else b"")
 
 
 @pytest.mark.parametrize(
@@ -186,21 +166,34 @@ def test_bad_options(options: dict[str, Any], model: Path) -> None:
         build_service(model, **options)
 
 
-async def test_emitted_tokens_follow_the_softmax(client: Client, model: Path) -> None:
-    """Pearson's chi-square over first and second tokens of many seeds, drafted for and not.
-
-    With fixed seeds this is no gamble; for fresh seeds the false-alarm rate would be 1e-4 a test.
-    """
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_greedy_output_equals_transformers(
+    family: str, models: dict[str, Path], tmp_path: Path
+) -> None:
     from transformers import AutoModelForCausalLM
 
-    count = 600
+    hf = AutoModelForCausalLM.from_pretrained(models[family], dtype=torch.float32).eval()
+    hf.generation_config.eos_token_id = None
+    rng = random.Random(1)
+    async with serving(models[family], tmp_path / "v.sock", kv_bytes=1 << 28) as client:
+        for _ in range(4):
+            prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))]
+            expected = hf.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)
+            got = await client.generate(prompt, drafters.nothing, **FIELDS)
+            assert got == expected[0, len(prompt) :].tolist()
+
+
+async def test_emitted_tokens_follow_the_softmax(client: Client, model: Path) -> None:
+    """First and second tokens of many seeds, half of them drafted for."""
+    from transformers import AutoModelForCausalLM
+
     hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     parent = await client.create(PROMPT)
     bias = dict.fromkeys(range(6, VOCAB), -10000.0)  # six tokens are enough to count
 
     async def draw(seed: int) -> tuple[int, int]:
         fields = sampling_pb2.SamplingParams(temperature=1.0, seed=seed, logit_bias=bias)
-        tree = drafters.nothing if seed % 2 else lambda *_: ([0, 1, 2, 3, 4, 5], [-1] * 6)
+        tree = drafters.nothing if seed % 2 else lambda *_: TokenTree(tuple(range(6)), (-1,) * 6)
         first, second = await client.generate(
             PROMPT, tree, sampling=fields, max_new_tokens=2, ignore_eos=True,
             parent_handle=parent.handle,
@@ -208,29 +201,18 @@ async def test_emitted_tokens_follow_the_softmax(client: Client, model: Path) ->
         return first, second
 
     drawn: list[tuple[int, int]] = []
-    for start in range(0, count, 40):
+    for start in range(0, 600, 40):
         drawn += await asyncio.gather(*(draw(seed) for seed in range(start, start + 40)))
     await client.release(parent.handle)
 
-    def softmax(context: list[int]) -> np.ndarray[Any, Any]:
+    def softmax(context: list[int]) -> list[float]:
         with torch.no_grad():
             logits = hf(torch.tensor([context])).logits[0, -1, :6]
-        return logits.double().softmax(0).numpy()
+        return [float(chance) for chance in logits.double().softmax(0)]
 
-    first = softmax(PROMPT)
-    joint = {
-        (a, b): first[a] * second
-        for a in range(6)
-        for b, second in enumerate(softmax([*PROMPT, a]))
+    chances = {
+        (first, second): above * below
+        for first, above in enumerate(softmax(PROMPT))
+        for second, below in enumerate(softmax([*PROMPT, first]))
     }
-    seen = Counter(drawn)
-    # Rare pairs are counted together, so that every cell expects at least five.
-    cells = [(seen[pair], p * count) for pair, p in joint.items() if p * count >= 5]
-    rest = count - sum(n for n, _ in cells), count - sum(e for _, e in cells)
-    cells += [rest] if rest[1] >= 5 else []
-    statistic = sum((n - e) ** 2 / e for n, e in cells)
-    freedom = len(cells) - 1
-    # Wilson-Hilferty: the 1 - 1e-4 quantile of chi-square.
-    limit = freedom * (1 - 2 / (9 * freedom) + 3.719 * (2 / (9 * freedom)) ** 0.5) ** 3
-    assert len(cells) >= 5
-    assert statistic < limit, (statistic, limit)
+    assert p_value(drawn, chances) > FALSE_ALARM

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
@@ -17,6 +16,8 @@ from verifier_support import CONTEXT, serving
 
 from paceline.decoder import Decoder
 from paceline.kernels import SamplingParams
+from paceline.kv.scores import AttentionScores
+from paceline.tree import TokenTree
 from paceline.v1 import verifier_pb2
 from paceline.verifier.engine import engine as engine_module
 from paceline.verifier.engine.engine import Engine
@@ -24,10 +25,8 @@ from paceline.verifier.engine.errors import DeviceLost, StepFailed
 from paceline.verifier.engine.job import Job, Prefill
 from paceline.verifier.engine.job import Round as RoundJob
 from paceline.verifier.engine.sequence import Generation, Sequence
-from paceline.verifier.engine.tree import DraftTree
 from paceline.verifier.kv.layout import KvLayout
 from paceline.verifier.kv.segment import Segment
-from paceline.verifier.selection import ScoreCollector
 
 POISON = 59
 
@@ -60,7 +59,6 @@ class ByHand:
             config.layers, config.kv_heads, config.head_dim, config.dtype, config.hidden
         )
         self.engine = Engine(decoder)
-        self.engine._loop = asyncio.get_running_loop()
         self.sequences: list[Sequence] = []
 
     def sequence(self, *prompt: int, **sampling: Any) -> Sequence:
@@ -78,7 +76,7 @@ class ByHand:
             else:
                 assert isinstance(job, RoundJob)
                 self.engine.verify(job)
-        self.engine._take_commands()
+        self.engine._thread.run_commands()
         with torch.inference_mode():
             self.engine._step()
 
@@ -98,17 +96,13 @@ def by_hand(decoder: Any) -> Iterator[ByHand]:
             sequence.segment.close()
 
 
-def chain(*tokens: int) -> DraftTree:
-    return DraftTree(tokens, range(-1, len(tokens) - 1))
-
-
 async def texts(
     decoder: Any, drafts: list[list[int]], *, poisoned: bool = False
 ) -> tuple[list[list[int]], list[list[float]]]:
     """What three sequences emit in a prefill, a round of ``drafts`` and a free run, and the scores
-    of their collectors.
+    of their observers.
 
-    Each begins in a batch of all of them and, if wanted, of a job that cannot be computed.
+    Each begins in a batch of all of them; with ``poisoned``, a job that fails is in it too.
     """
     with by_hand(decoder) as hand:
         sequences = [
@@ -117,8 +111,7 @@ async def texts(
             hand.sequence(6, 5, 3, 5, temperature=0.7, seed=5, presence_penalty=1.0),
         ]
         for sequence in sequences:
-            collector = ScoreCollector([0, 1], sequence.segment, cumulative=False)
-            sequence.collectors.append(collector)
+            sequence.observers.append(AttentionScores(sequence.segment, [0, 1]))
         scores: list[list[float]] = []
         bad = hand.sequence(7, 7, 7, temperature=0.0)
         hand.step(Prefill(bad))
@@ -131,16 +124,17 @@ async def texts(
                 assert isinstance(wrong.error, StepFailed)
                 assert "a bad token" in str(wrong.error)
             assert ([*bad.tokens], bad.committed, len(bad.history)) == before
-            published = [each.collectors[0].published for each in sequences]
-            scores.extend(each.flatten().tolist() for each in published if each is not None)
+            observed = [each.observers[0].scores for each in sequences]
+            scores.extend(each.flatten().tolist() for each in observed if each is not None)
 
         step([Prefill(each) for each in sequences], Prefill(hand.sequence(POISON)))
         rounds = [
-            RoundJob(each, 1, chain(*draft)) for each, draft in zip(sequences, drafts, strict=True)
+            RoundJob(each, 1, TokenTree.chain(draft))
+            for each, draft in zip(sequences, drafts, strict=True)
         ]
-        step(rounds, RoundJob(bad, 1, chain(POISON)))
+        step(rounds, RoundJob(bad, 1, TokenTree.chain([POISON])))
         runs = [RoundJob(each, 2, steps=5) for each in sequences]
-        step(runs, RoundJob(bad, 1, chain(POISON)))
+        step(runs, RoundJob(bad, 1, TokenTree.chain([POISON])))
         while not all(job.done for job in runs):
             hand.step()
         for each in sequences:
@@ -174,7 +168,7 @@ async def test_a_job_that_failed_alone_is_not_run_again(decoder: Decoder) -> Non
 async def test_a_lost_device_ends_the_verifier(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A failed step asks whether the device still answers; health tells before the server stops."""
+    """After a failed step the device is checked; health is NOT_SERVING before the server stops."""
 
     def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError("an illegal memory access")

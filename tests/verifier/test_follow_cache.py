@@ -1,38 +1,35 @@
-"""FollowCache: what a follower holds is the verifier's KV, within its budget."""
+"""FollowCache: updates add up to the selected positions, within the budget."""
 
 from __future__ import annotations
 
-import random
-from pathlib import Path
 from typing import Any
 
-import drafters
 import grpc
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from verifier_support import LAYOUT, Client, Round, failure, reason_of, serving, until
+from kv_support import caught_up, following, lost
+from verifier_support import LAYOUT, Client, Round, failure, reason_of, until
 
-from paceline.drafter.kv import KvExchange, KvGone, KvNotShared, KvOptions, VerifierAccess, updates
-from paceline.drafter.kv import exchange as exchange_module
-from paceline.drafter.kv.followed import FollowedKv
-from paceline.drafter.kv.held import HeldKv
+from paceline.drafter.kv import KvExchange, KvGone, KvNotShared, KvOptions, VerifierAccess
+from paceline.drafter.kv import stream as stream_module
+from paceline.drafter.kv.delta import DeltaCache
 from paceline.kernels import streaming
-from paceline.kvwire import SCALED, WIRE_TYPES, decode, encode, position_bytes
+from paceline.kv.selection import SelectionPolicy, Streaming
+from paceline.kv.wire import SCALED, WIRE_TYPES, decode, encode, position_bytes
 from paceline.v1 import kv_pb2, kv_pb2_grpc
-from paceline.verifier import follow
 from paceline.verifier.cache import Cache
 from paceline.verifier.engine.sequence import Generation, Sequence
-from paceline.verifier.follow import FollowStream
 from paceline.verifier.kv.segment import Segment
-from paceline.verifier.selection import Selection, Streaming
+from paceline.verifier.rpc import follow
+from paceline.verifier.rpc.follow import FollowStream
 
 CODE = grpc.StatusCode
 FLOAT32 = kv_pb2.KV_DTYPE_FLOAT32
 
 
-class Scattered(Selection):
+class Scattered(SelectionPolicy):
     """Random positions, other ones in each layer and each time."""
 
     def __init__(self, layers: int, seed: int) -> None:
@@ -67,9 +64,9 @@ def test_updates_add_up_to_the_selection(
     cache, limit = new_cache(segment), follow.MESSAGE_BYTES
     try:
         follow.MESSAGE_BYTES = messages
-        selection = Scattered(len(layers), seed) if seed % 2 else Streaming(len(layers))
-        stream = FollowStream(cache, layers, selection, 1, FLOAT32, FLOAT32)
-        held = HeldKv(stream._shape)
+        policy = Scattered(len(layers), seed) if seed % 2 else Streaming(segment, layers)
+        stream = FollowStream(cache, layers, policy, 1, FLOAT32)
+        delta = DeltaCache(stream._shape)
         row = position_bytes(LAYOUT.kv_heads, LAYOUT.head_dim, FLOAT32)
         for grown, budget in steps:
             cache.sequence.committed += grown
@@ -79,14 +76,14 @@ def test_updates_add_up_to_the_selection(
             for message in update:
                 positions = sum(len(chunk.positions) for chunk in message.chunks)
                 assert positions * row <= max(messages, row)
-            held.apply(update, budget)
-            assert len(held) == min(budget, cache.sequence.committed)
+            delta.apply(update, budget)
+            assert len(delta) == min(budget, cache.sequence.committed)
             for index, layer in enumerate(layers):
-                where = held.positions(index)
+                where = delta.positions(index)
                 if not seed % 2:
                     parts = streaming(cache.sequence.committed, budget)
                     assert sorted(where.tolist()) == [p for part in parts for p in part]
-                for mine, plane in zip(held.layer(index), segment.layer(layer), strict=True):
+                for mine, plane in zip(delta.layer(index), segment.layer(layer), strict=True):
                     assert mine.equal(plane[:, where])
     finally:
         follow.MESSAGE_BYTES = limit
@@ -95,7 +92,7 @@ def test_updates_add_up_to_the_selection(
 
 def test_only_what_changed_is_sent_again(segment: Segment) -> None:
     cache = new_cache(segment)
-    stream = FollowStream(cache, (0, 1), Streaming(2), 100, FLOAT32, FLOAT32)
+    stream = FollowStream(cache, (0, 1), Streaming(segment, (0, 1)), 100, FLOAT32)
     cache.sequence.committed = 500
     (first,) = stream._update()
     assert [len(chunk.positions) for chunk in first.chunks] == [100, 100]
@@ -107,9 +104,9 @@ def test_only_what_changed_is_sent_again(segment: Segment) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "reason"),
     [
-        (lambda m: m.drops.add(layer=0, positions=[900]), "not held"),
+        (lambda m: m.drops.add(layer=0, positions=[900]), "not in the cache"),
         (lambda m: m.chunks[0].positions.__setitem__(0, 450), "comes twice"),
         (lambda m: m.chunks[0].positions.__setitem__(0, 503), "not below 503"),
         (lambda m: setattr(m.chunks[0], "keys", b""), "cannot be"),
@@ -119,19 +116,19 @@ def test_only_what_changed_is_sent_again(segment: Segment) -> None:
         (lambda m: m.chunks.pop(), "leaves"),
     ],
 )
-def test_a_lying_update_is_found_out(segment: Segment, change: Any, says: str) -> None:
+def test_invalid_updates_are_refused(segment: Segment, change: Any, reason: str) -> None:
     cache = new_cache(segment)
-    stream = FollowStream(cache, (0, 1), Streaming(2), 103, FLOAT32, FLOAT32)
-    held = HeldKv(stream._shape)
+    stream = FollowStream(cache, (0, 1), Streaming(segment, (0, 1)), 103, FLOAT32)
+    delta = DeltaCache(stream._shape)
     for committed in (500, 503):
         cache.sequence.committed = committed
         (message,) = stream._update()
         if committed == 503:
             change(message)
-            with pytest.raises(KvGone, match=says):
-                held.apply([message], 103)
+            with pytest.raises(KvGone, match=reason):
+                delta.apply([message], 103)
         else:
-            held.apply([message], 103)
+            delta.apply([message], 103)
 
 
 @given(
@@ -154,66 +151,7 @@ def test_types_on_the_wire(wire: Any, seed: int, size: float) -> None:
         assert found.equal(plane.to(WIRE_TYPES[wire]).float())
 
 
-async def following(
-    client: Client, created: Any, layers: tuple[int, ...] = (0, -1), budget: int = 64, **how: str
-) -> tuple[KvExchange, FollowedKv]:
-    exchange = KvExchange(VerifierAccess())
-    options = KvOptions(kv="follow", **how)
-    kv = await exchange.open(client.address, created.read_grant, layers, options, budget)
-    assert isinstance(kv, FollowedKv)
-    return exchange, kv
-
-
-async def lost(exchange: KvExchange, address: str, followed: Any) -> None:
-    """Break the connection, and wait until the stream is another one."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange_module, "CALL_SECONDS", 0.0)  # of grace
-        exchange._drop(address)
-    await until(lambda: followed._stream > 1)
-
-
-async def caught_up(kv: FollowedKv, committed: int, budget: int = 64, held: int = 0) -> None:
-    """Until it took in what the verifier sent of so many positions, and holds so many."""
-
-    def caught_up() -> bool:
-        parts = kv.parts(kv.layers[0], committed, budget)
-        return bool(parts) and kv.committed == committed and held in (0, parts[0][0].shape[1])
-
-    await until(caught_up)
-
-
-@pytest.mark.parametrize("name", ["Llama", "bf16"])
-async def test_it_follows_a_generation(models: dict[str, Path], tmp_path: Path, name: str) -> None:
-    """After every round, trees and free runs alike, through changes of the budget."""
-    async with serving(models[name], tmp_path / "v.sock", kv_bytes=1 << 28) as client:
-        prompt = [random.Random(1).randrange(1, 61) for _ in range(230)]
-        created = await client.create(prompt, max_new_tokens=60, ignore_eos=True)
-        exchange, kv = await following(client, created)
-        (cache,) = client.service.store
-        stream, draw, rng = client.stub.Verify(), drafters.random_tree, random.Random(2)
-        tokens, budgets = list(created.first.tokens), [64, 64, 300, 300, 5, 5, 100, 0, 0, 7]
-        for number, budget in enumerate(budgets, 1):
-            await stream.write(Round.of(created.handle, number, draw([*prompt, *tokens], rng)))
-            tokens += (await stream.read()).result.tokens
-            committed = cache.sequence.committed
-            assert committed == len(prompt) + len(tokens) - 1
-            wanted = min(budget or committed, committed)
-            await caught_up(kv, committed, budget, wanted)
-            held = kv._held
-            assert held is not None
-            for index, layer in enumerate((0, 1)):
-                theirs = cache.sequence.segment.layer(layer)
-                for mine, plane in zip(held.layer(index), theirs, strict=True):
-                    assert mine.equal(plane[:, held.positions(index)])
-            kv.check()
-        assert kv.parts(0, 0, 7), "what is held stays, though nothing more is taken in"
-        kv.close()
-        await exchange.close()
-        await until(lambda: not cache.sequence.listeners)
-        await client.release(created.handle)
-
-
-async def test_a_follower_that_takes_nothing_in_is_sent_two_updates(client: Client) -> None:
+async def test_two_updates_are_sent_without_an_acknowledgement(client: Client) -> None:
     created = await client.create([3, 1, 4], max_new_tokens=50, ignore_eos=True)
     exchange, kv = await following(client, created)
     stream = client.stub.Verify()
@@ -223,27 +161,10 @@ async def test_a_follower_that_takes_nothing_in_is_sent_two_updates(client: Clie
     await until(lambda: len(kv._pending) == 2)
     await client.service.engine.between_steps(lambda: None)
     assert len(kv._pending) == 2
-    assert kv.parts(0, 3, 64)[0][0].shape[1] == 3, "an update ahead of the text waits"
+    kv.refresh(3, 64)
+    assert kv.parts(0)[0][0].shape[1] == 3, "an update ahead of the text waits"
     assert len(kv._pending) == 1
     await caught_up(kv, 11)
-    kv.close()
-    await exchange.close()
-
-
-async def test_a_released_cache_is_gone(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(updates, "FIRST_DELAY", 0.01)
-    created = await client.create([3, 1, 4])
-    exchange, kv = await following(client, created)
-    await client.release(created.handle)
-
-    def gone() -> bool:
-        try:
-            kv.check()
-        except KvGone as error:
-            return "CACHE_NOT_FOUND" in str(error) or "no cache has this read grant" in str(error)
-        return False
-
-    await until(gone)
     kv.close()
     await exchange.close()
 
@@ -251,8 +172,8 @@ async def test_a_released_cache_is_gone(client: Client, monkeypatch: pytest.Monk
 async def test_a_lost_stream_is_opened_again(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what it brings takes the place of what was held."""
-    monkeypatch.setattr(updates, "FIRST_DELAY", 0.01)
+    """Its first update replaces the delta cache."""
+    monkeypatch.setattr(stream_module, "FIRST_DELAY", 0.01)
     created = await client.create([3, 1, 4], max_new_tokens=50, ignore_eos=True)
     exchange, kv = await following(client, created)
     await caught_up(kv, 3)
@@ -277,7 +198,7 @@ async def test_refusals(client: Client) -> None:
         ({"layers": [-3]}, CODE.INVALID_ARGUMENT, "LAYER_OUT_OF_RANGE"),
         ({"budget": 0}, CODE.INVALID_ARGUMENT, "NO_BUDGET"),
         ({"wire_dtype": 77}, CODE.INVALID_ARGUMENT, "BAD_WIRE_DTYPE"),
-        ({"policy": 77}, CODE.INVALID_ARGUMENT, "BAD_POLICY"),
+        ({"policy": "luck"}, CODE.INVALID_ARGUMENT, "BAD_POLICY"),
         ({"hidden_state_layers": [0]}, CODE.FAILED_PRECONDITION, "HIDDEN_STATES_NOT_KEPT"),
     ):
         call = stub.FollowCache()
@@ -312,7 +233,7 @@ async def test_refusals(client: Client) -> None:
     await until(lambda: not cache.sequence.listeners)
 
 
-async def test_only_known_verifiers_are_followed(client: Client) -> None:
+async def test_only_allowed_verifiers_are_called(client: Client) -> None:
     """A client names the address: the drafter's token must not go wherever it points."""
     exchange = KvExchange(VerifierAccess(remote=("192.0.2.7:1",)))
     with pytest.raises(KvNotShared, match="--verifier"):

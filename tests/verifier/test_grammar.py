@@ -1,4 +1,4 @@
-"""Schemas as masks: exactly the tokens that may come next, step by step."""
+"""Grammars: the mask leaves exactly the tokens that may come next."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCHEMA = {
 
 
 def byte_tokenizer() -> Tokenizer:
-    """One token a byte, and the end; ids above are not in it."""
+    """One token a byte, and an end token; higher ids are unknown."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: index for index, character in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -45,14 +45,14 @@ def ids(text: str) -> list[int]:
 
 
 def allowed(grammar: Grammar, text: str) -> set[str]:
-    """What may come after a text."""
+    """The tokens that may come after a text."""
     masked = grammar.begin(ids(text)).mask(torch.zeros(VOCABULARY))
     assert set(masked.tolist()) <= {0.0, -torch.inf}
     found = masked.isfinite().nonzero()[:, 0].tolist()
     return {"<end>" if token == END else TOKENIZER.decode([token]) for token in found}
 
 
-def test_only_what_the_schema_goes_on_with_is_left() -> None:
+def test_the_mask_leaves_what_may_come_next() -> None:
     grammar = compiled()
     white = {" ", "\n", "\r", "\t"}
     assert allowed(grammar, "") == {"{"}
@@ -62,7 +62,7 @@ def test_only_what_the_schema_goes_on_with_is_left() -> None:
     assert allowed(grammar, '{"ok":' + " " * 32) == {"t", "f"}, "white space has an end"
 
 
-def test_logits_of_allowed_tokens_stay_and_the_given_ones_too() -> None:
+def test_a_mask_changes_no_other_logits_and_not_its_argument() -> None:
     logits = torch.randn(VOCABULARY, dtype=torch.bfloat16)
     before = logits.clone()
     masked = compiled().begin().mask(logits)
@@ -72,7 +72,7 @@ def test_logits_of_allowed_tokens_stay_and_the_given_ones_too() -> None:
     assert masked[brace] == logits[brace]
 
 
-def test_a_guide_taken_back_is_as_before() -> None:
+def test_pop_restores_a_guide() -> None:
     guide = compiled().begin(ids('{"ok":'))
     before = guide.mask(torch.zeros(VOCABULARY))
     for token in ids("true,"):
@@ -81,7 +81,7 @@ def test_a_guide_taken_back_is_as_before() -> None:
     assert torch.equal(guide.mask(torch.zeros(VOCABULARY)), before)
 
 
-def test_guides_of_one_grammar_do_not_meet() -> None:
+def test_guides_of_one_grammar_are_independent() -> None:
     grammar = compiled()
     first, second = grammar.begin(), grammar.begin()
     first.push(ids("{")[0])
@@ -91,7 +91,7 @@ def test_guides_of_one_grammar_do_not_meet() -> None:
 
 
 @pytest.mark.parametrize("text", ["[", '{"ok":1', '{"ok":true,"n":7}x'])
-def test_a_text_that_does_not_follow_is_refused(text: str) -> None:
+def test_a_text_that_does_not_match_is_refused(text: str) -> None:
     with pytest.raises(GrammarError):
         compiled().begin(ids(text))
 
@@ -108,11 +108,11 @@ def test_a_text_that_does_not_follow_is_refused(text: str) -> None:
         "text",
     ],
 )
-def test_a_schema_that_cannot_be_followed_is_refused(schema: Any) -> None:
+def test_an_unsupported_schema_is_refused(schema: Any) -> None:
     with pytest.raises(GrammarError, match="schema"):
         compiled(schema)
 
 
-def test_a_model_that_cannot_end_a_text_follows_no_schema() -> None:
+def test_a_schema_needs_an_end_of_sequence_token() -> None:
     with pytest.raises(GrammarError, match="end-of-sequence"):
         Grammars(TOKENIZER.to_str().encode(), VOCABULARY, []).compile("{}")

@@ -1,4 +1,4 @@
-"""MapCache: what a read grant shows, to whom, and that it can do nothing else."""
+"""MapCache: what the holder of a read grant can do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from verifier_support import LAYOUT, Client, failure, reason_of, serving, until
 from paceline.service import ServiceError
 from paceline.v1 import kv_pb2, kv_pb2_grpc, verifier_pb2
 from paceline.verifier.engine.sequence import Generation
-from paceline.verifier.kv_exchange import KvExchangeServicer
+from paceline.verifier.rpc.kv_exchange import KvExchangeServicer
 from paceline.verifier.store import CacheNotFound
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -27,9 +27,8 @@ def exchange(client: Client) -> Any:
     return kv_pb2_grpc.KvExchangeServiceStub(client.channel)  # type: ignore[no-untyped-call]
 
 
-def content(path: str) -> bytes:
-    with open(path, "rb") as file:
-        return file.read()
+def content(name: str) -> bytes:
+    return Path(f"/dev/shm{name}").read_bytes()
 
 
 async def map_cache(client: Client, read_grant: bytes, *layers: int) -> kv_pb2.MapCacheResponse:
@@ -39,7 +38,7 @@ async def map_cache(client: Client, read_grant: bytes, *layers: int) -> kv_pb2.M
 
 
 async def test_the_answer_leads_to_every_element(client: Client) -> None:
-    """Read by offsets and strides from the file alone; the header says the rest."""
+    """By offsets and strides in the file; the header has committed length and generation."""
     created = await client.create(PROMPT)
     (cache,) = client.service.store
     answer = await map_cache(client, created.read_grant)
@@ -47,56 +46,54 @@ async def test_the_answer_leads_to_every_element(client: Client) -> None:
     assert answer.committed_length == len(PROMPT)
     assert answer.generation == created.generation
     assert 0 < answer.lease_ms <= created.lease_ms
-    assert [(s.layer, s.is_value) for s in answer.segments] == [
-        *((0, False), (0, True), (1, False), (1, True))
-    ]
-    file = content("/dev/shm" + answer.segments[0].posix.name)
-    for segment in answer.segments:
-        assert segment.posix.byte_size == len(file)
-        theirs = cache.sequence.segment.layer(segment.layer)[segment.is_value]
-        assert (segment.heads, segment.capacity, segment.head_dim) == theirs.shape
-        for head in range(segment.heads):
-            for position in range(len(PROMPT)):
-                at = segment.offset + head * segment.head_stride
-                at += position * segment.position_stride
-                row = struct.unpack_from(f"{segment.head_dim}f", file, at)
-                assert torch.equal(torch.tensor(row), theirs[head, position])
+    file, kv = content(answer.file.name), answer.kv
+    assert answer.file.byte_size == len(file)
+    assert [each.layer for each in kv.layers] == [0, 1]
+    for each in kv.layers:
+        for start, theirs in zip(
+            (each.key_offset, each.value_offset),
+            cache.sequence.segment.layer(each.layer),
+            strict=True,
+        ):
+            assert (kv.heads, kv.capacity, kv.head_dim) == theirs.shape
+            for head in range(kv.heads):
+                for position in range(len(PROMPT)):
+                    at = start + head * kv.head_stride + position * kv.position_stride
+                    row = struct.unpack_from(f"{kv.head_dim}f", file, at)
+                    assert torch.equal(torch.tensor(row), theirs[head, position])
     assert file[:8] == struct.pack("=Q", int.from_bytes(b"PACEKV\0\1", "big"))
     assert struct.unpack_from("=2Q", file, 8) == (created.generation, len(PROMPT))
     await client.release(created.handle)
 
 
-async def test_only_layers_asked_for_are_described(client: Client) -> None:
+async def test_only_requested_layers_are_described(client: Client) -> None:
     created = await client.create(PROMPT)
     answer = await map_cache(client, created.read_grant, 1, 1, 1)
-    assert [(s.layer, s.is_value) for s in answer.segments] == [(1, False), (1, True)]
-    for layers in ((2,), (0, 2**32 - 1)):
-        request = kv_pb2.MapCacheRequest(read_grant=created.read_grant, layers=layers)
-        error = await failure(exchange(client).MapCache(request))
-        assert (error.code(), reason_of(error)) == (CODE.INVALID_ARGUMENT, "LAYER_OUT_OF_RANGE")
+    assert [each.layer for each in answer.kv.layers] == [1]
     await client.release(created.handle)
 
 
-async def test_nothing_but_the_grant_opens_it(client: Client) -> None:
+async def test_refusals(client: Client) -> None:
     created, other = await client.create(PROMPT), await client.create(PROMPT)
     assert (await map_cache(client, other.read_grant)).generation == other.generation
     await client.release(other.handle)
-    wrong = {
-        created.handle: (CODE.NOT_FOUND, "CACHE_NOT_FOUND"),
-        other.read_grant: (CODE.NOT_FOUND, "CACHE_NOT_FOUND"),
-        bytes(16): (CODE.NOT_FOUND, "CACHE_NOT_FOUND"),
-        b"": (CODE.INVALID_ARGUMENT, "BAD_GRANT"),
-        created.read_grant + b"x": (CODE.INVALID_ARGUMENT, "BAD_GRANT"),
-    }
-    for grant, expected in wrong.items():
-        request = kv_pb2.MapCacheRequest(read_grant=grant)
+    for grant, layers, expected in (
+        (created.handle, (), (CODE.NOT_FOUND, "CACHE_NOT_FOUND")),
+        (other.read_grant, (), (CODE.NOT_FOUND, "CACHE_NOT_FOUND")),
+        (bytes(16), (), (CODE.NOT_FOUND, "CACHE_NOT_FOUND")),
+        (b"", (), (CODE.INVALID_ARGUMENT, "BAD_GRANT")),
+        (created.read_grant + b"x", (), (CODE.INVALID_ARGUMENT, "BAD_GRANT")),
+        (created.read_grant, (2,), (CODE.INVALID_ARGUMENT, "LAYER_OUT_OF_RANGE")),
+        (created.read_grant, (0, 2**32 - 1), (CODE.INVALID_ARGUMENT, "LAYER_OUT_OF_RANGE")),
+    ):
+        request = kv_pb2.MapCacheRequest(read_grant=grant, layers=layers)
         error = await failure(exchange(client).MapCache(request))
         assert (error.code(), reason_of(error)) == expected
     await client.release(created.handle)
 
 
 async def test_the_grant_does_nothing_else(client: Client) -> None:
-    """It neither releases nor renews, and whoever holds it need not have made the cache."""
+    """It neither releases nor renews; its holder need not have created the cache."""
     created = await client.create(PROMPT)
     assert not await client.release(created.read_grant)
     renew = verifier_pb2.RenewLeaseRequest(handle=created.read_grant)
@@ -112,17 +109,17 @@ async def test_mapping_does_not_keep_a_cache_alive(model: Path, tmp_path: Path) 
     async with serving(model, tmp_path / "v.sock", kv_bytes=1 << 28, lease_seconds=0.3) as client:
         created = await client.create(PROMPT)
 
-        async def keep_asking() -> None:
+        async def map_again() -> None:
             while True:
                 await map_cache(client, created.read_grant)
 
         with pytest.raises(grpc.aio.AioRpcError) as error:
-            await keep_asking()
+            await map_again()
         assert error.value.code() is CODE.NOT_FOUND
         await until(lambda: len(client.service.store) == 0)
 
 
-async def test_a_lapsed_lease_shows_nothing_even_before_the_sweep() -> None:
+async def test_an_expired_lease_ends_access_before_the_sweep() -> None:
     clock = Clock()
     store = new_store(clock)
     cache = store.admit(Generation((1,), length_limit=9), "me")
@@ -137,7 +134,7 @@ async def test_a_lapsed_lease_shows_nothing_even_before_the_sweep() -> None:
     store.check_integrity()
 
 
-async def test_a_caller_from_elsewhere_is_told_so() -> None:
+async def test_callers_on_other_machines_are_refused() -> None:
     store = new_store(Clock())
     cache = store.admit(Generation((1,), length_limit=9), "me")
     servicer = KvExchangeServicer(store)
@@ -150,7 +147,7 @@ async def test_a_caller_from_elsewhere_is_told_so() -> None:
         await servicer.MapCache(request, away)
     assert (error.value.code, error.value.reason) == (CODE.FAILED_PRECONDITION, "KV_NOT_LOCAL")
     answer = await servicer.MapCache(request, here)
-    assert len(answer.segments) == 2 * LAYOUT.layers
+    assert len(answer.kv.layers) == LAYOUT.layers
     await store.release(cache)
 
 
@@ -159,7 +156,7 @@ async def test_the_integrity_check_compares_the_header() -> None:
     cache = store.admit(Generation((1,), length_limit=9), "me")
     store.check_integrity()
     cache.sequence.segment.publish(3)
-    with pytest.raises(AssertionError, match="its header tells something else"):
+    with pytest.raises(AssertionError, match="its header differs"):
         store.check_integrity()
     cache.sequence.segment.publish(0)
     await store.release(cache)

@@ -1,4 +1,4 @@
-"""What a served verifier leaves behind when clients vanish or memory runs out: nothing."""
+"""No memory leaks when clients disappear or memory runs out."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ PROMPT = [3, 1, 4, 1, 5]
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """What leases are measured by."""
+    """The clock of leases."""
     made = Clock()
     monkeypatch.setattr(service, "CacheStore", partial(CacheStore, clock=made))
     return made
 
 
-async def test_abandoned_caches_go_with_their_lease(
+async def test_abandoned_caches_are_freed_after_their_lease(
     model: Path, tmp_path: Path, clock: Clock
 ) -> None:
     async with serving(model, tmp_path / "v.sock", kv_bytes=1 << 28, lease_seconds=0.3) as client:
@@ -45,14 +45,12 @@ async def test_abandoned_caches_go_with_their_lease(
         await until(lambda: len(client.service.store) == 0)
         assert own_segments() == set()
         await stream.write(Round.of(created.handle, 2))
-        error = await failure(stream)
-        assert (error.code(), reason_of(error)) == (grpc.StatusCode.NOT_FOUND, "CACHE_NOT_FOUND")
+        assert reason_of(await failure(stream)) == "CACHE_NOT_FOUND"
 
 
 async def test_a_lease_lasts_through_a_long_prefill(
     model: Path, tmp_path: Path, clock: Clock
 ) -> None:
-    """Longer than a lease, and longer than one once more."""
     async with serving(
         model, tmp_path / "v.sock", kv_bytes=1 << 28, prefill_token_limit=256
     ) as client:
@@ -80,8 +78,8 @@ async def test_cancelling_a_prefill_frees_it(model: Path, tmp_path: Path) -> Non
 
 
 async def test_no_shared_memory_left(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a prefill and in a round: RESOURCE_EXHAUSTED, others go on, and so does the same cache."""
-    fields = {"max_new_tokens": 300, "ignore_eos": True}
+    """In a prefill and in a round: RESOURCE_EXHAUSTED; the same cache goes on later."""
+    fields: dict[str, Any] = {"max_new_tokens": 300, "ignore_eos": True}
     plain = await client.generate(PROMPT, drafters.nothing, **fields)
     created = await client.create(PROMPT, **fields)
     real = os.posix_fallocate
@@ -91,11 +89,7 @@ async def test_no_shared_memory_left(client: Client, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     request = verifier_pb2.CreateCacheRequest(prompt_tokens=PROMPT)
-    error = await failure(client.stub.CreateCache(request))
-    assert (error.code(), reason_of(error)) == (
-        grpc.StatusCode.RESOURCE_EXHAUSTED,
-        "KV_FULL",
-    )
+    assert reason_of(await failure(client.stub.CreateCache(request))) == "KV_FULL"
     stream = client.stub.Verify()
     await stream.write(Round.of(created.handle, 1, free_run_steps=299))
     tokens = list(created.first.tokens)
@@ -107,23 +101,16 @@ async def test_no_shared_memory_left(client: Client, monkeypatch: pytest.MonkeyP
     assert tokens == plain[: len(tokens)]
     assert len(PROMPT) + len(tokens) == 257, "up to the last slot that was reserved"
     monkeypatch.setattr(os, "posix_fallocate", real)
-    stream = client.stub.Verify()
-    await stream.write(Round.of(created.handle, 1))
-    assert [*created.first.tokens, *(await stream.read()).result.tokens] == tokens
-    await stream.write(Round.of(created.handle, 2, free_run_steps=299))
-    while not answer.last:
-        answer = await stream.read()
-        tokens += answer.result.tokens
-    assert tokens == plain
+    (answer,) = await client.verify(Round.of(created.handle, 1))
+    assert [*created.first.tokens, *answer.result.tokens] == tokens
+    assert [*tokens, *await client.free_run(created.handle, 2)] == plain
     await client.release(created.handle)
 
 
-async def test_who_cannot_grow_leaves_its_memory_to_older_ones(
+async def test_caches_that_cannot_grow_are_preempted_youngest_first(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four that all need more than there is: one after the other, the youngest first, gives way."""
-    fields = {"max_new_tokens": 300, "ignore_eos": True}
-    caches = [await client.create(PROMPT, **fields) for _ in range(4)]
+    caches = [await client.create(PROMPT, max_new_tokens=300, ignore_eos=True) for _ in range(4)]
     real = Segment.reserve
 
     def full(segment: Segment, tokens: int) -> None:
@@ -133,28 +120,17 @@ async def test_who_cannot_grow_leaves_its_memory_to_older_ones(
 
     monkeypatch.setattr(Segment, "reserve", full)
 
-    async def run(handle: bytes) -> grpc.StatusCode:
-        """Go on to the end; the status that it came to."""
-        stream = client.stub.Verify()
-        await stream.write(Round.of(handle, 1, free_run_steps=299))
-        try:
-            while not (await stream.read()).last:
-                pass
-            await stream.done_writing()
-        except grpc.aio.AioRpcError as error:
-            return error.code()
-        return await stream.code()
-
     for cache in reversed(caches[1:]):
-        assert await run(cache.handle) == grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert await run(cache.handle) == grpc.StatusCode.NOT_FOUND
-    assert await run(caches[0].handle) == grpc.StatusCode.OK
+        run = Round.of(cache.handle, 1, free_run_steps=299)
+        assert await client.refusal(run) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "KV_FULL")
+        assert await client.refusal(run) == (grpc.StatusCode.NOT_FOUND, "CACHE_NOT_FOUND")
+    assert len(await client.free_run(caches[0].handle)) == 299
     await client.release(caches[0].handle)
 
 
 async def test_nothing_leaks_under_churn(client: Client) -> None:
-    """Generations that end, are cancelled at any point, or are released by others."""
-    fields = {"max_new_tokens": 25, "ignore_eos": True}
+    """Generations that end, are cancelled at any point, or are released meanwhile."""
+    fields: dict[str, Any] = {"max_new_tokens": 25, "ignore_eos": True}
     plain = await client.generate(PROMPT, drafters.nothing, **fields)
 
     async def churn(index: int) -> None:

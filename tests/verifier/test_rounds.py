@@ -11,26 +11,11 @@ import grpc
 import pytest
 from verifier_support import VOCAB, Client, Round, failure, held_up, reason_of, until
 
+from paceline.tree import TokenTree
 from paceline.v1 import sampling_pb2, verifier_pb2
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 FIELDS: dict[str, Any] = {"max_new_tokens": 300, "ignore_eos": True}
-
-
-async def answer(client: Client, request: Any) -> list[Any]:
-    """All messages that answer one round on a stream of its own."""
-    stream = client.stub.Verify()
-    await stream.write(request)
-    await stream.done_writing()
-    return [message async for message in stream]
-
-
-async def refused(client: Client, request: Any) -> tuple[grpc.StatusCode, str]:
-    """Status and reason of a refused round."""
-    stream = client.stub.Verify()
-    await stream.write(request)
-    error = await failure(stream)
-    return error.code(), reason_of(error)
 
 
 @pytest.fixture
@@ -41,20 +26,20 @@ async def handle(client: Client) -> bytes:
 
 
 async def test_a_repeated_round_gets_the_stored_answer(client: Client, handle: bytes) -> None:
-    (first,) = await answer(client, Round.of(handle, 1, ([1, 2, 3], [-1, 0, 0])))
-    (again,) = await answer(client, Round.of(handle, 1))
+    (first,) = await client.verify(Round.of(handle, 1, TokenTree((1, 2, 3), (-1, 0, 0))))
+    (again,) = await client.verify(Round.of(handle, 1))
     assert again == first
     assert again.last
-    (second,) = await answer(client, Round.of(handle, 2))
+    (second,) = await client.verify(Round.of(handle, 2))
     assert second.result.committed_length > first.result.committed_length
 
 
 async def test_a_repeated_free_run_gets_all_of_its_tokens(client: Client, handle: bytes) -> None:
-    messages = await answer(client, Round.of(handle, 1, free_run_steps=50))
+    messages = await client.verify(Round.of(handle, 1, free_run_steps=50))
     assert [message.last for message in messages] == [False] * (len(messages) - 1) + [True]
     tokens = [token for message in messages for token in message.result.tokens]
     assert len(tokens) == 50
-    (again,) = await answer(client, Round.of(handle, 1, free_run_steps=50))
+    (again,) = await client.verify(Round.of(handle, 1, free_run_steps=50))
     assert again.result.tokens == tokens
     assert again.last
     assert again.verify_us == sum(message.verify_us for message in messages)
@@ -62,21 +47,21 @@ async def test_a_repeated_free_run_gets_all_of_its_tokens(client: Client, handle
 
 async def test_rounds_out_of_order(client: Client, handle: bytes) -> None:
     for number in (1, 2, 3):
-        await answer(client, Round.of(handle, number))
+        await client.verify(Round.of(handle, number))
     failed = grpc.StatusCode.FAILED_PRECONDITION
-    assert await refused(client, Round.of(handle, 2)) == (failed, "STALE_ROUND")
-    assert await refused(client, Round.of(handle, 0)) == (failed, "STALE_ROUND")
-    assert await refused(client, Round.of(handle, 5)) == (failed, "ROUND_GAP")
-    assert len(await answer(client, Round.of(handle, 4))) == 1
+    assert await client.refusal(Round.of(handle, 2)) == (failed, "STALE_ROUND")
+    assert await client.refusal(Round.of(handle, 0)) == (failed, "STALE_ROUND")
+    assert await client.refusal(Round.of(handle, 5)) == (failed, "ROUND_GAP")
+    assert len(await client.verify(Round.of(handle, 4))) == 1
 
 
 async def test_finished(client: Client) -> None:
     created = await client.create(PROMPT, max_new_tokens=3, ignore_eos=True)
-    messages = await answer(client, Round.of(created.handle, 1, free_run_steps=10))
+    messages = await client.verify(Round.of(created.handle, 1, free_run_steps=10))
     assert messages[-1].result.finish_reason == sampling_pb2.FINISH_REASON_LENGTH
     failed = grpc.StatusCode.FAILED_PRECONDITION
-    assert await refused(client, Round.of(created.handle, 2)) == (failed, "FINISHED")
-    (again,) = await answer(client, Round.of(created.handle, 1))
+    assert await client.refusal(Round.of(created.handle, 2)) == (failed, "FINISHED")
+    (again,) = await client.verify(Round.of(created.handle, 1))
     assert len(again.result.tokens) == 2
 
 
@@ -86,10 +71,9 @@ async def test_a_bad_round_leaves_the_cache_as_it_was(client: Client) -> None:
     stream = client.stub.Verify()
     await stream.write(Round.of(created.handle, 1))
     first = await stream.read()
-    await stream.write(Round.of(created.handle, 2, ([VOCAB], [-1])))
+    await stream.write(Round.of(created.handle, 2, TokenTree.chain([VOCAB])))
     assert reason_of(await failure(stream)) == "TOKEN_OUT_OF_VOCABULARY"
-    rest = await answer(client, Round.of(created.handle, 2, free_run_steps=10))
-    tokens = [token for message in rest for token in message.result.tokens]
+    tokens = await client.free_run(created.handle, 2)
     assert [*created.first.tokens, *first.result.tokens, *tokens] == plain
 
 
@@ -114,16 +98,14 @@ async def test_taking_over_in_the_middle_of_a_free_run(client: Client) -> None:
     with held_up(client, after=5):
         await old.write(Round.of(created.handle, 1, free_run_steps=299))
         seen = list((await old.read()).result.tokens)
-        taking_over = asyncio.create_task(
-            answer(client, Round.of(created.handle, 1, free_run_steps=299))
-        )
+        repeated = Round.of(created.handle, 1, free_run_steps=299)
+        taking_over = asyncio.create_task(client.verify(repeated))
         assert reason_of(await failure(old)) == "STREAM_SUPERSEDED"
     (stored,) = await taking_over
     tokens = list(stored.result.tokens)
-    assert len(seen) <= len(tokens) < 299, "the run went on although nobody listened"
+    assert len(seen) <= len(tokens) < 299, "the run continued without its stream"
     assert tokens[: len(seen)] == seen
-    rest = await answer(client, Round.of(created.handle, 2, free_run_steps=299))
-    tokens += [token for message in rest for token in message.result.tokens]
+    tokens += await client.free_run(created.handle, 2)
     assert [*created.first.tokens, *tokens] == plain
 
 
@@ -136,11 +118,11 @@ async def test_a_broken_stream_ends_its_free_run(client: Client, handle: bytes) 
         stream.cancel()
         await until(lambda: cache.stream is None)
     await until(lambda: not cache.busy)
-    (stored,) = await answer(client, Round.of(handle, 1))
+    (stored,) = await client.verify(Round.of(handle, 1))
     assert list(stored.result.tokens)[: len(seen)] == seen
     assert len(stored.result.tokens) < 299
     assert stored.result.committed_length == len(PROMPT) + len(stored.result.tokens)
-    assert (await answer(client, Round.of(handle, 2)))[0].round_id == 2
+    assert (await client.verify(Round.of(handle, 2)))[0].round_id == 2
 
 
 async def test_the_handle_is_needed_once(client: Client, handle: bytes) -> None:
@@ -160,10 +142,10 @@ async def test_an_empty_stream_is_no_error(client: Client) -> None:
 
 
 async def test_a_free_run_ends_at_its_deadline(client: Client, handle: bytes) -> None:
-    (answered,) = await answer(client, Round.of(handle, 1, ([1], [-1]), deadline_ms=1))
+    (answered,) = await client.verify(Round.of(handle, 1, TokenTree.chain([1]), deadline_ms=1))
     assert answered.last, "a late round is answered all the same"
     (cache,) = list(client.service.store)
-    messages = await answer(client, Round.of(handle, 2, free_run_steps=298, deadline_ms=1))
+    messages = await client.verify(Round.of(handle, 2, free_run_steps=298, deadline_ms=1))
     assert messages[-1].last
     assert 1 <= sum(len(message.result.tokens) for message in messages) < 298
     assert not cache.busy
@@ -178,7 +160,7 @@ async def test_release_in_the_middle_of_a_round(client: Client, handle: bytes) -
     with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
         await stream.write(Round.of(handle, 2))  # the stream may have ended already
     assert (await failure(stream)).code() == grpc.StatusCode.NOT_FOUND
-    code, reason = await refused(client, Round.of(handle, 2))
+    code, reason = await client.refusal(Round.of(handle, 2))
     assert (code, reason) == (grpc.StatusCode.NOT_FOUND, "CACHE_NOT_FOUND")
     await client.service.check_integrity()
 

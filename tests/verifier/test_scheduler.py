@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from verifier_support import Client, Round, failure, reason_of, serving
 
 from paceline.kernels import SamplingParams
+from paceline.tree import TokenTree
 from paceline.v1 import sampling_pb2, tree_pb2, verifier_pb2
-from paceline.verifier.engine.tree import DraftTree
 from paceline.verifier.scheduler.admission import Step
 from paceline.verifier.scheduler.costs import CostTable
 from paceline.verifier.scheduler.scheduler import Scheduler
@@ -114,7 +114,7 @@ async def test_a_new_cache_says_how_much_to_draft(model: Path, tmp_path: Path) -
         await client.release(created.handle)
         engine = client.service.engine
         await engine.between_steps(lambda: None)
-        assert not engine._scheduler._outlooks, "a released sequence is forgotten"
+        assert not engine._scheduler._states, "a released sequence is forgotten"
 
 
 async def test_a_run_ends_when_drafting_may_begin(client: Client) -> None:
@@ -150,9 +150,9 @@ def drawn(confidences: list[float], costs: CostTable) -> list[int]:
     round_.sequence.committed = 9
     round_.sequence.generation.sampling = sampling
     count = len(confidences)
-    tree = DraftTree([1] * count, list(range(-1, count - 1)), confidences)
+    tree = TokenTree.chain([1] * count, confidences)
     (cut,) = Scheduler(costs, 255).admit([round_], [tree], Step(1, 9, 1))
-    return cut.tokens
+    return list(cut.tokens)
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=6), st.data())

@@ -1,4 +1,4 @@
-"""JSON by a schema: valid, and the same tokens whoever drafts and wherever the text goes on."""
+"""Generation by a JSON schema: valid, and the same tokens with every drafter and after a resume."""
 
 from __future__ import annotations
 
@@ -79,39 +79,39 @@ def check(tokens: list[int]) -> None:
     assert all(name.isalpha() and len(name) <= 4 for name in value["names"])
 
 
-async def test_valid_and_identical_whoever_drafts(client: Client) -> None:
+async def test_valid_and_identical_with_every_drafter(client: Client) -> None:
     for seed, sampling in enumerate(SAMPLINGS.values()):
-        wanted = fields(seed, **sampling)
-        plain = await client.generate(PROMPT, drafters.nothing, **wanted)
+        request = fields(seed, **sampling)
+        plain = await client.generate(PROMPT, drafters.nothing, **request)
         check(plain)
         for name, draw in drafters.all_of(plain, len(PROMPT)).items():
-            assert await client.generate(PROMPT, draw, seed=3, **wanted) == plain, name
+            assert await client.generate(PROMPT, draw, seed=3, **request) == plain, name
 
 
-async def test_rejection_sampling_follows_it_too(client: Client) -> None:
-    wanted = fields(1, temperature=1.0, mode=sampling_pb2.ACCEPTANCE_MODE_REJECTION)
-    plain = await client.generate(PROMPT, drafters.nothing, **wanted)
+async def test_rejection_sampling_with_a_schema(client: Client) -> None:
+    request = fields(1, temperature=1.0, mode=sampling_pb2.ACCEPTANCE_MODE_REJECTION)
+    plain = await client.generate(PROMPT, drafters.nothing, **request)
     check(plain)
-    check(await client.generate(PROMPT, drafters.wrong(plain, len(PROMPT)), **wanted))
+    check(await client.generate(PROMPT, drafters.wrong(plain, len(PROMPT)), **request))
 
 
-async def test_a_text_goes_on_where_its_tokens_left_it(client: Client) -> None:
-    """As after a restart: where it stands in the schema follows from what was emitted."""
-    wanted = fields(3, temperature=1.0)
-    whole = await client.generate(PROMPT, drafters.nothing, **wanted)
+async def test_a_resumed_text_continues_in_its_schema(client: Client) -> None:
+    """As after a restart: the emitted tokens give the position in the schema."""
+    request = fields(3, temperature=1.0)
+    whole = await client.generate(PROMPT, drafters.nothing, **request)
     for cut in range(0, len(whole), 5):
-        created = await client.create(PROMPT, output_tokens=whole[:cut], **wanted)
+        created = await client.create(PROMPT, output_tokens=whole[:cut], **request)
         assert list(created.first.tokens) == [whole[cut]]
         await client.release(created.handle)
-    with pytest.raises(grpc.aio.AioRpcError, match="follow its schema") as raised:
-        await client.create(PROMPT, output_tokens=[*whole[:5], whole[0]], **wanted)
+    with pytest.raises(grpc.aio.AioRpcError, match="match its schema") as raised:
+        await client.create(PROMPT, output_tokens=[*whole[:5], whole[0]], **request)
     assert reason_of(raised.value) == "INVALID_SCHEMA"
 
 
 async def test_log_probabilities_are_the_models_own(client: Client) -> None:
-    """The mask is of the contract, not of the model: the likeliest tokens need not be allowed."""
-    wanted = {**fields(temperature=1.0), "top_logprobs": 20}
-    created = await client.create(PROMPT, **wanted)
+    """They are computed without the mask: the likeliest tokens need not be allowed."""
+    request = {**fields(temperature=1.0), "top_logprobs": 20}
+    created = await client.create(PROMPT, **request)
     brace = TOKENIZER.token_to_id("{")
     assert list(created.first.tokens) == [brace]
     assert created.first.logprobs[0] < -0.01

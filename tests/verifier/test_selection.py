@@ -1,4 +1,4 @@
-"""Selection policies: what verification notes, and which positions follow from it."""
+"""Selection policies: scores from verification, and the positions that are selected by them."""
 
 from __future__ import annotations
 
@@ -11,30 +11,26 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_follow_cache import caught_up, following
+from kv_support import caught_up, following, rounds
 from torch import Tensor
-from verifier_support import LAYOUT, Round, serving, until
+from verifier_support import LAYOUT, serving, until
 
 from paceline.decoder import Decoder
-from paceline.drafter.kv import KvExchange, KvOptions, VerifierAccess
-from paceline.drafter.kv.chosen import ChosenKv, ChosenPositions
+from paceline.drafter.kv import KvOptions
+from paceline.drafter.kv.remote import SparseView
 from paceline.kernels import SELECTION_CHUNK, PageBounds, TreeSegment, plan_trees
-from paceline.verifier.engine.watch import Watch, Watches
+from paceline.kv.policies import load_policy
+from paceline.kv.scores import PAGE, ScoreObserver
+from paceline.kv.selection import TopScores
+from paceline.verifier.engine.observer import BatchObserver
 from paceline.verifier.kv.layout import KvLayout
 from paceline.verifier.kv.segment import Segment
-from paceline.verifier.selection import (
-    PAGE,
-    Collector,
-    PageCollector,
-    ScoreCollector,
-    Scored,
-)
 
 POLICIES = ("verified", "chunk_topk", "quest")
 
 
 class Seen:
-    """Keeps queries, and the attention's results with and without collectors."""
+    """Keeps queries."""
 
     def __init__(self) -> None:
         self.q: dict[int, Tensor] = {}
@@ -46,15 +42,15 @@ class Seen:
         self.q[layer] = q.clone()
 
 
-def collector_of(policy: str, segment: Segment, layers: tuple[int, ...] = (0, 1)) -> Collector:
-    if policy == "quest":
-        return PageCollector(layers, segment)
-    return ScoreCollector(layers, segment, cumulative=policy == "chunk_topk")
+def observer_of(policy: str, segment: Segment, layers: tuple[int, ...] = (0, 1)) -> ScoreObserver:
+    observer = load_policy(policy)(segment, layers).observer
+    assert observer is not None
+    return observer
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "bf16"])
-def test_what_is_collected_and_that_it_leaves_no_trace(
+def test_scores_are_right_and_observers_change_nothing(
     models: dict[str, Path], family: str, policy: str
 ) -> None:
     """A batch of two trees and a plain step, two rounds: the same logits and KV, right scores."""
@@ -63,7 +59,7 @@ def test_what_is_collected_and_that_it_leaves_no_trace(
     layout = KvLayout(config.layers, config.kv_heads, config.head_dim, config.dtype)
     pairs = [(Segment(layout, 768), Segment(layout, 768)) for _ in range(3)]
     prefixes, trees = (40, 300, 17), ((-1, 0, 0, 1), (-1, 0, 1, 2), None)
-    collectors = [collector_of(policy, watched) for watched, _ in pairs]
+    observers = [observer_of(policy, watched) for watched, _ in pairs]
     weights = [torch.zeros(config.layers, 768, dtype=torch.float64) for _ in pairs]
     draws = torch.Generator().manual_seed(0)
     try:
@@ -82,27 +78,24 @@ def test_what_is_collected_and_that_it_leaves_no_trace(
             ]
             plan = plan_trees(segments)
             tokens = torch.randint(1, 60, (plan.rows,), generator=draws)
-            watches, seen = Watches(), Seen()
-            for index, (segment, collector) in enumerate(zip(segments, collectors, strict=True)):
-                deepest = segment.depths.index(max(segment.depths))
-                nodes = (0, deepest) if deepest else (0,)
-                rows = tuple(plan.offsets[index] + node for node in nodes)
-                watches.add(Watch(collector, index, nodes, rows, segment.start))
+            batch, seen = BatchObserver(), Seen()
+            for index, (segment, observer) in enumerate(zip(segments, observers, strict=True)):
+                batch.add(observer, index, segment, plan.offsets[index])
             watched_side, plain_side = zip(*pairs, strict=True)
             observed = decoder.forward(
-                tokens, plan, watched_side, logit_rows=None, observer=watches
+                tokens, plan, watched_side, logit_rows=None, observer=batch
             ).logits
-            watches.publish()
+            batch.publish()
             plain_logits = decoder.forward(
                 tokens, plan_trees(segments), plain_side, logit_rows=None, observer=seen
             ).logits
             assert plain_logits.equal(observed)
-            for index, (segment, collector) in enumerate(zip(segments, collectors, strict=True)):
+            for index, (segment, observer) in enumerate(zip(segments, observers, strict=True)):
                 watched, plain = pairs[index]
                 assert watched.kv[..., : segment.stop, :].equal(plain.kv[..., : segment.stop, :])
                 deepest = segment.depths.index(max(segment.depths))
                 nodes = sorted({0, deepest})
-                found = collector.published
+                found = observer.scores
                 assert found is not None
                 right = [
                     _scores(policy, seen.q[layer], plan, index, nodes, watched, layer, config, w)
@@ -151,19 +144,29 @@ def _scores(
     return weights[:whole].unflatten(0, (-1, SELECTION_CHUNK)).sum(-1)
 
 
-class Given(Collector):
+class FakeCache:
+    """A cache of which nothing is read."""
+
+    capacity = 0
+    device = torch.device("cpu")
+
+    def layer(self, index: int) -> Any:
+        raise AssertionError("not read")
+
+
+class Given(ScoreObserver):
     """Scores that a test made up."""
 
-    def __init__(self, scores: Tensor, size: int) -> None:
+    def __init__(self, scores: Tensor, chunk: int) -> None:
         super().__init__(range(len(scores)))
-        self.published, self.size = scores, size
+        self.scores, self.chunk = scores, chunk
 
-    def probes(self, segment: int, nodes: Any, prefix: int) -> list[Any]:
+    def begin(self, block: int, nodes: Any, prefix: int) -> list[Any]:
         return []
 
-    def attended(self, layer: int, q: Tensor, rows: Any, prefix: int) -> None: ...
+    def attended(self, layer: int, q: Tensor, rows: Any) -> None: ...
 
-    def publish(self, prefix: int) -> None: ...
+    def publish(self) -> None: ...
 
 
 @given(
@@ -173,12 +176,12 @@ class Given(Collector):
     size=st.sampled_from([1, SELECTION_CHUNK, PAGE]),
     seed=st.integers(0, 99),
 )
-def test_the_best_are_chosen_and_all_that_is_newer(
+def test_the_best_and_all_newer_positions_are_selected(
     committed: int, behind: int, budget: int, size: int, seed: int
 ) -> None:
     prefix = max(0, committed - behind) // size
     scores = torch.randn(3, prefix, generator=torch.Generator().manual_seed(seed))
-    chosen = Scored(Given(scores, size)).choose(committed, budget)
+    chosen = TopScores(FakeCache(), Given(scores, size)).choose(committed, budget)
     assert len({len(positions) for positions in chosen}) == 1
     newer = set(range(prefix * size, committed))
     for layer, positions in enumerate(chosen):
@@ -216,10 +219,10 @@ def test_page_bounds_hold() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-async def test_followers_get_what_a_policy_chooses(
-    models: dict[str, Path], tmp_path: Path, policy: str
+async def test_drafters_get_the_selected_positions(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
-    """Two followers of one cache, trees and free runs; collectors go as they leave."""
+    """Two followers and a sparse view of one cache; observers are removed with them."""
     async with serving(models["Llama"], tmp_path / "v.sock", kv_bytes=1 << 28) as client:
         prompt = [random.Random(1).randrange(1, 61) for _ in range(200)]
         fields = {"max_new_tokens": 40, "ignore_eos": True}
@@ -227,85 +230,55 @@ async def test_followers_get_what_a_policy_chooses(
         created = await client.create(prompt, **fields)
         exchange, kv = await following(client, created, budget=48, kv_policy=policy)
         other_exchange, other = await following(client, created, (1,), budget=32)
-        (cache,) = client.service.store
-        stream, rng = client.stub.Verify(), random.Random(2)
-        tokens, number = list(created.first.tokens), 0
-        while len(tokens) < 36:
-            number += 1
-            tree = drafters.random_tree([*prompt, *tokens], rng)
-            await stream.write(Round.of(created.handle, number, tree))
-            tokens += (await stream.read()).result.tokens
-            await caught_up(kv, cache.sequence.committed, 48)
-            await caught_up(other, cache.sequence.committed, 32)
-            held = kv._held
-            assert held is not None
-            assert 48 - 16 < len(held) <= 48
-            for index in (0, 1):
-                keys, values = held.layer(index)
-                theirs = cache.sequence.segment.layer(index)
-                assert keys.equal(theirs[0][:, held.positions(index)])
-                assert values.equal(theirs[1][:, held.positions(index)])
-        assert tokens == truth[: len(tokens)]
-        assert len(cache.sequence.collectors) == 1
-        assert not torch.equal(held.positions(0).sort().values, held.positions(1).sort().values)
-        for followed, opened in ((kv, exchange), (other, other_exchange)):
-            followed.close()
-            await opened.close()
-        await until(lambda: not cache.sequence.collectors)
-        await client.release(created.handle)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-async def test_mappers_read_where_a_policy_chooses(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
-) -> None:
-    """The same positions as a follower has, and what is newer, in the verifier's own memory."""
-    async with serving(models["Llama"], tmp_path / "v.sock", kv_bytes=1 << 28) as client:
-        prompt = [random.Random(1).randrange(1, 61) for _ in range(200)]
-        created = await client.create(prompt, max_new_tokens=40, ignore_eos=True)
-        exchange = KvExchange(VerifierAccess())
         options = KvOptions(kv="map", kv_policy=policy)
-        kv = await exchange.open(client.address, created.read_grant, (0, 1), options, 48)
-        assert isinstance(kv, ChosenKv)
+        view = await exchange.open(client.address, created.read_grant, (0, 1), options, 48)
+        assert isinstance(view, SparseView)
         (cache,) = client.service.store
-        stream, chosen = client.stub.Verify(), kv._chosen
-        for number in range(1, 7):
-            await stream.write(Round.of(created.handle, number))
-            await stream.read()
-            committed = cache.sequence.committed
+        number, sparse_bytes = 0, 2 * 48 * 8
+        async for tokens in rounds(client, created, prompt, 36):
+            number += 1
+            committed = len(prompt) + len(tokens) - 1
+            await caught_up(kv, committed, 48)
+            await caught_up(other, committed, 32)
+            delta = kv.cache
+            assert delta is not None
+            assert 48 - 16 < len(delta) <= 48
             if number % 2:
-                await until(lambda at=committed: _took_in(chosen, at))
-            else:  # this choice comes too late
-                monkeypatch.setattr(chosen, "take_in", lambda below, budget: None)
-            held = chosen._held
-            assert held is not None
+                await caught_up(view.selection, committed, 48)
+            else:  # the selection of this round comes too late
+                monkeypatch.setattr(view.selection, "refresh", lambda below, budget: 0)
+            assert view.refresh(committed, 48) == committed
+            selected = view.selection.cache
+            assert selected is not None
+            newer = torch.arange(view.selection.committed, committed)
+            assert bool(len(newer)) == (number % 2 == 0)
             for index in (0, 1):
-                newer = torch.arange(chosen.committed, committed)
-                assert len(newer) == (number + 1) % 2
-                positions = torch.cat([held.positions(index), newer])
-                parts = zip(*kv.parts(index, committed, 48), strict=True)
-                for mine, plane in zip(parts, cache.sequence.segment.layer(index), strict=True):
+                theirs = cache.sequence.segment.layer(index)
+                positions = torch.cat([selected.positions(index), newer])
+                parts = zip(*view.parts(index), strict=True)
+                for mine, plane in zip(delta.layer(index), theirs, strict=True):
+                    assert mine.equal(plane[:, delta.positions(index)])
+                for mine, plane in zip(parts, theirs, strict=True):
                     assert torch.cat(mine, 1).equal(plane[:, positions])
+                if number % 2:
+                    assert set(positions.tolist()) == set(delta.positions(index).tolist())
             monkeypatch.undo()
-        assert 48 - 16 < kv.positions <= 48
-        assert kv.received < 6 * 2 * 48 * 8, "positions alone"
-        kv.close()
+        assert tokens == truth[: len(tokens)]
+        assert view.received < number * sparse_bytes, "positions only"
+        assert len(cache.sequence.observers) == 2
+        assert not torch.equal(delta.positions(0).sort().values, delta.positions(1).sort().values)
+        for reader in (kv, other, view):
+            reader.close()
+        await until(lambda: not cache.sequence.observers)
         await exchange.close()
-        await until(lambda: not cache.sequence.collectors)
+        await other_exchange.close()
         await client.release(created.handle)
 
 
-def _took_in(chosen: ChosenPositions, committed: int) -> bool:
-    chosen.take_in(committed, 48)
-    return chosen.committed == committed
-
-
-def test_a_cache_of_no_layer_in_common_is_let_alone() -> None:
-    """Only the layers that are followed are looked at."""
+def test_other_layers_are_not_observed() -> None:
     segment = Segment(LAYOUT, 512)
-    collector = collector_of("verified", segment, (1,))
-    watches = Watches()
-    watches.add(Watch(collector, 0, (0,), (0,), 4))
-    assert not watches.probes(0)
-    assert len(watches.probes(1)) == 1
+    batch = BatchObserver()
+    batch.add(observer_of("verified", segment, (1,)), 0, TreeSegment(0, 4, None, 1), 0)
+    assert not batch.probes(0)
+    assert len(batch.probes(1)) == 1
     segment.close()

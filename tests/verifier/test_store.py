@@ -1,4 +1,4 @@
-"""The cache store: admission, capabilities, leases, and books that balance."""
+"""The cache store: admission, capabilities, leases, and integrity."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.verifier.store import CacheNotFound, CacheStore, StoreFull
 
 
 class Clock:
-    """Time that moves when told."""
+    """A clock that tests advance."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -32,7 +32,7 @@ def new_store(clock: Clock, **options: Any) -> CacheStore:
     return CacheStore(LAYOUT, free, clock=clock, **(settings | options))
 
 
-async def test_leases_run_out_all_of_them() -> None:
+async def test_leases_expire() -> None:
     clock = Clock()
     store = new_store(clock)
     caches = [store.admit(Generation((1,), length_limit=9), "me") for _ in range(3)]
@@ -50,7 +50,7 @@ async def test_leases_run_out_all_of_them() -> None:
     store.check_integrity()
 
 
-async def test_admission_counts_the_worst_case() -> None:
+async def test_admission_counts_caches_at_their_largest() -> None:
     generation = Generation((1,) * 10, length_limit=300)
     need = LAYOUT.byte_size(512 + 256)
     store = new_store(Clock(), kv_bytes=2 * need)
@@ -62,13 +62,15 @@ async def test_admission_counts_the_worst_case() -> None:
     with pytest.raises(StoreFull) as full:
         store.admit(Generation((1,), length_limit=5000), "me")
     assert full.value.forever
+    with pytest.raises(StoreFull):
+        new_store(Clock(), max_sequences=0).admit(Generation((1,), length_limit=9), "me")
     for cache in caches:
         await store.release(cache)
         await store.release(cache)
     assert store.used_bytes == 0
 
 
-async def test_a_cancelled_release_frees_all_the_same() -> None:
+async def test_a_cancelled_release_frees_the_memory() -> None:
     slow = asyncio.Event()
 
     async def later(sequence: Sequence) -> None:
@@ -85,7 +87,7 @@ async def test_a_cancelled_release_frees_all_the_same() -> None:
         store.find(cache.handle, "me")
     assert len(store) == 1
     slow.set()
-    await store.settled()
+    await store.wait_released()
     assert (len(store), store.used_bytes, own_segments()) == (0, 0, set())
 
 

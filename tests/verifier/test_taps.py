@@ -1,4 +1,4 @@
-"""Hidden states for drafters: the right rows, only those asked for, and no token changed."""
+"""Hidden states that are kept for drafters."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import random
 from pathlib import Path
 from typing import Any
 
-import drafters
 import pytest
 import torch
-from verifier_support import LAYOUT, Client, serving
+from kv_support import mapping_states
+from verifier_support import LAYOUT, Client
 
 from paceline.decoder import Decoder, LocalCache
-from paceline.drafter.kv import KvExchange, KvGone, KvNotShared, VerifierAccess
-from paceline.drafter.kv.states import SharedStates
+from paceline.drafter.kv import KvNotShared
+from paceline.drafter.kv.shared import SharedStates
 from paceline.kernels import TreeSegment, plan_trees
-from paceline.shm import TAP_AHEAD
-from paceline.v1 import kv_pb2, tree_pb2, verifier_pb2
+from paceline.kv.segment import TAP_AHEAD
+from paceline.v1 import kv_pb2, kv_pb2_grpc
 from paceline.verifier.kv.segment import Segment
 from paceline.verifier.kv.taps import TapLayout, TapPlanes, Taps
 
@@ -25,7 +25,7 @@ FIELDS = {"max_new_tokens": 60, "ignore_eos": True}
 
 
 def outputs(folder: Path, tokens: list[int], layers: tuple[int, ...]) -> torch.Tensor:
-    """What the layers say of a text, one token at a time, side by side."""
+    """Outputs of layers for a text, one token at a time, side by side."""
     decoder = Decoder.load(folder)
     cache = LocalCache(decoder.config)
     cache.reserve(len(tokens))
@@ -38,60 +38,7 @@ def outputs(folder: Path, tokens: list[int], layers: tuple[int, ...]) -> torch.T
     return torch.cat(rows)
 
 
-async def mapping(client: Client, created: Any, *layers: int, window: int = 0) -> SharedStates:
-    exchange = KvExchange(VerifierAccess())
-    try:
-        return await exchange.map_states(client.address, created.read_grant, layers, window)
-    finally:
-        await exchange.close()
-
-
-@pytest.mark.bits
-@pytest.mark.parametrize(("name", "window"), [("Llama", 0), ("Llama", 20), ("bf16", 0)])
-async def test_they_are_the_layers_outputs_bit_for_bit(
-    models: dict[str, Path], tmp_path: Path, name: str, window: int
-) -> None:
-    """After rounds with rejected nodes, moved paths and free runs; tokens as without taps."""
-    async with serving(models[name], tmp_path / "v.sock", kv_bytes=1 << 28) as client:
-        prompt = [random.Random(1).randrange(1, 61) for _ in range(230)]
-        truth = await client.generate(prompt, drafters.nothing, **FIELDS)
-        created = await client.create(
-            prompt, hidden_state_layers=[1, 0], hidden_state_window=window, **FIELDS
-        )
-        states = await mapping(client, created, 0, 1, window=window)
-        expected = outputs(models[name], [*prompt, *truth], (0, 1))
-        draw = drafters.mixed(drafters.random_tree, drafters.free_run)
-        tokens, rng, number = list(created.first.tokens), random.Random(2), 0
-        stream = client.stub.Verify()
-        while len(tokens) < len(truth):
-            number += 1
-            draft = draw([*prompt, *tokens], rng)
-            request = verifier_pb2.VerifyRequest(handle=created.handle, round_id=number)
-            if isinstance(draft, int):
-                request.free_run_steps = draft
-            else:
-                request.tree.CopyFrom(tree_pb2.TokenTree(tokens=draft[0], parents=draft[1]))
-            await stream.write(request)
-            answer = await stream.read()
-            tokens += answer.result.tokens
-            while not answer.last:
-                answer = await stream.read()
-                tokens += answer.result.tokens
-            states.check()
-            committed = states.committed
-            assert committed == len(prompt) + len(tokens) - 1
-            first, rows = states.read(0, committed)
-            assert first == (committed - window if window else 0)
-            assert torch.equal(rows, expected[first:committed])
-        assert tokens == truth
-        await stream.done_writing()
-        await client.release(created.handle)
-        with pytest.raises(KvGone):
-            states.check()
-        states.close()
-
-
-async def test_only_what_was_asked_for_is_kept(client: Client) -> None:
+async def test_only_requested_layers_are_kept(client: Client) -> None:
     plain = await client.create(PROMPT)
     tapped = await client.create(PROMPT, hidden_state_layers=[1])
     narrow = await client.create(PROMPT, hidden_state_layers=[1], hidden_state_window=16)
@@ -101,7 +48,7 @@ async def test_only_what_was_asked_for_is_kept(client: Client) -> None:
     assert sizes[2] - sizes[0] == (256 + 512) * hidden
     for created, layers in ((plain, (0,)), (tapped, (0,)), (narrow, (0, 1))):
         with pytest.raises(KvNotShared, match="create it with hidden_state_layers"):
-            await mapping(client, created, *layers)
+            await mapping_states(client, created, *layers)
 
 
 def cache_slots(client: Client) -> int:
@@ -120,10 +67,10 @@ def cache_slots(client: Client) -> int:
         (40, {"hidden_state_layers": [0], "hidden_state_window": 40}, 290),
     ],
 )
-async def test_a_fork_has_its_states_too(
+async def test_a_fork_has_hidden_states(
     client: Client, model: Path, window: int, parent: dict[str, Any], reused: int
 ) -> None:
-    """Taken from the parent where it has them, computed where not."""
+    """Copied from the parent if it has them, else computed."""
     prompt = [random.Random(4).randrange(1, 61) for _ in range(300)]
     older = await client.create(prompt, **parent)
     text = [*prompt[:290], 7, 8, 9]
@@ -131,14 +78,14 @@ async def test_a_fork_has_its_states_too(
         text, parent_handle=older.handle, hidden_state_layers=[0], hidden_state_window=window
     )
     assert fork.reused_tokens == reused
-    states = await mapping(client, fork, 0, window=window)
+    states = await mapping_states(client, fork, 0, window=window)
     first, rows = states.read(0, len(text))
     assert first == (len(text) - window if window else 0)
     assert torch.equal(rows, outputs(model, text, (0,))[first:])
     states.close()
 
 
-def test_rows_wrap_around_and_old_ones_go() -> None:
+def test_rows_wrap_around() -> None:
     layout = TapLayout(Taps((3,), 10), 16, 2, torch.float32)
     planes = TapPlanes(layout, torch.zeros(32))
     rows = torch.arange(200.0).view(100, 2)
@@ -149,9 +96,9 @@ def test_rows_wrap_around_and_old_ones_go() -> None:
     assert planes.first_kept(43) == 27
 
 
-async def test_a_reader_knows_what_was_overwritten(client: Client) -> None:
+async def test_overwritten_rows_are_dropped(client: Client) -> None:
     created = await client.create(PROMPT, hidden_state_layers=[0], hidden_state_window=16)
-    states = await mapping(client, created, 0, window=16)
+    states = await mapping_states(client, created, 0, window=16)
     (cache,) = client.service.store
     segment = cache.sequence.segment
     assert segment.taps is not None
@@ -183,24 +130,24 @@ def test_memory_is_reserved_with_the_kv() -> None:
 
 
 @pytest.mark.parametrize(
-    "lie",
+    ("field", "value"),
     [
-        {"slots": 16}, {"slots": 1 << 30}, {"hidden_size": 0}, {"offset": 8}, {"offset": 1 << 40},
-        {"position_stride": 2}, {"layer": 1}, {"name": "/etc/passwd"}, {"byte_size": 4096},
+        ("slots", 16), ("slots", 1 << 30), ("hidden_size", 0), ("position_stride", 2),
+        ("offset", 8), ("offset", 1 << 40), ("layer", 1),
+        ("name", "/etc/passwd"), ("byte_size", 4096),
     ],
 )  # fmt: skip
-async def test_lies_of_a_verifier_lead_nowhere(client: Client, lie: dict[str, Any]) -> None:
+async def test_invalid_descriptions_are_refused(client: Client, field: str, value: Any) -> None:
     created = await client.create(PROMPT, hidden_state_layers=[0], hidden_state_window=16)
-    from paceline.v1 import kv_pb2_grpc
-
     stub: Any = kv_pb2_grpc.KvExchangeServiceStub(client.channel)
     answer = await stub.MapCache(
         kv_pb2.MapCacheRequest(read_grant=created.read_grant, hidden_state_layers=[0])
     )
-    (described,) = answer.hidden_states
-    assert described.slots >= 16 + TAP_AHEAD
-    SharedStates.open(answer, created.read_grant, [0], 16).close()
-    for name, value in lie.items():
-        setattr(described.posix if name in ("name", "byte_size") else described, name, value)
+    states = answer.hidden_states
+    assert states.slots >= 16 + TAP_AHEAD
+    SharedStates(answer, created.read_grant, [0], 16).close()
+    messages = (answer.file, states, states.layers[0])
+    (message,) = (each for each in messages if field in each.DESCRIPTOR.fields_by_name)
+    setattr(message, field, value)
     with pytest.raises(KvNotShared):
-        SharedStates.open(answer, created.read_grant, [0], 16)
+        SharedStates(answer, created.read_grant, [0], 16)

@@ -1,4 +1,4 @@
-"""Tiny models, a verifier served in the test's own loop, and a client that draws any trees."""
+"""Tiny models, a verifier served in the test's own loop, and a client that sends any tree."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from paceline.service import ServerOptions, run_server
-from paceline.v1 import tree_pb2, verifier_pb2, verifier_pb2_grpc
+from paceline.tree import EMPTY, TokenTree
+from paceline.v1 import verifier_pb2, verifier_pb2_grpc
 from paceline.verifier import VerifierService, build_service
 from paceline.verifier import service as service_module
 from paceline.verifier.kv.layout import KvLayout
@@ -27,13 +28,12 @@ FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 VOCAB = 61
 LAYOUT = KvLayout(layers=2, kv_heads=3, head_dim=8, dtype=torch.float32)
 CONTEXT = 2048
-Tree = tuple[list[int], list[int]]
-Drafter = Callable[[list[int], random.Random], Tree | int]
+Drafter = Callable[[list[int], random.Random], TokenTree | int]
 """Gives a tree for a text, or a number of free-run steps."""
 
 
 def make_model(folder: Path, family: str, *, dtype: str = "float32", seed: int = 0) -> Path:
-    """A random model with spread-out logits, so that its argmax is no matter of rounding."""
+    """A random model with spread-out logits, so that its argmax does not depend on rounding."""
     import transformers
 
     torch.manual_seed(seed)
@@ -104,12 +104,10 @@ class Client:
         while not result.finish_reason:
             number += 1
             draft = drafter([*prompt, *tokens], rng)
-            request = verifier_pb2.VerifyRequest(handle=created.handle, round_id=number)
             if isinstance(draft, int):
-                request.free_run_steps = draft
+                await stream.write(Round.of(created.handle, number, free_run_steps=draft))
             else:
-                request.tree.CopyFrom(tree_pb2.TokenTree(tokens=draft[0], parents=draft[1]))
-            await stream.write(request)
+                await stream.write(Round.of(created.handle, number, draft))
             while True:
                 answer = await stream.read()
                 assert answer is not grpc.aio.EOF, await stream.details()
@@ -125,24 +123,40 @@ class Client:
             await self.release(created.handle)
         return tokens
 
+    async def verify(self, request: Any) -> list[Any]:
+        """All responses to one round, on a stream of its own."""
+        stream = self.stub.Verify()
+        await stream.write(request)
+        await stream.done_writing()
+        return [response async for response in stream]
+
+    async def free_run(self, handle: bytes, number: int = 1, steps: int = CONTEXT) -> list[int]:
+        """Tokens of a free run."""
+        responses = await self.verify(Round.of(handle, number, free_run_steps=steps))
+        return [token for response in responses for token in response.result.tokens]
+
+    async def refusal(self, request: Any) -> tuple[grpc.StatusCode, str]:
+        """Status and reason of a round that fails."""
+        stream = self.stub.Verify()
+        await stream.write(request)
+        error = await failure(stream)
+        return error.code(), reason_of(error)
+
     async def release(self, handle: bytes) -> bool:
         """Release a cache."""
         answer = await self.stub.ReleaseCache(verifier_pb2.ReleaseCacheRequest(handle=handle))
         return bool(answer.released)
 
 
-def check_accepted(draft: Tree | int, result: Any) -> None:
-    """Accepted nodes are a path from the anchor down, and hold the tokens that were emitted."""
+def check_accepted(draft: TokenTree | int, result: Any) -> None:
+    """Check that accepted nodes are a path from the anchor and hold the emitted tokens."""
+    tokens, accepted = list(result.tokens), list(result.accepted_nodes)
     if isinstance(draft, int):
-        assert not result.accepted_nodes
+        assert not accepted
         return
-    tokens, parents = draft
-    parent = -1
-    for node, token in zip(result.accepted_nodes, result.tokens, strict=False):
-        assert tokens[node] == token
-        assert parents[node] == parent
-        parent = node
-    extra = len(result.tokens) - len(result.accepted_nodes)
+    assert [draft.parents[node] for node in accepted] == [-1, *accepted][: len(accepted)]
+    assert [draft.tokens[node] for node in accepted] == tokens[: len(accepted)]
+    extra = len(tokens) - len(accepted)
     assert extra == 1 or (extra == 0 and result.finish_reason)
 
 
@@ -150,13 +164,10 @@ class Round:
     """Builds VerifyRequests."""
 
     @staticmethod
-    def of(handle: bytes, number: int, tree: Tree = ([], []), **fields: Any) -> Any:
+    def of(handle: bytes, number: int, tree: TokenTree = EMPTY, **fields: Any) -> Any:
         """A round with a tree."""
         return verifier_pb2.VerifyRequest(
-            handle=handle,
-            round_id=number,
-            tree=tree_pb2.TokenTree(tokens=tree[0], parents=tree[1]),
-            **fields,
+            handle=handle, round_id=number, tree=tree.to_proto(), **fields
         )
 
 
@@ -164,8 +175,8 @@ class Round:
 async def serving(target: Path, socket: Path, **options: Any) -> AsyncIterator[Client]:
     """A verifier on a unix socket in this loop; checked for leaks at the end.
 
-    It checks every node it is sent, unless the options have a schedule. It does not collect the
-    garbage of the tests' whole process at its start: that takes longer than all the rest.
+    It verifies every node, unless the options have a schedule. It does not collect the garbage of
+    the test process at its start, which takes longer than all the rest.
     """
     with patch.object(service_module, "gc", Mock()):
         async with _served(target, socket, **options) as client:
@@ -230,7 +241,7 @@ async def failure(call: Any) -> grpc.aio.AioRpcError:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that nobody announces."""
+    """Poll a condition."""
     async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
@@ -243,8 +254,8 @@ class HeldUp:
         self._here, self._go_on = threading.Event(), threading.Event()
 
     async def reached(self) -> None:
-        """Wait until the engine is at that step."""
-        assert await asyncio.to_thread(self._here.wait, 60), "the engine never came that far"
+        """Wait until the engine has reached the step."""
+        assert await asyncio.to_thread(self._here.wait, 60), "the engine did not reach the step"
 
     def go_on(self) -> None:
         """Let the engine run again."""
@@ -253,12 +264,12 @@ class HeldUp:
     def wait(self) -> None:
         """On the engine thread: wait until it may go on."""
         self._here.set()
-        assert self._go_on.wait(60), "nobody let the engine go on"
+        assert self._go_on.wait(60), "the engine was not resumed"
 
 
 @contextlib.contextmanager
 def held_up(client: Client, after: int) -> Iterator[HeldUp]:
-    """Stop the engine after so many more steps; it goes on when it is let, or the body ends."""
+    """Stop the engine after some more steps, until ``go_on()`` or the end of the body."""
     decoder: Any = client.service.engine._decoder
     forward, left, held = decoder.forward, iter(range(after)), HeldUp()
 

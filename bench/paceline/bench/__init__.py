@@ -1,1 +1,24 @@
-"""Measurements side by side in one run: transformers, Paceline with and without drafters."""
+"""Measurements of Paceline, recorded in ``bench/results``. Works from a source checkout.
+
+- ``paceline bench table``: decoding speed of every drafter, and of transformers' plain,
+  prompt-lookup and assisted generation on the same prompts, by context length and temperature;
+  accepted lengths.
+- ``paceline bench comparison``: whole requests by prompt set, prefill included, beside
+  transformers, and where the time of a drafted round goes.
+- ``paceline bench server``: whole requests beside any server with OpenAI's completions endpoint.
+- ``paceline bench load``: throughput and latencies of many requests at once, without a drafter,
+  with fixed trees, and with the verifier's scheduler.
+- ``paceline bench controller``: no drafts, drafts in every round, and the verifier's controller, by
+  turns, on prompts that repeat themselves and on prompts that do not.
+- ``paceline bench replay``: the services apart from any drafter. A recorded continuation is
+  drafted, right with a chosen probability, and compared with bare forward passes.
+- ``paceline bench step``: milliseconds of a decoder step by rows and context, and of a prefill.
+- ``paceline bench telemetry``: throughput and processor time lost to metrics and traces.
+- ``paceline bench drills``: fault injection under load; what must hold, and whether it did.
+- ``make gpu-check``: the tests of ``tests/gpu``, then ``python -m paceline.bench.gpu``: speed of
+  kernels, of a decoder step, and of what else attends on a GPU.
+
+Every command writes ``bench/results/MACHINE-COMMAND.json`` (``--output``), where MACHINE is the
+kind of machine. A run replaces the entries it measured and keeps those of the same machine and
+models.
+"""

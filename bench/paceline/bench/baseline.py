@@ -32,7 +32,7 @@ class Transformers:
     _models: dict[str, Any] = field(default_factory=dict)
 
     def modes(self) -> tuple[str, ...]:
-        """The modes this pair of models can run."""
+        """Assisted generation needs an assistant."""
         return MODES if self.assistant else MODES[:2]
 
     def generate(self, mode: str, prompt: list[int], tokens: int) -> tuple[list[int], float]:
@@ -71,10 +71,9 @@ class Transformers:
         temperature: float,
         seed: int,
     ) -> tuple[list[int], float]:
-        """New tokens behind a prompt whose KV is there, and how many a second; `cache` stays.
+        """New token ids behind a prompt whose KV is in `cache`, which stays, and tokens per second.
 
-        What comes out of the first step is not counted, nor the time until then: an assistant reads
-        the prompt in it.
+        The first step is not counted: an assistant reads the prompt in it.
         """
         model, clock = self._load(self.target), _Clock()
         inputs, own = torch.tensor([prompt]), copy.deepcopy(cache)
@@ -104,7 +103,7 @@ class Transformers:
             logging.set_verbosity_error()
             logging.disable_progress_bar()
             model: Any = AutoModelForCausalLM.from_pretrained(key, dtype=getattr(torch, self.dtype))
-            model.generation_config.eos_token_id = None  # never stop early: every mode runs alike
+            model.generation_config.eos_token_id = None  # every run has the same length
             model.eval()
             model.prepare_inputs_for_generation = _continuing(model.prepare_inputs_for_generation)
             self._models[key] = model
@@ -112,12 +111,12 @@ class Transformers:
 
 
 def _continuing(prepare: Callable[..., Any]) -> Callable[..., Any]:
-    """The model's own way to prepare a step, but tokens whose KV is given are not read again.
+    """Wrap the preparation of a step so that tokens whose KV is in the cache are not read again.
 
-    The first step of transformers' assisted decoding would: it takes the cache for an empty one.
+    The first step of transformers' assisted generation would read the whole prompt again.
     """
 
-    @wraps(prepare)  # its signature is looked at
+    @wraps(prepare)  # transformers inspects the signature
     def prepared(ids: Tensor, next_sequence_length: int | None = None, **more: Any) -> Any:
         past = more.get("past_key_values")
         if next_sequence_length is None and past is not None and past.get_seq_length():
@@ -128,7 +127,7 @@ def _continuing(prepare: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Clock(BaseStreamer):
-    """Notes when tokens come."""
+    """Records when tokens come."""
 
     def __init__(self) -> None:
         self._steps: list[tuple[float, int]] = []
@@ -140,7 +139,7 @@ class _Clock(BaseStreamer):
         self._prompt = False
 
     def end(self) -> None:
-        """Nothing is left to do."""
+        """Required by transformers; does nothing."""
 
     def rate(self) -> float:
         """Tokens per second after the first step."""

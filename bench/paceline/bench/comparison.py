@@ -1,22 +1,40 @@
-"""The same prompts through transformers and through Paceline, in turn, in one run."""
+"""`paceline bench comparison`: whole requests by prompt set, beside transformers."""
 
-import statistics
+from __future__ import annotations
+
+import argparse
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from statistics import median
+from typing import Any
+
+import uvloop
+from rich.console import Console
+from rich.table import Table
 
 from paceline.bench.baseline import MODES, Transformers
-from paceline.bench.prompts import Prompt
-from paceline.bench.served import Sample, Services, generate, overhead_ms
-from paceline.client import Stats
+from paceline.bench.models import Models
+from paceline.bench.prompts import SETS, Prompt, demo_prompts
+from paceline.bench.record import Results, digest, make_console
+from paceline.bench.services import Sample, generate, overhead_ms, services
+from paceline.client import RoundStats
 
 PLAIN = "paceline none"
+
+_PARTS: dict[str, Callable[[RoundStats], float]] = {
+    "round_ms": lambda entry: entry.round_ms,
+    "draft_ms": lambda entry: entry.draft_ms,
+    "verify_ms": lambda entry: entry.verify_ms,
+    "queue_ms": lambda entry: entry.queue_ms,
+    "transport_ms": lambda entry: entry.transport_ms,
+    "overhead_ms": overhead_ms,
+}
 
 
 @dataclass
 class Runs:
-    """Every run of one mode on one prompt set; rates in tokens per second."""
+    """All runs of one row on one prompt set. Rates in tokens per second, prefill included."""
 
     rates: list[float] = field(default_factory=list)
     against_greedy: list[float] = field(default_factory=list)
@@ -24,122 +42,126 @@ class Runs:
     samples: list[Sample] = field(default_factory=list)
     identical: bool = True
 
-    def summary(self) -> dict[str, object]:
-        """Medians over prompts and repeats, how much was drafted, the split of a drafted round.
+    def add(self, mode: str, rates: dict[str, float], samples: dict[str, Sample]) -> None:
+        """Add one prompt, given the rates of all rows and the samples of Paceline's."""
+        self.rates.append(rates[mode])
+        self.against_plain.append(rates[mode] / rates[PLAIN])
+        if MODES[0] in rates:
+            self.against_greedy.append(rates[mode] / rates[MODES[0]])
+        if mode in samples:
+            self.samples.append(samples[mode])
+            self.identical &= samples[mode].tokens == samples[PLAIN].tokens
 
-        `drafted_share` is the share of all tokens that a drafter guessed. Rounds without a tree are
-        free runs, of up to some dozen tokens each.
-        """
-        figures: dict[str, object] = {
+    def summary(self) -> dict[str, Any]:
+        """Medians over runs, the share of drafted tokens, and the parts of a drafted round."""
+        figures: dict[str, Any] = {
             "runs": len(self.rates),
-            "tokens_per_second": statistics.median(self.rates),
-            "against_paceline_none": statistics.median(self.against_plain),
+            "tokens_per_second": median(self.rates),
+            "against_paceline_none": median(self.against_plain),
             "identical_to_paceline_none": self.identical,
         }
         if self.against_greedy:
-            figures["against_transformers_greedy"] = statistics.median(self.against_greedy)
-        every = [entry for sample in self.samples for entry in sample.stats.rounds]
-        rounds = [entry for entry in every if entry.drafted]
-        if every:
-            figures["rounds"] = len(every)
-            figures["drafted_rounds"] = len(rounds)
-            figures["free_run_tokens"] = sum(s.stats.free_run_tokens for s in self.samples)
-            figures["drafted_share"] = sum(s.stats.accepted for s in self.samples) / sum(
-                len(s.tokens) for s in self.samples
-            )
+            figures["against_transformers_greedy"] = median(self.against_greedy)
+        if self.samples:
+            written = sum(len(sample.tokens) for sample in self.samples)
+            figures["rounds"] = sum(len(sample.stats.rounds) for sample in self.samples)
+            figures["drafted_share"] = sum(s.stats.accepted for s in self.samples) / written
+        rounds = [entry for sample in self.samples for entry in sample.drafted]
         if rounds:
             emitted = sum(entry.emitted for entry in rounds)
+            figures["drafted_rounds"] = len(rounds)
             figures["accepted_length"] = emitted / len(rounds)
-            figures["accepted_length_without_bonus"] = emitted / len(rounds) - 1
-            split: dict[str, Callable[..., float]] = {
-                "round_ms": lambda e: e.round_ms,
-                "draft_ms": lambda e: e.draft_ms,
-                "verify_ms": lambda e: e.verify_ms,
-                "queue_ms": lambda e: e.queue_ms,
-                "transport_ms": lambda e: e.transport_ms,
-                "overhead_ms": overhead_ms,
-            }
-            between = [_between_rounds_ms(sample.stats) for sample in self.samples]
-            figures["round"] = {
-                **{name: statistics.median(map(value, rounds)) for name, value in split.items()},
-                "client_ms": statistics.median(between),
-            }
-            seconds = sum(entry.round_ms for entry in rounds) / 1e3
-            figures["tokens_per_second_while_drafting"] = emitted / seconds
+            figures["round"] = {name: median(map(part, rounds)) for name, part in _PARTS.items()}
         return figures
 
 
-def _between_rounds_ms(stats: Stats) -> float:
-    """A client's own time a round: what neither the first token nor any round accounts for."""
-    rest = stats.total_ms - stats.first_token_ms - stats.round_ms
-    return rest / len(stats.rounds)
-
-
-async def compare(
-    prompts: Iterable[Prompt],
-    target: Path,
-    assistant: Path | None,
-    drafters: dict[str, str],
+async def measure(
+    models: Models,
+    prompts: Sequence[Prompt],
     *,
     dtype: str,
     tokens: int,
     repeats: int,
     progress: Callable[[str], None],
-) -> dict[str, dict[str, dict[str, object]]]:
-    """Continuations of `tokens` tokens by every mode; summaries by prompt set and mode.
+) -> dict[str, dict[str, Any]]:
+    """Continuations of `tokens` tokens by every row, prompt by prompt; summaries by set and row.
 
-    Sampled continuations have no rows of transformers: its noise is another one, and with it the
-    text, so that rates would compare two texts.
-
-    `drafters` maps names to specifications for `paceline drafter --load`. Modes take turns prompt
-    by prompt, so that a drift of the machine's speed meets all of them; ratios are taken within a
-    prompt. Rates count from the call to the last token, prefill included.
+    Sampled prompts have no rows of transformers, which samples other tokens:
+    rates would compare two texts.
     """
-    baseline = Transformers(target, assistant, dtype)
+    baseline = Transformers(models.target, models.assistant, dtype)
     runs: dict[str, dict[str, Runs]] = defaultdict(lambda: defaultdict(Runs))
-    load = [f"{name}={spec}" for name, spec in drafters.items()]
-    served = ["none", *drafters]
-    with Services(target, load, dtype) as services:
-        async with services.client() as client:
-            prompts = list(prompts)
+    drafters = ["none", *models.drafters]
+    with services(models.target, models.drafters, dtype, verifier=["--share-weights"]) as pair:
+        async with pair.client() as client:
             for mode in baseline.modes():
                 baseline.generate(mode, prompts[0].tokens, 16)
-            for drafter in served:
+            for drafter in drafters:
                 await generate(client, prompts[0].tokens, 32, drafter)
-            for repeat in range(repeats):
-                for prompt in prompts:
-                    progress(f"{prompt.set} {prompt.name}, {repeat + 1} of {repeats}")
-                    rates: dict[str, float] = {}
-                    samples: dict[str, Sample] = {}
-                    for mode in baseline.modes() if prompt.temperature == 0 else ():
-                        output, seconds = baseline.generate(mode, prompt.tokens, tokens)
-                        rates[mode] = len(output) / seconds
-                    for drafter in served:
-                        sample = await generate(
-                            client,
-                            prompt.tokens,
-                            tokens,
-                            drafter,
-                            temperature=prompt.temperature,
-                            seed=prompt.seed,
-                        )
-                        mode = f"paceline {drafter}"
-                        rates[mode] = len(sample.tokens) / sample.seconds
-                        samples[mode] = sample
-                    _note(runs[prompt.set], rates, samples)
+            for index, prompt in enumerate([*prompts] * repeats):
+                progress(f"{prompt.set}, run {index + 1} of {len(prompts) * repeats}")
+                rates: dict[str, float] = {}
+                samples: dict[str, Sample] = {}
+                for mode in baseline.modes() if prompt.temperature == 0 else ():
+                    _, seconds = baseline.generate(mode, prompt.tokens, tokens)
+                    rates[mode] = tokens / seconds
+                for drafter in drafters:
+                    how = {"temperature": prompt.temperature, "seed": prompt.seed}
+                    sample = await generate(client, prompt.tokens, tokens, drafter, **how)
+                    rates[f"paceline {drafter}"] = tokens / sample.seconds
+                    samples[f"paceline {drafter}"] = sample
+                for mode in rates:
+                    runs[prompt.set][mode].add(mode, rates, samples)
     return {
-        name: {mode: found.summary() for mode, found in modes.items()}
-        for name, modes in runs.items()
+        name: {mode: found.summary() for mode, found in rows.items()} for name, rows in runs.items()
     }
 
 
-def _note(runs: dict[str, Runs], rates: dict[str, float], samples: dict[str, Sample]) -> None:
-    for mode, rate in rates.items():
-        entry = runs[mode]
-        entry.rates.append(rate)
-        if MODES[0] in rates:
-            entry.against_greedy.append(rate / rates[MODES[0]])
-        entry.against_plain.append(rate / rates[PLAIN])
-        if mode in samples:
-            entry.samples.append(samples[mode])
-            entry.identical &= samples[mode].tokens == samples[PLAIN].tokens
+_COLUMNS = {
+    "tokens/s": "tokens_per_second",
+    "x none": "against_paceline_none",
+    "x transformers": "against_transformers_greedy",
+    "accepted length": "accepted_length",
+    "drafted share": "drafted_share",
+}
+
+
+def show(name: str, rows: dict[str, dict[str, Any]], console: Console) -> None:
+    """Print a table of one prompt set."""
+    parts = ("round_ms", "draft_ms", "verify_ms", "queue_ms", "transport_ms")
+    table = Table(title=name, caption="ms are medians over drafted rounds")
+    for heading in ("", *_COLUMNS, *(part.replace("_", " ") for part in parts), "identical"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for mode, figures in rows.items():
+        values = [figures.get(key) for key in _COLUMNS.values()]
+        values += [figures.get("round", {}).get(part) for part in parts]
+        cells = ("" if value is None else f"{value:.2f}" for value in values)
+        table.add_row(mode, *cells, "yes" if figures["identical_to_paceline_none"] else "NO")
+    console.print(table)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure the prompt sets of `args.set`, by default all."""
+    console = make_console()
+    models = Models.of(args)
+    sets = args.set or SETS
+    prompts = [each for each in demo_prompts(models.prompts, models.target) if each.set in sets]
+    folders = {"target": models.target, **models.trained}
+    weights = {name: digest(folder) for name, folder in folders.items()}
+    head = {"dtype": args.dtype, "tokens": args.tokens, "weights": weights}
+    results = Results("comparison", args.output, **head)
+    found = uvloop.run(
+        measure(
+            models,
+            prompts,
+            dtype=args.dtype,
+            tokens=args.tokens,
+            repeats=args.repeats,
+            progress=console.log,
+        )
+    )
+    for name, rows in found.items():
+        results.add(name, {"rows": rows})
+        show(name, rows, console)
+    console.print(f"written to {results.file}")
+    return 0

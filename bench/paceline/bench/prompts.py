@@ -1,56 +1,80 @@
-"""Prompt sets of the benchmark: plain text, text that copies itself, text that repeats nothing."""
+"""Prompts: the demo's sets of short ones, long ones of any length, and the user's own."""
 
-import json
+from __future__ import annotations
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
-_RETOLD = 40  # tokens of a text that a copying prompt gives again
-_SEPARATOR = "<|endoftext|>"  # between texts, in the demo target's training
+from paceline.harness import read_prompts
+
+SETS = ("heldout", "trained", "sampled", "no match", "copying")
+
+_LENGTH = 384  # tokens of a demo prompt, at most
+_REPEATED = 40  # tokens of its beginning that a copying prompt ends with
+_SEPARATOR = "<|endoftext|>"  # between texts, in the training of the demo target
 _HOT = 2.0  # temperature at which hardly any two tokens follow each other twice
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids under a set's name, and how their continuation is sampled; greedily by default."""
+    """Token ids, and how their continuation is sampled; greedily by default."""
 
     set: str
-    name: str
     tokens: list[int]
     temperature: float = 0.0
     seed: int = 0
 
 
-def load(folder: Path, target: Path, *, length: int = 384, matchless: int = 4) -> list[Prompt]:
-    """The demo prompts as they are, and three sets made from them.
+def tokenizer(target: Path) -> Tokenizer:
+    """The target's tokenizer."""
+    return Tokenizer.from_file(str(target / "tokenizer.json"))
 
-    `sampled` are the held-out ones at temperature 1.
 
-    A `copying` prompt holds a text whole and then its beginning once more, so that what follows
-    stands in the prompt already; from files the demo target was trained on, because a model so
-    small copies what it knows and little else. `no match` is the other end: a held-out prompt whose
-    continuation is sampled so hot that what was written before is no guide to what follows, and
-    prompt lookup can only cost. `length` is the longest demo prompt, in tokens.
+def encode(prompts: Sequence[str | list[int]], target: Path) -> list[list[int]]:
+    """Token ids of texts; token ids stay as they are."""
+    encoder = tokenizer(target)
+    return [each if isinstance(each, list) else encoder.encode(each).ids for each in prompts]
 
-    Raises ValueError where the target's tokenizer has no separator of texts.
+
+def demo_prompts(folder: Path, target: Path) -> list[Prompt]:
+    """The demo prompts, by set.
+
+    ``heldout`` and ``trained`` are beginnings of files that the demo target was not and was trained
+    on, continued greedily. ``sampled`` are the held-out ones at temperature 1. ``no match`` are
+    four of them at temperature 2, where earlier text does not predict what follows, so that prompt
+    lookup can only cost. ``copying`` holds a trained text whole and then its beginning once more.
+
+    Raises:
+        ValueError: The target's tokenizer has no ``<|endoftext|>`` to separate texts with.
     """
-    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
-    prompts = []
-    for file in sorted(folder.glob("*.jsonl")):
-        for line in file.read_text().splitlines():
-            entry = json.loads(line)
-            ids = tokenizer.encode(entry["text"]).ids[-length:]
-            prompts.append(Prompt(entry["split"], entry["id"], ids))
-    heldout = [prompt for prompt in prompts if prompt.set == "heldout"]
-    for seed, prompt in enumerate(heldout, 1):
-        prompts.append(Prompt("sampled", prompt.name, prompt.tokens, 1.0, seed))
-    for seed, prompt in enumerate(heldout[:matchless], 1):
-        prompts.append(Prompt("no match", prompt.name, prompt.tokens, _HOT, seed))
-    separator = tokenizer.token_to_id(_SEPARATOR)
+    separator = tokenizer(target).token_to_id(_SEPARATOR)
     if separator is None:
-        raise ValueError(f"{target} has no token {_SEPARATOR}: bench the demo target")
-    for prompt in [prompt for prompt in prompts if prompt.set == "trained"]:
-        retold = [*prompt.tokens, separator, *prompt.tokens[:_RETOLD]]
-        prompts.append(Prompt("copying", prompt.name, retold))
-    return prompts
+        raise ValueError(f"{target} has no token {_SEPARATOR}: use the demo target")
+    heldout, trained = (
+        [ids[-_LENGTH:] for ids in encode(read_prompts(folder / f"{name}.jsonl"), target)]
+        for name in ("heldout", "trained")
+    )
+    return [
+        *(Prompt("heldout", ids) for ids in heldout),
+        *(Prompt("trained", ids) for ids in trained),
+        *(Prompt("sampled", ids, 1.0, seed) for seed, ids in enumerate(heldout, 1)),
+        *(Prompt("no match", ids, _HOT, seed) for seed, ids in enumerate(heldout[:4], 1)),
+        *(Prompt("copying", [*ids, separator, *ids[:_REPEATED]]) for ids in trained),
+    ]
+
+
+def long_prompts(folder: Path, target: Path, length: int, count: int) -> list[list[int]]:
+    """`count` pieces of `length` tokens of the held-out files, joined, at evenly spread offsets.
+
+    Raises:
+        ValueError: All files together are shorter than one piece.
+    """
+    files = sorted((folder / "heldout").glob("*.txt"))
+    [ids] = encode(["\n".join(file.read_text(encoding="utf-8") for file in files)], target)
+    if len(ids) < length:
+        raise ValueError(f"{folder}/heldout has {len(ids)} tokens, expected at least {length}")
+    step = (len(ids) - length) // max(1, count - 1)
+    return [ids[start : start + length] for start in (step * index for index in range(count))]

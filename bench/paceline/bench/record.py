@@ -1,51 +1,62 @@
-"""Result files: what a run measured, together with what earlier runs did of the same."""
+"""Result files: the machine, what was measured on it, and entries by name."""
+
+from __future__ import annotations
 
 import hashlib
 import json
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
-BY_SET = (
-    *("comparison", "stretched", "acceptance", "coupling", "reach", "selfspec"),
-    *("load", "load-copying", "load-longspec"),
-)
-"""Parts that are measured set by set: those that a run leaves out stay."""
+from rich.console import Console
+
+from paceline.bench import machine
+
+RESULTS = Path("bench/results")
+
+_WIDTH = 170  # columns, where there is no terminal
 
 
-class Book:
-    """One result file. `head` says what all its figures are of: machine, dtype, drafters."""
+class Results:
+    """One result file, written after every entry.
 
-    def __init__(self, file: Path, head: dict[str, Any]) -> None:
-        self.file = file
-        self._head = head
+    Args:
+        topic: The command; the default file is ``bench/results/MACHINE-TOPIC.json``.
+        output: Another file.
+        head: What all entries have in common besides the machine, such as the data type. Entries of
+            the file are kept if its head is the same.
+    """
 
-    def add(self, part: str, found: Any) -> None:
-        """Write a part down."""
-        results = with_earlier({**self._head, part: found}, self.file)
+    def __init__(self, topic: str, output: Path | None = None, **head: Any) -> None:
+        described = machine.describe()
+        self.file = output or RESULTS / f"{described['kind']}-{topic}.json"
+        self.entries: dict[str, Any] = {}
+        self._head = json.loads(json.dumps({"machine": described, **head}))
+        if self.file.exists():
+            earlier = json.loads(self.file.read_text())
+            if all(earlier.get(key) == value for key, value in self._head.items()):
+                self.entries = earlier.get("results", {})
+
+    def add(self, name: str, entry: dict[str, Any]) -> None:
+        """Add or replace an entry, with the command that measured it, and write the file."""
+        command = shlex.join(["paceline", *sys.argv[1:]])
+        self.entries[name] = {"command": command, **entry}
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        self.file.write_text(json.dumps(results, indent=1) + "\n")
-
-    def earlier(self, part: str) -> Any:
-        """What the file holds of a part measured under the same head; None: nothing."""
-        return with_earlier(dict(self._head), self.file).get(part)
+        self.file.write_text(json.dumps({**self._head, "results": self.entries}, indent=1) + "\n")
 
 
-def digest(folder: Path | None) -> str | None:
-    """SHA-256 of a drafter's weights: which one the figures are of."""
-    if folder is None:
-        return None
-    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+def make_console() -> Console:
+    """A console that shows the widest table whole in a file."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, _WIDTH)
+    return console
 
 
-def with_earlier(results: dict[str, Any], output: Path) -> dict[str, Any]:
-    """With the parts and prompt sets that this run left out, if the file has them for the same."""
-    if not output.exists():
-        return results
-    earlier = json.loads(output.read_text())
-    if any(earlier.get(key) != results[key] for key in ("machine", "dtype")):
-        return results
-    others = earlier.get("dspark") not in (None, results["dspark"])
-    if others or earlier.get("longspec") != results["longspec"]:
-        earlier = {key: value for key, value in earlier.items() if key == "replay"}
-    merged = {k: {**earlier.get(k, {}), **results[k]} for k in BY_SET if k in results}
-    return {**earlier, **results, **merged}
+def digest(folder: Path) -> str:
+    """SHA-256 over the safetensors files of a model folder."""
+    found = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        found.update(file.read_bytes())
+    return found.hexdigest()

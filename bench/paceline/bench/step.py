@@ -1,13 +1,12 @@
-"""Milliseconds of a decoder step by rows and context, and of a prefill: ``python -m ... step``.
+"""`paceline bench step`: milliseconds of a decoder step by rows and context, and of a prefill.
 
 A step is one forward pass over a chain of so many rows behind so many committed positions, with
-logits for every row. The text is random tokens: which they are does not change the time.
+logits for every row. Tokens are random.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.bench.machine import describe
+from paceline.bench.models import Models
+from paceline.bench.record import Results
 from paceline.decoder import Decoder, LocalCache
 from paceline.kernels import TreeSegment, plan_trees
 
@@ -37,7 +37,7 @@ def measure(
     prefills: Sequence[int] = PREFILLS,
     repeats: int = 9,
 ) -> dict[str, Any]:
-    """Median milliseconds by context and rows, and of whole prefills.
+    """Median milliseconds by context and rows, and of whole prefills, where they fit the target.
 
     Args:
         target: A Hugging Face folder.
@@ -49,7 +49,10 @@ def measure(
     """
     decoder = Decoder.load(target, dtype)
     steps: dict[str, dict[str, float]] = {}
+    longest = decoder.config.max_position
     for context in contexts:
+        if context + max(rows) > longest:
+            continue
         cache = _prefill(decoder, context)
         steps[str(context)] = {
             str(count): _median_ms(partial(_forward, decoder, cache, count), repeats)
@@ -59,7 +62,9 @@ def measure(
         "dtype": dtype,
         "threads": torch.get_num_threads(),
         "step_ms": steps,
-        "prefill_ms": {str(n): _median_ms(partial(_prefill, decoder, n), 1) for n in prefills},
+        "prefill_ms": {
+            str(n): _median_ms(partial(_prefill, decoder, n), 1) for n in prefills if n <= longest
+        },
     }
 
 
@@ -94,23 +99,14 @@ def _median_ms(step: Callable[[], object], repeats: int) -> float:
     return round(statistics.median(taken), 2)
 
 
-def main() -> None:
-    """Measure, print a table, and write the result where asked."""
-    parser = argparse.ArgumentParser(prog="python -m paceline.bench.step", description=__doc__)
-    parser.add_argument("--target", type=Path, required=True, help="a Hugging Face folder")
-    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
-    parser.add_argument("--label", default="now", help="the entry of the result file")
-    parser.add_argument("--output", type=Path, help="a JSON file to add the result to")
-    args = parser.parse_args()
-    found = measure(args.target, args.dtype)
+def run(args: argparse.Namespace) -> int:
+    """Measure a target, print its times, and record them under `args.label`."""
+    results = Results("step", args.output)
+    target = Models.of(args).target
+    found = measure(target, args.dtype)
     for context, steps in found["step_ms"].items():
         print(f"{context:>6}", *(f"{rows} rows {ms} ms" for rows, ms in steps.items()), sep="  ")
     print("prefill", *(f"{length}: {ms / 1e3:.2f} s" for length, ms in found["prefill_ms"].items()))
-    if args.output:
-        results = json.loads(args.output.read_text()) if args.output.exists() else {}
-        results |= {"machine": describe(), args.label: found}
-        args.output.write_text(json.dumps(results, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    results.add(args.label or target.name, found)
+    print(f"written to {results.file}")
+    return 0

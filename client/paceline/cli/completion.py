@@ -1,4 +1,4 @@
-"""`paceline completion`: what a shell needs to complete the command line."""
+"""`paceline completion`: completion scripts for shells."""
 
 import argparse
 
@@ -12,11 +12,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "shell",
         choices=["bash", "zsh", "tcsh"],
-        help='put `eval "$(paceline completion bash)"` into ~/.bashrc, or the like for others',
+        help='for bash, put `eval "$(paceline completion bash)"` into ~/.bashrc',
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the script; 0."""
+    """Print the script."""
     print(shtab.complete(build_parser(COMMANDS), shell=args.shell))
     return 0

@@ -1,9 +1,10 @@
-"""How client commands reach a service: address, TLS and token.
+"""Connections of client commands to services: addresses, TLS and token.
 
-Environment variables stand in for arguments that are not given, so that a deployment names its
-services once: `PACELINE_VERIFIER_ADDRESS`, `PACELINE_DRAFTER_ADDRESS`, `PACELINE_TLS_CA`, and
-`PACELINE_TOKEN` or `PACELINE_TOKEN_FILE`.
+Environment variables replace arguments that are not given: `PACELINE_VERIFIER_ADDRESS`,
+`PACELINE_DRAFTER_ADDRESS`, `PACELINE_TLS_CA`, and `PACELINE_TOKEN` or `PACELINE_TOKEN_FILE`.
 """
+
+from __future__ import annotations
 
 import argparse
 import os
@@ -12,37 +13,45 @@ from typing import Any
 
 import grpc
 
-from paceline.client import TlsOptions
-from paceline.service.options import OptionsError, read_token
+from paceline.client import Client, TlsOptions
+from paceline.service.options import read_token
 
 
 def verifier_address() -> str:
-    """Where the verifier is, if no argument says."""
+    """Default address of the verifier."""
     return os.environ.get("PACELINE_VERIFIER_ADDRESS") or "127.0.0.1:7431"
 
 
 def drafter_address() -> str:
-    """Where the drafter is, if no argument says."""
+    """Default address of the drafter."""
     return os.environ.get("PACELINE_DRAFTER_ADDRESS") or "127.0.0.1:7432"
+
+
+def add_service_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add the addresses of both services, TLS and token; returns the group of the addresses."""
+    group = parser.add_argument_group("services")
+    add = group.add_argument
+    add("--verifier-address", default=verifier_address(), metavar="A", help="default: %(default)s")
+    add("--drafter-address", default=drafter_address(), metavar="B", help="default: %(default)s")
+    add_connection_arguments(parser)
+    return group
 
 
 def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the TLS and token arguments of a client."""
-    group = parser.add_argument_group("security")
-    group.add_argument("--tls", action="store_true", help="speak TLS, trusting the system's roots")
-    group.add_argument(
+    add = parser.add_argument_group("security").add_argument
+    add("--tls", action="store_true", help="use TLS and trust the system's roots")
+    add(
         "--tls-ca",
         type=Path,
         default=os.environ.get("PACELINE_TLS_CA") or None,
         metavar="PEM",
-        help="speak TLS, trusting these roots (or set PACELINE_TLS_CA)",
+        help="use TLS and trust these roots (or set PACELINE_TLS_CA)",
     )
-    group.add_argument("--tls-cert", type=Path, metavar="PEM", help="own certificate, for mTLS")
-    group.add_argument("--tls-key", type=Path, metavar="PEM", help="private key of --tls-cert")
-    group.add_argument(
-        "--tls-server-name", metavar="NAME", help="name to expect in the server's certificate"
-    )
-    group.add_argument(
+    add("--tls-cert", type=Path, metavar="PEM", help="client certificate, for mTLS")
+    add("--tls-key", type=Path, metavar="PEM", help="private key of --tls-cert")
+    add("--tls-server-name", metavar="NAME", help="expected name in the server's certificate")
+    add(
         "--token-file",
         type=Path,
         metavar="FILE",
@@ -51,7 +60,7 @@ def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tls_of(args: argparse.Namespace) -> TlsOptions | None:
-    """TLS as the arguments ask for it; None for a plain connection."""
+    """TLS options from the arguments; None for a plain connection."""
     if not (args.tls or args.tls_ca or args.tls_cert or args.tls_key):
         return None
     return TlsOptions(
@@ -59,39 +68,35 @@ def tls_of(args: argparse.Namespace) -> TlsOptions | None:
     )
 
 
-def token_of(args: argparse.Namespace) -> str | None:
-    """The token, from its file or the environment.
+def client_of(args: argparse.Namespace, **options: Any) -> Client:
+    """A client of the services in the arguments of `add_service_arguments`.
+
+    Args:
+        args: Parsed arguments.
+        options: More arguments of `Client`.
 
     Raises:
-        OptionsError: if the file cannot be read or is empty.
+        OptionsError: The token file cannot be read or is empty.
+        InvalidRequestError: A TLS file cannot be read, or a token would be sent without TLS.
     """
-    return read_token(args.token_file)
+    return Client(
+        args.verifier_address,
+        drafter=args.drafter_address or None,
+        token=read_token(args.token_file),
+        tls=tls_of(args),
+        **options,
+    )
 
 
 def metadata_of(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
-    """What every call carries."""
-    token = token_of(args)
+    """gRPC metadata of a call: the bearer token. Raises OptionsError as `client_of`."""
+    token = read_token(args.token_file)
     return (("authorization", f"Bearer {token}"),) if token else ()
 
 
 def open_channel(address: str, args: argparse.Namespace) -> grpc.Channel:
-    """A blocking channel, for commands that make a call or two.
-
-    Raises:
-        OptionsError: if a TLS file cannot be read.
-    """
+    """A blocking channel. Raises InvalidRequestError if a TLS file cannot be read."""
     tls = tls_of(args)
     if tls is None:
         return grpc.insecure_channel(address)
-    options: list[tuple[str, Any]] = []
-    if tls.server_name:
-        options.append(("grpc.ssl_target_name_override", tls.server_name))
-    try:
-        credentials = grpc.ssl_channel_credentials(
-            root_certificates=tls.ca.read_bytes() if tls.ca else None,
-            private_key=tls.key.read_bytes() if tls.key else None,
-            certificate_chain=tls.cert.read_bytes() if tls.cert else None,
-        )
-    except OSError as error:
-        raise OptionsError(f"cannot read a TLS file: {error}") from error
-    return grpc.secure_channel(address, credentials, options=options)
+    return grpc.secure_channel(address, tls.credentials(), options=tls.channel_options())

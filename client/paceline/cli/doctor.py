@@ -1,6 +1,6 @@
-"""`paceline doctor`: what a machine and an install offer, and what is missing.
+"""`paceline doctor`: what this machine and installation offer, and what is missing.
 
-Runs without torch and says less there.
+Works without torch, and then reports less.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _EXTRAS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "cuda": (("triton",), "GPUs run plain PyTorch operations, several times slower"),
     "train": (("accelerate",), "no training of drafters"),
 }
-"""Per extra: modules it brings, and what is missing without one of them."""
+"""Of each extra: the modules that it installs, and what is missing without them."""
 
 _PACKAGES = ("torch", "triton", "transformers", "numpy", "grpcio", "protobuf", "tokenizers")
 _VARIABLES = (
@@ -38,50 +38,49 @@ _VARIABLES = (
     *("ATEN_CPU_CAPABILITY", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "THP_MEM_ALLOC_ENABLE"),
     *("CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET", "CC"),
 )
-"""Settings that change how this machine computes; none of them is a secret."""
+"""Environment variables that change how models are computed; none is a secret."""
 
 _INSTRUCTIONS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile")
-_FIRST_PRODUCT = (
+_ONEDNN_PROGRAM = (
     "import torch, paceline.decoder; torch.ops.mkldnn._reorder_linear_weight(torch.ones(1, 1), 64)"
 )
 _SMALL_SHM = 1 << 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the form of the answer."""
+    """Add the output format."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what was found; always 0: nothing that is missing is an error."""
+    """Print the report; always 0, whatever is missing."""
     facts = examine()
     print(json.dumps(facts, indent=1) if args.json else _as_text(facts))
     return 0
 
 
 def examine() -> Facts:
-    """Everything that `paceline doctor` prints, as plain values; sizes in bytes.
+    """The report as JSON-ready values; sizes in bytes.
 
-    `notes` are sentences on what is missing, what it costs, and what to do.
+    `notes` lists what is missing, the effect, and what to do.
     """
-    settings = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
     facts: Facts = {
         "paceline": _version("paceline"),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "processor": _processor(),
         "memory": _memory(),
-        "settings": settings,
+        "settings": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
         "packages": {name: _version(name) for name in _PACKAGES},
         "missing": {
             extra: missing
             for extra, (modules, _) in _EXTRAS.items()
-            if (missing := [name for name in modules if not _found(name)])
+            if (missing := [name for name in modules if not _installed(name)])
         },
         "compiler": shutil.which(os.environ.get("CC", "gcc")),
-        "gpu_driver": _gpu_driver(),
+        "gpu_driver": _read("/proc/driver/nvidia/version").partition("\n")[0],
     }
-    if _found("torch") and _found("numpy"):
+    if _installed("torch") and _installed("numpy"):
         facts |= _with_torch()
     facts["notes"] = _notes(facts)
     return facts
@@ -96,7 +95,7 @@ def _with_torch() -> Facts:
     try:
         kernels = cpu_kernels()
         found: Facts = {"level": kernels.level, "origin": kernels.origin, "error": ""}
-    except RuntimeError as error:  # a level that this processor does not have
+    except RuntimeError as error:  # the environment selects an unsupported level
         found = {"level": "", "origin": "", "error": str(error)}
     gpus = [torch.cuda.get_device_properties(each) for each in range(torch.cuda.device_count())]
     return {
@@ -120,16 +119,16 @@ def _with_torch() -> Facts:
 
 
 def _onednn_instructions() -> str:
-    """What oneDNN says that it uses, in a process of its own: it says so once, at its start."""
+    """The instruction set that oneDNN logs when it starts, in a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-c", _FIRST_PRODUCT],
+        [sys.executable, "-c", _ONEDNN_PROGRAM],
         env=os.environ | {"ONEDNN_VERBOSE": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
-    said = (line.partition("cpu,isa:")[2] for line in done.stdout.splitlines())
-    return next(filter(None, said), "unknown")
+    logged = (line.partition("cpu,isa:")[2] for line in done.stdout.splitlines())
+    return next(filter(None, logged), "unknown")
 
 
 def _processor() -> Facts:
@@ -167,7 +166,7 @@ def _notes(facts: Facts) -> list[str]:
         for extra, missing in facts["missing"].items()
         if extra != "cuda" or facts["gpu_driver"]
     ]
-    kernels, onednn = facts.get("kernels"), facts.get("onednn")
+    kernels, onednn, shm = facts.get("kernels"), facts.get("onednn"), facts["memory"]["shm"]
     if kernels and kernels["error"]:
         notes.append(f"no service starts: {kernels['error']}")
     elif kernels and kernels["level"] == "none":
@@ -183,58 +182,40 @@ def _notes(facts: Facts) -> list[str]:
         )
     if facts.get("threads", 1) > facts["processor"]["usable_cores"]:
         notes.append("more threads than cores: set OMP_NUM_THREADS to the number of cores")
-    shm = facts["memory"]["shm"]
     if shm is None:
         notes.append("no /dev/shm: a verifier on the CPU keeps its caches there")
     elif shm < _SMALL_SHM:
         notes.append(
-            f"/dev/shm has {_size(shm)}: it bounds the caches of a verifier on the CPU; containers "
+            f"/dev/shm has {_size(shm)}: it limits the caches of a verifier on the CPU; containers "
             "set it with shm_size"
         )
     if facts["gpu_driver"] and "gpus" in facts and not facts["gpus"]:
-        notes.append("there is an NVIDIA driver, but this torch sees no GPU: install a CUDA build")
+        notes.append("an NVIDIA driver is installed, but torch finds no GPU: install a CUDA build")
     return notes
 
 
 def _as_text(facts: Facts) -> str:
-    processor, memory = facts["processor"], facts["memory"]
-    cores = f"{processor['usable_cores']} of {processor['cores']} cores usable"
-    known = " ".join(processor["instructions"]) or "no instruction set known"
-    limit = memory["container_limit"]
-    lines = [
-        ("paceline", f"{facts['paceline']}, Python {facts['python']}, {facts['system']}"),
-        ("processor", f"{processor['name']}, {cores}, {known}"),
-        (
-            "memory",
-            f"{_size(memory['total'])}, {_size(memory['available'])} available"
-            + (f", container limit {_size(limit)}" if limit else "")
-            + f", /dev/shm {_size(memory['shm'])}",
-        ),
-        ("packages", ", ".join(f"{k} {v}" for k, v in facts["packages"].items() if v)),
-        ("compiler", facts["compiler"] or "none"),
-    ]
-    if "kernels" in facts:
-        kernels, onednn = facts["kernels"], facts["onednn"]
-        lines += [
-            ("threads", str(facts["threads"])),
-            ("kernels", kernels["error"] or f"{kernels['level']} ({kernels['origin']})"),
-            ("oneDNN", f"{onednn['instructions']}, limit {onednn['limit'] or 'none'}"),
-        ]
-        lines += [
-            (
-                "GPU",
-                f"{gpu['name']}, {_size(gpu['memory'])}, compute capability "
-                f"{gpu['compute_capability']}",
-            )
-            for gpu in facts["gpus"]
-        ] or [("GPU", f"none seen by torch (CUDA {facts['cuda'] or 'not built in'})")]
-    else:
-        lines.append(("torch", "not usable: this install is a client"))
-    if facts["gpu_driver"]:
-        lines.append(("driver", facts["gpu_driver"]))
-    lines += [("setting", f"{name}={value}") for name, value in facts["settings"].items()]
+    lines: list[tuple[str, str]] = []
+    for name, value in facts.items():
+        if name not in ("missing", "notes"):
+            values = value if isinstance(value, list) else [value]
+            lines += [(name.replace("_", " "), text) for each in values if (text := _text(each))]
     lines += [("note", note) for note in facts["notes"]]
-    return "\n".join(f"{label:<10} {value}" for label, value in lines)
+    return "\n".join(f"{label:<10} {text}" for label, text in lines)
+
+
+def _text(value: Any) -> str:
+    """A value of the report in one line; empty for what is not there."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int) and value >= 1 << 20:
+        return _size(value)
+    if isinstance(value, list):
+        return " ".join(value)
+    if isinstance(value, dict):
+        pairs = ((key if key.isupper() else key.replace("_", " "), v) for key, v in value.items())
+        return ", ".join(f"{key} {text}" for key, v in pairs if (text := _text(v)))
+    return "" if value is None else str(value)
 
 
 def _version(name: str) -> str | None:
@@ -244,15 +225,11 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _found(module: str) -> bool:
+def _installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
     except ModuleNotFoundError:
         return False
-
-
-def _gpu_driver() -> str:
-    return _read("/proc/driver/nvidia/version").partition("\n")[0]
 
 
 def _read(path: str) -> str:
@@ -262,5 +239,5 @@ def _read(path: str) -> str:
         return ""
 
 
-def _size(count: int | None) -> str:
-    return "unknown" if count is None else f"{count / (1 << 30):.1f} GiB"
+def _size(count: int) -> str:
+    return f"{count / (1 << 30):.1f} GiB"

@@ -28,100 +28,86 @@ _OPTIONS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add drafter and server arguments."""
-    group = parser.add_argument_group("drafter")
-    group.add_argument(
+    add = parser.add_argument_group("drafter").add_argument
+    add(
         "--load",
         action="append",
         default=[],
         metavar="NAME=METHOD[:DIR][,KEY=VALUE...]",
-        help="drafter to load at start; may be repeated, the first is the default one",
+        help="drafter to load at start; repeatable, the first is the default one",
     )
-    group.add_argument(
+    add(
         "--root",
         action="append",
         default=[],
         type=Path,
         metavar="DIR",
-        help="folder below which clients may have drafters loaded; may be repeated (default: "
-        "the folders of --load and their parents)",
+        help="folder below which clients may load drafters; repeatable (default: the folders of "
+        "--load and their parents)",
     )
-    group.add_argument(
+    add(
         "--device",
         default="auto",
         metavar="D",
-        help="where drafters with weights compute: auto (default: the second GPU, the only one, or "
-        "the CPU where there is none), cpu, cuda or cuda:N; KV of a verifier on a GPU is mapped by "
-        "drafters on a GPU, and followed by others",
+        help="device of drafters with weights: auto (default: the second GPU, the only one, or the "
+        "CPU), cpu, cuda or cuda:N; drafters on a GPU map the KV of a verifier on a GPU, drafters "
+        "on the CPU receive it over gRPC",
     )
-    group.add_argument("--max-context", type=int, metavar="N", help="longest text, in tokens")
-    group.add_argument(
-        "--max-streams", type=int, metavar="N", help="most generations attached at a time"
-    )
-    group.add_argument(
+    add("--max-context", type=int, metavar="N", help="longest text, in tokens")
+    add("--max-streams", type=int, metavar="N", help="most generations attached at a time")
+    add(
         "--state-dir",
         type=Path,
         metavar="DIR",
-        help="keep what is loaded here, and take it up again after a restart with the same --load",
+        help="save the loaded versions here, and restore them after a restart with the same --load",
     )
-    group.add_argument(
+    add(
         "--recordings",
         type=Path,
         metavar="FILE",
         help='JSON lines {"prompt": [...], "tokens": [...]} of token ids: every version must draft '
-        "along these texts before it gets traffic",
+        "for these texts before it gets traffic",
     )
-    group.add_argument(
+    add(
         "--record",
         type=Path,
         metavar="DIR",
-        help="keep the texts of generations in this folder, to train drafters with (default: none "
-        "are kept)",
+        help="record the texts of generations in this folder, to train drafters with (default: no "
+        "recording)",
     )
-    group.add_argument(
+    add(
         "--record-bytes",
         type=byte_count,
         metavar="SIZE",
-        help="most room for them, such as 1GiB; the oldest go first (default: 64MiB)",
+        help="most bytes recorded, such as 1GiB; the oldest are deleted first (default: 64MiB)",
     )
-    group.add_argument(
+    add(
         "--verifier",
         action="append",
         default=[],
         metavar="HOST:PORT",
-        help="verifier on another machine, by the address that clients use, whose KV may be "
-        "followed; may be repeated (those on this machine need not be named)",
+        help="verifier on another machine that drafters may read KV from, by the address that "
+        "clients use; repeatable (verifiers on this machine are always allowed)",
     )
-    group.add_argument(
+    add(
         "--kv-address",
         default=os.environ.get("PACELINE_KV_ADDRESS") or None,
         metavar="HOST:PORT",
-        help="read KV from the verifier here, whatever address clients know it by: for one in the "
-        "same pod (or set PACELINE_KV_ADDRESS)",
+        help="read KV from the verifier at this address instead of the one that clients use: for a "
+        "verifier in the same pod (or set PACELINE_KV_ADDRESS)",
     )
-    group.add_argument(
+    add(
         "--verifier-tls-ca",
         type=Path,
         metavar="PEM",
-        help="speak TLS with verifiers whose KV a drafter reads, trusting these roots; "
-        "--tls-cert is shown to those that ask for a certificate",
-    )
-    group.add_argument(
-        "--test-method",
-        action="append",
-        default=[],
-        type=_named_class,
-        metavar="NAME=MODULE:CLASS",
-        help="method from outside the package, for tests; runs that module's code",
-    )
-    group.add_argument(
-        "--allow-test-methods", action="store_true", help="say that --test-method is wanted"
+        help="use TLS and trust these roots when reading KV; --tls-cert is the client certificate",
     )
     add_process_arguments(parser, DRAFTER_ADDRESS)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal; the exit code."""
-    # Imports no torch: that must wait until the thread settings are made.
+    """Serve until a signal; returns the exit code."""
+    # Imports no torch: torch must be imported after the thread settings.
     from paceline.drafter import LoadError
 
     try:
@@ -147,17 +133,8 @@ def _build(args: argparse.Namespace, metrics: CollectorRegistry | None) -> Servi
     return build_service(
         [DrafterSpec.parse(text) for text in args.load],
         roots=args.root,
-        test_methods=dict(args.test_method),
-        allow_test_methods=args.allow_test_methods,
         threads=args.threads,
         access=access,
         metrics=metrics,
         **given,
     )
-
-
-def _named_class(text: str) -> tuple[str, str]:
-    name, equals, path = text.partition("=")
-    if not name or not equals or ":" not in path:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=MODULE:CLASS")
-    return name, path

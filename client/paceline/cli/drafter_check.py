@@ -1,36 +1,34 @@
-"""Tries a loaded version of a drafter out, through the verifier, before it gets traffic.
+"""Checks a loaded version of a drafter through the verifier, before it gets traffic.
 
-This is for methods of every kind. A drafter service can check on its own, by texts it has recorded
-(`paceline drafter --recordings`), but not those methods that read the target's KV or hidden states.
+It works for methods of every kind. The check of the drafter service (`paceline drafter
+--recordings`) does not run methods that read the target's KV or hidden states.
 """
+
+from __future__ import annotations
 
 import argparse
 import asyncio
 from pathlib import Path
 
 from paceline.cli.connection import tls_of
-from paceline.cli.prompts import read_prompts
 from paceline.client import Client, DraftOptions, PacelineError
+from paceline.harness import read_prompts
 from paceline.service.options import OptionsError, read_token
 from paceline.v1 import drafter_pb2
 
 _TOKENS = 32
-"""New ones of each prompt."""
+"""New tokens of each prompt."""
 
-_PATIENCE = 30.0
-"""Longest wait for a tree: what is slow is for a trial to judge. Unit: seconds."""
+_TREE_TIMEOUT = 30.0
+"""Longest wait for a tree. Speed is for a canary to judge. Unit: seconds."""
 
 
 class CheckFailedError(PacelineError):
-    """The version did not draft, or drafted what the verifier refused."""
+    """The version drafted nothing, or trees that the verifier refused."""
 
 
 def checked_prompts(path: Path) -> list[str | list[int]]:
-    """Prompts of a file.
-
-    Raises:
-        OptionsError: The file cannot be read, has no line, or one of another form.
-    """
+    """Reads a prompt file. Raises OptionsError if it cannot be read or is not one."""
     try:
         return read_prompts(path)
     except (OSError, ValueError) as error:
@@ -40,15 +38,18 @@ def checked_prompts(path: Path) -> list[str | list[int]]:
 def check(
     args: argparse.Namespace, drafter: str, prompts: list[str | list[int]]
 ) -> drafter_pb2.DrafterCheck:
-    """Generate for every prompt with one version of a drafter, and tell how it did.
+    """Generates greedily for every prompt with one version of a drafter.
 
     Args:
-        args: Of the command: addresses, TLS and token.
+        args: Arguments of the command: addresses, TLS and token.
         drafter: `NAME@VERSION`.
-        prompts: To go on with, greedily.
+        prompts: Text or token ids.
+
+    Returns:
+        Rounds, accepted length and draft time.
 
     Raises:
-        CheckFailedError: The drafter was lost, refused to attach, drew a bad tree, or none in time.
+        CheckFailedError: The drafter failed, timed out, or drafted an invalid tree or none.
         PacelineError: The verifier cannot be reached or refuses a prompt.
     """
     return asyncio.run(_check(args, drafter, prompts))
@@ -63,7 +64,7 @@ async def _check(
         drafter=args.address,
         token=read_token(args.token_file),
         tls=tls_of(args),
-        drafting=DraftOptions(timeout=_PATIENCE, adaptive=False),
+        drafting=DraftOptions(timeout=_TREE_TIMEOUT, adaptive=False),
     ) as client:
         for prompt in prompts:
             result = await client.generate(
@@ -71,12 +72,12 @@ async def _check(
             )
             stats = result.stats
             if stats.fallbacks:
-                raise _failed(drafter, f"trouble while it drafted: {dict(stats.fallbacks)}")
+                raise _failed(drafter, f"failures while drafting: {dict(stats.fallbacks)}")
             rounds += stats.drafted_rounds
             accepted += stats.accepted
             draft_ms += stats.draft_ms
     if not rounds:
-        raise _failed(drafter, "it drew no tree")
+        raise _failed(drafter, "it drafted no tree")
     return drafter_pb2.DrafterCheck(
         texts=len(prompts),
         rounds=rounds,
@@ -86,4 +87,4 @@ async def _check(
 
 
 def _failed(drafter: str, why: str) -> CheckFailedError:
-    return CheckFailedError(f"{drafter} was loaded but failed the check, and is gone again: {why}")
+    return CheckFailedError(f"{drafter} was loaded, failed the check and was unloaded: {why}")

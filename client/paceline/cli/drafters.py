@@ -1,4 +1,4 @@
-"""`paceline drafters`: the drafters that a running drafter service offers."""
+"""`paceline drafters`: manages the drafters of a running drafter service."""
 
 import argparse
 import json
@@ -32,11 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the sub-commands."""
     commands = parser.add_subparsers(metavar="ACTION", required=True)
 
-    listing = _add(commands, "list", "show all loaded versions", _list)
-    listing.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    _add(commands, "list", "show all loaded versions", _list)
 
-    load = _add(commands, "load", "load a version beside those that run", _load)
-    load.add_argument("name", help="name that clients ask for")
+    load = _add(commands, "load", "load a version next to those that are loaded", _load)
+    load.add_argument("name", help="name for clients")
     load.add_argument("method", help="ngram, lm, ...")
     load.add_argument("folder", nargs="?", default="", help="model folder on the service's machine")
     load.add_argument("--version", default="", help="default: the service numbers it")
@@ -52,8 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--check",
         type=Path,
         metavar="FILE",
-        help='first have it draft for these prompts, JSON lines with "prompt" or "text", through '
-        "the verifier; unload it again if it fails",
+        help='first generate for these prompts, JSON lines with "prompt" or "text", with this '
+        "version and the verifier; unload it if it fails",
     )
     load.add_argument(
         "--verifier-address",
@@ -62,7 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="for --check (default: %(default)s)",
     )
     load.add_argument("--activate", action="store_true", help="send all new generations to it")
-    load.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
     activate = _add(commands, "activate", "send new generations to a version", _activate)
     activate.add_argument("name")
@@ -70,55 +68,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     activate.add_argument(
         "--share", type=float, default=1.0, metavar="S", help="of new generations, in (0, 1]"
     )
-    activate.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
-    trial = _add(commands, "try", "give a version a share, then promote it or roll it back", _try)
-    trial.add_argument("name")
-    trial.add_argument("version")
-    trial.add_argument(
-        "--share", type=float, default=0.1, metavar="S", help="of new generations (default: 0.1)"
+    canary = _add(
+        commands, "canary", "compare a version on a share, then promote it or roll it back", _canary
     )
-    trial.add_argument(
-        "--confidence",
-        type=float,
-        default=0.99,
-        metavar="C",
-        help="of the verdict (default: %(default)s)",
-    )
-    trial.add_argument(
-        "--length-margin",
-        type=float,
-        default=0.05,
-        metavar="M",
-        help="share of accepted tokens a round that may be lost (default: %(default)s)",
-    )
-    trial.add_argument(
-        "--time-margin",
-        type=float,
-        default=0.25,
-        metavar="M",
-        help="share by which drafts may take longer (default: %(default)s)",
-    )
-    trial.add_argument(
-        "--max-generations",
-        type=int,
-        default=256,
-        metavar="N",
-        help="roll it back if there is no verdict by then (default: %(default)s)",
-    )
-    trial.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    canary.add_argument("name")
+    canary.add_argument("version")
+    for flag, default, metavar, text in (
+        ("--share", 0.1, "S", "of new generations"),
+        ("--confidence", 0.99, "C", "of the comparison"),
+        ("--length-margin", 0.05, "M", "allowed relative loss of accepted length"),
+        ("--time-margin", 0.25, "M", "allowed relative increase of draft time"),
+        ("--max-generations", 256, "N", "roll it back if it is undecided by then"),
+    ):
+        text += " (default: %(default)s)"
+        canary.add_argument(flag, type=type(default), default=default, metavar=metavar, help=text)
 
-    trials = _add(commands, "trials", "show the last trial of each name", _trials)
-    trials.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    _add(commands, "canaries", "show the newest canary of each name", _canaries)
 
-    unload = _add(commands, "unload", "remove a version once its generations have ended", _unload)
+    help = "remove a version once its generations have ended"
+    unload = _add(commands, "unload", help, _unload, prints=False)
     unload.add_argument("name")
     unload.add_argument("version", nargs="?", default="", help="default: all of them")
     unload.add_argument("--force", action="store_true", help="do not wait for its generations")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Call the registry; 0 when it agreed, 1 when it did not, 2 for bad arguments."""
+    """Call the registry. Returns 0 on success, 1 if the service refused, 2 for bad arguments."""
     try:
         metadata = metadata_of(args)
         with open_channel(args.address, args) as channel:
@@ -142,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _add(
-    commands: Any, name: str, help: str, action: Callable[..., None]
+    commands: Any, name: str, help: str, action: Callable[..., None], *, prints: bool = True
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=help)
     parser.add_argument(
@@ -153,9 +129,11 @@ def _add(
         type=float,
         default=300.0,
         metavar="S",
-        help="how long the service may take (default: %(default)s)",
+        help="of the call (default: %(default)s)",
     )
     add_connection_arguments(parser)
+    if prints:
+        parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(action=action)
     return parser
 
@@ -164,7 +142,7 @@ def _list(args: argparse.Namespace, call: Call) -> None:
     response = call("ListDrafters", drafter_pb2.ListDraftersRequest())
     _show(response.drafters, response.default_drafter, args.json)
     if response.records_texts and not args.json:
-        print("Texts of generations are recorded by this service.")
+        print("This service records the texts of generations.")
 
 
 def _load(args: argparse.Namespace, call: Call) -> None:
@@ -199,12 +177,12 @@ def _activate(args: argparse.Namespace, call: Call) -> None:
     _show([call("ActivateDrafter", request).drafter], "", args.json)
 
 
-def _try(args: argparse.Namespace, call: Call) -> None:
+def _canary(args: argparse.Namespace, call: Call) -> None:
     request = drafter_pb2.ActivateDrafterRequest(
         name=args.name,
         version=args.version,
         traffic_share=args.share,
-        trial=drafter_pb2.TrialSettings(
+        canary=drafter_pb2.CanarySettings(
             confidence=args.confidence,
             length_margin=args.length_margin,
             time_margin=args.time_margin,
@@ -219,7 +197,7 @@ def _unload(args: argparse.Namespace, call: Call) -> None:
         name=args.name, version=args.version, force=args.force
     )
     gone = call("UnloadDrafter", request).unloaded
-    print("unloaded" if gone else "draining: it goes when its last generation has ended")
+    print("unloaded" if gone else "draining: it is freed when its last generation has ended")
 
 
 def _option(text: str) -> tuple[str, str]:
@@ -252,23 +230,25 @@ def _show(drafters: Sequence[drafter_pb2.DrafterInfo], default: str, as_json: bo
     Console(highlight=False).print(table)
 
 
-def _trials(args: argparse.Namespace, call: Call) -> None:
-    trials = call("ListDrafters", drafter_pb2.ListDraftersRequest()).trials
+def _canaries(args: argparse.Namespace, call: Call) -> None:
+    canaries = call("ListDrafters", drafter_pb2.ListDraftersRequest()).canaries
     if args.json:
-        print(json.dumps([_as_dict(trial) for trial in trials], indent=2))
+        print(json.dumps([_as_dict(canary) for canary in canaries], indent=2))
         return
-    table = Table("trial", "of", "beside", "generations", "accepted", "draft", "state", box=None)
-    for trial in trials:
-        new, old = trial.candidate_figures, trial.baseline_figures
-        state = drafter_pb2.TrialState.Name(trial.state).removeprefix("TRIAL_STATE_").lower()
+    table = Table(
+        "name", "canary", "baseline", "generations", "accepted", "draft", "state", box=None
+    )
+    for each in canaries:
+        new, old = each.canary_statistics, each.baseline_statistics
+        state = drafter_pb2.CanaryState.Name(each.state).removeprefix("CANARY_STATE_").lower()
         table.add_row(
-            trial.name,
-            trial.candidate,
-            trial.baseline,
+            each.name,
+            each.canary,
+            each.baseline,
             f"{new.generations} / {old.generations}",
             f"{new.accepted_length:.2f} / {old.accepted_length:.2f}",
             f"{new.draft_us / 1e3:.2f} / {old.draft_us / 1e3:.2f} ms",
-            state.replace("_", " ") + (f": {trial.reason}" if trial.reason else ""),
+            state.replace("_", " ") + (f": {each.reason}" if each.reason else ""),
         )
     Console(highlight=False).print(table)
 

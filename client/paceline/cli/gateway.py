@@ -1,4 +1,4 @@
-"""`paceline gateway`: OpenAI's HTTP interface before running services."""
+"""`paceline gateway`: OpenAI's HTTP interface to running services."""
 
 from __future__ import annotations
 
@@ -6,23 +6,17 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.cli.connection import (
-    add_connection_arguments,
-    drafter_address,
-    tls_of,
-    token_of,
-    verifier_address,
-)
-from paceline.cli.generate import run_async
+from paceline.cli.connection import add_service_arguments, client_of
 from paceline.cli.service_process import (
     add_log_arguments,
     add_readiness_arguments,
+    ready_writer,
     refuse,
+    run_async,
     stop_with_stdin,
-    write_atomically,
 )
 from paceline.cli.units import byte_count
-from paceline.client import Client, PacelineError, RetryOptions
+from paceline.client import PacelineError, RetryOptions
 from paceline.service.logs import configure_logging
 from paceline.service.options import OptionsError, add_metrics_arguments, read_secret
 from paceline.telemetry.exporters import traced
@@ -36,7 +30,7 @@ KEY_FILE_VARIABLE = "PACELINE_API_KEY_FILE"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add where it listens, who may call, and where the services are."""
+    """Add the arguments of the HTTP server, its security, and the services."""
     add = parser.add_argument
     add(
         "--address",
@@ -44,44 +38,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="where to listen; also unix:/path (default: %(default)s)",
     )
-    add("--model-name", metavar="NAME", help="what requests call the model (default: its folder)")
+    add("--model-name", metavar="NAME", help="model name in requests (default: its folder)")
     add(
         "--chat-template",
         type=Path,
         metavar="FILE",
-        help="Jinja template instead of the tokenizer's own",
+        help="Jinja template instead of that of the tokenizer",
     )
     add(
         "--max-body",
         type=byte_count,
         default=4 << 20,
         metavar="SIZE",
-        help="longest request taken, such as 512KiB (default: 4MiB)",
+        help="longest request body, such as 512KiB (default: 4MiB)",
     )
     add(
         "--max-requests",
         type=int,
         default=256,
         metavar="N",
-        help="requests in flight; more are told to come again (default: %(default)s)",
+        help="requests in flight; more get HTTP 429 (default: %(default)s)",
     )
     add(
         "--drain-seconds",
         type=float,
         default=30.0,
         metavar="S",
-        help="how long requests may go on after SIGTERM (default: %(default)s)",
+        help="how long requests may continue after SIGTERM (default: %(default)s)",
     )
     add_readiness_arguments(parser)
 
-    callers = parser.add_argument_group("who may call")
-    add = callers.add_argument
+    add = parser.add_argument_group("HTTP security").add_argument
     add(
         "--api-key-file",
         type=Path,
         metavar="FILE",
-        help=f"file with the key that callers send as a bearer token (or set {KEY_VARIABLE} or "
-        f"{KEY_FILE_VARIABLE})",
+        help=f"file with the key that requests must carry as a bearer token (or set {KEY_VARIABLE} "
+        f"or {KEY_FILE_VARIABLE})",
     )
     add("--http-tls-cert", type=Path, metavar="PEM", help="serve HTTPS with this certificate")
     add("--http-tls-key", type=Path, metavar="PEM", help="private key of --http-tls-cert")
@@ -90,71 +83,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="listen beyond this machine without TLS or key: behind a proxy that has both",
     )
-
     add_metrics_arguments(parser)
-
-    services = parser.add_argument_group("services")
-    add = services.add_argument
-    add("--verifier-address", default=verifier_address(), metavar="A", help="default: %(default)s")
-    add("--drafter-address", default=drafter_address(), metavar="B", help="default: %(default)s")
-    add(
+    add_service_arguments(parser).add_argument(
         "--retry-seconds",
         type=float,
         default=10.0,
         metavar="S",
-        help="how long to try to reach the verifier, or wait for room (default: %(default)s)",
+        help="how long to retry an unreachable or full verifier (default: %(default)s)",
     )
-    add_connection_arguments(parser)
     add_log_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal; 0 after a drain, 2 for options that cannot be served."""
-    configure_logging(args.log_format, args.log_level)
-    with traced("paceline-gateway"):
-        return _run(args)
-
-
-def _run(args: argparse.Namespace) -> int:
     from paceline.gateway import GatewayOptions
 
-    try:
-        template = args.chat_template and args.chat_template.read_text(encoding="utf-8")
-        options = GatewayOptions(
-            address=args.address,
-            tls_cert=args.http_tls_cert,
-            tls_key=args.http_tls_key,
-            api_key=read_secret("API key", args.api_key_file, KEY_VARIABLE, KEY_FILE_VARIABLE),
-            insecure=args.insecure,
-            model_name=args.model_name,
-            chat_template=template,
-            max_body_bytes=args.max_body,
-            max_requests=args.max_requests,
-            drain_seconds=args.drain_seconds,
-            metrics_address=args.metrics_address,
-            insecure_metrics=args.insecure_metrics,
-        )
-        if args.stop_with_stdin:
-            stop_with_stdin()
-        run_async(_serve(args, options))
-    except (OptionsError, PacelineError, ValueError, OSError) as error:
-        return refuse(error)
+    configure_logging(args.log_format, args.log_level)
+    with traced("paceline-gateway"):
+        try:
+            template = args.chat_template and args.chat_template.read_text(encoding="utf-8")
+            options = GatewayOptions(
+                address=args.address,
+                tls_cert=args.http_tls_cert,
+                tls_key=args.http_tls_key,
+                api_key=read_secret("API key", args.api_key_file, KEY_VARIABLE, KEY_FILE_VARIABLE),
+                insecure=args.insecure,
+                model_name=args.model_name,
+                chat_template=template,
+                max_body_bytes=args.max_body,
+                max_requests=args.max_requests,
+                drain_seconds=args.drain_seconds,
+                metrics_address=args.metrics_address,
+                insecure_metrics=args.insecure_metrics,
+            )
+            if args.stop_with_stdin:
+                stop_with_stdin()
+            run_async(_serve(args, options))
+        except (OptionsError, PacelineError, ValueError, OSError) as error:
+            return refuse(error)
     return 0
 
 
 async def _serve(args: argparse.Namespace, options: GatewayOptions) -> None:
     from paceline.gateway import run_gateway
 
-    def ready(address: str) -> None:
-        if args.ready_file is not None:
-            write_atomically(args.ready_file, address)
-
-    client = Client(
-        args.verifier_address,
-        drafter=args.drafter_address or None,
-        token=token_of(args),
-        tls=tls_of(args),
-        retry=RetryOptions(budget=args.retry_seconds),
-    )
-    async with client:
-        await run_gateway(client, options, on_ready=ready)
+    async with client_of(args, retry=RetryOptions(budget=args.retry_seconds)) as client:
+        await run_gateway(client, options, on_ready=ready_writer(args))

@@ -1,21 +1,17 @@
 """`paceline generate`: a text through running services, streamed to the terminal."""
 
+from __future__ import annotations
+
 import argparse
-import asyncio
 import dataclasses
 import json
 import sys
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from paceline.cli.connection import (
-    add_connection_arguments,
-    drafter_address,
-    tls_of,
-    token_of,
-    verifier_address,
-)
+from paceline.cli.connection import add_service_arguments, client_of
+from paceline.cli.errors import exit_with
+from paceline.cli.service_process import run_async
 from paceline.client import (
     Client,
     DraftOptions,
@@ -27,57 +23,52 @@ from paceline.client import (
 from paceline.service.options import OptionsError
 from paceline.telemetry.exporters import traced
 
-T = TypeVar("T")
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the prompt, what decides the tokens, and where the services are."""
-    parser.add_argument("prompt", nargs="?", help="text to continue; -: read it from stdin")
-    parser.add_argument("--file", type=Path, metavar="F", help="read the prompt from a file")
-    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
-    parser.add_argument("--stats", action="store_true", help="print speed and cost to stderr")
+    """Add the prompt, the parameters of the generation, and the services."""
+    add = parser.add_argument
+    add("prompt", nargs="?", help="text to continue; -: read it from stdin")
+    add("--file", type=Path, metavar="F", help="read the prompt from a file")
+    add("--json", action="store_true", help="print one JSON object at the end")
+    add("--stats", action="store_true", help="print speed and cost to stderr")
     add_generation_arguments(parser)
-
-    services = parser.add_argument_group("services")
-    services.add_argument("--verifier-address", default=verifier_address(), metavar="A")
-    services.add_argument("--drafter-address", default=drafter_address(), metavar="B")
-    services.add_argument(
+    add = add_service_arguments(parser).add_argument
+    add(
         "--draft-always",
         action="store_true",
-        help="draft in every round, to measure what drafts are worth; default: where it pays",
+        help="draft in every round, to measure drafting; default: where it increases the speed",
     )
-    services.add_argument(
+    add(
         "--draft-timeout",
         type=float,
         metavar="S",
-        help="longest wait for a draft (default: a multiple of what drafts took so far)",
+        help="longest wait for a draft (default: a multiple of the mean draft time)",
     )
-    services.add_argument(
+    add(
         "--retry-seconds",
         type=float,
         default=10.0,
         metavar="S",
-        help="how long to try to reach the verifier (default: %(default)s)",
+        help="how long to retry to reach the verifier (default: %(default)s)",
     )
-    add_connection_arguments(parser)
 
 
 def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the parameters of `Client.generate` that a command line can give."""
+    """Add the parameters of `Client.generate`."""
     add = parser.add_argument
     add("--max-new-tokens", type=int, default=256, metavar="N", help="default: %(default)s")
     add("--drafter", metavar="NAME", help="drafter to use; none: plain decoding")
-    add("--deadline", type=float, metavar="S", help="give up after so many seconds")
-    add("--json-schema", type=Path, metavar="FILE", help="the text is an instance of this schema")
-    group = parser.add_argument_group("sampling")
-    add = group.add_argument
+    add("--deadline", type=float, metavar="S", help="fail after this many seconds")
+    add("--json-schema", type=Path, metavar="FILE", help="generate an instance of this schema")
+    add = parser.add_argument_group("sampling").add_argument
     add("--temperature", type=float, default=0.0, metavar="T", help="0: greedy (default)")
     add("--seed", type=int, metavar="S", help="of the sampling noise; default: a random one")
     add(
         "--acceptance",
         default="invariant",
         metavar="MODE",
-        help="invariant (default), or rejection: tokens depend on the drafter, their odds do not",
+        help="invariant (default), or rejection: the drafter changes the tokens, but not their "
+        "distribution",
     )
     add("--top-k", type=int, default=0, metavar="K", help="keep the K likeliest tokens; 0: all")
     add("--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest P of the mass")
@@ -87,7 +78,7 @@ def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
     add("--frequency-penalty", type=float, default=0.0, metavar="X", help="0: off")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before it; repeatable")
     add("--stop-token-id", type=int, action="append", default=[], metavar="ID", help="repeatable")
-    add("--ignore-eos", action="store_true", help="go on past end-of-sequence tokens")
+    add("--ignore-eos", action="store_true", help="continue after end-of-sequence tokens")
 
 
 def generation_arguments(args: argparse.Namespace) -> dict[str, Any]:
@@ -106,29 +97,18 @@ def generation_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Generate; 0 when it came to an end, 1 when a service failed, 2 for bad arguments."""
+    """Generate; fails with code 1 when a service failed, 2 for bad arguments."""
     with traced("paceline-client"):
-        return _run(args)
-
-
-def _run(args: argparse.Namespace) -> int:
-    try:
-        prompt = _prompt(args)
-        client = Client(
-            args.verifier_address,
-            drafter=args.drafter_address,
-            token=token_of(args),
-            tls=tls_of(args),
-            retry=RetryOptions(budget=args.retry_seconds),
-            drafting=DraftOptions(timeout=args.draft_timeout, adaptive=not args.draft_always),
-        )
-        generation = client.generate(prompt, **generation_arguments(args))
-    except (OptionsError, OSError, ValueError) as error:
-        return _fail(error, 2)
-    try:
-        result = run_async(_generate(client, generation, show=not args.json))
-    except (PacelineError, OSError) as error:
-        return _fail(error, 1)
+        with exit_with(2, OptionsError, OSError, ValueError):
+            prompt = _prompt(args)
+            client = client_of(
+                args,
+                retry=RetryOptions(budget=args.retry_seconds),
+                drafting=DraftOptions(timeout=args.draft_timeout, adaptive=not args.draft_always),
+            )
+            generation = client.generate(prompt, **generation_arguments(args))
+        with exit_with(1, PacelineError, OSError):
+            result = run_async(_generate(client, generation, show=not args.json))
     if args.json:
         print(json.dumps(as_json(result), ensure_ascii=False))
     if args.stats:
@@ -136,22 +116,12 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_async(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine on the fastest event loop this machine has."""
-    if sys.platform == "win32":
-        return asyncio.run(work)
-    import uvloop
-
-    return uvloop.run(work)
-
-
 def as_json(result: GenerationResult) -> dict[str, object]:
-    """A result as plain values."""
-    logprobs = result.logprobs
+    """A result as JSON-ready values."""
     return {
         "text": result.text,
         "token_ids": result.token_ids,
-        "logprobs": logprobs and list(map(dataclasses.asdict, logprobs)),
+        "logprobs": result.logprobs and list(map(dataclasses.asdict, result.logprobs)),
         "finish_reason": result.finish_reason,
         "stop_string": result.stop_string,
         "seed": result.seed,
@@ -187,11 +157,4 @@ def _summary(result: GenerationResult) -> str:
     )
     if stats.drafter_versions:
         text += f", drafted by {', '.join(stats.drafter_versions)}"
-    if stats.fallbacks:
-        text += f", fallbacks {dict(stats.fallbacks)}"
-    return text
-
-
-def _fail(error: Exception, code: int) -> int:
-    print(f"paceline generate: {error}", file=sys.stderr)
-    return code
+    return text + (f", fallbacks {dict(stats.fallbacks)}" if stats.fallbacks else "")

@@ -1,108 +1,96 @@
 """The `paceline` command: a table of sub-commands, each imported only when it is called."""
 
+from __future__ import annotations
+
 import argparse
 import importlib
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.util import find_spec
 
-from paceline.cli.config import ConfigError, expand
+from paceline.cli.config import expand
+from paceline.cli.errors import CommandError
 
 
 @dataclass(frozen=True)
 class Command:
     """One sub-command.
 
-    Its module has `add_arguments(parser)` and `run(args) -> int`, and imports what its extra
-    installs inside functions or not at all.
+    Its module defines `add_arguments(parser)` and `run(args) -> int`. Packages of an extra are
+    imported inside functions only, so that `--help` works without them.
     """
 
     name: str
     module: str
     help: str
     extra: str | None = None
-    """Extra of the distribution it needs; None: the client alone is enough."""
+    """Extra of the distribution that it needs; None: no extra."""
 
 
-COMMANDS = (
+COMMANDS: tuple[Command, ...] = (
     Command("serve", "paceline.cli.serve", "run a verifier and a drafter", "server"),
     Command("verifier", "paceline.cli.verifier", "run a verifier: the target model", "server"),
     Command("drafter", "paceline.cli.drafter", "run a drafter", "server"),
     Command("generate", "paceline.cli.generate", "generate text through running services"),
     Command("gateway", "paceline.cli.gateway", "serve OpenAI's HTTP interface", "gateway"),
     Command("trace", "paceline.cli.trace", "show where the time of rounds goes", "telemetry"),
-    Command("drafters", "paceline.cli.drafters", "list, load, try, activate and unload drafters"),
-    Command("health", "paceline.cli.health", "ask a service whether it serves", "server"),
-    Command("doctor", "paceline.cli.doctor", "print what this machine and install offer"),
-    Command("demo", "paceline.cli.demo", "start both services and watch them generate", "server"),
+    Command("drafters", "paceline.cli.drafters", "list, load, activate and unload drafters"),
+    Command("health", "paceline.cli.health", "check the health of a service", "server"),
+    Command("doctor", "paceline.cli.doctor", "report on this machine and installation"),
+    Command("demo", "paceline.cli.demo", "start both services and generate a text", "server"),
     Command(
         "verify-lossless",
         "paceline.cli.lossless",
-        "prove that speculation changes no token of your texts",
+        "check on your prompts that speculation changes no token",
         "server",
     ),
-    Command("bench", "paceline.cli.bench", "measure speed beside other generators", "server"),
-    Command("calibrate", "paceline.cli.calibrate", "make confidences right", "server"),
-    Command("tune", "paceline.cli.tune", "find a drafter's best settings here", "server"),
-    Command("drills", "paceline.cli.drills", "break things and check what must hold", "server"),
-    Command("train", "paceline.cli.train", "train targets and drafters", "train"),
-    Command("completion", "paceline.cli.completion", "print a script that completes commands"),
-)
-
-# Modules that only the extras install; anything else missing is a fault and shows its traceback.
-_OF_EXTRAS = (
-    *("accelerate", "aiohttp", "grpc_health", "grpc_reflection", "jinja2", "llguidance"),
-    *(
-        "numpy",
-        "opentelemetry",
-        "prometheus_client",
-        "pydantic",
-        "safetensors",
-        "torch",
-        "transformers",
+    Command(
+        "calibrate",
+        "paceline.train.calibration.cli",
+        "fit confidences to how often drafted tokens are accepted",
+        "server",
     ),
+    Command("tune", "paceline.cli.tune", "find a drafter's best settings here", "server"),
+    Command("train", "paceline.train.cli", "train targets and drafters", "train"),
+    Command("completion", "paceline.cli.completion", "print a shell's completion script"),
+)
+if find_spec("paceline.bench") is not None:  # in a source checkout, not in the wheel
+    COMMANDS += (Command("bench", "paceline.bench.cli", "measure speed and resilience", "dev"),)
+
+# Top-level modules that only extras install. Any other missing module is a bug.
+_OF_EXTRAS = (
+    *("accelerate", "aiohttp", "grpc_health", "grpc_reflection", "jinja2", "llguidance", "numpy"),
+    *("openai", "opentelemetry", "prometheus_client", "pydantic", "safetensors", "torch"),
+    "transformers",
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `paceline` with `argv` (default: the process's own); the exit code."""
+    """Run `paceline` with `argv` (default: that of the process); returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     command = _command_of(argv)
     try:
         args = build_parser([] if command is None else [command]).parse_args(expand(argv))
         return int(args.run(args))
+    except CommandError as error:
+        message, code = str(error), error.code
     except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if command is None or command.extra is None or missing not in _OF_EXTRAS:
+        message, code = _missing(command, error.name or ""), 2
+        if not message:
             raise
-        print(
-            f"paceline {command.name}: {missing} is not installed; this command needs\n"
-            f"    pip install 'paceline[{command.extra}]'",
-            file=sys.stderr,
-        )
-        return 2
-    except ConfigError as error:
-        print(f"paceline: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         return 130
-
-
-def _command_of(argv: Sequence[str]) -> Command | None:
-    name = next((word for word in argv if not word.startswith("-")), None)
-    return next((command for command in COMMANDS if command.name == name), None)
-
-
-def _version() -> str:
-    try:
-        return metadata.version("paceline")
-    except metadata.PackageNotFoundError:
-        return "not installed: run from its sources"
+    print(f"paceline {command.name if command else ''}: {message}", file=sys.stderr)
+    return code
 
 
 def build_parser(expanded: Collection[Command]) -> argparse.ArgumentParser:
-    """The parser of all commands, those of `expanded` with their arguments."""
+    """The parser of all commands; those in `expanded` have their arguments.
+
+    Commands of `paceline.bench` get no arguments where that package is not installed.
+    """
     parser = argparse.ArgumentParser(
         prog="paceline",
         description="Lossless speculative decoding as services: verifier, drafter, client.",
@@ -112,10 +100,37 @@ def build_parser(expanded: Collection[Command]) -> argparse.ArgumentParser:
     for command in COMMANDS:
         sub = commands.add_parser(command.name, help=command.help, description=command.help)
         if command in expanded:
-            module = importlib.import_module(command.module)
+            try:
+                module = importlib.import_module(command.module)
+            except ModuleNotFoundError as error:
+                if error.name != "paceline.bench" or len(expanded) == 1:
+                    raise
+                continue
             module.add_arguments(sub)
             sub.set_defaults(run=module.run)
     return parser
+
+
+def _command_of(argv: Sequence[str]) -> Command | None:
+    name = next((word for word in argv if not word.startswith("-")), None)
+    return next((command for command in COMMANDS if command.name == name), None)
+
+
+def _missing(command: Command | None, module: str) -> str:
+    """What to do about a missing module; empty where that is not known."""
+    if module == "paceline.bench":
+        return "this command is not in the installed package: run it in a checkout of the source"
+    name = module.partition(".")[0]
+    if command is None or command.extra is None or name not in _OF_EXTRAS:
+        return ""
+    return f"{name} is not installed; run\n    pip install 'paceline[{command.extra}]'"
+
+
+def _version() -> str:
+    try:
+        return metadata.version("paceline")
+    except metadata.PackageNotFoundError:
+        return "not installed: run from its sources"
 
 
 if __name__ == "__main__":

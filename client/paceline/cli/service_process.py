@@ -1,4 +1,4 @@
-"""What `paceline verifier` and `paceline drafter` share: the life of a service process."""
+"""The life of a service process: options, logs, threads, readiness, event loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.service import (
     SERVER_ARGUMENTS,
@@ -34,13 +34,14 @@ logger = logging.getLogger("paceline.cli")
 VERIFIER_ADDRESS = "127.0.0.1:7431"
 DRAFTER_ADDRESS = "127.0.0.1:7432"
 
-
-# Arguments of both kinds of service that `paceline serve` hands down to them.
 SHARED_ARGUMENTS = (*SERVER_ARGUMENTS, "threads", "log_format", "log_level")
+"""Arguments of both services that `paceline serve` passes on to them."""
+
+T = TypeVar("T")
 
 
 def add_process_arguments(parser: argparse.ArgumentParser, address: str) -> None:
-    """Add all arguments that have nothing to do with models."""
+    """Add all arguments of a service that do not depend on its models."""
     parser.add_argument(
         "--address", default=address, help="host:port or unix:/path (default: %(default)s)"
     )
@@ -49,7 +50,7 @@ def add_process_arguments(parser: argparse.ArgumentParser, address: str) -> None
 
 
 def add_readiness_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what parents of the process use: see `ServiceProcess`."""
+    """Add the arguments that `ServiceProcess` passes."""
     parser.add_argument(
         "--ready-file",
         type=Path,
@@ -59,7 +60,7 @@ def add_readiness_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stop-with-stdin",
         action="store_true",
-        help="stop when standard input closes: for parents that hold its other end",
+        help="stop when standard input closes: for a parent process that holds its other end",
     )
 
 
@@ -79,7 +80,7 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_log_arguments(group: argparse._ActionsContainer) -> None:
-    """Add what `configure_logging` takes."""
+    """Add the arguments of `configure_logging`."""
     group.add_argument(
         "--log-format",
         choices=["auto", "json", "text"],
@@ -90,7 +91,7 @@ def add_log_arguments(group: argparse._ActionsContainer) -> None:
         "--log-level",
         choices=["debug", "info", "warning", "error"],
         default="info",
-        help="least severe message to show (default: %(default)s)",
+        help="lowest level to log (default: %(default)s)",
     )
 
 
@@ -101,62 +102,53 @@ def run_service(
 
     Args:
         kind: "verifier" or "drafter", for traces.
-        args: parsed from `add_process_arguments`.
-        build: makes the service, whose metrics go into the registry if there is one. Called after
-            the thread settings are in the environment, so it may import torch; nothing may have
-            imported it before.
+        args: Parsed arguments of `add_process_arguments`.
+        build: Makes the service; its metrics go into the registry. It is called after the thread
+            settings are in the environment and may import torch, which nothing may import earlier.
     """
     configure_logging(args.log_format, args.log_level)
     with traced(f"paceline-{kind}"):
-        return _build_and_serve(args, build)
-
-
-def _build_and_serve(
-    args: argparse.Namespace, build: Callable[[CollectorRegistry | None], Service]
-) -> int:
-    try:
-        options = ServerOptions.from_args(args)
-        set_torch_environment(args.threads)
-        if args.stop_with_stdin:
-            stop_with_stdin()
-        metrics = _metrics(options)
-        service = build(metrics)
-    except (OptionsError, ServiceError, ValueError, OSError) as error:
-        return refuse(error)
-    try:
-        serving = run_server(
-            service, options, metrics=metrics, on_ready=lambda address: _ready(args, address)
-        )
-        _run(serving)
-    except (OptionsError, ServiceError) as error:
-        return refuse(error)
+        try:
+            options = ServerOptions.from_args(args)
+            set_torch_environment(args.threads)
+            if args.stop_with_stdin:
+                stop_with_stdin()
+            metrics = _registry(options)
+            service = build(metrics)
+        except (OptionsError, ServiceError, ValueError, OSError) as error:
+            return refuse(error)
+        try:
+            run_async(run_server(service, options, metrics=metrics, on_ready=ready_writer(args)))
+        except (OptionsError, ServiceError) as error:
+            return refuse(error)
     return 0
 
 
-def _metrics(options: ServerOptions) -> CollectorRegistry | None:
-    if options.metrics_address is None:
-        return None
-    from paceline.service.metrics import new_registry
-
-    return new_registry()
-
-
 def refuse(error: Exception) -> int:
-    """Log why the service cannot be served as it was asked for; the exit code."""
+    """Log why the service does not start; returns exit code 2."""
     logger.error("cannot serve: %s", error, exc_info=logger.isEnabledFor(logging.DEBUG))
     return 2
 
 
-def set_torch_environment(threads: int | None) -> None:
-    """Fix thread count and waiting for the OpenMP runtime that torch loads later.
+def run_async(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine with uvloop, or with asyncio where uvloop is not installed."""
+    if find_spec("uvloop") is None:
+        return asyncio.run(work)
+    import uvloop
 
-    Threads spin for a few dozen microseconds and then sleep: long enough to bridge the gap between
-    two operations of a step (a sleeping thread takes longer to wake than most of them last), short
-    enough to leave the cores to whoever's turn it is next, drafter or verifier. Weights lie in huge
-    pages. Variables that are set already win, but for the count when `threads` is given.
+    return uvloop.run(work)
+
+
+def set_torch_environment(threads: int | None) -> None:
+    """Set the environment of the OpenMP runtime that torch loads later.
+
+    Threads spin for some 10 microseconds and then sleep. That is longer than the gap between two
+    operations of a step, and leaves the cores to the other service when a step ends. Large tensors
+    get huge pages, which makes a step, which reads all weights, about 10% faster. Variables that
+    are already set are kept, except for the number of threads if `threads` is given.
 
     Raises:
-        OptionsError: if `threads` is below 1.
+        OptionsError: `threads` is below 1.
     """
     if threads is not None:
         if threads < 1:
@@ -165,37 +157,28 @@ def set_torch_environment(threads: int | None) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(_cores()))
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     os.environ.setdefault("KMP_BLOCKTIME", "1")
-    use_huge_pages()
-
-
-def use_huge_pages() -> None:
-    """Let torch, loaded later, keep large tensors in huge pages where the system lends them.
-
-    A step reads all weights, and reads them about a tenth faster.
-    """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
+def ready_writer(args: argparse.Namespace) -> Callable[[str], None]:
+    """A function that writes a bound address into `--ready-file`, if that is given."""
+
+    def write(address: str) -> None:
+        if args.ready_file is not None:
+            write_atomically(args.ready_file, address)
+
+    return write
+
+
 def write_atomically(file: Path, text: str) -> None:
-    """Write `file` so that no reader ever sees half of it."""
-    draft = file.with_name(f".{file.name}.{os.getpid()}")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(file)
-
-
-def _ready(args: argparse.Namespace, address: str) -> None:
-    if args.ready_file is not None:
-        write_atomically(args.ready_file, address)
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Write `file` such that no reader sees a part of the text."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(file)
 
 
 def stop_with_stdin() -> None:
-    """SIGTERM to this process when its standard input closes."""
+    """Send SIGTERM to this process when its standard input closes."""
 
     def wait() -> None:
         while os.read(sys.stdin.fileno(), 4096):
@@ -205,11 +188,15 @@ def stop_with_stdin() -> None:
     threading.Thread(target=wait, name="stop-with-stdin", daemon=True).start()
 
 
-def _run(main: Coroutine[Any, Any, None]) -> None:
-    # Not there on Windows, nor where the sources run beside packages that somebody else chose.
-    if find_spec("uvloop") is None:
-        asyncio.run(main)
-    else:
-        import uvloop
+def _registry(options: ServerOptions) -> CollectorRegistry | None:
+    if options.metrics_address is None:
+        return None
+    from paceline.service.metrics import new_registry
 
-        uvloop.run(main)
+    return new_registry()
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

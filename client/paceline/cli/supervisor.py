@@ -1,48 +1,48 @@
-"""Keeps a verifier and a drafter process running, and ends them together."""
+"""Runs a verifier and a drafter process and restarts the drafter."""
+
+from __future__ import annotations
 
 import logging
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable
 
-from paceline.cli.processes import ProcessFailed, ServiceProcess
+from paceline.harness import ProcessFailed, ServiceProcess
 
 logger = logging.getLogger("paceline.cli")
 
-_POLL_SECONDS = 0.05
+# Unit of all: seconds.
+_POLL_INTERVAL = 0.05
 _FIRST_DELAY = 0.5
 _LONGEST_DELAY = 30.0
-# A drafter that lived this long died of something new: its back-off starts again.
-_STEADY_SECONDS = 60.0
+# After this uptime the back-off starts again.
+_STEADY = 60.0
 
 
 class BackOff:
-    """Delays that double from `first` to `longest` seconds, and start again after a steady life."""
+    """Delays that double from `first` to `longest`, and restart after an uptime of `steady`.
+
+    Unit of all: seconds.
+    """
 
     def __init__(self, first: float, longest: float, steady: float) -> None:
-        self._first = first
-        self._longest = longest
-        self._steady = steady
+        self._first, self._longest, self._steady = first, longest, steady
         self._next = first
 
-    def delay(self, lived: float) -> float:
-        """Seconds to wait after a life of `lived` seconds."""
-        if lived >= self._steady:
-            self._next = self._first
-        delay = self._next
+    def delay(self, uptime: float) -> float:
+        """The delay after a failure with this uptime."""
+        delay = self._first if uptime >= self._steady else self._next
         self._next = min(2 * delay, self._longest)
         return delay
 
 
 class Supervisor:
-    """One verifier, without which there is no service, and one drafter, which may die and return.
+    """One verifier, whose end stops everything, and one drafter, which is restarted.
 
     Args:
-        verifier: not yet started; its death ends everything.
-        drafter: not yet started; restarted with back-off at the address it had.
-        on_ready: called once when both answer calls.
+        verifier: Not yet started.
+        drafter: Not yet started. Restarted with back-off at the same address.
+        on_ready: Called once when both answer calls.
     """
 
     def __init__(
@@ -51,82 +51,68 @@ class Supervisor:
         self._verifier = verifier
         self._drafter = drafter
         self._on_ready = on_ready
-        self._back_off = BackOff(_FIRST_DELAY, _LONGEST_DELAY, _STEADY_SECONDS)
-        self._drafter_since = 0.0
-        self._drafter_due: float | None = None
-        # Signals are only noted where they strike; the loops below act on them.
+        # Signal handlers only append; the loops below react.
         self._signals: list[int] = []
 
     def run(self) -> int:
-        """Run until a signal or the verifier's death; the exit code, as of `paceline serve`."""
-        with self._noting_signals():
-            try:
-                code = self._start()
-                while code is None and not self._signals:
-                    code = self._watch()
-                    time.sleep(_POLL_SECONDS)
-                return self._drain() if code is None else code
-            finally:
-                self._verifier.stop()
-                self._drafter.stop()
+        """Run until a signal or the end of the verifier; the exit code of `paceline serve`."""
+        numbers = (signal.SIGTERM, signal.SIGINT)
 
-    def _start(self) -> int | None:
+        def record(number: int, _frame: object) -> None:
+            self._signals.append(number)
+
+        handlers = {number: signal.signal(number, record) for number in numbers}
         try:
-            self._verifier.spawn()
-            self._drafter.spawn()
-            while not (self._verifier.poll_ready() and self._drafter.poll_ready()):
-                if self._signals:
-                    return None
-                time.sleep(_POLL_SECONDS)
+            return self._run()
         except ProcessFailed as failure:
             logger.error("cannot serve: %s", failure)
             return 2
-        self._drafter_since = time.monotonic()
-        self._on_ready()
-        return None
+        finally:
+            self._verifier.stop()
+            self._drafter.stop()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
-    def _watch(self) -> int | None:
-        if self._verifier.returncode is not None:
-            logger.error("the verifier died", extra={"code": self._verifier.returncode})
-            return 1
-        if self._drafter.returncode is None:
-            return None
-        now = time.monotonic()
-        if self._drafter_due is None:
-            delay = self._back_off.delay(now - self._drafter_since)
-            self._drafter_due = now + delay
-            logger.warning(
-                "the drafter died; generations go on without it until it is back",
-                extra={"code": self._drafter.returncode, "restart_in_seconds": delay},
-            )
-        elif now >= self._drafter_due:
-            self._drafter.spawn()
-            self._drafter_since = now
-            self._drafter_due = None
-        return None
+    def _run(self) -> int:
+        self._verifier.spawn()
+        self._drafter.spawn()
+        while not (self._verifier.poll_ready() and self._drafter.poll_ready()):
+            if self._signals:
+                return self._drain()
+            time.sleep(_POLL_INTERVAL)
+        self._on_ready()
+        back_off = BackOff(_FIRST_DELAY, _LONGEST_DELAY, _STEADY)
+        started, restart_at = time.monotonic(), 0.0
+        while not self._signals:
+            time.sleep(_POLL_INTERVAL)
+            now = time.monotonic()
+            if self._verifier.returncode is not None:
+                logger.error("the verifier died", extra={"code": self._verifier.returncode})
+                return 1
+            if self._drafter.returncode is None:
+                continue
+            if not restart_at:
+                delay = back_off.delay(now - started)
+                restart_at = now + delay
+                logger.warning(
+                    "the drafter died; generations continue without drafts until it is restarted",
+                    extra={"code": self._drafter.returncode, "restart_in_seconds": delay},
+                )
+            elif now >= restart_at:
+                self._drafter.spawn()
+                started, restart_at = now, 0.0
+        return self._drain()
 
     def _drain(self) -> int:
         processes = (self._verifier, self._drafter)
-        passed_on = 0
+        forwarded = 0
         while any(process.returncode is None for process in processes):
-            while passed_on < len(self._signals):
+            while forwarded < len(self._signals):
                 for process in processes:
                     process.send_signal(signal.SIGTERM)
-                passed_on += 1
-            time.sleep(_POLL_SECONDS)
+                forwarded += 1
+            time.sleep(_POLL_INTERVAL)
         if len(self._signals) > 1:
             return 128 + self._signals[-1]
-        # A verifier that was still loading its model has no drain: the signal simply ended it.
+        # While it loads its model a verifier has no handler: the signal ends it.
         return 0 if self._verifier.returncode in (0, -signal.SIGTERM) else 1
-
-    @contextmanager
-    def _noting_signals(self) -> Iterator[None]:
-        def note(number: int, _frame: FrameType | None) -> None:
-            self._signals.append(number)
-
-        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)

@@ -1,163 +1,136 @@
-"""`paceline tune`: a drafter's settings, found on one's own prompts and machine."""
+"""`paceline tune`: the best settings of a drafter for given prompts and this machine."""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from paceline.cli.prompts import PROMPT_FILE, read_prompts
-from paceline.tune.steps import DEPTHS, METHODS, NEIGHBOURS, RATIOS, TREES, Step, Trial
+from paceline.cli.errors import CommandError, exit_with
+from paceline.cli.service_process import run_async
+from paceline.cli.tables import write_html
+from paceline.client import PacelineError
+from paceline.harness import PROMPT_FILE, ProcessFailed, read_prompts
+from paceline.tune import (
+    METHODS,
+    Step,
+    TuneError,
+    TuningRun,
+    TuningServices,
+    run_count,
+    to_table,
+    to_toml,
+    tune,
+)
 
 if TYPE_CHECKING:
     from paceline.drafter import DrafterSpec
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `paceline tune`."""
-    parser.add_argument("--target", type=Path, required=True, metavar="DIR", help="HF model folder")
-    parser.add_argument(
+    """Add the drafter, the prompts and the output."""
+    add = parser.add_argument
+    add("--target", type=Path, required=True, metavar="DIR", help="HF model folder")
+    add(
         "--drafter",
         required=True,
         metavar="METHOD[:DIR][,KEY=VALUE...]",
-        help=f"what to tune, one of {', '.join(METHODS)}; the options are kept as they are",
+        help=f"drafter to tune, one of {', '.join(METHODS)}; its options are kept",
     )
-    parser.add_argument(
-        "--prompts",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help=PROMPT_FILE,
-    )
-    parser.add_argument("--count", type=int, default=8, metavar="N", help="most prompts used")
-    parser.add_argument(
-        "--tokens", type=int, default=128, metavar="N", help="new tokens a prompt and trial"
-    )
-    parser.add_argument("--temperature", type=float, default=0.0, help="default: %(default)s")
-    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], help="of the target")
-    parser.add_argument(
+    add("--prompts", type=Path, required=True, metavar="FILE", help=PROMPT_FILE)
+    add("--count", type=int, default=8, metavar="N", help="most prompts used")
+    add("--tokens", type=int, default=128, metavar="N", help="new tokens per prompt and run")
+    add("--temperature", type=float, default=0.0, help="default: %(default)s")
+    add("--dtype", choices=["auto", "float32", "bfloat16"], help="of the target")
+    add(
         "--output",
         type=Path,
         default=Path("paceline.toml"),
         metavar="FILE",
         help="config file for `paceline serve --config` (default: %(default)s)",
     )
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="page with plots (default: beside --output)"
-    )
+    add("--html", type=Path, metavar="FILE", help="page with all runs (default: next to --output)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Tune; 0 with a config file, 2 if it cannot be done as asked."""
-    from paceline.cli.processes import ProcessFailed
-    from paceline.client import PacelineError
+    """Tune and write a config file; fails with code 2."""
     from paceline.drafter import DrafterSpec, LoadError
-    from paceline.tune import TuneError
 
-    try:
+    with exit_with(2, TuneError, LoadError, ProcessFailed, PacelineError, OSError, ValueError):
         spec = DrafterSpec.parse(args.drafter)
         if spec.method not in METHODS or spec.folder is None:
-            raise TuneError(
+            raise CommandError(
                 f"--drafter {args.drafter}: expected METHOD:DIR of {', '.join(METHODS)}"
             )
-        verifier = _verifier(args, spec.method)
+        folder = spec.folder.resolve()
+        verifier: dict[str, str | bool] = {"target": str(args.target.resolve())}
+        if args.dtype is not None:
+            verifier["dtype"] = args.dtype
+        if spec.method == "selfspec":
+            verifier["share-weights"] = True
         prompts = read_prompts(args.prompts)[: args.count]
-        steps, plain = asyncio.run(_measure(args, spec, verifier, prompts))
-        _write(args, spec, verifier, steps, plain)
-    except (TuneError, LoadError, ProcessFailed, PacelineError, OSError, ValueError) as error:
-        print(f"paceline tune: {error}", file=sys.stderr)
-        return 2
+        steps, baseline = run_async(_measure(args, spec, folder, verifier, prompts))
+        _write(args, spec, folder, verifier, steps, baseline)
     return 0
-
-
-def _verifier(args: argparse.Namespace, method: str) -> dict[str, str | bool]:
-    """Arguments of the verifier, in trials and in the config file."""
-    found: dict[str, str | bool] = {"target": str(args.target.resolve())}
-    if args.dtype is not None:
-        found["dtype"] = args.dtype
-    if method == "selfspec":
-        found["share-weights"] = True
-    return found
 
 
 async def _measure(
     args: argparse.Namespace,
     spec: DrafterSpec,
+    folder: Path,
     verifier: Mapping[str, str | bool],
     prompts: Sequence[str | list[int]],
 ) -> tuple[list[Step], float]:
-    """All steps, and tokens a second without a drafter."""
-    from paceline.tune import tune
-    from paceline.tune.services import Trials
-
-    assert spec.folder is not None
-    chain = len(RATIOS) + len(DEPTHS) + len(NEIGHBOURS)
+    """All steps, and the speed without a drafter in tokens/s."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
-        total = chain if spec.method == "selfspec" else len(TREES)
-        task = progress.add_task("starting", total=total)
+        task = progress.add_task("starting", total=run_count(spec.method))
 
-        def tried(trial: Trial) -> None:
-            said = f"{trial.accepted_length:.2f} accepted, {trial.tokens_per_second:.1f} tokens/s"
-            progress.update(task, advance=1, description=f"{trial.label}: {said}")
+        def show(run: TuningRun) -> None:
+            speed = f"{run.accepted_length:.2f} accepted, {run.tokens_per_second:.1f} tokens/s"
+            progress.update(task, advance=1, description=f"{run.label}: {speed}")
 
-        trials = Trials(
+        services = TuningServices(
             [
                 f"--{name}" if value is True else f"--{name}={value}"
                 for name, value in verifier.items()
             ],
             spec.method,
-            spec.folder.resolve(),
+            folder,
             spec.options,
             prompts,
             tokens=args.tokens,
             temperature=args.temperature,
-            roots=[folder.resolve() for folder in spec.folders],
-            tried=tried,
+            roots=spec.folders,
+            on_run=show,
         )
-        async with trials:
-            return await tune(spec.method, trials.measure), trials.plain
+        async with services:
+            return await tune(spec.method, services.measure), services.baseline
 
 
 def _write(
     args: argparse.Namespace,
     spec: DrafterSpec,
+    folder: Path,
     verifier: Mapping[str, str | bool],
     steps: Sequence[Step],
-    plain: float,
+    baseline: float,
 ) -> None:
-    """Config file, page and tables."""
-    from paceline.tune import to_html, to_toml
-
-    assert spec.folder is not None
+    """Writes the config file, the page and the terminal's tables."""
     options = {**spec.options, **steps[-1].chosen.options}
-    if "share-weights" in verifier:  # what `serve` starts at once, it waits for
+    if "share-weights" in verifier:
+        # `serve` starts both services at once: the drafter must wait for the shared weights.
         options.setdefault("weights", "shared")
     tail = "".join(f",{name}={value}" for name, value in options.items())
-    load = f"{spec.name}={spec.method}:{spec.folder.resolve()}{tail}"
+    load = f"{spec.name}={spec.method}:{folder}{tail}"
     page: Path = args.html or args.output.with_suffix(".html")
-    args.output.write_text(to_toml(verifier, load, steps, plain), encoding="utf-8")
-    page.write_text(to_html(f"paceline tune {spec.method}", steps, plain), encoding="utf-8")
-    _show(steps, plain)
+    args.output.write_text(to_toml(verifier, load, steps, baseline), encoding="utf-8")
+    tables = [to_table(step, baseline) for step in steps]
+    title = f"paceline tune {spec.method}: {baseline:.1f} tokens/s without a drafter"
+    write_html(page, title, *tables)
+    Console().print(*tables)
     print(f"written: {args.output} (paceline serve --config {args.output}), {page}")
-
-
-def _show(steps: Sequence[Step], plain: float) -> None:
-    console = Console()
-    for step in steps:
-        table = Table(title=step.title)
-        for heading in ("setting", "accepted length", "tokens/s", "x plain", ""):
-            table.add_column(heading, justify="left" if heading == "setting" else "right")
-        for trial in step.trials:
-            speed = trial.tokens_per_second
-            chosen = "chosen" if trial is step.chosen else ""
-            length = f"{trial.accepted_length:.2f}"
-            table.add_row(trial.label, length, f"{speed:.1f}", f"{speed / plain:.2f}", chosen)
-        console.print(table)

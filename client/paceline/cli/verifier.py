@@ -13,12 +13,11 @@ from paceline.service import Service
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-# Options of the service, and the arguments that `paceline serve` hands down with the target.
 OPTIONS = (
     *("device", "dtype", "kv_bytes", "max_context", "max_sequences", "lease_seconds"),
-    *("node_budget", "step_token_limit", "prefill_token_limit", "share_weights"),
-    "schedule",
+    *("node_budget", "step_token_limit", "prefill_token_limit", "share_weights", "schedule"),
 )
+"""Options of the service that `paceline serve` passes on, besides the target."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,57 +27,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_target_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add those that `paceline serve` hands down. One without a default has the service's own."""
-    group = parser.add_argument_group("verifier")
-    group.add_argument("--target", type=Path, required=True, metavar="DIR", help="HF model folder")
-    group.add_argument(
-        "--dtype", choices=["auto", "float32", "bfloat16"], help="of weights and KV cache"
-    )
-    group.add_argument(
+    """Add the target and OPTIONS. Without a default, the service's own default applies."""
+    add = parser.add_argument_group("verifier").add_argument
+    add("--target", type=Path, required=True, metavar="DIR", help="HF model folder")
+    add("--dtype", choices=["auto", "float32", "bfloat16"], help="of weights and KV cache")
+    add(
         "--device",
         default="auto",
         metavar="D",
-        help="where the model runs: auto (default: the first GPU, or the CPU where there is none "
-        "or with --share-weights), cpu, cuda or cuda:N",
+        help="device of the model: auto (default: the first GPU; the CPU without a GPU or with "
+        "--share-weights), cpu, cuda or cuda:N",
     )
-    group.add_argument(
-        "--kv-bytes", type=byte_count, metavar="N", help="memory for KV caches, such as 4GiB"
-    )
-    group.add_argument("--max-context", type=int, metavar="N", help="longest text, in tokens")
-    group.add_argument(
-        "--max-sequences", type=int, metavar="N", help="most generations held at a time"
-    )
-    group.add_argument(
-        "--lease-seconds", type=float, metavar="S", help="life of a cache nobody renews"
-    )
-    group.add_argument(
-        "--node-budget", type=int, metavar="N", help="most drafted nodes checked in a round"
-    )
-    group.add_argument(
-        "--step-token-limit", type=int, metavar="N", help="most round tokens in one forward pass"
-    )
-    group.add_argument(
-        "--prefill-token-limit",
-        type=int,
-        metavar="N",
-        help="most prompt tokens in one forward pass",
-    )
-    group.add_argument(
+    add("--kv-bytes", type=byte_count, metavar="N", help="memory for KV caches, such as 4GiB")
+    add("--max-context", type=int, metavar="N", help="longest text, in tokens")
+    add("--max-sequences", type=int, metavar="N", help="most sequences at a time")
+    add("--lease-seconds", type=float, metavar="S", help="lease of a cache that is not renewed")
+    add("--node-budget", type=int, metavar="N", help="most drafted nodes verified in a round")
+    add("--step-token-limit", type=int, metavar="N", help="most round tokens in a forward pass")
+    add("--prefill-token-limit", type=int, metavar="N", help="most prompt tokens in a forward pass")
+    add(
         "--share-weights",
         action="store_const",
         const=True,
         help="keep the weights in /dev/shm, where selfspec drafters map them",
     )
-    group.add_argument(
+    add(
         "--schedule",
         choices=["off", "auto", "profile"],
-        help="auto (default): draft and check nodes as far as they pay under the load, by a table "
-        "of step times from the first start; profile: measure that table again; off: check all",
+        help="auto (default): set node budgets by the load, with a table of step times that the "
+        "first start measures; profile: measure the table again; off: verify all nodes",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal; the exit code."""
+    """Serve until a signal; returns the exit code."""
     return run_service("verifier", args, lambda metrics: _build(args, metrics))
 
 

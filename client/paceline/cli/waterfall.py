@@ -1,8 +1,7 @@
-"""The rounds of one traced generation: where their time went, for terminals and as HTML."""
+"""A table of the rounds of one traced generation, with a bar for the parts of their time."""
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,14 +14,13 @@ from rich.text import Text
 from paceline.telemetry.names import Attribute, Span
 
 PARTS = {"draft": "green", "transport": "bright_black", "queue": "yellow", "verify": "blue"}
-"""Where time goes, and in which colour it is shown."""
-_HTML_COLOURS = dict(zip(PARTS, ("#3fa55b", "#9aa0a6", "#e0a400", "#3b78d8"), strict=True))
+"""Parts of a round's time, and their colours."""
 _BAR = 56  # columns
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A span, wherever it was read. Times in nanoseconds since 1970."""
+    """A span. Times in nanoseconds since 1970."""
 
     name: str
     trace: str
@@ -39,9 +37,9 @@ class Row:
 
     label: str
     begins: float
-    """After the generation's begin."""
+    """Start, relative to that of the generation."""
     parts: tuple[tuple[str, float], ...]
-    """What it did, in order: one of PARTS, or "client", and how long."""
+    """In order: one of PARTS or "client", and its time."""
     drafted: int
     accepted: int
     emitted: int
@@ -51,16 +49,16 @@ class Row:
         return sum(length for _, length in self.parts)
 
     def spent(self, part: str) -> float:
-        """Time in one of its parts."""
+        """Time of one part."""
         return sum(length for name, length in self.parts if name == part)
 
 
 def read_spans(file: Path) -> list[Recorded]:
-    """Spans of a file of OTLP's JSON, one export a line, as collectors write them.
+    """Reads spans from a file of OTLP JSON, one export a line, as collectors write it.
 
     Raises:
-        OSError: It cannot be read.
-        ValueError: It holds something else.
+        OSError: The file cannot be read.
+        ValueError: Its content is not OTLP JSON.
     """
     spans: list[Recorded] = []
     try:
@@ -70,20 +68,20 @@ def read_spans(file: Path) -> list[Recorded]:
                 for scope in resource["scopeSpans"]:
                     spans += [_from_otlp(span) for span in scope["spans"]]
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{file} does not hold spans as lines of OTLP JSON: {error!r}") from error
+        raise ValueError(f"{file} has no spans as lines of OTLP JSON: {error!r}") from error
     return spans
 
 
 def rows(spans: Iterable[Recorded]) -> list[Row]:
-    """The newest generation's prefills and rounds, in order.
+    """The prefills and rounds of the newest generation, in order.
 
     Raises:
-        ValueError: There is no generation among the spans.
+        ValueError: The spans include no generation.
     """
     spans = list(spans)
     roots = [span for span in spans if span.name.split(" ")[0] == Span.GENERATION]
     if not roots:
-        raise ValueError("there is no generation among the spans: was it traced, and to its end?")
+        raise ValueError("no generation among the spans: only one that has ended is traced")
     root = max(roots, key=lambda span: span.began_ns)
     children: dict[str, list[Recorded]] = {}
     for span in sorted(spans, key=lambda span: span.began_ns):
@@ -100,7 +98,7 @@ def rows(spans: Iterable[Recorded]) -> list[Row]:
 
 
 def table(found: Sequence[Row], title: str) -> Table:
-    """For a terminal."""
+    """The rows as a table."""
     legend = Text.assemble(*((f" █ {name} ", colour) for name, colour in PARTS.items()))
     shown = Table(title=title, title_justify="left", caption=legend)
     shown.add_column("round", justify="right")
@@ -113,35 +111,10 @@ def table(found: Sequence[Row], title: str) -> Table:
         bar = Text()
         for name, width in _widths(row, longest):
             bar.append("█" * width, PARTS.get(name, "black"))
-        shown.add_row(row.label, f"{row.begins:.1f}", bar, f"{row.total:.2f}", *_figures(row))
+        times = (f"{time:.2f}" for time in (row.total, *map(row.spent, PARTS)))
+        accepted = f"{row.accepted}/{row.drafted}" if row.drafted else "-"
+        shown.add_row(row.label, f"{row.begins:.1f}", bar, *times, accepted, str(row.emitted))
     return shown
-
-
-def page(found: Sequence[Row], title: str) -> str:
-    """One HTML page that needs nothing else."""
-    longest = max((row.total for row in found), default=1.0) or 1.0
-    lines = "\n".join(_html_row(row, longest) for row in found)
-    legend = "".join(
-        f'<span class="key"><i style="background:{colour}"></i>{name}</span>'
-        for name, colour in _HTML_COLOURS.items()
-    )
-    heads = "".join(f"<th>{head}</th>" for head in ("ms", *PARTS, "accepted", "emitted"))
-    return (
-        '<!doctype html><html lang="en"><meta charset="utf-8">'
-        f"<title>{html.escape(title)}</title><style>{_STYLE}</style>"
-        f"<h1>{html.escape(title)}</h1><p>{legend}</p>"
-        f'<table><tr><th>round</th><th>at ms</th><th class="bar"></th>{heads}</tr>\n'
-        f"{lines}\n</table></html>\n"
-    )
-
-
-_STYLE = """
-:root{color-scheme:light dark}body{font:14px system-ui,sans-serif;margin:2em}
-table{border-collapse:collapse;width:100%}td,th{padding:2px 8px;text-align:right;
-font-variant-numeric:tabular-nums}.bar{width:50%;text-align:left}.bar i{display:inline-block;
-height:14px;vertical-align:middle}tr:hover{background:#8882}.key{margin-right:1.5em}
-.key i{display:inline-block;width:12px;height:12px;margin-right:5px}
-"""
 
 
 def _row(
@@ -170,47 +143,31 @@ def _row(
 
 
 def _call(call: Recorded, served: Sequence[Recorded]) -> Iterator[tuple[str, float]]:
-    """The way there, the queue, the work, the way back.
+    """Transport to the service, queueing, computing, transport back.
 
-    How long the way there took only the service's own span can tell; without one, half of both.
+    Without the service's own span, both directions of transport get half of its time.
     """
     total = (call.ended_ns - call.began_ns) / 1e6
     queue = min(total, call.attributes.get(Attribute.QUEUE_US, 0) / 1e3)
     work = min(total - queue, call.attributes.get(Attribute.COMPUTE_US, 0) / 1e3)
-    ways = total - queue - work
-    there = ways / 2
+    transport = total - queue - work
+    there = transport / 2
     if served:
-        there = min(ways, max(0.0, (served[0].began_ns - call.began_ns) / 1e6))
+        there = min(transport, max(0.0, (served[0].began_ns - call.began_ns) / 1e6))
     yield "transport", there
     yield "queue", queue
     yield "draft" if call.name == Span.DRAFT else "verify", work
-    yield "transport", ways - there
+    yield "transport", transport - there
 
 
 def _widths(row: Row, longest: float) -> Iterator[tuple[str, int]]:
-    """Columns of each part, such that their ends are where they belong."""
+    """Columns of each part. Ends are rounded, not widths, so that errors do not add up."""
     passed, drawn = 0.0, 0
     for name, length in row.parts:
         passed += length
         end = round(passed / longest * _BAR)
         yield name, end - drawn
         drawn = end
-
-
-def _figures(row: Row) -> list[str]:
-    accepted = f"{row.accepted}/{row.drafted}" if row.drafted else "-"
-    return [*(f"{row.spent(part):.2f}" for part in PARTS), accepted, str(row.emitted)]
-
-
-def _html_row(row: Row, longest: float) -> str:
-    bar = "".join(
-        f'<i title="{name} {length:.3f} ms" style="width:{100 * length / longest:.3f}%;'
-        f'background:{_HTML_COLOURS.get(name, "transparent")}"></i>'
-        for name, length in row.parts
-    )
-    cells = "".join(f"<td>{cell}</td>" for cell in (f"{row.total:.2f}", *_figures(row)))
-    label = html.escape(row.label)
-    return f'<tr><td>{label}</td><td>{row.begins:.1f}</td><td class="bar">{bar}</td>{cells}</tr>'
 
 
 def _from_otlp(span: dict[str, Any]) -> Recorded:
@@ -226,6 +183,6 @@ def _from_otlp(span: dict[str, Any]) -> Recorded:
 
 
 def _value(value: dict[str, Any]) -> Any:
-    """Whole numbers come as text, as JSON has none of 64 bits."""
+    """OTLP JSON writes 64-bit integers as strings."""
     ((kind, found),) = value.items()
     return int(found) if kind == "intValue" else found

@@ -1,4 +1,4 @@
-"""The Paceline client: generates text through a verifier and a drafter. Needs no torch."""
+"""The Paceline client: generates text with a verifier and a drafter. Needs no torch."""
 
 from ._client import Client
 from ._errors import (

@@ -1,11 +1,10 @@
-"""The client: one connection to a verifier and a drafter, many generations at once."""
+"""The client of a verifier and a drafter."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from ._errors import InvalidRequestError
@@ -26,27 +25,27 @@ from ._transport import GrpcTransport, Transport
 
 
 class Client:
-    """Generates text through a verifier, faster with a drafter. Connects with the first call.
+    """Generates text with a verifier and, for speculation, a drafter. Connects with the first call.
 
         async with Client("127.0.0.1:7431", drafter="127.0.0.1:7432") as client:
             result = await client.generate("def main(", max_new_tokens=64)
             async for chunk in client.generate("import ", temperature=0.7, seed=1):
                 print(chunk.text, end="")
 
-    Use it in one event loop. Any number of generations may run at once.
+    Use it in one event loop. Generations may run concurrently.
 
     Args:
         verifier_address: "host:port" or "unix:/path".
         drafter: address of the drafter service; None: generate without speculation.
-        token: bearer token for both services. Needs `tls` beyond loopback.
-        tls: how to speak TLS; None: do not.
-        retry: how long to try again when the verifier is unreachable or full.
-        drafting: how long to wait for a drafter.
-        cache_dir: where tokenizers are kept; None: keep them in memory only. Default: the user's
+        token: bearer token for both services. Requires `tls` beyond loopback.
+        tls: TLS options; None: no TLS.
+        retry: retries when the verifier is unreachable or full.
+        drafting: draft timeouts and back-off.
+        cache_dir: folder of cached tokenizers; None: cache in memory only. Default: the user's
             cache folder.
-        unread_chunks: how many chunks may wait for a slow reader before the generation rests.
-        max_message_bytes: longest message taken or sent.
-        transport: answers the calls instead of a network: see `MockTransport`.
+        unread_chunks: number of chunks in a slow reader's queue at which the generation pauses.
+        max_message_bytes: longest message received or sent.
+        transport: replaces gRPC: see `MockTransport`.
     """
 
     def __init__(
@@ -88,12 +87,7 @@ class Client:
     async def __aenter__(self) -> Client:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.aclose()
 
     def generate(
@@ -123,10 +117,10 @@ class Client:
         keep_cache: bool = False,
         on_prefill: Callable[[int, int], None] | None = None,
     ) -> Generation:
-        """Continues a prompt. Await the answer for all of it, or iterate over it to stream.
+        """Continues a prompt. Await the generation for the whole result, or iterate to stream.
 
         The tokens are a function of model, prompt, sampling parameters and seed alone: drafters,
-        crashes and restarts do not change them. With `acceptance="rejection"` that is said of their
+        crashes and restarts do not change them. With `acceptance="rejection"` this holds for their
         distribution only.
 
         Args:
@@ -135,32 +129,31 @@ class Client:
             temperature: 0 takes the likeliest token; otherwise logits are divided by it.
             top_k: keep the k likeliest tokens; 0 keeps all.
             top_p: keep the smallest set of likeliest tokens of this probability, in (0, 1].
-            min_p: keep tokens at least this share as likely as the likeliest, in [0, 1].
+            min_p: keep tokens with at least this share of the highest probability, in [0, 1].
             repetition_penalty: scales down logits of tokens seen in prompt or output; 1 is off.
             presence_penalty: subtracted once for a token seen in the output; 0 is off.
             frequency_penalty: subtracted for each time a token was seen in the output; 0 is off.
             logit_bias: added to the logits of single tokens, by token id.
             seed: key of the sampling noise, 64 bits. None: a random one, reported in the result.
-            acceptance: "invariant", or "rejection": rejection sampling of chains. Which tokens come
-                then depends on the drafter, their distribution does not.
-            json_schema: JSON schema that the text is an instance of, as far as max_new_tokens
-                lets it come to an end.
-            stop: strings that end the text; it ends before the first that completes.
+            acceptance: "invariant", or "rejection": rejection sampling of chains, whose tokens
+                depend on the drafter, but not their distribution.
+            json_schema: JSON schema of the text. The text may end early by max_new_tokens.
+            stop: strings that end the text; it ends before the first that is complete.
             stop_token_ids: tokens that end the generation, besides end-of-sequence.
-            ignore_eos: go on past end-of-sequence tokens.
-            logprobs: True reports each token's log-probability; n > 0 also the n likeliest tokens.
-            drafter: name of the drafter to use, or `NAME@VERSION` for one version whether it is
-                active or not; "none" turns speculation off. None: the service's default drafter.
-            deadline: most time for the whole generation. Unit: seconds.
-            max_nodes: most drafted tokens a round. None: what the services allow.
-            parent: a generation (or its handle) whose cache still lives: what its text and this
-                prompt have in common is not computed again.
-            keep_cache: keep the cache after the end, to be a `parent`, until `aclose`.
-            on_prefill: called with (tokens prefilled, tokens in all) as the prompt is taken in.
+            ignore_eos: continue after end-of-sequence tokens.
+            logprobs: True returns each token's log-probability; n > 0 also the n likeliest tokens.
+            drafter: name of the drafter, or `NAME@VERSION` for a version, active or not; "none"
+                turns speculation off. None: the default drafter of the service.
+            deadline: longest time for the whole generation. Unit: seconds.
+            max_nodes: most drafted tokens per round. None: the limit of the services.
+            parent: a generation (or its handle) with a cache: the common prefix of its text and
+                this prompt is not computed again.
+            keep_cache: keep the cache after the end, as a `parent`, until `aclose`.
+            on_prefill: called with (tokens prefilled, all tokens) during the prefill.
 
         Raises:
-            InvalidRequestError: a parameter is out of its range. All other errors come from
-                awaiting or iterating.
+            InvalidRequestError: a parameter is out of its range. Awaiting and iterating raise all
+                other errors.
             ClientClosedError: the client is closed.
         """
         self._shared.check_open()
@@ -192,13 +185,15 @@ class Client:
         return Generation(self._shared, text, options, keep_cache)
 
     async def model(self) -> Model:
-        """What the verifier serves, and the tokenizer for it."""
+        """The model of the verifier, and its tokenizer."""
         self._shared.check_open()
         return await self._shared.models.get()
 
     async def drafters(self) -> tuple[str, ...]:
-        """Names that `generate` takes as `drafter`, the default one first; empty without a drafter
-        service. Raises UnavailableError when it cannot be reached."""
+        """Names of drafters, the default one first; empty without a drafter service.
+
+        Raises UnavailableError if the service cannot be reached.
+        """
         self._shared.check_open()
         if not self._shared.transport.has_drafter:
             return ()
@@ -207,5 +202,5 @@ class Client:
         return tuple(sorted(names, key=lambda name: (name != listed.default_drafter, name)))
 
     async def aclose(self) -> None:
-        """Stops all generations, frees their caches and disconnects. Safe to call again."""
+        """Stops all generations, releases their caches and disconnects. Safe to call again."""
         await self._shared.close()

@@ -1,15 +1,15 @@
-"""Every exception of the client, and the one place where gRPC's become ours.
+"""The exceptions of the client, and their mapping from gRPC errors.
 
 PacelineError
-├── InvalidRequestError    a bad parameter, prompt or tree (also a ValueError)
+├── InvalidRequestError    an invalid parameter, prompt or tree (also a ValueError)
 ├── NotFoundError          an unknown cache handle or drafter
-├── PreconditionError      a lapsed lease, or a drafter made for another target
-│   └── TargetChangedError the verifier came back with another model
-├── CapacityError          the verifier's KV is full; `retry_after` says when to come again
+├── PreconditionError      an expired lease, or a drafter for another target
+│   └── TargetChangedError the verifier restarted with another model
+├── CapacityError          the verifier's KV cache is full; `retry_after`: when to retry
 ├── UnavailableError       a service cannot be reached, or is draining
 ├── DeadlineError          the deadline passed (also a TimeoutError)
-├── AuthError              token or certificate refused
-├── UnimplementedError     the service does not offer this call
+├── AuthError              an invalid token or certificate
+├── UnimplementedError     the service does not implement the call
 ├── ServerError            a fault inside a service
 └── ClientClosedError      the client was closed
 """
@@ -23,18 +23,19 @@ from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
-from google.rpc import error_details_pb2, status_pb2
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
 
 
 class PacelineError(Exception):
-    """Base of all errors. Carries what the service said about the fault.
+    """Base of all errors of the client.
 
     Attributes:
         message: what was wrong, what was expected, what to do.
-        reason: stable machine-readable reason of `google.rpc.ErrorInfo`; empty when the error did
-            not come from a Paceline service.
-        metadata: the service's further facts about the fault.
-        retry_after: seconds after which the service asks to come again, or None.
+        reason: reason of the service's `google.rpc.ErrorInfo`; empty if the error is not from a
+            Paceline service.
+        metadata: metadata of the `ErrorInfo`.
+        retry_after: when to retry, or None. Unit: seconds.
     """
 
     def __init__(
@@ -53,23 +54,23 @@ class PacelineError(Exception):
 
 
 class InvalidRequestError(PacelineError, ValueError):
-    """A parameter, a prompt or a tree that no service would take."""
+    """An invalid parameter, prompt or tree."""
 
 
 class NotFoundError(PacelineError):
-    """A cache handle or a drafter that the service does not know."""
+    """An unknown cache handle or drafter."""
 
 
 class PreconditionError(PacelineError):
-    """The state of a service forbids the call: a lapsed lease, a drafter for another target."""
+    """The state of a service forbids the call: an expired lease, a drafter for another target."""
 
 
 class TargetChangedError(PreconditionError):
-    """The verifier restarted with another model in mid-generation: the text cannot go on."""
+    """The verifier restarted with another model, which cannot continue the text."""
 
 
 class CapacityError(PacelineError):
-    """The verifier has no room; `retry_after` tells when to come again, if ever."""
+    """The verifier's KV cache is full. Without `retry_after` the request is too long for it."""
 
 
 class UnavailableError(PacelineError):
@@ -85,7 +86,7 @@ class AuthError(PacelineError):
 
 
 class UnimplementedError(PacelineError):
-    """The service does not offer this call."""
+    """The service does not implement the call."""
 
 
 class ServerError(PacelineError):
@@ -108,13 +109,13 @@ _BY_CODE: dict[grpc.StatusCode, type[PacelineError]] = {
     grpc.StatusCode.PERMISSION_DENIED: AuthError,
     grpc.StatusCode.UNIMPLEMENTED: UnimplementedError,
 }
-# What gRPC reports when a connection is reset in mid-stream. A service's own INTERNAL error carries
-# an ErrorInfo, these do not.
+# The status of a stream whose connection is reset. Unlike these, errors of a service include an
+# ErrorInfo.
 _BROKEN_CODES = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED}
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> PacelineError:
-    """The client's exception for a failed call, with its ErrorInfo and RetryInfo read."""
+    """The exception of a failed call, with the content of its ErrorInfo and RetryInfo."""
     code, text = error.code(), error.details() or "no details"
     info, retry_after = _details(error)
     if info is None and code in _BROKEN_CODES:
@@ -130,28 +131,27 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> PacelineError:
 def _details(
     error: grpc.aio.AioRpcError,
 ) -> tuple[error_details_pb2.ErrorInfo | None, float | None]:
+    """ErrorInfo and retry delay in seconds, each None if the error has none."""
     info, retry_after = None, None
-    trailing: Any = error.trailing_metadata()
-    for key, value in trailing or ():
-        if key != "grpc-status-details-bin" or not isinstance(value, bytes):
-            continue
-        with suppress(DecodeError):  # A proxy may write what it likes: the code still counts.
-            for detail in status_pb2.Status.FromString(value).details:
-                if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
-                    info = error_details_pb2.ErrorInfo()
-                    detail.Unpack(info)
-                elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
-                    retry = error_details_pb2.RetryInfo()
-                    detail.Unpack(retry)
-                    retry_after = retry.retry_delay.ToTimedelta().total_seconds()
+    status: Any = None
+    with suppress(DecodeError, ValueError):  # A proxy may send other content.
+        status = rpc_status.from_call(error)
+    for detail in status.details if status is not None else ():
+        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
+            info = error_details_pb2.ErrorInfo()
+            detail.Unpack(info)
+        elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
+            retry = error_details_pb2.RetryInfo()
+            detail.Unpack(retry)
+            retry_after = retry.retry_delay.ToTimedelta().total_seconds()
     return info, retry_after
 
 
 class _RpcErrors:
-    """Context manager around a gRPC call: lets only this module's exceptions out.
+    """Context manager around a gRPC call that raises exceptions of this module only.
 
-    A status CANCELLED sent by the peer surfaces in grpc.aio as `asyncio.CancelledError`. Unless the
-    running task really was cancelled, that is a broken connection.
+    grpc.aio raises `asyncio.CancelledError` for a status CANCELLED of the peer. Unless the running
+    task was cancelled, that is a broken connection.
     """
 
     __slots__ = ()
@@ -174,7 +174,7 @@ class _RpcErrors:
             if task is not None and not task.cancelling():
                 raise UnavailableError("the peer cancelled the call") from None
         if isinstance(error, (asyncio.InvalidStateError, grpc.aio.UsageError)):
-            raise UnavailableError(f"the call is over: {error}") from None
+            raise UnavailableError(f"the call has ended: {error}") from None
 
 
 rpc_errors = _RpcErrors()

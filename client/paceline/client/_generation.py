@@ -1,4 +1,4 @@
-"""One generation as its user sees it: awaitable, iterable, cancellable."""
+"""A generation: awaitable, iterable, cancellable."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from time import monotonic, perf_counter
 from typing import Any
 
+from ._context import GenerationContext
 from ._drafter import DrafterSession
 from ._errors import ClientClosedError, DeadlineError, InvalidRequestError
+from ._hidden_states import HiddenStates
 from ._model import Model
 from ._options import GenerationOptions
 from ._outlet import Outlet
 from ._output import Chunk, Output, TokenLogprob
-from ._pace import Pace
 from ._rounds import Rounds
 from ._shared import Shared
 from ._stats import Stats, Usage
-from ._taps import NO_TAPS, Taps
 from ._trace import GenerationTrace
 from ._verifier import VerifierSession
 
@@ -32,7 +32,7 @@ class GenerationResult:
     token_ids: list[int]
     """Emitted tokens, the one that ended the generation included."""
     logprobs: list[TokenLogprob] | None
-    """One a token, if asked for."""
+    """One per token, if requested."""
     finish_reason: str
     """"stop": end of sequence, stop token or stop string. "length": max_new_tokens, or the
     context is full. "cancelled": `Generation.cancel` was called."""
@@ -41,14 +41,14 @@ class GenerationResult:
     usage: Usage
     stats: Stats
     seed: int
-    """Seed of the sampling noise: with it the same call gives the same tokens."""
+    """Seed of the sampling noise: the same call with this seed returns the same tokens."""
 
 
 class Generation:
-    """A text in the making. Await it for the whole result, or iterate over its chunks.
+    """A generation request. Await it for the whole result, or iterate over its chunks.
 
-    It starts with the first await or iteration. Leaving an `async for` early, cancelling the task
-    that waits, `cancel` and `aclose` all stop it and free its cache at once.
+    It starts with the first await or iteration. Leaving an `async for` early, cancelling the
+    waiting task, `cancel` and `aclose` stop it and release its cache at once.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Generation:
         self._keep_cache = keep_cache
         self._outlet = Outlet(shared.unread_chunks)
         self._task: asyncio.Task[GenerationResult] | None = None
-        self._at_work = False
+        self._cancellable = False
         self._iterated = False
         self._stopped_by: Exception | None = None
         self._prompt_tokens: list[int] = []
@@ -68,14 +68,14 @@ class Generation:
         self._reused = 0
         self._verifier: VerifierSession | None = None
         self._drafter: DrafterSession | None = None
-        self._keeper: asyncio.Task[None] | None = None
+        self._lease_task: asyncio.Task[None] | None = None
         self._trace: GenerationTrace | None = None
         self.stats = Stats()
-        """Grows while the generation runs."""
+        """Updated while the generation runs."""
 
     @property
     def handle(self) -> bytes:
-        """The cache's handle while it lives, for another generation's `parent`; else empty."""
+        """Handle of the cache, to be the `parent` of another generation; empty without a cache."""
         return self._verifier.handle if self._verifier is not None else b""
 
     def __await__(self) -> Generator[Any, None, GenerationResult]:
@@ -83,39 +83,39 @@ class Generation:
 
     def __aiter__(self) -> AsyncGenerator[Chunk, None]:
         if self._task is not None or self._iterated:
-            raise RuntimeError("the generation has started: iterate first, and only once")
+            raise RuntimeError("the generation has started: iterate before awaiting, and only once")
         self._iterated = True
         return self._stream()
 
     def cancel(self) -> None:
-        """Stops the generation soon. Awaiting it then gives what there is, as "cancelled"."""
+        """Stops the generation. Awaiting it returns the text so far, as "cancelled"."""
         self._stop(_Cancelled())
 
     def fail(self, message: str) -> None:
-        """Stops the generation soon. Awaiting it then raises ClientClosedError."""
+        """Stops the generation. Awaiting it raises ClientClosedError."""
         self._stop(ClientClosedError(message))
 
     async def aclose(self) -> None:
-        """Stops the generation and waits until its cache, even a kept one, is freed."""
+        """Stops the generation and waits until its cache, kept or not, is released."""
         self.cancel()
         if self._task is not None:
             await asyncio.wait([self._task])
             if not self._task.cancelled():
-                self._task.exception()  # Whoever closes has no use for it.
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.wait([self._keeper])
+                self._task.exception()  # marks it as retrieved
+        if self._lease_task is not None:
+            self._lease_task.cancel()
+            await asyncio.wait([self._lease_task])
 
     def _stop(self, reason: Exception) -> None:
         self._stopped_by = self._stopped_by or reason
-        if self._at_work and self._task is not None:
-            self._at_work = False
+        if self._cancellable and self._task is not None:
+            self._cancellable = False
             self._task.cancel()
 
     def _start(self, *, reading: bool) -> asyncio.Task[GenerationResult]:
         if self._task is None:
             self._outlet.reading = reading
-            self._task = asyncio.create_task(self._work())
+            self._task = asyncio.create_task(self._run())
         return self._task
 
     async def _result(self) -> GenerationResult:
@@ -137,8 +137,8 @@ class Generation:
             if not task.done():
                 await self.aclose()
 
-    async def _work(self) -> GenerationResult:
-        """The generation's task: generates, cleans up, reports."""
+    async def _run(self) -> GenerationResult:
+        """The task of the generation: generate, release the resources, return the result."""
         began = perf_counter()
         self._shared.running.add(self)
         self._trace = GenerationTrace.start(self._options, self._shared.transport.verifier_address)
@@ -149,9 +149,9 @@ class Generation:
             error = raised
             raise
         finally:
-            self._at_work = False
+            self._cancellable = False
             self._outlet.close()
-            # A task of its own: no further cancellation can keep the cache from being freed.
+            # In its own task, so that a cancellation cannot interrupt the release of the cache.
             await asyncio.shield(self._shared.in_background(self._clean_up()))
             self.stats.total_ms = (perf_counter() - began) * 1000
             self._shared.running.discard(self)
@@ -174,9 +174,9 @@ class Generation:
         return Usage(len(self._prompt_tokens), len(self._output.token_ids), self._reused)
 
     async def _generate(self) -> None:
-        """Runs to the end of the text, the deadline, or `cancel`, whichever comes first."""
+        """Runs to the end of the text, the deadline or `cancel`, whichever comes first."""
         deadline = self._options.deadline
-        self._at_work = True
+        self._cancellable = True
         timeout = asyncio.timeout(deadline)
         try:
             async with timeout:
@@ -188,8 +188,8 @@ class Generation:
                 if self._trace is not None:
                     self._trace.served_by(model.facts.name)
                 await self._prepare(model)
-                taps = await self._drafters_taps()
-                self._reused = await self._rounds(model, taps).run()
+                hidden_states = await self._hidden_states()
+                self._reused = await self._rounds(model, hidden_states).run()
         except TimeoutError:
             if not timeout.expired():
                 raise
@@ -221,56 +221,38 @@ class Generation:
             )
         self._output = Output(model.codec, self._options.stop)
 
-    async def _drafters_taps(self) -> Taps:
-        """Hidden states that the drafter is going to read."""
+    async def _hidden_states(self) -> HiddenStates:
+        """Hidden states that the drafter will read."""
         shared, name = self._shared, self._options.drafter or ""
-        if name == "none" or not shared.transport.has_drafter:
-            return NO_TAPS
-        if not shared.health(name).may_attach():
-            return NO_TAPS
-        return await shared.taps.get(name)
+        may_draft = name != "none" and shared.transport.has_drafter
+        if not may_draft or not shared.health(name).may_attach():
+            return HiddenStates()
+        return await shared.hidden_states.get(name)
 
-    def _rounds(self, model: Model, taps: Taps) -> Rounds:
-        shared, options = self._shared, self._options
-        prompt, output = self._prompt_tokens, self._output
-        deadline = monotonic() + options.deadline if options.deadline is not None else None
-        name = options.drafter or ""
-        drafts = shared.transport.has_drafter and name != "none"
-        self._verifier = VerifierSession(
+    def _rounds(self, model: Model, hidden_states: HiddenStates) -> Rounds:
+        shared, options, name = self._shared, self._options, self._options.drafter or ""
+        context = GenerationContext(
             shared.transport,
             model.facts,
             options,
-            prompt,
-            output.token_ids,
-            shared.retry,
+            self._prompt_tokens,
+            self._output.token_ids,
             self.stats,
-            deadline,
             self._trace,
-            taps,
-            name if drafts else None,
+            None if options.deadline is None else monotonic() + options.deadline,
+        )
+        drafts = shared.transport.has_drafter and name != "none"
+        self._verifier = VerifierSession(
+            context, shared.retry, hidden_states, name if drafts else None
         )
         if drafts:
             self._drafter = DrafterSession(
-                shared.transport,
-                name,
-                model.facts,
-                options.sampling(),
-                prompt,
-                output.token_ids,
-                shared.drafting,
-                shared.health(name),
-                shared.taps,
-                self.stats,
-                self._trace,
+                context, name, shared.drafting, shared.health(name), shared.hidden_states
             )
         return Rounds(
             self._verifier,
             self._drafter,
-            Pace(
-                shared.speeds(name),
-                adaptive=shared.drafting.adaptive and not model.facts.schedules_speculation,
-            ),
-            output,
+            self._output,
             self._outlet,
             options,
             model.facts,
@@ -284,23 +266,23 @@ class Generation:
         if verifier is not None:
             if self._keep_cache and self._output.finish_reason in ("stop", "length"):
                 verifier.end_stream()
-                self._keeper = self._shared.in_background(self._hold(verifier))
-                self._shared.keepers.add(self)
+                self._lease_task = self._shared.in_background(self._renew_lease(verifier))
+                self._shared.kept.add(self)
             else:
                 await verifier.close()
         if drafter is not None:
             await drafter.close()
 
-    async def _hold(self, verifier: VerifierSession) -> None:
-        """Keeps a finished generation's cache alive until `aclose`."""
+    async def _renew_lease(self, verifier: VerifierSession) -> None:
+        """Keeps the cache of a finished generation until `aclose`."""
         try:
             while True:
                 await asyncio.sleep(verifier.lease_seconds / 6)
                 await verifier.renew()
         finally:
-            self._shared.keepers.discard(self)
+            self._shared.kept.discard(self)
             await verifier.close()
 
 
 class _Cancelled(Exception):
-    """Marks a generation that its user stopped."""
+    """The reason of a generation that `cancel` stopped."""

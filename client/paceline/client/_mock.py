@@ -1,4 +1,4 @@
-"""A transport that answers from memory, for tests of programs that use the client."""
+"""A transport without services, for tests of programs that use the client."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gzip
 import hashlib
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -20,17 +20,17 @@ Reply = str | Sequence[int] | Callable[[str], str]
 
 
 class MockTransport:
-    """Stands in for a verifier; there is no drafter, so generations free-run.
+    """Replaces a verifier; without a drafter, so generations run plain decoding steps.
 
         client = Client(transport=MockTransport("Hello there."))
         assert (await client.generate("Hi")).text == "Hello there."
 
     Args:
-        reply: the continuation of every prompt: text, token ids, or a function from the prompt's
-            text to the continuation's.
+        reply: Continuation of every prompt: text, token ids, or a function from the prompt's text
+            to that of the continuation.
 
-    A token is a byte (0 to 255); `END` ends each continuation. Requests are kept in `requests`,
-    and `open_caches` counts the caches that were not released.
+    A token is a byte (0 to 255); `END` ends each continuation. `requests` lists the requests, and
+    `open_caches` counts the caches that were not released.
     """
 
     END = 256
@@ -48,14 +48,14 @@ class MockTransport:
 
     @property
     def open_caches(self) -> int:
-        """Caches that were created and not released."""
+        """Number of caches that were created and not released."""
         return len(self._caches)
 
     async def get_model(
         self, request: verifier_pb2.GetModelRequest
     ) -> verifier_pb2.GetModelResponse:
         digest = hashlib.sha256(self._json).hexdigest()
-        wanted = not request.omit_tokenizer and request.known_tokenizer_digest != digest
+        known = request.omit_tokenizer or request.known_tokenizer_digest == digest
         return verifier_pb2.GetModelResponse(
             name="mock",
             vocab_size=self.END + 1,
@@ -63,7 +63,7 @@ class MockTransport:
             eos_token_ids=[self.END],
             target_fingerprint="mock",
             tokenizer_digest=digest,
-            tokenizer_gzip=gzip.compress(self._json) if wanted else b"",
+            tokenizer_gzip=b"" if known else gzip.compress(self._json),
             max_tree_nodes=64,
             instance_id="mock",
             batch_invariant=True,
@@ -88,16 +88,11 @@ class MockTransport:
     def verify(self) -> VerifyStream:
         return _MockVerifyStream(self._caches)
 
-    async def renew_lease(
-        self, request: verifier_pb2.RenewLeaseRequest
-    ) -> verifier_pb2.RenewLeaseResponse:
-        return verifier_pb2.RenewLeaseResponse(lease_ms=30_000)
+    async def renew_lease(self, request: verifier_pb2.RenewLeaseRequest) -> None:
+        pass
 
-    async def release_cache(
-        self, request: verifier_pb2.ReleaseCacheRequest
-    ) -> verifier_pb2.ReleaseCacheResponse:
-        released = self._caches.pop(request.handle, None) is not None
-        return verifier_pb2.ReleaseCacheResponse(released=released)
+    async def release_cache(self, request: verifier_pb2.ReleaseCacheRequest) -> None:
+        self._caches.pop(request.handle, None)
 
     def draft(self) -> DraftStream:
         raise UnimplementedError("the mock has no drafter")
@@ -118,15 +113,14 @@ class MockTransport:
 
 @dataclass
 class _Cache:
-    """What is still to be emitted for one prompt."""
+    """Tokens still to be emitted for one prompt."""
 
     left: list[int]
     request: verifier_pb2.CreateCacheRequest
     emitted: int = 0
-    answers: deque[verifier_pb2.VerifyResponse] = field(default_factory=deque)
 
     def emit(self, steps: int) -> verifier_pb2.RoundResult:
-        """The next tokens, at most `steps`; each is certain (log-probability 0)."""
+        """The next tokens, at most `steps`, with log-probability 0."""
         result = verifier_pb2.RoundResult()
         stops = {MockTransport.END, *self.request.stop_token_ids}
         most = self.request.max_new_tokens or 1 << 62
@@ -144,19 +138,19 @@ class _Cache:
 
 
 class _MockVerifyStream:
-    """Answers each round with the scripted tokens."""
+    """Responds to each round with the scripted tokens."""
 
     def __init__(self, caches: dict[bytes, _Cache]) -> None:
         self._caches = caches
         self._handle = b""
-        self._answers: deque[verifier_pb2.VerifyResponse] = deque()
+        self._responses: deque[verifier_pb2.VerifyResponse] = deque()
 
     async def write(self, request: verifier_pb2.VerifyRequest) -> None:
         self._handle = request.handle or self._handle
         if self._handle not in self._caches:
             return
         cache = self._caches[self._handle]
-        self._answers.append(
+        self._responses.append(
             verifier_pb2.VerifyResponse(
                 round_id=request.round_id,
                 result=cache.emit(max(request.free_run_steps, 1)),
@@ -165,14 +159,14 @@ class _MockVerifyStream:
         )
 
     async def read(self) -> verifier_pb2.VerifyResponse:
-        if self._answers:
-            return self._answers.popleft()
+        if self._responses:
+            return self._responses.popleft()
         if self._handle not in self._caches:
-            raise NotFoundError("the mock does not know this cache")
-        raise UnavailableError("nothing was asked of the mock")
+            raise NotFoundError("the mock has no such cache")
+        raise UnavailableError("the mock got no round")
 
     def cancel(self) -> None:
-        self._answers.clear()
+        self._responses.clear()
 
 
 def _byte_tokenizer() -> Tokenizer:

@@ -1,4 +1,4 @@
-"""What the verifier serves, asked once and kept fresh."""
+"""The served model and its tokenizer."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from time import monotonic
 
 from paceline.v1 import verifier_pb2
 
-from ._errors import InvalidRequestError, UnavailableError
+from ._errors import InvalidRequestError
 from ._options import RetryOptions
-from ._retry import Attempts
+from ._retry import Attempts, retry_unavailable
 from ._text import TextCodec
 from ._tokenizer import TokenizerCache
 from ._transport import Transport
 
-# A verifier cannot be replaced by one with another model faster than this. Unit: seconds.
-_FRESH_FOR = 0.5
-# Longer prompts are tokenised in a thread, so that other generations go on. Unit: characters.
+# The model is requested again after this time: a restart with another one takes longer. Unit: s.
+_MAX_AGE = 0.5
+# Longer prompts are tokenised in a thread, to keep the event loop free. Unit: characters.
 _LONG_PROMPT = 20_000
 
 
@@ -27,9 +27,9 @@ class Model:
     """The served model and its tokenizer."""
 
     facts: verifier_pb2.GetModelResponse
-    """As the verifier told, without the tokenizer's bytes."""
+    """Response of the verifier, without the tokenizer's content."""
     codec: TextCodec | None
-    """None if the model folder has no tokenizer: then only token ids go in and out."""
+    """The tokenizer. None if the model has none: then prompts and results are token ids."""
 
     async def encode(self, prompt: str) -> list[int]:
         """Token ids of a text prompt. Raises InvalidRequestError without a tokenizer."""
@@ -37,7 +37,7 @@ class Model:
         return await self._encode(prompt, lambda codec: codec.encode(prompt, bos))
 
     async def encode_rendered(self, prompt: str) -> list[int]:
-        """The same for the output of a chat template, which holds its special tokens already."""
+        """Token ids of a chat template's output, which contains its special tokens."""
         return await self._encode(prompt, lambda codec: codec.encode_rendered(prompt))
 
     async def _encode(self, prompt: str, encode: Callable[[TextCodec], list[int]]) -> list[int]:
@@ -51,7 +51,7 @@ class Model:
 
 
 class ModelSource:
-    """Serves `Model` to many generations with one call, and notices when it changed."""
+    """The current `Model`, requested once for all generations and refreshed."""
 
     def __init__(
         self, transport: Transport, tokenizers: TokenizerCache, retry: RetryOptions
@@ -61,54 +61,35 @@ class ModelSource:
         self._retry = retry
         self._lock = asyncio.Lock()
         self._model: Model | None = None
-        self._asked_at = 0.0
+        self._requested_at = 0.0
 
     async def get(self) -> Model:
-        """The model as it is now. Raises UnavailableError when the retry budget is spent."""
-        if self._model is not None and monotonic() - self._asked_at < _FRESH_FOR:
-            return self._model
+        """The current model. Raises UnavailableError when the retry budget is spent."""
         async with self._lock:
-            if self._model is None or monotonic() - self._asked_at >= _FRESH_FOR:
-                self._model = await self._ask(self._model)
-                self._asked_at = monotonic()
+            if self._model is None or monotonic() - self._requested_at >= _MAX_AGE:
+                self._model = await self._request(self._model)
+                self._requested_at = monotonic()
             return self._model
 
-    async def _ask(self, known: Model | None) -> Model:
-        digest = known.facts.tokenizer_digest if known else ""
-        facts = await self._call(digest)
-        if known is not None and facts.tokenizer_digest == digest:
-            return Model(_without_tokenizer(facts), known.codec)
-        return Model(_without_tokenizer(facts), await self._codec(facts))
+    async def _request(self, known: Model | None) -> Model:
+        facts = await self._call(omit_tokenizer=True)
+        if known is not None and facts.tokenizer_digest == known.facts.tokenizer_digest:
+            return Model(facts, known.codec)
+        return Model(facts, await self._codec(facts.tokenizer_digest))
 
-    async def _codec(self, facts: verifier_pb2.GetModelResponse) -> TextCodec | None:
-        digest = facts.tokenizer_digest
+    async def _codec(self, digest: str) -> TextCodec | None:
         if not digest:
             return None
         codec = await asyncio.to_thread(self._tokenizers.find, digest)
         if codec is None:
-            if not facts.tokenizer_gzip:
-                facts = await self._call("", with_tokenizer=True)
+            facts = await self._call(omit_tokenizer=False)
             codec = await asyncio.to_thread(
                 self._tokenizers.add, facts.tokenizer_digest, facts.tokenizer_gzip
             )
         return codec
 
-    async def _call(
-        self, known_digest: str, *, with_tokenizer: bool = False
-    ) -> verifier_pb2.GetModelResponse:
-        request = verifier_pb2.GetModelRequest(
-            known_tokenizer_digest=known_digest, omit_tokenizer=not with_tokenizer
+    async def _call(self, *, omit_tokenizer: bool) -> verifier_pb2.GetModelResponse:
+        request = verifier_pb2.GetModelRequest(omit_tokenizer=omit_tokenizer)
+        return await retry_unavailable(
+            lambda: self._transport.get_model(request), Attempts(self._retry)
         )
-        attempts = Attempts(self._retry)
-        while True:
-            try:
-                return await self._transport.get_model(request)
-            except UnavailableError as error:
-                await attempts.pause(error)
-
-
-def _without_tokenizer(facts: verifier_pb2.GetModelResponse) -> verifier_pb2.GetModelResponse:
-    slim = verifier_pb2.GetModelResponse()
-    slim.CopyFrom(facts)
-    slim.ClearField("tokenizer_gzip")
-    return slim

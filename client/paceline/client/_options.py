@@ -1,4 +1,4 @@
-"""Settings: one dataclass per concern. All are checked where they are made."""
+"""Options, checked when they are created."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import grpc
 
 from paceline.v1 import sampling_pb2
 
@@ -28,7 +30,7 @@ def _require(fine: bool, what: str, expected: str, value: object) -> None:
 
 @dataclass(frozen=True)
 class TlsOptions:
-    """How to speak TLS with the services."""
+    """TLS for the connections to the services."""
 
     ca: Path | None = None
     """PEM file of the authority that signed the services' certificates; None: the system's."""
@@ -37,7 +39,22 @@ class TlsOptions:
     key: Path | None = None
     """PEM file of the key of `cert`."""
     server_name: str | None = None
-    """Name to expect in the certificate when it is not the address's host."""
+    """Expected name in the certificate, if it is not the host of the address."""
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Channel credentials. Raises InvalidRequestError if a file cannot be read."""
+        try:
+            return grpc.ssl_channel_credentials(
+                root_certificates=self.ca.read_bytes() if self.ca else None,
+                private_key=self.key.read_bytes() if self.key else None,
+                certificate_chain=self.cert.read_bytes() if self.cert else None,
+            )
+        except OSError as error:
+            raise InvalidRequestError(f"cannot read a TLS file: {error}") from error
+
+    def channel_options(self) -> list[tuple[str, Any]]:
+        """Options of a channel with these credentials."""
+        return [("grpc.ssl_target_name_override", self.server_name)] if self.server_name else []
 
     def __post_init__(self) -> None:
         if (self.cert is None) != (self.key is None):
@@ -49,11 +66,11 @@ class RetryOptions:
     """How long and how often to try again when the verifier cannot be reached or is full."""
 
     budget: float = 30.0
-    """Most time lost in a row before the error is raised. Unit: seconds."""
+    """Longest time without progress before the error is raised. Unit: seconds."""
     first_delay: float = 0.05
     """Delay before the second attempt; doubles with each attempt. Unit: seconds."""
     longest_delay: float = 2.0
-    """Most delay between two attempts. Unit: seconds."""
+    """Longest delay between two attempts. Unit: seconds."""
 
     def __post_init__(self) -> None:
         _require(self.budget >= 0, "retry budget", ">= 0 seconds", self.budget)
@@ -62,20 +79,20 @@ class RetryOptions:
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """How far to trust a drafter's speed."""
+    """Draft timeouts, back-off, and when to draft."""
 
     timeout: float | None = None
-    """Longest wait for a tree. None: a multiple of what drafts and steps took so far, at least
-    0.05 s and at most 2 s. Unit: seconds."""
+    """Longest wait for a tree. None: a multiple of the mean draft latency, at least 0.05 s and at
+    most 2 s. Unit: seconds."""
     first_delay: float = 0.1
-    """Delay before a lost drafter is attached again; doubles with each failure, with jitter.
+    """Delay before a failed drafter is attached again; doubles with each failure, with jitter.
     Unit: seconds."""
     longest_delay: float = 10.0
-    """Most delay before a lost drafter is attached again. Unit: seconds."""
+    """Longest delay before a failed drafter is attached again. Unit: seconds."""
     adaptive: bool = True
-    """Draft only where it pays. False: in every round, whatever the verifier's node budget says, to
-    measure what drafts are worth. `timeout` is then also the longest wait for the drafter to
-    attach, before which no round begins."""
+    """Draft only where that increases the speed. False: draft in every round, whatever the
+    verifier's node budget, to measure drafting. Then `timeout` also limits the wait of the first
+    round for the drafter to attach."""
 
     def __post_init__(self) -> None:
         if self.timeout is not None:
@@ -85,7 +102,7 @@ class DraftOptions:
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """Everything `Client.generate` takes besides the prompt; see there for the meanings."""
+    """The arguments of `Client.generate` besides the prompt; see there."""
 
     max_new_tokens: int = 256
     temperature: float = 0.0
@@ -111,39 +128,26 @@ class GenerationOptions:
     on_prefill: Callable[[int, int], None] | None = None
 
     def __post_init__(self) -> None:
-        def finite(value: float) -> bool:
-            return math.isfinite(value)
-
-        def token_id(value: int) -> bool:
-            return 0 <= value < 2**32
-
+        ids = range(2**32)
+        finite = math.isfinite
         _require(0 < self.max_new_tokens < 2**32, "max_new_tokens", ">= 1", self.max_new_tokens)
-        _require(
-            finite(self.temperature) and self.temperature >= 0,
-            "temperature",
-            "finite and >= 0",
-            self.temperature,
-        )
-        _require(0 <= self.top_k < 2**32, "top_k", ">= 0 (0 keeps all tokens)", self.top_k)
+        temperature, penalty = self.temperature, self.repetition_penalty
+        _require(0 <= temperature < math.inf, "temperature", "finite and >= 0", temperature)
+        _require(self.top_k in ids, "top_k", ">= 0 (0 keeps all tokens)", self.top_k)
         _require(0 < self.top_p <= 1, "top_p", "in (0, 1]", self.top_p)
         _require(0 <= self.min_p <= 1, "min_p", "in [0, 1]", self.min_p)
-        _require(
-            finite(self.repetition_penalty) and self.repetition_penalty > 0,
-            "repetition_penalty",
-            "finite and > 0",
-            self.repetition_penalty,
-        )
+        _require(0 < penalty < math.inf, "repetition_penalty", "finite and > 0", penalty)
         for name in ("presence_penalty", "frequency_penalty"):
             _require(finite(getattr(self, name)), name, "finite", getattr(self, name))
         for token, bias in self.logit_bias.items():
-            _require(token_id(token), "a logit_bias key", "a token id", token)
+            _require(token in ids, "a logit_bias key", "a token id", token)
             _require(bias < math.inf, "a logit_bias value", "a number or -inf (never)", bias)
         _require(0 <= self.seed < 2**64, "seed", "in [0, 2**64)", self.seed)
         _require(self.acceptance in _MODES, "acceptance", " or ".join(_MODES), self.acceptance)
         for text in self.stop:
             _require(text != "", "a stop string", "non-empty", text)
         for token in self.stop_token_ids:
-            _require(token_id(token), "a stop token id", "a token id", token)
+            _require(token in ids, "a stop token id", "a token id", token)
         _require(0 <= self.top_logprobs <= 20, "logprobs", "at most 20", self.top_logprobs)
         if self.deadline is not None:
             _require(self.deadline > 0, "deadline", "> 0 seconds", self.deadline)
@@ -151,24 +155,20 @@ class GenerationOptions:
             _require(self.max_nodes > 0, "max_nodes", ">= 1", self.max_nodes)
 
     def sampling(self) -> sampling_pb2.SamplingParams:
-        """The sampling contract's inputs as they go over the wire."""
+        """The sampling parameters as a protocol message."""
+        names = (
+            *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
+            *("frequency_penalty", "seed", "json_schema"),
+        )
         return sampling_pb2.SamplingParams(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
+            **{name: getattr(self, name) for name in names},
             logit_bias=dict(self.logit_bias),
-            seed=self.seed,
             mode=_MODES[self.acceptance],
-            json_schema=self.json_schema,
         )
 
 
 def schema_text(schema: Mapping[str, Any] | str | None) -> str:
-    """A JSON schema as text; empty for none. Raises InvalidRequestError where it is no JSON."""
+    """A JSON schema as text; empty for None. Raises InvalidRequestError if it is not JSON."""
     if schema is None or isinstance(schema, str):
         return schema or ""
     try:
@@ -178,12 +178,12 @@ def schema_text(schema: Mapping[str, Any] | str | None) -> str:
 
 
 def stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
-    """`stop` as a tuple: one string stands for itself, not for its characters."""
+    """`stop` as a tuple; a string is one stop string."""
     return (stop,) if isinstance(stop, str) else tuple(stop)
 
 
 def user_cache_dir() -> Path:
-    """Where this user's programs keep what they can fetch again."""
+    """The user's cache folder of this project."""
     if sys.platform == "win32":
         base = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
     elif sys.platform == "darwin":

@@ -1,62 +1,52 @@
-"""Where chunks wait for their reader."""
+"""The queue of chunks for the reader of a generation."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 
 from ._output import Chunk
 
 
 class Outlet:
-    """A queue between a generation and its one reader. Keeps nothing while nobody means to read.
+    """A queue between a generation and its reader. Without a reader it drops all chunks.
 
-    `put` never waits, so that a free run's messages are always taken in; the generation looks at
-    `full` between rounds. What waits is therefore bounded by `limit` and one round.
+    `put` never waits, so that a free run's responses are always received. The generation checks
+    `full` between rounds: the queue holds at most `limit` chunks and those of one round.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._chunks: deque[Chunk] = deque()
-        self._news = asyncio.Event()
+        self._chunks: asyncio.Queue[Chunk | None] = asyncio.Queue()
         self._room = asyncio.Event()
-        self._closed = False
         self.reading = False
 
     @property
     def full(self) -> bool:
-        """Whether the reader is so far behind that the generation should rest."""
-        return len(self._chunks) >= self._limit
+        """Whether the generation should pause until the reader catches up."""
+        return self._chunks.qsize() >= self._limit
 
     def put(self, chunk: Chunk) -> None:
-        """Adds a chunk if there is a reader."""
+        """Adds a chunk, if there is a reader."""
         if self.reading:
-            self._chunks.append(chunk)
-            self._news.set()
+            self._chunks.put_nowait(chunk)
 
     def close(self) -> None:
-        """No chunk will follow."""
-        self._closed = True
-        self._news.set()
+        """Ends the queue."""
+        self._chunks.put_nowait(None)
 
     def lift(self) -> None:
-        """The end was asked for: never rest again."""
+        """Removes the limit: the result was requested."""
         self._limit = 1 << 62
         self._room.set()
 
     async def get(self) -> Chunk | None:
-        """The next chunk; None after the last."""
-        while not self._chunks:
-            if self._closed:
-                return None
-            self._news.clear()
-            await self._news.wait()
-        chunk = self._chunks.popleft()
+        """The next chunk; None at the end of the queue."""
+        chunk = await self._chunks.get()
         self._room.set()
         return chunk
 
     async def room(self, seconds: float) -> bool:
-        """Waits until it is no longer full, at most `seconds`; whether there is room."""
+        """Waits at most `seconds` for room; returns whether there is room."""
         if self.full:
             self._room.clear()
             try:

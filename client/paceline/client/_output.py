@@ -1,4 +1,4 @@
-"""The emitted text: tokens, their log-probabilities and what they read as."""
+"""The emitted tokens, their log-probabilities and their text."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """An emitted token in the model's raw distribution."""
+    """Log-probability of an emitted token, before sampling parameters."""
 
     token_id: int
     logprob: float
     """Natural logarithm of its probability."""
     top: tuple[tuple[int, float], ...] = ()
-    """The likeliest (token id, log-probability) pairs, likeliest first; empty unless asked for."""
+    """(token id, log-probability) of the likeliest tokens, likeliest first, if requested."""
 
 
 class VerifiedTree:
-    """What a drafter proposed in one round, and how much of it stood. Read when asked."""
+    """The drafted tree of one round and its accepted nodes. A view, converted when read."""
 
     __slots__ = ("_accepted", "_tree")
 
@@ -41,46 +41,45 @@ class VerifiedTree:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Token of each node, from the newest text down."""
+        """Token of each node, in topological order."""
         return tuple(self._tree.tokens)
 
     @property
     def parents(self) -> tuple[int, ...]:
-        """Each node's parent, a node before it; -1: the newest token of the text."""
+        """Parent of each node: an earlier node, or -1 for the anchor, the newest token."""
         return tuple(self._tree.parents)
 
     @property
     def accepted(self) -> tuple[int, ...]:
-        """Nodes that stood, from the text down."""
+        """Accepted nodes, from the root down."""
         return tuple(self._accepted)
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens that came out together: of one round, or of one message of a free run."""
+    """Tokens of one round, or of one response of a free run."""
 
     text: str
-    """Text that became certain. It may lag behind the tokens: an unfinished character, or what
-    could be the beginning of a stop string, comes with a later chunk."""
+    """Text that is final. An incomplete character, and text that may begin a stop string, come
+    with a later chunk."""
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
-    """One a token; empty unless asked for."""
+    """One per token, if requested."""
     proposed_by: tuple[Proposer, ...]
-    """Who came up with each token first."""
+    """Which service proposed each token."""
     round: int
     """Index of the round; 0 is the prefill."""
     pieces: tuple[str, ...]
-    """Text that became certain with each token; joined they are `text`."""
+    """Text that became final with each token; joined they are `text`."""
     tree: VerifiedTree | None = None
-    """The tree that was verified; None in a free run."""
+    """The verified tree; None in a free run."""
 
 
 class Output:
-    """Collects what a generation emits.
+    """Collects the output of a generation.
 
-    `take` is quick and keeps `token_ids` current for whoever needs them next; `publish` then does
-    the slower work on the same tokens. A stop string ends the text before it, and the tokens with
-    the one in which it completes.
+    `take` appends tokens at once, so that the next round can start; `publish` then detokenizes
+    them. A stop string ends the text before it, and the tokens with the one that completes it.
     """
 
     def __init__(self, codec: TextCodec | None, stops: Sequence[str]) -> None:
@@ -94,7 +93,7 @@ class Output:
 
     @property
     def text(self) -> str:
-        """All text released so far."""
+        """All final text so far."""
         return "".join(self._text)
 
     @property
@@ -114,7 +113,7 @@ class Output:
         round_index: int,
         drafted: tree_pb2.TokenTree | None = None,
     ) -> Chunk:
-        """Detokenises tokens that were taken before, and looks for stop strings."""
+        """Detokenizes tokens that were appended before, and finds stop strings."""
         pieces = [] if self._detokenizer is None else self._read(result.tokens)
         tokens = tuple(result.tokens[: len(pieces)] if self._detokenizer else result.tokens)
         logprobs = _logprobs(result)[: len(tokens)]
@@ -136,7 +135,7 @@ class Output:
         return Chunk(text, tokens, tuple(logprobs), proposers, round_index, tuple(pieces), tree)
 
     def _read(self, tokens: Iterable[int]) -> list[str]:
-        """Text released by each token, up to the one that completes a stop string."""
+        """Final text of each token, up to the one that completes a stop string."""
         assert self._detokenizer is not None
         pieces: list[str] = []
         for token in tokens:
@@ -146,7 +145,7 @@ class Output:
         return pieces
 
     def _finish(self, pieces: list[str]) -> None:
-        """Releases what was held back, into the last piece."""
+        """Adds the buffered text to the last piece."""
         if self._detokenizer is None:
             return
         rest = self._stops.push(self._detokenizer.flush())

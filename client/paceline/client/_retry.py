@@ -1,17 +1,21 @@
-"""Exponential back-off with jitter, bounded by a budget of time."""
+"""Retries with exponential back-off and jitter, limited in time."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Awaitable, Callable
 from time import monotonic
+from typing import TypeVar
 
-from ._errors import PacelineError
+from ._errors import PacelineError, UnavailableError
 from ._options import RetryOptions
+
+T = TypeVar("T")
 
 
 class Attempts:
-    """Paces attempts at one thing until it succeeds or the budget is spent."""
+    """Delays between attempts at one operation, until it succeeds or the budget is spent."""
 
     def __init__(self, options: RetryOptions) -> None:
         self._options = options
@@ -19,10 +23,10 @@ class Attempts:
         self._delay = options.first_delay
 
     async def pause(self, error: PacelineError, *, within_deadline: bool = False) -> None:
-        """Waits before the next attempt, at least as long as the service asked for.
+        """Waits before the next attempt, at least `error.retry_after`.
 
-        Raises `error` when the wait would exceed the budget; with `within_deadline` the caller's
-        own deadline bounds the attempts instead.
+        Raises `error` if the wait would exceed the budget. With `within_deadline` the deadline of
+        the generation limits the attempts instead.
         """
         now = monotonic()
         self._since = self._since if self._since is not None else now
@@ -33,6 +37,15 @@ class Attempts:
         await asyncio.sleep(delay)
 
     def succeeded(self) -> None:
-        """The next failure starts afresh."""
+        """Resets budget and delay."""
         self._since = None
         self._delay = self._options.first_delay
+
+
+async def retry_unavailable(call: Callable[[], Awaitable[T]], attempts: Attempts) -> T:
+    """Repeats a call that raises UnavailableError; the last one when the budget is spent."""
+    while True:
+        try:
+            return await call()
+        except UnavailableError as error:
+            await attempts.pause(error)

@@ -11,32 +11,31 @@ from ._drafter import DrafterSession
 from ._options import GenerationOptions
 from ._outlet import Outlet
 from ._output import Output
-from ._pace import Pace
 from ._stats import RoundStats, Stats
 from ._trace import GenerationTrace
 from ._verifier import VerifierSession
 
-# Steps of a free run where no drafter is wanted, and where one is wanted but not at hand.
-_PLAIN_RUN, _WAITING_RUN = 64, 16
+# Steps of a free run: where drafting is off or does not pay, where the drafter is not ready or
+# late, and where it found nothing to draft.
+_PLAIN_RUN, _WAITING_RUN, _EMPTY_RUN = 64, 16, 1
 
 # What came out, the index of its round, and the tree that was verified.
 _Published = tuple[verifier_pb2.RoundResult, int, tree_pb2.TokenTree | None]
 
 
 class Rounds:
-    """Drives a verifier session and perhaps a drafter session.
+    """Drives a verifier session and, if there is a drafter, a drafter session.
 
-    As soon as a round's tokens are known the next tree is asked for. Reading the tokens as text and
-    handing them out takes about as long as a quick drafter does, so it waits until the verifier has
-    its next round to work on. An eager one drafts even where the verifier says that it does not
-    pay. Nothing decided here changes a token.
+    The verifier's node budget says whether the next round drafts. The request for a tree is sent as
+    soon as the tokens of a round are known. Detokenizing takes about as long as a fast drafter, so
+    the tokens are published while the verifier runs the next round. With ``eager``, every round
+    drafts, whatever the node budget. Nothing decided here changes a token.
     """
 
     def __init__(
         self,
         verifier: VerifierSession,
         drafter: DrafterSession | None,
-        pace: Pace,
         output: Output,
         outlet: Outlet,
         options: GenerationOptions,
@@ -48,7 +47,6 @@ class Rounds:
     ) -> None:
         self._verifier = verifier
         self._drafter = drafter
-        self._pace = pace
         self._output = output
         self._outlet = outlet
         self._options = options
@@ -106,7 +104,6 @@ class Rounds:
             self._drafter.distrust("invalid_tree", self._verifier.rejection.message)
         elif not self._verifier.disturbed:
             self._drafter.credit(tree)
-            self._pace.drafted(len(result.tokens), seconds)
         entry = RoundStats(
             drafted=0 if self._verifier.rejection else len(tree.tree.tokens),
             accepted=len(result.accepted_nodes),
@@ -132,28 +129,18 @@ class Rounds:
         left = self._options.max_new_tokens - len(self._output.token_ids)
         await self._verifier.start(None, min(self._steps, left))
         last = False
-        first_at, first_tokens = 0.0, 0
         while not last and not self._output.finish_reason:
             response = await self._verifier.receive()
             result, last = response.result, response.last
             emitted += len(result.tokens)
             verify_us += response.verify_us
             queue_us += response.queue_us
-            if not first_tokens:
-                first_at, first_tokens = perf_counter(), emitted
             if last:
-                now = perf_counter()
-                seconds = now - began
-                if not self._verifier.disturbed:
-                    if emitted > first_tokens:
-                        self._pace.free_ran(emitted - first_tokens, now - first_at)
-                    elif emitted:
-                        self._pace.free_ran(emitted, seconds)
                 entry = RoundStats(
                     drafted=0,
                     accepted=0,
                     emitted=emitted,
-                    round_ms=seconds * 1000,
+                    round_ms=(perf_counter() - began) * 1000,
                     draft_ms=0.0,
                     verify_ms=verify_us / 1000,
                     queue_ms=queue_us / 1000,
@@ -181,7 +168,7 @@ class Rounds:
             await self._plan()
 
     async def _plan(self) -> None:
-        """Decides on a tree or a free run. A tree is asked for at once."""
+        """Decides on a tree or a free run, and sends the request for a tree at once."""
         self._round_began = perf_counter()
         if self._trace is not None:
             self._trace.begin(Span.ROUND)
@@ -193,16 +180,13 @@ class Rounds:
         if self._eager:
             nodes = nodes or self._most_nodes
         if nodes == 0:
-            return  # trees cost more than they bring: the verifier says when again
+            return  # drafting does not pay: the verifier ends the free run when it may again
         self._follow_grant(self._drafter)
         left = self._options.max_new_tokens - len(self._output.token_ids)
-        self._steps = self._pace.steps()
-        if self._steps == 0:
-            # The last token of a round is the verifier's own: no path need reach the very end.
-            if left > 1:
-                self._asked = await self._drafter.ask(nodes, left - 1, self._committed)
-            if not self._asked:
-                self._steps = _WAITING_RUN
+        self._steps = _WAITING_RUN
+        # The last token of a round is the verifier's own: no path need reach the very end.
+        if left > 1:
+            self._asked = await self._drafter.ask(nodes, left - 1, self._committed)
 
     def _follow_grant(self, drafter: DrafterSession) -> None:
         grant = self._verifier.read_grant
@@ -213,15 +197,14 @@ class Rounds:
         self._grant = grant
 
     async def _drafted_tree(self) -> drafter_pb2.DraftTree | None:
-        """The tree asked for, if it comes and holds something."""
+        """The requested tree, if it arrives in time and has nodes."""
         if not self._asked or self._drafter is None:
             return None
         tree = await self._drafter.answer()
-        if tree is not None and tree.tree.tokens:
-            return tree
-        self._pace.missed(perf_counter() - self._round_began)
-        self._steps = self._pace.steps()
-        return None
+        if tree is None:
+            return None
+        self._steps = _EMPTY_RUN
+        return tree if tree.tree.tokens else None
 
     def _publish_waiting(self) -> None:
         """Publishes what a drafted round brought, if that is still to do."""

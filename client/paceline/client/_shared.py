@@ -1,4 +1,4 @@
-"""What the generations of one client have in common."""
+"""State shared by the generations of one client."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 from ._drafter import DrafterHealth
 from ._errors import ClientClosedError
+from ._hidden_states import HiddenStateSource
 from ._model import ModelSource
 from ._options import DraftOptions, RetryOptions
-from ._pace import SharedSpeeds
-from ._taps import TapSource
 from ._tokenizer import TokenizerCache
 from ._transport import Transport
 
 if TYPE_CHECKING:
     from ._generation import Generation
 
-# Longest wait for caches to be freed when the client closes. Unit: seconds.
+# Longest wait for the release of caches when the client closes. Unit: seconds.
 _CLOSE_TIMEOUT = 5.0
 
 
 class Shared:
-    """Connection, model, experience with drafters, and the work still under way."""
+    """Transport, model, per-drafter state, and running generations."""
 
     def __init__(
         self,
@@ -39,40 +38,35 @@ class Shared:
         self.drafting = drafting
         self.unread_chunks = unread_chunks
         self.running: set[Generation] = set()
-        self.keepers: set[Generation] = set()
+        self.kept: set[Generation] = set()
         self._background: set[asyncio.Task[None]] = set()
         self._health: dict[str, DrafterHealth] = {}
-        self._speeds: dict[str, SharedSpeeds] = {}
-        self.taps = TapSource(transport)
+        self.hidden_states = HiddenStateSource(transport)
         self.closed = False
 
     def check_open(self) -> None:
         """Raises ClientClosedError after `close`."""
         if self.closed:
-            raise ClientClosedError("the client is closed: make a new one")
+            raise ClientClosedError("the client is closed: create a new one")
 
     def health(self, drafter: str) -> DrafterHealth:
-        """The state of a drafter, as far as it is known."""
+        """Failures of a drafter, by its name."""
         return self._health.setdefault(drafter, DrafterHealth(self.drafting))
 
-    def speeds(self, drafter: str) -> SharedSpeeds:
-        """How fast rounds with a drafter were so far."""
-        return self._speeds.setdefault(drafter, SharedSpeeds())
-
     def in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Runs clean-up work that no cancellation of a user's task may stop."""
+        """Runs a coroutine in a task that cancelling a user's task does not cancel."""
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         return task
 
     async def close(self) -> None:
-        """Stops all generations, waits a while for their caches to be freed, disconnects."""
+        """Stops all generations, waits a while for the release of their caches, disconnects."""
         self.closed = True
         for generation in self.running:
-            generation.fail("the client was closed in mid-generation")
+            generation.fail("the client was closed during the generation")
         closing = [
-            self.in_background(generation.aclose()) for generation in self.running | self.keepers
+            self.in_background(generation.aclose()) for generation in self.running | self.kept
         ]
         if pending := {*closing, *self._background}:
             await asyncio.wait(pending, timeout=_CLOSE_TIMEOUT)

@@ -1,4 +1,4 @@
-"""What a generation cost and what its drafts were worth."""
+"""Statistics of a generation."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class RoundStats:
-    """One round as the client saw it. Times in milliseconds."""
+    """One round, measured by the client. Times in milliseconds."""
 
     drafted: int
     """Nodes of the tree; 0 in a free run."""
     accepted: int
-    """Drafted tokens that stood."""
+    """Accepted drafted tokens."""
     emitted: int
-    """Tokens that came out, the verifier's own included."""
+    """Emitted tokens, the bonus token included."""
     round_ms: float
-    """From the request for a tree (or for a free run) to the last answer."""
+    """Time from the draft request (or the start of a free run) to the last response."""
     draft_ms: float
-    """Time the drafter computed."""
+    """Compute time of the drafter."""
     verify_ms: float
     """Time of the verifier's steps."""
     queue_ms: float
-    """Time the round waited for other sequences, in drafter and verifier."""
+    """Queueing time in drafter and verifier."""
     checked: int = 0
-    """Nodes of the tree that the verifier checked: the others were not worth their time."""
+    """Nodes that the verifier admitted and checked."""
     node_budget: int = 0
-    """Nodes that the verifier would check next, as it said; 0: no tree for now."""
+    """Node budget that the verifier set for the next round; 0: no tree."""
     kv_bytes: int = 0
-    """Bytes of the target's KV that came to the drafter over a wire; 0 where it is mapped."""
+    """Bytes of the target's KV sent to the drafter; 0 if the drafter maps it."""
 
     @property
     def transport_ms(self) -> float:
-        """Everything else: network, serialisation, event loops."""
+        """The rest: network, serialisation, event loops."""
         return max(0.0, self.round_ms - self.draft_ms - self.verify_ms - self.queue_ms)
 
 
@@ -53,30 +53,30 @@ class Usage:
 
 @dataclass(slots=True)
 class Stats:
-    """Grows while the generation runs; part of its result at the end."""
+    """Statistics of all rounds; updated while the generation runs."""
 
     rounds: list[RoundStats] = field(default_factory=list)
     """Every round in order, free runs included."""
     accepted_per_position: list[int] = field(default_factory=list)
-    """How many rounds accepted the drafted token at depth 1, 2, ..."""
+    """Number of rounds that accepted the drafted token at depth 1, 2, ..."""
     drafter_versions: list[str] = field(default_factory=list)
-    """Versions whose trees were verified, as "name@version", in order of first use."""
+    """Versions of drafters whose trees were verified, as "name@version", by first use."""
     fallbacks: Counter[str] = field(default_factory=Counter)
-    """How often speculation or a connection failed, by reason."""
+    """Failures of drafting or of connections, by reason."""
     free_run_tokens: int = 0
     """Tokens of rounds without a tree."""
     prefill_ms: float = 0.0
-    """Time the verifier spent on prompts, those prefilled again after a restart included."""
+    """Prefill time of the verifier, prefills after a restart included."""
     first_token_ms: float = 0.0
-    """From the request for a cache to the first token."""
+    """Time from the CreateCache request to the first token."""
     total_ms: float = 0.0
-    """From the start of the generation to its end."""
+    """Time of the whole generation."""
     batch_invariant: bool | None = None
-    """Whether logits had the same bits in every batch, at every verifier that served the text: if
-    not, it may depend on the drafter at numeric ties. None until a verifier has answered."""
+    """Whether all verifiers that generated the text are batch-invariant. If not, drafting may
+    change tokens at numeric ties. None until the first response."""
 
     def add(self, entry: RoundStats) -> None:
-        """Takes in a finished round."""
+        """Adds a round."""
         self.rounds.append(entry)
         if entry.drafted == 0:
             self.free_run_tokens += entry.emitted
@@ -87,12 +87,12 @@ class Stats:
 
     @property
     def drafted_rounds(self) -> int:
-        """Rounds in which a tree was verified."""
+        """Number of rounds with a tree."""
         return sum(1 for entry in self.rounds if entry.drafted)
 
     @property
     def drafted(self) -> int:
-        """Nodes drafted and sent to the verifier."""
+        """Drafted nodes."""
         return sum(entry.drafted for entry in self.rounds)
 
     @property
@@ -102,12 +102,12 @@ class Stats:
 
     @property
     def accepted(self) -> int:
-        """Drafted tokens that stood."""
+        """Accepted drafted tokens."""
         return sum(entry.accepted for entry in self.rounds)
 
     @property
     def mean_accepted_length(self) -> float:
-        """Tokens emitted per drafted round, the verifier's own included; 0 without such rounds."""
+        """Tokens emitted per drafted round, the bonus token included; 0 without such rounds."""
         emitted = sum(entry.emitted for entry in self.rounds if entry.drafted)
         return emitted / self.drafted_rounds if self.drafted_rounds else 0.0
 
@@ -118,22 +118,22 @@ class Stats:
 
     @property
     def draft_ms(self) -> float:
-        """Time the drafter computed, in all."""
+        """Compute time of the drafter."""
         return sum(entry.draft_ms for entry in self.rounds)
 
     @property
     def verify_ms(self) -> float:
-        """Time of the verifier's steps, in all."""
+        """Time of the verifier's steps."""
         return sum(entry.verify_ms for entry in self.rounds)
 
     @property
     def queue_ms(self) -> float:
-        """Time rounds waited for other sequences, in all."""
+        """Queueing time."""
         return sum(entry.queue_ms for entry in self.rounds)
 
     @property
     def transport_ms(self) -> float:
-        """Time of rounds that was neither computing nor queueing, in all."""
+        """Time of rounds that is neither computing nor queueing."""
         return sum(entry.transport_ms for entry in self.rounds)
 
     @property
@@ -142,26 +142,29 @@ class Stats:
         return sum(entry.round_ms for entry in self.rounds)
 
     def summary(self) -> dict[str, object]:
-        """The figures as plain JSON-ready values; times in milliseconds."""
+        """The statistics as JSON-ready values; times in milliseconds."""
+        names = (
+            *("drafted_rounds", "drafted", "checked", "accepted", "mean_accepted_length"),
+            *("mean_accepted_drafts", "free_run_tokens", "draft_ms", "verify_ms", "queue_ms"),
+            *("transport_ms", "round_ms", "prefill_ms", "first_token_ms", "total_ms"),
+        )
         return {
             "rounds": len(self.rounds),
-            "drafted_rounds": self.drafted_rounds,
-            "drafted": self.drafted,
-            "checked": self.checked,
-            "accepted": self.accepted,
+            **{name: getattr(self, name) for name in names},
             "accepted_per_position": list(self.accepted_per_position),
-            "mean_accepted_length": self.mean_accepted_length,
-            "mean_accepted_drafts": self.mean_accepted_drafts,
-            "free_run_tokens": self.free_run_tokens,
-            "draft_ms": self.draft_ms,
-            "verify_ms": self.verify_ms,
-            "queue_ms": self.queue_ms,
-            "transport_ms": self.transport_ms,
-            "round_ms": self.round_ms,
-            "prefill_ms": self.prefill_ms,
-            "first_token_ms": self.first_token_ms,
-            "total_ms": self.total_ms,
             "batch_invariant": self.batch_invariant,
             "drafter_versions": list(self.drafter_versions),
             "fallbacks": dict(self.fallbacks),
         }
+
+    def merge(self, other: Stats) -> None:
+        """Adds the statistics of another generation; times are sums."""
+        for entry in other.rounds:
+            self.add(entry)
+        self.fallbacks.update(other.fallbacks)
+        self.drafter_versions = list(dict.fromkeys(self.drafter_versions + other.drafter_versions))
+        self.prefill_ms += other.prefill_ms
+        self.first_token_ms += other.first_token_ms
+        self.total_ms += other.total_ms
+        if other.batch_invariant is not None:
+            self.batch_invariant = other.batch_invariant and self.batch_invariant is not False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
-from types import TracebackType
 from typing import Any, TypeVar
 
 from ._client import Client
@@ -18,9 +17,9 @@ T = TypeVar("T")
 
 
 class SyncClient:
-    """`Client` behind blocking calls: an event loop in a thread of its own does the work.
+    """`Client` with blocking calls, which run in the event loop of a thread.
 
-    Takes the same arguments as `Client`. May be used from several threads at once.
+    Takes the same arguments as `Client`. Several threads may use it.
 
         with SyncClient("127.0.0.1:7431", drafter="127.0.0.1:7432") as client:
             print(client.generate("def main(").text)
@@ -37,16 +36,11 @@ class SyncClient:
     def __enter__(self) -> SyncClient:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def generate(self, prompt: str | Sequence[int], **options: Any) -> GenerationResult:
-        """As `Client.generate`, whole."""
+        """The result of `Client.generate`."""
 
         async def run() -> GenerationResult:
             return await self._client.generate(prompt, **options)
@@ -54,17 +48,17 @@ class SyncClient:
         return self._wait_for(run())
 
     def stream(self, prompt: str | Sequence[int], **options: Any) -> Iterator[Chunk]:
-        """As `Client.generate`, chunk by chunk. Leaving the loop early frees the cache."""
+        """The chunks of `Client.generate`. Leaving the loop early releases the cache."""
         chunks = aiter(self._client.generate(prompt, **options))
 
-        async def following() -> Chunk | None:
+        async def next_chunk() -> Chunk | None:
             return await anext(chunks, None)
 
         async def close() -> None:
             await chunks.aclose()
 
         try:
-            while (chunk := self._wait_for(following())) is not None:
+            while (chunk := self._wait_for(next_chunk())) is not None:
                 yield chunk
         finally:
             if not self._loop.is_closed():
@@ -75,7 +69,7 @@ class SyncClient:
         return self._wait_for(self._client.model())
 
     def close(self) -> None:
-        """Stops all generations, disconnects, ends the thread. Safe to call again."""
+        """Stops all generations, disconnects, and ends the thread. Safe to call again."""
         if self._loop.is_closed():
             return
         self._wait_for(self._client.aclose())
@@ -86,10 +80,10 @@ class SyncClient:
     def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
         if self._loop.is_closed():
             work.close()
-            raise ClientClosedError("the client is closed: make a new one")
+            raise ClientClosedError("the client is closed: create a new one")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
         except BaseException:
-            future.cancel()  # A KeyboardInterrupt here stops the work there.
+            future.cancel()  # stops the work after a KeyboardInterrupt here
             raise

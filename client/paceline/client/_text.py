@@ -1,4 +1,4 @@
-"""From tokens to text, a token at a time, without ever splitting a character."""
+"""Incremental detokenization that never splits a character."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from functools import cached_property
 from tokenizers import Tokenizer
 
 _REPLACEMENT = "\ufffd"
-# Tokens after which an undecided window is cut, and tokens that stay: an unfinished character is at
-# most 3 bytes, so at most 3 tokens, long.
+# A window of incomplete text is cut at the first length, to the second. Unit: tokens. An incomplete
+# character has at most 3 bytes, so at most 3 tokens.
 _LONG_WINDOW, _SHORT_WINDOW = 32, 8
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Bytes that print are their own characters; the others take those from U+0100 on, in order."""
+    """Printable bytes map to their own characters, the others to those from U+0100 on, in order."""
     prints = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in prints]
     return {chr(byte): byte for byte in prints} | {
@@ -23,15 +23,15 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 BYTE_OF = _byte_level_alphabet()
-"""The byte that each character of a byte-level tokenizer's token stands for."""
+"""Byte of each character in the tokens of a byte-level tokenizer."""
 
 
 class TextCodec:
-    """A tokenizer with what incremental detokenisation must know about it. Immutable; shared."""
+    """A tokenizer, with its properties for incremental detokenization. Immutable; shared."""
 
     def __init__(self, tokenizer_json: bytes) -> None:
         self._tokenizer = Tokenizer.from_str(tokenizer_json.decode())
-        # A prompt is sent whole, whatever cutting or filling the tokenizer was saved with.
+        # Truncation and padding that were saved with the tokenizer must not change prompts.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._special = frozenset(
@@ -44,19 +44,19 @@ class TextCodec:
         self._is_byte_level = _has_decoder(decoder, "ByteLevel")
 
     def encode(self, text: str, bos_token_id: int | None = None) -> list[int]:
-        """Token ids of a prompt, special tokens put in by the tokenizer's own rule."""
+        """Token ids of a prompt, with the special tokens that the tokenizer adds."""
         tokens: list[int] = self._tokenizer.encode(text).ids
         if bos_token_id is not None and tokens[:1] != [bos_token_id]:
             tokens.insert(0, bos_token_id)
         return tokens
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Token ids of a chat template's output, which spells out its special tokens itself."""
+        """Token ids of a chat template's output, which contains its special tokens."""
         tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return tokens
 
     def decode(self, tokens: list[int]) -> str:
-        """Text of tokens, special ones left out."""
+        """Text of tokens, without special ones."""
         text: str = self._tokenizer.decode(tokens)
         return text
 
@@ -65,14 +65,14 @@ class TextCodec:
         return token in self._special or self._tokenizer.id_to_token(token) is None
 
     def is_raw_byte(self, token: int) -> bool:
-        """Whether the token stands for one byte, decoded together with its neighbours."""
+        """Whether the token is one byte, decoded together with its neighbours."""
         return token in self._raw_bytes
 
     def token_bytes(self, token: int) -> bytes:
-        """What one token stands for, special ones by their names; empty beyond the vocabulary.
+        """Bytes of one token, the name of a special one; empty beyond the vocabulary.
 
-        The bytes of consecutive tokens joined are the text, but for what a decoder strips off the
-        beginning. One token's may be a part of a character.
+        The joined bytes of consecutive tokens are the text, except for what a decoder strips off
+        its start. The bytes of one token may be part of a character.
         """
         name = self._tokenizer.id_to_token(token)
         if name is None:
@@ -83,12 +83,12 @@ class TextCodec:
             return bytes(BYTE_OF[character] for character in name if character in BYTE_OF)
         if self.is_raw_byte(token):
             return bytes.fromhex(name[3:5])
-        # Behind another token, so that nothing is stripped off it.
+        # After another token, so that the decoder strips nothing off it.
         once, twice = self.decode([token]), self.decode([token, token])
         return twice[len(once) :].encode()
 
     def token_text(self, token: int) -> str:
-        """`token_bytes` as text; half a character as OpenAI writes it: "bytes:\\xe2\\x98"."""
+        """`token_bytes` as text; a part of a character in OpenAI's form "bytes:\\xe2\\x98"."""
         raw = self.token_bytes(token)
         try:
             return raw.decode()
@@ -104,15 +104,15 @@ class TextCodec:
 
 
 class Detokenizer:
-    """Turns tokens into text as they come: the pieces joined equal `codec.decode(all tokens)`.
+    """Converts streamed tokens to text. The joined pieces equal `codec.decode(all tokens)`.
 
-    Each step decodes a window of the newest tokens only. The window starts at a place where the
-    text was complete, one piece of text before the undecided part, so that decoders which look at
-    the first token of a text (stripping its space) see the same neighbour as in the whole text.
+    Each step decodes a window of the newest tokens. The window starts where the text was complete,
+    one piece before the incomplete part, because some decoders treat the first token of a text
+    differently (they strip its space).
 
-    Held back is the end of the text that a later token may change: one U+FFFD at the end, which is
-    all that an unfinished UTF-8 sequence decodes to, and a run of byte-fallback tokens, since one
-    bad byte spoils a whole run.
+    The end of the text is buffered while a later token may change it: one U+FFFD, to which an
+    incomplete UTF-8 sequence decodes, and a run of byte-fallback tokens, because one invalid byte
+    changes the text of the whole run.
     """
 
     def __init__(self, codec: TextCodec) -> None:
@@ -123,7 +123,7 @@ class Detokenizer:
         self._released = 0
 
     def push(self, token: int) -> str:
-        """Takes the next token; returns the text that has become certain, often empty."""
+        """Adds a token and returns the text that became final, often empty."""
         if self._codec.is_silent(token):
             return ""
         self._fresh.append(token)
@@ -143,19 +143,19 @@ class Detokenizer:
         return piece
 
     def flush(self) -> str:
-        """The held text: no token will follow."""
+        """The buffered text, when no token follows."""
         piece = self._fresh_text()[self._released :]
         self._released += len(piece)
         return piece
 
-    def _shorten(self, held: int) -> None:
-        """Forgets all but the newest tokens of a long run of bad bytes; `held` characters are due.
+    def _shorten(self, buffered: int) -> None:
+        """Cuts a long run of invalid bytes to its newest tokens; `buffered` characters remain.
 
-        Cutting may maim the character at the cut, but that one is released already.
+        The character at the cut may decode differently, but it was returned before.
         """
         self._context, self._context_text = [], ""
         self._fresh = self._fresh[-_SHORT_WINDOW:]
-        self._released = len(self._fresh_text()) - held
+        self._released = len(self._fresh_text()) - buffered
 
     def _fresh_text(self) -> str:
         text = self._codec.decode(self._context + self._fresh)

@@ -1,4 +1,4 @@
-"""Tokenizers by digest: once per process in memory, once per user on disk."""
+"""A cache of tokenizers, in memory and on disk."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ _loaded: dict[str, TextCodec] = {}
 
 
 class TokenizerCache:
-    """Finds a tokenizer by the SHA-256 hex digest of its tokenizer.json.
+    """Tokenizers by the SHA-256 hex digest of their tokenizer.json.
 
-    A file whose content does not have its digest is ignored; a folder that cannot be written costs
-    a transfer the next time, nothing else.
+    A file with the wrong digest is ignored, and so is a folder that cannot be written.
     """
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
 
     def find(self, digest: str) -> TextCodec | None:
-        """The codec if memory or disk has it. Reads and parses files: call it in a thread."""
+        """The codec if it is cached. Reads and parses files: call it in a thread."""
         codec = _loaded.get(digest)
         if codec is None and self._folder is not None and digest:
             try:
@@ -37,14 +36,14 @@ class TokenizerCache:
         return codec
 
     def add(self, digest: str, packed: bytes) -> TextCodec:
-        """The codec of a gzip-compressed tokenizer.json as `GetModel` serves it, now cached.
+        """Caches a gzip-compressed tokenizer.json from `GetModel` and returns its codec.
 
-        Raises PreconditionError when the content is not what the digest says.
+        Raises PreconditionError if the content does not have the digest.
         """
         content = gzip.decompress(packed)
         if hashlib.sha256(content).hexdigest() != digest:
             raise PreconditionError(
-                f"the verifier's tokenizer does not have the digest {digest} it is announced with"
+                f"the verifier's tokenizer does not have the digest {digest} of its model"
             )
         codec = _loaded[digest] = TextCodec(content)
         if self._folder is not None:
@@ -57,7 +56,7 @@ class TokenizerCache:
 
 
 def _write_atomically(path: Path, content: bytes) -> None:
-    """Writes a file that readers see whole or not at all; does nothing where that is impossible."""
+    """Writes a file such that no reader sees a part of it; does nothing if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)

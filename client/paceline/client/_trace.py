@@ -1,4 +1,4 @@
-"""The spans of one generation, where it is recorded."""
+"""Spans of a generation."""
 
 from __future__ import annotations
 
@@ -20,25 +20,27 @@ _Values = Mapping[str, Any]
 
 
 class GenerationTrace:
-    """Begins and ends the spans of a generation: its prefills, rounds, drafts and verifications.
+    """The spans of a generation, and of its prefills, rounds, drafts and verifications.
 
     A span that begins during a round is a child of the round, any other one of the generation.
     """
 
     def __init__(self, source: Tracer, root: trace.Span) -> None:
-        """Take the generation's span. Use `start`."""
+        """Use `start`."""
         self._tracer = source
         self._root = root
         self._open: dict[str, trace.Span] = {}
         self._tree: drafter_pb2.DraftTree | None = None
         self._drafter = drafter_pb2.DraftAttached()
         self.traceparent = traceparent_of(root)
-        """Of the generation."""
+        """Trace context of the generation."""
 
     @classmethod
     def start(cls, options: GenerationOptions, address: str) -> GenerationTrace | None:
-        """Begin the generation's span as a child of the current one, and make it the current span
-        of this task. None where it is not recorded."""
+        """Starts the span of the generation as a child of the current one.
+
+        The span becomes the current one of this task. Returns None if it is not recorded.
+        """
         source = tracer()
         if source is None:
             return None
@@ -52,12 +54,12 @@ class GenerationTrace:
         return cls(source, root)
 
     def served_by(self, model: str) -> None:
-        """The model's name became known."""
+        """Sets the name of the model."""
         self._root.update_name(f"{Span.GENERATION} {model}")
         self._root.set_attributes({Attribute.REQUEST_MODEL: model, Attribute.RESPONSE_MODEL: model})
 
     def begin(self, name: str) -> str:
-        """Begin a span, one of `names.Span`; returns the traceparent for the services."""
+        """Starts a span, one of `names.Span`; returns the traceparent for the services."""
         from opentelemetry import trace
 
         parent = trace.set_span_in_context(self._open.get(Span.ROUND, self._root))
@@ -66,7 +68,7 @@ class GenerationTrace:
         return traceparent_of(span)
 
     def end_prefill(self, outcome: verifier_pb2.CacheCreated | Exception) -> None:
-        """A cache was created, or could not be."""
+        """Ends the prefill's span with the created cache or an error."""
         if isinstance(outcome, Exception):
             self._end(Span.PREFILL, {}, outcome)
             return
@@ -83,7 +85,7 @@ class GenerationTrace:
     def end_draft(
         self, tree: drafter_pb2.DraftTree | None, drafter: drafter_pb2.DraftAttached
     ) -> None:
-        """A tree came; None: it is waited for no longer."""
+        """Ends the draft's span; `tree` is None after a timeout or failure."""
         self._tree, self._drafter = tree, drafter
         values: dict[str, Any] = {Attribute.DRAFTER_NAME: drafter.drafter}
         if tree is not None:
@@ -100,18 +102,18 @@ class GenerationTrace:
     def end_round(
         self, index: int, entry: RoundStats, response: verifier_pb2.VerifyResponse
     ) -> None:
-        """The last answer of a round came.
+        """Ends the spans of a round and its verification.
 
         Args:
-            index: Of the round, from 1, as in `Chunk.round`.
-            entry: The round's statistics.
-            response: Its last answer.
+            index: Index of the round, from 1, as in `Chunk.round`.
+            entry: Statistics of the round.
+            response: Last response of the round.
         """
         self._end(
             Span.VERIFY,
             {
                 Attribute.NUM_EMITTED: entry.emitted,
-                # A free run has many answers and no drafter: its queueing is all the verifier's.
+                # A free run has many responses and no drafter: all queueing is the verifier's.
                 Attribute.QUEUE_US: (
                     response.queue_us if entry.drafted else round(entry.queue_ms * 1000)
                 ),
@@ -138,8 +140,8 @@ class GenerationTrace:
     def finish(
         self, usage: Usage, stats: Stats, finish_reason: str, error: BaseException | None
     ) -> None:
-        """The generation is over; `error` says why it failed, if it did."""
-        # Spans that a stop string, a cancellation or a failure cut short, the round last.
+        """Ends all spans; `error` is the exception of a failed generation."""
+        # Spans that a stop string, a cancellation or a failure interrupted; the round's last.
         for name in reversed(self._open.copy()):
             self._end(name, {}, error)
         self._root.set_attributes(
@@ -197,6 +199,6 @@ def _request(options: GenerationOptions, address: str) -> _Values:
 def _depth(tree: tree_pb2.TokenTree) -> int:
     depths: list[int] = []
     for parent in tree.parents:
-        # Not every tree was checked: the verifier may have been restarted in between.
+        # A verifier that was restarted in this round did not validate the tree.
         depths.append(depths[parent] + 1 if 0 <= parent < len(depths) else 1)
     return max(depths, default=0)

@@ -1,7 +1,6 @@
-"""The seam between the client's logic and the network.
+"""The calls of a client to its services: an interface, and its implementation with gRPC.
 
-Everything above works on `Transport`; `GrpcTransport` speaks to real services, `MockTransport`
-answers from memory. A transport raises this package's exceptions only.
+`MockTransport` is another implementation. A transport raises exceptions of this package only.
 """
 
 from __future__ import annotations
@@ -21,10 +20,23 @@ from ._errors import InvalidRequestError, rpc_errors
 from ._options import TlsOptions
 
 CLIENT_HEADER = "paceline-client"
-"""Metadata key of a client's random name; balancers are configured with it."""
+"""Metadata key of a client's random name; load balancers hash it."""
 
 _aio: Any = grpc.aio
 _EOF = _aio.EOF
+
+_CHANNEL_OPTIONS: list[tuple[str, Any]] = [
+    # A peer that no longer answers is detected within 40 seconds.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    # Reconnect quickly to a restarted service: RetryOptions limit the attempts.
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    # Clients of one process must not share connections and their back-off.
+    ("grpc.use_local_subchannel_pool", 1),
+]
 
 Request = TypeVar("Request", contravariant=True)
 Response = TypeVar("Response", covariant=True)
@@ -37,13 +49,13 @@ class Stream(Protocol[Request, Response]):
     """
 
     async def write(self, request: Request) -> None:
-        """Sends one message. Raises UnavailableError when the stream is over."""
+        """Sends one message. Raises UnavailableError if the stream has ended."""
 
     async def read(self) -> Response | None:
-        """The next message; None when the peer ended the stream in good order."""
+        """The next message; None if the peer ended the stream without an error."""
 
     def cancel(self) -> None:
-        """Ends the stream now, from any state."""
+        """Ends the stream, in any state."""
 
 
 VerifyStream = Stream[verifier_pb2.VerifyRequest, verifier_pb2.VerifyResponse]
@@ -51,15 +63,15 @@ DraftStream = Stream[drafter_pb2.DraftRequest, drafter_pb2.DraftResponse]
 
 
 class Transport(Protocol):
-    """The calls a client makes. All may run many at a time."""
+    """The calls of a client. All may run concurrently."""
 
     @property
     def verifier_address(self) -> str:
-        """Where a drafter finds the verifier's KvExchangeService; empty: it is not to read KV."""
+        """Address of the verifier's KvExchangeService for drafters; empty: no KV for drafters."""
 
     @property
     def has_drafter(self) -> bool:
-        """Whether `draft` may be called."""
+        """Whether there is a drafter service to call."""
 
     async def get_model(
         self, request: verifier_pb2.GetModelRequest
@@ -71,13 +83,9 @@ class Transport(Protocol):
 
     def verify(self) -> VerifyStream: ...
 
-    async def renew_lease(
-        self, request: verifier_pb2.RenewLeaseRequest
-    ) -> verifier_pb2.RenewLeaseResponse: ...
+    async def renew_lease(self, request: verifier_pb2.RenewLeaseRequest) -> None: ...
 
-    async def release_cache(
-        self, request: verifier_pb2.ReleaseCacheRequest
-    ) -> verifier_pb2.ReleaseCacheResponse: ...
+    async def release_cache(self, request: verifier_pb2.ReleaseCacheRequest) -> None: ...
 
     def draft(self) -> DraftStream: ...
 
@@ -87,15 +95,14 @@ class Transport(Protocol):
 
 
 class GrpcTransport:
-    """Talks to a verifier and, if there is one, a drafter. Connects with the first call.
+    """Calls a verifier and, if there is one, a drafter. Connects with the first call.
 
-    Addresses are "host:port" or "unix:/path". A bearer token goes with every call; it is refused
-    where others could read it: beyond loopback without TLS. So does `paceline-client`, a random
-    name of this transport: a balancer that hashes it sends all calls of a client to the verifier
-    that has its caches.
+    Addresses are "host:port" or "unix:/path". Every call carries the bearer token, which is refused
+    without TLS beyond loopback, and in `paceline-client` a random name of this transport. A load
+    balancer that hashes the name sends all calls of a client to the verifier with its caches.
 
     Raises:
-        InvalidRequestError: the token would travel in the open, or a TLS file cannot be read.
+        InvalidRequestError: The token would be sent unencrypted, or a TLS file cannot be read.
     """
 
     def __init__(
@@ -113,13 +120,18 @@ class GrpcTransport:
                     f"a token would travel to {address} unencrypted: give tls=TlsOptions(...)"
                 )
         self.verifier_address = verifier_address
-        self._drafter_address = drafter_address
+        self._drafter_address = drafter_address or ""
         self._metadata = (
             (CLIENT_HEADER, secrets.token_hex(8)),
             *([("authorization", f"Bearer {token}")] if token else []),
         )
-        self._credentials = _credentials(tls) if tls else None
-        self._options = _channel_options(max_message_bytes, tls.server_name if tls else None)
+        self._credentials = tls.credentials() if tls else None
+        self._options = [
+            ("grpc.max_receive_message_length", max_message_bytes),
+            ("grpc.max_send_message_length", max_message_bytes),
+            *_CHANNEL_OPTIONS,
+            *(tls.channel_options() if tls else []),
+        ]
         self._channels: list[Any] = []
 
     @property
@@ -143,10 +155,10 @@ class GrpcTransport:
 
     @cached_property
     def _drafter_channel(self) -> Any:
-        return self._channel(self._drafter_address or "")
+        return self._channel(self._drafter_address)
 
     def _channel(self, address: str) -> Any:
-        """A channel, bound to the running event loop: hence not made before the first call."""
+        """A channel. It binds to the running event loop, so the first call creates it."""
         if self._credentials is None:
             channel = _aio.insecure_channel(address, options=self._options)
         else:
@@ -154,14 +166,15 @@ class GrpcTransport:
         self._channels.append(channel)
         return channel
 
+    async def _unary(self, method: Any, request: Any) -> Any:
+        with rpc_errors:
+            return await method(request, metadata=(*self._metadata, *current_metadata()))
+
     async def get_model(
         self, request: verifier_pb2.GetModelRequest
     ) -> verifier_pb2.GetModelResponse:
-        with rpc_errors:
-            model: verifier_pb2.GetModelResponse = await self._verifier.GetModel(
-                request, metadata=(*self._metadata, *current_metadata())
-            )
-            return model
+        model: verifier_pb2.GetModelResponse = await self._unary(self._verifier.GetModel, request)
+        return model
 
     async def create_cache(
         self, request: verifier_pb2.CreateCacheRequest
@@ -177,28 +190,17 @@ class GrpcTransport:
     def verify(self) -> VerifyStream:
         return _GrpcStream(self._verifier.Verify(metadata=self._metadata))
 
-    async def renew_lease(
-        self, request: verifier_pb2.RenewLeaseRequest
-    ) -> verifier_pb2.RenewLeaseResponse:
-        with rpc_errors:
-            lease: verifier_pb2.RenewLeaseResponse = await self._verifier.RenewLease(
-                request, metadata=(*self._metadata, *current_metadata())
-            )
-            return lease
+    async def renew_lease(self, request: verifier_pb2.RenewLeaseRequest) -> None:
+        await self._unary(self._verifier.RenewLease, request)
 
-    async def release_cache(
-        self, request: verifier_pb2.ReleaseCacheRequest
-    ) -> verifier_pb2.ReleaseCacheResponse:
-        with rpc_errors:
-            release: verifier_pb2.ReleaseCacheResponse = await self._verifier.ReleaseCache(
-                request, metadata=(*self._metadata, *current_metadata())
-            )
-            return release
+    async def release_cache(self, request: verifier_pb2.ReleaseCacheRequest) -> None:
+        await self._unary(self._verifier.ReleaseCache, request)
 
     def draft(self) -> DraftStream:
         return _GrpcStream(self._drafter.Draft(metadata=self._metadata))
 
     async def list_drafters(self) -> drafter_pb2.ListDraftersResponse:
+        # Not part of the generation's trace: the result is shared by all generations.
         with rpc_errors:
             listed: drafter_pb2.ListDraftersResponse = await self._registry.ListDrafters(
                 drafter_pb2.ListDraftersRequest(), metadata=self._metadata
@@ -231,39 +233,8 @@ class _GrpcStream(Generic[Request, Response]):
         self._call.cancel()
 
 
-def _channel_options(max_message_bytes: int, server_name: str | None) -> list[tuple[str, Any]]:
-    options: list[tuple[str, Any]] = [
-        ("grpc.max_receive_message_length", max_message_bytes),
-        ("grpc.max_send_message_length", max_message_bytes),
-        # A peer that vanished without a word is noticed within 40 seconds.
-        ("grpc.keepalive_time_ms", 30_000),
-        ("grpc.keepalive_timeout_ms", 10_000),
-        ("grpc.http2.max_pings_without_data", 0),
-        # A service that restarts is found again quickly: our own back-off bounds the attempts.
-        ("grpc.initial_reconnect_backoff_ms", 50),
-        ("grpc.min_reconnect_backoff_ms", 50),
-        ("grpc.max_reconnect_backoff_ms", 1000),
-        # Two clients in one process are two clients: neither waits in the other's back-off.
-        ("grpc.use_local_subchannel_pool", 1),
-    ]
-    if server_name:
-        options.append(("grpc.ssl_target_name_override", server_name))
-    return options
-
-
-def _credentials(tls: TlsOptions) -> grpc.ChannelCredentials:
-    try:
-        return grpc.ssl_channel_credentials(
-            root_certificates=tls.ca.read_bytes() if tls.ca else None,
-            private_key=tls.key.read_bytes() if tls.key else None,
-            certificate_chain=tls.cert.read_bytes() if tls.cert else None,
-        )
-    except OSError as error:
-        raise InvalidRequestError(f"cannot read a TLS file: {error}") from error
-
-
 def _is_local(address: str) -> bool:
-    """Whether what is sent there stays on this machine."""
+    """Whether the address is on this machine."""
     host = address.rpartition(":")[0].strip("[]")
     if address.startswith("unix:") or host == "localhost":
         return True

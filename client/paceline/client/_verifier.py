@@ -1,4 +1,4 @@
-"""One generation's cache on the verifier, kept alive through broken streams and restarts."""
+"""The cache of one generation on the verifier, recovered after broken streams and restarts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from time import monotonic
 from paceline.telemetry.names import Span
 from paceline.v1 import tree_pb2, verifier_pb2
 
+from ._context import GenerationContext
 from ._errors import (
     CapacityError,
     InvalidRequestError,
@@ -20,58 +21,43 @@ from ._errors import (
     TargetChangedError,
     UnavailableError,
 )
-from ._options import GenerationOptions, RetryOptions
-from ._retry import Attempts
-from ._stats import Stats
-from ._taps import NO_TAPS, Taps
-from ._trace import GenerationTrace
-from ._transport import Transport, VerifyStream
+from ._hidden_states import HiddenStates
+from ._options import RetryOptions
+from ._retry import Attempts, retry_unavailable
+from ._transport import VerifyStream
 
 logger = logging.getLogger("paceline.client")
 
-# Longest wait for a cache to be freed. Its lease frees it in any case. Unit: seconds.
+# Longest wait for the release of a cache. The lease releases it otherwise. Unit: seconds.
 _RELEASE_TIMEOUT = 2.0
 
 
 class VerifierSession:
-    """Creates the cache, runs rounds on it, frees it.
+    """Creates a cache, runs rounds on it, and releases it.
 
-    `start` sends a round and `receive` reads its answers. When the stream breaks in between, the
-    session resumes by handle and repeats the round; when the cache is gone, it prefills prompt and
-    output again and answers the round with the token that follows. The first step that fails inside
-    the verifier is overcome in the same way, a second one is an error. Its user sees tokens only.
+    `start` sends a round and `receive` reads its responses. If the stream breaks, the session
+    resumes by handle and repeats the round. If the cache is lost, it prefills prompt and output
+    again and returns the next token as the response. A step that fails inside the verifier is
+    handled the same way once; a second failure is raised.
 
-    `drafter` names who is to draft, if anybody does. `output` is the live list of emitted tokens:
-    `receive` never returns a token twice, provided that its user appends what one call returned
-    before it calls again.
+    `drafter` is the name of the drafter, None without one. `receive` returns no token twice if its
+    caller appends the tokens of one response to `context.output` before it waits for the next.
     """
 
     def __init__(
         self,
-        transport: Transport,
-        facts: verifier_pb2.GetModelResponse,
-        options: GenerationOptions,
-        prompt: list[int],
-        output: list[int],
+        context: GenerationContext,
         retry: RetryOptions,
-        stats: Stats,
-        deadline: float | None,
-        trace: GenerationTrace | None = None,
-        taps: Taps = NO_TAPS,
-        drafter: str | None = None,
+        hidden_states: HiddenStates,
+        drafter: str | None,
     ) -> None:
-        self._transport = transport
-        self._facts = facts
-        self._options = options
-        self._prompt = prompt
-        self._output = output
-        self._stats = stats
-        self._deadline = deadline
-        self._trace = trace
-        self._taps = taps
+        self._context = context
+        self._transport, self._facts = context.transport, context.facts
+        self._stats = context.stats
+        self._hidden_states = hidden_states
         self._drafter = drafter
         self._attempts = Attempts(retry)
-        self._parent = options.parent_handle
+        self._parent = context.options.parent_handle
         self._stream: VerifyStream | None = None
         self._pending = verifier_pb2.VerifyRequest()
         self._received = 0
@@ -84,9 +70,9 @@ class VerifierSession:
         self.rejection: InvalidRequestError | None = None
 
     async def open(self) -> verifier_pb2.CacheCreated:
-        """Prefills prompt and output; the answer holds the next token.
+        """Prefills prompt and output and returns the cache with the next token.
 
-        Waits for room if the verifier is full and says when to come again.
+        Retries a full verifier if its error says when.
         """
         while True:
             try:
@@ -99,13 +85,14 @@ class VerifierSession:
                 if error.retry_after is None:
                     raise
                 self._stats.fallbacks["verifier_full"] += 1
-                await self._attempts.pause(error, within_deadline=self._deadline is not None)
+                limited = self._context.deadline is not None
+                await self._attempts.pause(error, within_deadline=limited)
             except NotFoundError:
                 if not self._parent:
                     raise
-                self._parent = b""  # The parent is gone: prefill everything.
+                self._parent = b""  # released meanwhile: prefill the whole prompt
             except ServerError as error:
-                await self._excuse(error)
+                await self._pause_after_failed_step(error)
                 self._parent = b""
 
     async def start(self, tree: tree_pb2.TokenTree | None, steps: int) -> None:
@@ -114,7 +101,7 @@ class VerifierSession:
             round_id=self._pending.round_id + 1,
             tree=tree,
             free_run_steps=steps,
-            traceparent="" if self._trace is None else self._trace.begin(Span.VERIFY),
+            traceparent=self._context.begin_span(Span.VERIFY),
         )
         self._received = self._to_skip = 0
         self.disturbed = False
@@ -122,10 +109,10 @@ class VerifierSession:
         await self._send()
 
     async def receive(self) -> verifier_pb2.VerifyResponse:
-        """The next answer to the round, tokens seen before left out.
+        """The next response of the round, without tokens that were received before.
 
-        After a call `rejection` says whether the verifier refused the round's tree (the answer is
-        then that of a plain step), and `disturbed` whether a failure was overcome.
+        Sets `rejection` if the verifier refused the tree, which it replaces by a plain step, and
+        `disturbed` if the session recovered from a failure in this round.
         """
         while True:
             try:
@@ -139,48 +126,40 @@ class VerifierSession:
                 if replacement is not None:
                     return replacement
                 continue
-            if response.round_id == self._pending.round_id and self._unseen(response):
+            if response.round_id == self._pending.round_id and self._drop_received(response):
                 self._attempts.succeeded()
                 return response
 
     async def renew(self) -> None:
-        """Keeps the cache alive without a round. A failure shows in the next round."""
+        """Renews the lease of the cache. The next round handles a failure."""
         with suppress(PacelineError):
             await self._transport.renew_lease(verifier_pb2.RenewLeaseRequest(handle=self.handle))
 
     def end_stream(self) -> None:
-        """Ends the verify stream; the cache stays."""
+        """Ends the verify stream and keeps the cache."""
         if self._stream is not None:
             self._stream.cancel()
             self._stream = None
 
     async def close(self) -> None:
-        """Ends the stream and frees the cache. Never raises; safe to call again."""
+        """Ends the stream and releases the cache. Never raises; safe to call again."""
         self.end_stream()
         handle, self.handle = self.handle, b""
         if not handle:
             return
+        request = verifier_pb2.ReleaseCacheRequest(handle=handle)
+        attempts = Attempts(RetryOptions(budget=_RELEASE_TIMEOUT))
         try:
             async with asyncio.timeout(_RELEASE_TIMEOUT):
-                await self._release(verifier_pb2.ReleaseCacheRequest(handle=handle))
+                await retry_unavailable(lambda: self._transport.release_cache(request), attempts)
         except (PacelineError, TimeoutError) as error:
-            logger.info("a cache was left to its lease: %s", error)
-
-    async def _release(self, request: verifier_pb2.ReleaseCacheRequest) -> None:
-        """Frees a cache, again if the connection breaks: releasing twice is safe."""
-        attempts = Attempts(RetryOptions(budget=_RELEASE_TIMEOUT))
-        while True:
-            try:
-                await self._transport.release_cache(request)
-                return
-            except UnavailableError as error:
-                await attempts.pause(error)
+            logger.info("a cache was not released, its lease will expire: %s", error)
 
     async def _create(self) -> verifier_pb2.CacheCreated:
-        options = self._options
+        options = self._context.options
         request = verifier_pb2.CreateCacheRequest(
-            prompt_tokens=self._prompt,
-            output_tokens=self._output,
+            prompt_tokens=self._context.prompt,
+            output_tokens=self._context.output,
             sampling=options.sampling(),
             max_new_tokens=options.max_new_tokens,
             stop_token_ids=options.stop_token_ids,
@@ -188,15 +167,15 @@ class VerifierSession:
             logprobs=options.logprobs,
             top_logprobs=options.top_logprobs,
             parent_handle=self._parent,
-            traceparent="" if self._trace is None else self._trace.begin(Span.PREFILL),
-            hidden_state_layers=self._taps.layers,
-            hidden_state_window=self._taps.window,
+            traceparent=self._context.begin_span(Span.PREFILL),
+            hidden_state_layers=self._hidden_states.layers,
+            hidden_state_window=self._hidden_states.window,
             drafter=self._drafter,
         )
         created: verifier_pb2.CacheCreated | None = None
         try:
             async with aclosing(self._transport.create_cache(request)) as responses:
-                # To the very end: a call that its client leaves is undone, its cache freed.
+                # The verifier releases the cache of a call that is cancelled before its end.
                 async for response in responses:
                     if response.HasField("created"):
                         created = self._adopt(response.created)
@@ -205,11 +184,11 @@ class VerifierSession:
                         options.on_prefill(progress.prefilled_tokens, progress.total_tokens)
         except PacelineError as error:
             if created is None:
-                if self._trace is not None:
-                    self._trace.end_prefill(error)
+                if self._context.trace is not None:
+                    self._context.trace.end_prefill(error)
                 raise
         if created is None:
-            raise ServerError("the verifier ended CreateCache without a cache: this is its fault")
+            raise ServerError("the verifier ended CreateCache without a cache")
         return created
 
     def _adopt(self, created: verifier_pb2.CacheCreated) -> verifier_pb2.CacheCreated:
@@ -218,25 +197,27 @@ class VerifierSession:
         self.lease_seconds = (created.lease_ms or self._facts.lease_ms or 30_000) / 1000
         self._stats.prefill_ms += created.prefill_us / 1000
         self._pending = verifier_pb2.VerifyRequest()
-        if self._trace is not None:
-            self._trace.end_prefill(created)
+        if self._context.trace is not None:
+            self._context.trace.end_prefill(created)
         return created
 
     async def _send(self) -> None:
-        """Writes the pending round, opening the stream if need be."""
+        """Writes the pending round; opens a stream if there is none."""
         if self._stream is None:
             self._stream = self._transport.verify()
             self._pending.handle = self.handle
-        if self._deadline is not None:
-            left = self._deadline - monotonic()
+        if self._context.deadline is not None:
+            left = self._context.deadline - monotonic()
             self._pending.deadline_ms = max(1, int(left * 1000))
-        # A write to a finished call only says that it is finished: the read that follows says why.
+        # A failed write does not tell the reason: the next read raises it.
         with suppress(PacelineError):
             await self._stream.write(self._pending)
 
     async def _recover(self, error: PacelineError) -> verifier_pb2.VerifyResponse | None:
-        """Repeats the pending round after a failure, or replaces its answer. Raises what cannot
-        be overcome."""
+        """Repeats the pending round after a failure, or returns a response in its place.
+
+        Raises `error` if the session cannot recover from it.
+        """
         self.disturbed = True
         self.end_stream()
         if isinstance(error, InvalidRequestError) and self._pending.tree.tokens:
@@ -248,8 +229,8 @@ class VerifierSession:
             await self._attempts.pause(error)
             return await self._recreate("verifier_restarted")
         elif isinstance(error, ServerError):
-            await self._excuse(error)
-            await self.close()  # the failed cache still holds memory
+            await self._pause_after_failed_step(error)
+            await self.close()  # the failed cache still uses memory
             return await self._recreate("step_failed")
         elif isinstance(error, UnavailableError) or (
             isinstance(error, CapacityError) and error.retry_after is not None
@@ -263,8 +244,8 @@ class VerifierSession:
         await self._send()
         return None
 
-    async def _excuse(self, error: ServerError) -> None:
-        """Waits before the one prefill that failed steps are worth. Raises any other error."""
+    async def _pause_after_failed_step(self, error: ServerError) -> None:
+        """Pauses after the first failed step. Raises `error` for a second one and other faults."""
         if error.reason != "STEP_FAILED" or self._step_failed:
             raise error
         logger.info("prefilling once more after: %s", error)
@@ -272,41 +253,33 @@ class VerifierSession:
         await self._attempts.pause(error)
 
     async def _recreate(self, reason: str) -> verifier_pb2.VerifyResponse:
-        """Prefills prompt and output again; the token that follows is the round's answer."""
+        """Prefills prompt and output again; the next token is the response of the round."""
         self._stats.fallbacks[reason] += 1
         round_id = self._pending.round_id
         self.handle = self._parent = b""
-        facts = await self._facts_now()
+        request = verifier_pb2.GetModelRequest(omit_tokenizer=True)
+        facts = await retry_unavailable(lambda: self._transport.get_model(request), self._attempts)
         if facts.target_fingerprint != self._facts.target_fingerprint:
             raise TargetChangedError(
-                f"the verifier now serves {facts.name} ({facts.target_fingerprint[:12]}), but this "
-                f"text was begun by {self._facts.name} ({self._facts.target_fingerprint[:12]}): "
-                "generate it anew"
+                f"the verifier now serves {facts.name} ({facts.target_fingerprint[:12]}), but "
+                f"{self._facts.name} ({self._facts.target_fingerprint[:12]}) began the text: start "
+                "a new generation"
             )
         if not facts.batch_invariant:
             self._stats.batch_invariant = False
         created = await self.open()
+        has_budget = created.HasField("node_budget")
         return verifier_pb2.VerifyResponse(
             round_id=round_id,
             result=created.first,
             last=True,
-            node_budget=(
-                created.node_budget if created.HasField("node_budget") else facts.max_tree_nodes
-            ),
+            node_budget=created.node_budget if has_budget else facts.max_tree_nodes,
             generation=created.generation,
             queue_us=created.queue_us,
         )
 
-    async def _facts_now(self) -> verifier_pb2.GetModelResponse:
-        request = verifier_pb2.GetModelRequest(omit_tokenizer=True)
-        while True:
-            try:
-                return await self._transport.get_model(request)
-            except UnavailableError as error:
-                await self._attempts.pause(error)
-
-    def _unseen(self, response: verifier_pb2.VerifyResponse) -> bool:
-        """Cuts tokens that were received before the stream broke; whether anything is left."""
+    def _drop_received(self, response: verifier_pb2.VerifyResponse) -> bool:
+        """Removes tokens received before the stream broke. Returns whether the rest is of use."""
         result = response.result
         if self._to_skip:
             seen = min(self._to_skip, len(result.tokens))

@@ -1,4 +1,4 @@
-"""OpenAI's HTTP interface before a verifier and a drafter. Needs no torch."""
+"""OpenAI's HTTP interface to a verifier and a drafter. Needs no torch."""
 
 from .app import Gateway
 from .options import GatewayOptions

@@ -1,4 +1,4 @@
-"""The answer to a request: whole, or streamed as it comes."""
+"""Responses: whole, or streamed."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from .responses import Json, Writer
 from .texts import Event
 
 FAILED = web.RequestKey("failed", int)
-"""Of a request whose stream broke off: the status it would have had."""
+"""HTTP status of the error that ended a request's stream."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """A request, read and checked: what is generated and how it is told."""
+    """A validated request: its texts, and the writer of its response."""
 
     events: AsyncGenerator[Event, None]
-    """News of its texts."""
+    """Events of its texts."""
     count: int
-    """How many texts it asks for."""
+    """Number of texts."""
     writer: Writer
 
 
 async def whole(work: Work) -> web.StreamResponse:
-    """All texts at once."""
+    """A response with all texts."""
     chunks: list[list[Chunk]] = [[] for _ in range(work.count)]
     results: dict[int, GenerationResult] = {}
     async with aclosing(work.events) as events:
@@ -46,7 +46,7 @@ async def whole(work: Work) -> web.StreamResponse:
 
 
 async def stream(request: web.Request, work: Work, options: StreamOptions) -> web.StreamResponse:
-    """Server-sent events. What fails before the first is an ordinary error, later an event."""
+    """Server-sent events. An error after the first event is an event too."""
     writer, results = work.writer, dict[int, GenerationResult]()
     response = web.StreamResponse(
         headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
@@ -56,7 +56,7 @@ async def stream(request: web.Request, work: Work, options: StreamOptions) -> we
     async def send(event: Json) -> None:
         if not response.prepared:
             await response.prepare(request)
-        # Where usage comes at the end, OpenAI's earlier events say that they have none.
+        # With usage at the end, OpenAI's earlier events have an empty one.
         note = {"usage": None} if options.include_usage and "usage" not in event else {}
         await response.write(f"data: {json.dumps(event | note)}\n\n".encode())
 

@@ -1,4 +1,4 @@
-"""The routes: what each request asks for, and its answer whole or streamed."""
+"""The routes of the gateway."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ from paceline.service.gate import Gate
 from paceline.telemetry.tracing import continuing
 
 from .answers import FAILED, Work, stream, whole
-from .bodies import read
 from .chat import render
 from .errors import ApiError, bad_request, from_error, from_http
 from .options import GatewayOptions
-from .requests import MAX_CHOICES, ChatRequest, CompletionRequest, StreamOptions
+from .requests import MAX_CHOICES, ChatRequest, CompletionRequest, StreamOptions, read_request
 from .responses import Json, Kind, Writer
-from .texts import Texts
+from .texts import generate_texts
 
 if TYPE_CHECKING:
     from .metrics import GatewayMetrics
 
-# What the metrics call the status of a request whose caller hung up.
-_HUNG_UP = 499
-# Whether the verifier answers is told within this time. Unit: seconds.
+# Status of disconnected clients in the metrics, as in nginx.
+_DISCONNECTED = 499
+# Longest wait for the verifier in health checks. Unit: seconds.
 _HEALTH_TIMEOUT = 5.0
 
 _PAGE = Path(__file__).with_name("page.html")
@@ -45,14 +44,14 @@ class Gateway:
     """Serves `/v1/completions`, `/v1/chat/completions`, `/v1/models`, `/health` and a page on `/`.
 
     Args:
-        client: generates; its owner closes it.
-        options: checked options.
-        metrics: counts requests; None: nobody does.
+        client: Client of the services; not closed.
+        options: Checked options.
+        metrics: Counts requests; None: no metrics.
 
     Attributes:
-        app: to be served by aiohttp, with `handler_cancellation`, so that a caller who hangs up
+        app: The aiohttp application. Serve it with `handler_cancellation`, so that a disconnect
             stops the generation.
-        gate: what is in flight; closed, new requests are refused and health says so.
+        gate: Requests in flight. When it is closed, new requests are refused and health is 503.
     """
 
     def __init__(
@@ -79,11 +78,11 @@ class Gateway:
 
     @web.middleware
     async def _counted(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Tells the metrics how requests of the API end."""
+        """Counts requests of the API and their status."""
         if self._metrics is None or not request.path.startswith("/v1/"):
             return await handler(request)
         began = time.perf_counter()
-        status = _HUNG_UP
+        status = _DISCONNECTED
         try:
             response = await handler(request)
             status = request.get(FAILED, response.status)
@@ -95,16 +94,16 @@ class Gateway:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Lets those with the key in, and answers every error in OpenAI's form."""
+        """Checks the API key, and returns every error in OpenAI's form."""
         try:
             if request.path.startswith("/v1/"):
                 self._check_key(request)
             return await handler(request)
         except web.HTTPException as error:
-            refusal = from_http(error)
+            failure = from_http(error)
         except Exception as error:
-            refusal = from_error(error)
-        return web.json_response(refusal.body, status=refusal.status, headers=refusal.headers)
+            failure = from_error(error)
+        return web.json_response(failure.body, status=failure.status, headers=failure.headers)
 
     def _check_key(self, request: web.Request) -> None:
         key = self._options.api_key
@@ -118,14 +117,14 @@ class Gateway:
             )
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
-        """200 while the verifier answers and new requests are taken."""
+        """200 while the verifier is reachable and new requests are accepted."""
         if self.gate.closed:
             return web.json_response({"status": "draining"}, status=503)
         try:
             async with asyncio.timeout(_HEALTH_TIMEOUT):
                 await self._client.model()
         except (PacelineError, TimeoutError) as error:
-            reason = str(error) or "the verifier does not answer"
+            reason = str(error) or "the verifier does not respond"
             return web.json_response({"status": "unavailable", "reason": reason}, status=503)
         return web.json_response({"status": "ok"})
 
@@ -134,11 +133,11 @@ class Gateway:
 
     async def _model(self, request: web.Request) -> web.StreamResponse:
         card = await self._card()
-        self._check_name(request.match_info["name"], card["id"])
+        self._check_model(request.match_info["name"], card["id"])
         return web.json_response(card)
 
     async def _card(self) -> Json:
-        """The served model, and which drafters there are for it."""
+        """The served model and its drafters."""
         facts = (await self._client.model()).facts
         return {
             "id": self._options.model_name or facts.name,
@@ -152,49 +151,49 @@ class Gateway:
         }
 
     async def _drafters(self) -> tuple[str, ...] | None:
-        """Names of drafters; None while nobody can tell."""
+        """Names of drafters; None if their service is unreachable."""
         try:
             return await self._client.drafters()
         except PacelineError:
             return None
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        asked = await read(request, CompletionRequest)
-        model = await self._named_model(asked.model)
+        body = await read_request(request, CompletionRequest)
+        model = await self._requested_model(body.model)
         prompts = [
             await model.encode(prompt) if isinstance(prompt, str) else prompt
-            for prompt in asked.prompts()
+            for prompt in body.prompts()
         ]
-        if asked.echo and asked.logprobs is not None:
-            raise bad_request("echo cannot be had with logprobs: leave one of them out", "echo")
-        echoes = [_echo(model, prompt) if asked.echo else "" for prompt in asked.prompts()]
+        if body.echo and body.logprobs is not None:
+            raise bad_request("echo cannot be combined with logprobs: omit one of them", "echo")
+        echoes = [_text(model, prompt) if body.echo else "" for prompt in body.prompts()]
         work = await self._work(
-            "prompt", asked, model, prompts, asked.max_tokens, asked.logprobs, echoes
+            "prompt", body, model, prompts, body.max_tokens, body.logprobs, echoes
         )
-        return await self._answer(request, asked, work)
+        return await self._respond(request, body, work)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        asked = await read(request, ChatRequest)
-        model = await self._named_model(asked.model)
-        if asked.top_logprobs is not None and not asked.logprobs:
+        body = await read_request(request, ChatRequest)
+        model = await self._requested_model(body.model)
+        if body.top_logprobs is not None and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs: set it to true", "top_logprobs")
-        template, variables = self._options.chat_template, asked.chat_template_kwargs
-        prompt = await model.encode_rendered(render(model, template, asked.messages, variables))
-        most = asked.max_completion_tokens or asked.max_tokens
-        logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
-        work = await self._work("messages", asked, model, [prompt], most, logprobs, [""])
-        return await self._answer(request, asked, work)
+        template, variables = self._options.chat_template, body.chat_template_kwargs
+        prompt = await model.encode_rendered(render(model, template, body.messages, variables))
+        limit = body.max_completion_tokens or body.max_tokens
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        work = await self._work("messages", body, model, [prompt], limit, logprobs, [""])
+        return await self._respond(request, body, work)
 
-    async def _named_model(self, name: str) -> Model:
+    async def _requested_model(self, name: str) -> Model:
         model = await self._client.model()
-        self._check_name(name, self._options.model_name or model.facts.name)
+        self._check_model(name, self._options.model_name or model.facts.name)
         return model
 
-    def _check_name(self, asked: str, served: str) -> None:
-        if asked != served:
+    def _check_model(self, name: str, served: str) -> None:
+        if name != served:
             raise ApiError(
                 404,
-                f"there is no model {asked!r} here; this gateway serves {served!r}",
+                f"there is no model {name!r} here; this gateway serves {served!r}",
                 param="model",
                 code="model_not_found",
             )
@@ -202,48 +201,48 @@ class Gateway:
     async def _work(
         self,
         param: str,
-        asked: CompletionRequest | ChatRequest,
+        body: CompletionRequest | ChatRequest,
         model: Model,
         prompts: Sequence[list[int]],
         max_tokens: int | None,
         logprobs: int | None,
         echoes: Sequence[str],
     ) -> Work:
-        """Checks what only the served model can tell, and says what to generate."""
-        count = len(prompts) * asked.n
+        """Checks a request against the served model, and prepares its generations."""
+        count = len(prompts) * body.n
         if count > MAX_CHOICES:
             raise bad_request(
-                f"{len(prompts)} prompts with n={asked.n} are {count} texts; at most {MAX_CHOICES} "
-                "may be asked for at once",
+                f"{len(prompts)} prompts with n={body.n} are {count} texts; a request may have at "
+                f"most {MAX_CHOICES}",
                 "n",
             )
-        room = model.facts.max_context - max(map(len, prompts))
+        longest = max(map(len, prompts))
+        room = model.facts.max_context - longest
         if room < 1:
             raise bad_request(
-                f"the context of {model.facts.max_context} tokens has no room for an answer to "
-                f"{max(map(len, prompts))} tokens: shorten the prompt",
+                f"a prompt of {longest} tokens leaves no room in the context of "
+                f"{model.facts.max_context} tokens: shorten the prompt",
                 param,
                 "context_length_exceeded",
             )
-        await self._check_drafter(asked.drafter)
-        wanted: bool | int = logprobs or logprobs is not None
+        await self._check_drafter(body.drafter)
         choices = [
             {
-                **asked.sampling(choice),
+                **body.sampling(choice),
                 "max_new_tokens": min(max_tokens or room, room),
-                "logprobs": wanted,
+                "logprobs": logprobs or logprobs is not None,
             }
-            for choice in range(asked.n)
+            for choice in range(body.n)
         ]
-        kind: Kind = "completion" if isinstance(asked, CompletionRequest) else "chat"
-        writer = Writer(kind, asked.model, model, [len(prompt) for prompt in prompts], echoes)
-        events = Texts(self._client, prompts, choices).events()
+        kind: Kind = "completion" if isinstance(body, CompletionRequest) else "chat"
+        writer = Writer(kind, body.model, model, [len(prompt) for prompt in prompts], echoes)
+        events = generate_texts(self._client, prompts, choices)
         if self._metrics is not None:
-            events = self._metrics.watched(events)
+            events = self._metrics.counted(events)
         return Work(events, count, writer)
 
     async def _check_drafter(self, name: str | None) -> None:
-        """A name that nobody has would cost speed only, but not tell its sender so."""
+        """Refuses unknown drafters, with which a generation would silently run without drafts."""
         if name is None or name == "none":
             return
         known = await self._drafters()
@@ -255,13 +254,13 @@ class Gateway:
                 code="drafter_not_found",
             )
 
-    async def _answer(
-        self, request: web.Request, asked: CompletionRequest | ChatRequest, work: Work
+    async def _respond(
+        self, request: web.Request, body: CompletionRequest | ChatRequest, work: Work
     ) -> web.StreamResponse:
         if self.gate.closed:
             raise ApiError(
                 503,
-                "the gateway is shutting down: try another one",
+                "the gateway is shutting down: use another one",
                 kind="server_error",
                 code="service_unavailable",
                 headers={"Connection": "close"},
@@ -269,23 +268,23 @@ class Gateway:
         if self.gate.inside >= self._options.max_requests:
             raise ApiError(
                 429,
-                f"{self.gate.inside} requests are in flight already: come again in a moment",
+                f"{self.gate.inside} requests are in flight: retry later",
                 kind="rate_limit_error",
                 code="too_many_requests",
                 headers={"Retry-After": "1"},
             )
         with self.gate.enter(), continuing(request.headers):
-            if asked.stream:
-                return await stream(request, work, asked.stream_options or StreamOptions())
+            if body.stream:
+                return await stream(request, work, body.stream_options or StreamOptions())
             return await whole(work)
 
 
 async def _page(request: web.Request) -> web.StreamResponse:
-    """The web page, which may talk to this gateway and to nobody else."""
+    """The web page, restricted to connections to this gateway."""
     return web.FileResponse(_PAGE, headers={"Content-Security-Policy": _PAGE_POLICY})
 
 
-def _echo(model: Model, prompt: str | list[int]) -> str:
+def _text(model: Model, prompt: str | list[int]) -> str:
     """A prompt as text."""
     if isinstance(prompt, str):
         return prompt

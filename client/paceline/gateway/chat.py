@@ -1,4 +1,4 @@
-"""Conversations as prompts, by the chat template that came with the tokenizer."""
+"""Chat templates: from messages to a prompt."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from .requests import Message
 def render(
     model: Model, template: str | None, messages: Sequence[Message], variables: dict[str, Any]
 ) -> str:
-    """The prompt of a conversation, special tokens spelled out.
+    """The prompt of a conversation, with its special tokens as text.
 
     Args:
-        model: whose template it is, and whose special tokens.
-        template: Jinja template instead of the model's own; None: that one.
-        messages: the conversation; "developer" is another name for "system".
-        variables: more variables for the template.
+        model: Model with its template and special tokens.
+        template: Jinja template; None: that of the model.
+        messages: The conversation; role "developer" is the same as "system".
+        variables: More variables of the template.
 
     Raises:
-        ApiError: the model has no template, or it does not take these messages.
+        ApiError: There is no template, or it refuses the messages.
     """
     source = template or model.facts.chat_template
     if not source:
@@ -50,13 +50,13 @@ def render(
         return _compiled(source).render(values)
     except TemplateError as error:
         raise bad_request(
-            f"the chat template does not take these messages: {error}", "messages"
+            f"the chat template refuses these messages: {error}", "messages"
         ) from None
 
 
 @lru_cache(maxsize=8)
 def _compiled(source: str) -> Template:
-    """A template as transformers compiles them. It can read what it is given and nothing else."""
+    """Compiles a template in a sandbox, with the settings of transformers."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
     )

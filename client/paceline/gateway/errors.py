@@ -1,4 +1,4 @@
-"""Every error in OpenAI's form, and the one place where the client's become HTTP's."""
+"""Errors in OpenAI's form, and the mapping from exceptions of the client."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ logger = logging.getLogger("paceline.gateway")
 
 
 class ApiError(Exception):
-    """An answer that is an error.
+    """An error response.
 
     Attributes:
         status: HTTP status.
         message: what was wrong, what was expected, what to do.
         kind: OpenAI's `type`, such as "invalid_request_error".
-        param: the parameter at fault, such as "messages"; None: none is.
-        code: stable machine-readable reason; None: the status says it all.
-        headers: HTTP headers of the answer.
+        param: the invalid parameter, such as "messages", if it is one.
+        code: machine-readable reason, if there is one besides the status.
+        headers: HTTP headers of the response.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The answer's JSON."""
+        """JSON body of the response."""
         error = {
             "message": self.message,
             "type": self.kind,
@@ -66,68 +66,59 @@ class ApiError(Exception):
 
 
 def bad_request(message: str, param: str | None, code: str | None = None) -> ApiError:
-    """A request that no service would take."""
+    """An invalid request."""
     return ApiError(400, message, param=param, code=code)
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """The first place where a request is wrong, and everything that is wrong there."""
+    """All errors of the first invalid field of a request."""
     found = error.errors(include_url=False, include_input=False, include_context=False)
-    place = _place(found[0]["loc"])
+    path = _path(found[0]["loc"])
     if found[0]["type"] == "extra_forbidden":
-        return bad_request(f"unrecognized request argument: {place}", place)
-    # A place where several types may stand has an error for each of them.
-    wrong = dict.fromkeys(each["msg"] for each in found if _place(each["loc"]) == place)
-    return bad_request(f"{place or 'the body'}: {', or: '.join(wrong)}", place or None)
+        return bad_request(f"unrecognized request argument: {path}", path)
+    # A field of several types has an error for each of them.
+    wrong = dict.fromkeys(each["msg"] for each in found if _path(each["loc"]) == path)
+    return bad_request(f"{path or 'the body'}: {', or: '.join(wrong)}", path or None)
 
 
-def _place(words: tuple[int | str, ...]) -> str:
-    """Where in the request; the types that were tried there are left out."""
+def _path(words: tuple[int | str, ...]) -> str:
+    """The field's path, without the types that pydantic tried."""
     return ".".join(str(word) for word in words if word != "str" and "[" not in str(word))
 
 
 def from_error(error: Exception) -> ApiError:
-    """The answer to a failed generation; what is the gateway's own fault is logged."""
+    """The response to a failed generation. Logs internal errors."""
     if isinstance(error, ApiError):
         return error
+    if not isinstance(error, PacelineError):
+        logger.error("a request failed", exc_info=error)
+        return ApiError(500, "internal error: see the gateway's log", kind="server_error")
+    reason = error.reason.lower() or None
     if isinstance(error, InvalidRequestError):
-        return bad_request(error.message, None, _code(error))
+        return bad_request(error.message, None, reason)
     if isinstance(error, NotFoundError):
-        return ApiError(404, error.message, code=_code(error))
+        return ApiError(404, error.message, code=reason)
     if isinstance(error, CapacityError):
-        return ApiError(
-            429,
-            error.message,
-            kind="rate_limit_error",
-            code=_code(error) or "capacity",
-            headers=_retry_after(error.retry_after),
-        )
+        headers = {"Retry-After": str(max(1, math.ceil(error.retry_after or 1)))}
+        code = reason or "capacity"
+        return ApiError(429, error.message, kind="rate_limit_error", code=code, headers=headers)
+    status, code = 500, reason or ""
     if isinstance(error, UnavailableError | TargetChangedError):
-        return ApiError(503, error.message, kind="server_error", code="service_unavailable")
-    if isinstance(error, DeadlineError):
-        return ApiError(504, error.message, kind="server_error", code="timeout")
-    if isinstance(error, PacelineError):
+        status, code = 503, "service_unavailable"
+    elif isinstance(error, DeadlineError):
+        status, code = 504, "timeout"
+    else:
         logger.error("a service failed: %s", error)
-        return ApiError(500, error.message, kind="server_error", code=_code(error))
-    logger.error("a request failed", exc_info=error)
-    return ApiError(500, "the gateway failed; its log says why", kind="server_error")
+    return ApiError(status, error.message, kind="server_error", code=code or None)
 
 
 def from_http(error: web.HTTPException) -> ApiError:
-    """What aiohttp itself refused: an unknown path, a wrong method, a body that is too long."""
+    """The response to an unknown path, a wrong method or a body that is too long."""
     if isinstance(error, web.HTTPRequestEntityTooLarge):
-        message, code = "the request is longer than this gateway takes", "request_too_large"
+        message, code = "the request is longer than --max-body", "request_too_large"
     elif isinstance(error, web.HTTPNotFound):
         message, code = "there is nothing at this path", "unknown_url"
     else:
         message, code = error.reason, None
     allow = {name: value for name, value in error.headers.items() if name.lower() == "allow"}
     return ApiError(error.status, message, code=code, headers=allow)
-
-
-def _code(error: PacelineError) -> str | None:
-    return error.reason.lower() or None
-
-
-def _retry_after(seconds: float | None) -> dict[str, str]:
-    return {"Retry-After": str(max(1, math.ceil(seconds or 1)))}

@@ -1,4 +1,4 @@
-"""What a gateway counts for Prometheus."""
+"""Prometheus metrics of a gateway."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _SECONDS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 2
 
 
 class GatewayMetrics:
-    """Counters of requests. Belongs to the event loop."""
+    """Metrics of requests. Not thread-safe."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        """Add them to a registry."""
+        """Adds the metrics to a registry."""
         self._registry = registry
         self._requests = Counter(
             Metric.GATEWAY_REQUESTS,
-            "Requests of the API that ended, by HTTP status; 499: their caller hung up",
+            "Requests of the API that ended, by HTTP status; 499: the client disconnected",
             ("path", "status"),
             registry=registry,
         )
         self._seconds = Histogram(
             Metric.GATEWAY_REQUEST_SECONDS,
-            "From a request to the end of its answer",
+            "From a request to the end of its response",
             ("path",),
             registry=registry,
             buckets=_SECONDS,
@@ -42,7 +42,7 @@ class GatewayMetrics:
             buckets=_SECONDS,
         )
         self._prompt = Counter(
-            Metric.GATEWAY_PROMPT_TOKENS, "Prompt tokens of texts that ended well",
+            Metric.GATEWAY_PROMPT_TOKENS, "Prompt tokens of finished texts",
             registry=registry,
         )  # fmt: skip
         self._written = Counter(
@@ -50,25 +50,25 @@ class GatewayMetrics:
         )
 
     def show(self, gate: Gate) -> None:
-        """Tell what is in flight too."""
+        """Adds the number of requests in flight."""
         Gauge(
             Metric.GATEWAY_IN_FLIGHT, "Generating requests in flight", registry=self._registry
         ).set_function(lambda: gate.inside)
 
     def ended(self, path: str, status: int, seconds: float) -> None:
-        """A request was answered, or given up by its caller."""
+        """Counts a finished or disconnected request."""
         self._requests.labels(path, str(status)).inc()
         self._seconds.labels(path).observe(seconds)
 
-    async def watched(self, events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
-        """The same events, counted as they pass. Closing it closes them."""
-        began, begun = time.perf_counter(), set[int]()
+    async def counted(self, events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
+        """Counts events and passes them on. Closing it closes `events`."""
+        began, started = time.perf_counter(), set[int]()
         async with aclosing(events):
             async for event in events:
                 if event.chunk is not None:
                     self._written.inc(len(event.chunk.token_ids))
-                    if event.index not in begun:
-                        begun.add(event.index)
+                    if event.index not in started:
+                        started.add(event.index)
                         self._first.observe(time.perf_counter() - began)
                 if event.result is not None:
                     self._prompt.inc(event.result.usage.prompt_tokens)

@@ -1,4 +1,4 @@
-"""Where and how the gateway listens, and what it lets in."""
+"""Options of the gateway."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from paceline.service.options import OptionsError, ServerOptions, stays_on_this_
 
 @dataclass(frozen=True)
 class GatewayOptions:
-    """Checked options of one gateway.
+    """Options of one gateway, checked when created.
 
     Raises:
-        OptionsError: if they contradict each other, or would serve beyond this machine without
-            TLS and a key.
+        OptionsError: They contradict each other, or would serve beyond this machine without TLS
+            and a key.
     """
 
     address: str = "127.0.0.1:8080"
@@ -24,53 +24,53 @@ class GatewayOptions:
     tls_key: Path | None = None
     """PEM private key of `tls_cert`."""
     api_key: str | None = None
-    """Bearer token that every call but health must carry; None: none is asked for."""
+    """Bearer token that every call but health must carry; None: no authentication."""
     insecure: bool = False
-    """Listen without TLS or key on any address: behind a proxy that has both."""
+    """Allow any address without TLS or key: behind a proxy that has both."""
     model_name: str | None = None
-    """What requests call the model; None: the verifier's own name for it."""
+    """Model name in requests; None: the name from the verifier."""
     chat_template: str | None = None
-    """Jinja template instead of the tokenizer's own; None: that one."""
+    """Jinja template; None: that of the tokenizer."""
     max_body_bytes: int = 4 << 20
-    """Longest request taken."""
+    """Longest request body."""
     max_requests: int = 256
-    """Requests in flight; more are told to come again."""
+    """Requests in flight; more get status 429."""
     drain_seconds: float = 30.0
-    """How long requests in flight may go on after SIGTERM."""
+    """How long requests in flight may continue after SIGTERM. Unit: seconds."""
     metrics_address: str | None = None
-    """`host:port` or `[v6]:port` for Prometheus to scrape; None: no metrics are kept."""
+    """`host:port` or `[v6]:port` for Prometheus; None: no metrics."""
     insecure_metrics: bool = False
-    """Serve metrics without the TLS and the key of the gateway, on any address."""
+    """Allow metrics on any address without TLS and key."""
 
     def __post_init__(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise OptionsError("TLS needs both --http-tls-cert and --http-tls-key")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
-            raise OptionsError("the API key holds characters that HTTP headers cannot carry")
+            raise OptionsError("the API key has characters that are invalid in HTTP headers")
         if self.max_body_bytes < 1024:
-            raise OptionsError("requests of at least 1 KiB must be taken: raise the limit")
+            raise OptionsError("max_body_bytes must be at least 1 KiB")
         if self.max_requests < 1:
-            raise OptionsError("at least one request must be let in at a time")
+            raise OptionsError("max_requests must be at least one")
         if not 0 <= self.drain_seconds < float("inf"):
             raise OptionsError("the drain time must be a finite number of seconds, 0 or more")
-        self.metrics  # noqa: B018 - checks them
+        self.metrics  # noqa: B018 - checks the options of metrics
         secured = self.tls_cert is not None and self.api_key is not None
         if not (secured or self.insecure or stays_on_this_machine(self.address)):
             raise OptionsError(
                 f"refusing to listen on {self.address} without TLS and a key: give "
                 "--http-tls-cert, --http-tls-key and --api-key-file, listen on 127.0.0.1 or "
-                "unix:/path, or say --insecure if a proxy before it has both"
+                "unix:/path, or give --insecure if a proxy in front of it has both"
             )
 
     @property
     def metrics(self) -> ServerOptions:
-        """Who may read the metrics: as for those of the services, with the key for a token.
+        """Options of the metrics endpoint, with the API key as its token.
 
         Raises:
-            OptionsError: they would be served beyond this machine without TLS and a key.
+            OptionsError: Metrics would be served beyond this machine without TLS and a key.
         """
         return ServerOptions(
-            address="127.0.0.1:0",  # no service of its own
+            address="127.0.0.1:0",  # unused
             tls_cert=self.tls_cert,
             tls_key=self.tls_key,
             token=self.api_key,

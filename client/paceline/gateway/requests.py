@@ -1,17 +1,23 @@
-"""What requests may hold: OpenAI's fields, checked, and Paceline's own beside them.
+"""The request schema: OpenAI's fields and those of Paceline.
 
-A field that is not here is refused rather than ignored. So is a known one that asks for something
-that is not built, such as tools.
+Other fields are refused rather than ignored, such as those for tools.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import asyncio
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from aiohttp import web
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from .errors import ApiError, from_validation
 
 MAX_CHOICES = 64
 """Most texts of one request: prompts times n."""
+
+# Longest time for the arrival of a request's body. Unit: seconds.
+_BODY_TIMEOUT = 30.0
 
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _Token = Annotated[int, Field(ge=0, lt=2**32)]
@@ -23,12 +29,12 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
-    """What a stream tells besides the text."""
+    """Additional content of a stream."""
 
     include_usage: bool = False
-    """A last event with `usage` and no choices."""
+    """End with an event that has `usage` and no choices."""
     include_rounds: bool = False
-    """In each event: who proposed which piece, and the tree of the round. Paceline's own."""
+    """Add the round with its tree and the proposer of each piece to each event."""
 
 
 class FreeText(_Strict):
@@ -44,7 +50,7 @@ class JsonObject(_Strict):
 
 
 class NamedSchema(_Strict):
-    """A JSON schema. It is always followed to the letter: `strict` says so or nothing."""
+    """A JSON schema. It is always enforced, whatever `strict` is."""
 
     name: str
     schema_: dict[str, Any] = Field(alias="schema")
@@ -63,7 +69,7 @@ ResponseFormat = Annotated[FreeText | JsonObject | JsonSchema, Field(discriminat
 
 
 class _Generation(_Strict):
-    """What both kinds of request have in common."""
+    """Fields of both kinds of request."""
 
     model: str
     n: int = Field(1, ge=1, le=MAX_CHOICES)
@@ -78,46 +84,39 @@ class _Generation(_Strict):
     stream: bool = False
     stream_options: StreamOptions | None = None
 
-    # Paceline's own, named as other servers name theirs.
+    # Extensions, with the names of other servers.
     top_k: int = Field(0, ge=0, lt=2**32)
     min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(1.0, gt=0, le=100)
     stop_token_ids: Annotated[list[_Token], Field(max_length=1024)] = []
     ignore_eos: bool = False
     drafter: str | None = None
-    """Name of a drafter; "none" turns speculation off. The text is the same either way."""
+    """Name of a drafter; "none" turns speculation off. The text does not depend on it."""
 
-    # Notes for billing and caching that change nothing here: many programs send them always.
+    # Accepted and unused: many programs always send them.
     user: str | None = None
     metadata: dict[str, str] | None = None
     store: Literal[False] | None = None
 
     def sampling(self, choice: int) -> dict[str, Any]:
-        """Arguments of `Client.generate` that decide the tokens of one of the n choices.
+        """Sampling arguments of `Client.generate` for one of the n choices.
 
-        Choice i of a request with a seed has the seed plus i: the first is what a request for one
-        text gets.
+        Choice i has the seed of the request plus i, so that the first equals the only one of a
+        request with n=1.
         """
-        seed = None if self.seed is None else (self.seed + choice) % 2**64
+        names = (
+            *("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
+            *("repetition_penalty", "logit_bias", "stop_token_ids", "ignore_eos", "drafter"),
+        )
         return {
-            "temperature": self.temperature,
-            "top_k": self.top_k,
-            "top_p": self.top_p,
-            "min_p": self.min_p,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "repetition_penalty": self.repetition_penalty,
-            "logit_bias": self.logit_bias,
-            "seed": seed,
+            **{name: getattr(self, name) for name in names},
+            "seed": None if self.seed is None else (self.seed + choice) % 2**64,
             "json_schema": self._schema(),
             "stop": self.stop or (),
-            "stop_token_ids": self.stop_token_ids,
-            "ignore_eos": self.ignore_eos,
-            "drafter": self.drafter,
         }
 
     def _schema(self) -> dict[str, Any] | None:
-        """What the text must be an instance of."""
+        """The JSON schema of the text."""
         if isinstance(self.response_format, JsonSchema):
             return self.response_format.json_schema.schema_
         return {"type": "object"} if isinstance(self.response_format, JsonObject) else None
@@ -146,7 +145,7 @@ class CompletionRequest(_Generation):
 
 
 class ContentPart(_Strict):
-    """A part of a message; only text is understood."""
+    """A part of a message; only text is supported."""
 
     type: Literal["text"]
     text: str
@@ -176,4 +175,26 @@ class ChatRequest(_Generation):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     chat_template_kwargs: dict[str, Any] = {}
-    """Further variables of the chat template. Paceline's own."""
+    """More variables of the chat template."""
+
+
+AnyRequest = TypeVar("AnyRequest", CompletionRequest, ChatRequest)
+
+
+async def read_request(request: web.Request, kind: type[AnyRequest]) -> AnyRequest:
+    """Reads and validates a request.
+
+    The content type must be JSON, which pages of other sites cannot send without CORS.
+
+    Raises:
+        ApiError: The body is not a request of this kind, or does not arrive in time.
+    """
+    if request.content_type != "application/json":
+        raise ApiError(415, "send the request as application/json")
+    try:
+        async with asyncio.timeout(_BODY_TIMEOUT):
+            return kind.model_validate_json(await request.read())
+    except TimeoutError:
+        raise ApiError(408, "the request's body took too long", code="timeout") from None
+    except ValidationError as error:
+        raise from_validation(error) from None

@@ -1,11 +1,10 @@
-"""Generations as OpenAI's JSON. Fields that OpenAI does not have: `seed` of a choice, and
-`speculation` in usage."""
+"""Responses in OpenAI's format, extended by `seed` in choices and `speculation` in usage."""
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from paceline.client import Chunk, GenerationResult, Model, Stats, TextCodec, TokenLogprob
@@ -23,14 +22,14 @@ _PREFIX: dict[Kind, str] = {"completion": "cmpl", "chat": "chatcmpl"}
 
 
 class Writer:
-    """Writes the answer to one request: whole, or an event at a time.
+    """Formats the response to one request, whole or as events.
 
     Args:
-        kind: which of the two interfaces.
-        name: what the request calls the model.
-        model: what is served.
-        prompts: number of tokens of each prompt.
-        echoes: text to put before the texts of each prompt; empty strings: none.
+        kind: The interface.
+        name: Model name in the request.
+        model: Served model.
+        prompts: Number of tokens of each prompt.
+        echoes: Text before the completions of each prompt; may be empty.
     """
 
     def __init__(
@@ -52,12 +51,12 @@ class Writer:
         self._offsets: dict[int, int] = {}
 
     def whole(self, texts: Sequence[tuple[list[Chunk], GenerationResult]]) -> Json:
-        """The answer in one piece."""
+        """The response as a whole."""
         results = [result for _, result in texts]
         choices = []
         for index, (chunks, result) in enumerate(texts):
             text = self._echo(index, len(texts)) + result.text
-            noted = [self._note(index, chunk) for chunk in chunks]
+            logprobs = [self._logprobs(index, chunk) for chunk in chunks]
             body: Json = {"text": text}
             if self._kind == "chat":
                 body = {"message": {"role": "assistant", "content": text, "refusal": None}}
@@ -65,7 +64,7 @@ class Writer:
                 {
                     "index": index,
                     **body,
-                    "logprobs": _joined(noted) or None,
+                    "logprobs": _joined(logprobs) or None,
                     "finish_reason": result.finish_reason,
                     "seed": result.seed,
                 }
@@ -73,14 +72,14 @@ class Writer:
         return {**self._head(stream=False), "choices": choices, "usage": self.usage(results)}
 
     def opening(self, index: int, texts: int) -> Json:
-        """The first event of a text: the role in a chat, an echo of the prompt elsewhere."""
+        """The first event of a text: the role in a chat, the echo of a completion."""
         text = self._echo(index, texts)
         return self._event(index, self._delta(text, opening=True), None)
 
     def chunk(self, index: int, chunk: Chunk, *, rounds: bool) -> Json:
-        """An event with more of a text; with `rounds` also how it came about."""
-        noted = self._note(index, chunk)
-        event = self._event(index, self._delta(chunk.text), noted or None)
+        """An event with a chunk of a text; with `rounds` also its round."""
+        logprobs = self._logprobs(index, chunk)
+        event = self._event(index, self._delta(chunk.text), logprobs or None)
         if rounds:
             event["choices"][0]["round"] = self._round(chunk)
         return event
@@ -97,14 +96,16 @@ class Writer:
         return {**self._head(stream=True), "choices": [], "usage": self.usage(results)}
 
     def usage(self, results: Sequence[GenerationResult]) -> Json:
-        """Tokens, each prompt counted once, and what speculation did, over all texts."""
-        prompt = sum(self._prompts)
+        """Tokens, each prompt counted once, and speculation statistics of all texts."""
+        prompt, stats = sum(self._prompts), Stats()
+        for result in results:
+            stats.merge(result.stats)
         completion = sum(result.usage.completion_tokens for result in results)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "speculation": _together(result.stats for result in results).summary(),
+            "speculation": stats.summary(),
         }
 
     def _round(self, chunk: Chunk) -> Json:
@@ -145,8 +146,8 @@ class Writer:
     def _echo(self, index: int, texts: int) -> str:
         return self._echoes[index * len(self._prompts) // texts]
 
-    def _note(self, index: int, chunk: Chunk) -> Json:
-        """Log-probabilities of a chunk; keeps count of the characters before it."""
+    def _logprobs(self, index: int, chunk: Chunk) -> Json:
+        """Log-probabilities of a chunk, with its text offsets."""
         offset = self._offsets.get(index, 0)
         self._offsets[index] = offset + len(chunk.text)
         if not chunk.logprobs or self._codec is None:
@@ -173,18 +174,18 @@ def _chat_logprobs(chunk: Chunk, codec: TextCodec) -> Json:
 
 def _completion_logprobs(chunk: Chunk, codec: TextCodec, offset: int) -> Json:
     def likeliest(each: TokenLogprob) -> dict[str, float]:
-        # Several tokens may read alike: the likeliest of them counts.
+        # Among tokens with equal text, the likeliest one is kept.
         return {codec.token_text(token): logprob for token, logprob in reversed(each.top)}
 
     offsets = []
     for piece in chunk.pieces:
         offsets.append(offset)
         offset += len(piece)
-    asked = any(each.top for each in chunk.logprobs)
+    has_top = any(each.top for each in chunk.logprobs)
     return {
         "tokens": [codec.token_text(each.token_id) for each in chunk.logprobs],
         "token_logprobs": [each.logprob for each in chunk.logprobs],
-        "top_logprobs": [likeliest(each) for each in chunk.logprobs] if asked else None,
+        "top_logprobs": [likeliest(each) for each in chunk.logprobs] if has_top else None,
         "text_offset": offsets[: len(chunk.logprobs)],
     }
 
@@ -196,21 +197,3 @@ def _joined(parts: Sequence[Json]) -> Json:
         for key, value in part.items():
             joined[key] = joined[key] + value if isinstance(joined.get(key), list) else value
     return joined
-
-
-def _together(parts: Iterable[Stats]) -> Stats:
-    """The figures of several generations as one's; times are sums."""
-    total = Stats()
-    for part in parts:
-        for entry in part.rounds:
-            total.add(entry)
-        total.fallbacks.update(part.fallbacks)
-        total.drafter_versions.extend(
-            version for version in part.drafter_versions if version not in total.drafter_versions
-        )
-        total.prefill_ms += part.prefill_ms
-        total.first_token_ms += part.first_token_ms
-        total.total_ms += part.total_ms
-        if part.batch_invariant is not None:
-            total.batch_invariant = part.batch_invariant and total.batch_invariant is not False
-    return total

@@ -1,4 +1,4 @@
-"""Serves a gateway until it is told to stop, and lets requests in flight finish."""
+"""Serves a gateway until a signal, and drains."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("paceline.gateway")
 
-# What is in flight after the drain gets this long before it is cancelled. Unit: seconds.
+# Time before requests that outlast the drain are cancelled. Unit: seconds.
 _CANCEL_GRACE = 0.5
 
 
@@ -37,16 +37,18 @@ async def run_gateway(
 ) -> None:
     """Serve until SIGTERM or SIGINT, or until `stop_event` is set.
 
-    The first signal drains: health says 503, new requests are refused, those in flight go on for
-    at most `options.drain_seconds`. A second signal ends them at once, a third one kills.
+    The first signal drains: health returns 503, new requests are refused, those in flight continue
+    for at most `options.drain_seconds`. A second signal ends them at once, a third kills.
 
     Args:
-        client: generates; closed by its owner, after this.
-        on_ready: called with the bound address ("127.0.0.1:41234") once requests are answered.
+        client: Client of the services; not closed.
+        options: Options.
+        on_ready: Called with the bound address ("127.0.0.1:41234") once requests are answered.
+        stop_event: Drains like a signal.
 
     Raises:
-        OptionsError: the address cannot be bound, or a TLS file is bad.
-        SystemExit: with 128 + signal number, after a second signal.
+        OptionsError: The address cannot be bound, or a TLS file is invalid.
+        SystemExit: With 128 + signal number, after a second signal.
     """
     stop = Stop(stop_event)
     context = _tls(options)
@@ -85,10 +87,10 @@ async def _drain(gateway: Gateway, seconds: float) -> None:
 
 
 def _metrics(options: GatewayOptions) -> tuple[GatewayMetrics | None, MetricsEndpoint | None]:
-    """What counts requests, and where that is served; None where nobody asked for it."""
+    """Metrics and their endpoint; None without a metrics address."""
     if options.metrics_address is None:
         return None, None
-    # Here, because only a gateway that keeps metrics needs them.
+    # Imported here because prometheus_client is needed for metrics only.
     from paceline.service.metrics import new_registry, serve_metrics
 
     from .metrics import GatewayMetrics
@@ -100,7 +102,7 @@ def _metrics(options: GatewayOptions) -> tuple[GatewayMetrics | None, MetricsEnd
 async def _listen(
     runner: web.AppRunner, options: GatewayOptions, context: ssl.SSLContext | None
 ) -> str:
-    """Bind; the address with its real port."""
+    """Binds; returns the address with the bound port."""
     path = socket_path_of(options.address)
     site: web.BaseSite
     if path is not None:
@@ -113,7 +115,7 @@ async def _listen(
     except OSError as error:
         raise OptionsError(f"cannot listen on {options.address}: {error.strerror}") from error
     if path is not None:
-        # Who may open the file may call: nobody but the user of this process.
+        # Only the user of this process may connect.
         path.chmod(0o600)
         return options.address
     return f"{options.address.rpartition(':')[0]}:{runner.addresses[0][1]}"

@@ -1,6 +1,17 @@
-"""Finds a drafter's settings on the user's own prompts and machine, through real services."""
+"""Finds the best settings of a drafter for given prompts and this machine."""
 
-from paceline.tune.report import to_html, to_toml
-from paceline.tune.steps import METHODS, Measure, Step, Trial, TuneError, tune
+from paceline.tune.report import to_table, to_toml
+from paceline.tune.services import TuningServices
+from paceline.tune.steps import METHODS, Step, TuneError, TuningRun, run_count, tune
 
-__all__ = ["METHODS", "Measure", "Step", "Trial", "TuneError", "to_html", "to_toml", "tune"]
+__all__ = [
+    "METHODS",
+    "Step",
+    "TuneError",
+    "TuningRun",
+    "TuningServices",
+    "run_count",
+    "to_table",
+    "to_toml",
+    "tune",
+]

@@ -1,34 +1,32 @@
-"""Trials through a verifier and a drafter process of one's own."""
+"""Tuning runs on a verifier and a drafter process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import grpc
 
-from paceline.cli.processes import ServiceProcess
 from paceline.client import Client, DraftOptions, Generation, GenerationResult
-from paceline.tune.steps import Trial, TuneError
+from paceline.harness import ServiceProcess
+from paceline.tune.steps import TuneError, TuningRun
 from paceline.v1 import drafter_pb2, drafter_pb2_grpc
 
 _WARM_UP = 16  # tokens
 _LEASE_SECONDS = 7200
 _LOAD_SECONDS = 600.0
-_PLAIN = "none"
 
 
-class Trials:
-    """Services for the length of an async with-block, and settings tried on them one by one.
+class TuningServices:
+    """A verifier and a drafter process that measure one setting after the other.
 
-    Prompts are prefilled once: each trial's cache begins as a copy of that of a plain run. Every
-    round drafts, whether it pays or not.
+    An async context manager. Each prompt is prefilled once: every generation forks the cache of a
+    plain one. Every round drafts, at whatever speed.
 
     Attributes:
-        plain: Tokens a second without a drafter.
+        baseline: Speed without a drafter. Unit: tokens/s.
     """
 
     def __init__(
@@ -42,25 +40,25 @@ class Trials:
         tokens: int,
         temperature: float,
         roots: Sequence[Path] = (),
-        tried: Callable[[Trial], None] = lambda _: None,
+        on_run: Callable[[TuningRun], None] = lambda _: None,
     ) -> None:
-        """Nothing is started yet.
+        """Starts nothing yet.
 
         Args:
             verifier: Arguments of ``paceline verifier``.
             method: Of the drafter.
             folder: Of the drafter.
-            options: What is the same in all trials.
-            prompts: The user's own, as text or token ids.
-            tokens: New tokens of each.
+            options: Drafter options that all runs share.
+            prompts: Text or token ids.
+            tokens: New tokens of each prompt.
             temperature: Of sampling.
             roots: Folders that the drafter reads besides its own.
-            tried: Told of each trial.
+            on_run: Called with each run.
         """
-        self.plain = 0.0
+        self.baseline = 0.0
         self._method, self._folder, self._options = method, folder, dict(options)
         self._prompts, self._tokens, self._temperature = prompts, tokens, temperature
-        self._tried = tried
+        self._on_run = on_run
         self._count = 0
         lease = f"--lease-seconds={_LEASE_SECONDS}"
         self._verifier = ServiceProcess("verifier", [*verifier, lease])
@@ -83,28 +81,23 @@ class Trials:
                     drafting=DraftOptions(timeout=10.0, adaptive=False),
                 )
             )
-            self.plain = _speed([await self._prefill(prompt) for prompt in self._prompts])
+            self.baseline = _speed([await self._plain(prompt) for prompt in self._prompts])
             self._running = starting.pop_all()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         for parent in self._parents:
             await parent.aclose()
         await self._running.aclose()
 
-    async def measure(self, options: Mapping[str, str]) -> Trial:
-        """Try the drafter with more options.
+    async def measure(self, options: Mapping[str, str]) -> TuningRun:
+        """Measures the drafter with additional options.
 
         Raises:
-            TuneError: It cannot be loaded so, or was of no use.
+            TuneError: It cannot be loaded with them, or drafts nothing.
         """
         self._count += 1
-        name = f"trial-{self._count}"
+        name = f"run-{self._count}"
         request = drafter_pb2.LoadDrafterRequest(
             name=name,
             method=self._method,
@@ -130,18 +123,18 @@ class Trials:
                 f"({', '.join(sorted(reasons)) or 'empty trees'}); try it with paceline generate"
             )
         length = sum(entry.emitted for entry in rounds) / len(rounds)
-        trial = Trial(dict(options), length, _speed(results))
-        self._tried(trial)
-        return trial
+        run = TuningRun(dict(options), length, _speed(results))
+        self._on_run(run)
+        return run
 
-    async def _prefill(self, prompt: str | list[int]) -> GenerationResult:
-        """Plainly, twice: the second time from the first one's cache, as every trial."""
+    async def _plain(self, prompt: str | list[int]) -> GenerationResult:
+        """Prefills a prompt, then generates without a drafter from that cache, as every run."""
         parent = self._client.generate(
-            prompt, max_new_tokens=1, drafter=_PLAIN, seed=0, ignore_eos=True, keep_cache=True
+            prompt, max_new_tokens=1, drafter="none", seed=0, ignore_eos=True, keep_cache=True
         )
         self._parents.append(parent)
         await parent
-        return await self._generate(len(self._parents) - 1, _PLAIN, self._tokens)
+        return await self._generate(len(self._parents) - 1, "none", self._tokens)
 
     async def _generate(self, index: int, drafter: str, tokens: int) -> GenerationResult:
         return await self._client.generate(
@@ -156,7 +149,7 @@ class Trials:
 
 
 def _speed(results: Sequence[GenerationResult]) -> float:
-    """Tokens a second after each text's first."""
+    """Tokens per second after each text's first token."""
     tokens = sum(len(result.token_ids) - 1 for result in results)
     seconds = sum(result.stats.total_ms - result.stats.first_token_ms for result in results) / 1e3
     return tokens / seconds

@@ -1,4 +1,4 @@
-"""Which settings are tried, and which of them is chosen."""
+"""The settings to measure, and the choice among them."""
 
 from __future__ import annotations
 
@@ -6,47 +6,47 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 RATIOS = (0.01, 0.02, 0.04, 0.07, 0.1, 0.15, 0.25, 0.5)
-"""Sparse ratios of the first sweep: KV that drafting reads, as a share of the text."""
+"""Sparse ratios of the first sweep: the share of the text's KV that drafting reads."""
 
 DEPTHS = (2, 3, 4, 5, 6, 8, 10, 14)
 """Drafted tokens of a chain."""
 
 NEIGHBOURS = (0.5, 0.7, 1.0, 1.4, 2.0)
-"""The last sweep's ratios, as multiples of the first one's choice."""
+"""Ratios of the last sweep, as multiples of the ratio chosen in the first."""
 
 TREES = (
     ("4", 4), ("8", 8), ("4,4", 6), ("8,8", 10), ("8,8,8", 12), ("8,8,8", 16),
     ("4,8,8,8", 16), ("8,8,8,8", 24), ("4,8,8,8,8", 36),
 )  # fmt: skip
-"""Widths of a tree's levels, and its most nodes."""
+"""Widths of a tree's levels, and its node limit."""
 
 STABLE = 0.97
-"""Share of the best accepted length from which on it counts as stable."""
+"""An accepted length is stable from this share of the best one on."""
 
 LEAST_CONTEXT = 32
-"""Positions read however short the text. Unit: tokens."""
+"""Least number of positions that drafting reads. Unit: tokens."""
 
 METHODS = ("selfspec", "longspec", "lm")
-"""Methods that have something to tune."""
+"""Methods with settings to tune."""
 
 
 class TuneError(Exception):
-    """It cannot be tuned as asked; the message says what to do."""
+    """A drafter cannot be tuned, or drafts nothing."""
 
 
 @dataclass(frozen=True)
-class Trial:
-    """What one setting came to on all prompts."""
+class TuningRun:
+    """Result of one setting on all prompts."""
 
     options: dict[str, str]
     accepted_length: float
-    """Tokens a drafted round, the verifier's own included."""
+    """Mean number of tokens emitted in a drafted round, the bonus token included."""
     tokens_per_second: float
-    """Of the time after the first token."""
+    """Speed after the first token."""
 
     @property
     def label(self) -> str:
-        """The options, shortly."""
+        """The options in one line."""
         return " ".join(f"{name}={value}" for name, value in self.options.items())
 
 
@@ -55,23 +55,23 @@ class Step:
     """One sweep."""
 
     title: str
-    trials: list[Trial]
-    chosen: Trial
+    runs: list[TuningRun]
+    chosen: TuningRun
 
 
-Measure = Callable[[Mapping[str, str]], Awaitable[Trial]]
-"""Tries a drafter with options besides its own."""
+Measure = Callable[[Mapping[str, str]], Awaitable[TuningRun]]
+"""Measures a drafter with these options added to its own."""
 
 
 async def tune(method: str, measure: Measure) -> list[Step]:
-    """All steps of a method; the last one's choice is the result.
+    """Runs all steps of a method. The setting chosen in the last one is the result.
 
-    `selfspec`: SpecAttn, section 3.4. The sparse ratio from which on the accepted length is stable,
-    with chains as long as any that are tried; the length of the chain that is fastest at that
-    ratio; and the ratio near it that is fastest at that length. Others: the shape of the tree.
+    `selfspec` (SpecAttn, section 3.4): the smallest sparse ratio with a stable accepted length, at
+    the longest chain; then the fastest chain length at that ratio; then the fastest ratio near it
+    at that length. Other methods: the fastest shape of the tree.
 
     Raises:
-        TuneError: There is nothing to tune about the method.
+        TuneError: The method has no settings to tune.
     """
     if method == "selfspec":
         return await _chain(measure)
@@ -79,9 +79,15 @@ async def tune(method: str, measure: Measure) -> list[Step]:
         options = [{"widths": widths, "max_nodes": str(nodes)} for widths, nodes in TREES]
         return [_fastest("shape of the tree", await _sweep(measure, options))]
     raise TuneError(
-        f"there is nothing to tune about {method!r}; tune one of {', '.join(METHODS)}, named as "
-        "METHOD:DIR"
+        f"{method!r} has no settings to tune: give METHOD:DIR with one of {', '.join(METHODS)}"
     )
+
+
+def run_count(method: str) -> int:
+    """Number of tuning runs of a method."""
+    if method == "selfspec":
+        return len(RATIOS) + len(DEPTHS) + len(NEIGHBOURS)
+    return len(TREES)
 
 
 async def _chain(measure: Measure) -> list[Step]:
@@ -89,8 +95,8 @@ async def _chain(measure: Measure) -> list[Step]:
         return {"ratio": f"{ratio:.3g}", "context": str(LEAST_CONTEXT), "depth": str(depth)}
 
     first = await _sweep(measure, [setting(ratio, max(DEPTHS)) for ratio in RATIOS])
-    most = max(trial.accepted_length for trial in first)
-    stable = next(trial for trial in first if trial.accepted_length >= STABLE * most)
+    most = max(run.accepted_length for run in first)
+    stable = next(run for run in first if run.accepted_length >= STABLE * most)
     ratio = float(stable.options["ratio"])
     by_depth = _fastest(
         "drafted tokens", await _sweep(measure, [setting(ratio, depth) for depth in DEPTHS])
@@ -100,13 +106,13 @@ async def _chain(measure: Measure) -> list[Step]:
     return [
         Step("sparse ratio, long chains", first, stable),
         by_depth,
-        _fastest("sparse ratio again", await _sweep(measure, near)),
+        _fastest("sparse ratio, refined", await _sweep(measure, near)),
     ]
 
 
-async def _sweep(measure: Measure, settings: Iterable[Mapping[str, str]]) -> list[Trial]:
+async def _sweep(measure: Measure, settings: Iterable[Mapping[str, str]]) -> list[TuningRun]:
     return [await measure(setting) for setting in settings]
 
 
-def _fastest(title: str, trials: list[Trial]) -> Step:
-    return Step(title, trials, max(trials, key=lambda trial: trial.tokens_per_second))
+def _fastest(title: str, runs: list[TuningRun]) -> Step:
+    return Step(title, runs, max(runs, key=lambda run: run.tokens_per_second))

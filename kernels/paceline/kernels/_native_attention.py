@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.kernels._native import LANES
-from paceline.kernels.attention import AttentionBackend
 from paceline.kernels.probes import Probe
 from paceline.kernels.trees import TreePlan, TreeSegment
+
+if TYPE_CHECKING:
+    from paceline.kernels.attention import AttentionBackend
 
 _TYPES = (torch.float32, torch.bfloat16)
 # Rows of a tile: its scores of a chunk fit a core's cache, and keys are rarely transposed again.

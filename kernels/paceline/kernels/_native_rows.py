@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,8 +13,10 @@ from torch import Tensor
 from paceline.kernels._native import LANES
 from paceline.kernels._native_attention import CacheTable
 from paceline.kernels.paged import PagedPlane
-from paceline.kernels.rows import Norm, RowKernels
 from paceline.kernels.trees import TreePlan
+
+if TYPE_CHECKING:
+    from paceline.kernels.rows import Norm, RowKernels
 
 _WIDEST_HEAD = 512
 _BF16 = torch.bfloat16

@@ -7,10 +7,10 @@ import torch
 
 from paceline.decoder import Decoder, DecoderConfig, GraphRunner, LocalCache
 from paceline.kernels import PagedPlane, TreeSegment, attention, plan_trees
-from paceline.verifier.engine.watch import Watch, Watches
+from paceline.kv.scores import AttentionScores
+from paceline.verifier.engine.observer import BatchObserver
 from paceline.verifier.kv.layout import KvLayout
 from paceline.verifier.kv.pool import PagePool, PoolView
-from paceline.verifier.selection import ScoreCollector
 
 CONFIG = DecoderConfig(
     model_type="llama", layers=2, hidden=64, intermediate=96, q_heads=4, kv_heads=2, head_dim=32,
@@ -105,54 +105,57 @@ def test_scores_are_noted_in_a_captured_pass_as_in_a_plain_one(
     decoder = make_decoder()
     runner = GraphRunner(decoder, PoolView(pool))
     segments = [TreeSegment(0, 70, (-1, 0, 0), 3), TreeSegment(1, 33, None, 1)]
-    asked = [(0, (0, 2)), (1, (0,))]
-    collectors = [ScoreCollector([0], FakeSegment(), cumulative=False) for _ in asked]
-    watches = Watches()
-    for collector, (block, nodes) in zip(collectors, asked, strict=True):
-        rows = tuple(3 * block + node for node in nodes)
-        watches.add(Watch(collector, block, nodes, rows, segments[block].start))
+    views = [RowView(pool, row) for row in (1, 2)]
+    observers = [AttentionScores(view, [0]) for view in views]
+    batch = BatchObserver()
+    for block, observer in enumerate(observers):
+        batch.add(observer, block, segments[block], 3 * block)
     published = []
     for captured in (False, True):
         if captured:
-            layers, noted = watches.rooms(CONFIG.windows)
+            layers, noted = batch.scratch(CONFIG.windows)
             found = runner.forward([5, 6, 7, 8], segments, [1, 2], (), layers, noted)
             assert found is not None
-            watches.noted(CONFIG.q_heads)
+            batch.read_scratch(CONFIG.q_heads)
         else:
-            views = [RowView(pool, row) for row in (1, 2)]
             plan = plan_trees(segments)
             tokens = torch.tensor([5, 6, 7, 8])
-            decoder.forward(tokens, plan, views, logit_rows=None, observer=watches)
-        watches.publish()
-        published.append([collector.published.clone() for collector in collectors])
-    for plain, replayed, (block, _) in zip(*published, asked, strict=True):
-        assert replayed.shape == (1, segments[block].start)
+            decoder.forward(tokens, plan, views, logit_rows=None, observer=batch)
+        batch.publish()
+        published.append([observer.scores.clone() for observer in observers])
+    for plain, replayed, segment in zip(*published, segments, strict=True):
+        assert replayed.shape == (1, segment.start)
         torch.testing.assert_close(plain, replayed, atol=1e-4, rtol=1e-4)
     again = runner.forward([5, 6], segments[1:], [1, 2])
     assert again is not None, "the next batch has nothing to note"
 
 
 def test_what_a_captured_pass_cannot_note_is_left_to_others() -> None:
-    watches = Watches()
-    assert watches.rooms(CONFIG.windows) == ((), [])
-    scores = ScoreCollector([0], FakeSegment(), cumulative=False)
-    watches.add(Watch(scores, 0, (0,), (0,), 20))
-    assert watches.rooms(CONFIG.windows)[0] == (0,)
-    assert watches.rooms((40, 40)) == ((), []), "a window hides positions"
-    watches.add(Watch(ScoreCollector([0], FakeSegment(), cumulative=True), 1, (0,), (0,), 20))
-    assert watches.rooms(CONFIG.windows) == ((), []), "weights take another look"
+    batch, cache, segment = BatchObserver(), Cache(), TreeSegment(0, 20, None, 1)
+    assert batch.scratch(CONFIG.windows) == ((), [])
+    batch.add(AttentionScores(cache, [0]), 0, segment, 0)
+    assert batch.scratch(CONFIG.windows)[0] == (0,)
+    assert batch.scratch((40, 40)) == ((), []), "a window hides positions"
+    batch.add(AttentionScores(cache, [0], cumulative=True), 1, segment, 1)
+    assert batch.scratch(CONFIG.windows) == ((), []), "weights take a second pass"
 
 
-class FakeSegment:
-    """What a collector asks of a sequence's KV."""
+class Cache:
+    """An empty cache, to be observed."""
 
     capacity = 256
     device = torch.device("cpu")
-    layout = KvLayout(CONFIG.layers, CONFIG.kv_heads, CONFIG.head_dim, CONFIG.dtype)
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = torch.empty(2, CONFIG.kv_heads, self.capacity, CONFIG.head_dim)
+        return keys, values
 
 
 class RowView:
     """The cache of one row of a pool's page tables."""
+
+    capacity = 256
+    device = torch.device("cpu")
 
     def __init__(self, pool: PagePool, row: int) -> None:
         self._layers = pool.planes(row, 256)

@@ -2,8 +2,8 @@
 
 import argparse
 
-from paceline.train.cli import add_arguments, main
+from paceline.train.cli import add_arguments, run
 
 parser = argparse.ArgumentParser(prog="paceline train", description="Train models for Paceline.")
 add_arguments(parser)
-raise SystemExit(main(parser.parse_args()))
+raise SystemExit(run(parser.parse_args()))

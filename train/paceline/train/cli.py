@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def main(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Run the sub-command in `args`; 0 when done, 1 on a bad argument, 130 when interrupted."""
     try:
         _COMMANDS[args.train_command](args)

@@ -18,19 +18,24 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from paceline.drafter import Drafter, Resources
-from paceline.drafter.checkpoint import check_target, read_fit
 from paceline.drafter.methods import method_class
 from paceline.drafter.methods.base import LoadError
-from paceline.dspark import DSparkConfig, DSparkModel, read_dspark, save_dspark
-from paceline.dspark.folder import load_weights
-from paceline.longspec import (
+from paceline.drafter.methods.checkpoint import check_target, read_fit
+from paceline.drafter.methods.dspark import (
+    DSparkConfig,
+    DSparkModel,
+    load_weights,
+    read_dspark,
+    save_dspark,
+)
+from paceline.drafter.methods.longspec import (
     LongSpecConfig,
     LongSpecModel,
     TargetRef,
     read_longspec,
     save_longspec,
 )
-from paceline.longspec.folder import WEIGHTS_FILE
+from paceline.drafter.methods.target import WEIGHTS_FILE
 
 _CONFIG = "config.json"
 

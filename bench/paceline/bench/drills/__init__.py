@@ -1,1 +1,1 @@
-"""What must hold when things break: each drill breaks one thing under load and checks."""
+"""Fault injection under load: each drill injects one fault and checks what must hold."""

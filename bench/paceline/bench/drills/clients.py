@@ -1,58 +1,56 @@
-"""A thousand clients that go without a word."""
+"""A thousand clients that disappear, and clients with handles that are not theirs."""
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 from contextlib import suppress
+from typing import Any
 
 import grpc
 
 from paceline.bench.drills.drill import Drill, Outcome
 from paceline.bench.drills.load import Text
-from paceline.bench.drills.world import (
-    Services,
-    World,
-    anonymous_bytes,
-    create_cache,
-    creation,
+from paceline.bench.drills.world import Services, World, create_cache, creation, growth
+from paceline.client import NotFoundError
+from paceline.client._errors import from_rpc_error
+from paceline.v1 import (
+    drafter_pb2,
+    drafter_pb2_grpc,
+    kv_pb2,
+    kv_pb2_grpc,
+    verifier_pb2,
+    verifier_pb2_grpc,
 )
-from paceline.v1 import drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 
-_AT_A_TIME = 16
+_CONCURRENCY = 16
 _GROWTH_BYTES = 64 << 20
+_OTHER_OWNER = (("authorization", "Bearer someone-else"),)
 
 
 async def abandoned(world: World) -> Outcome:
-    """Clients vanish in the middle of prefill, after it, in a round, and while drafting."""
+    """Clients disappear during prefill, after it, in a round, and while drafting."""
     outcome = Outcome()
     async with world.services() as services:
-        async with services.load(slots=4) as load:
-            await _abandon(services, world, _AT_A_TIME)
-            early = anonymous_bytes(services.verifier.pid), anonymous_bytes(services.drafter.pid)
+        async with services.load(concurrency=4) as load:
+            await _abandon(services, world, _CONCURRENCY)
+            early = services.memory()
             await _abandon(services, world, world.scale.clients)
-            late = anonymous_bytes(services.verifier.pid), anonymous_bytes(services.drafter.pid)
+            growth(early, services.memory(), _GROWTH_BYTES, outcome)
             await load.more(4)
-        load.judge(outcome)
-        growth = [after - before for before, after in zip(early, late, strict=True)]
-        outcome.checks[f"memory grew by less than {_GROWTH_BYTES >> 20} MiB"] = (
-            max(growth) < _GROWTH_BYTES
-        )
+        load.report(outcome)
         await services.end(outcome)
-    outcome.figures |= {
-        "clients": world.scale.clients,
-        "verifier grew by MiB": round(growth[0] / 2**20, 1),
-        "drafter grew by MiB": round(growth[1] / 2**20, 1),
-    }
+    outcome.figures["clients"] = world.scale.clients
     return outcome
 
 
 async def _abandon(services: Services, world: World, clients: int) -> None:
-    slots = asyncio.Semaphore(_AT_A_TIME)
+    slots = asyncio.Semaphore(_CONCURRENCY)
 
     async def one(index: int) -> None:
         async with slots:
-            with suppress(grpc.aio.AioRpcError):  # a full verifier refuses some, as it should
-                await _WAYS[index % len(_WAYS)](services, world.texts[index % len(world.texts)])
+            with suppress(grpc.aio.AioRpcError):  # a full verifier refuses some
+                await _STAGES[index % len(_STAGES)](services, world.texts[index % len(world.texts)])
 
     await asyncio.gather(*(one(index) for index in range(clients)))
 
@@ -72,10 +70,9 @@ async def _in_a_round(services: Services, text: Text) -> None:
     async with grpc.aio.insecure_channel(services.verifier.address) as channel:
         created = await create_cache(channel, text)
         stream = verifier_pb2_grpc.VerifierServiceStub(channel).Verify()
+        steps = len(text.expected)
         await stream.write(
-            verifier_pb2.VerifyRequest(
-                handle=created.handle, round_id=1, free_run_steps=len(text.expected)
-            )
+            verifier_pb2.VerifyRequest(handle=created.handle, round_id=1, free_run_steps=steps)
         )
         await stream.read()
 
@@ -83,18 +80,78 @@ async def _in_a_round(services: Services, text: Text) -> None:
 async def _while_drafting(services: Services, text: Text) -> None:
     async with grpc.aio.insecure_channel(services.drafter.address) as channel:
         stream = drafter_pb2_grpc.DrafterServiceStub(channel).Draft()
+        length = len(text.prompt)
         attach = drafter_pb2.DraftAttach(
-            tokens=text.prompt, prompt_length=len(text.prompt), vocab_size=1 << 20
+            tokens=text.prompt, prompt_length=length, vocab_size=1 << 20
         )
         await stream.write(drafter_pb2.DraftRequest(attach=attach))
         await stream.read()
-        round_ = drafter_pb2.DraftRound(round_id=1, node_budget=8, total_length=len(text.prompt))
+        round_ = drafter_pb2.DraftRound(round_id=1, node_budget=8, total_length=length)
         await stream.write(drafter_pb2.DraftRequest(round=round_))
 
 
-_WAYS = (_in_prefill, _after_prefill, _in_a_round, _while_drafting)
+_STAGES = (_in_prefill, _after_prefill, _in_a_round, _while_drafting)
+
+
+async def forged_handles(world: World) -> Outcome:
+    """Every handle that its user may not hold must be answered like one that never existed."""
+    outcome = Outcome()
+    verifier = world.verifier_process("--lease-seconds=1")
+    async with world.services(verifier=verifier) as services:
+        async with services.load() as load:
+            async with grpc.aio.insecure_channel(services.verifier.address) as channel:
+                exchange = kv_pb2_grpc.KvExchangeServiceStub(channel)
+
+                async def no_grant(grant: bytes) -> bool:
+                    return await _not_found(
+                        exchange.MapCache(kv_pb2.MapCacheRequest(read_grant=grant))
+                    )
+
+                created = await create_cache(channel, world.texts[0])
+                forged = [await _unknown(channel, secrets.token_bytes(16)) for _ in range(50)]
+                other = await _unknown(channel, created.handle, metadata=_OTHER_OWNER)
+                outcome.checks |= {
+                    "forged handles are unknown": all(forged),
+                    "another owner's handle is unknown": other,
+                    "a read grant is no handle": await _unknown(channel, created.read_grant),
+                    "a handle is no read grant": await no_grant(created.handle),
+                }
+                await asyncio.sleep(2.5)  # until the lease expires and the next sweep
+                outcome.checks |= {
+                    "an expired handle is unknown": await _unknown(channel, created.handle),
+                    "an expired grant is unknown": await no_grant(created.read_grant),
+                }
+        load.report(outcome)
+        await services.end(outcome)
+    return outcome
+
+
+async def _unknown(channel: grpc.aio.Channel, handle: bytes, **options: Any) -> bool:
+    """Whether no call accepts the handle, and releasing it releases nothing."""
+    stub = verifier_pb2_grpc.VerifierServiceStub(channel)
+    stream = stub.Verify(**options)
+    await stream.write(verifier_pb2.VerifyRequest(handle=handle, round_id=1))
+    fork = verifier_pb2.CreateCacheRequest(prompt_tokens=[1], parent_handle=handle)
+    renew = verifier_pb2.RenewLeaseRequest(handle=handle)
+    release = verifier_pb2.ReleaseCacheRequest(handle=handle)
+    return (
+        await _not_found(stream.read())
+        and await _not_found(stub.CreateCache(fork, **options).read())
+        and await _not_found(stub.RenewLease(renew, **options))
+        and not (await stub.ReleaseCache(release, **options)).released
+    )
+
+
+async def _not_found(call: Any) -> bool:
+    try:
+        await call
+    except grpc.aio.AioRpcError as error:
+        failure = from_rpc_error(error)
+        return isinstance(failure, NotFoundError) and failure.reason == "CACHE_NOT_FOUND"
+    return False
 
 
 DRILLS = [
-    Drill("abandoned clients", "clients go without a word, at every stage", abandoned),
+    Drill("abandoned clients", "clients disappear at every stage", abandoned),
+    Drill("forged handles", "forged, expired, another owner's, of another kind", forged_handles),
 ]

@@ -1,4 +1,4 @@
-"""What a drill is, and what comes of one."""
+"""Drills and their outcomes."""
 
 from __future__ import annotations
 
@@ -9,55 +9,53 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from paceline.bench.drills.world import World
 
-Figure = float | int | str
-
 
 @dataclass
 class Outcome:
-    """What came of a drill."""
+    """The outcome of a drill.
+
+    Attributes:
+        checks: What must hold, and whether it did.
+        figures: What was measured on the way.
+        skipped: Why the drill cannot run on this machine; empty if it ran.
+    """
 
     checks: dict[str, bool] = field(default_factory=dict)
-    """Everything that must hold, and whether it did."""
-
-    figures: dict[str, Figure] = field(default_factory=dict)
-    """What was measured on the way."""
-
+    figures: dict[str, float | int | str] = field(default_factory=dict)
     skipped: str = ""
-    """Why it could not be run here; empty: it was."""
 
     @property
     def passed(self) -> bool:
-        """Whether it was run and all held."""
+        """Whether it ran and all checks held."""
         return not self.skipped and all(self.checks.values())
 
 
 @dataclass(frozen=True)
 class Drill:
-    """One thing to break."""
+    """One fault: its name, what is done, and the function that does it."""
 
     name: str
     what: str
-    """What is done, for people."""
-
     run: Callable[[World], Awaitable[Outcome]]
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How large drills are."""
+    """Size of drills.
+
+    Attributes:
+        generations: At a time.
+        tokens: New tokens of each generation.
+        swaps: Versions of a drafter.
+        hits: How often a process is killed, stopped or restarted.
+        clients: How many are abandoned.
+    """
 
     generations: int
-    """At a time."""
-
     tokens: int
-    """New ones of each generation."""
-
     swaps: int
     hits: int
-    """How often a process is killed, stopped or restarted."""
-
     clients: int
-    """That are abandoned."""
 
 
 FULL = Scale(generations=16, tokens=64, swaps=50, hits=3, clients=1000)

@@ -1,4 +1,4 @@
-"""Drafting methods for drills: one draws garbage, one takes its time."""
+"""Drafting methods for drills: one sends malformed trees, one is slow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.drafter import (
     DraftSequence,
     Generation,
     Resources,
-    Tree,
+    TokenTree,
     Update,
 )
 
@@ -30,11 +30,11 @@ class _GarbageSequence(DraftSequence):
         self._draws = random.Random(7)
 
     def extend(self, update: Update) -> None:
-        """Does not listen."""
+        """Ignores the update."""
 
-    def draft(self, budget: Budget) -> Tree:
+    def draft(self, budget: Budget) -> TokenTree:
         draws, nodes = self._draws, self._draws.randrange(1, 300)
-        return Tree(
+        return TokenTree(
             tuple(draws.randrange(1 << 32) for _ in range(nodes)),
             tuple(draws.randrange(-3, nodes) for _ in range(draws.choice((nodes, nodes - 1)))),
             tuple(draws.choice((0.5, -1.0, 2.0, float("nan"))) for _ in range(nodes)),
@@ -42,7 +42,7 @@ class _GarbageSequence(DraftSequence):
 
 
 class Garbage(_Hostile):
-    """Foreign tokens, cycles, lengths that do not fit, NaN."""
+    """Trees with unknown tokens, cycles, lengths that differ, and NaN confidences."""
 
     method: ClassVar[str] = "garbage"
     inline: ClassVar[bool] = True
@@ -53,15 +53,15 @@ class Garbage(_Hostile):
 
 class _SlowSequence(DraftSequence):
     def extend(self, update: Update) -> None:
-        """Does not listen."""
+        """Ignores the update."""
 
-    def draft(self, budget: Budget) -> Tree:
+    def draft(self, budget: Budget) -> TokenTree:
         time.sleep(0.3)
-        return Tree((1,), (-1,))
+        return TokenTree((1,), (-1,))
 
 
 class Slow(_Hostile):
-    """Holds the drafting thread for 0.3 s a round."""
+    """Blocks the drafting thread for 0.3 s a round."""
 
     method: ClassVar[str] = "slow"
 

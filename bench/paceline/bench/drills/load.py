@@ -1,15 +1,14 @@
-"""Generations without pause, each compared with what it should be."""
+"""Generations without pause, each compared with its expected tokens."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
 from time import monotonic
-from types import TracebackType
-from typing import Self
 
 from paceline.bench.drills.drill import Outcome
 from paceline.client import Client
@@ -17,117 +16,117 @@ from paceline.client import Client
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt, how its continuation is sampled, and what that must be."""
+    """A prompt, the seed of its continuation at temperature 1, and the expected tokens."""
 
     prompt: list[int]
     seed: int
     expected: list[int]
 
 
-class Load(AbstractAsyncContextManager["Load"]):
-    """Keeps a number of generations running for the body; on leaving lets them end.
+class Load:
+    """Counts of the generations of :func:`running`."""
 
-    Args:
-        client: Whose they are.
-        texts: Taken in turn; sampled at temperature 1.
-        slots: Generations at a time.
-        drafter: Name of their drafter; None: the default one.
-    """
-
-    def __init__(
-        self, client: Client, texts: list[Text], slots: int, drafter: str | None = None
-    ) -> None:
+    def __init__(self, client: Client, texts: list[Text], drafter: str | None) -> None:
         self.finished = 0
         self.wrong = 0
+        self.drafted_rounds = 0
         self.failures: Counter[str] = Counter()
-        """Generations that raised, by what."""
         self.fallbacks: Counter[str] = Counter()
         self.versions: set[str] = set()
-        """Versions whose trees were verified."""
-        self.drafted_rounds = 0
+        """Drafter versions whose trees were verified."""
         self._client = client
         self._texts = texts
-        self._slots = slots
         self._drafter = drafter
         self._next = count()
-        self._stopping = False
-        self._tasks: list[asyncio.Task[None]] = []
-        self._newest_begin: dict[bool, float] = {False: 0.0, True: 0.0}
-        self._news = asyncio.Event()
-
-    async def __aenter__(self) -> Self:
-        self._tasks = [asyncio.create_task(self._run()) for _ in range(self._slots)]
-        await self.more(self._slots)
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stopping = True
-        if kind is not None:
-            for task in self._tasks:
-                task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=kind is not None)
+        self._newest_begin = {False: 0.0, True: 0.0}
+        self._ended = asyncio.Event()
 
     async def more(self, generations: int) -> None:
         """Wait until so many more have ended."""
-        goal = self.finished + sum(self.failures.values()) + generations
-        while self.finished + sum(self.failures.values()) < goal:
-            self._news.clear()
-            await self._news.wait()
+        goal = self.finished + self.failures.total() + generations
+        while self.finished + self.failures.total() < goal:
+            await self._next_end()
 
-    async def recovered(self, limit: float, *, drafted: bool = False) -> float:
-        """Seconds until a generation that began from now on has ended well; inf after ``limit``.
+    async def recovered(self, limit: float, *, drafted: bool) -> float:
+        """Seconds until a generation that began from now on has succeeded; inf after `limit`.
 
         Args:
             limit: Unit: seconds.
-            drafted: It must have been drafted for, too.
+            drafted: It must have a drafted round.
         """
         now = monotonic()
         try:
             async with asyncio.timeout(limit):
                 while self._newest_begin[drafted] < now:
-                    self._news.clear()
-                    await self._news.wait()
+                    await self._next_end()
         except TimeoutError:
             return float("inf")
         return monotonic() - now
 
-    def judge(self, outcome: Outcome) -> None:
-        """Enter what must hold of any load, and its figures."""
+    def report(self, outcome: Outcome) -> None:
+        """Add the checks and figures of any load to an outcome."""
         outcome.checks["tokens identical"] = self.wrong == 0 and self.finished > 0
         outcome.checks["no request failed"] = not self.failures
         outcome.figures["generations"] = self.finished
         outcome.figures["drafted rounds"] = self.drafted_rounds
-        if self.failures:
-            outcome.figures["failures"] = str(dict(self.failures))
-        if self.fallbacks:
-            outcome.figures["fallbacks"] = str(dict(self.fallbacks))
+        for name, counts in (("failures", self.failures), ("fallbacks", self.fallbacks)):
+            if counts:
+                outcome.figures[name] = str(dict(counts))
 
-    async def _run(self) -> None:
-        while not self._stopping:
-            text = self._texts[next(self._next) % len(self._texts)]
-            began = monotonic()
-            try:
-                result = await self._client.generate(
-                    text.prompt,
-                    max_new_tokens=len(text.expected),
-                    temperature=1.0,
-                    seed=text.seed,
-                    ignore_eos=True,
-                    drafter=self._drafter,
-                )
-            except Exception as error:
-                self.failures[f"{type(error).__name__}: {error}"[:200]] += 1
-            else:
-                self.finished += 1
-                self.wrong += result.token_ids != text.expected
-                self.fallbacks += result.stats.fallbacks
-                self.versions.update(result.stats.drafter_versions)
-                self.drafted_rounds += result.stats.drafted_rounds
-                for drafted in {False, result.stats.drafted_rounds > 0}:
-                    self._newest_begin[drafted] = max(self._newest_begin[drafted], began)
-            self._news.set()
+    async def generate(self) -> None:
+        """Run one generation and count its outcome."""
+        text = self._texts[next(self._next) % len(self._texts)]
+        began = monotonic()
+        try:
+            result = await self._client.generate(
+                text.prompt,
+                max_new_tokens=len(text.expected),
+                temperature=1.0,
+                seed=text.seed,
+                ignore_eos=True,
+                drafter=self._drafter,
+            )
+        except Exception as error:
+            self.failures[f"{type(error).__name__}: {error}"[:200]] += 1
+        else:
+            stats = result.stats
+            self.finished += 1
+            self.wrong += result.token_ids != text.expected
+            self.fallbacks += stats.fallbacks
+            self.versions.update(stats.drafter_versions)
+            self.drafted_rounds += stats.drafted_rounds
+            for drafted in {False, stats.drafted_rounds > 0}:
+                self._newest_begin[drafted] = max(self._newest_begin[drafted], began)
+        self._ended.set()
+
+    async def _next_end(self) -> None:
+        self._ended.clear()
+        await self._ended.wait()
+
+
+@asynccontextmanager
+async def running(
+    client: Client, texts: list[Text], concurrency: int, drafter: str | None = None
+) -> AsyncIterator[Load]:
+    """Keep `concurrency` generations running for the body, and let them end after it.
+
+    The body begins when as many have ended.
+
+    Args:
+        client: Client of the services.
+        texts: Generated in turn.
+        concurrency: Generations at a time.
+        drafter: Name of the drafter; None: the default one.
+    """
+    load, stopping = Load(client, texts, drafter), asyncio.Event()
+
+    async def run() -> None:
+        while not stopping.is_set():
+            await load.generate()
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(concurrency):
+            group.create_task(run())
+        await load.more(concurrency)
+        yield load
+        stopping.set()

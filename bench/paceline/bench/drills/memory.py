@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import subprocess
@@ -17,69 +18,61 @@ _MOUNT = f'mount -t tmpfs -o size={_SHM_MIB}m tmpfs /dev/shm && exec "$@"'
 
 
 async def out_of_kv(world: World) -> Outcome:
-    """A budget for three generations, and many more that want in."""
+    """A KV budget for three generations, and many more at a time."""
     verifier = world.verifier_process("--kv-bytes=14MiB")
     async with world.services(verifier=verifier) as services:
-        outcome = await _crowd(world, services)
-        # The whole context does not fit at all: told at once, and for good.
+        outcome = await _overload(services, world.texts)
+        # The whole context can never fit: the refusal must be immediate and final.
         try:
             await services.client.generate([1], max_new_tokens=4000)
-            told = False
+            refused = False
         except CapacityError as error:
-            told = error.retry_after is None
-        outcome.checks["what never fits is refused"] = told
+            refused = error.retry_after is None
+        outcome.checks["what never fits is refused"] = refused
         await services.end(outcome)
     return outcome
 
 
 async def full_shared_memory(world: World) -> Outcome:
-    """A /dev/shm of 10 MiB for the verifier alone, and no budget that heeds it."""
-    wrapper = _own_mounts()
-    if wrapper is None:
-        return Outcome(skipped="a mount namespace of one's own is not allowed here")
-    verifier = world.verifier_process("--kv-bytes=1GiB", wrapper=wrapper)
-    async with world.services(verifier=verifier) as services:
-        outcome = await _crowd(world, services)
-        await services.end(outcome)
-    return outcome
+    """A /dev/shm of 10 MiB for the verifier alone, and a larger KV budget."""
+    return await _small_shared_memory(world, world.texts)
 
 
-async def outgrown(world: World) -> Outcome:
-    """The same, with texts that all need more memory before they are at their end."""
-    wrapper = _own_mounts()
-    if wrapper is None:
-        return Outcome(skipped="a mount namespace of one's own is not allowed here")
+async def outgrown_shared_memory(world: World) -> Outcome:
+    """The same, with texts that all need more memory before they end."""
     length = BLOCK_TOKENS - world.scale.tokens // 2
     texts = await world.write([(prompt * length)[:length] for prompt in world.prompts])
+    return await _small_shared_memory(world, texts)
+
+
+async def _small_shared_memory(world: World, texts: list[Text]) -> Outcome:
+    user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+    wrapper = ["unshare", *user, "--mount", "sh", "-c", _MOUNT, "sh"]
+    probe = [*wrapper, "true"]
+    if (
+        shutil.which("unshare") is None
+        or (await asyncio.to_thread(subprocess.run, probe, capture_output=True)).returncode
+    ):
+        return Outcome(skipped="mount namespaces are not allowed here")
     verifier = world.verifier_process("--kv-bytes=1GiB", wrapper=wrapper)
     async with world.services(verifier=verifier) as services:
-        outcome = await _crowd(world, services, texts)
+        outcome = await _overload(services, texts)
         await services.end(outcome)
     return outcome
 
 
-async def _crowd(world: World, services: Services, texts: list[Text] | None = None) -> Outcome:
+async def _overload(services: Services, texts: list[Text]) -> Outcome:
     outcome = Outcome()
     async with services.load(texts=texts) as load:
-        await load.more(2 * world.scale.generations)
-    load.judge(outcome)
-    # Only a load that met the limit shows anything.
+        await load.more(2 * services.world.scale.generations)
+    load.report(outcome)
+    # A load that never met the limit proves nothing.
     outcome.checks["it was full"] = load.fallbacks["verifier_full"] > 0
     return outcome
 
 
-def _own_mounts() -> list[str] | None:
-    """A command that runs another with a small /dev/shm of its own; None if that is not allowed."""
-    if shutil.which("unshare") is None:
-        return None
-    user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-    wrapper = ["unshare", *user, "--mount", "sh", "-c", _MOUNT, "sh"]
-    tried = subprocess.run([*wrapper, "true"], capture_output=True)
-    return wrapper if tried.returncode == 0 else None
-
-
 DRILLS = [
     Drill("verifier out of KV", "a KV budget for three generations at a time", out_of_kv),
-    Drill("full shared memory", "/dev/shm has no room left", full_shared_memory),
-    Drill("outgrown shared memory", "/dev/shm has no room for any cache to grow", outgrown),
+    Drill("full shared memory", "/dev/shm has no space left", full_shared_memory),
+    Drill("outgrown shared memory", "/dev/shm has no space for growth", outgrown_shared_memory),
 ]

@@ -1,108 +1,76 @@
-"""Runs drills, prints a table, records what came of them."""
+"""`paceline bench drills`: run drills, record and show their outcomes."""
 
 from __future__ import annotations
 
 import argparse
-import json
+import sys
 import tempfile
 import time
-from collections.abc import Callable
-from itertools import chain
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import uvloop
-from rich.console import Console
 from rich.table import Table
 
-from paceline.bench import machine
-from paceline.bench.drills import clients, clocks, drafters, handles, memory, processes, swap
+from paceline.bench.drills import clients, drafters, memory, processes, swap
 from paceline.bench.drills.drill import FULL, SHORT, Drill, Outcome, Scale
 from paceline.bench.drills.world import World
+from paceline.bench.models import Models
+from paceline.bench.record import Results, make_console
 
-DRILLS: dict[str, Drill] = {
-    drill.name: drill
-    for drill in chain(
-        swap.DRILLS,
-        processes.DRILLS,
-        drafters.DRILLS,
-        memory.DRILLS,
-        clocks.DRILLS,
-        clients.DRILLS,
-        handles.DRILLS,
-    )
-}
+_MODULES = (swap, processes, drafters, memory, clients)
+
+DRILLS: dict[str, Drill] = {drill.name: drill for each in _MODULES for drill in each.DRILLS}
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the drills asked for; 0 if everything held."""
-    console = Console()
-    chosen = [DRILLS[name] for name in args.drill or DRILLS]
+    """Run the named drills; 0 if everything held, 1 if not, 2 for an unknown name."""
+    if unknown := set(args.drill) - set(DRILLS):
+        known = ", ".join(DRILLS)
+        print(f"no drill {', '.join(unknown)}; expected some of: {known}", file=sys.stderr)
+        return 2
+    console = make_console()
     scale = SHORT if args.short else FULL
-    described = machine.describe()
-    output: Path = args.output or Path("bench/results") / f"drills-{described['kind']}.json"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    results: dict[str, Any] = {"machine": described, "scale": vars(scale), "drills": {}}
-    new: dict[str, Any] = {}
+    results = Results("drills", args.output, scale=vars(scale))
+    table = Table("drill", "must hold", "held", "figures", show_lines=True)
+    failed = []
 
     def record(name: str, outcome: Outcome, seconds: float) -> None:
-        new[name] = {"passed": outcome.passed, **vars(outcome), "seconds": round(seconds, 1)}
-        merged = {**(_recorded(output, results) if args.drill else {}), **new}
-        results["drills"] = {name: merged[name] for name in DRILLS if name in merged}
-        output.write_text(json.dumps(results, indent=1) + "\n")
-
-    uvloop.run(run_all(chosen, scale, args.models, record, console.log))
-    _show(new, console)
-    console.print(f"written to {output}")
-    return 0 if all(o["passed"] or o["skipped"] for o in new.values()) else 1
-
-
-def _recorded(output: Path, like: dict[str, Any]) -> dict[str, Any]:
-    """Drills that a file holds of another run on the same kind of machine, at the same scale."""
-    try:
-        before = json.loads(output.read_text())
-        same = (before["machine"]["kind"], before["scale"]) == (
-            like["machine"]["kind"],
-            like["scale"],
+        figures = {**outcome.figures, "seconds": round(seconds, 1)}
+        entry = {"passed": outcome.passed, "skipped": outcome.skipped, "checks": outcome.checks}
+        results.add(name, {**entry, "figures": figures})
+        if not (outcome.passed or outcome.skipped):
+            failed.append(name)
+        table.add_row(
+            name,
+            "\n".join(outcome.checks),
+            outcome.skipped or "\n".join("yes" if ok else "NO" for ok in outcome.checks.values()),
+            "\n".join(f"{figure}: {value}" for figure, value in figures.items()),
         )
-        return dict(before["drills"]) if same else {}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+
+    chosen = [DRILLS[name] for name in args.drill or DRILLS]
+    uvloop.run(run_all(chosen, scale, Models.of(args), record, console.log))
+    console.print(table)
+    console.print(f"written to {results.file}")
+    return 1 if failed else 0
 
 
 async def run_all(
-    drills: list[Drill],
+    drills: Sequence[Drill],
     scale: Scale,
-    models: Path,
+    models: Models,
     record: Callable[[str, Outcome, float], None],
     progress: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Run drills; ``record`` is told name, outcome and seconds of each as it ends."""
+    """Run drills; `record` is called with name, outcome and seconds of each as it ends."""
     with tempfile.TemporaryDirectory(prefix="paceline-drills-") as scratch:
-        world = World(models / "target", models / "prompts", Path(scratch), scale)
+        world = World(models.target, models.prompts, Path(scratch), scale)
         await world.prepare()
         for drill in drills:
             progress(f"{drill.name}: {drill.what}")
             begun = time.monotonic()
             try:
                 outcome = await drill.run(world)
-            except Exception as error:  # the others are to be run all the same
+            except Exception as error:  # the next drills run all the same
                 outcome = Outcome({"ran to its end": False}, {"error": repr(error)[:2000]})
             record(drill.name, outcome, time.monotonic() - begun)
-
-
-def _show(outcomes: dict[str, dict[str, Any]], console: Console) -> None:
-    table = Table("drill", "must hold", "held", "figures", show_lines=True)
-    for name, outcome in outcomes.items():
-        if outcome["skipped"]:
-            table.add_row(name, "", "skipped", outcome["skipped"])
-            continue
-        checks: dict[str, bool] = outcome["checks"]
-        figures = {**outcome["figures"], "seconds": outcome["seconds"]}
-        table.add_row(
-            name,
-            "\n".join(checks),
-            "\n".join("yes" if held else "NO" for held in checks.values()),
-            "\n".join(f"{figure}: {value}" for figure, value in figures.items()),
-        )
-    console.print(table)

@@ -1,4 +1,4 @@
-"""Where drills happen: real services of their own, texts, and ways to look for leaks."""
+"""Services for drills, expected texts, and checks for leaks."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ import asyncio
 import os
 import random
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 
-from paceline.bench import prompts
 from paceline.bench.drills.drill import Outcome, Scale
-from paceline.bench.drills.load import Load, Text
-from paceline.cli.processes import ServiceProcess
+from paceline.bench.drills.load import Load, Text, running
+from paceline.bench.prompts import demo_prompts
 from paceline.client import Client, DraftOptions, RetryOptions
-from paceline.shm import SHM
+from paceline.harness import ServiceProcess
+from paceline.kv.segment import SHM
 from paceline.v1 import drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 
 _PROMPT_TOKENS = 48
-_LEASE_SECONDS = 5.0
-_ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-"""Services that share few cores with each other and with the load hold each other up least so."""
-
+_LEASE_SECONDS = 5
 _READY_SECONDS = 400.0
-_SETTLE_SECONDS = 30.0
-"""Longest time from the end of all load until nothing may be held any more: leases and more."""
+_IDLE_SECONDS = 30.0  # from the end of all load until nothing may be allocated: leases and more
+_POLL_SECONDS = 0.2
+
+# The services share few cores with each other and with the load.
+_ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 @dataclass
@@ -43,31 +43,39 @@ class Services:
     def load(
         self,
         drafter: str | None = None,
-        slots: int | None = None,
+        concurrency: int | None = None,
         texts: list[Text] | None = None,
-    ) -> Load:
-        """Generations of texts, the world's if none are given."""
-        slots = slots or self.world.scale.generations
-        return Load(self.client, texts or self.world.texts, slots, drafter)
+    ) -> AbstractAsyncContextManager[Load]:
+        """See :func:`paceline.bench.drills.load.running`; by default the world's texts."""
+        world = self.world
+        return running(
+            self.client, texts or world.texts, concurrency or world.scale.generations, drafter
+        )
+
+    def memory(self) -> list[int]:
+        """Anonymous memory of verifier and drafter. Unit: bytes."""
+        return [anonymous_bytes(process.pid) for process in (self.verifier, self.drafter)]
 
     async def end(self, outcome: Outcome) -> None:
-        """Check, once no load is left, that both services let go of everything and end well."""
-        outcome.checks["nothing leaked"] = await self._settled()
+        """Check that idle services have freed everything, and that they exit with status 0."""
+        outcome.checks["nothing leaked"] = await self._freed()
         code = await asyncio.to_thread(self.verifier.terminate)
-        outcome.checks["verifier's books balance"] = code == 0
+        outcome.checks["verifier's counts balance"] = code == 0
         if code:
             outcome.figures["verifier's log"] = self.verifier.log_tail(12)
-        outcome.checks["drafter ends well"] = await asyncio.to_thread(self.drafter.terminate) == 0
+        code = await asyncio.to_thread(self.drafter.terminate)
+        outcome.checks["drafter exits with status 0"] = code == 0
 
-    async def _settled(self) -> bool:
-        for _ in range(round(_SETTLE_SECONDS / 0.2)):
+    async def _freed(self) -> bool:
+        prefix = f"paceline-{self.verifier.pid}-"
+        for _ in range(round(_IDLE_SECONDS / _POLL_SECONDS)):
             listed = await self.registry.ListDrafters(
-                drafter_pb2.ListDraftersRequest(), wait_for_ready=True, timeout=_SETTLE_SECONDS
+                drafter_pb2.ListDraftersRequest(), wait_for_ready=True, timeout=_IDLE_SECONDS
             )
             streams = sum(drafter.active_streams for drafter in listed.drafters)
-            if not segments(self.verifier.pid) and not streams:
+            if not streams and not any(name.startswith(prefix) for name in os.listdir(SHM)):
                 return True
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(_POLL_SECONDS)
         return False
 
 
@@ -77,48 +85,45 @@ class World:
     Attributes:
         target: Model folder.
         work: Scratch folder.
-        scale: How large drills are.
-        chance: Seeded; decides the random moments.
-        prompts: Long ones, as token ids.
-        texts: What generations are to produce: told by a verifier that nothing befell.
+        scale: Size of drills.
+        chance: Seeded source of random moments.
+        prompts: Token ids.
+        texts: What generations must produce, written by an undisturbed verifier.
     """
 
-    def __init__(self, target: Path, prompt_folder: Path, work: Path, scale: Scale) -> None:
+    def __init__(self, target: Path, prompts: Path, work: Path, scale: Scale) -> None:
         self.target = target
         self.work = work
         self.scale = scale
         self.chance = random.Random(1)
+        self.prompts = [prompt.tokens for prompt in demo_prompts(prompts, target)]
         self.texts: list[Text] = []
-        self.prompts = [prompt.tokens for prompt in prompts.load(prompt_folder, target)]
 
     async def prepare(self) -> None:
-        """Have the texts written."""
+        """Write the expected texts."""
         self.texts = await self.write([prompt[:_PROMPT_TOKENS] for prompt in self.prompts])
 
     async def write(self, prompts: list[list[int]]) -> list[Text]:
-        """Texts that a verifier goes on with, without any drafter."""
+        """Expected continuations of prompts, written without a drafter."""
         with self.verifier_process() as verifier:
             async with Client(verifier.address) as client:
                 results = await asyncio.gather(
                     *(
                         client.generate(
-                            prompt,
+                            ids,
                             max_new_tokens=self.scale.tokens,
                             temperature=1.0,
                             seed=seed,
                             ignore_eos=True,
                         )
-                        for seed, prompt in enumerate(prompts)
+                        for seed, ids in enumerate(prompts)
                     )
                 )
-        return [
-            Text(prompt, seed, result.token_ids)
-            for seed, (prompt, result) in enumerate(zip(prompts, results, strict=True))
-        ]
+        return [Text(ids, n, results[n].token_ids) for n, ids in enumerate(prompts)]
 
     @property
     def lm(self) -> str:
-        """Drafter specification of a model with weights: the target itself, in short chains."""
+        """Specification of a drafter with weights: the target itself, in short chains."""
         return f"lm:{self.target},widths=1,1,1"
 
     def verifier_process(
@@ -127,12 +132,11 @@ class World:
         environment: Mapping[str, str] | None = None,
         wrapper: Sequence[str] = (),
     ) -> ServiceProcess:
-        """A verifier, not yet started; a later argument wins over a standard one."""
-        given = ["--device=cpu", "--target", str(self.target), "--dtype", "float32"]
-        lease = ["--lease-seconds", str(_LEASE_SECONDS)]
+        """A verifier, not yet started; a later argument overrides a default one."""
+        given = ["--device=cpu", f"--target={self.target}", "--dtype=float32"]
         return ServiceProcess(
             "verifier",
-            [*given, *lease, *arguments],
+            [*given, f"--lease-seconds={_LEASE_SECONDS}", *arguments],
             environment={**_ONE_THREAD, **(environment or {})},
             wrapper=wrapper,
             ready_seconds=_READY_SECONDS,
@@ -141,7 +145,7 @@ class World:
     @asynccontextmanager
     async def services(
         self,
-        load: Sequence[str] = (),
+        load: Sequence[str] = ("ngram",),
         *,
         verifier: ServiceProcess | None = None,
         drafter_arguments: Sequence[str] = (),
@@ -150,42 +154,40 @@ class World:
         """Services for the body.
 
         Args:
-            load: Drafter specifications; the first is the default. None: ``ngram``.
-            verifier: If it is not to be a standard one.
-            drafter_arguments: More of them.
-            environment: Of both processes, over that of this one.
+            load: Drafter specifications; the first is the default drafter.
+            verifier: A verifier with other arguments.
+            drafter_arguments: More arguments of the drafter.
+            environment: Variables of both processes.
         """
-        specs = [f"--load={spec}" for spec in load or ["ngram"]]
-        verifier = verifier or self.verifier_process(environment=environment)
         drafter = ServiceProcess(
             "drafter",
-            ["--device=cpu", *specs, *drafter_arguments],
+            ["--device=cpu", *(f"--load={spec}" for spec in load), *drafter_arguments],
             environment={**_ONE_THREAD, **(environment or {})},
             ready_seconds=_READY_SECONDS,
         )
-        async with verifier, drafter:
+        async with verifier or self.verifier_process(environment=environment) as started, drafter:
             client = Client(
-                verifier.address,
+                started.address,
                 drafter=drafter.address,
-                # Longer than anything is down here, so that only a fault makes a request fail.
+                # Longer than any outage here, so that only a fault makes a request fail.
                 retry=RetryOptions(budget=_READY_SECONDS),
-                # Drafting hardly pays for models so small, and nothing would be drilled.
+                # Drafting does not pay for a model this small, and no drill would test it.
                 drafting=DraftOptions(first_delay=0.05, longest_delay=1.0, adaptive=False),
             )
             async with client, grpc.aio.insecure_channel(drafter.address) as channel:
                 registry = drafter_pb2_grpc.DrafterRegistryServiceStub(channel)
-                yield Services(verifier, drafter, client, registry, self)
+                yield Services(started, drafter, client, registry, self)
 
 
 def creation(text: Text) -> verifier_pb2.CreateCacheRequest:
-    """Asks for a cache as a client that leaves the rest to the verifier."""
+    """The request for a cache of a text."""
     return verifier_pb2.CreateCacheRequest(
         prompt_tokens=text.prompt, max_new_tokens=len(text.expected), ignore_eos=True
     )
 
 
 async def create_cache(channel: grpc.aio.Channel, text: Text) -> verifier_pb2.CacheCreated:
-    """A cache of one's own, without a client to look after it."""
+    """Create a cache without a client that renews and releases it."""
     created = verifier_pb2.CacheCreated()
     async for message in verifier_pb2_grpc.VerifierServiceStub(channel).CreateCache(creation(text)):
         if message.HasField("created"):
@@ -193,14 +195,17 @@ async def create_cache(channel: grpc.aio.Channel, text: Text) -> verifier_pb2.Ca
     return created
 
 
-def segments(pid: int) -> list[str]:
-    """Shared-memory segments that a process holds."""
-    return [name for name in os.listdir(SHM) if name.startswith(f"paceline-{pid}-")]
-
-
 def anonymous_bytes(pid: int) -> int:
-    """Memory of a process that is its own alone: what a leak makes grow."""
+    """Anonymous resident memory of a process, which a leak increases."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
     raise ValueError(f"/proc/{pid}/status has no RssAnon")
+
+
+def growth(before: Sequence[int], after: Sequence[int], limit: int, outcome: Outcome) -> None:
+    """Check that neither service's memory grew by `limit` bytes or more."""
+    grown = [late - early for early, late in zip(before, after, strict=True)]
+    outcome.checks[f"memory grew by less than {limit >> 20} MiB"] = max(grown) < limit
+    outcome.figures["verifier grew by MiB"] = round(grown[0] / 2**20, 1)
+    outcome.figures["drafter grew by MiB"] = round(grown[1] / 2**20, 1)

@@ -1,1 +1,1 @@
-"""`make gpu-check`: is the code that runs on a GPU right there, and how fast is it?"""
+"""Speed on an NVIDIA GPU, measured by `make gpu-check` after the tests of ``tests/gpu``."""

@@ -1,4 +1,4 @@
-"""How much of the copy bandwidth attention reaches, and what noting of scores costs."""
+"""Share of the copy bandwidth that attention reaches, and the cost of recording scores."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.bench.gpu.baselines import BASELINES, Batch, eager_with_mask, missing
 from paceline.bench.gpu.cases import Case, make_case
-from paceline.bench.gpu.checking import arguments, finish, graphed, median_ms, report
-from paceline.bench.gpu.rivals import RIVALS, Batch, eager_with_mask, missing
+from paceline.bench.gpu.timing import arguments, copy_bandwidth, graphed, median_ms, report
 from paceline.kernels import Probe, plan_trees, tree_attention
 
 SHAPES: dict[str, tuple[list[int], int]] = {
@@ -28,20 +28,12 @@ SHAPES: dict[str, tuple[list[int], int]] = {
 TARGETS = {"64 rows, 8 x 32k": 0.85, "1 x 128k, 16 nodes": 0.80, "1 x 32k, 16 nodes": 0.60}
 
 
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes read and written by a large copy. Unit: GB/s."""
-    size = 1 << (32 if device.type == "cuda" else 24)
-    source = torch.empty(size, dtype=torch.uint8, device=device)
-    goal = torch.empty_like(source)
-    return 2 * size / median_ms(lambda: goal.copy_(source), device, repeats=10) / 1e6
-
-
 def main() -> None:
-    """Bandwidth of every shape contiguous and in pages, with and without notes; rivals."""
-    device, _ = arguments()
+    """Report every shape, contiguous and paged, with and without recorded scores, and baselines."""
+    device = arguments()
     copied = copy_bandwidth(device)
     report("copy_gb_s", copied)
-    report("rivals_not_installed", missing())
+    report("baselines_not_installed", missing())
     for name, (lengths, nodes) in SHAPES.items():
         if device.type == "cpu":
             lengths = [max(1, length // 256) for length in lengths]
@@ -55,23 +47,22 @@ def main() -> None:
             time = _timed(_ours(case, ()), device)
             found[kind] = {"ms": time, "of_copy": size / time / 1e6 / copied}
             if paged:
-                noted = _timed(_ours(case, _probes(case)), device)
-                found["noting_costs"] = noted / time - 1
+                scored = _timed(_ours(case, _probes(case)), device)
+                found["cost_of_scores"] = scored / time - 1
             else:
-                found |= _beside_rivals(case, device, time)
+                found |= _baselines(case, device, time)
         found["kv_bytes"] = size
         found["target"] = TARGETS.get(name)
         report(name, found)
-    finish()
 
 
-def _beside_rivals(case: Case, device: torch.device, time: float) -> dict[str, Any]:
-    """Times of others at chains, and of eager attention at the tree of one sequence.
+def _baselines(case: Case, device: torch.device, time: float) -> dict[str, Any]:
+    """Times of other kernels at chains, and of eager attention at the tree of one sequence.
 
     Args:
         case: Over contiguous caches.
-        device: Where it lies.
-        time: Ours for it. Unit: milliseconds.
+        device: Its device.
+        time: Milliseconds of our kernel.
     """
     segments = [replace(segment, parents=None) for segment in case.plan.segments]
     chain = replace(case, plan=plan_trees(segments, device=device))
@@ -80,18 +71,18 @@ def _beside_rivals(case: Case, device: torch.device, time: float) -> dict[str, A
     found: dict[str, Any] = {"chain_ms": _timed(ours, device)}
     times: dict[str, float] = {}
     batch = Batch.of(chain)
-    for name in sorted(RIVALS.keys() - missing()):
+    for name in sorted(BASELINES.keys() - missing()):
         try:
-            action = RIVALS[name](batch)
+            action = BASELINES[name](batch)
             gap = float((action().float() - right).abs().max())
             if gap < 0.05:
                 times[name] = found[f"{name}_ms"] = _timed(action, device)
             else:
-                found[name] = f"does other work: its attention differs by {gap}"
-        except Exception as error:  # whatever another's kernel raises is no fault of ours
+                found[name] = f"its result differs by {gap}"
+        except Exception as error:  # of another package
             found[name] = f"cannot do it: {error}"[:200]
     if times:
-        found["best_rival_over_ours"] = min(times.values()) / found["chain_ms"]
+        found["best_baseline_over_ours"] = min(times.values()) / found["chain_ms"]
     if len(segments) == 1:
         found["eager_with_mask_ms"] = _timed(eager_with_mask(case), device)
         found["eager_over_ours"] = found["eager_with_mask_ms"] / time
@@ -99,7 +90,7 @@ def _beside_rivals(case: Case, device: torch.device, time: float) -> dict[str, A
 
 
 def _timed(action: Callable[[], object], device: torch.device) -> float:
-    """Unit: milliseconds."""
+    """Milliseconds of a replay."""
     return median_ms(graphed(action, device), device)
 
 

@@ -1,4 +1,4 @@
-"""Caches and queries for attention on a GPU, and what the right answer is."""
+"""Caches and queries for attention on a GPU, and the expected result."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Case:
 
 
 def random_tree(nodes: int) -> tuple[int, ...]:
-    """Parents of any tree."""
+    """Parents of a random tree."""
     reach = int(torch.randint(1, 9, ()))
     return tuple(max(-1, node - 1 - int(torch.randint(0, reach, ()))) for node in range(nodes))
 
@@ -102,7 +102,7 @@ def _pages(
 
 
 def expected(case: Case, dtype: torch.dtype) -> Tensor:
-    """Masked softmax attention as one would write it, every step in a type: ``[M, Hq, D]``."""
+    """Masked softmax attention with every operation in `dtype`, ``[M, Hq, D]``."""
     out = torch.empty_like(case.q, dtype=dtype)
     for index, segment in enumerate(case.plan.segments):
         rows = slice(case.plan.offsets[index], case.plan.offsets[index + 1])
@@ -110,7 +110,7 @@ def expected(case: Case, dtype: torch.dtype) -> Tensor:
         value = span(case.values[segment.sequence], 0, segment.stop)
         group = case.q.shape[1] // key.shape[0]
         hidden = ~_seen(case, segment).to(case.q.device)
-        for head in range(case.q.shape[1]):  # one after the other: scores are large
+        for head in range(case.q.shape[1]):  # one at a time, because scores are large
             scores = case.q[rows, head].to(dtype) @ key[head // group].to(dtype).T * case.scale
             weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
             out[rows, head] = weights @ value[head // group].to(dtype)

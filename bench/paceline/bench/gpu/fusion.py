@@ -1,4 +1,4 @@
-"""Does fusing norms, rotation and activation pay? Our kernels, PyTorch's operations, Liger's."""
+"""Fused norms, rotation and activation against PyTorch, ``torch.compile`` and Liger."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
 from paceline.bench.gpu.cases import make_case
-from paceline.bench.gpu.checking import arguments, finish, graphed, median_ms, report
+from paceline.bench.gpu.timing import arguments, graphed, median_ms, report
 from paceline.kernels import Norm, row_kernels
 from paceline.kernels.rows import RowKernels, TorchRows
 
@@ -22,7 +22,7 @@ Step = Callable[[], object]
 
 
 def own_steps(rows: RowKernels, count: int, device: torch.device) -> dict[str, Step]:
-    """One layer's steps over so many rows, as the decoder calls them."""
+    """One layer's operations over `count` rows, as the decoder calls them."""
     x = torch.randn(count, WIDTH, device=device)
     delta = torch.randn(count, WIDTH, device=device).bfloat16()
     norm = Norm(torch.ones(WIDTH, device=device), 1e-5)
@@ -38,7 +38,7 @@ def own_steps(rows: RowKernels, count: int, device: torch.device) -> dict[str, S
 
 
 def compiled_steps(count: int, device: torch.device) -> dict[str, Step]:
-    """The first two by ``torch.compile``; the third writes into pages, which it cannot fuse."""
+    """The first two by ``torch.compile``, which cannot fuse the third: it writes into pages."""
     x = torch.randn(count, WIDTH, device=device)
     delta = torch.randn(count, WIDTH, device=device).bfloat16()
     weight = torch.ones(WIDTH, device=device)
@@ -57,7 +57,7 @@ def compiled_steps(count: int, device: torch.device) -> dict[str, Step]:
 
 
 def liger_steps(count: int, device: torch.device) -> dict[str, Step]:
-    """Liger's norm takes no residual to add, so the sum is a step before it."""
+    """Liger's norm adds no residual, so the sum is an operation before it."""
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
@@ -75,8 +75,8 @@ def liger_steps(count: int, device: torch.device) -> dict[str, Step]:
 
 
 def main() -> None:
-    """Times of all that are installed, as replays of CUDA graphs: launches cost all the same."""
-    device, _ = arguments()
+    """Report replays of CUDA graphs, so that launches are not timed."""
+    device = arguments()
     makers: dict[str, Callable[[int], dict[str, Step]]] = {
         "ours": lambda count: own_steps(row_kernels(device), count, device),
         "torch": lambda count: own_steps(TorchRows(), count, device),
@@ -96,12 +96,11 @@ def main() -> None:
                     step: 1e3 * median_ms(graphed(action, device), device)
                     for step, action in make(count).items()
                 }
-            except Exception as error:  # others' kernels, or a compiler that is not there
+            except Exception as error:  # of another package, or without a compiler
                 if name == "ours":
                     raise
                 found[name] = f"cannot do it: {error}"[:200]
         report(f"microseconds, {count} rows", found)
-    finish()
 
 
 if __name__ == "__main__":

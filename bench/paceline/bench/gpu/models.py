@@ -1,4 +1,4 @@
-"""Random models, and texts through paged KV: plainly, in trees, and by CUDA graphs."""
+"""Models with random weights, and paged KV for them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from paceline.decoder import Decoder, DecoderConfig, GraphRunner
-from paceline.kernels import PagedPlane, SamplingParams, TreeSegment, choose_tokens, plan_trees
+from paceline.decoder import DecoderConfig
+from paceline.kernels import PagedPlane
 
 PAGE = 256
 
@@ -29,7 +29,7 @@ EIGHT_BILLION = replace(
 
 
 class RandomWeights(Mapping[str, Tensor]):
-    """Weights by their Hugging Face names, each drawn when asked for."""
+    """Weights by their Hugging Face names, each drawn when it is read."""
 
     def __init__(self, config: DecoderConfig, device: torch.device, seed: int) -> None:
         self._config, self._device = config, device
@@ -69,7 +69,7 @@ class RandomWeights(Mapping[str, Tensor]):
 
 
 class Pages:
-    """KV of one sequence in shuffled pages of a pool; a cache as the decoder sees it."""
+    """KV of one sequence in shuffled pages of a pool; a cache for the decoder."""
 
     def __init__(self, config: DecoderConfig, device: torch.device, slots: int) -> None:
         count = -(-slots // PAGE)
@@ -87,63 +87,3 @@ class Pages:
     def layer(self, index: int) -> tuple[PagedPlane, PagedPlane]:
         """Keys and values of a layer."""
         return self._planes[index]
-
-
-class Text:
-    """One text, extended by trees whose right path is accepted."""
-
-    def __init__(self, decoder: Decoder, sampling: SamplingParams, graphs: bool = False) -> None:
-        self._decoder, self._sampling = decoder, sampling
-        self._pages = Pages(decoder.config, decoder.device, 2048)
-        self._graphs = GraphRunner(decoder, self._pages) if graphs else None
-        self.tokens: list[int] = []
-
-    def run(self, start: int, tokens: list[int], parents: tuple[int, ...] | None) -> list[int]:
-        """Token behind each node of a block at ``start``."""
-        segment = TreeSegment(0, start, parents, len(tokens))
-        logits = None
-        if self._graphs is not None:
-            found = self._graphs.forward(tokens, [segment], [0])
-            logits = None if found is None else found.logits
-        if logits is None:
-            device = self._decoder.device
-            plan = plan_trees([segment], device=device)
-            logits = self._decoder.forward(
-                torch.tensor(tokens, device=device), plan, [self._pages], logit_rows=None
-            ).logits
-        positions = [start + depth + 1 for depth in segment.depths]
-        return choose_tokens(logits, [self._sampling] * len(tokens), positions)
-
-    def prefill(self, prompt: list[int]) -> None:
-        """Put in a prompt of at most 256 tokens and choose the first token."""
-        self.tokens = [*prompt, self.run(0, prompt, None)[-1]]
-
-    def step(self, drafted: list[int]) -> int:
-        """Verify a tree: a trunk of drafted tokens with a wrong sibling beside each.
-
-        Returns the number of tokens emitted.
-        """
-        start, tokens, parents = len(self.tokens) - 1, [self.tokens[-1]], [-1]
-        trunk = [0]
-        for token in drafted:
-            tokens += [(token + 1) % self._decoder.config.vocab_size, token]
-            parents += [trunk[-1], trunk[-1]]
-            trunk.append(len(tokens) - 1)
-        behind = self.run(start, tokens, tuple(parents))
-        emitted = []
-        for at, node in enumerate(trunk):
-            emitted.append(behind[node])
-            if at == len(drafted) or behind[node] != drafted[at]:
-                break
-        self._keep([start + node for node in trunk[1 : len(emitted)]], start + 1)
-        self.tokens += emitted
-        return len(emitted)
-
-    def _keep(self, slots: list[int], start: int) -> None:
-        """Move accepted keys and values up behind the anchor's."""
-        device = self._decoder.device
-        there = torch.tensor(slots, dtype=torch.int64, device=device)
-        goals = torch.arange(start, start + len(slots), device=device)
-        for layer in range(self._decoder.config.layers):
-            for plane in self._pages.layer(layer):
-                plane.write(goals, plane.gather(there))

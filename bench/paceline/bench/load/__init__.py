@@ -1,0 +1,1 @@
+"""Many requests at once: throughput, and what each of them gets."""

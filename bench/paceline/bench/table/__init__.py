@@ -1,5 +1,1 @@
-"""Every drafter method beside transformers, by context and temperature, in one run."""
-
-from paceline.bench.table.run import run
-
-__all__ = ["run"]
+"""Decoding speed of every drafter beside transformers, by context length and temperature."""

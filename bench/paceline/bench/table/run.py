@@ -1,81 +1,67 @@
-"""A whole run, or the rest of one that was interrupted."""
+"""`paceline bench table`: groups of prompts, one after the other."""
 
 from __future__ import annotations
 
-import time
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+import argparse
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import uvloop
 
-from paceline.bench.record import digest
-from paceline.bench.table.groups import FILES, fitted, groups, prompts
+from paceline.bench.models import Models
+from paceline.bench.prompts import encode, long_prompts
+from paceline.bench.record import Results, digest, make_console
 from paceline.bench.table.measure import measure
+from paceline.bench.table.rows import show
+from paceline.harness import read_prompts
 
-if TYPE_CHECKING:
-    from paceline.bench.setting import Bench
-
-TOKENS = 64
-"""New tokens a prompt."""
+Group = tuple[str, int, list[list[int]]]
+"""Name, longest text in tokens, prompts."""
 
 
-def run(bench: Bench) -> dict[str, Any] | None:
-    """Cells of all groups; each group is written down as soon as it is measured.
+def run(args: argparse.Namespace) -> int:
+    """Measure every group; its cells are written and shown as soon as they are measured."""
+    console = make_console()
+    models = Models.of(args)
+    folders = {"target": models.target, **models.trained}
+    weights = {name: digest(folder) for name, folder in folders.items()}
+    head = {"dtype": args.dtype, "tokens": args.tokens, "weights": weights}
+    results = Results("table", args.output, **head)
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as work:
+        for name, length, prompts in groups(args, models):
+            console.log(name)
+            cells = uvloop.run(
+                measure(
+                    models.for_context(length, Path(work)),
+                    prompts,
+                    dtype=args.dtype,
+                    tokens=args.tokens,
+                    repeats=args.repeats,
+                    progress=console.log,
+                )
+            )
+            for temperature, cell in cells.items():
+                results.add(f"{name}, T = {temperature:g}", cell)
+                show(f"{name}, T = {temperature:g}", cell, console)
+    console.print(f"written to {results.file}")
+    return 0
 
-    A run with the same models and settings goes on where an unfinished one ended; one of some
-    groups alone (`--set`) keeps the others. None where the demo's drafters are not all there.
+
+def groups(args: argparse.Namespace, models: Models) -> Iterator[Group]:
+    """The user's prompts if there are any, else long ones by context length.
+
+    Raises:
+        ValueError: A file has no prompt that fits the target's context.
     """
-    if bench.small is None or bench.longspec is None or bench.dspark is None:
-        return None
-    tokens = bench.args.tokens or TOKENS
-    chosen = groups(bench.args.package or FILES, bench.args.prompts)
-    asked = {"prompts": bench.args.texts, "repeats": bench.args.repeats}
-    asked = {name: count for name, count in asked.items() if count}
-    chosen = [replace(group, **asked) for group in chosen]
-    if bench.args.set:
-        chosen = [group for group in chosen if group.name in bench.args.set]
-    found: dict[str, Any] = {
-        "tokens": tokens,
-        "weights": {
-            folder.name: digest(folder)
-            for folder in (bench.target, bench.small, bench.longspec, bench.dspark)
-        },
-        "groups": [asdict(group) for group in chosen],
-    }
-    earlier = bench.book.earlier("table") or {}
-    found |= _kept(found, earlier, {group.name for group in chosen} if bench.args.set else None)
-    for group in chosen:
-        if any(cell["group"] == group.name for cell in found["cells"]):
-            bench.console.log(f"{group.name}: measured already")
-            continue
-        began = time.monotonic()
-        texts = prompts(group, bench.models, bench.args.package, bench.args.prompts, tokens)
-        measuring = measure(
-            group,
-            fitted(group, bench.models, bench.work),
-            texts,
-            dtype=bench.args.dtype,
-            tokens=tokens,
-            progress=bench.console.log,
-        )
-        found["cells"] += uvloop.run(measuring)
-        found["seconds"] += time.monotonic() - began
-        bench.console.log(f"{group.name}: {found['seconds']:.0f} s in all")
-        bench.book.add("table", {**found, "complete": False})
-    return {**found, "complete": True}
-
-
-def _kept(found: dict[str, Any], earlier: dict[str, Any], again: set[str] | None) -> dict[str, Any]:
-    """Cells of an earlier run with the same models that this one need not measure.
-
-    All of an unfinished run of the same groups; else, where only the groups `again` are asked for,
-    those of the others.
-    """
-    cells: list[dict[str, Any]] = []
-    seconds = 0.0
-    if all(earlier.get(key) == found[key] for key in ("tokens", "weights")):
-        if earlier["groups"] == found["groups"] and not earlier["complete"]:
-            cells, seconds = earlier["cells"], earlier["seconds"]
-        elif again is not None:
-            cells = [cell for cell in earlier["cells"] if cell["group"] not in again]
-    return {"cells": cells, "seconds": seconds}
+    for file in args.prompts:
+        room = models.max_position - args.tokens
+        fitting = [ids for ids in encode(read_prompts(file), models.target) if 1 < len(ids) <= room]
+        if not fitting:
+            raise ValueError(f"{file}: expected prompts of 2 to {room} tokens")
+        step = max(1, len(fitting) // args.texts)
+        yield file.stem, 0, fitting[::step][: args.texts]
+    for context in () if args.prompts else args.context:
+        length = context - args.tokens
+        prompts = long_prompts(models.prompts, models.target, length, args.texts)
+        yield f"{context} tokens", context, prompts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -12,8 +13,10 @@ from paceline.kernels._triton.caches import Caches
 from paceline.kernels._triton.jit.rows import add_norm_rows, gate_rows, turn_rows
 from paceline.kernels._triton.plan import Tables
 from paceline.kernels.paged import Plane
-from paceline.kernels.rows import Norm
 from paceline.kernels.trees import TreePlan
+
+if TYPE_CHECKING:
+    from paceline.kernels.rows import Norm
 
 _GATE_BLOCK = 1024
 

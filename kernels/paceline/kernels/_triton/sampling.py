@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from paceline.kernels._triton.jit.sampling import choose_rows
-from paceline.kernels.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from paceline.kernels.sampling import SamplingParams
 
 _BLOCK = 1024
 

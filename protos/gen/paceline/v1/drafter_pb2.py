@@ -26,7 +26,7 @@ from paceline.v1 import sampling_pb2 as paceline_dot_v1_dot_sampling__pb2
 from paceline.v1 import tree_pb2 as paceline_dot_v1_dot_tree__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19paceline/v1/drafter.proto\x12\x0bpaceline.v1\x1a\x1apaceline/v1/sampling.proto\x1a\x16paceline/v1/tree.proto\"m\n\x0c\x44raftRequest\x12*\n\x06\x61ttach\x18\x01 \x01(\x0b\x32\x18.paceline.v1.DraftAttachH\x00\x12(\n\x05round\x18\x02 \x01(\x0b\x32\x17.paceline.v1.DraftRoundH\x00\x42\x07\n\x05\x65vent\"\x92\x02\n\x0b\x44raftAttach\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x1a\n\x12target_fingerprint\x18\x03 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x0e\n\x06tokens\x18\x06 \x03(\r\x12-\n\x08sampling\x18\x07 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12\x12\n\nread_grant\x18\x08 \x01(\x0c\x12\x18\n\x10verifier_address\x18\t \x01(\t\x12\x15\n\rprompt_length\x18\n \x01(\r\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\"\xc9\x01\n\nDraftRound\x12\x10\n\x08round_id\x18\x01 \x01(\x04\x12\x12\n\nnew_tokens\x18\x02 \x03(\r\x12\x13\n\x0bnode_budget\x18\x03 \x01(\r\x12\x11\n\tmax_depth\x18\x04 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x05 \x01(\r\x12\x13\n\x0btraceparent\x18\x06 \x01(\t\x12\x18\n\x10\x63ommitted_length\x18\x07 \x01(\r\x12\x14\n\x0ctotal_length\x18\x08 \x01(\rJ\x04\x08\t\x10\nR\rhidden_states\"p\n\rDraftResponse\x12.\n\x08\x61ttached\x18\x01 \x01(\x0b\x32\x1a.paceline.v1.DraftAttachedH\x00\x12&\n\x04tree\x18\x02 \x01(\x0b\x32\x16.paceline.v1.DraftTreeH\x00\x42\x07\n\x05\x65vent\"\xa4\x01\n\rDraftAttached\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0e\n\x06method\x18\x03 \x01(\t\x12\x1b\n\x13hidden_state_layers\x18\x04 \x03(\r\x12\x1b\n\x13hidden_state_window\x18\x05 \x01(\r\x12\x11\n\tmax_nodes\x18\x06 \x01(\r\x12\x14\n\x0ckv_transport\x18\x07 \x01(\t\"\x8a\x01\n\tDraftTree\x12\x10\n\x08round_id\x18\x01 \x01(\x04\x12$\n\x04tree\x18\x02 \x01(\x0b\x32\x16.paceline.v1.TokenTree\x12\x10\n\x08\x64raft_us\x18\x03 \x01(\x04\x12\x10\n\x08queue_us\x18\x04 \x01(\x04\x12\x0f\n\x07version\x18\x05 \x01(\t\x12\x10\n\x08kv_bytes\x18\x06 \x01(\x04\"\x15\n\x13ListDraftersRequest\"\x9d\x01\n\x14ListDraftersResponse\x12*\n\x08\x64rafters\x18\x01 \x03(\x0b\x32\x18.paceline.v1.DrafterInfo\x12\x17\n\x0f\x64\x65\x66\x61ult_drafter\x18\x02 \x01(\t\x12)\n\x06trials\x18\x03 \x03(\x0b\x32\x19.paceline.v1.DrafterTrial\x12\x15\n\rrecords_texts\x18\x04 \x01(\x08\"\xbd\x02\n\x0b\x44rafterInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0e\n\x06method\x18\x03 \x01(\t\x12\x0e\n\x06\x66older\x18\x04 \x01(\t\x12\x15\n\rtraffic_share\x18\x05 \x01(\x02\x12\x16\n\x0e\x61\x63tive_streams\x18\x06 \x01(\r\x12\x1a\n\x12target_fingerprint\x18\x07 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x08 \x01(\t\x12\x14\n\x0cweight_bytes\x18\t \x01(\x04\x12\x10\n\x08\x64raining\x18\n \x01(\x08\x12(\n\x05\x63heck\x18\x0b \x01(\x0b\x32\x19.paceline.v1.DrafterCheck\x12\x1b\n\x13hidden_state_layers\x18\x0c \x03(\r\x12\x1b\n\x13hidden_state_window\x18\r \x01(\r\"X\n\x0c\x44rafterCheck\x12\r\n\x05texts\x18\x01 \x01(\r\x12\x0e\n\x06rounds\x18\x02 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_length\x18\x03 \x01(\x02\x12\x10\n\x08\x64raft_us\x18\x04 \x01(\x04\"\xd4\x01\n\x12LoadDrafterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0e\n\x06method\x18\x03 \x01(\t\x12\x0e\n\x06\x66older\x18\x04 \x01(\t\x12=\n\x07options\x18\x05 \x03(\x0b\x32,.paceline.v1.LoadDrafterRequest.OptionsEntry\x12\x10\n\x08\x61\x63tivate\x18\x06 \x01(\x08\x1a.\n\x0cOptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"@\n\x13LoadDrafterResponse\x12)\n\x07\x64rafter\x18\x01 \x01(\x0b\x32\x18.paceline.v1.DrafterInfo\"y\n\x16\x41\x63tivateDrafterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x15\n\rtraffic_share\x18\x03 \x01(\x02\x12)\n\x05trial\x18\x04 \x01(\x0b\x32\x1a.paceline.v1.TrialSettings\"h\n\rTrialSettings\x12\x12\n\nconfidence\x18\x01 \x01(\x02\x12\x15\n\rlength_margin\x18\x02 \x01(\x02\x12\x13\n\x0btime_margin\x18\x03 \x01(\x02\x12\x17\n\x0fmax_generations\x18\x04 \x01(\r\"\x92\x02\n\x0c\x44rafterTrial\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tcandidate\x18\x02 \x01(\t\x12\x10\n\x08\x62\x61seline\x18\x03 \x01(\t\x12,\n\x08settings\x18\x04 \x01(\x0b\x32\x1a.paceline.v1.TrialSettings\x12&\n\x05state\x18\x05 \x01(\x0e\x32\x17.paceline.v1.TrialState\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x34\n\x11\x63\x61ndidate_figures\x18\x07 \x01(\x0b\x32\x19.paceline.v1.TrialFigures\x12\x33\n\x10\x62\x61seline_figures\x18\x08 \x01(\x0b\x32\x19.paceline.v1.TrialFigures\"^\n\x0cTrialFigures\x12\x13\n\x0bgenerations\x18\x01 \x01(\r\x12\x0e\n\x06rounds\x18\x02 \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_length\x18\x03 \x01(\x02\x12\x10\n\x08\x64raft_us\x18\x04 \x01(\x04\"D\n\x17\x41\x63tivateDrafterResponse\x12)\n\x07\x64rafter\x18\x01 \x01(\x0b\x32\x18.paceline.v1.DrafterInfo\"D\n\x14UnloadDrafterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\")\n\x15UnloadDrafterResponse\x12\x10\n\x08unloaded\x18\x01 \x01(\x08*\x94\x01\n\nTrialState\x12\x1b\n\x17TRIAL_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13TRIAL_STATE_RUNNING\x10\x01\x12\x18\n\x14TRIAL_STATE_PROMOTED\x10\x02\x12\x1b\n\x17TRIAL_STATE_ROLLED_BACK\x10\x03\x12\x19\n\x15TRIAL_STATE_CANCELLED\x10\x04\x32T\n\x0e\x44rafterService\x12\x42\n\x05\x44raft\x12\x19.paceline.v1.DraftRequest\x1a\x1a.paceline.v1.DraftResponse(\x01\x30\x01\x32\xf5\x02\n\x16\x44rafterRegistryService\x12S\n\x0cListDrafters\x12 .paceline.v1.ListDraftersRequest\x1a!.paceline.v1.ListDraftersResponse\x12P\n\x0bLoadDrafter\x12\x1f.paceline.v1.LoadDrafterRequest\x1a .paceline.v1.LoadDrafterResponse\x12\\\n\x0f\x41\x63tivateDrafter\x12#.paceline.v1.ActivateDrafterRequest\x1a$.paceline.v1.ActivateDrafterResponse\x12V\n\rUnloadDrafter\x12!.paceline.v1.UnloadDrafterRequest\x1a\".paceline.v1.UnloadDrafterResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19paceline/v1/drafter.proto\x12\x0bpaceline.v1\x1a\x1apaceline/v1/sampling.proto\x1a\x16paceline/v1/tree.proto\"m\n\x0c\x44raftRequest\x12*\n\x06\x61ttach\x18\x01 \x01(\x0b\x32\x18.paceline.v1.DraftAttachH\x00\x12(\n\x05round\x18\x02 \x01(\x0b\x32\x17.paceline.v1.DraftRoundH\x00\x42\x07\n\x05\x65vent\"\x92\x02\n\x0b\x44raftAttach\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x1a\n\x12target_fingerprint\x18\x03 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x0e\n\x06tokens\x18\x06 \x03(\r\x12-\n\x08sampling\x18\x07 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12\x12\n\nread_grant\x18\x08 \x01(\x0c\x12\x18\n\x10verifier_address\x18\t \x01(\t\x12\x15\n\rprompt_length\x18\n \x01(\r\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\"\xc9\x01\n\nDraftRound\x12\x10\n\x08round_id\x18\x01 \x01(\x04\x12\x12\n\nnew_tokens\x18\x02 \x03(\r\x12\x13\n\x0bnode_budget\x18\x03 \x01(\r\x12\x11\n\tmax_depth\x18\x04 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x05 \x01(\r\x12\x13\n\x0btraceparent\x18\x06 \x01(\t\x12\x18\n\x10\x63ommitted_length\x18\x07 \x01(\r\x12\x14\n\x0ctotal_length\x18\x08 \x01(\rJ\x04\x08\t\x10\nR\rhidden_states\"p\n\rDraftResponse\x12.\n\x08\x61ttached\x18\x01 \x01(\x0b\x32\x1a.paceline.v1.DraftAttachedH\x00\x12&\n\x04tree\x18\x02 \x01(\x0b\x32\x16.paceline.v1.DraftTreeH\x00\x42\x07\n\x05\x65vent\"\xa4\x01\n\rDraftAttached\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0e\n\x06method\x18\x03 \x01(\t\x12\x1b\n\x13hidden_state_layers\x18\x04 \x03(\r\x12\x1b\n\x13hidden_state_window\x18\x05 \x01(\r\x12\x11\n\tmax_nodes\x18\x06 \x01(\r\x12\x14\n\x0ckv_transport\x18\x07 \x01(\t\"\x8a\x01\n\tDraftTree\x12\x10\n\x08round_id\x18\x01 \x01(\x04\x12$\n\x04tree\x18\x02 \x01(\x0b\x32\x16.paceline.v1.TokenTree\x12\x10\n\x08\x64raft_us\x18\x03 \x01(\x04\x12\x10\n\x08queue_us\x18\x04 \x01(\x04\x12\x0f\n\x07version\x18\x05 \x01(\t\x12\x10\n\x08kv_bytes\x18\x06 \x01(\x04\"\x15\n\x13ListDraftersRequest\"\xa0\x01\n\x14ListDraftersResponse\x12*\n\x08\x64rafters\x18\x01 \x03(\x0b\x32\x18.paceline.v1.DrafterInfo\x12\x17\n\x0f\x64\x65\x66\x61ult_drafter\x18\x02 \x01(\t\x12,\n\x08\x63\x61naries\x18\x03 \x03(\x0b\x32\x1a.paceline.v1.DrafterCanary\x12\x15\n\rrecords_texts\x18\x04 \x01(\x08\"\xbd\x02\n\x0b\x44rafterInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0e\n\x06method\x18\x03 \x01(\t\x12\x0e\n\x06\x66older\x18\x04 \x01(\t\x12\x15\n\rtraffic_share\x18\x05 \x01(\x01\x12\x16\n\x0e\x61\x63tive_streams\x18\x06 \x01(\r\x12\x1a\n\x12target_fingerprint\x18\x07 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x08 \x01(\t\x12\x14\n\x0cweight_bytes\x18\t \x01(\x04\x12\x10\n\x08\x64raining\x18\n \x01(\x08\x12(\n\x05\x63heck\x18\x0b \x01(\x0b\x32\x19.paceline.v1.DrafterCheck\x12\x1b\n\x13hidden_state_layers\x18\x0c \x03(\r\x12\x1b\n\x13hidden_state_window\x18\r \x01(\r\"X\n\x0c\x44rafterCheck\x12\r\n\x05texts\x18\x01 \x01(\r\x12\x0e\n\x06rounds\x18\x02 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_length\x18\x03 \x01(\x02\x12\x10\n\x08\x64raft_us\x18\x04 \x01(\x04\"\xd4\x01\n\x12LoadDrafterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0e\n\x06method\x18\x03 \x01(\t\x12\x0e\n\x06\x66older\x18\x04 \x01(\t\x12=\n\x07options\x18\x05 \x03(\x0b\x32,.paceline.v1.LoadDrafterRequest.OptionsEntry\x12\x10\n\x08\x61\x63tivate\x18\x06 \x01(\x08\x1a.\n\x0cOptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"@\n\x13LoadDrafterResponse\x12)\n\x07\x64rafter\x18\x01 \x01(\x0b\x32\x18.paceline.v1.DrafterInfo\"{\n\x16\x41\x63tivateDrafterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x15\n\rtraffic_share\x18\x03 \x01(\x01\x12+\n\x06\x63\x61nary\x18\x04 \x01(\x0b\x32\x1b.paceline.v1.CanarySettings\"i\n\x0e\x43\x61narySettings\x12\x12\n\nconfidence\x18\x01 \x01(\x01\x12\x15\n\rlength_margin\x18\x02 \x01(\x01\x12\x13\n\x0btime_margin\x18\x03 \x01(\x01\x12\x17\n\x0fmax_generations\x18\x04 \x01(\r\"\x9d\x02\n\rDrafterCanary\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x63\x61nary\x18\x02 \x01(\t\x12\x10\n\x08\x62\x61seline\x18\x03 \x01(\t\x12-\n\x08settings\x18\x04 \x01(\x0b\x32\x1b.paceline.v1.CanarySettings\x12\'\n\x05state\x18\x05 \x01(\x0e\x32\x18.paceline.v1.CanaryState\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x38\n\x11\x63\x61nary_statistics\x18\x07 \x01(\x0b\x32\x1d.paceline.v1.CanaryStatistics\x12:\n\x13\x62\x61seline_statistics\x18\x08 \x01(\x0b\x32\x1d.paceline.v1.CanaryStatistics\"b\n\x10\x43\x61naryStatistics\x12\x13\n\x0bgenerations\x18\x01 \x01(\r\x12\x0e\n\x06rounds\x18\x02 \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_length\x18\x03 \x01(\x02\x12\x10\n\x08\x64raft_us\x18\x04 \x01(\x04\"D\n\x17\x41\x63tivateDrafterResponse\x12)\n\x07\x64rafter\x18\x01 \x01(\x0b\x32\x18.paceline.v1.DrafterInfo\"D\n\x14UnloadDrafterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\")\n\x15UnloadDrafterResponse\x12\x10\n\x08unloaded\x18\x01 \x01(\x08*\x9a\x01\n\x0b\x43\x61naryState\x12\x1c\n\x18\x43\x41NARY_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x43\x41NARY_STATE_RUNNING\x10\x01\x12\x19\n\x15\x43\x41NARY_STATE_PROMOTED\x10\x02\x12\x1c\n\x18\x43\x41NARY_STATE_ROLLED_BACK\x10\x03\x12\x1a\n\x16\x43\x41NARY_STATE_CANCELLED\x10\x04\x32T\n\x0e\x44rafterService\x12\x42\n\x05\x44raft\x12\x19.paceline.v1.DraftRequest\x1a\x1a.paceline.v1.DraftResponse(\x01\x30\x01\x32\xf5\x02\n\x16\x44rafterRegistryService\x12S\n\x0cListDrafters\x12 .paceline.v1.ListDraftersRequest\x1a!.paceline.v1.ListDraftersResponse\x12P\n\x0bLoadDrafter\x12\x1f.paceline.v1.LoadDrafterRequest\x1a .paceline.v1.LoadDrafterResponse\x12\\\n\x0f\x41\x63tivateDrafter\x12#.paceline.v1.ActivateDrafterRequest\x1a$.paceline.v1.ActivateDrafterResponse\x12V\n\rUnloadDrafter\x12!.paceline.v1.UnloadDrafterRequest\x1a\".paceline.v1.UnloadDrafterResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,8 +35,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_LOADDRAFTERREQUEST_OPTIONSENTRY']._loaded_options = None
   _globals['_LOADDRAFTERREQUEST_OPTIONSENTRY']._serialized_options = b'8\001'
-  _globals['_TRIALSTATE']._serialized_start=2768
-  _globals['_TRIALSTATE']._serialized_end=2916
+  _globals['_CANARYSTATE']._serialized_start=2789
+  _globals['_CANARYSTATE']._serialized_end=2943
   _globals['_DRAFTREQUEST']._serialized_start=94
   _globals['_DRAFTREQUEST']._serialized_end=203
   _globals['_DRAFTATTACH']._serialized_start=206
@@ -52,33 +52,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTDRAFTERSREQUEST']._serialized_start=1108
   _globals['_LISTDRAFTERSREQUEST']._serialized_end=1129
   _globals['_LISTDRAFTERSRESPONSE']._serialized_start=1132
-  _globals['_LISTDRAFTERSRESPONSE']._serialized_end=1289
-  _globals['_DRAFTERINFO']._serialized_start=1292
-  _globals['_DRAFTERINFO']._serialized_end=1609
-  _globals['_DRAFTERCHECK']._serialized_start=1611
-  _globals['_DRAFTERCHECK']._serialized_end=1699
-  _globals['_LOADDRAFTERREQUEST']._serialized_start=1702
-  _globals['_LOADDRAFTERREQUEST']._serialized_end=1914
-  _globals['_LOADDRAFTERREQUEST_OPTIONSENTRY']._serialized_start=1868
-  _globals['_LOADDRAFTERREQUEST_OPTIONSENTRY']._serialized_end=1914
-  _globals['_LOADDRAFTERRESPONSE']._serialized_start=1916
-  _globals['_LOADDRAFTERRESPONSE']._serialized_end=1980
-  _globals['_ACTIVATEDRAFTERREQUEST']._serialized_start=1982
-  _globals['_ACTIVATEDRAFTERREQUEST']._serialized_end=2103
-  _globals['_TRIALSETTINGS']._serialized_start=2105
-  _globals['_TRIALSETTINGS']._serialized_end=2209
-  _globals['_DRAFTERTRIAL']._serialized_start=2212
-  _globals['_DRAFTERTRIAL']._serialized_end=2486
-  _globals['_TRIALFIGURES']._serialized_start=2488
-  _globals['_TRIALFIGURES']._serialized_end=2582
-  _globals['_ACTIVATEDRAFTERRESPONSE']._serialized_start=2584
-  _globals['_ACTIVATEDRAFTERRESPONSE']._serialized_end=2652
-  _globals['_UNLOADDRAFTERREQUEST']._serialized_start=2654
-  _globals['_UNLOADDRAFTERREQUEST']._serialized_end=2722
-  _globals['_UNLOADDRAFTERRESPONSE']._serialized_start=2724
-  _globals['_UNLOADDRAFTERRESPONSE']._serialized_end=2765
-  _globals['_DRAFTERSERVICE']._serialized_start=2918
-  _globals['_DRAFTERSERVICE']._serialized_end=3002
-  _globals['_DRAFTERREGISTRYSERVICE']._serialized_start=3005
-  _globals['_DRAFTERREGISTRYSERVICE']._serialized_end=3378
+  _globals['_LISTDRAFTERSRESPONSE']._serialized_end=1292
+  _globals['_DRAFTERINFO']._serialized_start=1295
+  _globals['_DRAFTERINFO']._serialized_end=1612
+  _globals['_DRAFTERCHECK']._serialized_start=1614
+  _globals['_DRAFTERCHECK']._serialized_end=1702
+  _globals['_LOADDRAFTERREQUEST']._serialized_start=1705
+  _globals['_LOADDRAFTERREQUEST']._serialized_end=1917
+  _globals['_LOADDRAFTERREQUEST_OPTIONSENTRY']._serialized_start=1871
+  _globals['_LOADDRAFTERREQUEST_OPTIONSENTRY']._serialized_end=1917
+  _globals['_LOADDRAFTERRESPONSE']._serialized_start=1919
+  _globals['_LOADDRAFTERRESPONSE']._serialized_end=1983
+  _globals['_ACTIVATEDRAFTERREQUEST']._serialized_start=1985
+  _globals['_ACTIVATEDRAFTERREQUEST']._serialized_end=2108
+  _globals['_CANARYSETTINGS']._serialized_start=2110
+  _globals['_CANARYSETTINGS']._serialized_end=2215
+  _globals['_DRAFTERCANARY']._serialized_start=2218
+  _globals['_DRAFTERCANARY']._serialized_end=2503
+  _globals['_CANARYSTATISTICS']._serialized_start=2505
+  _globals['_CANARYSTATISTICS']._serialized_end=2603
+  _globals['_ACTIVATEDRAFTERRESPONSE']._serialized_start=2605
+  _globals['_ACTIVATEDRAFTERRESPONSE']._serialized_end=2673
+  _globals['_UNLOADDRAFTERREQUEST']._serialized_start=2675
+  _globals['_UNLOADDRAFTERREQUEST']._serialized_end=2743
+  _globals['_UNLOADDRAFTERRESPONSE']._serialized_start=2745
+  _globals['_UNLOADDRAFTERRESPONSE']._serialized_end=2786
+  _globals['_DRAFTERSERVICE']._serialized_start=2945
+  _globals['_DRAFTERSERVICE']._serialized_end=3029
+  _globals['_DRAFTERREGISTRYSERVICE']._serialized_start=3032
+  _globals['_DRAFTERREGISTRYSERVICE']._serialized_end=3405
 # @@protoc_insertion_point(module_scope)

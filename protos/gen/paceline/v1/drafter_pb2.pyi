@@ -9,18 +9,18 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class TrialState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+class CanaryState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
-    TRIAL_STATE_UNSPECIFIED: _ClassVar[TrialState]
-    TRIAL_STATE_RUNNING: _ClassVar[TrialState]
-    TRIAL_STATE_PROMOTED: _ClassVar[TrialState]
-    TRIAL_STATE_ROLLED_BACK: _ClassVar[TrialState]
-    TRIAL_STATE_CANCELLED: _ClassVar[TrialState]
-TRIAL_STATE_UNSPECIFIED: TrialState
-TRIAL_STATE_RUNNING: TrialState
-TRIAL_STATE_PROMOTED: TrialState
-TRIAL_STATE_ROLLED_BACK: TrialState
-TRIAL_STATE_CANCELLED: TrialState
+    CANARY_STATE_UNSPECIFIED: _ClassVar[CanaryState]
+    CANARY_STATE_RUNNING: _ClassVar[CanaryState]
+    CANARY_STATE_PROMOTED: _ClassVar[CanaryState]
+    CANARY_STATE_ROLLED_BACK: _ClassVar[CanaryState]
+    CANARY_STATE_CANCELLED: _ClassVar[CanaryState]
+CANARY_STATE_UNSPECIFIED: CanaryState
+CANARY_STATE_RUNNING: CanaryState
+CANARY_STATE_PROMOTED: CanaryState
+CANARY_STATE_ROLLED_BACK: CanaryState
+CANARY_STATE_CANCELLED: CanaryState
 
 class DraftRequest(_message.Message):
     __slots__ = ("attach", "round")
@@ -123,16 +123,16 @@ class ListDraftersRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ListDraftersResponse(_message.Message):
-    __slots__ = ("drafters", "default_drafter", "trials", "records_texts")
+    __slots__ = ("drafters", "default_drafter", "canaries", "records_texts")
     DRAFTERS_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_DRAFTER_FIELD_NUMBER: _ClassVar[int]
-    TRIALS_FIELD_NUMBER: _ClassVar[int]
+    CANARIES_FIELD_NUMBER: _ClassVar[int]
     RECORDS_TEXTS_FIELD_NUMBER: _ClassVar[int]
     drafters: _containers.RepeatedCompositeFieldContainer[DrafterInfo]
     default_drafter: str
-    trials: _containers.RepeatedCompositeFieldContainer[DrafterTrial]
+    canaries: _containers.RepeatedCompositeFieldContainer[DrafterCanary]
     records_texts: bool
-    def __init__(self, drafters: _Optional[_Iterable[_Union[DrafterInfo, _Mapping]]] = ..., default_drafter: _Optional[str] = ..., trials: _Optional[_Iterable[_Union[DrafterTrial, _Mapping]]] = ..., records_texts: _Optional[bool] = ...) -> None: ...
+    def __init__(self, drafters: _Optional[_Iterable[_Union[DrafterInfo, _Mapping]]] = ..., default_drafter: _Optional[str] = ..., canaries: _Optional[_Iterable[_Union[DrafterCanary, _Mapping]]] = ..., records_texts: _Optional[bool] = ...) -> None: ...
 
 class DrafterInfo(_message.Message):
     __slots__ = ("name", "version", "method", "folder", "traffic_share", "active_streams", "target_fingerprint", "tokenizer_digest", "weight_bytes", "draining", "check", "hidden_state_layers", "hidden_state_window")
@@ -206,18 +206,18 @@ class LoadDrafterResponse(_message.Message):
     def __init__(self, drafter: _Optional[_Union[DrafterInfo, _Mapping]] = ...) -> None: ...
 
 class ActivateDrafterRequest(_message.Message):
-    __slots__ = ("name", "version", "traffic_share", "trial")
+    __slots__ = ("name", "version", "traffic_share", "canary")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     TRAFFIC_SHARE_FIELD_NUMBER: _ClassVar[int]
-    TRIAL_FIELD_NUMBER: _ClassVar[int]
+    CANARY_FIELD_NUMBER: _ClassVar[int]
     name: str
     version: str
     traffic_share: float
-    trial: TrialSettings
-    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., traffic_share: _Optional[float] = ..., trial: _Optional[_Union[TrialSettings, _Mapping]] = ...) -> None: ...
+    canary: CanarySettings
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., traffic_share: _Optional[float] = ..., canary: _Optional[_Union[CanarySettings, _Mapping]] = ...) -> None: ...
 
-class TrialSettings(_message.Message):
+class CanarySettings(_message.Message):
     __slots__ = ("confidence", "length_margin", "time_margin", "max_generations")
     CONFIDENCE_FIELD_NUMBER: _ClassVar[int]
     LENGTH_MARGIN_FIELD_NUMBER: _ClassVar[int]
@@ -229,27 +229,27 @@ class TrialSettings(_message.Message):
     max_generations: int
     def __init__(self, confidence: _Optional[float] = ..., length_margin: _Optional[float] = ..., time_margin: _Optional[float] = ..., max_generations: _Optional[int] = ...) -> None: ...
 
-class DrafterTrial(_message.Message):
-    __slots__ = ("name", "candidate", "baseline", "settings", "state", "reason", "candidate_figures", "baseline_figures")
+class DrafterCanary(_message.Message):
+    __slots__ = ("name", "canary", "baseline", "settings", "state", "reason", "canary_statistics", "baseline_statistics")
     NAME_FIELD_NUMBER: _ClassVar[int]
-    CANDIDATE_FIELD_NUMBER: _ClassVar[int]
+    CANARY_FIELD_NUMBER: _ClassVar[int]
     BASELINE_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
-    CANDIDATE_FIGURES_FIELD_NUMBER: _ClassVar[int]
-    BASELINE_FIGURES_FIELD_NUMBER: _ClassVar[int]
+    CANARY_STATISTICS_FIELD_NUMBER: _ClassVar[int]
+    BASELINE_STATISTICS_FIELD_NUMBER: _ClassVar[int]
     name: str
-    candidate: str
+    canary: str
     baseline: str
-    settings: TrialSettings
-    state: TrialState
+    settings: CanarySettings
+    state: CanaryState
     reason: str
-    candidate_figures: TrialFigures
-    baseline_figures: TrialFigures
-    def __init__(self, name: _Optional[str] = ..., candidate: _Optional[str] = ..., baseline: _Optional[str] = ..., settings: _Optional[_Union[TrialSettings, _Mapping]] = ..., state: _Optional[_Union[TrialState, str]] = ..., reason: _Optional[str] = ..., candidate_figures: _Optional[_Union[TrialFigures, _Mapping]] = ..., baseline_figures: _Optional[_Union[TrialFigures, _Mapping]] = ...) -> None: ...
+    canary_statistics: CanaryStatistics
+    baseline_statistics: CanaryStatistics
+    def __init__(self, name: _Optional[str] = ..., canary: _Optional[str] = ..., baseline: _Optional[str] = ..., settings: _Optional[_Union[CanarySettings, _Mapping]] = ..., state: _Optional[_Union[CanaryState, str]] = ..., reason: _Optional[str] = ..., canary_statistics: _Optional[_Union[CanaryStatistics, _Mapping]] = ..., baseline_statistics: _Optional[_Union[CanaryStatistics, _Mapping]] = ...) -> None: ...
 
-class TrialFigures(_message.Message):
+class CanaryStatistics(_message.Message):
     __slots__ = ("generations", "rounds", "accepted_length", "draft_us")
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]

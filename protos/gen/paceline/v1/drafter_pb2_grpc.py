@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class DrafterServiceStub:
-    """Guesses how texts go on. Nothing it answers can change the output, or in mode REJECTION, its distribution as long as
-    it draws as it says (see NodeDistribution).
+    """Drafts token trees. The output does not depend on them; in mode REJECTION its distribution does not, as long as
+    drafted tokens are samples of the distributions sent with them (see NodeDistribution).
     """
 
     def __init__(self, channel):
@@ -44,12 +44,12 @@ class DrafterServiceStub:
 
 
 class DrafterServiceServicer:
-    """Guesses how texts go on. Nothing it answers can change the output, or in mode REJECTION, its distribution as long as
-    it draws as it says (see NodeDistribution).
+    """Drafts token trees. The output does not depend on them; in mode REJECTION its distribution does not, as long as
+    drafted tokens are samples of the distributions sent with them (see NodeDistribution).
     """
 
     def Draft(self, request_iterator, context):
-        """One stream per generation: the first message attaches, then one message a round.
+        """One stream per generation: an attach, then one message per round.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -72,8 +72,8 @@ def add_DrafterServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DrafterService:
-    """Guesses how texts go on. Nothing it answers can change the output, or in mode REJECTION, its distribution as long as
-    it draws as it says (see NodeDistribution).
+    """Drafts token trees. The output does not depend on them; in mode REJECTION its distribution does not, as long as
+    drafted tokens are samples of the distributions sent with them (see NodeDistribution).
     """
 
     @staticmethod
@@ -105,7 +105,7 @@ class DrafterService:
 
 
 class DrafterRegistryServiceStub:
-    """Names drafters, and loads, activates and unloads their versions while text streams.
+    """Lists, loads, activates and unloads versions of named drafters while generations run.
     """
 
     def __init__(self, channel):
@@ -137,7 +137,7 @@ class DrafterRegistryServiceStub:
 
 
 class DrafterRegistryServiceServicer:
-    """Names drafters, and loads, activates and unloads their versions while text streams.
+    """Lists, loads, activates and unloads versions of named drafters while generations run.
     """
 
     def ListDrafters(self, request, context):
@@ -148,21 +148,21 @@ class DrafterRegistryServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def LoadDrafter(self, request, context):
-        """Loads a version beside those that run.
+        """Loads a version next to those that are loaded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ActivateDrafter(self, request, context):
-        """Sends new generations to a version, all of them or a share, for good or on trial.
+        """Sends new generations to a version: all of them, a share, or a share as a canary.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadDrafter(self, request, context):
-        """Removes a version. Its running generations go on with another one from their next round.
+        """Removes a version. Its running generations move to another version at their next round.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -200,7 +200,7 @@ def add_DrafterRegistryServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DrafterRegistryService:
-    """Names drafters, and loads, activates and unloads their versions while text streams.
+    """Lists, loads, activates and unloads versions of named drafters while generations run.
     """
 
     @staticmethod

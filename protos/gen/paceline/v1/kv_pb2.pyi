@@ -8,14 +8,6 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class SelectionPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    SELECTION_POLICY_UNSPECIFIED: _ClassVar[SelectionPolicy]
-    SELECTION_POLICY_STREAMING: _ClassVar[SelectionPolicy]
-    SELECTION_POLICY_CHUNK_TOPK: _ClassVar[SelectionPolicy]
-    SELECTION_POLICY_VERIFIED: _ClassVar[SelectionPolicy]
-    SELECTION_POLICY_QUEST: _ClassVar[SelectionPolicy]
-
 class KvDtype(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     KV_DTYPE_UNSPECIFIED: _ClassVar[KvDtype]
@@ -24,11 +16,6 @@ class KvDtype(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     KV_DTYPE_BFLOAT16: _ClassVar[KvDtype]
     KV_DTYPE_INT8: _ClassVar[KvDtype]
     KV_DTYPE_FLOAT8_E4M3: _ClassVar[KvDtype]
-SELECTION_POLICY_UNSPECIFIED: SelectionPolicy
-SELECTION_POLICY_STREAMING: SelectionPolicy
-SELECTION_POLICY_CHUNK_TOPK: SelectionPolicy
-SELECTION_POLICY_VERIFIED: SelectionPolicy
-SELECTION_POLICY_QUEST: SelectionPolicy
 KV_DTYPE_UNSPECIFIED: KvDtype
 KV_DTYPE_FLOAT32: KvDtype
 KV_DTYPE_FLOAT16: KvDtype
@@ -47,70 +34,82 @@ class MapCacheRequest(_message.Message):
     def __init__(self, read_grant: _Optional[bytes] = ..., layers: _Optional[_Iterable[int]] = ..., hidden_state_layers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class MapCacheResponse(_message.Message):
-    __slots__ = ("segments", "dtype", "committed_length", "generation", "lease_ms", "hidden_states")
-    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("file", "dtype", "committed_length", "generation", "lease_ms", "kv", "hidden_states")
+    FILE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_LENGTH_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    KV_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]
-    segments: _containers.RepeatedCompositeFieldContainer[KvSegment]
+    file: PosixSharedMemory
     dtype: KvDtype
     committed_length: int
     generation: int
     lease_ms: int
-    hidden_states: _containers.RepeatedCompositeFieldContainer[HiddenStateSegment]
-    def __init__(self, segments: _Optional[_Iterable[_Union[KvSegment, _Mapping]]] = ..., dtype: _Optional[_Union[KvDtype, str]] = ..., committed_length: _Optional[int] = ..., generation: _Optional[int] = ..., lease_ms: _Optional[int] = ..., hidden_states: _Optional[_Iterable[_Union[HiddenStateSegment, _Mapping]]] = ...) -> None: ...
+    kv: KvLayout
+    hidden_states: HiddenStateLayout
+    def __init__(self, file: _Optional[_Union[PosixSharedMemory, _Mapping]] = ..., dtype: _Optional[_Union[KvDtype, str]] = ..., committed_length: _Optional[int] = ..., generation: _Optional[int] = ..., lease_ms: _Optional[int] = ..., kv: _Optional[_Union[KvLayout, _Mapping]] = ..., hidden_states: _Optional[_Union[HiddenStateLayout, _Mapping]] = ...) -> None: ...
 
-class HiddenStateSegment(_message.Message):
-    __slots__ = ("layer", "posix", "offset", "position_stride", "hidden_size", "slots")
-    LAYER_FIELD_NUMBER: _ClassVar[int]
-    POSIX_FIELD_NUMBER: _ClassVar[int]
-    OFFSET_FIELD_NUMBER: _ClassVar[int]
-    POSITION_STRIDE_FIELD_NUMBER: _ClassVar[int]
-    HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
-    SLOTS_FIELD_NUMBER: _ClassVar[int]
-    layer: int
-    posix: PosixSharedMemory
-    offset: int
-    position_stride: int
-    hidden_size: int
-    slots: int
-    def __init__(self, layer: _Optional[int] = ..., posix: _Optional[_Union[PosixSharedMemory, _Mapping]] = ..., offset: _Optional[int] = ..., position_stride: _Optional[int] = ..., hidden_size: _Optional[int] = ..., slots: _Optional[int] = ...) -> None: ...
-
-class KvSegment(_message.Message):
-    __slots__ = ("layer", "is_value", "posix", "cuda_ipc", "offset", "head_stride", "position_stride", "heads", "head_dim", "capacity", "page_table", "page_size", "page_stride", "page_table_memory", "page_table_offset")
-    LAYER_FIELD_NUMBER: _ClassVar[int]
-    IS_VALUE_FIELD_NUMBER: _ClassVar[int]
-    POSIX_FIELD_NUMBER: _ClassVar[int]
-    CUDA_IPC_FIELD_NUMBER: _ClassVar[int]
-    OFFSET_FIELD_NUMBER: _ClassVar[int]
-    HEAD_STRIDE_FIELD_NUMBER: _ClassVar[int]
-    POSITION_STRIDE_FIELD_NUMBER: _ClassVar[int]
+class KvLayout(_message.Message):
+    __slots__ = ("layers", "heads", "head_dim", "capacity", "head_stride", "position_stride", "pages")
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
     HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_FIELD_NUMBER: _ClassVar[int]
-    PAGE_TABLE_FIELD_NUMBER: _ClassVar[int]
-    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
-    PAGE_STRIDE_FIELD_NUMBER: _ClassVar[int]
-    PAGE_TABLE_MEMORY_FIELD_NUMBER: _ClassVar[int]
-    PAGE_TABLE_OFFSET_FIELD_NUMBER: _ClassVar[int]
-    layer: int
-    is_value: bool
-    posix: PosixSharedMemory
-    cuda_ipc: CudaIpcMemory
-    offset: int
-    head_stride: int
-    position_stride: int
+    HEAD_STRIDE_FIELD_NUMBER: _ClassVar[int]
+    POSITION_STRIDE_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    layers: _containers.RepeatedCompositeFieldContainer[KvLayer]
     heads: int
     head_dim: int
     capacity: int
-    page_table: _containers.RepeatedScalarFieldContainer[int]
+    head_stride: int
+    position_stride: int
+    pages: KvPages
+    def __init__(self, layers: _Optional[_Iterable[_Union[KvLayer, _Mapping]]] = ..., heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., capacity: _Optional[int] = ..., head_stride: _Optional[int] = ..., position_stride: _Optional[int] = ..., pages: _Optional[_Union[KvPages, _Mapping]] = ...) -> None: ...
+
+class KvLayer(_message.Message):
+    __slots__ = ("layer", "key_offset", "value_offset")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    KEY_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    VALUE_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    key_offset: int
+    value_offset: int
+    def __init__(self, layer: _Optional[int] = ..., key_offset: _Optional[int] = ..., value_offset: _Optional[int] = ...) -> None: ...
+
+class KvPages(_message.Message):
+    __slots__ = ("memory", "page_size", "page_stride", "table_offset")
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_STRIDE_FIELD_NUMBER: _ClassVar[int]
+    TABLE_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    memory: CudaIpcMemory
     page_size: int
     page_stride: int
-    page_table_memory: PosixSharedMemory
-    page_table_offset: int
-    def __init__(self, layer: _Optional[int] = ..., is_value: _Optional[bool] = ..., posix: _Optional[_Union[PosixSharedMemory, _Mapping]] = ..., cuda_ipc: _Optional[_Union[CudaIpcMemory, _Mapping]] = ..., offset: _Optional[int] = ..., head_stride: _Optional[int] = ..., position_stride: _Optional[int] = ..., heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., capacity: _Optional[int] = ..., page_table: _Optional[_Iterable[int]] = ..., page_size: _Optional[int] = ..., page_stride: _Optional[int] = ..., page_table_memory: _Optional[_Union[PosixSharedMemory, _Mapping]] = ..., page_table_offset: _Optional[int] = ...) -> None: ...
+    table_offset: int
+    def __init__(self, memory: _Optional[_Union[CudaIpcMemory, _Mapping]] = ..., page_size: _Optional[int] = ..., page_stride: _Optional[int] = ..., table_offset: _Optional[int] = ...) -> None: ...
+
+class HiddenStateLayout(_message.Message):
+    __slots__ = ("layers", "hidden_size", "slots", "position_stride")
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    POSITION_STRIDE_FIELD_NUMBER: _ClassVar[int]
+    layers: _containers.RepeatedCompositeFieldContainer[HiddenStateLayer]
+    hidden_size: int
+    slots: int
+    position_stride: int
+    def __init__(self, layers: _Optional[_Iterable[_Union[HiddenStateLayer, _Mapping]]] = ..., hidden_size: _Optional[int] = ..., slots: _Optional[int] = ..., position_stride: _Optional[int] = ...) -> None: ...
+
+class HiddenStateLayer(_message.Message):
+    __slots__ = ("layer", "offset")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    offset: int
+    def __init__(self, layer: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class PosixSharedMemory(_message.Message):
     __slots__ = ("name", "byte_size")
@@ -154,13 +153,13 @@ class FollowSubscribe(_message.Message):
     read_grant: bytes
     layers: _containers.RepeatedScalarFieldContainer[int]
     budget: int
-    policy: SelectionPolicy
+    policy: str
     wire_dtype: KvDtype
     positions_only: bool
     hidden_state_layers: _containers.RepeatedScalarFieldContainer[int]
     hidden_state_window: int
     hidden_state_start: int
-    def __init__(self, read_grant: _Optional[bytes] = ..., layers: _Optional[_Iterable[int]] = ..., budget: _Optional[int] = ..., policy: _Optional[_Union[SelectionPolicy, str]] = ..., wire_dtype: _Optional[_Union[KvDtype, str]] = ..., positions_only: _Optional[bool] = ..., hidden_state_layers: _Optional[_Iterable[int]] = ..., hidden_state_window: _Optional[int] = ..., hidden_state_start: _Optional[int] = ...) -> None: ...
+    def __init__(self, read_grant: _Optional[bytes] = ..., layers: _Optional[_Iterable[int]] = ..., budget: _Optional[int] = ..., policy: _Optional[str] = ..., wire_dtype: _Optional[_Union[KvDtype, str]] = ..., positions_only: _Optional[bool] = ..., hidden_state_layers: _Optional[_Iterable[int]] = ..., hidden_state_window: _Optional[int] = ..., hidden_state_start: _Optional[int] = ...) -> None: ...
 
 class FollowAck(_message.Message):
     __slots__ = ("update_id", "budget")

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class KvExchangeServiceStub:
-    """Gives drafters the target's KV: by mapping on the same host, by sparse copies elsewhere. Served by the verifier.
+    """Shares the target's KV with drafters: memory to map on the same host, sparse copies elsewhere. Served by the verifier.
     """
 
     def __init__(self, channel):
@@ -48,7 +48,7 @@ class KvExchangeServiceStub:
 
 
 class KvExchangeServiceServicer:
-    """Gives drafters the target's KV: by mapping on the same host, by sparse copies elsewhere. Served by the verifier.
+    """Shares the target's KV with drafters: memory to map on the same host, sparse copies elsewhere. Served by the verifier.
     """
 
     def MapCache(self, request, context):
@@ -87,7 +87,7 @@ def add_KvExchangeServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class KvExchangeService:
-    """Gives drafters the target's KV: by mapping on the same host, by sparse copies elsewhere. Served by the verifier.
+    """Shares the target's KV with drafters: memory to map on the same host, sparse copies elsewhere. Served by the verifier.
     """
 
     @staticmethod

@@ -2,7 +2,7 @@
 
 from paceline.decoder.cache import KVCacheView, LocalCache
 from paceline.decoder.config import DecoderConfig, load_config
-from paceline.decoder.device import find_device, use_device
+from paceline.decoder.device import ACCELERATORS, find_device, use_device
 from paceline.decoder.errors import UnsupportedModelError
 from paceline.decoder.graphs import GraphRunner
 from paceline.decoder.invariance import BatchInvariance, check_batch_invariance
@@ -11,6 +11,7 @@ from paceline.decoder.packed import PackedWeights, Publication, packed_path, pub
 from paceline.decoder.weights import weights_fingerprint
 
 __all__ = [
+    "ACCELERATORS",
     "AttentionObserver",
     "BatchInvariance",
     "Decoder",

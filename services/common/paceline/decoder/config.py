@@ -4,16 +4,44 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from paceline.decoder.errors import UnsupportedModelError
 
-SUPPORTED_MODELS = ("llama", "mistral", "qwen2", "qwen3")
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """Properties of a family's layers that its config.json does not contain.
+
+    Attributes:
+        qkv_bias: Whether the q, k and v projections have a bias; None: the config's
+            ``attention_bias``.
+        o_bias: Whether the attention output projection has a bias; None: the config's
+            ``attention_bias``.
+        qk_norm: Whether q and k heads are RMS-normalised before RoPE.
+        layer_types: Type of every layer; None: the config's ``layer_types``. "sliding" applies
+            where the config has a ``sliding_window``.
+    """
+
+    qkv_bias: bool | None = None
+    o_bias: bool | None = None
+    qk_norm: bool = False
+    layer_types: Literal["full", "sliding"] | None = None
+
+
+FAMILIES = {
+    "llama": ModelFamily(layer_types="full"),
+    "mistral": ModelFamily(layer_types="sliding"),
+    "qwen2": ModelFamily(qkv_bias=True, o_bias=False),
+    "qwen3": ModelFamily(qk_norm=True),
+}
+"""Supported families, by Hugging Face model type."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +125,7 @@ def load_config(folder: str | Path, dtype: torch.dtype | str = "auto") -> Decode
     except (ValueError, KeyError) as error:
         raise UnsupportedModelError(f"cannot read {folder}/config.json: {error}") from error
     _refuse_unsupported(hf)
+    family, attention_bias = FAMILIES[hf.model_type], bool(getattr(hf, "attention_bias", False))
     inv_freq, rope_scaling = rope_frequencies(hf)
     head_dim = _head_dim(hf)
     return DecoderConfig(
@@ -112,11 +141,11 @@ def load_config(folder: str | Path, dtype: torch.dtype | str = "auto") -> Decode
         norm_eps=hf.rms_norm_eps,
         rope_inv_freq=tuple(inv_freq.tolist()),
         rope_scaling=rope_scaling,
-        windows=_windows(hf),
-        qkv_bias=hf.model_type == "qwen2" or bool(getattr(hf, "attention_bias", False)),
-        o_bias=hf.model_type != "qwen2" and bool(getattr(hf, "attention_bias", False)),
+        windows=_windows(hf, family),
+        qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+        o_bias=attention_bias if family.o_bias is None else family.o_bias,
         mlp_bias=bool(getattr(hf, "mlp_bias", False)),
-        qk_norm=hf.model_type == "qwen3",
+        qk_norm=family.qk_norm,
         tied=bool(hf.tie_word_embeddings),
         eos_token_ids=_eos(folder, hf),
         bos_token_id=hf.bos_token_id,
@@ -125,9 +154,9 @@ def load_config(folder: str | Path, dtype: torch.dtype | str = "auto") -> Decode
 
 
 def _refuse_unsupported(hf: Any) -> None:
-    if hf.model_type not in SUPPORTED_MODELS:
+    if hf.model_type not in FAMILIES:
         raise UnsupportedModelError(
-            f"model type {hf.model_type!r} is not supported, expected one of {SUPPORTED_MODELS}"
+            f"model type {hf.model_type!r} is not supported, expected one of {sorted(FAMILIES)}"
         )
     if hf.hidden_act != "silu":
         raise UnsupportedModelError(f"activation {hf.hidden_act!r} is not supported, only 'silu'")
@@ -182,13 +211,12 @@ def rope_frequencies(hf: Any) -> tuple[Tensor, float]:
     return inv_freq, float(scaling)
 
 
-def _windows(hf: Any) -> tuple[int | None, ...]:
+def _windows(hf: Any, family: ModelFamily) -> tuple[int | None, ...]:
     window = getattr(hf, "sliding_window", None)
-    kinds = getattr(hf, "layer_types", None)
-    if hf.model_type == "mistral":
-        kinds = ["sliding_attention" if window else "full_attention"] * hf.num_hidden_layers
-    elif hf.model_type == "llama" or kinds is None:
-        kinds = ["full_attention"] * hf.num_hidden_layers
+    kinds = None if family.layer_types else getattr(hf, "layer_types", None)
+    if kinds is None:
+        sliding = family.layer_types == "sliding" and window
+        kinds = ["sliding_attention" if sliding else "full_attention"] * hf.num_hidden_layers
     unknown = set(kinds) - {"full_attention", "sliding_attention"}
     if unknown or len(kinds) != hf.num_hidden_layers:
         raise UnsupportedModelError(

@@ -1,4 +1,4 @@
-"""Choice of a service's device."""
+"""Devices by name, and threads that compute on them."""
 
 from __future__ import annotations
 
@@ -9,45 +9,53 @@ import torch
 
 logger = logging.getLogger("paceline.device")
 
-_NAMES = re.compile(r"auto|cpu|cuda(:\d+)?")
+ACCELERATORS = ("cuda",)
+"""Types of devices besides the CPU, by their names in PyTorch; auto takes the first there is."""
+
+_EXPECTED = ", ".join(["auto", "cpu", *(f"{kind} or {kind}:N" for kind in ACCELERATORS)])
 
 
 def find_device(name: str, *, preferred: int = 0) -> torch.device:
-    """An available device, with its index.
+    """The device of a name, with its number.
 
     Args:
-        name: auto, cpu, cuda or cuda:N. auto is a GPU if PyTorch finds one, else the CPU; the
+        name: auto, cpu, cuda or cuda:N. auto is a GPU if PyTorch finds one, otherwise the CPU; the
             choice is logged.
-        preferred: Index of the GPU that auto chooses; the last one if there are fewer.
+        preferred: Number of the GPU that auto takes; the last one if there are fewer.
 
     Raises:
-        ValueError: The name is not one of these, or there is no such device.
+        ValueError: The name is unknown, or there is no such device.
     """
-    if not _NAMES.fullmatch(name):
-        raise ValueError(f"device is {name!r}, expected auto, cpu, cuda or cuda:N")
+    if name == "auto":
+        return _choose(preferred)
     if name == "cpu":
         return torch.device("cpu")
-    count = torch.cuda.device_count()
-    if name == "auto":
-        return _choose(count, preferred)
-    number = torch.device(name).index or 0
-    if number >= count:
-        raise ValueError(f"device is {name!r}, expected one of the {count} GPUs that PyTorch finds")
-    return torch.device("cuda", number)
+    kind, _, number = name.partition(":")
+    if kind not in ACCELERATORS or not re.fullmatch(r"[a-z]+(:\d+)?", name):
+        raise ValueError(f"device is {name!r}, expected {_EXPECTED}")
+    count = _count(kind)
+    if int(number or 0) >= count:
+        raise ValueError(f"device is {name!r}, expected one of the {count} that PyTorch finds")
+    return torch.device(kind, int(number or 0))
 
 
-def _choose(count: int, preferred: int) -> torch.device:
-    if not count:
-        build = "" if torch.version.cuda else f", and {torch.__version__} is built without CUDA"
-        logger.info("device auto: computing on the CPU, since PyTorch finds no GPU%s", build)
-        return torch.device("cpu")
-    device = torch.device("cuda", min(preferred, count - 1))
-    logger.info("device auto: computing on %s, GPUs that PyTorch finds: %d", device, count)
-    return device
+def _choose(preferred: int) -> torch.device:
+    for kind in ACCELERATORS:
+        if count := _count(kind):
+            device = torch.device(kind, min(preferred, count - 1))
+            logger.info("device auto: using %s, GPUs that PyTorch finds: %d", device, count)
+            return device
+    build = "" if torch.version.cuda else f", and {torch.__version__} is built without CUDA"
+    logger.info("device auto: using the CPU, since PyTorch finds no GPU%s", build)
+    return torch.device("cpu")
+
+
+def _count(kind: str) -> int:
+    return int(torch.get_device_module(kind).device_count())
 
 
 def use_device(device: torch.device | str) -> None:
-    """Make a GPU the current device of the calling thread, on which Triton launches kernels."""
+    """Make a device the calling thread's current one, on which Triton launches its kernels."""
     device = torch.device(device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    if device.type in ACCELERATORS:
+        torch.get_device_module(device).set_device(device)

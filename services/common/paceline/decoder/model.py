@@ -1,4 +1,8 @@
-"""The packed decoder: one forward pass over the query blocks of many sequences."""
+"""The packed decoder: one forward pass over the query blocks of many sequences.
+
+The residual stream, norms and RoPE are float32 for bfloat16 weights too. This is closer to the
+float32 model, and the compiled kernels compute in float32 in any case.
+"""
 
 from __future__ import annotations
 

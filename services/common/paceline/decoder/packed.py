@@ -22,7 +22,7 @@ from torch import Tensor
 
 from paceline.decoder.blobs import can_map, layout_of, memory_of, packed_over
 from paceline.decoder.onednn import current_limit
-from paceline.shm import PREFIX, SHM, claim, is_orphan
+from paceline.kv.segment import PREFIX, SHM, claim, is_orphan
 
 _log = logging.getLogger(__name__)
 

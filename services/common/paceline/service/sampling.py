@@ -1,7 +1,13 @@
-"""Sampling parameters from the wire. Imports torch, unlike the rest of the package."""
+"""Sampling parameters from the wire. Torch is imported on use: not every service needs it."""
 
-from paceline.kernels import SamplingParams
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from paceline.v1 import sampling_pb2
+
+if TYPE_CHECKING:
+    from paceline.kernels import SamplingParams
 
 
 def rejects(message: sampling_pb2.SamplingParams) -> bool:
@@ -17,6 +23,8 @@ def sampling_params(message: sampling_pb2.SamplingParams) -> SamplingParams:
     Raises:
         ValueError: A value is out of range.
     """
+    from paceline.kernels import SamplingParams
+
     return SamplingParams(
         temperature=message.temperature,
         top_k=message.top_k,

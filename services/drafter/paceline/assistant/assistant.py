@@ -1,10 +1,10 @@
 """The decoding loop that transformers calls instead of its own (``custom_generate``).
 
-The sampling contract holds here too: the token at position t is the argmax of transformers'
-processed scores, plus noise keyed by seed and t where it samples. A drafted chain is checked in one
-forward pass and stands as far as it holds these tokens, so no drafter can change them. The logits
-are those of the model at hand: where its bits depend on how many tokens a pass has, ties within
-rounding may fall otherwise.
+The sampling contract is that of the services: the token at position t is the argmax of
+transformers' processed scores, plus noise keyed by seed and t if it samples. A drafted chain is
+verified in one forward pass and accepted as far as it holds these tokens, so no drafter can change
+them. The logits are those of the given model: if their bits depend on the number of tokens in a
+pass, ties within rounding may be decided differently.
 """
 
 from __future__ import annotations
@@ -27,44 +27,43 @@ from paceline.drafter.methods.base import (
     Resources,
     Update,
 )
-from paceline.drafter.tree import Tree
 from paceline.kernels import gumbel_noise
 from paceline.v1 import sampling_pb2
 
 
 @dataclass
 class AssistantStats:
-    """What the last ``generate`` did."""
+    """Statistics of the last ``generate``."""
 
     rounds: int = 0
     """Forward passes."""
     drafted: int = 0
-    """Drafted tokens that were checked."""
+    """Drafted tokens."""
     accepted: int = 0
-    """Those that stood."""
+    """Accepted draft tokens."""
     emitted: int = 0
-    """All tokens that came out."""
+    """Generated tokens."""
 
 
 class PacelineAssistant:
-    """Speculative decoding for transformers; give it as ``custom_generate``.
+    """Speculative decoding for transformers; pass it as ``custom_generate``.
 
-    Works for one sequence at a time with models whose cache can be cropped. Methods that read
-    tokens only (``ngram``, ``lm``) can be used; for the others run the services.
+    Works for one sequence at a time with models whose cache can be cropped, and with methods that
+    read tokens only (``ngram``, ``lm``); the other methods need the services.
 
     Args:
         method: Drafting method.
-        folder: Folder of its weights; None for methods without.
+        folder: Folder of its weights; None for methods without weights.
         options: Its options, as text.
-        nodes: Most tokens drafted a round.
-        device: Where a method with weights computes: auto, cpu, cuda or cuda:N.
+        nodes: Maximum number of drafted tokens per round.
+        device: Device of a method with weights: auto, cpu, cuda or cuda:N.
 
     Attributes:
-        stats: Of the last call.
+        stats: Statistics of the last call.
 
     Raises:
         LoadError: There is no such method, or its folder or options are wrong.
-        ValueError: It reads the target's KV or hidden states, or there is no such device.
+        ValueError: The method reads the target's KV or hidden states, or there is no such device.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class PacelineAssistant:
         if needs.kv_layers or needs.hidden_state_layers:
             raise ValueError(
                 f"{method} reads the target's KV or hidden states, which transformers does not "
-                "hand out; use ngram or lm here, or the services"
+                "provide; use ngram or lm here, or the services"
             )
         self._nodes = nodes
         self.stats = AssistantStats()
@@ -99,17 +98,18 @@ class PacelineAssistant:
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Tensor:
-        """The decoding loop, as transformers calls it.
+        """Run the decoding loop, with the arguments that transformers passes.
 
         Args:
             model: A decoder-only model.
             input_ids: int64 ``[1, prompt]``.
-            logits_processor: Maps ids and scores ``[1, V]`` to scores; temperature and filters too.
-            stopping_criteria: Say after each token whether to stop.
-            generation_config: ``do_sample`` and what it means.
-            synced_gpus: Refused: every GPU would have to run the same number of passes.
-            streamer: Gets each token.
-            model_kwargs: ``past_key_values``: the cache that was prepared.
+            logits_processor: Maps ids and scores ``[1, V]`` to scores, temperature and filters
+                included.
+            stopping_criteria: Evaluated after each token.
+            generation_config: Sampling settings.
+            synced_gpus: Not supported: every GPU would have to run the same number of passes.
+            streamer: Receives each token.
+            model_kwargs: ``past_key_values`` is the cache to use.
 
         Returns:
             int64 ``[1, prompt + output]``.
@@ -160,31 +160,31 @@ class PacelineAssistant:
         process: Any,
         stop: Any,
     ) -> tuple[Tensor, bool]:
-        """Draft a chain, check it in one pass, take what stands and one token more."""
-        chain = _first_path(sequence.draft(Budget(self._nodes, self._nodes)))
-        known = cache.get_seq_length()
+        """Draft a chain, verify it in one pass, append the accepted tokens and one more."""
+        chain = sequence.draft(Budget(self._nodes, self._nodes)).best_chain().tokens
+        cached = cache.get_seq_length()
         fed = torch.cat([ids, torch.tensor([chain], dtype=ids.dtype, device=ids.device)], dim=1)
-        output = model(input_ids=fed[:, known:], past_key_values=cache, use_cache=True)
+        output = model(input_ids=fed[:, cached:], past_key_values=cache, use_cache=True)
         scores = output.logits[:, -1 - len(chain) :].float()
         self.stats.rounds += 1
         self.stats.drafted += len(chain)
-        for place in range(len(chain) + 1):
-            row = process(ids, scores[:, place].to(ids.device))
+        for depth in range(len(chain) + 1):
+            row = process(ids, scores[:, depth].to(ids.device))
             token = _choose(row[0], sampling, ids.shape[1])
             ids = torch.cat([ids, ids.new_tensor([[token]])], dim=1)
             self.stats.emitted += 1
-            stands = place < len(chain) and chain[place] == token
-            self.stats.accepted += stands
+            accepted = depth < len(chain) and chain[depth] == token
+            self.stats.accepted += accepted
             done = bool(stop(ids, row).all())
-            if done or not stands:
+            if done or not accepted:
                 break
-        if wrong := fed.shape[1] - (ids.shape[1] - 1):
-            cache.crop(-wrong)
+        if rejected := fed.shape[1] - (ids.shape[1] - 1):
+            cache.crop(-rejected)
         return ids, done
 
 
 def _sampling(config: Any) -> sampling_pb2.SamplingParams:
-    """What a drafter should know of the choice: with transformers' own seed where it samples."""
+    """The sampling parameters for the drafter; the seed is drawn, so torch.manual_seed fixes it."""
     if not config.do_sample:
         return sampling_pb2.SamplingParams()
     return sampling_pb2.SamplingParams(
@@ -193,7 +193,7 @@ def _sampling(config: Any) -> sampling_pb2.SamplingParams:
         top_p=config.top_p or 1.0,
         min_p=config.min_p or 0.0,
         repetition_penalty=config.repetition_penalty or 1.0,
-        seed=int(torch.randint(2**62, (1,))),  # so that torch.manual_seed decides it
+        seed=int(torch.randint(2**62, (1,))),
     )
 
 
@@ -202,13 +202,3 @@ def _choose(scores: Tensor, sampling: sampling_pb2.SamplingParams, position: int
         return int(scores.argmax())
     noise = gumbel_noise(sampling.seed, position, scores.numel())
     return int((scores.cpu() + noise).argmax())
-
-
-def _first_path(tree: Tree) -> list[int]:
-    """From the anchor down, always to the first child: builders put the likeliest first."""
-    path: list[int] = []
-    node = -1
-    while children := tree.children(node):
-        node = children[0]
-        path.append(tree.tokens[node])
-    return path

@@ -1,11 +1,13 @@
 """Drafts token trees: methods, a registry of loaded versions, and the service around them.
 
-Imports no torch until a method that needs it is loaded. What a drafter drafts can change the speed
-of a generation, never its tokens.
+Imports neither gRPC nor torch until they are needed, so that training can import the modules of a
+method. What a drafter drafts can change the speed of a generation, never its tokens.
 """
 
-from paceline.drafter.kv import KvGone, KvNotShared, VerifierAccess
-from paceline.drafter.methods import method_names, register_method
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from paceline.drafter.methods import method_names
 from paceline.drafter.methods.base import (
     Budget,
     Drafter,
@@ -17,9 +19,12 @@ from paceline.drafter.methods.base import (
     Resources,
     Update,
 )
-from paceline.drafter.service import DrafterService, build_service
 from paceline.drafter.spec import DrafterSpec
-from paceline.drafter.tree import Tree
+from paceline.tree import TokenTree
+
+if TYPE_CHECKING:
+    from paceline.drafter.kv import KvGone, KvNotShared, VerifierAccess
+    from paceline.drafter.service import DrafterService, build_service
 
 __all__ = [
     "Budget",
@@ -34,10 +39,23 @@ __all__ = [
     "LoadError",
     "Needs",
     "Resources",
-    "Tree",
+    "TokenTree",
     "Update",
     "VerifierAccess",
     "build_service",
     "method_names",
-    "register_method",
 ]
+
+_IMPORTED_ON_USE = {
+    "DrafterService": "paceline.drafter.service",
+    "KvGone": "paceline.drafter.kv",
+    "KvNotShared": "paceline.drafter.kv",
+    "VerifierAccess": "paceline.drafter.kv",
+    "build_service": "paceline.drafter.service",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _IMPORTED_ON_USE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_IMPORTED_ON_USE[name]), name)

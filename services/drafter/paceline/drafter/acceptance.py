@@ -1,11 +1,11 @@
-"""What a drafter's trees are worth on a target's own texts, measured in one process.
+"""Accepted length of a drafter on texts of its target, measured in one process.
 
-What a target writes depends on no drafter. So a text is recorded once, by plain steps, and any
-number of drafters can be tried on it: a round's tree is walked along the text that is known
-already, and no tree is ever run through the target. On a CPU the outcome is exactly that of rounds
-with a verifier, whose KV has the same bits; elsewhere up to ties within rounding.
+The target's text does not depend on the drafter. It is recorded once, by plain decoding, and any
+number of drafters are measured on it: the tree of each round is compared with the recorded text,
+and no tree is run through the target. On a CPU the result equals that of rounds with a verifier,
+whose KV has the same bits; elsewhere up to ties within rounding.
 
-Used by training and by the benchmarks; a service never imports this.
+For training and calibration; the services do not import it.
 """
 
 from __future__ import annotations
@@ -17,66 +17,72 @@ import torch
 from torch import Tensor
 
 from paceline.decoder import Decoder, LocalCache
-from paceline.drafter.kv.shared import streaming_parts
+from paceline.drafter.kv.reader import StateReader, StreamingReader
 from paceline.drafter.methods.base import Budget, Drafter, Generation, Update
-from paceline.drafter.methods.lm_sequence import chain_segments
-from paceline.drafter.tree import Tree
+from paceline.drafter.methods.slots import chain_segments
+from paceline.drafter.statistics import accepted_length
 from paceline.kernels import History, choose_token, plan_trees
 from paceline.service.sampling import sampling_params
+from paceline.tree import TokenTree
 from paceline.v1 import sampling_pb2
 
 GREEDY = sampling_pb2.SamplingParams()
 _PREFILL = 1024  # tokens of a forward pass
 
 
-class RecordedStates:
-    """A recording's hidden states up to a movable committed length; a :class:`TargetStates`."""
+class RecordedStates(StateReader):
+    """A recording's hidden states up to a movable committed length."""
+
+    committed = 0
 
     def __init__(self, states: Tensor, window: int) -> None:
-        """Of one row a position, ``[S, layers * hidden]``; ``window`` as in ``Needs``."""
-        self.committed = 0
-        """Positions that may be read. Unit: tokens."""
+        """Of one row per position, ``[S, layers * hidden]``; ``window`` as in ``Needs``."""
         self._states = states
         self._window = window
 
     def read(self, begin: int, end: int) -> tuple[int, Tensor]:
-        """See :meth:`TargetStates.read`."""
+        """See :class:`StateReader`."""
         oldest = max(0, self.committed - self._window) if self._window else 0
         first = min(end, max(begin, oldest))
         return first, self._states[first:end]
 
     def check(self) -> None:
-        """Nothing: they are there as long as the recording."""
+        """The recording always exists."""
+
+    def close(self) -> None:
+        """Nothing to release."""
 
 
-class RecordedKv:
-    """A recording's KV up to a movable committed length; a :class:`TargetKv`."""
+class RecordedKv(StreamingReader):
+    """A recording's KV up to a movable committed length."""
+
+    committed = 0
 
     def __init__(self, cache: LocalCache) -> None:
-        self.committed = 0
-        """Positions that may be read. Unit: tokens."""
         self._cache = cache
 
-    def parts(self, index: int, below: int, budget: int) -> list[tuple[Tensor, Tensor]]:
-        """See :meth:`TargetKv.parts`: the first and the newest positions."""
-        return streaming_parts(self._cache.layer(index), min(self.committed, below), budget)
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """See :class:`StreamingReader`."""
+        return self._cache.layer(index)
 
     def check(self) -> None:
-        """Nothing: it is there as long as the recording."""
+        """The recording always exists."""
+
+    def close(self) -> None:
+        """Nothing to release."""
 
 
 @dataclass(frozen=True)
 class Recording:
-    """A text that a target wrote, with the keys and values it left behind.
+    """A text that a target generated, with its KV and hidden states.
 
     Attributes:
         tokens: Prompt and continuation.
-        prompt_length: How many of them are the prompt.
-        vocab_size: The target's.
-        sampling: How the continuation was chosen.
+        prompt_length: Number of prompt tokens.
+        vocab_size: Number of token ids of the target.
+        sampling: Sampling parameters of the continuation.
         cache: KV of all tokens but the last.
-        states: Outputs of the layers asked for, by layer, ``[S, hidden]`` each, at the same
-            positions.
+        states: Outputs of the recorded layers at the same positions, by layer, ``[S, hidden]``.
     """
 
     tokens: list[int]
@@ -88,7 +94,7 @@ class Recording:
 
     @property
     def continuation(self) -> list[int]:
-        """What the target wrote."""
+        """The generated tokens."""
         return self.tokens[self.prompt_length :]
 
 
@@ -99,17 +105,22 @@ def record(
     sampling: sampling_pb2.SamplingParams = GREEDY,
     layers: Collection[int] = (),
 ) -> Recording:
-    """Let a target write ``count`` tokens after a prompt; no token ends the text.
+    """Generate ``count`` tokens after a prompt; end tokens do not end the text.
 
-    Outputs of ``layers`` are kept, for drafters that read them.
+    Args:
+        target: The target.
+        prompt: Token ids, at least one.
+        count: Number of tokens to generate.
+        sampling: Sampling parameters.
+        layers: Layers whose outputs are recorded, for drafters that read hidden states.
 
     Raises:
-        ValueError: The prompt is empty, or the text would not fit the target's context.
+        ValueError: The prompt is empty, or the text does not fit the target's context.
     """
     config = target.config
     if not prompt or len(prompt) + count > config.max_position:
         raise ValueError(
-            f"{len(prompt)} tokens of prompt and {count} new ones, expected at least one and "
+            f"{len(prompt)} prompt tokens and {count} new ones, expected at least one and "
             f"together at most {config.max_position}, the target's context"
         )
     params = sampling_params(sampling)
@@ -119,7 +130,7 @@ def record(
     taps: dict[int, list[Tensor]] = {layer: [] for layer in sorted(layers)}
     while len(history) < len(prompt) + count:
         stop = min(len(tokens), len(cache) + _PREFILL)
-        logits = _feed(target, cache, tokens[len(cache) : stop], taps)
+        logits = _forward(target, cache, tokens[len(cache) : stop], taps)
         if stop == len(tokens):
             tokens.append(choose_token(logits, params, stop, history))
             history.push(tokens[-1])
@@ -134,96 +145,74 @@ def replay(
     sampling: sampling_pb2.SamplingParams = GREEDY,
     layers: Collection[int] = (),
 ) -> Recording:
-    """A text that the target wrote before, read once more.
+    """Record the KV and hidden states of a text that the target generated before.
 
     Raises:
         ValueError: Prompt or text is empty, or they do not fit the target's context.
     """
-    read = record(target, [*prompt, *tokens[:-1]], 1, sampling, layers)
-    text = [*prompt, *tokens]
-    return replace(read, tokens=text, prompt_length=len(prompt))
+    recording = record(target, [*prompt, *tokens[:-1]], 1, sampling, layers)
+    return replace(recording, tokens=[*prompt, *tokens], prompt_length=len(prompt))
 
 
-def accepted_lengths(
-    drafter: Drafter,
-    recording: Recording,
-    *,
-    sampling: sampling_pb2.SamplingParams | None = None,
-) -> list[int]:
-    """Drafted tokens that stand in each round of a recorded text; the bonus token is not counted.
-
-    For the arguments see :func:`rounds`.
-    """
-    return [standing(tree, after) for tree, after in rounds(drafter, recording, sampling=sampling)]
+def accepted_lengths(drafter: Drafter, recording: Recording) -> list[int]:
+    """Accepted draft tokens of each round along a recorded text, without bonus tokens."""
+    return [accepted_length(tree, after) for tree, after in rounds(drafter, recording)]
 
 
-def rounds(
-    drafter: Drafter,
-    recording: Recording,
-    *,
-    sampling: sampling_pb2.SamplingParams | None = None,
-    kv: RecordedKv | None = None,
-) -> Iterator[tuple[Tree, list[int]]]:
-    """The tree of each round of a recorded text, and how the text goes on.
+def rounds(drafter: Drafter, recording: Recording) -> Iterator[tuple[TokenTree, list[int]]]:
+    """Draft along a recorded text.
 
-    Rounds begin while a path of full depth still fits the text, so that its end cuts none short.
+    The last round is the last one in which a path of full depth fits the text.
 
     Args:
-        drafter: Made for the recording's target.
-        recording: The text; with the hidden states that the drafter reads, if any.
-        sampling: How the drafter is told that tokens are chosen; None: as they were.
-        kv: The recording's KV, as the drafter reads it; None: by the policy ``streaming``.
+        drafter: A drafter for the recording's target.
+        recording: The text, with the hidden states that the drafter reads, if any.
+
+    Yields:
+        The tree of a round, and the text after its anchor, as long as the drafter's depth.
     """
     tokens, needs, states = recording.tokens, drafter.needs, None
-    kv = kv or RecordedKv(recording.cache)
+    kv = RecordedKv(recording.cache)
     if needs.hidden_state_layers:
         rows = torch.cat([recording.states[layer] for layer in needs.hidden_state_layers], dim=1)
         states = RecordedStates(rows, needs.hidden_state_window)
+
+    def commit(committed: int) -> None:
+        kv.committed = committed
+        if states is not None:
+            states.committed = committed
+
     length = recording.prompt_length + 1
+    commit(length - 1)
     budget = Budget(drafter.max_nodes, drafter.max_depth)
-    kv.committed = length - 1
-    if states is not None:
-        states.committed = length - 1
     sequence = drafter.start(
         Generation(
             tokens[:length],
             recording.prompt_length,
             recording.vocab_size,
-            recording.sampling if sampling is None else sampling,
+            recording.sampling,
             kv=kv,
             states=states,
         )
     )
     try:
         while length + budget.depth <= len(tokens):
-            tree, following = sequence.draft(budget), tokens[length : length + budget.depth]
-            yield tree, following
-            emitted = tokens[length : length + standing(tree, following) + 1]
+            tree, after = sequence.draft(budget), tokens[length : length + budget.depth]
+            yield tree, after
+            emitted = tokens[length : length + accepted_length(tree, after) + 1]
             length += len(emitted)
-            kv.committed = length - 1
-            if states is not None:
-                states.committed = length - 1
-            sequence.extend(Update(emitted, committed_length=kv.committed))
+            commit(length - 1)
+            sequence.extend(Update(emitted, committed_length=length - 1))
     finally:
         sequence.close()
 
 
-def standing(tree: Tree, following: Sequence[int]) -> int:
-    """Tokens of a tree that stand where ``following`` is what comes after the anchor."""
-    # Equal siblings say the same thing: nodes are found by path, as the verifier merges them.
-    paths = {tree.path(node) for node in range(len(tree))}
-    count = 0
-    while count < len(following) and tuple(following[: count + 1]) in paths:
-        count += 1
-    return count
-
-
-def _feed(
+def _forward(
     target: Decoder, cache: LocalCache, tokens: Sequence[int], taps: Mapping[int, list[Tensor]]
 ) -> Tensor:
-    """Run tokens behind what is cached; logits of the last one, ``[V]`` on the CPU.
+    """Run tokens after the cached ones; logits of the last one, ``[V]`` on the CPU.
 
-    ``taps`` get the outputs of their layers.
+    The outputs of the layers in ``taps`` are appended to them.
     """
     begin = len(cache)
     plan = plan_trees(chain_segments(0, begin, begin + len(tokens)), device=target.device)

@@ -1,43 +1,14 @@
-"""Builders: from continuations or an expansion rule to a tree within a budget."""
+"""Best-first growth of a tree within a budget."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 from typing import TypeVar
 
-from paceline.drafter.tree import Tree
+from paceline.tree import TokenTree
 
 State = TypeVar("State")
-
-
-def merge(continuations: Iterable[Sequence[int]], *, nodes: int, depth: int | None = None) -> Tree:
-    """Several continuations as one tree in which common prefixes appear once.
-
-    Args:
-        continuations: Token sequences after the anchor, the most wanted first: when nodes run out,
-            what is left of the later ones is left out.
-        nodes: Most nodes of the tree.
-        depth: Longest path; None: as long as the continuations are.
-
-    Returns:
-        A tree without duplicate siblings and without confidences.
-    """
-    tokens: list[int] = []
-    parents: list[int] = []
-    seen: dict[tuple[int, int], int] = {}
-    for continuation in continuations:
-        parent = -1
-        for token in continuation[:depth]:
-            node = seen.get((parent, token))
-            if node is None:
-                if len(tokens) >= nodes:
-                    break
-                node = seen[parent, token] = len(tokens)
-                tokens.append(token)
-                parents.append(parent)
-            parent = node
-    return Tree(tuple(tokens), tuple(parents))
 
 
 def grow(
@@ -47,13 +18,13 @@ def grow(
     nodes: int,
     depth: int,
     min_survival: float = 0.0,
-) -> Tree:
-    """Best-first growth: always adds the node whose whole path is most likely to be accepted.
+) -> TokenTree:
+    """Grows a tree best first: adds the node whose path is most likely to be accepted.
 
     Args:
         root: State of the anchor.
-        expand: Maps the state and depth of a node (0 for the anchor) to its children: token,
-            confidence in [0, 1] and state of each, no token twice.
+        expand: Returns the children of a node from its state and depth (0 for the anchor): token,
+            confidence in [0, 1] and state of each, with no token twice.
         nodes: Most nodes of the tree.
         depth: Longest path.
         min_survival: Nodes whose path is less likely than this are left out.
@@ -86,4 +57,4 @@ def grow(
         confidences.append(confidence)
         if level < depth and len(tokens) < nodes:
             push_children(state, len(tokens) - 1, level, -reach)
-    return Tree(tuple(tokens), tuple(parents), tuple(confidences))
+    return TokenTree(tuple(tokens), tuple(parents), tuple(confidences))

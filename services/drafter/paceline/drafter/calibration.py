@@ -1,33 +1,32 @@
-"""Confidences that mean what they say: sequential temperature scaling of a drafter's own.
+"""Calibrated confidences: sequential temperature scaling of a drafter's own confidences.
 
-After Cheng et al., DSpark, section 3.2.1: each depth has a temperature, found from left to right,
-so that the product of confidences along a path is how often such paths stand. Here each depth has a
-shift besides, since a temperature alone keeps a half a half. Neither changes the order of nodes of
-one depth.
+After Cheng et al., DSpark, section 3.2.1: each depth has a temperature, fitted from the first depth
+on, so that the product of confidences along a path is the probability that the path is accepted.
+Each depth also has a shift, since a temperature alone leaves a confidence of 0.5 as it is. Neither
+changes the order of nodes of one depth.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.drafter.methods.base import LoadError
-from paceline.drafter.tree import Tree
+from paceline.tree import TokenTree
 
 FILE = "calibration.json"
-"""In a drafter's folder it is read with the drafter."""
+"""Name of the file in a drafter's folder."""
 
 FORMAT = 1
-_LEAST = 1e-6  # a confidence this far from 0 and 1 is as good as there
+_CLIP = 1e-6  # confidences are clipped to [this, 1 - this]
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """What is done to confidences of one depth: sigmoid(logit(c) / temperature + shift)."""
+    """Calibration of one depth: sigmoid(logit(c) / temperature + shift)."""
 
     temperature: float = 1.0
     shift: float = 0.0
@@ -40,19 +39,20 @@ class Scaling:
             )
 
     def __call__(self, confidence: float) -> float:
-        """A confidence made right, in (0, 1)."""
-        sure = min(max(confidence, _LEAST), 1 - _LEAST)
-        return 1 / (1 + math.exp(-(math.log(sure / (1 - sure)) / self.temperature + self.shift)))
+        """The calibrated confidence, in (0, 1)."""
+        clipped = min(max(confidence, _CLIP), 1 - _CLIP)
+        logit = math.log(clipped / (1 - clipped))
+        return 1 / (1 + math.exp(-(logit / self.temperature + self.shift)))
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Scalings by depth, one list for greedy texts and one for sampled ones.
+    """Scalings by depth, the first for depth 1.
 
-    The last scaling holds for all deeper nodes; an empty list leaves confidences as they are.
+    The last scaling also applies to deeper nodes. Without scalings, confidences stay unchanged.
 
     Attributes:
-        method: The drafter's.
+        method: The drafter's method.
         greedy: For temperature 0.
         sampled: For temperatures above 0.
     """
@@ -61,53 +61,38 @@ class Calibration:
     greedy: tuple[Scaling, ...] = ()
     sampled: tuple[Scaling, ...] = ()
 
-    def apply(self, tree: Tree, *, sampled: bool) -> Tree:
-        """A tree with its confidences made right; one without stays as it is."""
+    def apply(self, tree: TokenTree, *, sampled: bool) -> TokenTree:
+        """The tree with calibrated confidences; a tree without confidences is unchanged."""
         scalings = self.sampled if sampled else self.greedy
         if not scalings or not tree.confidences:
             return tree
-        deepest = len(scalings) - 1
         confidences = tuple(
-            scalings[min(depth - 1, deepest)](confidence)
+            scalings[min(depth, len(scalings)) - 1](confidence)
             for depth, confidence in zip(tree.depths, tree.confidences, strict=True)
         )
-        return Tree(tree.tokens, tree.parents, confidences, tree.proposals)
+        return replace(tree, confidences=confidences)
+
+    @classmethod
+    def read(cls, path: Path) -> Calibration:
+        """Read what :meth:`write` saved.
+
+        Raises:
+            OSError: The file cannot be read.
+            ValueError: It is malformed.
+        """
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+            if value["format"] != FORMAT:
+                raise ValueError(f"format {value['format']}, expected {FORMAT}")
+            greedy, sampled = (
+                tuple(Scaling(float(s["temperature"]), float(s["shift"])) for s in value[name])
+                for name in ("greedy", "sampled")
+            )
+            return cls(value["method"], greedy, sampled)
+        except (LookupError, TypeError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from error
 
     def write(self, path: Path, notes: Mapping[str, Any]) -> None:
-        """Save as JSON; ``notes`` say how it came about."""
-        told = {
-            "format": FORMAT,
-            "method": self.method,
-            "greedy": [asdict(scaling) for scaling in self.greedy],
-            "sampled": [asdict(scaling) for scaling in self.sampled],
-            "notes": dict(notes),
-        }
-        path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
-
-
-def read_calibration(path: Path, method: str) -> Calibration:
-    """A calibration as :meth:`Calibration.write` saved it.
-
-    Raises:
-        LoadError: The file cannot be read, is none, or was made for another method.
-    """
-    try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-        if told["format"] != FORMAT:
-            raise ValueError(f"format {told['format']}, expected {FORMAT}")
-        found = Calibration(told["method"], _scalings(told["greedy"]), _scalings(told["sampled"]))
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise LoadError(
-            "UNREADABLE_CALIBRATION",
-            f"cannot read the calibration {path}: {type(error).__name__}: {error}; make one with "
-            "paceline calibrate",
-        ) from error
-    if found.method != method:
-        raise LoadError(
-            "OTHER_CALIBRATION", f"{path} is for the method {found.method!r}, this is {method!r}"
-        )
-    return found
-
-
-def _scalings(told: Sequence[Mapping[str, float]]) -> tuple[Scaling, ...]:
-    return tuple(Scaling(float(each["temperature"]), float(each["shift"])) for each in told)
+        """Save as JSON, with ``notes`` on how it was fitted."""
+        value = {"format": FORMAT, **asdict(self), "notes": dict(notes)}
+        path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

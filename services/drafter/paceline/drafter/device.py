@@ -1,4 +1,4 @@
-"""Where the drafters of a service compute, found without torch where there can be no GPU."""
+"""The device of a drafter service, chosen without importing torch if there can be no GPU."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ logger = logging.getLogger("paceline.device")
 
 
 def drafting_device(name: str) -> str:
-    """The torch name of a device that is there, its number included.
+    """Resolve a device name to the torch name of an existing device, with its number.
 
     Args:
-        name: auto, cpu, cuda or cuda:N. auto is the second GPU where there are two, since a
-            verifier beside it takes the first; else the only one, or the CPU.
+        name: auto, cpu, cuda or cuda:N. auto is the second GPU if there are two, since a verifier
+            on the same machine takes the first; else the only GPU, or the CPU.
 
     Raises:
-        ValueError: The name is another, or there is no such device.
+        ValueError: The name is malformed, or there is no such device.
     """
-    # Drafters without weights need no torch, and importing it takes seconds and memory.
+    # Drafters without weights need no torch, whose import takes seconds.
     if name == "cpu":
         return name
     if name == "auto" and not _has_driver():
-        logger.info("device auto: computing on the CPU, since there is no NVIDIA driver")
+        logger.info("device auto: using the CPU, since there is no NVIDIA driver")
         return "cpu"
     from paceline.decoder import find_device
 
@@ -32,7 +32,7 @@ def drafting_device(name: str) -> str:
 
 
 def thread_setup(device: str) -> Callable[[], None] | None:
-    """What the drafting thread does first; None on the CPU, which need not be chosen."""
+    """Function that selects a GPU on the calling thread; None for the CPU."""
     if device == "cpu":
         return None
     from paceline.decoder import use_device

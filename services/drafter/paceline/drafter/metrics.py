@@ -1,10 +1,10 @@
-"""What a drafter service counts for Prometheus."""
+"""Prometheus metrics of the drafter service."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
@@ -20,15 +20,21 @@ _SECONDS = (
     *(0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.008, 0.012, 0.02, 0.05, 0.1, 0.2),
     *(0.5, 1.0, 2.0),
 )
-_STATES = ("active", "trial", "standby", "draining")
+_STATES = ("active", "canary", "standby", "draining")
 Labels = tuple[str, str, str]
 
 
 class DrafterMetrics(Collector):
-    """Counters and histograms by version; what is only a state is read when scraped.
+    """Counters and histograms by version, and gauges read when scraped.
 
-    Belongs to the event loop, but for `collect`. The series of a version go when it is unloaded,
-    so that a service that is fed new ones for months does not keep them all.
+    Use it on one event loop, except `collect`, which runs on the endpoint's thread. The series of
+    an unloaded version are removed.
+
+    Args:
+        metrics: Registry of metrics to add them to.
+        drafters: The loaded versions.
+        worker: The drafting thread.
+        recorder: Records texts; None: nothing is recorded.
     """
 
     def __init__(
@@ -36,151 +42,129 @@ class DrafterMetrics(Collector):
         metrics: CollectorRegistry,
         drafters: Registry,
         worker: DraftWorker,
-        recorder: Recorder | None = None,
+        recorder: Recorder | None,
     ) -> None:
-        """Add the metrics of a drafter service to a registry of metrics.
-
-        Args:
-            metrics: Where to.
-            drafters: What is loaded.
-            worker: The thread that drafts.
-            recorder: Keeps texts; None: nobody does.
-        """
         self._drafters = drafters
         self._worker = worker
         self._recorder = recorder
-        metrics.register(self)  # first: what it forgets must not be shown once more
-        self._rounds = Counter(
-            Metric.DRAFTER_ROUNDS,
-            "Rounds answered, empty trees included",
-            _LABELS,
-            registry=metrics,
+        metrics.register(self)  # first: series removed by `collect` must not be shown again
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(name, text, _LABELS, registry=metrics)
+
+        def seconds(name: str, text: str) -> Histogram:
+            return Histogram(name, text, _LABELS, registry=metrics, buckets=_SECONDS)
+
+        self._rounds = counter(Metric.DRAFTER_ROUNDS, "Rounds answered, empty trees included")
+        self._tokens = counter(Metric.DRAFTER_DRAFT_TOKENS, "Tokens drafted")
+        self._seconds = seconds(Metric.DRAFTER_DRAFT_SECONDS, "Time to draft a tree")
+        self._queued = seconds(
+            Metric.DRAFTER_QUEUE_SECONDS, "Time of a round in the queue behind other sequences"
         )
-        self._tokens = Counter(
-            Metric.DRAFTER_DRAFT_TOKENS, "Tokens drafted", _LABELS, registry=metrics
-        )
-        self._seconds = Histogram(
-            Metric.DRAFTER_DRAFT_SECONDS,
-            "Time to draft a tree",
-            _LABELS,
-            registry=metrics,
-            buckets=_SECONDS,
-        )
-        self._queued = Histogram(
-            Metric.DRAFTER_QUEUE_SECONDS,
-            "Wait of a round for other sequences",
-            _LABELS,
-            registry=metrics,
-            buckets=_SECONDS,
-        )
-        self._mapped = Gauge(
-            Metric.DRAFTER_MAPPED_KV_BYTES,
-            "KV of verifiers that is mapped, at its largest: their memory, not this process's",
-            registry=metrics,
-        )
+        self._series: set[Labels] = set()
         self._sessions: set[Session] = set()
-        # Of sessions that have ended:
+        # Of closed sessions:
         self._updates = self._bytes = 0
-        self._counted: set[Labels] = set()
 
     def drafted(self, version: Version, drafted: Drafted) -> None:
-        """A round was answered."""
+        """Count an answered round."""
         labels = _labels(version)
         self._rounds.labels(*labels).inc()
         self._tokens.labels(*labels).inc(len(drafted.tree.tokens))
         self._seconds.labels(*labels).observe(drafted.draft_seconds)
         self._queued.labels(*labels).observe(drafted.queue_seconds)
-        self._counted.add(labels)
+        self._series.add(labels)
 
     def attached(self, session: Session) -> None:
-        """A generation has what it needs."""
+        """Count an open session."""
         self._sessions.add(session)
-        self._mapped.inc(session.kv_bytes)
 
     def detached(self, session: Session) -> None:
-        """A generation left."""
+        """Stop counting a session."""
         self._sessions.discard(session)
-        self._mapped.dec(session.kv_bytes)
-        self._updates += session.follows.updates
-        self._bytes += session.follows.bytes
+        if session.kv is not None:
+            self._updates += session.kv.updates
+            self._bytes += session.kv.received
 
     def collect(self) -> Iterator[Family]:
-        """State of all versions, and of the queue. On the endpoint's thread."""
-        versions = self._drafters.versions()
-        self._forget_all_but({_labels(version) for version in versions})
-        yield _family(
+        """Gauges of all versions, the queue, the KV and the recorder."""
+        versions = {_labels(version): version for version in self._drafters.versions()}
+        for removed in self._series - set(versions):
+            self._series.discard(removed)
+            for metric in (self._rounds, self._tokens, self._seconds, self._queued):
+                metric.remove(*removed)
+        yield _gauge(
             Metric.DRAFTER_STREAMS,
-            "Generations attached",
-            {_labels(version): len(version.evictions) for version in versions},
+            "Attached generations",
+            {labels: len(version.streams) for labels, version in versions.items()},
         )
-        yield _family(
+        yield _gauge(
             Metric.DRAFTER_TRAFFIC_SHARE,
             "Share of new generations of its name, 0 to 1",
-            {_labels(version): version.share for version in versions},
+            {labels: version.share for labels, version in versions.items()},
         )
-        yield _family(
+        yield _gauge(
             Metric.DRAFTER_WEIGHT_BYTES,
             "Memory of its weights",
-            {_labels(version): version.drafter.weight_bytes for version in versions},
+            {labels: version.drafter.weight_bytes for labels, version in versions.items()},
         )
-        states = GaugeMetricFamily(
-            Metric.DRAFTER_STATE, "1 for the state it is in", labels=[*_LABELS, "state"]
+        yield _gauge(
+            Metric.DRAFTER_STATE,
+            "1 for the state of the version",
+            {
+                (*labels, state): state == _state(version)
+                for labels, version in versions.items()
+                for state in _STATES
+            },
+            (*_LABELS, "state"),
         )
-        for version in versions:
-            for state in _STATES:
-                states.add_metric([*_labels(version), state], state == _state(version))
-        yield states
         yield GaugeMetricFamily(
             Metric.DRAFTER_QUEUE, "Rounds that wait for the drafting thread", self._worker.waiting
         )
+        yield from self._collect_kv()
+        yield from self._collect_recorder()
 
-        yield from self._followed()
-        yield from self._texts()
+    def _collect_kv(self) -> Iterator[Family]:
+        sessions = tuple(self._sessions)
+        remote = [s.kv for s in sessions if s.kv is not None and s.kv.received]
+        yield GaugeMetricFamily(
+            Metric.DRAFTER_MAPPED_KV_BYTES,
+            "KV of verifiers that is mapped, at its largest: their memory, not this process's",
+            sum(session.mapped_bytes for session in sessions),
+        )
+        yield GaugeMetricFamily(
+            Metric.DRAFTER_FOLLOWED_STREAMS, "Generations that follow a cache", len(remote)
+        )
+        yield GaugeMetricFamily(
+            Metric.DRAFTER_FOLLOWED_POSITIONS,
+            "Positions of a layer whose KV was received, or that the verifier selected",
+            sum(kv.positions for kv in remote),
+        )
+        yield CounterMetricFamily(
+            Metric.DRAFTER_FOLLOWED_UPDATES,
+            "Updates received",
+            self._updates + sum(kv.updates for kv in remote),
+        )
+        yield CounterMetricFamily(
+            Metric.DRAFTER_FOLLOWED_BYTES,
+            "Bytes received from verifiers",
+            self._bytes + sum(kv.received for kv in remote),
+        )
 
-    def _texts(self) -> Iterator[Family]:
-        """What is kept to learn from."""
+    def _collect_recorder(self) -> Iterator[Family]:
         recorder = self._recorder
         yield GaugeMetricFamily(
             Metric.DRAFTER_RECORDING,
-            "1 while texts of generations are kept on disk",
+            "1 while texts of generations are recorded on disk",
             recorder is not None and recorder.recording,
         )
         if recorder is not None:
             yield CounterMetricFamily(
-                Metric.DRAFTER_RECORDED_TEXTS, "Texts that were kept", recorder.recorded
+                Metric.DRAFTER_RECORDED_TEXTS, "Texts recorded", recorder.recorded
             )
             yield CounterMetricFamily(
-                Metric.DRAFTER_LOST_TEXTS, "Texts that could not be kept", recorder.lost
+                Metric.DRAFTER_LOST_TEXTS, "Texts that could not be recorded", recorder.lost
             )
-
-    def _followed(self) -> Iterator[Family]:
-        """What all generations follow, together."""
-        found = [session.follows for session in tuple(self._sessions)]
-        following = [each for each in found if each.bytes]
-        yield GaugeMetricFamily(
-            Metric.DRAFTER_FOLLOWED_STREAMS, "Generations that follow a cache", len(following)
-        )
-        yield GaugeMetricFamily(
-            Metric.DRAFTER_FOLLOWED_POSITIONS,
-            "Positions of a layer that they hold, or know as chosen",
-            sum(each.positions for each in following),
-        )
-        yield CounterMetricFamily(
-            Metric.DRAFTER_FOLLOWED_UPDATES,
-            "Updates taken in",
-            self._updates + sum(each.updates for each in following),
-        )
-        yield CounterMetricFamily(
-            Metric.DRAFTER_FOLLOWED_BYTES,
-            "Bytes that came from verifiers",
-            self._bytes + sum(each.bytes for each in following),
-        )
-
-    def _forget_all_but(self, loaded: set[Labels]) -> None:
-        for labels in self._counted - loaded:
-            self._counted.discard(labels)
-            for metric in (self._rounds, self._tokens, self._seconds, self._queued):
-                metric.remove(*labels)
 
 
 def _labels(version: Version) -> Labels:
@@ -190,13 +174,15 @@ def _labels(version: Version) -> Labels:
 def _state(version: Version) -> str:
     if version.draining:
         return "draining"
-    if version.on_trial:
-        return "trial"
+    if version.canary:
+        return "canary"
     return "active" if version.share else "standby"
 
 
-def _family(name: str, what: str, values: dict[Labels, float]) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(name, what, labels=_LABELS)
-    for labels, value in values.items():
-        family.add_metric(labels, value)
+def _gauge(
+    name: str, text: str, values: dict[tuple[str, ...], float], labels: tuple[str, ...] = _LABELS
+) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, text, labels=labels)
+    for key, value in values.items():
+        family.add_metric(key, value)
     return family

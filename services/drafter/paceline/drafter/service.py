@@ -1,10 +1,10 @@
-"""The drafter service: registry, worker and servicers, put together."""
+"""The drafter service: registry, worker and servicers."""
 
 from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,11 +13,9 @@ import grpc
 from paceline.drafter.check import LoadCheck
 from paceline.drafter.device import drafting_device, thread_setup
 from paceline.drafter.kv import KvExchange, VerifierAccess
-from paceline.drafter.methods import register_method
-from paceline.drafter.methods.base import Drafter, LoadError, Resources
-from paceline.drafter.recordings import Recorder, Recording, read_recordings
+from paceline.drafter.methods.base import Drafter, Resources
+from paceline.drafter.recordings import Recorder, read_recordings
 from paceline.drafter.registry import Registry, StateFile
-from paceline.drafter.registry.keeper import Keeper
 from paceline.drafter.registry.loader import Loader
 from paceline.drafter.registry.servicer import DrafterRegistryServicer
 from paceline.drafter.servicer import DrafterServicer
@@ -32,16 +30,15 @@ from paceline.v1 import drafter_pb2_grpc
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-
 RECORD_BYTES = 64 << 20
-"""Room for recorded texts where none is said. Unit: bytes."""
+"""Default limit of recorded texts. Unit: bytes."""
 
 
 class DrafterService:
     """Drafter and registry as one service (see :class:`paceline.service.Service`).
 
-    Order of the end: no stream is left when :meth:`stop` is called; drafters are then closed on the
-    worker's thread, after every sequence that was handed to it, and the thread ends.
+    :meth:`stop` is called when no stream is left. It closes the drafters on the worker's thread,
+    after every sequence that was handed to it, and then ends the thread.
     """
 
     service_names = ("paceline.v1.DrafterService", "paceline.v1.DrafterRegistryService")
@@ -49,52 +46,18 @@ class DrafterService:
     def __init__(
         self,
         load: Sequence[DrafterSpec],
-        roots: Roots,
-        resources: Resources,
-        access: VerifierAccess,
-        *,
-        max_context: int,
-        max_streams: int,
-        metrics: CollectorRegistry | None = None,
-        state: StateFile | None = None,
-        recordings: Sequence[Recording] = (),
-        recorder: Recorder | None = None,
+        registry: Registry,
+        worker: DraftWorker,
+        exchange: KvExchange,
+        drafting: DrafterServicer,
+        recorder: Recorder | None,
     ) -> None:
         self._load = list(load)
-        self._state = state
+        self._registry = registry
+        self._worker = worker
+        self._exchange = exchange
+        self._drafting = drafting
         self._recorder = recorder
-        self._exchange = KvExchange(access, resources.device)
-        self._worker = DraftWorker(thread_setup(resources.device))
-        self._registry = Registry(
-            Loader(roots, resources),
-            self._dispose,
-            check=LoadCheck(recordings, self._worker) if recordings else None,
-            keeper=Keeper(state) if state is not None else None,
-        )
-        self._drafting = DrafterServicer(
-            self._registry,
-            self._worker,
-            self._exchange,
-            max_context=max_context,
-            max_streams=max_streams,
-            telemetry=self._telemetry(metrics),
-            recorder=recorder,
-        )
-
-    def _dispose(self, drafter: Drafter) -> None:
-        self._worker.post(drafter.close)
-        # Its weights go with the last that refers to it, such as the sequence of a slow round.
-        weakref.finalize(drafter, self._worker.post, trim).atexit = False
-
-    def _telemetry(self, registry: CollectorRegistry | None) -> Telemetry | None:
-        spans = tracer()
-        metrics = None
-        if registry is not None:
-            # Here, because only a drafter that keeps metrics needs it.
-            from paceline.drafter.metrics import DrafterMetrics
-
-            metrics = DrafterMetrics(registry, self._registry, self._worker, self._recorder)
-        return Telemetry(metrics, spans) if metrics is not None or spans is not None else None
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add both servicers."""
@@ -104,26 +67,25 @@ class DrafterService:
         )
 
     async def start(self) -> None:
-        """Load the drafters given at the start, or those that were there before a restart.
+        """Load the drafters of the command line, or restore the saved state.
 
         Raises:
-            LoadError: One of those given cannot be loaded.
+            LoadError: A drafter of the command line cannot be loaded.
         """
         self._worker.start()
-        state = self._state.read() if self._state is not None else None
-        await self._registry.begin(self._load, state)
+        await self._registry.start(self._load)
 
     async def fault(self) -> None:
-        """Never returns: whatever fails, fails one drafter or one stream."""
+        """Never returns: every failure is that of one drafter or one stream."""
         await asyncio.Future()
 
     async def drain(self) -> None:
-        """Refuse new streams, and return when those attached have ended."""
+        """Refuse new streams, and return when all attached ones have ended."""
         self._drafting.gate.close()
         await self._drafting.gate.drained()
 
     async def stop(self) -> None:
-        """Free all drafters, end the worker, and leave the verifiers."""
+        """Free all drafters, end the worker, and disconnect from verifiers."""
         await self._exchange.close()
         await self._registry.close()
         self._worker.stop()
@@ -145,65 +107,69 @@ def build_service(
     recordings: Path | None = None,
     record: Path | None = None,
     record_bytes: int = RECORD_BYTES,
-    test_methods: Mapping[str, str] | None = None,
-    allow_test_methods: bool = False,
 ) -> Service:
-    """A drafter service, for :func:`paceline.service.run_server`.
+    """Create a drafter service, for :func:`paceline.service.run_server`.
 
     Args:
-        load: Drafters to load at the start; the first is the default. May be empty: drafters can be
+        load: Drafters to load at start; the first is the default. May be empty: drafters can be
             loaded over gRPC too.
         roots: Folders below which LoadDrafter may load from. Empty: the folders in ``load`` and
             their parents.
-        device: Where methods with weights compute: auto, cpu, cuda or cuda:N
+        device: Device of methods with weights: auto, cpu, cuda or cuda:N
             (:func:`paceline.drafter.device.drafting_device`). KV on a GPU is mapped only by
-            drafters on one.
-        threads: Threads of the math library for methods with weights; None: as it is set.
-        max_context: Longest text a stream may have. Unit: tokens.
-        max_streams: Most generations attached at once; further ones get RESOURCE_EXHAUSTED.
-        metrics: Where its metrics are added; None: none are kept.
-        access: How it shows itself to verifiers whose KV it reads; None: without token or TLS.
-        state_dir: Folder of this service's own where it keeps what is loaded over a restart; made
-            if need be. A start with the same ``load`` takes that up. None: each start is a new one.
-        recordings: Texts that every version without needs for KV drafts along before it is listed
+            drafters on a GPU.
+        threads: Threads of the math library for methods with weights; None: its default.
+        max_context: Longest text of a stream. Unit: tokens.
+        max_streams: Maximum number of attached generations; further ones get RESOURCE_EXHAUSTED.
+        access: Credentials for verifiers whose KV it reads; None: no token and no TLS.
+        metrics: Registry of metrics to add its metrics to; None: no metrics.
+        state_dir: Folder of this service's own for the state of the registry, created if missing.
+            A start with the same ``load`` restores the state. None: the state is not saved.
+        recordings: Texts for the load check of every version that reads no KV or hidden states
             (:func:`paceline.drafter.recordings.read_recordings`). None: versions are not checked.
-        record: Folder of this service's own where the texts of its generations are kept, to learn
-            from (:class:`paceline.drafter.recordings.Recorder`). None: no text is kept.
-        record_bytes: Most room they may take there. Unit: bytes.
-        test_methods: Methods from outside the package, name to ``module:Class``. They run code of
-            the caller's choice, so they need ``allow_test_methods``. For tests only.
-        allow_test_methods: Says that ``test_methods`` are wanted.
+        record: Folder of this service's own for the texts of its generations, for training
+            (:class:`paceline.drafter.recordings.Recorder`). None: no text is recorded.
+        record_bytes: Limit of ``record``. Unit: bytes.
 
     Raises:
-        LoadError: Test methods without leave, or under a name that is taken; or the recordings
-            cannot be read.
+        LoadError: A method is unknown or cannot be imported, or the recordings cannot be read.
         OptionsError: The TLS authorities of ``access`` cannot be read.
         OSError: Another TLS file of it cannot be read, or the folder of the state or of the texts
-            cannot be made or used.
-        ValueError: There is too little room for texts, or no such device.
+            cannot be created or used.
+        ValueError: ``record_bytes`` is too small, or there is no such device.
     """
-    if test_methods and not allow_test_methods:
-        raise LoadError(
-            "TEST_METHODS_NOT_ALLOWED",
-            "methods from outside the package are for tests; say --allow-test-methods if this is "
-            "one",
-        )
-    for name, path in (test_methods or {}).items():
-        try:
-            register_method(name, path)
-        except ValueError as error:
-            raise LoadError("INVALID_METHOD", str(error)) from error
+    resources = Resources(device=drafting_device(device), threads=threads)
     folders = [folder for spec in load for folder in spec.folders]
     allowed = [*roots, *folders] if roots else [f for each in folders for f in (each, each.parent)]
-    return DrafterService(
-        load,
-        Roots(allowed),
-        Resources(device=drafting_device(device), threads=threads),
-        access or VerifierAccess(),
+    worker = DraftWorker(thread_setup(resources.device))
+
+    def dispose(drafter: Drafter) -> None:
+        worker.post(drafter.close)
+        # The sequence of a slow round may still refer to the drafter: memory is returned to the
+        # system after the last reference is gone.
+        weakref.finalize(drafter, worker.post, trim).atexit = False
+
+    registry = Registry(
+        Loader(Roots(allowed), resources),
+        dispose,
+        check=LoadCheck(read_recordings(recordings), worker) if recordings is not None else None,
+        state=StateFile(state_dir) if state_dir is not None else None,
+    )
+    exchange = KvExchange(access or VerifierAccess(), resources.device)
+    recorder = Recorder(record, record_bytes) if record is not None else None
+    drafter_metrics = None
+    if metrics is not None:
+        # Imported here, because prometheus_client is only needed for metrics.
+        from paceline.drafter.metrics import DrafterMetrics
+
+        drafter_metrics = DrafterMetrics(metrics, registry, worker, recorder)
+    drafting = DrafterServicer(
+        registry,
+        worker,
+        exchange,
+        Telemetry(drafter_metrics, tracer()),
+        recorder,
         max_context=max_context,
         max_streams=max_streams,
-        metrics=metrics,
-        state=StateFile(state_dir) if state_dir is not None else None,
-        recordings=read_recordings(recordings) if recordings is not None else (),
-        recorder=Recorder(record, record_bytes) if record is not None else None,
     )
+    return DrafterService(load, registry, worker, exchange, drafting, recorder)

@@ -1,18 +1,19 @@
-"""What to load: a drafter as the command line names it, and the folders that may be loaded."""
+"""Drafter specifications, and the folders that drafters may be loaded from."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.drafter.methods import folder_options
+from paceline.drafter.methods import path_options
 from paceline.drafter.methods.base import LoadError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _RESERVED = ("none",)
-_MOST_OPTIONS, _LONGEST_OPTION = 64, 4096
+_MAX_OPTIONS, _MAX_OPTION_CHARS = 64, 4096
 
 
 @dataclass(frozen=True)
@@ -20,11 +21,11 @@ class DrafterSpec:
     """A drafter to load.
 
     Raises:
-        LoadError: Name, version or method is not a plain word, or the name is reserved.
+        LoadError: Name, version, method or options are malformed, or the name is reserved.
     """
 
     name: str
-    """Name that clients ask for: letters, digits, dot, dash, underscore; not ``none``."""
+    """Name for clients: letters, digits, dot, dash, underscore; not ``none``."""
 
     method: str
     folder: Path | None = None
@@ -39,24 +40,24 @@ class DrafterSpec:
             if not _NAME.fullmatch(word) or word in _RESERVED:
                 raise LoadError(
                     "INVALID_NAME",
-                    f"{word[:80]!r} is not a {what} for a drafter: use letters, digits, '.', '-' "
+                    f"{word[:80]!r} is not a valid drafter {what}: use letters, digits, '.', '-' "
                     "and '_', at most 64, starting with a letter or digit, and not 'none'",
                 )
-        if len(self.options) > _MOST_OPTIONS or any(
-            len(text) > _LONGEST_OPTION for pair in self.options.items() for text in pair
+        if len(self.options) > _MAX_OPTIONS or any(
+            len(text) > _MAX_OPTION_CHARS for pair in self.options.items() for text in pair
         ):
             raise LoadError(
                 "INVALID_OPTION",
                 f"drafter {self.name!r} has {len(self.options)} options, expected at most "
-                f"{_MOST_OPTIONS} of at most {_LONGEST_OPTION} characters",
+                f"{_MAX_OPTIONS} of at most {_MAX_OPTION_CHARS} characters",
             )
         if not self.method:
-            raise LoadError("UNKNOWN_METHOD", f"drafter {self.name!r} names no method")
+            raise LoadError("UNKNOWN_METHOD", f"drafter {self.name!r} has no method; name one")
 
     @property
     def folders(self) -> list[Path]:
         """All folders it reads."""
-        options = (self.options.get(name) for name in folder_options(self.method))
+        options = (self.options.get(name) for name in path_options(self.method))
         named = [Path(option) for option in options if option]
         return named if self.folder is None else [self.folder, *named]
 
@@ -64,23 +65,18 @@ class DrafterSpec:
     def parse(cls, text: str) -> DrafterSpec:
         """Read ``[NAME=]METHOD[:DIR][,key=value...]``; without NAME the method is the name.
 
-        A piece between commas that has no ``=`` belongs to what stands before it, so that
+        A part between commas without ``=`` continues the part before it:
         ``lm:DIR,widths=4,4,2,max_nodes=10`` has the options ``widths=4,4,2`` and ``max_nodes=10``.
 
         Raises:
-            LoadError: The text has another form.
+            LoadError: The text is malformed.
         """
-        pieces: list[str] = []
-        for index, piece in enumerate(text.split(",")):
-            if index == 0 or "=" in piece:
-                pieces.append(piece)
-            else:
-                pieces[-1] += "," + piece
-        head, options = pieces[0], {}
-        for piece in pieces[1:]:
-            key, _, value = piece.partition("=")
+        head, *parts = re.split(r",(?=[^,]*=)", text)
+        options: dict[str, str] = {}
+        for part in parts:
+            key, _, value = part.partition("=")
             if key in options:
-                raise LoadError("INVALID_OPTION", f"option {key!r} stands twice in {text!r}")
+                raise LoadError("INVALID_OPTION", f"option {key!r} is given twice in {text!r}")
             options[key.strip()] = value
         name, equals, rest = head.partition("=")
         method, _, folder = (rest if equals else head).partition(":")
@@ -102,17 +98,13 @@ class Roots:
         """The folder with all links resolved.
 
         Raises:
-            LoadError: It lies below none of the roots, or there is nothing there.
+            LoadError: It is not below a root, or does not exist.
         """
         try:
             found = folder.resolve()
-        except (
-            OSError,
-            ValueError,
-            RuntimeError,
-        ) as error:  # too long, a zero byte, links in a ring
+        except (OSError, ValueError, RuntimeError) as error:  # a zero byte, a cycle of links
             raise LoadError(
-                "FOLDER_MISSING", f"{str(folder)[:80]!r} is no path: {error}"
+                "FOLDER_MISSING", f"{str(folder)[:80]!r} is not a valid path: {error}"
             ) from error
         if not any(found.is_relative_to(root) for root in self._roots):
             listed = ", ".join(map(str, self._roots)) or "none: this service was given no folder"
@@ -121,11 +113,7 @@ class Roots:
                 f"{str(folder)[:200]} is not below a folder that drafters may be loaded from "
                 f"({listed}); move it there or start the service with another root",
             )
-        try:
-            there = found.exists()
-        except OSError:  # such as a name that is too long
-            there = False
-        if not there:
+        if not os.path.exists(found):  # unlike Path.exists, False if the name is too long
             raise LoadError(
                 "FOLDER_MISSING", f"there is no {str(folder)[:200]} on the drafter's machine"
             )

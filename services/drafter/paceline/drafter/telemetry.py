@@ -1,4 +1,4 @@
-"""Reports the drafter's work as metrics, as spans, or as both."""
+"""Reports the drafter's work as metrics and spans."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Telemetry:
-    """A drafter without metrics and traces has none. Belongs to the event loop."""
+    """Metrics and spans of Draft streams; either may be None. Use it on one event loop."""
 
     def __init__(self, metrics: DrafterMetrics | None, tracer: Tracer | None) -> None:
         self._metrics = metrics
@@ -28,7 +28,7 @@ class Telemetry:
 
     @contextmanager
     def attaching(self, version: Version, traceparent: str) -> Iterator[None]:
-        """The body attaches a generation: calls it makes belong to the trace."""
+        """Span around attaching a generation; calls to the verifier are its children."""
         if self._tracer is None:
             yield
             return
@@ -41,24 +41,24 @@ class Telemetry:
             yield
 
     def attached(self, session: Session) -> None:
-        """A generation has what it needs. Inside `attaching`."""
+        """A session was opened. Call it inside `attaching`."""
         if self._metrics is not None:
             self._metrics.attached(session)
         if self._tracer is not None:
             annotate(
                 {
                     Attribute.KV_TRANSPORT: session.kv_transport or "none",
-                    Attribute.KV_BYTES: session.kv_bytes,
+                    Attribute.KV_BYTES: session.mapped_bytes,
                 }
             )
 
     def detached(self, session: Session) -> None:
-        """A generation left."""
+        """A session was closed."""
         if self._metrics is not None:
             self._metrics.detached(session)
 
     def drafted(self, version: Version, drafted: Drafted, traceparent: str, arrived: float) -> None:
-        """A round was answered that came in at `arrived` (time.monotonic)."""
+        """A round that arrived at ``arrived`` (time.monotonic) was answered."""
         if self._metrics is not None:
             self._metrics.drafted(version, drafted)
         if self._tracer is not None and traceparent:

@@ -1,4 +1,4 @@
-"""The thread that drafts."""
+"""The drafting thread."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from paceline.drafter.methods.base import Budget, Drafter, DraftSequence, Update
-from paceline.drafter.tree import EMPTY, Tree
+from paceline.tree import EMPTY, TokenTree
 
 logger = logging.getLogger("paceline.drafter")
 
 SLICE = 256
-"""Backlog is worked off in slices of at most this, so that nobody waits longer. Unit: tokens."""
+"""Backlog is processed in slices of at most this, between rounds. Unit: tokens."""
 
 
 @dataclass(frozen=True)
 class Drafted:
-    """What came of one round."""
+    """Result of one round."""
 
-    tree: Tree
+    tree: TokenTree
     draft_seconds: float
     queue_seconds: float
 
 
 @dataclass(eq=False)
-class Job:
-    """One round of one sequence, on its way through the worker."""
+class _Job:
+    """One round of one sequence."""
 
     drafter: Drafter
     sequence: DraftSequence
@@ -38,35 +38,46 @@ class Job:
     budget: Budget
     done: asyncio.Future[Drafted]
     queued: float = field(default_factory=time.monotonic)
-    taken_in: bool = False
+    extended: bool = False
+    """Whether the sequence has the update."""
     worked: float = 0.0
-    """Seconds spent on it before drafting."""
+    """Time spent on it before drafting. Unit: seconds."""
+
+    def finish(self, outcome: Drafted | Exception) -> None:
+        """Set the result, on the event loop."""
+        if self.done.done():
+            return
+        if isinstance(outcome, Drafted):
+            self.done.set_result(outcome)
+        else:
+            self.done.set_exception(outcome)
 
 
 class DraftWorker:
-    """One thread for all drafting, so that rounds that wait together are drafted together.
+    """One thread for all drafting; it batches the rounds that are queued together.
 
-    Rounds come first. While a sequence has a long backlog (a prompt to prefill), it is worked off
-    in slices between the rounds of others, also when no round asks for it. A sequence handed to the
-    worker is the thread's alone until it was closed there. Call the methods on the event loop.
+    Rounds come first. A long backlog, such as a prompt to prefill, is processed in slices between
+    the rounds of other sequences. From its first use here until it was closed, only the thread
+    touches a sequence. Call the methods on the event loop.
     """
 
     def __init__(self, prepare: Callable[[], None] | None = None) -> None:
-        """Make a worker; ``prepare`` is run on its thread before all else."""
+        """Create a worker; ``prepare`` runs first on its thread."""
         self._prepare = prepare
         self._wake = threading.Condition()
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[_Job] = deque()
         self._calls: deque[Callable[[], None]] = deque()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="drafter", daemon=True)
-        # Owned by the thread:
-        self._behind: list[Job] = []
-        self._cold: dict[DraftSequence, None] = {}
+        # Used by the thread only: rounds that wait for their backlog, and sequences with a backlog
+        # but no round.
+        self._prefilling: list[_Job] = []
+        self._idle: dict[DraftSequence, None] = {}
 
     @property
     def waiting(self) -> int:
-        """Rounds that wait for the thread. Any thread may ask."""
-        return len(self._jobs) + len(self._behind)
+        """Rounds in the queue. Thread-safe."""
+        return len(self._jobs) + len(self._prefilling)
 
     def start(self) -> None:
         """Start the thread."""
@@ -75,39 +86,39 @@ class DraftWorker:
     def submit(
         self, drafter: Drafter, sequence: DraftSequence, update: Update, budget: Budget
     ) -> asyncio.Future[Drafted]:
-        """Ask for a round: take in the update, and draft if ``budget.nodes`` is above 0.
+        """Queue a round: append the update, then draft if ``budget.nodes`` is above 0.
 
-        A round whose deadline passes first gets an empty tree. The future holds the method's
-        exception if it raised.
+        A round whose deadline passes first gets an empty tree. If the method raises, the future
+        gets the exception.
         """
         done: asyncio.Future[Drafted] = asyncio.get_running_loop().create_future()
         with self._wake:
-            self._jobs.append(Job(drafter, sequence, update, budget, done))
+            self._jobs.append(_Job(drafter, sequence, update, budget, done))
             self._wake.notify()
         return done
 
-    def warm(self, sequence: DraftSequence) -> None:
-        """Work off the sequence's backlog when nothing else is to be done."""
-        self.post(lambda: self._mark_cold(sequence))
+    def catch_up(self, sequence: DraftSequence) -> None:
+        """Process the sequence's backlog while no round is queued."""
+        self.post(lambda: self._mark_idle(sequence))
 
     def close(self, sequence: DraftSequence) -> None:
-        """Close a sequence after everything submitted for it before; its rounds get no answer."""
+        """Close a sequence after all calls made for it before; its open rounds are dropped."""
 
         def close_now() -> None:
-            self._cold.pop(sequence, None)
-            self._behind = [job for job in self._behind if job.sequence is not sequence]
+            self._idle.pop(sequence, None)
+            self._prefilling = [job for job in self._prefilling if job.sequence is not sequence]
             sequence.close()
 
         self.post(close_now)
 
     def post(self, call: Callable[[], None]) -> None:
-        """Run something on the thread, after all that was submitted or posted until now."""
+        """Run a function on the thread, after all that was submitted or posted before."""
         with self._wake:
             self._calls.append(call)
             self._wake.notify()
 
     def stop(self) -> None:
-        """End the thread after everything posted. Rounds not begun get no answer."""
+        """End the thread after all posted calls. Queued rounds are dropped."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -117,14 +128,19 @@ class DraftWorker:
     def _run(self) -> None:
         if self._prepare is not None:
             self._prepare()
-        while self._turn():
+        while self._step():
             pass
 
-    def _turn(self) -> bool:
-        """Do what there is to do; False at the end. A function, so that while the thread waits it
-        holds on to no drafter: an unloaded one is to be freed."""
+    def _step(self) -> bool:
+        """Wait for work and do it; False at the end.
+
+        A function of its own: a waiting thread has no local variable that keeps an unloaded
+        drafter alive.
+        """
         with self._wake:
-            while not (self._jobs or self._calls or self._stopping or self._behind or self._cold):
+            while not (
+                self._jobs or self._calls or self._stopping or self._prefilling or self._idle
+            ):
                 self._wake.wait()
             jobs, calls = list(self._jobs), deque(self._calls)
             self._jobs.clear()
@@ -132,53 +148,53 @@ class DraftWorker:
             stopping = self._stopping
         self._serve(jobs)
         while calls:
-            _guard(calls.popleft())
+            _run_logged(calls.popleft())
         if stopping:
             return False
-        if self._behind:
-            self._warm_behind()
-        elif self._cold and not jobs:
-            self._warm_idle()
+        if self._prefilling:
+            self._prefill_slice()
+        elif self._idle and not jobs:
+            self._idle_slice()
         return True
 
-    def _serve(self, jobs: list[Job]) -> None:
-        groups: dict[Drafter, list[Job]] = {}
+    def _serve(self, jobs: list[_Job]) -> None:
+        batches: dict[Drafter, list[_Job]] = {}
         for job in jobs:
-            if self._take_in(job):
-                groups.setdefault(job.drafter, []).append(job)
-        for drafter, ready in groups.items():
-            self._draft(drafter, ready)
+            if self._extend(job):
+                batches.setdefault(job.drafter, []).append(job)
+        for drafter, batch in batches.items():
+            self._draft(drafter, batch)
 
-    def _take_in(self, job: Job) -> bool:
-        """Pass the update on; whether the round is to be drafted now."""
-        if not job.taken_in:
+    def _extend(self, job: _Job) -> bool:
+        """Append the update. Returns whether the round can be drafted now."""
+        if not job.extended:
             begun = time.monotonic()
             try:
                 job.sequence.extend(job.update)
             except Exception as error:
-                _fail(job, error)
+                _deliver([(job, error)])
                 return False
-            job.taken_in = True
+            job.extended = True
             job.worked = time.monotonic() - begun
         if job.budget.nodes <= 0 or time.monotonic() >= job.budget.deadline:
-            self._mark_cold(job.sequence)
+            self._mark_idle(job.sequence)
             waited = time.monotonic() - job.queued - job.worked
             _deliver([(job, Drafted(EMPTY, job.worked, waited))])
             return False
         if job.sequence.backlog > SLICE:
-            self._behind.append(job)
+            self._prefilling.append(job)
             return False
         return True
 
-    def _draft(self, drafter: Drafter, jobs: list[Job]) -> None:
+    def _draft(self, drafter: Drafter, jobs: list[_Job]) -> None:
         begun = time.monotonic()
         try:
             trees = drafter.draft_many([(job.sequence, job.budget) for job in jobs])
         except Exception as error:
             if len(jobs) == 1:
-                _fail(jobs[0], error)
+                _deliver([(jobs[0], error)])
                 return
-            for job in jobs:  # so that only the one at fault fails
+            for job in jobs:  # so that only the faulty one fails
                 self._draft(drafter, [job])
             return
         spent = time.monotonic() - begun
@@ -187,62 +203,52 @@ class DraftWorker:
             for job, tree in zip(jobs, trees, strict=True)
         )
 
-    def _warm_behind(self) -> None:
-        """One slice of the backlog that keeps a round waiting; rounds take turns."""
+    def _prefill_slice(self) -> None:
+        """Process one slice of the backlog of a waiting round, in round-robin order."""
         now = time.monotonic()
-        late = [job for job in self._behind if now >= job.budget.deadline]
-        self._behind = [job for job in self._behind if now < job.budget.deadline]
+        late = [job for job in self._prefilling if now >= job.budget.deadline]
+        self._prefilling = [job for job in self._prefilling if now < job.budget.deadline]
         self._serve(late)
-        if not self._behind:
+        if not self._prefilling:
             return
-        job = self._behind.pop(0)
+        job = self._prefilling.pop(0)
         begun = time.monotonic()
         try:
             job.sequence.warm(SLICE)
         except Exception as error:
-            _fail(job, error)
+            _deliver([(job, error)])
             return
         job.worked += time.monotonic() - begun
         self._serve([job])
 
-    def _warm_idle(self) -> None:
-        sequence = next(iter(self._cold))
-        del self._cold[sequence]
-        if _guard(lambda: sequence.warm(SLICE)):
-            self._mark_cold(sequence)
+    def _idle_slice(self) -> None:
+        """Process one slice of the backlog of a sequence without a round."""
+        sequence = next(iter(self._idle))
+        del self._idle[sequence]
+        if _run_logged(lambda: sequence.warm(SLICE)):
+            self._mark_idle(sequence)
 
-    def _mark_cold(self, sequence: DraftSequence) -> None:
+    def _mark_idle(self, sequence: DraftSequence) -> None:
         if sequence.backlog > 0:
-            self._cold[sequence] = None
+            self._idle[sequence] = None
 
 
-def _deliver(results: Iterable[tuple[Job, Drafted]]) -> None:
-    ready = list(results)
+def _deliver(outcomes: Iterable[tuple[_Job, Drafted | Exception]]) -> None:
+    """Finish jobs on their event loop, in one callback."""
+    ready = list(outcomes)
 
-    def deliver() -> None:
-        for job, drafted in ready:
-            if not job.done.done():
-                job.done.set_result(drafted)
+    def finish() -> None:
+        for job, outcome in ready:
+            job.finish(outcome)
 
-    _on_loop(ready[0][0], deliver)
-
-
-def _fail(job: Job, error: Exception) -> None:
-    def fail() -> None:
-        if not job.done.done():
-            job.done.set_exception(error)
-
-    _on_loop(job, fail)
-
-
-def _on_loop(job: Job, call: Callable[[], None]) -> None:
     try:
-        job.done.get_loop().call_soon_threadsafe(call)
+        ready[0][0].done.get_loop().call_soon_threadsafe(finish)
     except RuntimeError:
-        logger.debug("the event loop closed before a round was answered")
+        logger.debug("the event loop closed before a round was finished")
 
 
-def _guard(call: Callable[[], None]) -> bool:
+def _run_logged(call: Callable[[], None]) -> bool:
+    """Run a function and log what it raises. Returns whether it raised nothing."""
     try:
         call()
     except Exception:

@@ -1,9 +1,14 @@
-"""The verifier: target model, KV caches, and the decision which drafted tokens stand."""
+"""The verifier: target model, KV caches, and acceptance of drafted tokens.
 
-from paceline.verifier.kv_exchange import KvExchangeServicer
+From the outside in: ``service`` builds and runs everything; ``rpc`` checks requests and writes
+responses; ``store`` admits caches and keeps their leases; ``engine`` runs the model; ``scheduler``
+chooses the nodes of each step and the node budgets; ``kv`` holds the memory of caches.
+"""
+
 from paceline.verifier.options import VerifierOptions
+from paceline.verifier.rpc.kv_exchange import KvExchangeServicer
+from paceline.verifier.rpc.servicer import VerifierServicer
 from paceline.verifier.service import VerifierService, build_service
-from paceline.verifier.servicer import VerifierServicer
 
 __all__ = [
     "KvExchangeServicer",

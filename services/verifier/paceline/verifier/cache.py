@@ -1,4 +1,4 @@
-"""One entry of the cache store."""
+"""One KV cache of the store, with its capabilities and its lease."""
 
 from __future__ import annotations
 
@@ -16,26 +16,25 @@ CAPABILITY_BYTES = 16
 
 
 class Cache:
-    """A sequence with its capabilities, its lease and its rounds.
+    """A sequence with its capabilities, its lease and its newest rounds.
 
-    Belongs to the event loop. Its sequence and segment belong to the engine thread while a job of
-    it runs. It is freed by ``CacheStore.release`` alone, which first makes its capabilities
-    unknown and then has the engine unmap the segment between two steps.
+    Used on the event loop. Its sequence and segment belong to the engine thread while a job of it
+    runs. Only ``CacheStore.release`` frees it: first it invalidates the capabilities, then the
+    engine unmaps the segment between two steps.
 
     Attributes:
         handle: Capability for rounds (16 random bytes).
         read_grant: Capability that only lets its holder read committed KV (16 random bytes).
-        owner: Who created it; nobody else's handle is known.
-        sequence: The generation.
-        byte_size: Memory admitted for it, the worst case. Unit: bytes.
-        generation: Different for every cache of a process; a reader that sees another one than
-            before must drop what it read.
+        owner: The client that created it; the handle is valid for this client only.
+        sequence: The sequence.
+        byte_size: Memory admitted for it, at its largest. Unit: bytes.
+        generation: Number of the cache, different for every cache of a process. A reader that finds
+            another number than before must discard what it read.
         expires: When the lease ends (the store's clock).
-        job: Its newest job with the engine, or None.
-        answered: The newest round that emitted something: its answer can be asked for again.
-        stream: Whoever serves it now; a newer stream takes its place.
-        released: Its capabilities are gone.
-        request: Its times, where metrics are kept.
+        job: Its newest job; None before the first.
+        stream: The task that serves its Verify stream; a newer stream replaces it.
+        released: Whether its capabilities are invalid.
+        request: Its times, if metrics are kept.
     """
 
     def __init__(self, sequence: Sequence, owner: str, generation: int) -> None:
@@ -55,17 +54,17 @@ class Cache:
 
     @property
     def busy(self) -> bool:
-        """Whether the engine works for it, or is about to."""
+        """Whether the engine runs a job of it, or has one waiting."""
         return self.job is not None and not self.job.done
 
     @property
     def answered(self) -> Round | None:
-        """The newest round that came to an answer, be it a part of a free run."""
-        if isinstance(self.job, Round) and self.job.done and self.job.emissions:
+        """The newest round with output, whose answer a client may request again."""
+        if isinstance(self.job, Round) and self.job.done and self.job.outputs:
             self._answered = self.job
         return self._answered
 
 
 def digest(capability: bytes) -> bytes:
-    """What a capability is looked up by: how long a lookup takes tells nothing about the others."""
+    """SHA-256 of a capability, its lookup key: the time of a lookup reveals nothing about it."""
     return hashlib.sha256(capability).digest()

@@ -1,6 +1,6 @@
-"""Texts that are instances of a JSON schema: which tokens may come next.
+"""Grammars of JSON schemas: the tokens that may come next.
 
-The grammar library is imported when the first schema arrives: verifiers that never see one do
+The grammar library is imported with the first schema, so that verifiers without schemas run
 without it.
 """
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 MAX_SCHEMA_BYTES = 64 << 10
 
-# White space between two parts of a text: as much as people write, but no endless run of it.
+# White space between two parts of a text: as much as people write, but not without limit.
 _WHITESPACE = r"[ \n\r\t]{0,32}"
 
 
 class GrammarError(ValueError):
-    """A schema that cannot be followed, or a text that does not follow one."""
+    """A schema is not supported, or a text does not match its schema."""
 
 
 class Grammars:
-    """Makes grammars for the tokens of one model. Safe to use from several threads.
+    """Compiles grammars for the tokens of one model. Thread-safe.
 
     Args:
-        tokenizer_json: the model's tokenizer.json; empty: it has none.
-        vocab_size: width of the logits; ids that the tokenizer does not know are never allowed.
-        eos_token_ids: tokens that end a text; they may come where the schema is fulfilled.
+        tokenizer_json: The model's tokenizer.json; empty: it has none.
+        vocab_size: Width of the logits. Ids that the tokenizer lacks are never allowed.
+        eos_token_ids: Tokens that end a text; they are allowed where the text is complete.
     """
 
     def __init__(
@@ -44,17 +44,17 @@ class Grammars:
         self._eos_token_ids = list(eos_token_ids)
 
     def compile(self, schema: str) -> Grammar:
-        """The grammar of a JSON schema. May take a second: call it in a thread.
+        """Compile a JSON schema. May take a second: call it in a thread.
 
-        No reference to another document is followed.
+        References to other documents are not resolved.
 
         Raises:
-            GrammarError: the schema is wrong, unsatisfiable, too complex or uses what is not
-                understood; or the model has no tokenizer, or no end-of-sequence token.
+            GrammarError: The schema is invalid, unsatisfiable, too complex or uses an unsupported
+                feature; or the model has no tokenizer, or no end-of-sequence token.
         """
         if not self._tokenizer_json or not self._eos_token_ids:
             raise GrammarError(
-                "the model has no tokenizer, or no end-of-sequence token: it cannot follow a schema"
+                "JSON schemas need a model with a tokenizer and an end-of-sequence token"
             )
         from llguidance import LLMatcher
 
@@ -63,10 +63,10 @@ class Grammars:
                 schema, overrides={"whitespace_pattern": _WHITESPACE}
             )
         except ValueError as error:
-            raise GrammarError(f"the JSON schema is no JSON object: {error}") from None
+            raise GrammarError(f"the JSON schema is not a JSON object: {error}") from None
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():
-            raise GrammarError(f"the JSON schema cannot be followed: {matcher.get_error()}")
+            raise GrammarError(f"the JSON schema is not supported: {matcher.get_error()}")
         return Grammar(matcher, self._vocab_size)
 
     @cached_property
@@ -79,17 +79,17 @@ class Grammars:
 
 
 class Grammar:
-    """What every text of a schema may be; never changes."""
+    """The compiled grammar of a schema. Immutable."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
 
     def begin(self, output: Sequence[int] = ()) -> Guide:
-        """Follow one text, which goes on after ``output``.
+        """Begin one text after ``output``.
 
         Raises:
-            GrammarError: ``output`` begins no text of this grammar.
+            GrammarError: ``output`` is not the beginning of a text of this grammar.
         """
         guide = Guide(self._matcher.deep_copy(), self._vocab_size)
         for token in output:
@@ -98,7 +98,7 @@ class Grammar:
 
 
 class Guide:
-    """Follows one text token by token. Belongs to one thread at a time."""
+    """The state of a grammar after the tokens of one text. One thread at a time may use it."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
         self._matcher = matcher
@@ -108,7 +108,7 @@ class Guide:
         """A copy of logits ``[V]``, on the CPU, with -inf for every token that may not come next.
 
         Raises:
-            GrammarError: the library gave up on a schema that is too complex.
+            GrammarError: The schema is too complex for the library.
         """
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         self._check()
@@ -116,19 +116,19 @@ class Guide:
         return logits.masked_fill(torch.from_numpy(allowed == 0), -torch.inf)
 
     def push(self, token: int) -> None:
-        """Go on past an emitted token.
+        """Append an emitted token.
 
         Raises:
-            GrammarError: it may not come next.
+            GrammarError: The token may not come next.
         """
         self._matcher.consume_token(token)
         self._check()
 
     def pop(self, tokens: int) -> None:
-        """Take back the newest tokens."""
+        """Remove the newest tokens."""
         self._matcher.rollback(tokens)
         self._check()
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise GrammarError(f"the text cannot follow its schema: {self._matcher.get_error()}")
+            raise GrammarError(f"the text does not match its schema: {self._matcher.get_error()}")

@@ -1,8 +1,8 @@
-"""What a verifier counts for Prometheus."""
+"""Prometheus metrics of a verifier."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -16,32 +16,73 @@ from paceline.v1 import verifier_pb2
 from paceline.verifier.cache import Cache
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.job import Prefill, Round
-from paceline.verifier.follow import FollowCounts
+from paceline.verifier.engine.output import merge
+from paceline.verifier.rpc.follow import FollowCounts
 from paceline.verifier.scheduler.scheduler import Decision
 from paceline.verifier.store import CacheStore
 
+_COUNTERS = {
+    Metric.NUM_DRAFTS: "Trees verified",
+    Metric.NUM_DRAFT_TOKENS: "Drafted tokens received",
+    Metric.NUM_CHECKED: "Drafted tokens verified; the scheduler left out the others",
+    Metric.NUM_ACCEPTED: "Drafted tokens accepted",
+    Metric.PROMPT_TOKENS: "Prompt tokens prefilled or reused",
+    Metric.GENERATION_TOKENS: "Tokens emitted",
+    Metric.FREE_RUN_TOKENS: "Tokens emitted without a tree",
+    Metric.ROUNDS: "Rounds answered, free runs included",
+    Metric.ENGINE_BUSY_SECONDS: "Time the engine spent in steps",
+    Metric.ENGINE_STEPS: "Engine steps",
+}
 _STEP_SECONDS = (
     *(0.0005, 0.001, 0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05),
     *(0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0),
 )
-# As the conventions for generative AI advise; the last one with finer steps at its lower end.
+_HISTOGRAMS = {
+    Metric.NODE_BUDGET: (
+        "Node budget in the answers to rounds; 0: the client is not to draft next",
+        (0, 1, 2, 4, 8, 16, 32, 64, 128, 255),
+    ),
+    Metric.SCHEDULE_SECONDS: (
+        "Time to choose the nodes of a step",
+        (0.00005, 0.0001, 0.0002, 0.0003, 0.0005, 0.001, 0.002, 0.005),
+    ),
+    Metric.VERIFY_SECONDS: ("Engine time of a round with a tree", _STEP_SECONDS),
+    Metric.VERIFY_QUEUE_SECONDS: ("Wait of a round for the engine", _STEP_SECONDS),
+    Metric.PREFILL_SECONDS: ("Engine time of a prompt", _STEP_SECONDS),
+    Metric.PREFILL_QUEUE_SECONDS: ("Wait of a prompt for its first engine step", _STEP_SECONDS),
+    Metric.EMITTED_PER_ROUND: (
+        "Tokens emitted by a round with a tree, the bonus token included",
+        (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32),
+    ),
+    Metric.ENGINE_BATCH_TOKENS: (
+        "Tokens of all sequences in an engine step",
+        tuple(2**power for power in range(13)),
+    ),
+}
+# As in OpenTelemetry's conventions for generative AI; the time per token with finer steps at its
+# lower end.
+_CONVENTIONAL_HISTOGRAMS = {
+    Metric.TIME_TO_FIRST_TOKEN: (
+        "From the request for a cache to its first token",
+        (
+            *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0),
+            *(7.5, 10.0),
+        ),
+    ),
+    Metric.TIME_PER_OUTPUT_TOKEN: (
+        "Time per token after the first, mean over a generation",
+        (
+            *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4),
+            *(0.5, 0.75, 1.0, 2.5),
+        ),
+    ),
+}
 _REQUEST_SECONDS = tuple(0.01 * 2**power for power in range(14))
-_FIRST_TOKEN_SECONDS = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
-)
-_TOKEN_SECONDS = (
-    *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5),
-    *(0.75, 1.0, 2.5),
-)
-_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
-_BUDGETS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 255)
-_SCHEDULE_SECONDS = (0.00005, 0.0001, 0.0002, 0.0003, 0.0005, 0.001, 0.002, 0.005)
-_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
 @dataclass(slots=True)
 class Request:
-    """One generation. Times by time.perf_counter."""
+    """Times of one generation (time.perf_counter)."""
 
     began: float
     first: float = 0.0
@@ -50,7 +91,7 @@ class Request:
     ended: bool = False
 
     def emitted(self, tokens: int) -> None:
-        """Tokens came out just now."""
+        """Count tokens that were emitted now."""
         self.newest = perf_counter()
         if not self.tokens:
             self.first = self.newest
@@ -58,9 +99,9 @@ class Request:
 
 
 class VerifierMetrics:
-    """Counters and histograms of one verifier; what is only a state is read when scraped.
+    """Counters and histograms of one verifier. Gauges are read when scraped.
 
-    Belongs to the event loop, but for `step`, which the engine thread calls.
+    Used on the event loop, except `step`, which the engine thread calls.
     """
 
     def __init__(
@@ -74,77 +115,36 @@ class VerifierMetrics:
         """Add the metrics of a verifier to a registry.
 
         Args:
-            registry: Where to.
-            model: What is served.
-            store: Its caches.
-            engine: The thread that serves them.
-            follows: What goes to followers.
+            registry: The registry.
+            model: The served model.
+            store: The caches.
+            engine: The engine.
+            follows: Counts of streams that follow caches.
         """
-
         labels = {"model_name": model.name}
-        # Of OpenTelemetry's conventions for generative AI.
         conventional = {
             "gen_ai_operation_name": Span.GENERATION,
             "gen_ai_provider_name": PROVIDER,
             "gen_ai_request_model": model.name,
         }
-
-        def counter(name: str, what: str) -> Counter:
-            return Counter(name, what, labels, registry=registry).labels(**labels)
-
-        def histogram(
-            name: str,
-            what: str,
-            buckets: Sequence[float] = _STEP_SECONDS,
-            labels: dict[str, str] = labels,
-        ) -> Histogram:
-            metric = Histogram(name, what, labels, registry=registry, buckets=buckets)
-            return metric.labels(**labels)
-
-        self._drafts = counter(Metric.NUM_DRAFTS, "Trees checked")
-        self._draft_tokens = counter(Metric.NUM_DRAFT_TOKENS, "Drafted tokens that came")
-        self._checked = counter(
-            Metric.NUM_CHECKED, "Drafted tokens checked: the others were not worth their time"
-        )
-        self._budget = histogram(
-            Metric.NODE_BUDGET,
-            "Most nodes to draft next, as answered to rounds; 0: none for now",
-            _BUDGETS,
-        )
-        self._schedule = histogram(
-            Metric.SCHEDULE_SECONDS,
-            "Time to decide which nodes of a step are checked",
-            _SCHEDULE_SECONDS,
-        )
-        self._accepted = counter(Metric.NUM_ACCEPTED, "Drafted tokens accepted")
-        self._per_position = Counter(
+        self._counters: dict[str, Counter] = {
+            name: Counter(name, text, labels, registry=registry).labels(**labels)
+            for name, text in _COUNTERS.items()
+        }
+        self._histograms: dict[str, Histogram] = {
+            name: Histogram(name, text, values, registry=registry, buckets=buckets).labels(**values)
+            for histograms, values in (
+                (_HISTOGRAMS, labels),
+                (_CONVENTIONAL_HISTOGRAMS, conventional),
+            )
+            for name, (text, buckets) in histograms.items()
+        }
+        self._accepted_at = Counter(
             Metric.NUM_ACCEPTED_PER_POS,
             "Trees whose drafted token at that depth was accepted, the first depth being 0",
-            ("model_name", "position"),
+            (*labels, "position"),
             registry=registry,
         )
-        self._prompt_tokens = counter(Metric.PROMPT_TOKENS, "Prompt tokens prefilled or reused")
-        self._tokens = counter(Metric.GENERATION_TOKENS, "Tokens emitted")
-        self._free_tokens = counter(Metric.FREE_RUN_TOKENS, "Tokens emitted without a tree")
-        self._rounds = counter(Metric.ROUNDS, "Rounds answered, free runs included")
-        self._verify = histogram(Metric.VERIFY_SECONDS, "Engine time of a round with a tree")
-        self._queued = histogram(Metric.VERIFY_QUEUE_SECONDS, "Wait of a round for the engine")
-        self._prefill = histogram(Metric.PREFILL_SECONDS, "Engine time of a prompt")
-        self._prefill_queued = histogram(
-            Metric.PREFILL_QUEUE_SECONDS, "Wait of a prompt for its first engine step"
-        )
-        self._length = histogram(
-            Metric.EMITTED_PER_ROUND,
-            "Tokens emitted by a round with a tree, the verifier's own included",
-            _LENGTHS,
-        )
-        self._batch = histogram(
-            Metric.ENGINE_BATCH_TOKENS, "Tokens of all sequences in an engine step", _BATCHES
-        )
-        self._busy = counter(Metric.ENGINE_BUSY_SECONDS, "Time the engine spent in steps")
-        self._steps = counter(Metric.ENGINE_STEPS, "Engine steps")
-        self._model_name = model.name
-        self._conventional = tuple(conventional.values())
         self._duration = Histogram(
             Metric.REQUEST_DURATION,
             "From the request for a cache to the last token",
@@ -152,18 +152,8 @@ class VerifierMetrics:
             registry=registry,
             buckets=_REQUEST_SECONDS,
         )
-        self._first_token = histogram(
-            Metric.TIME_TO_FIRST_TOKEN,
-            "From the request for a cache to its first token",
-            _FIRST_TOKEN_SECONDS,
-            conventional,
-        )
-        self._per_token = histogram(
-            Metric.TIME_PER_OUTPUT_TOKEN,
-            "Time per token after the first, mean over a generation",
-            _TOKEN_SECONDS,
-            conventional,
-        )
+        self._model_name = model.name
+        self._conventional = tuple(conventional.values())
         target = {
             **labels,
             "architecture": model.architecture,
@@ -171,58 +161,55 @@ class VerifierMetrics:
             "fingerprint": model.target_fingerprint,
             "batch_invariant": str(model.batch_invariant).lower(),
         }
-        info = Gauge(f"{Metric.TARGET}_info", "What is served", target, registry=registry)
+        info = Gauge(f"{Metric.TARGET}_info", "The served model", target, registry=registry)
         info.labels(**target).set(1)
         registry.register(_State(store, engine, follows, model.name))
 
     def admitted(self, cache: Cache) -> None:
-        """A cache was admitted; its generation begins."""
+        """A cache was admitted: its generation begins."""
         cache.request = Request(perf_counter())
 
     def prefilled(self, cache: Cache, prefill: Prefill) -> None:
-        """A prompt was taken in and its first token emitted, or it could not be."""
-        if prefill.first is None:
+        """A prefill ended. One without a first token is not counted."""
+        if prefill.output is None:
             return
-        self._prompt_tokens.inc(len(cache.sequence.generation.prompt))
-        self._tokens.inc()
-        self._prefill.observe(prefill.step_us / 1e6)
-        self._prefill_queued.observe(prefill.queue_us / 1e6)
+        self._count(Metric.PROMPT_TOKENS, len(cache.sequence.generation.prompt))
+        self._count(Metric.GENERATION_TOKENS)
+        self._observe(Metric.PREFILL_SECONDS, prefill.step_us / 1e6)
+        self._observe(Metric.PREFILL_QUEUE_SECONDS, prefill.queue_us / 1e6)
         request = cache.request
         if request is not None:
             request.emitted(1)
-            self._first_token.observe(request.first - request.began)
+            self._observe(Metric.TIME_TO_FIRST_TOKEN, request.first - request.began)
             self._finish(cache)
 
     def answered(self, cache: Cache, round_: Round) -> None:
-        """A round came to its end. One that emitted nothing was none: it comes again."""
-        emissions = round_.emissions
-        if not emissions:
+        """A round ended. One without output is not counted: its client repeats it."""
+        if not round_.outputs:
             return
-        emitted = sum(len(emission.tokens) for emission in emissions)
-        drafted = len(round_.tree) - 1
-        self._budget.observe(emissions[-1].node_budget)
-        self._rounds.inc()
-        self._tokens.inc(emitted)
-        self._queued.observe(sum(emission.queue_us for emission in emissions) / 1e6)
-        if drafted:
-            (emission,) = emissions
-            accepted = len(emission.accepted)
-            self._drafts.inc()
-            self._draft_tokens.inc(drafted)
-            self._checked.inc(emission.checked)
-            self._accepted.inc(accepted)
+        output = merge(round_.outputs)
+        emitted, accepted = len(output.tokens), len(output.accepted)
+        self._observe(Metric.NODE_BUDGET, output.node_budget)
+        self._count(Metric.ROUNDS)
+        self._count(Metric.GENERATION_TOKENS, emitted)
+        self._observe(Metric.VERIFY_QUEUE_SECONDS, output.queue_us / 1e6)
+        if round_.drafted:
+            self._count(Metric.NUM_DRAFTS)
+            self._count(Metric.NUM_DRAFT_TOKENS, round_.drafted)
+            self._count(Metric.NUM_CHECKED, output.checked)
+            self._count(Metric.NUM_ACCEPTED, accepted)
             for position in range(accepted):
-                self._per_position.labels(self._model_name, str(position)).inc()
-            self._length.observe(emitted)
-            self._verify.observe(emission.step_us / 1e6)
+                self._accepted_at.labels(self._model_name, str(position)).inc()
+            self._observe(Metric.EMITTED_PER_ROUND, emitted)
+            self._observe(Metric.VERIFY_SECONDS, output.step_us / 1e6)
         else:
-            self._free_tokens.inc(emitted)
+            self._count(Metric.FREE_RUN_TOKENS, emitted)
         if cache.request is not None:
             cache.request.emitted(emitted)
             self._finish(cache)
 
     def released(self, cache: Cache, error: str) -> None:
-        """A cache is gone; `error` says why its generation ended early, if it was by a fault."""
+        """A cache was released; `error` names the fault that ended its generation, or is empty."""
         request = cache.request
         if request is None or request.ended:
             return
@@ -230,15 +217,22 @@ class VerifierMetrics:
         seconds = request.newest - request.began if request.tokens else 0.0
         self._duration.labels(*self._conventional, error).observe(seconds)
         if request.tokens > 1:
-            self._per_token.observe((request.newest - request.first) / (request.tokens - 1))
+            per_token = (request.newest - request.first) / (request.tokens - 1)
+            self._observe(Metric.TIME_PER_OUTPUT_TOKEN, per_token)
 
     def step(self, seconds: float, tokens: int, decision: Decision | None) -> None:
-        """The engine ran a step. Engine thread."""
-        self._steps.inc()
-        self._busy.inc(seconds)
-        self._batch.observe(tokens)
+        """The engine ran a step. Called on the engine thread."""
+        self._count(Metric.ENGINE_STEPS)
+        self._count(Metric.ENGINE_BUSY_SECONDS, seconds)
+        self._observe(Metric.ENGINE_BATCH_TOKENS, tokens)
         if decision is not None:
-            self._schedule.observe(decision.seconds)
+            self._observe(Metric.SCHEDULE_SECONDS, decision.seconds)
+
+    def _count(self, name: str, amount: float = 1) -> None:
+        self._counters[name].inc(amount)
+
+    def _observe(self, name: str, value: float) -> None:
+        self._histograms[name].observe(value)
 
     def _finish(self, cache: Cache) -> None:
         if cache.sequence.finish is not None:
@@ -246,7 +240,7 @@ class VerifierMetrics:
 
 
 class _State(Collector):
-    """Caches and queues as they are at the moment of a scrape."""
+    """State of caches and queues at the time of a scrape."""
 
     def __init__(
         self, store: CacheStore, engine: Engine, follows: FollowCounts, model: str
@@ -257,49 +251,39 @@ class _State(Collector):
         self._model = model
 
     def collect(self) -> Iterator[Family]:
-        """Read on the endpoint's thread: single values and copies only."""
-        store, engine = self._store, self._engine
+        """Runs on the endpoint's thread: reads single values and copies only."""
+        store, engine, follows = self._store, self._engine, self._follows
         caches = list(store)
-        segments = [cache.sequence.segment for cache in caches]
-        reserved = sum(store.layout.byte_size(segment.reserved) for segment in segments)
+        reserved = sum(store.layout.byte_size(each.sequence.segment.reserved) for each in caches)
         in_step = engine.in_step
         waiting = [cache.job for cache in caches if cache.busy and cache.job not in in_step]
         prefills = sum(isinstance(job, Prefill) for job in waiting)
         running = sum(cache.sequence.finish is None for cache in caches)
-        for name, what, value in (
-            (Metric.REQUESTS_RUNNING, "Generations that have not ended", running),
-            (Metric.REQUESTS_WAITING, "Generations waiting for the engine", len(waiting)),
-            (Metric.LEASES, "Caches whose lease runs", len(caches)),
-            (Metric.LEASES_LIMIT, "Most caches at once", store.max_sequences),
-            (Metric.FOLLOW_STREAMS, "Streams that follow a cache", self._follows.streams),
+        device = {"device": str(engine.device)}
+        for name, text, value, labels in (
+            (Metric.REQUESTS_RUNNING, "Generations that have not ended", running, {}),
+            (Metric.REQUESTS_WAITING, "Generations waiting for the engine", len(waiting), {}),
+            (Metric.LEASES, "Caches", len(caches), {}),
+            (Metric.LEASES_LIMIT, "Most caches at once", store.max_sequences, {}),
+            (Metric.FOLLOW_STREAMS, "FollowCache streams", follows.streams, {}),
+            (Metric.KV_USED_BYTES, "KV memory admitted, at its largest", store.used_bytes, device),
+            (Metric.KV_RESERVED_BYTES, "KV memory reserved", reserved, device),
+            (Metric.KV_LIMIT_BYTES, "KV memory that may be admitted", store.kv_bytes, device),
         ):
-            yield self._gauge(name, what, value)
-        for name, what, value in (
-            (
-                Metric.KV_USED_BYTES,
-                "KV memory admitted, caches at their largest",
-                store.used_bytes,
-            ),
-            (Metric.KV_RESERVED_BYTES, "KV memory that caches take now", reserved),
-            (Metric.KV_LIMIT_BYTES, "Most KV memory to be admitted", store.kv_bytes),
-        ):
-            yield self._gauge(name, what, value, device=str(engine.device))
-        rounds = len(waiting) - prefills
-        queue = self._gauge(
-            Metric.ENGINE_QUEUE, "Jobs that wait for an engine step", rounds, kind="round"
+            gauge = GaugeMetricFamily(name, text, labels=["model_name", *labels])
+            gauge.add_metric([self._model, *labels.values()], value)
+            yield gauge
+        queue = GaugeMetricFamily(
+            Metric.ENGINE_QUEUE, "Jobs waiting for an engine step", labels=["model_name", "kind"]
         )
+        queue.add_metric([self._model, "round"], len(waiting) - prefills)
         queue.add_metric([self._model, "prefill"], prefills)
         yield queue
-        for name, what, value in (
-            (Metric.LEASES_EXPIRED, "Caches freed because nobody used them", store.expired),
-            (Metric.FOLLOW_UPDATES, "Updates sent to followers", self._follows.updates),
-            (Metric.FOLLOW_BYTES, "Bytes sent to followers", self._follows.bytes),
+        for name, text, value in (
+            (Metric.LEASES_EXPIRED, "Caches freed because their lease expired", store.expired),
+            (Metric.FOLLOW_UPDATES, "Updates sent to followers", follows.updates),
+            (Metric.FOLLOW_BYTES, "Bytes sent to followers", follows.bytes),
         ):
-            counter = CounterMetricFamily(name, what, labels=["model_name"])
+            counter = CounterMetricFamily(name, text, labels=["model_name"])
             counter.add_metric([self._model], value)
             yield counter
-
-    def _gauge(self, name: str, what: str, value: float, **labels: str) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(name, what, labels=["model_name", *labels])
-        family.add_metric([self._model, *labels.values()], value)
-        return family

@@ -1,4 +1,4 @@
-"""Facts about the served model: what GetModel answers."""
+"""Description of the served model, as GetModel returns it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,37 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.decoder import Decoder, check_batch_invariance, weights_fingerprint
+from paceline.tree import MAX_NODES
 from paceline.v1 import verifier_pb2
 from paceline.verifier.grammar import Grammars
-from paceline.verifier.messages import MAX_TREE_NODES, Limits
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class ModelFacts:
-    """Facts that stay for the life of a process.
+class Limits:
+    """Limits of the served model, which requests are checked against.
 
     Attributes:
-        limits: What requests are checked against.
-        message: The GetModel answer with the tokenizer left out.
+        vocab_size: Number of token ids.
+        max_context: Most tokens of prompt and output together.
+        eos_token_ids: Tokens that end a generation unless the request ignores them.
+        layers: Number of layers, whose hidden states may be requested.
+    """
+
+    vocab_size: int
+    max_context: int
+    eos_token_ids: tuple[int, ...]
+    layers: int = 0
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """Description of the served model.
+
+    Attributes:
+        limits: Limits that requests are checked against.
+        message: The GetModel response without the tokenizer.
         tokenizer_gzip: tokenizer.json, compressed; empty if the folder has none.
     """
 
@@ -33,46 +50,45 @@ class ModelFacts:
     tokenizer_gzip: bytes
 
     def grammars(self) -> Grammars:
-        """What makes grammars for its tokens."""
+        """A compiler of grammars for the model's tokens."""
         tokenizer = gzip.decompress(self.tokenizer_gzip) if self.tokenizer_gzip else b""
         return Grammars(tokenizer, self.limits.vocab_size, self.limits.eos_token_ids)
 
-    def answer(self, request: verifier_pb2.GetModelRequest) -> verifier_pb2.GetModelResponse:
-        """The answer to one request, the tokenizer put in where it is wanted."""
-        answer = verifier_pb2.GetModelResponse()
-        answer.CopyFrom(self.message)
+    def response(self, request: verifier_pb2.GetModelRequest) -> verifier_pb2.GetModelResponse:
+        """The response to one request, with the tokenizer if the client lacks it."""
+        response = verifier_pb2.GetModelResponse()
+        response.CopyFrom(self.message)
         known = request.known_tokenizer_digest == self.message.tokenizer_digest
         if not (known or request.omit_tokenizer):
-            answer.tokenizer_gzip = self.tokenizer_gzip
-        return answer
+            response.tokenizer_gzip = self.tokenizer_gzip
+        return response
 
 
-def read_facts(
+def read_model_info(
     folder: Path, decoder: Decoder, *, max_context: int | None, lease_seconds: float
-) -> ModelFacts:
-    """Gather the facts of a loaded model; reads all weight files once for the fingerprint.
+) -> ModelInfo:
+    """Describe a loaded model. Reads all weight files once for the fingerprint.
 
     Args:
         folder: The model folder.
         decoder: The model.
-        max_context: Longest text to serve; None: as long as the model was made for.
-        lease_seconds: How long a cache lives without use.
+        max_context: Most tokens of prompt and output together; None: the model's own limit.
+        lease_seconds: Lifetime of a cache without use.
 
     Raises:
-        ValueError: ``max_context`` is more than the model was made for, or less than 2.
+        ValueError: ``max_context`` is more than the model's own limit, or less than 2.
     """
     config = decoder.config
     context = config.max_position if max_context is None else max_context
     if not 2 <= context <= config.max_position:
         raise ValueError(
-            f"max_context is {context}, expected 2 to {config.max_position}, "
-            "what the model was made for"
+            f"max_context is {context}, expected 2 to {config.max_position}, the model's own limit"
         )
     tokenizer = _read_bytes(folder / "tokenizer.json")
     invariance = check_batch_invariance(decoder)
     if not invariance.holds:
         _log.warning(
-            "texts may differ with the drafter at numeric ties (batch_invariant is false): %s",
+            "batch_invariant is false: the output may depend on the drafter at numeric ties: %s",
             invariance.reason,
         )
     message = verifier_pb2.GetModelResponse(
@@ -86,7 +102,7 @@ def read_facts(
         target_fingerprint=weights_fingerprint(folder),
         tokenizer_digest=hashlib.sha256(tokenizer).hexdigest() if tokenizer else "",
         chat_template=_chat_template(folder),
-        max_tree_nodes=MAX_TREE_NODES,
+        max_tree_nodes=MAX_NODES,
         layers=config.layers,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
@@ -96,7 +112,7 @@ def read_facts(
         batch_invariance_reason=invariance.reason,
         lease_ms=round(lease_seconds * 1000),
     )
-    return ModelFacts(
+    return ModelInfo(
         limits=Limits(
             config.vocab_size, context, tuple(config.eos_token_ids), layers=config.layers
         ),
@@ -115,13 +131,13 @@ def _architecture(folder: Path) -> str:
 
 
 def _chat_template(folder: Path) -> str:
-    """The template in its own file, or the one inside tokenizer_config.json, or none."""
+    """The template of chat_template.jinja, else of tokenizer_config.json, else empty."""
     own = _read_bytes(folder / "chat_template.jinja")
     if own:
         return own.decode()
     config = json.loads(_read_bytes(folder / "tokenizer_config.json") or b"{}")
     template = config.get("chat_template") or ""
-    if isinstance(template, list):  # several, by name
+    if isinstance(template, list):  # several named ones
         named = {entry["name"]: entry["template"] for entry in template}
         template = named.get("default", "")
     return str(template)

@@ -1,10 +1,10 @@
-"""What a verifier can be told at start."""
+"""Options of a verifier."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.verifier.messages import MAX_TREE_NODES
+from paceline.tree import MAX_NODES
 
 SCHEDULES = ("off", "auto", "profile")
 
@@ -18,35 +18,36 @@ class VerifierOptions:
     """
 
     dtype: str = "auto"
-    """float32, bfloat16, or auto for what the model folder names."""
+    """float32, bfloat16, or auto for the dtype of the model folder."""
     kv_bytes: int | None = None
-    """Memory for all KV caches, each counted at its largest; None: half of what is free."""
+    """Memory for all KV caches, each counted at its largest; None: a share of what is free."""
     max_context: int | None = None
-    """Longest text, prompt and output; None: as the model was made for. Unit: tokens."""
+    """Most tokens of prompt and output together; None: the model's own limit."""
     lease_seconds: float = 30.0
-    """How long a cache lives without a round or a renewal."""
+    """Lifetime of a cache without a round or a renewal."""
     max_sequences: int = 256
     """Most caches at once."""
     step_token_limit: int = 2048
     """Most tokens of rounds in one forward pass; further rounds wait for the next one."""
     prefill_token_limit: int = 512
-    """Most tokens of prompts in one forward pass, so that rounds go on beside a long prompt."""
-    node_budget: int = MAX_TREE_NODES
-    """Drafted nodes that clients are told to send in a round at most."""
+    """Most tokens of prompts in one forward pass, so that a long prompt does not hold up rounds."""
+    node_budget: int = MAX_NODES
+    """Most drafted nodes that clients are to send in a round."""
     schedule: str = "auto"
-    """auto cuts trees to what is worth checking under the load, by a table of step times measured
-    at the first start with a model and kept, and lets generations draft only where it pays; profile
-    measures that table again; off checks every node that comes, as a GPU does in any case."""
+    """auto: verify the nodes that raise tokens per second under the current load, and have
+    generations draft only where it pays, from a table of step times that is measured at the first
+    start with a model and kept. profile: the same, and measure the table again. off: verify every
+    node; a GPU always does."""
     threads: int | None = None
-    """Threads of one operation; None: torch's choice."""
+    """Threads of one operation; None: PyTorch's setting."""
     device: str = "cpu"
-    """Where the model runs and its KV lies: cpu, cuda, cuda:N, or auto for the first GPU where
-    there is one and weights are not shared, and the CPU elsewhere."""
+    """Device of the model and its KV: cpu, cuda, cuda:N, or auto. auto is the first GPU if there is
+    one and weights are not shared, and otherwise the CPU."""
     paged_kv: bool = False
-    """Whether KV lies in pages of one pool on the CPU too, as it always does on a GPU. Drafters
-    cannot map it there. For tests."""
+    """Keep KV in pages of one pool on the CPU too, as always on a GPU. Drafters cannot map it
+    there. For tests."""
     share_weights: bool = False
-    """Keep the packed weights in /dev/shm, where drafters of the same model map them."""
+    """Keep the packed weights in /dev/shm, so that drafters of the same model can map them."""
 
     def __post_init__(self) -> None:
         positive = ("lease_seconds", "max_sequences", "step_token_limit", "prefill_token_limit")
@@ -54,8 +55,8 @@ class VerifierOptions:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"{name} is {value}, expected a finite number above 0")
-        if not 0 <= self.node_budget <= MAX_TREE_NODES:
-            raise ValueError(f"node_budget is {self.node_budget}, expected 0 to {MAX_TREE_NODES}")
+        if not 0 <= self.node_budget <= MAX_NODES:
+            raise ValueError(f"node_budget is {self.node_budget}, expected 0 to {MAX_NODES}")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule is {self.schedule!r}, expected {', '.join(SCHEDULES)}")
         if self.share_weights and self.device not in ("auto", "cpu"):

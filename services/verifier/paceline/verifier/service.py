@@ -1,9 +1,10 @@
-"""The verifier as a service with a lifecycle."""
+"""The verifier service: construction, start, drain and stop."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -24,26 +25,30 @@ from paceline.decoder import (
     publish,
     use_device,
 )
+from paceline.kv.segment import SHM
 from paceline.service import Gate
 from paceline.service.memory import trim
 from paceline.telemetry.tracing import tracer
 from paceline.v1 import kv_pb2_grpc, verifier_pb2_grpc
 from paceline.verifier.engine.engine import Engine
-from paceline.verifier.follow import FollowCounts
 from paceline.verifier.kv.layout import KvLayout
 from paceline.verifier.kv.pool import PagedKv, PagePool, PoolView
 from paceline.verifier.kv.segment import sweep_orphans
-from paceline.verifier.kv_exchange import KvExchangeServicer
-from paceline.verifier.model import ModelFacts, read_facts
+from paceline.verifier.model import ModelInfo, read_model_info
 from paceline.verifier.options import VerifierOptions
-from paceline.verifier.scheduler.library import cost_table
+from paceline.verifier.rpc.follow import FollowCounts
+from paceline.verifier.rpc.kv_exchange import KvExchangeServicer
+from paceline.verifier.rpc.servicer import VerifierServicer
+from paceline.verifier.scheduler.profile import flat_table
 from paceline.verifier.scheduler.scheduler import Scheduler
-from paceline.verifier.servicer import VerifierServicer
-from paceline.verifier.store import CacheStore, MakeKv, default_kv_bytes
+from paceline.verifier.scheduler.storage import cost_table, load_state, save_state
+from paceline.verifier.store import AllocateKv, CacheStore
 from paceline.verifier.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
+
+    from paceline.verifier.metrics import VerifierMetrics
 
 _DRAIN_POLL_SECONDS = 0.02
 
@@ -53,7 +58,7 @@ class VerifierService:
 
     Attributes:
         store: The caches.
-        engine: The thread that serves them.
+        engine: The engine.
     """
 
     service_names = ("paceline.v1.VerifierService", "paceline.v1.KvExchangeService")
@@ -65,57 +70,33 @@ class VerifierService:
         threads = options.threads or torch.get_num_threads()
         # OpenMP keeps a team of workers for each thread that computes. A second team would
         # outnumber the cores, and its workers then sleep and wake at every operation, which doubles
-        # the time of a step. So this thread gets none, and the loading one takes its own along.
+        # the time of a step. So this thread gets none, and the loading thread ends with its own.
         torch.set_num_threads(1)
         device = find_device("cpu" if options.share_weights else options.device)
+        self._publication: Publication | None = None
+        self._scheduler: Scheduler | None = None
         with ThreadPoolExecutor(1, initializer=_use, initargs=(threads, device)) as pool:
-            decoder = pool.submit(Decoder.load, target, options.dtype, device).result()
-            facts = pool.submit(
-                read_facts,
-                target,
-                decoder,
-                max_context=options.max_context,
-                lease_seconds=options.lease_seconds,
-            ).result()
-            self._published: Publication | None = None
-            if options.share_weights:
-                sweep_orphans()  # those of a verifier that died are in the way
-                path = packed_path(facts.message.target_fingerprint, decoder.config.dtype)
-                self._published = publish(path, decoder.large_tensors())
-            if self._published is not None:  # from now on it has them there too
-                load = partial(Decoder.load, shared=PackedWeights.open(path))
-                decoder = pool.submit(load, target, options.dtype, device).result()
-                trim()
-            scheduler = None
-            # Costs are profiled as steps run on the CPU: a GPU's graphs have others.
-            if options.schedule != "off" and device.type == "cpu":
-                costs = pool.submit(
-                    cost_table,
-                    decoder,
-                    facts.message.max_context,
-                    again=options.schedule == "profile",
-                ).result()
-                scheduler = Scheduler(costs, options.node_budget)
-                facts.message.schedules_speculation = True
+            decoder, model = pool.submit(self._load, target, options, device).result()
+        self._decoder, self._max_context = decoder, model.limits.max_context
         config = decoder.config
         layout = KvLayout(
             config.layers, config.kv_heads, config.head_dim, config.dtype, config.hidden
         )
         kv_bytes = options.kv_bytes
         if kv_bytes is None:
-            kv_bytes = default_kv_bytes(decoder.device)
+            kv_bytes = _default_kv_bytes(decoder.device)
         self._pool: PagePool | None = None
-        make_kv: MakeKv | None = None
+        allocate: AllocateKv | None = None
         graphs: GraphRunner | None = None
-        if options.paged_kv or decoder.device.type == "cuda":
+        if options.paged_kv or decoder.device.type != "cpu":
             self._pool = PagePool(
                 layout,
                 decoder.device,
                 kv_bytes=kv_bytes,
                 max_sequences=options.max_sequences,
-                max_context=facts.limits.max_context,
+                max_context=model.limits.max_context,
             )
-            make_kv = partial(PagedKv, self._pool)
+            allocate = partial(PagedKv, self._pool)
             if decoder.device.type == "cuda" and find_spec("triton") is not None:
                 graphs = GraphRunner(decoder, PoolView(self._pool))
         self.engine = Engine(
@@ -123,7 +104,7 @@ class VerifierService:
             step_tokens=options.step_token_limit,
             prefill_tokens=options.prefill_token_limit,
             threads=threads,
-            scheduler=scheduler,
+            scheduler=self._scheduler,
             node_budget=options.node_budget,
             graphs=graphs,
         )
@@ -133,32 +114,49 @@ class VerifierService:
             kv_bytes=kv_bytes,
             max_sequences=options.max_sequences,
             lease_seconds=options.lease_seconds,
-            make_kv=make_kv,
+            allocate=allocate,
         )
         self._gate = Gate()
         self._follow_counts = FollowCounts()
-        self._servicer = VerifierServicer(
-            facts,
-            self.store,
-            self.engine,
-            self._gate,
-            self._telemetry(metrics, facts),
-        )
+        kept = None if metrics is None else self._metrics(metrics, model)
+        telemetry = Telemetry(kept, tracer())
+        self._servicer = VerifierServicer(model, self.store, self.engine, self._gate, telemetry)
         self._sweeper: asyncio.Task[None] | None = None
 
-    def _telemetry(self, registry: CollectorRegistry | None, facts: ModelFacts) -> Telemetry | None:
-        spans = tracer()
-        metrics = None
-        if registry is not None:
-            # Here, because only a verifier that keeps metrics needs it.
-            from paceline.verifier.metrics import VerifierMetrics
+    def _load(
+        self, target: Path, options: VerifierOptions, device: torch.device
+    ) -> tuple[Decoder, ModelInfo]:
+        """Load the model, publish its weights if they are shared, and profile its steps."""
+        decoder = Decoder.load(target, options.dtype, device)
+        model = read_model_info(
+            target,
+            decoder,
+            max_context=options.max_context,
+            lease_seconds=options.lease_seconds,
+        )
+        if options.share_weights:
+            sweep_orphans()  # segments of a dead verifier have the same names
+            path = packed_path(model.message.target_fingerprint, decoder.config.dtype)
+            self._publication = publish(path, decoder.large_tensors())
+            if self._publication is not None:  # load again, from the shared weights
+                packed = PackedWeights.open(path)
+                decoder = Decoder.load(target, options.dtype, device, shared=packed)
+                trim()
+        if options.schedule != "off":
+            self._scheduler = _scheduler(decoder, options, model.limits.max_context)
+            model.message.schedules_speculation = True
+        return decoder, model
 
-            metrics = VerifierMetrics(
-                registry, facts.message, self.store, self.engine, self._follow_counts
-            )
-            self.engine.on_step = metrics.step
-            self.store.on_release = metrics.released
-        return Telemetry(metrics, spans) if metrics is not None or spans is not None else None
+    def _metrics(self, registry: CollectorRegistry, model: ModelInfo) -> VerifierMetrics:
+        # Imported here, since only a verifier with metrics needs it.
+        from paceline.verifier.metrics import VerifierMetrics
+
+        metrics = VerifierMetrics(
+            registry, model.message, self.store, self.engine, self._follow_counts
+        )
+        self.engine.on_step = metrics.step
+        self.store.on_release = metrics.released
+        return metrics
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the servicers to a server."""
@@ -169,47 +167,49 @@ class VerifierService:
         add_kv_exchange(KvExchangeServicer(self.store, self._follow_counts), server)
 
     async def start(self) -> None:
-        """Remove what dead verifiers left in /dev/shm, then start the engine and the sweep."""
+        """Remove segments of dead verifiers from /dev/shm, then start engine and lease sweeps."""
         sweep_orphans()
         gc.collect()
-        gc.freeze()  # the model's objects live for ever: a full collection need not walk them
-        gc.set_threshold(20_000)  # a step makes hundreds of small objects and keeps few
+        gc.freeze()  # the model's objects are never freed: collections skip them
+        gc.set_threshold(20_000)  # a step creates hundreds of small objects and keeps few
         self.engine.start()
         self._sweeper = asyncio.create_task(self._sweep_leases())
 
     async def fault(self) -> None:
-        """Wait for the end of the device.
+        """Wait until the device is lost.
 
         Raises:
-            DeviceLost: It came.
+            DeviceLost: It is.
         """
         await self.engine.lost()
 
     async def drain(self) -> None:
         """Refuse new caches (UNAVAILABLE, DRAINING); return when every generation has ended.
 
-        A generation that nobody asks for any more ends with its lease.
+        An abandoned generation ends with its lease.
         """
         self._gate.close()
         await self._gate.drained()
-        while self.store.unfinished:  # noqa: ASYNC110 - it is the engine thread that ends them
+        while self.store.unfinished:  # noqa: ASYNC110 - the engine thread ends them
             await asyncio.sleep(_DRAIN_POLL_SECONDS)
 
     async def stop(self) -> None:
         """Stop the engine and free every cache.
 
         Raises:
-            AssertionError: The books did not balance: see ``check_integrity``.
+            AssertionError: Memory leaked: see ``CacheStore.check_integrity``.
         """
         if self._sweeper is not None:
             self._sweeper.cancel()
             with suppress(asyncio.CancelledError):
                 await self._sweeper
         await self.engine.stop()
-        if self._published is not None:
-            self._published.close()
+        if self._scheduler is not None:
+            save_state(self._scheduler, self._decoder, self._max_context)
+        if self._publication is not None:
+            self._publication.close()
         gc.unfreeze()
-        await self.store.settled()
+        await self.store.wait_released()
         try:
             self.store.check_integrity()
         finally:
@@ -220,10 +220,10 @@ class VerifierService:
             self._pool.close()
 
     async def check_integrity(self) -> None:
-        """Prove that no memory, handle or segment leaked. Only when nothing runs.
+        """Check that no memory, handle or segment leaked. Nothing may be running.
 
         Raises:
-            AssertionError: Something leaked; the message names all of it.
+            AssertionError: Something leaked; the message names it.
         """
         await self.engine.between_steps(self.store.check_integrity)
 
@@ -234,19 +234,47 @@ class VerifierService:
 
 
 def _use(threads: int, device: torch.device) -> None:
-    """Prepare a thread that runs the model."""
+    """Prepare a thread to run the model."""
     torch.set_num_threads(threads)
     use_device(device)
+
+
+def _scheduler(decoder: Decoder, options: VerifierOptions, max_context: int) -> Scheduler:
+    """The scheduler of a model, with what it learned in earlier processes."""
+    again = options.schedule == "profile"
+    if decoder.device.type == "cpu":
+        costs = cost_table(decoder, max_context, again=again)
+    else:  # a profile would run without the engine's graphs
+        costs = flat_table(max_context)
+    scheduler = Scheduler(costs, options.node_budget)
+    if not again:
+        load_state(scheduler, decoder, max_context)
+    return scheduler
+
+
+def _default_kv_bytes(device: torch.device) -> int:
+    """KV memory for a verifier on a device, as a share of what is free now. Unit: bytes.
+
+    On the CPU half of RAM or of /dev/shm, whichever is less; on another device four fifths of its
+    memory, since activations and graphs need the rest.
+    """
+    if device.type != "cpu":
+        return int(torch.get_device_module(device).mem_get_info(device)[0]) * 4 // 5
+    shm = os.statvfs(SHM)
+    with open("/proc/meminfo") as lines:
+        fields = dict(line.split(":", 1) for line in lines)
+    ram = int(fields["MemAvailable"].split()[0]) * 1024
+    return min(ram, shm.f_bavail * shm.f_frsize) // 2
 
 
 def build_service(
     target: Path, *, metrics: CollectorRegistry | None = None, **options: Any
 ) -> VerifierService:
-    """Load a model and make a verifier of it, ready for ``paceline.service.run_server``.
+    """Load a model and build a verifier for ``paceline.service.run_server``.
 
     Args:
         target: Hugging Face folder of the target model.
-        metrics: Where its metrics are added; None: none are kept.
+        metrics: Registry for its metrics; None: it keeps none.
         options: Fields of :class:`VerifierOptions`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Reports the engine's jobs as metrics, as spans, or as both."""
+"""Reports the engine's jobs as metrics and spans."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from paceline.telemetry.names import Attribute, Span
 from paceline.telemetry.tracing import add_server_span
 from paceline.verifier.cache import Cache
 from paceline.verifier.engine.job import Job, Prefill, Round
+from paceline.verifier.engine.output import StepOutput, merge
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import Tracer
@@ -18,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class Telemetry:
-    """What the servicers report. A verifier without metrics and traces has none.
+    """Reports jobs to metrics and a tracer, as far as the verifier has them.
 
-    Belongs to the event loop. A job is reported when it is done, after its answer was sent.
+    Used on the event loop. A job is reported when it is done, after its answer was sent.
     """
 
     def __init__(self, metrics: VerifierMetrics | None, tracer: Tracer | None) -> None:
@@ -28,13 +29,14 @@ class Telemetry:
         self._tracer = tracer
 
     def admitted(self, cache: Cache) -> None:
-        """A generation begins."""
+        """Report the start of a generation."""
         if self._metrics is not None:
             self._metrics.admitted(cache)
 
-    def watch(self, cache: Cache, job: Job, traceparent: str) -> None:
-        """A job is about to go to the engine; `traceparent` is its caller's."""
-        job.on_done = partial(self._done, cache, job, traceparent, time_ns())
+    def report(self, cache: Cache, job: Job, traceparent: str) -> None:
+        """Report a new job once it is done; `traceparent` is its caller's."""
+        if self._metrics is not None or self._tracer is not None:
+            job.on_done = partial(self._done, cache, job, traceparent, time_ns())
 
     def _done(self, cache: Cache, job: Job, traceparent: str, began_ns: int) -> None:
         if self._metrics is not None:
@@ -57,12 +59,13 @@ def _attributes(job: Job) -> dict[str, int]:
             Attribute.COMPUTE_US: job.step_us,
         }
     assert isinstance(job, Round), "jobs are prefills or rounds"
+    output = merge(job.outputs) if job.outputs else StepOutput([])
     return {
         Attribute.ROUND_ID: job.number,
-        Attribute.NUM_DRAFT_TOKENS: len(job.tree) - 1,
-        Attribute.NUM_ACCEPTED: sum(len(emission.accepted) for emission in job.emissions),
-        Attribute.NUM_EMITTED: sum(len(emission.tokens) for emission in job.emissions),
-        Attribute.QUEUE_US: sum(emission.queue_us for emission in job.emissions),
-        Attribute.COMPUTE_US: sum(emission.step_us for emission in job.emissions),
-        Attribute.BATCH_TOKENS: max((e.batch_tokens for e in job.emissions), default=0),
+        Attribute.NUM_DRAFT_TOKENS: job.drafted,
+        Attribute.NUM_ACCEPTED: len(output.accepted),
+        Attribute.NUM_EMITTED: len(output.tokens),
+        Attribute.QUEUE_US: output.queue_us,
+        Attribute.COMPUTE_US: output.step_us,
+        Attribute.BATCH_TOKENS: output.batch_tokens,
     }

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from paceline.drafter.methods.layers import apply_rope
+from paceline.drafter.methods.longspec import LongSpecModel
+from paceline.drafter.methods.longspec.module import Layer, split_heads
 from paceline.kernels import attention_weights
-from paceline.layers import turned
-from paceline.longspec import LongSpecModel
-from paceline.longspec.module import Layer, split_heads
 from paceline.train.batches import Batches
 from paceline.train.budget.preset import OBSERVED, BudgetPreset
 from paceline.train.budget.views import Draw, chosen, full_view, sparse_view
@@ -24,7 +24,7 @@ class ContinuedLayer(nn.Module):
     """Hidden states of continuations of one row, for several views of the target at once.
 
     Everything up to and including self-attention does not depend on the target and runs once.
-    Equal to :class:`~paceline.longspec.LongSpecModel` with masks, except that only keys and values
+    Equal to :class:`LongSpecModel` with masks, except that only keys and values
     are computed for the prefix, without gradient.
     """
 
@@ -57,18 +57,18 @@ class ContinuedLayer(nn.Module):
         with torch.no_grad():
             before = layer.input_layernorm(embedded[:, :old])
             factors = (cos[:, :, :old], sin[:, :, :old])
-            k_old = turned(split_heads(layer.self_attn.k_proj(before), dim), factors)
+            k_old = apply_rope(split_heads(layer.self_attn.k_proj(before), dim), factors)
             v_old = split_heads(layer.self_attn.v_proj(before), dim)
         x: Tensor = embedded[:, old:]
         inputs = layer.input_layernorm(x)
-        q = turned(split_heads(layer.self_attn.q_proj(inputs), dim), new)
-        k = turned(split_heads(layer.self_attn.k_proj(inputs), dim), new)
+        q = apply_rope(split_heads(layer.self_attn.q_proj(inputs), dim), new)
+        k = apply_rope(split_heads(layer.self_attn.k_proj(inputs), dim), new)
         v = split_heads(layer.self_attn.v_proj(inputs), dim)
         band = torch.ones(len(x[0]), old + len(x[0]), dtype=torch.bool, device=x.device)
         band = band.triu().tril(old)
         seen = attend(q, torch.cat([k_old, k], 2), torch.cat([v_old, v], 2), band)
         x = x + layer.self_attn.o_proj(seen.transpose(1, 2).flatten(2))
-        q = turned(split_heads(layer.cross_attn.q_proj(layer.cross_layernorm(x)), dim), new)
+        q = apply_rope(split_heads(layer.cross_attn.q_proj(layer.cross_layernorm(x)), dim), new)
         # All continuations attend to one row: they are batched as more queries of it.
         rows = q.transpose(0, 1).flatten(1, 2)[None]
         k, v = keys.to(q)[None], values.to(q)[None]
@@ -109,7 +109,7 @@ class ObservedTarget(FrozenTarget):
             if hasattr(self._attention, "q_norm"):
                 q = self._attention.q_norm(q)
             factors = (cos[0, rows, : dim // 2].float(), sin[0, rows, : dim // 2].float())
-            q = turned(q.transpose(0, 1), factors).transpose(0, 1)
+            q = apply_rope(q.transpose(0, 1), factors).transpose(0, 1)
         return attention_weights(q, keys[:, :end])
 
     def _keep_inputs(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.dspark import DSparkConfig
+from paceline.drafter.methods.dspark import DSparkConfig
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.dspark import DSparkConfig, DSparkModel
+from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel
 from paceline.train.batches import Batches
 from paceline.train.dspark.blocks import Blocks
 from paceline.train.dspark.preset import DSparkPreset

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.dspark import DSparkConfig, DSparkModel
+from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel
 from paceline.train.checkpoint import Progress
 from paceline.train.corpus import Corpus
 from paceline.train.drafter import (

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.layers import turned
-from paceline.longspec import LongSpecModel
-from paceline.longspec.module import Layer, split_heads
+from paceline.drafter.methods.layers import apply_rope
+from paceline.drafter.methods.longspec import LongSpecModel
+from paceline.drafter.methods.longspec.module import Layer, split_heads
 
 
 class LaggedLayer(nn.Module):
@@ -18,7 +18,7 @@ class LaggedLayer(nn.Module):
 
     A token attends to target positions at least `lag` before its own. Everything up to and
     including self-attention does not depend on the target and runs once for all lags. Equal to
-    :class:`~paceline.longspec.LongSpecModel` with masks, in memory linear in the length.
+    :class:`LongSpecModel` with masks, in memory linear in the length.
     """
 
     def __init__(self, model: LongSpecModel) -> None:
@@ -55,13 +55,13 @@ class LaggedLayer(nn.Module):
         factors = model.rope_factors(positions)
         x: Tensor = embedded
         inputs = layer.input_layernorm(x)
-        q = turned(split_heads(layer.self_attn.q_proj(inputs), dim), factors)
-        k = turned(split_heads(layer.self_attn.k_proj(inputs), dim), factors)
+        q = apply_rope(split_heads(layer.self_attn.q_proj(inputs), dim), factors)
+        k = apply_rope(split_heads(layer.self_attn.k_proj(inputs), dim), factors)
         v = split_heads(layer.self_attn.v_proj(inputs), dim)
         seen = _windowed(q[:, :, sinks:], k[:, :, sinks:], v[:, :, sinks:], window)
         seen = F.pad(seen, (0, 0, sinks, 0))
         x = x + layer.self_attn.o_proj(seen.transpose(1, 2).flatten(2))
-        q = turned(split_heads(layer.cross_attn.q_proj(layer.cross_layernorm(x)), dim), factors)
+        q = apply_rope(split_heads(layer.cross_attn.q_proj(layer.cross_layernorm(x)), dim), factors)
         found = torch.stack([_lagged(q, keys, values, lag) for lag in lags])
         x = x + layer.cross_attn.o_proj(found.transpose(2, 3).flatten(3))
         x = x + layer.mlp(layer.post_attention_layernorm(x))

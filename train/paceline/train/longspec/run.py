@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.longspec import LongSpecConfig, LongSpecModel
+from paceline.drafter.methods.longspec import LongSpecConfig, LongSpecModel
 from paceline.train.checkpoint import Progress
 from paceline.train.corpus import Corpus
 from paceline.train.drafter import (

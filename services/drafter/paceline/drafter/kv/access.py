@@ -1,4 +1,4 @@
-"""How a drafter shows itself to verifiers."""
+"""A drafter's credentials for verifiers."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from paceline.service.credentials import check_authorities
 
 @dataclass(frozen=True)
 class VerifierAccess:
-    """Token and TLS for calls to verifiers, and which of them may be called.
+    """Token and TLS for calls to verifiers, and the verifiers that may be called.
 
-    Clients name the verifier; without a list any client could have the token sent anywhere.
+    Clients name the verifier: without a list, a client could have the token sent to any address.
     """
 
     remote: tuple[str, ...] = ()
-    """Addresses of verifiers on other machines, as clients name them, that may be called too."""
+    """Addresses of verifiers on other machines that may be called, as clients name them."""
 
     beside: str | None = None
-    """Address of the one verifier to read KV from, whatever clients call it: of a drafter in the
-    verifier's pod, whose clients come through a balancer or a published port."""
+    """Address of the one verifier to read KV from, whatever clients name: for a drafter in the
+    verifier's pod, whose clients use a load balancer or a published port."""
 
     token: str | None = None
-    """Bearer token; the deployment's own, which clients know too."""
+    """Bearer token, that of the deployment."""
 
     tls_ca: Path | None = None
-    """PEM authorities of verifiers that serve TLS; None: they serve none."""
+    """PEM authorities of the verifiers' TLS; None: no TLS."""
 
     tls_cert: Path | None = None
-    """PEM certificate to show to verifiers that ask for one."""
+    """PEM client certificate, for verifiers that require one."""
 
     tls_key: Path | None = None
-    """PEM key of it."""
+    """PEM key of the certificate."""
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What every call carries."""
+        """Returns the metadata of every call."""
         return (("authorization", f"Bearer {self.token}"),) if self.token else ()
 
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """TLS credentials, or None for plain connections.
+        """Returns TLS credentials, or None for plain connections.
 
         Raises:
             OptionsError: ``tls_ca`` cannot be read, or holds no certificate.

@@ -1,71 +1,80 @@
-"""The methods, by name. A new one is a file beside this and a line in the table."""
+"""Drafting methods by name: those of this package, and those that other packages register.
+
+An installed distribution registers a method by an entry point of the group ``paceline.methods``::
+
+    [project.entry-points."paceline.methods"]
+    mine = "my_package.my_module:MyDrafter"
+"""
 
 from __future__ import annotations
 
-from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 
 from paceline.drafter.methods.base import Drafter, LoadError
 
-_METHODS: dict[str, str] = {
-    "ngram": "paceline.drafter.methods.ngram:NgramDrafter",
-    "lm": "paceline.drafter.methods.lm:LmDrafter",
-    "longspec": "paceline.drafter.methods.longspec:LongSpecDrafter",
-    "dspark": "paceline.drafter.methods.dspark:DSparkDrafter",
-    "selfspec": "paceline.drafter.methods.selfspec:SelfSpecDrafter",
+GROUP = "paceline.methods"
+"""Group of entry points."""
+
+_BUILT_IN = {
+    "ngram": "paceline.drafter.methods.ngram.drafter:NgramDrafter",
+    "lm": "paceline.drafter.methods.lm.drafter:LmDrafter",
+    "longspec": "paceline.drafter.methods.longspec.drafter:LongSpecDrafter",
+    "dspark": "paceline.drafter.methods.dspark.drafter:DSparkDrafter",
+    "selfspec": "paceline.drafter.methods.selfspec.drafter:SelfSpecDrafter",
     "replay": "paceline.drafter.methods.replay:ReplayDrafter",
 }
 
-
 CALIBRATION = "calibration"
-"""Option that every method has: a file of :mod:`paceline.drafter.calibration`."""
+"""Option of every method: a file of :mod:`paceline.drafter.calibration`."""
 
-_FOLDER_OPTIONS: dict[str, tuple[str, ...]] = {"longspec": ("target",), "dspark": ("target",)}
+
+def _methods() -> dict[str, EntryPoint]:
+    """All installed methods by name. A built-in name cannot be registered again."""
+    built_in = (EntryPoint(name, value, GROUP) for name, value in _BUILT_IN.items())
+    return {entry.name: entry for entry in (*entry_points(group=GROUP), *built_in)}
 
 
 def method_names() -> list[str]:
-    """Names of all methods, sorted."""
-    return sorted(_METHODS)
+    """Returns the names of all installed methods, sorted."""
+    return sorted(_methods())
 
 
-def folder_options(name: str) -> tuple[str, ...]:
-    """Options of a method that name a folder or file: they are held to the roots, as its own is."""
-    return (CALIBRATION, *_FOLDER_OPTIONS.get(name, ()))
-
-
-def register_method(name: str, path: str) -> None:
-    """Add a method from outside the package.
-
-    Args:
-        name: Its name; one that is taken already must have the same path.
-        path: Import path ``module:Class`` of a :class:`Drafter`; imported when first loaded.
+def path_options(name: str) -> tuple[str, ...]:
+    """Returns the options of a method that name a file or folder, which must be below a root.
 
     Raises:
-        ValueError: The name is taken, or the path has another form.
+        LoadError: See :func:`method_class`.
     """
-    if path.count(":") != 1:
-        raise ValueError(f"method path {path!r} must have the form module:Class")
-    if _METHODS.setdefault(name, path) != path:
-        raise ValueError(f"method {name!r} is {_METHODS[name]} already; choose another name")
+    return (CALIBRATION, *method_class(name).path_options)
 
 
 def method_class(name: str) -> type[Drafter]:
-    """The class of a method. Imports it, so that a service only pays for what it loads.
+    """Imports a method. Nothing that other methods need is imported.
 
     Raises:
-        LoadError: There is no such method, or what it needs is not installed.
+        LoadError: UNKNOWN_METHOD: no installed method has this name, or it is no :class:`Drafter`.
+            METHOD_NOT_INSTALLED: it cannot be imported.
     """
-    if name not in _METHODS:
+    if name in _BUILT_IN:
+        entry = EntryPoint(name, _BUILT_IN[name], GROUP)
+    elif (found := _methods().get(name)) is not None:
+        entry = found
+    else:
         raise LoadError(
-            "UNKNOWN_METHOD", f"unknown method {name!r}; known are {', '.join(method_names())}"
+            "UNKNOWN_METHOD",
+            f"unknown method {name!r}; known are {', '.join(method_names())}. A package adds a "
+            f"method by an entry point of the group {GROUP}",
         )
-    module, _, attribute = _METHODS[name].partition(":")
     try:
-        found = getattr(import_module(module), attribute)
+        method = entry.load()
     except (ImportError, AttributeError) as error:
+        needed = "pip install 'paceline[server]'" if name in _BUILT_IN else "install what it needs"
         raise LoadError(
             "METHOD_NOT_INSTALLED",
-            f"method {name!r} cannot be imported ({error}); pip install 'paceline[server]'",
+            f"method {name!r} cannot be imported ({error}); {needed}",
         ) from error
-    if not (isinstance(found, type) and issubclass(found, Drafter)):
-        raise LoadError("UNKNOWN_METHOD", f"method {name!r} is no Drafter: {_METHODS[name]}")
-    return found
+    if not (isinstance(method, type) and issubclass(method, Drafter)):
+        raise LoadError(
+            "UNKNOWN_METHOD", f"method {name!r} is {entry.value}, expected a subclass of Drafter"
+        )
+    return method

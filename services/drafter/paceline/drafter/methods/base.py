@@ -1,4 +1,4 @@
-"""What a drafting method is: a loaded drafter, and the state of one generation."""
+"""The interface of a drafting method: a loaded drafter, and the state of one generation."""
 
 from __future__ import annotations
 
@@ -7,87 +7,86 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
-from paceline.drafter.kv.wanted import KvOptions
-from paceline.drafter.tree import Tree
+from paceline.drafter.kv.options import KvOptions
+from paceline.tree import TokenTree
 from paceline.v1 import sampling_pb2
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from paceline.drafter.calibration import Calibration
+    from paceline.drafter.kv.reader import KvReader, StateReader
 
 
 class LoadError(Exception):
-    """A drafter cannot be loaded as asked: its folder, its options or its weights are wrong."""
+    """A drafter cannot be loaded: its method, folder, options or weights are invalid."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
-        """Stable upper-case name of what was wrong."""
+        """Stable upper-case name of the error."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a method needs from the verifier besides tokens."""
+    """Data that a method reads from the verifier besides tokens."""
 
     kv_layers: tuple[int, ...] = ()
-    """Target layers whose committed K and V it reads; negative ones count from the last. Every
-    generation then comes with them (:attr:`Generation.kv`), or is refused."""
+    """Target layers whose committed K and V it reads; negative ones count from the last. A
+    generation without them (:attr:`Generation.kv`) is refused."""
 
     kv_options: KvOptions = field(default_factory=KvOptions)
-    """How it gets them."""
+    """Transport, selection policy and wire format of the KV."""
 
     kv_budget: int = 0
-    """Positions of a layer that it will ask for at most; 0: all. Unit: tokens."""
+    """Most positions that it reads per layer; 0: all. Unit: tokens."""
 
     kv_ratio: float = 0.0
-    """Share of the text's positions that it will ask for where that is more than ``kv_budget``."""
+    """Share of the text's positions that it reads, where that is more than ``kv_budget``."""
 
     hidden_state_layers: tuple[int, ...] = ()
-    """Target layers whose outputs it reads, 0 for the first, rising. Every generation then comes
-    with them (:attr:`Generation.states`), or is refused."""
+    """Target layers whose outputs it reads, 0 for the first, increasing. A generation without them
+    (:attr:`Generation.states`) is refused."""
 
     hidden_state_window: int = 0
-    """Only the last so many positions of them; 0: all. Unit: tokens."""
+    """Number of last positions whose hidden states it reads; 0: all. Unit: tokens."""
 
     hidden_state_transport: str = "auto"
-    """How it gets them: map, follow, or auto: map where that works."""
+    """Transport of hidden states: map, follow, or auto: map if possible."""
 
     def kv_budget_at(self, length: int) -> int:
-        """Positions of a layer asked for while so many are committed; 0: all. Unit: tokens."""
+        """Returns the most positions to read per layer of ``length``; 0: all. Unit: tokens."""
         return self.kv_budget and max(self.kv_budget, math.ceil(self.kv_ratio * length))
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Which targets a drafter fits; an empty field fits any."""
+    """Targets that a drafter fits; an empty field fits any."""
 
     target_fingerprint: str = ""
-    """Fingerprint of the target it was made for."""
+    """Fingerprint of the target that it was made for."""
 
     tokenizer_digest: str = ""
-    """SHA-256 hex of the tokenizer.json its tokens mean."""
+    """SHA-256 hex of its tokenizer.json."""
 
     vocab_size: int = 0
-    """Token ids it knows: 0 to this - 1."""
+    """Number of token ids."""
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What a loaded drafter may use of the machine."""
+    """Hardware that a loaded drafter uses."""
 
     device: str = "cpu"
     """torch name of the device."""
 
     threads: int | None = None
-    """Threads of the math library; None: as it is set."""
+    """Threads of the math library; None: its default."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How much tree one round wants."""
+    """Limits of the tree of one round."""
 
     nodes: int
     """Most nodes."""
@@ -96,131 +95,71 @@ class Budget:
     """Longest path. Unit: tokens."""
 
     deadline: float = math.inf
-    """After this a tree is worthless. Unit: seconds of time.monotonic()."""
-
-
-class TargetKv(Protocol):
-    """The target's committed keys and values of one generation, as a method may read them."""
-
-    @property
-    def committed(self) -> int:
-        """Positions that :meth:`parts` chooses from, but for those it was told to leave out; after
-        it, exactly those it chose from. Unit: tokens."""
-        ...
-
-    def parts(self, index: int, below: int, budget: int) -> list[tuple[Tensor, Tensor]]:
-        """Keys after RoPE and values of chosen positions of a target layer, read-only.
-
-        Positions are chosen by the selection policy asked for. The verifier's choice may be a
-        round or two old: positions of a mapped cache that are newer come on top of the budget, and
-        of a cache that is followed there may be fewer than were committed.
-
-        Args:
-            index: As in ``needs.kv_layers`` of the drafter; 0 for the first layer. The first one
-                that it lists must be asked for first in a round: newer choices are taken in then.
-            below: Only positions below this are wanted: what the verifier knows of the future of
-                the text is not. Unit: tokens.
-            budget: Most positions wanted, 0 for all; it may change between rounds. Unit: tokens.
-
-        Returns:
-            Keys and values of one part after the other, each ``[Hkv, n, D]`` with n > 0. They stay
-            as they are until the next call.
-        """
-        ...
-
-    def check(self) -> None:
-        """Raise unless all read since the last check was the generation's own KV."""
-        ...
-
-
-class TargetStates(Protocol):
-    """The target's hidden states of one generation, as a method may read them."""
-
-    @property
-    def committed(self) -> int:
-        """Positions below this may be read: all, or the last ``needs.hidden_state_window``."""
-        ...
-
-    def read(self, begin: int, end: int) -> tuple[int, Tensor]:
-        """Outputs of the layers of ``needs.hidden_state_layers``, side by side.
-
-        Args:
-            begin: First position wanted.
-            end: One past the last, at most :attr:`committed`.
-
-        Returns:
-            The first position there is, ``begin`` or, where that is too old by now, a later one;
-            and a copy, ``[end - first, layers * hidden]``.
-        """
-        ...
-
-    def check(self) -> None:
-        """Raise unless the cache is still there."""
-        ...
+    """Latest time of use. Unit: seconds of time.monotonic()."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What a drafter learns about a generation when it attaches."""
+    """A generation, as the service describes it to a drafter when it attaches."""
 
     tokens: Sequence[int]
     """Prompt and emitted tokens; the last is the anchor. At least one; each < vocab_size."""
 
     prompt_length: int
-    """How many of them are the prompt."""
+    """Number of prompt tokens among them."""
 
     vocab_size: int
-    """Number of token ids of the target: no tree may hold others."""
+    """Number of token ids of the target. A tree contains no others."""
 
     sampling: sampling_pb2.SamplingParams = field(default_factory=sampling_pb2.SamplingParams)
-    """How the verifier will choose tokens."""
+    """Sampling parameters of the verifier."""
 
     read_grant: bytes = b""
-    """Lets its holder read the committed KV of the cache."""
+    """Capability to read the committed KV of the cache."""
 
     verifier_address: str = ""
-    """Where to read it."""
+    """Address of the verifier that serves it."""
 
-    kv: TargetKv | None = None
+    kv: KvReader | None = None
     """The layers of :attr:`Needs.kv_layers`, mapped or followed; None if it has none. The service
     closes it, after the sequence. A sequence calls ``kv.check()`` before it uses what it read: it
     lets :class:`KvGone` pass, which ends the stream."""
 
-    states: TargetStates | None = None
+    states: StateReader | None = None
     """The hidden states of :attr:`Needs.hidden_state_layers`; None if it has none. As for ``kv``:
     they may run ahead of the text, the service closes them, and the sequence calls ``check()``."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """What a drafter learns with each round."""
+    """Tokens since the last round."""
 
     tokens: Sequence[int]
-    """Tokens emitted since the last update; the last is the new anchor."""
+    """Emitted since the last update; the last is the new anchor."""
 
     committed_length: int = 0
-    """Positions whose KV is final, as the client says. What of :attr:`Generation.kv` may be read
-    says that itself. Unit: tokens."""
+    """Positions whose KV is final, as the client reports it. :attr:`Generation.kv` has its own
+    committed length. Unit: tokens."""
 
 
 class DraftSequence(ABC):
-    """What one drafter keeps for one generation.
+    """The state of one generation at one drafter.
 
-    One thread at a time uses it, never two at once; it need not lock. Whoever started it closes it,
-    once, after its last use; from then on it may not be touched. What :meth:`draft` returns belongs
-    to the caller and stays good after that.
+    One thread at a time uses it, so it needs no lock. The caller that started it closes it once,
+    after its last use. A tree that :meth:`draft` returned stays valid after that.
     """
 
     @abstractmethod
     def extend(self, update: Update) -> None:
-        """Take note of emitted tokens. Cheap: real work waits for :meth:`warm` or :meth:`draft`."""
+        """Adds emitted tokens. Cheap: :meth:`warm` and :meth:`draft` process them."""
 
     @abstractmethod
-    def draft(self, budget: Budget) -> Tree:
-        """A tree of at most ``budget.nodes`` nodes and ``budget.depth`` levels, perhaps empty.
+    def draft(self, budget: Budget) -> TokenTree:
+        """Drafts a tree, after it has processed the backlog.
 
-        Without duplicate siblings, tokens below the target's vocabulary, and empty rather than
-        late. Does what is left of the backlog first.
+        Returns:
+            At most ``budget.nodes`` nodes and ``budget.depth`` levels, possibly none, without
+            duplicate siblings, of tokens below the target's vocabulary size.
 
         Raises:
             KvGone: The cache whose KV it reads is gone.
@@ -228,72 +167,80 @@ class DraftSequence(ABC):
 
     @property
     def backlog(self) -> int:
-        """Tokens taken note of but not yet worked on. :meth:`draft` is only quick when few are."""
+        """Tokens that were added but not processed. :meth:`draft` is fast only if there are few."""
         return 0
 
     def warm(self, limit: int) -> None:  # noqa: B027 - only methods with a backlog need it
-        """Work on at most ``limit`` tokens of the backlog."""
+        """Processes at most ``limit`` tokens of the backlog."""
 
     def close(self) -> None:  # noqa: B027 - only methods that hold more than memory need it
-        """Free everything."""
+        """Releases memory and connections."""
 
 
 class Drafter(ABC):
-    """A loaded version of a method: weights and settings that all its sequences share.
+    """A loaded version of a method: weights and options that all its sequences share.
 
-    :meth:`start` may be called from any thread. :meth:`draft_many`, and every method of its
-    sequences, are called from one thread at a time. Only the registry closes a drafter, after its
-    last sequence was closed.
+    :meth:`start` may be called from any thread. :meth:`draft_many` and the methods of its sequences
+    are called from one thread at a time. The registry closes a drafter after its last sequence.
     """
 
     method: ClassVar[str]
     """Name of the method."""
 
     inline: ClassVar[bool] = False
-    """A round of it takes well under 100 µs: it may run on the event loop."""
+    """Whether a round takes well under 100 µs and runs on the event loop."""
+
+    path_options: ClassVar[tuple[str, ...]] = ()
+    """Options that name a file or folder. Like the drafter's own, it must be below a root."""
 
     fit: Fit = Fit()
     needs: Needs = Needs()
     max_nodes: int = 64
-    """Most nodes it drafts in a round."""
+    """Most nodes that it drafts in a round."""
 
     max_depth: int = 64
-    """Longest path it drafts. Unit: tokens."""
+    """Longest path that it drafts. Unit: tokens."""
 
     weight_bytes: int = 0
+    """Memory of the weights. Unit: bytes."""
 
     calibration: Calibration | None = None
-    """What makes its confidences right; None: they are sent as they are."""
+    """Calibration of its confidences; None: there is none."""
 
     @classmethod
     @abstractmethod
     def load(cls, folder: Path | None, options: Mapping[str, str], resources: Resources) -> Drafter:
-        """Load a version. May take long: never called on the event loop.
+        """Loads a version. It may take long, and is not called on the event loop.
+
+        Args:
+            folder: Its model folder or file; None: none was given.
+            options: Option name to value.
+            resources: Hardware that it uses.
 
         Raises:
-            LoadError: The folder or an option is wrong.
+            LoadError: The folder or an option is invalid.
         """
 
     @abstractmethod
     def start(self, generation: Generation) -> DraftSequence:
-        """State for one generation. Cheap: real work waits for :meth:`DraftSequence.warm`."""
+        """Starts a generation. Cheap: :meth:`DraftSequence.warm` processes its text."""
 
-    def draft_many(self, rounds: Sequence[tuple[DraftSequence, Budget]]) -> list[Tree]:
-        """One tree for each of several sequences of this drafter, drafted together where it pays.
+    def draft_many(self, rounds: Sequence[tuple[DraftSequence, Budget]]) -> list[TokenTree]:
+        """Drafts a tree for each of several sequences of this drafter.
 
-        When it raises, every sequence in it must still be good for another attempt.
+        If it raises, every one of the sequences must be able to draft again.
         """
         return [sequence.draft(budget) for sequence, budget in rounds]
 
     def close(self) -> None:  # noqa: B027 - only methods that hold more than memory need it
-        """Free everything."""
+        """Releases memory and connections."""
 
 
 def refuse_folder(method: str, folder: Path | None) -> None:
-    """For methods without weights.
+    """Refuses the folder of a method without weights.
 
     Raises:
-        LoadError: A folder was given.
+        LoadError: FOLDER_NOT_WANTED: A folder was given.
     """
     if folder is not None:
         raise LoadError(

@@ -4,11 +4,83 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+import torch
 
 from paceline.drafter.methods.base import Budget
+from paceline.drafter.methods.options import check_choice, check_range
 from paceline.drafter.methods.ranking import Ranked
-from paceline.drafter.tree import Tree
-from paceline.kernels import Proposal
+from paceline.kernels import MAX_TREE_NODES, SINKS, Proposal
+from paceline.tree import TokenTree
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class BeamOptions:
+    """Options of every method that grows a beam."""
+
+    widths: tuple[int, ...] = ()
+    """Nodes drafted at each level; the last number applies to all deeper levels."""
+
+    depth: int = 0
+    """Longest path; 0: as many levels as ``widths`` has numbers. Unit: tokens."""
+
+    max_nodes: int = 0
+    """Most nodes of a tree: the likeliest of those drafted; 0: all of them."""
+
+    min_survival: float = 0.01
+    """Nodes less likely than this to be accepted are not expanded."""
+
+    candidates: int = 256
+    """At temperatures above 0, the shared noise is added to this many likeliest tokens."""
+
+    dtype: str = "auto"
+    """Type of weights and KV: auto (the folder's), float32 or bfloat16."""
+
+    @property
+    def levels(self) -> int:
+        """Longest path. Unit: tokens."""
+        return self.depth or len(self.widths)
+
+    @property
+    def drafted(self) -> int:
+        """Nodes drafted in a round, before the likeliest are selected."""
+        more = self.widths[-1] * max(0, self.levels - len(self.widths)) if self.widths else 0
+        return sum(self.widths[: self.levels]) + more
+
+    def torch_dtype(self, auto: T) -> T | torch.dtype:
+        """Returns the torch type of ``dtype``, or ``auto`` if that is the option's value."""
+        return auto if self.dtype == "auto" else cast(torch.dtype, getattr(torch, self.dtype))
+
+    def __post_init__(self) -> None:
+        for width in self.widths:
+            check_range("widths", width, 1, 64)
+        check_range("depth", self.depth, 0, 64)
+        check_range("max_nodes", self.max_nodes, 0, MAX_TREE_NODES - 1)
+        check_range("min_survival", self.min_survival, 0.0, 1.0)
+        check_range("candidates", self.candidates, 1, 1 << 20)
+        check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16"))
+
+    def check_drafted(self) -> None:
+        """Raises ``ValueError`` if a round drafts more nodes than one forward pass takes."""
+        if self.drafted > MAX_TREE_NODES - 1:
+            raise ValueError(
+                f"widths {self.widths} at depth {self.levels} draft {self.drafted} nodes, expected "
+                f"at most {MAX_TREE_NODES - 1}"
+            )
+
+
+def check_context(context: int) -> None:
+    """Raises ``ValueError`` unless a KV budget is 0 (all positions) or above the sinks."""
+    check_range("context", context, 0, 1 << 30)
+    if 0 < context <= SINKS:
+        raise ValueError(
+            f"option context={context}: expected more than {SINKS}, because the first {SINKS} "
+            "positions are always read, or 0 for all"
+        )
 
 
 class Beam:
@@ -17,36 +89,36 @@ class Beam:
     Dynamic beam: each level keeps the likeliest paths over all its parents, and only nodes that
     could still be among the ``nodes`` best of the whole tree are expanded (after EAGLE-2, section
     4). A node's score is the log of its survival. Nodes of a level are sorted by score, so that
-    those to be expanded, the frontier, come first.
+    the frontier, the nodes to be expanded, comes first.
 
-    Nodes are numbered as they are added. A forward pass is fed nodes ``trunk`` to ``frontier.stop``
-    as a tree block whose node i lies in cache slot ``start + i``; the trunk, leading levels of one
-    node each that were fed before, needs no second pass.
+    Nodes are numbered in the order in which they are added. A forward pass over a KV cache is fed
+    nodes ``trunk`` to ``frontier.stop`` as a tree block whose node i uses cache slot ``start + i``.
+    The trunk, leading levels of one node each that were fed before, is not fed again.
     """
 
     def __init__(self, budget: Budget, widths: Sequence[int], min_survival: float) -> None:
-        """Start with the anchor alone.
+        """Creates a tree of the anchor alone.
 
         Args:
-            budget: Most nodes and depth of the outcome.
-            widths: Nodes of each level; the last number holds for deeper ones.
+            budget: Most nodes and greatest depth of the result.
+            widths: Nodes of each level; the last number applies to all deeper levels.
             min_survival: Nodes less likely than this are not expanded.
         """
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.scores: list[float] = []
-        self.logs: list[float] = []
+        self.log_probs: list[float] = []
         self.proposals: list[Proposal] = []
         self.level = 0
-        """Levels so far."""
-        self.frontier = range(0)
-        """Nodes to be expanded next."""
+        """Number of levels."""
+        self.frontier = range(-1, 0)
+        """Nodes to be expanded next; -1 is the anchor."""
         self.trunk = 0
         self.fed = 0
         """Nodes below this have been fed: their KV is in the cache."""
         self._budget = budget
         self._widths = widths
-        self._floor = math.log(min_survival) if min_survival > 0 else -math.inf
+        self._min_score = math.log(min_survival) if min_survival > 0 else -math.inf
 
     @property
     def width(self) -> int:
@@ -54,29 +126,27 @@ class Beam:
         return self._widths[min(self.level, len(self._widths) - 1)]
 
     @property
-    def wants_level(self) -> bool:
-        """Whether a forward pass over the frontier pays."""
-        return self.level < self._budget.depth and (self.level == 0 or len(self.frontier) > 0)
+    def grows(self) -> bool:
+        """Whether another level fits the budget and has a node to expand."""
+        return self.level < self._budget.depth and len(self.frontier) > 0
 
     def block(self) -> tuple[list[int], tuple[int, ...]]:
-        """Tokens and parents of the block to feed; its last nodes are the frontier."""
+        """Returns tokens and parents of the block to feed; the frontier is at its end."""
         part = slice(self.trunk, self.frontier.stop)
         parents = tuple(max(-1, parent - self.trunk) for parent in self.parents[part])
         return self.tokens[part], parents
 
-    def fed_block(self) -> None:
-        """The block was fed."""
+    def mark_fed(self) -> None:
+        """Records that :meth:`block` was fed."""
         self.fed = self.frontier.stop
-        if len(self.tokens) == self.level:  # one node a level until now
+        if len(self.tokens) == self.level:  # one node per level so far
             self.trunk = self.fed
 
     def add_level(self, ranked: Ranked) -> None:
-        """Add children of the frontier: choices after each of its nodes (the anchor at first)."""
-        parents = self.frontier if self.level else range(-1, 0)
-        width = self.width
+        """Adds children of the frontier: the likeliest of the choices after each of its nodes."""
         found: list[tuple[float, float, int, int]] = []
         for parent, row_ids, row_logs in zip(
-            parents, ranked.ids.tolist(), ranked.logs.tolist(), strict=True
+            self.frontier, ranked.ids.tolist(), ranked.logs.tolist(), strict=True
         ):
             above = self.scores[parent] if parent >= 0 else 0.0
             # Rounding may leave the log of a probability a little above 0.
@@ -87,35 +157,35 @@ class Beam:
             ]
         found.sort(key=lambda child: -child[0])
         start = len(self.tokens)
-        for score, log, parent, token in found[:width]:
+        for score, log, parent, token in found[: self.width]:
             self.tokens.append(token)
             self.parents.append(parent)
             self.scores.append(score)
-            self.logs.append(log)
+            self.log_probs.append(log)
         if ranked.proposal is not None:
             self.proposals.append(ranked.proposal)
         self.level += 1
-        bar = max(self._floor, self._bar())
+        least = max(self._min_score, self._least_score())
         stop = start
-        while stop < len(self.scores) and self.scores[stop] >= bar:
+        while stop < len(self.scores) and self.scores[stop] >= least:
             stop += 1
         self.frontier = range(start, stop)
 
-    def tree(self) -> Tree:
-        """The best nodes within the budget, sorted by falling survival."""
+    def tree(self) -> TokenTree:
+        """Returns the best nodes within the budget, sorted by falling survival."""
         # A child scores no more than its parent and has a higher number: parents come first.
         best = sorted(range(len(self.tokens)), key=lambda node: (-self.scores[node], node))
         best = best[: self._budget.nodes]
-        place = {node: index for index, node in enumerate(best)}
-        return Tree(
+        index = {node: i for i, node in enumerate(best)} | {-1: -1}
+        return TokenTree(
             tuple(self.tokens[node] for node in best),
-            tuple(place[self.parents[node]] if self.parents[node] >= 0 else -1 for node in best),
-            tuple(math.exp(self.logs[node]) for node in best),
-            tuple(self.proposals[: len(best)]),  # of a chain, whose best nodes are its first
+            tuple(index[self.parents[node]] for node in best),
+            tuple(math.exp(self.log_probs[node]) for node in best),
+            tuple(self.proposals[: len(best)]),  # only chains have proposals, one per node
         )
 
     def fed_path(self, tokens: Sequence[int]) -> list[int]:
-        """Nodes that these tokens walk down, as far as they have been fed."""
+        """Returns the nodes on the path that starts with ``tokens``, as far as they were fed."""
         children = {(self.parents[i], self.tokens[i]): i for i in range(self.fed)}
         path: list[int] = []
         node = -1
@@ -128,14 +198,18 @@ class Beam:
         return path
 
     def path(self, node: int) -> list[int]:
-        """Tokens from the anchor's child down to ``node``."""
-        tokens: list[int] = []
+        """Returns the nodes from the anchor's child down to ``node``; none for the anchor."""
+        nodes: list[int] = []
         while node >= 0:
-            tokens.append(self.tokens[node])
+            nodes.append(node)
             node = self.parents[node]
-        return tokens[::-1]
+        return nodes[::-1]
 
-    def _bar(self) -> float:
+    def frontier_tokens(self) -> list[list[int]]:
+        """Returns, for each node of the frontier, the tokens from the anchor's child to it."""
+        return [[self.tokens[each] for each in self.path(node)] for node in self.frontier]
+
+    def _least_score(self) -> float:
         """Score of the worst node that still fits the budget."""
         if len(self.scores) < self._budget.nodes:
             return -math.inf

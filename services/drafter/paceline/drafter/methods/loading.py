@@ -1,27 +1,42 @@
-"""Loading models without slowing down the thread that drafts."""
+"""Loading the model of a method."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import torch
 
 from paceline.decoder import use_device
-from paceline.drafter.methods.base import Resources
+from paceline.drafter.methods.base import LoadError, Resources
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-def on_passing_thread(
-    resources: Resources, load: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
-) -> _T:
-    """What ``load`` returns or raises, on a thread that then ends.
+def required_folder(method: str, folder: Path | None) -> Path:
+    """Returns the folder of a method with weights.
 
-    It takes its team of OpenMP workers along: beside the drafting thread's own, a second team would
-    outnumber the cores and slow every operation.
+    Raises:
+        LoadError: FOLDER_MISSING: None was given.
+    """
+    if folder is None:
+        raise LoadError("FOLDER_MISSING", f"{method} needs a model folder: {method}:DIR")
+    return folder
+
+
+def load_model(
+    folder: Path, resources: Resources, load: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> T:
+    """Calls ``load`` on a thread that ends afterwards, and returns its result.
+
+    The OpenMP workers of a thread end with it. If they stayed, they and the drafting thread's own
+    would outnumber the cores and slow every operation.
+
+    Raises:
+        LoadError: The loader's own, or UNSUPPORTED_MODEL for any other error.
     """
     threads = resources.threads or torch.get_num_threads()
 
@@ -29,5 +44,15 @@ def on_passing_thread(
         torch.set_num_threads(threads)
         use_device(resources.device)
 
-    with ThreadPoolExecutor(1, initializer=prepare) as pool:
-        return pool.submit(load, *args, **kwargs).result()
+    try:
+        with ThreadPoolExecutor(1, initializer=prepare) as pool:
+            return pool.submit(load, *args, **kwargs).result()
+    except LoadError:
+        raise
+    except Exception as error:  # damaged files make the libraries raise anything
+        raise LoadError("UNSUPPORTED_MODEL", f"cannot load {folder}: {error}") from error
+
+
+def weight_bytes(folder: Path) -> int:
+    """Returns the size of a folder's weight files. Unit: bytes."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))

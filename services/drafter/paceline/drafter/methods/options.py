@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar, get_type_hints
 
@@ -12,13 +12,17 @@ Options = TypeVar("Options")
 
 
 def parse_options(kind: type[Options], given: Mapping[str, str]) -> Options:
-    """Fill the dataclass ``kind`` from text.
+    """Fills the dataclass ``kind`` from text.
 
-    Fields may be int, float, str, bool (true/false) or tuple[int, ...] (numbers with commas). A
-    ``ValueError`` raised by the dataclass's own ``__post_init__`` counts as a wrong value.
+    Args:
+        kind: A dataclass whose fields have defaults and the types int, float, str, bool
+            (``true`` or ``false``) or tuple[int, ...] (numbers with commas). Its
+            ``__post_init__`` raises ``ValueError`` for values out of range.
+        given: Option name to value.
 
     Raises:
-        LoadError: An option is unknown or its value is wrong; the message lists the known ones.
+        LoadError: An option is unknown, or a value is invalid. The message of an unknown option
+            lists the known ones.
     """
     types = get_type_hints(kind)
     known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
@@ -42,9 +46,15 @@ def parse_options(kind: type[Options], given: Mapping[str, str]) -> Options:
 
 
 def check_range(name: str, value: float, low: float, high: float) -> None:
-    """Raise ``ValueError`` unless ``low <= value <= high``."""
+    """Raises ``ValueError`` unless ``low <= value <= high``."""
     if not low <= value <= high:
         raise ValueError(f"option {name}={value} is out of range, expected {low:g} to {high:g}")
+
+
+def check_choice(name: str, value: str, known: Iterable[str]) -> None:
+    """Raises ``ValueError`` unless ``value`` is one of ``known``."""
+    if value not in known:
+        raise ValueError(f"option {name}={value!r}: expected one of {', '.join(known)}")
 
 
 def _parse_bool(text: str) -> bool:

@@ -1,4 +1,4 @@
-"""Ranks the next token as the verifier is going to choose it."""
+"""Ranks candidates for the next token with the verifier's own noise."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from paceline.kernels import (
 )
 
 _SMALL_VOCAB = 1 << 14
-"""Up to here, noise for all tokens takes less time than finding candidates in every row."""
+"""Up to this size, noise for all tokens takes less time than selecting candidates per row."""
 
 
 class Ranked(NamedTuple):
-    """Choices after each of F paths."""
+    """Candidates after each of F paths."""
 
     ids: Tensor
     """Token ids, int64 ``[F, w]``, best first."""
 
     logs: Tensor
-    """Logs of their confidences, float32 ``[F, w]``; -inf where the filter left nothing."""
+    """Logs of their confidences, float32 ``[F, w]``; -inf for tokens that the filter removed."""
 
     proposal: Proposal | None = None
-    """What the only choice was drawn from, under rejection sampling."""
+    """Distribution of the only candidate, under rejection sampling."""
 
 
 class Ranker:
-    """From a drafter's logits to likely choices of the verifier, for one generation.
+    """Ranks a drafter's logits by what the verifier will probably choose, for one generation.
 
     The verifier takes ``argmax [filter(logits / T) + g(seed, t, v)]``. With the same g added to the
     drafter's logits, a drafter like the target ranks the verifier's choice high although it is
-    random (coupling by shared noise; lower bound (1 - TV) / (1 + TV) for one child, Daliri et al.).
+    random (coupling by shared noise; one child is right with probability at least
+    (1 - TV) / (1 + TV), Daliri et al.).
 
     Confidence of a token: at T = 0 its probability; otherwise the softmax of the perturbed logits.
     Both are at most 1 and sum to at most 1 over siblings, so survival never rises along a path.
 
-    Under rejection sampling nothing is ranked: one token is drawn from the likeliest
-    ``candidates``, with the draws that the verifier will check. Its confidence is a plain rule,
-    half way from the largest probability there to 1, and says nothing of the token itself, since
-    whether a token is looked at must not depend on it (DSpark, 3.2.2).
+    Under rejection sampling one token is drawn from the likeliest ``candidates``, with the draws
+    that the verifier checks. Its confidence is the mean of their largest probability and 1. It must
+    not depend on the drawn token, because it decides whether the token is verified (DSpark, 3.2.2).
     Not thread-safe.
     """
 
@@ -60,15 +60,15 @@ class Ranker:
         vocab_size: int,
         candidates: int,
     ) -> None:
-        """Make a ranker.
+        """Creates a ranker.
 
         Args:
-            params: How the verifier samples.
-            prompt: Prompt tokens; penalties look at them.
+            params: Sampling parameters of the verifier.
+            prompt: Prompt tokens, which penalties depend on.
             output: Emitted tokens.
-            vocab_size: Ids that may be drafted: those below it.
-            candidates: At T > 0, noise is added to so many likeliest tokens; the rest is left out,
-                unless the vocabulary is so small that this would be slower.
+            vocab_size: Only ids below it are drafted.
+            candidates: At T > 0, number of likeliest tokens that noise is added to. The others are
+                left out, unless the vocabulary is small.
         """
         self._params = params
         self._vocab_size = vocab_size
@@ -79,11 +79,11 @@ class Ranker:
         )
 
     def widths(self, widths: tuple[int, ...]) -> tuple[int, ...]:
-        """Nodes of each level: those wanted, or the 1 that can be drawn."""
+        """Returns the nodes of each level: ``widths``, or 1 under rejection sampling."""
         return (1,) if self._params.rejection else widths
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Take note of emitted tokens."""
+        """Adds emitted tokens, which penalties depend on."""
         if self._params.penalised:
             for token in tokens:
                 self._history.push(token)
@@ -91,18 +91,18 @@ class Ranker:
     def rank(
         self, logits: Tensor, position: int, paths: Sequence[Sequence[int]], width: int
     ) -> Ranked:
-        """The likeliest choices at one position, after each of several paths.
+        """Ranks candidates for one position after each of several paths.
 
         Args:
-            logits: ``[F, V]`` of any float type, of the last token of each path; on any device,
-                and reduced to candidates there before they are copied.
+            logits: ``[F, V]`` of any float type and device, of the last token of each path. If
+                possible they are reduced to candidates before they are copied to the CPU.
             position: Absolute position of the token to be chosen.
-            paths: Drafted tokens behind the text, F paths.
-            width: Most choices of each path.
+            paths: F paths of drafted tokens after the text.
+            width: Most candidates per path.
 
         Returns:
-            At most ``width`` choices a path, on the CPU; a drawn one under rejection sampling,
-            which takes one path.
+            At most ``width`` candidates per path, on the CPU. Under rejection sampling, which takes
+            one path, the token that was drawn.
         """
         if self._by_row or self._params.rejection:
             logits = logits.cpu()
@@ -112,7 +112,7 @@ class Ranker:
         ids: Tensor | None = None
         if not self._params.greedy:
             scores, ids = self._perturbed(scores, position)
-        # Logs only after the choice: rounding could make two scores one.
+        # Logs only after the top-k: rounding could make two scores equal.
         best = scores.topk(min(width, scores.shape[1])).indices
         logs = scores.log_softmax(-1).gather(1, best)
         return Ranked((best if ids is None else ids.gather(1, best)).cpu(), logs.cpu())
@@ -126,12 +126,12 @@ class Ranker:
         )
 
     def _perturbed(self, scores: Tensor, position: int) -> tuple[Tensor, Tensor | None]:
-        """Scores with noise, and whose they are; None for all tokens'."""
+        """Adds noise. Returns scores and their token ids; None: all ids in order."""
         seed, vocab = self._params.seed, scores.shape[1]
         if vocab <= max(_SMALL_VOCAB, self._candidates):
             return scores.cpu() + gumbel_noise(seed, position, vocab), None
-        likely, ids = (each.cpu() for each in scores.topk(self._candidates))
-        return likely + gumbel_noise_at(seed, position, ids.flatten()).view_as(likely), ids
+        top, ids = (each.cpu() for each in scores.topk(self._candidates))
+        return top + gumbel_noise_at(seed, position, ids.flatten()).view_as(top), ids
 
     def _filtered(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         if self._by_row:

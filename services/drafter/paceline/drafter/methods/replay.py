@@ -1,7 +1,7 @@
-"""A drafter that knows the answer: for benchmarks and tests only.
+"""A drafter that replays recorded continuations: for benchmarks and tests only.
 
-Drafts from recorded continuations and is right with a chosen probability at each level, so that the
-system can be measured apart from any drafter. It is of no use on text that was not recorded.
+Each level contains the recorded token with a chosen probability, so the system can be measured
+apart from any model. For texts without a recording the trees are empty.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paceline.drafter.methods.base import (
     Update,
 )
 from paceline.drafter.methods.options import check_range, parse_options
-from paceline.drafter.tree import EMPTY, Tree
+from paceline.tree import EMPTY, TokenTree
 
 RECORD_FILE = "continuations.jsonl"
 """Name of the file when a folder is given."""
@@ -35,19 +35,19 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """Settings of ``replay``."""
+    """Options of ``replay``."""
 
     p: float = 0.8
-    """Chance, at each level, that the recorded token is among the drafted ones."""
+    """Probability at each level that the recorded token is drafted."""
 
     max_nodes: int = 8
-    """Nodes of every tree, where the record and the budget allow."""
+    """Most nodes of a tree."""
 
     width: int = 1
-    """Nodes of a level: 1 drafts a chain; more add decoys, which are never right."""
+    """Nodes of a level: 1 drafts a chain; more add wrong tokens."""
 
     seed: int = 0
-    """Decides which levels are right. The same seed gives the same trees for the same text."""
+    """Seed of the draws. Equal seeds give equal trees for the same text."""
 
     def __post_init__(self) -> None:
         check_range("p", self.p, 0.0, 1.0)
@@ -56,12 +56,12 @@ class ReplayOptions:
 
 
 def prompt_digest(tokens: Sequence[int]) -> str:
-    """SHA-256 hex over the token ids as little-endian 32-bit integers: names a recorded prompt."""
+    """Returns the key of a prompt: SHA-256 hex over its ids as little-endian 32-bit integers."""
     return hashlib.sha256(struct.pack(f"<{len(tokens)}I", *tokens)).hexdigest()
 
 
 def write_records(path: Path, records: Iterable[tuple[Sequence[int], Sequence[int]]]) -> None:
-    """Write (prompt, continuation) pairs as JSON lines that ``replay`` reads."""
+    """Writes (prompt, continuation) pairs as JSON lines that ``replay`` reads."""
     with path.open("w", encoding="ascii") as file:
         for prompt, tokens in records:
             line = {"prompt_sha": prompt_digest(prompt), "tokens": list(tokens)}
@@ -69,7 +69,7 @@ def write_records(path: Path, records: Iterable[tuple[Sequence[int], Sequence[in
 
 
 def read_records(path: Path) -> dict[str, array[int]]:
-    """Recorded continuations by prompt digest.
+    """Reads recorded continuations, by prompt digest.
 
     Each line is an object with ``tokens``, and ``prompt_sha`` or the ``prompt`` tokens themselves.
 
@@ -86,14 +86,7 @@ def read_records(path: Path) -> dict[str, array[int]]:
             record = json.loads(line)
             key = record.get("prompt_sha") or prompt_digest(array("I", record["prompt"]))
             records[key] = array("I", record["tokens"])
-        except (
-            ValueError,
-            LookupError,
-            TypeError,
-            AttributeError,
-            OverflowError,
-            struct.error,
-        ) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
             raise LoadError(
                 "UNREADABLE_RECORD",
                 f"{path} line {number}: expected a JSON object with 'tokens' and 'prompt_sha' or "
@@ -103,7 +96,7 @@ def read_records(path: Path) -> dict[str, array[int]]:
 
 
 class ReplaySequence(DraftSequence):
-    """Where one generation stands in its record."""
+    """A generation, as far as it agrees with its recording."""
 
     def __init__(
         self, options: ReplayOptions, records: Mapping[str, array[int]], generation: Generation
@@ -118,7 +111,7 @@ class ReplaySequence(DraftSequence):
     def extend(self, update: Update) -> None:
         self._follow(update.tokens)
 
-    def draft(self, budget: Budget) -> Tree:
+    def draft(self, budget: Budget) -> TokenTree:
         options = self._options
         nodes = min(budget.nodes, options.max_nodes)
         levels = min(budget.depth, len(self._record) - self._emitted, -(-nodes // options.width))
@@ -133,24 +126,24 @@ class ReplaySequence(DraftSequence):
             right = draw < options.p * (1 << 64)
             width = min(options.width, nodes - len(tokens), max(1, self._vocab_size - 1))
             level_start = len(tokens)
-            # Going through all other ids in a circle, decoys neither repeat nor hit the record.
-            for place in range(width):
-                decoy = 1 + (draw + place) % max(1, self._vocab_size - 1)
-                shift = 0 if right and place == 0 else decoy
+            # Wrong tokens step through all other ids, so none repeats or equals the recorded one.
+            for child in range(width):
+                wrong = 1 + (draw + child) % max(1, self._vocab_size - 1)
+                shift = 0 if right and child == 0 else wrong
                 tokens.append((self._record[at] + shift) % self._vocab_size)
                 parents.append(main)
             main = level_start
-        return Tree(tuple(tokens), tuple(parents))
+        return TokenTree(tuple(tokens), tuple(parents))
 
     def _follow(self, tokens: Sequence[int]) -> None:
         end = self._emitted + len(tokens)
         if list(self._record[self._emitted : end]) != list(tokens):
-            self._record = ()  # the text left the record: nothing more is known of it
+            self._record = ()  # the text differs from the recording
         self._emitted = end
 
 
 class ReplayDrafter(Drafter):
-    """The method ``replay``: recorded continuations. Safe from any thread."""
+    """The method ``replay``. Thread-safe."""
 
     method: ClassVar[str] = "replay"
     inline: ClassVar[bool] = True
@@ -166,7 +159,7 @@ class ReplayDrafter(Drafter):
         cls, folder: Path | None, options: Mapping[str, str], resources: Resources
     ) -> ReplayDrafter:
         if folder is None:
-            raise LoadError("FOLDER_MISSING", "replay needs a record: replay:FILE.jsonl")
+            raise LoadError("FOLDER_MISSING", "replay needs a recording: replay:FILE.jsonl")
         parsed = parse_options(ReplayOptions, options)
         return cls(parsed, read_records(folder / RECORD_FILE if folder.is_dir() else folder))
 
@@ -175,7 +168,7 @@ class ReplayDrafter(Drafter):
 
 
 def _mix(seed: int, position: int) -> int:
-    """64 well-mixed bits of (seed, position): the finaliser of SplitMix64."""
+    """Hashes (seed, position) to 64 bits with the finaliser of SplitMix64."""
     x = (seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03 + 0x632BE59BD9B4E019) & _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK

@@ -1,7 +1,6 @@
-"""Texts that generations left behind, kept on this machine to learn from and to check against."""
+"""Texts of generations, recorded on this machine for training and for the load check."""
 
-from paceline.drafter.recordings.reader import read_recordings
 from paceline.drafter.recordings.recorder import Recorder
-from paceline.drafter.recordings.text import Recording
+from paceline.drafter.recordings.recording import Recording, read_recordings
 
 __all__ = ["Recorder", "Recording", "read_recordings"]

@@ -1,4 +1,4 @@
-"""Keeps the texts of generations on disk."""
+"""Records the texts of generations on disk."""
 
 from __future__ import annotations
 
@@ -11,47 +11,45 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from paceline.drafter.recordings.text import Recording
+from paceline.drafter.recordings.recording import Recording
 
 logger = logging.getLogger("paceline.drafter")
 
-LEAST_BYTES = 1 << 20
-"""Least room that a recorder can be given."""
-
-_NAME = "texts-"
+MIN_BYTES = 1 << 20
+"""Smallest limit of a recorder."""
 
 _FILES = 8
-"""Parts in which the room is taken, and the oldest texts given up."""
+"""A file holds at most this part of the limit; the oldest file is deleted first."""
 
-_WAITING = 64
-"""Most texts that wait for the disk; further ones are not recorded."""
+_MAX_QUEUE = 64
+"""Texts that wait to be written; further ones are lost."""
 
 
 class Recorder:
-    """Appends texts to files of one folder, on a thread of its own.
+    """Appends texts to files in one folder, on a thread.
 
-    It costs a generation nothing: :meth:`add` never waits, and a text that cannot be kept is only
-    counted. The first failure of the disk ends the recording, with one line in the log.
+    :meth:`add` never waits. A text that cannot be recorded is counted as lost. The first failed
+    write ends the recording, with one error in the log.
 
-    Files are this user's alone (mode 0600) and only appended to, a line for each text, so a process
-    that is killed loses what it had not written yet and no more. Together they never take more than
-    ``limit`` bytes: the oldest file goes first. A recorder belongs to one event loop.
+    Files have mode 0600 and are only appended to, one line for each text, so a killed process loses
+    only texts that it had not written. Together they never exceed ``limit`` bytes. Use a recorder
+    on one event loop.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
-        """Take a folder, made if need be.
+        """Lock a folder, created if it is missing.
 
         Args:
-            folder: For this recorder alone; one that was there before is gone on with.
-            limit: Most room for texts. Unit: bytes.
+            folder: For this recorder only; files of an earlier one are kept.
+            limit: Most bytes of all files.
 
         Raises:
             ValueError: The limit is below 1 MiB.
-            OSError: The folder cannot be made or written to, or another process records there.
+            OSError: The folder cannot be created or written to, or another process records there.
         """
-        if limit < LEAST_BYTES:
+        if limit < MIN_BYTES:
             raise ValueError(
-                f"room for {limit} bytes of recorded texts, expected {LEAST_BYTES} or more"
+                f"the limit of recorded texts is {limit} bytes, expected {MIN_BYTES} or more"
             )
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder, self._limit = folder, limit
@@ -61,31 +59,32 @@ class Recorder:
         except OSError as error:
             os.close(self._lock)
             raise OSError(
-                f"another process records texts in {folder}: give each a folder of its own"
+                f"another process records texts in {folder}; give each process its own folder"
             ) from error
         self.recording = True
-        """Whether texts are kept; false once the disk took no more."""
+        """Whether texts are recorded; False after a write failed."""
         self.recorded = 0
-        """Texts that were kept."""
+        """Texts that were recorded."""
         self.lost = 0
-        """Texts that were not: too long, too many at a time, or the disk took no more."""
+        """Texts that were not: too long, too many at a time, or a write failed."""
         self._file: int | None = None
         self._size = 0
         self._waiting = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="drafter-recorder")
         try:
-            self._next_file()
+            self._open_next_file()
         except OSError:
             self._release()
             raise
         logger.info("recording texts", extra={"folder": str(folder), "limit_bytes": limit})
 
     def add(self, text: Callable[[], Recording]) -> None:
-        """Keep a text soon, if there is room and time for it.
+        """Record a text in the background.
 
-        ``text`` is called on the thread; what it raises ValueError for is not kept.
+        Args:
+            text: Called on the thread; a text for which it raises ValueError is lost.
         """
-        if not self.recording or self._waiting >= _WAITING:
+        if not self.recording or self._waiting >= _MAX_QUEUE:
             self.lost += 1
             return
         self._waiting += 1
@@ -93,7 +92,7 @@ class Recorder:
         loop.run_in_executor(self._thread, self._write, text).add_done_callback(self._written)
 
     async def close(self) -> None:
-        """End the thread, after all writes."""
+        """Finish all writes, end the thread and unlock the folder."""
         await asyncio.to_thread(self._thread.shutdown)
         self.recording = False
         self._release()
@@ -112,9 +111,12 @@ class Recorder:
         self.lost += 1
         if error is not None and self.recording:
             self.recording = False
-            logger.error("no more texts are recorded", extra={"fault": str(error)})
+            logger.error(
+                "a write failed: texts are no longer recorded", extra={"fault": str(error)}
+            )
 
     def _write(self, text: Callable[[], Recording]) -> bool:
+        """Append a text. Returns whether it was recorded."""
         most = self._limit // _FILES
         try:
             line = text().to_json().encode() + b"\n"
@@ -123,26 +125,26 @@ class Recorder:
         if len(line) > most or not self.recording:
             return False
         if self._size + len(line) > most:
-            self._next_file()
-        # One write: a line is whole, or the last one.
+            self._open_next_file()
         assert self._file is not None, "opened"
+        # In one write, so that only the last line of a file can be truncated.
         if os.write(self._file, line) != len(line):
-            raise OSError(f"there is no room left in {self._folder}")
+            raise OSError(f"no space is left in {self._folder}")
         self._size += len(line)
         return True
 
-    def _next_file(self) -> None:
-        """Begin a file, with room for it to fill."""
+    def _open_next_file(self) -> None:
+        """Create a file, after deleting the oldest ones until it fits the limit."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
-        files = sorted(self._folder.glob(f"{_NAME}*.jsonl"))
-        taken = sum(file.stat().st_size for file in files)
+        files = sorted(self._folder.glob("texts-*.jsonl"))
+        used = sum(file.stat().st_size for file in files)
         for file in files:
-            if taken + self._limit // _FILES <= self._limit:
+            if used + self._limit // _FILES <= self._limit:
                 break
-            taken -= file.stat().st_size
+            used -= file.stat().st_size
             file.unlink()
-        path = self._folder / f"{_NAME}{time.time_ns():020}.jsonl"
+        path = self._folder / f"texts-{time.time_ns():020}.jsonl"
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         self._size = 0

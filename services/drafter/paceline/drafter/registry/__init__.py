@@ -1,8 +1,7 @@
-"""Named drafters and their versions: loaded, checked, tried, promoted, unloaded, remembered."""
+"""Named drafters and their versions: load, check, canary, activate, unload, restore."""
 
 from paceline.drafter.registry.registry import Registry
 from paceline.drafter.registry.state import StateFile
-from paceline.drafter.registry.trial import Sample
 from paceline.drafter.registry.version import Version
 
-__all__ = ["Registry", "Sample", "StateFile", "Version"]
+__all__ = ["Registry", "StateFile", "Version"]

@@ -1,9 +1,8 @@
-"""Is one mean per round better than another? Pure statistics, for trials of drafter versions.
+"""Compares mean values per round of two versions: Welch's t test on ratio estimators.
 
-Rounds of one generation resemble each other (an easy text is easy throughout), generations do not:
-so the generation is the unit that counts. A mean per round is a ratio of two sums over generations,
-its variance comes from the generations' residuals (the ratio estimator of cluster sampling,
-Cochran, Sampling Techniques, section 6.3), and two such means are compared by Welch's t test.
+Rounds of one generation are correlated, generations are not, so the generation is the sampling
+unit. A mean per round is a ratio of two sums over generations; its variance is that of the ratio
+estimator of cluster sampling (Cochran, Sampling Techniques, section 6.3).
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ class Mean:
 
 
 def mean_per_round(sums: Sequence[float], rounds: Sequence[int]) -> Mean:
-    """The mean of a figure per round, over generations.
+    """Mean of a quantity per round over generations.
 
     Args:
-        sums: Sum of the figure over each generation's rounds.
-        rounds: Rounds of each generation, at least one. Two generations or more.
+        sums: Sum of the quantity over each generation's rounds; at least two generations.
+        rounds: Number of rounds of each generation, at least one.
     """
     count, total = len(sums), sum(rounds)
     mean = sum(sums) / total
@@ -40,27 +39,27 @@ def mean_per_round(sums: Sequence[float], rounds: Sequence[int]) -> Mean:
 
 
 def difference_bounds(
-    candidate: Mean, baseline: Mean, factor: float, error: float
+    canary: Mean, baseline: Mean, factor: float, error: float
 ) -> tuple[float, float]:
-    """Bounds of ``candidate - factor * baseline``.
+    """Lower and upper confidence bound of ``canary - factor * baseline``.
 
-    Each is wrong with a chance of about ``error``: that the true difference lies below the lower
-    one, and that it lies above the upper one.
+    The probability that the true difference is below the lower bound is about ``error``; so is the
+    probability that it is above the upper bound.
     """
-    difference = candidate.value - factor * baseline.value
-    parts = (candidate.variance, factor**2 * baseline.variance)
+    difference = canary.value - factor * baseline.value
+    parts = (canary.variance, factor**2 * baseline.variance)
     variance = sum(parts)
     if variance == 0.0:
         return difference, difference
-    # Welch and Satterthwaite.
     share = parts[0] / variance
-    freedom = 1.0 / (share**2 / candidate.freedom + (1.0 - share) ** 2 / baseline.freedom)
+    # Welch-Satterthwaite degrees of freedom.
+    freedom = 1.0 / (share**2 / canary.freedom + (1.0 - share) ** 2 / baseline.freedom)
     reach = student_quantile(error, max(1, math.floor(freedom))) * math.sqrt(variance)
     return difference - reach, difference + reach
 
 
 def student_quantile(error: float, freedom: int) -> float:
-    """What Student's t exceeds with a chance of ``error``.
+    """The value that Student's t exceeds with probability ``error``.
 
     Args:
         error: In (0, 0.5].
@@ -81,7 +80,7 @@ def student_quantile(error: float, freedom: int) -> float:
 
 
 def _student_tail(t: float, freedom: int) -> float:
-    """The chance that Student's t exceeds ``t >= 0`` (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
+    """Probability that Student's t exceeds ``t >= 0`` (Abramowitz and Stegun 26.7.3, 26.7.4)."""
     angle = math.atan(t / math.sqrt(freedom))
     cosine2 = math.cos(angle) ** 2
     odd = freedom % 2

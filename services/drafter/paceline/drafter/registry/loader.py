@@ -1,4 +1,4 @@
-"""Loads drafters in a thread of its own, while everything else goes on."""
+"""Loads drafters on a thread."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from paceline.drafter.calibration import FILE, read_calibration
-from paceline.drafter.methods import CALIBRATION, folder_options, method_class
+from paceline.drafter.calibration import FILE
+from paceline.drafter.methods import CALIBRATION, method_class, path_options
 from paceline.drafter.methods.base import Drafter, LoadError, Resources
+from paceline.drafter.methods.checkpoint import read_calibration
 from paceline.drafter.spec import DrafterSpec, Roots
 
 
 class Loader:
-    """One load at a time, from allowed folders only."""
+    """Loads one drafter at a time, from allowed folders only."""
 
     def __init__(self, roots: Roots, resources: Resources) -> None:
         self._roots = roots
@@ -21,7 +22,9 @@ class Loader:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="drafter-load")
 
     async def load(self, spec: DrafterSpec) -> Drafter:
-        """The drafter that a spec describes.
+        """Load the drafter that a spec describes, with its calibration if it has one.
+
+        The calibration is the file of the option ``calibration``, or the one in its folder.
 
         Raises:
             LoadError: The method, a folder or an option is wrong.
@@ -29,29 +32,23 @@ class Loader:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._load, spec)
 
     async def close(self) -> None:
-        """End the thread, after the load it is at."""
+        """Finish the running load and end the thread."""
         await asyncio.to_thread(self._thread.shutdown, wait=True, cancel_futures=True)
 
     def _load(self, spec: DrafterSpec) -> Drafter:
         folder = self._roots.check(spec.folder) if spec.folder else None
-        folders = folder_options(spec.method)
+        folders = path_options(spec.method)
         options = {
             name: str(self._roots.check(Path(text))) if name in folders and text else text
             for name, text in spec.options.items()
         }
-        calibration = _calibration_of(folder, options.pop(CALIBRATION, ""))
+        calibration = options.pop(CALIBRATION, "")
+        if not calibration and folder is not None and (folder / FILE).is_file():
+            calibration = str(folder / FILE)
         try:
             drafter = method_class(spec.method).load(folder, options, self._resources)
-            if calibration is not None:
-                drafter.calibration = read_calibration(calibration, spec.method)
+            if calibration:
+                drafter.calibration = read_calibration(Path(calibration), spec.method)
         except LoadError as error:
             raise LoadError(error.reason, f"drafter {spec.name!r}: {error}") from error
         return drafter
-
-
-def _calibration_of(folder: Path | None, given: str) -> Path | None:
-    """The file named, or the one in the drafter's folder."""
-    if given:
-        return Path(given)
-    beside = folder / FILE if folder is not None else None
-    return beside if beside is not None and beside.is_file() else None

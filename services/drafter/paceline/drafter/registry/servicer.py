@@ -1,53 +1,52 @@
-"""The registry over gRPC."""
+"""DrafterRegistryService: the registry over gRPC."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 
 from paceline.drafter.methods.base import LoadError
 from paceline.drafter.recordings import Recorder
+from paceline.drafter.registry.canary import CanarySettings
 from paceline.drafter.registry.registry import Registry
-from paceline.drafter.registry.trial import TrialSettings
 from paceline.drafter.spec import DrafterSpec
 from paceline.service import ServiceError
 from paceline.v1 import drafter_pb2, drafter_pb2_grpc
 
 logger = logging.getLogger("paceline.drafter")
 
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
 
 class DrafterRegistryServicer(drafter_pb2_grpc.DrafterRegistryServiceServicer):
-    """Lists, loads, activates and unloads versions while text streams."""
+    """Lists, loads, activates and unloads versions while generations run.
+
+    A change is on disk before its response is sent.
+    """
 
     def __init__(self, registry: Registry, recorder: Recorder | None = None) -> None:
         self._registry = registry
         self._recorder = recorder
 
     async def ListDrafters(
-        self,
-        request: drafter_pb2.ListDraftersRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: drafter_pb2.ListDraftersRequest, context: Context
     ) -> drafter_pb2.ListDraftersResponse:
-        """All versions, the default name, and the trials."""
+        """Lists all versions and canaries."""
         return drafter_pb2.ListDraftersResponse(
             drafters=[version.info() for version in self._registry.versions()],
             default_drafter=self._registry.default_name,
-            trials=[trial.info(name) for name, trial in self._registry.trials()],
+            canaries=self._registry.canaries(),
             records_texts=self._recorder is not None and self._recorder.recording,
         )
 
     async def LoadDrafter(
-        self,
-        request: drafter_pb2.LoadDrafterRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: drafter_pb2.LoadDrafterRequest, context: Context
     ) -> drafter_pb2.LoadDrafterResponse:
-        """Loads in a thread; answers when the version can be used."""
-        with _load_errors():
+        """Loads a version; responds when it can be used."""
+        try:
             spec = DrafterSpec(
                 name=request.name,
                 method=request.method,
@@ -56,6 +55,8 @@ class DrafterRegistryServicer(drafter_pb2_grpc.DrafterRegistryServiceServicer):
                 version=request.version,
             )
             version = await self._registry.load(spec, activate=request.activate)
+        except LoadError as error:
+            raise ServiceError.invalid_argument(error.reason, str(error)) from error
         await self._registry.saved()
         logger.info(
             "drafter loaded",
@@ -64,15 +65,17 @@ class DrafterRegistryServicer(drafter_pb2_grpc.DrafterRegistryServiceServicer):
         return drafter_pb2.LoadDrafterResponse(drafter=version.info())
 
     async def ActivateDrafter(
-        self,
-        request: drafter_pb2.ActivateDrafterRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: drafter_pb2.ActivateDrafterRequest, context: Context
     ) -> drafter_pb2.ActivateDrafterResponse:
-        """Shifts new generations to a version, perhaps on trial."""
-        # float32 on the wire: rounded, so that 0.1 is 0.1 again.
-        share = round(request.traffic_share, 6) or 1.0
-        trial = _trial_settings(request) if request.HasField("trial") else None
-        version = self._registry.activate(request.name, request.version, share, trial)
+        """Gives a version a share of new generations, for a canary too."""
+        canary = None
+        if request.HasField("canary"):
+            try:  # zeros stand for the defaults
+                canary = CanarySettings(**{f.name: v for f, v in request.canary.ListFields()})
+            except ValueError as error:
+                raise ServiceError.invalid_argument("INVALID_CANARY", str(error)) from error
+        share = request.traffic_share or 1.0
+        version = self._registry.activate(request.name, request.version, share, canary)
         await self._registry.saved()
         logger.info(
             "drafter activated",
@@ -80,17 +83,15 @@ class DrafterRegistryServicer(drafter_pb2_grpc.DrafterRegistryServiceServicer):
                 "drafter": request.name,
                 "version": version.version,
                 "share": version.share,
-                "on_trial": version.on_trial,
+                "canary": version.canary,
             },
         )
         return drafter_pb2.ActivateDrafterResponse(drafter=version.info())
 
     async def UnloadDrafter(
-        self,
-        request: drafter_pb2.UnloadDrafterRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: drafter_pb2.UnloadDrafterRequest, context: Context
     ) -> drafter_pb2.UnloadDrafterResponse:
-        """Removes versions; those in use go with their last stream."""
+        """Removes versions; those in use are freed with their last stream."""
         unloaded = self._registry.unload(request.name, request.version, force=request.force)
         await self._registry.saved()
         logger.info(
@@ -98,18 +99,3 @@ class DrafterRegistryServicer(drafter_pb2_grpc.DrafterRegistryServiceServicer):
             extra={"drafter": request.name, "version": request.version, "done": unloaded},
         )
         return drafter_pb2.UnloadDrafterResponse(unloaded=unloaded)
-
-
-def _trial_settings(request: drafter_pb2.ActivateDrafterRequest) -> TrialSettings:
-    try:
-        return TrialSettings.from_proto(request.trial)
-    except ValueError as error:
-        raise ServiceError.invalid_argument("INVALID_TRIAL", str(error)) from error
-
-
-@contextmanager
-def _load_errors() -> Iterator[None]:
-    try:
-        yield
-    except LoadError as error:
-        raise ServiceError.invalid_argument(error.reason, str(error)) from error

@@ -1,35 +1,27 @@
-"""The registry on disk, so that a restart takes up where it was."""
+"""The registry on disk, so that a restart restores it."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from paceline.drafter.methods.base import LoadError
-from paceline.drafter.registry.trial import TrialSettings
+from paceline.drafter.registry.canary import Canary, CanarySettings
+from paceline.drafter.registry.table import VersionTable
 from paceline.drafter.spec import DrafterSpec
 
 logger = logging.getLogger("paceline.drafter")
 
-FORMAT = 1
+FORMAT = 2
 FILE_NAME = "registry.json"
-_LONGEST_FILE = 16 << 20
-
-
-@dataclass(frozen=True)
-class SavedTrial:
-    """A trial without a verdict. Its samples are not kept: they are gathered again."""
-
-    name: str
-    candidate: str
-    baseline: str
-    settings: TrialSettings
-    looks: int
-    """Looks taken, so that a restart does not give the errors of the first ones again."""
+_MAX_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -37,80 +29,122 @@ class RegistryState:
     """What a registry holds.
 
     Raises:
-        ValueError: Its parts contradict each other.
+        ValueError: The parts are inconsistent.
     """
 
-    given: list[DrafterSpec]
-    """What the service was told to load when this state began."""
+    configured: list[DrafterSpec]
+    """Drafters that the service was started with when this state was first written."""
 
     loaded: list[tuple[DrafterSpec, float]] = field(default_factory=list)
-    """Versions and their shares, in the order of names and of loading."""
+    """Versions and their shares, by name and load order."""
 
     numbers: dict[str, int] = field(default_factory=dict)
-    """The newest number given to a version of each name."""
+    """The highest version number assigned under each name."""
 
-    trials: list[SavedTrial] = field(default_factory=list)
+    canaries: dict[str, Canary] = field(default_factory=dict)
+    """The running canary of each name. Its statistics are not saved: a restart collects new ones.
+    The number of comparisons is, so that their share of the error is not spent again."""
+
+    @classmethod
+    def of(
+        cls, configured: list[DrafterSpec], table: VersionTable, canaries: Mapping[str, Canary]
+    ) -> RegistryState:
+        """The state of a registry. Draining versions are not part of it."""
+        return cls(
+            configured,
+            [(replace(v.spec, version=v.version), v.share) for v in table if not v.draining],
+            dict(table.numbers),
+            {
+                name: Canary(c.canary, c.baseline, c.settings, comparisons=c.comparisons)
+                for name, c in canaries.items()
+                if c.running
+            },
+        )
 
     def __post_init__(self) -> None:
         versions = {(spec.name, spec.version) for spec, _ in self.loaded}
         if len(versions) != len(self.loaded):
-            raise ValueError("a version is there twice")
+            raise ValueError("a version is listed twice")
         if not all(spec.version and 0.0 <= share <= 1.0 for spec, share in self.loaded):
             raise ValueError("a version has no name, or a share outside [0, 1]")
-        for trial in self.trials:
-            if trial.candidate == trial.baseline:
-                raise ValueError(f"a trial of {trial.name!r} compares a version with itself")
-            if not {(trial.name, trial.candidate), (trial.name, trial.baseline)} <= versions:
-                raise ValueError(f"a trial of {trial.name!r} names a version that is not there")
+        for name, canary in self.canaries.items():
+            if canary.canary == canary.baseline:
+                raise ValueError(f"the canary of {name!r} is its own baseline")
+            if not {(name, canary.canary), (name, canary.baseline)} <= versions:
+                raise ValueError(f"the canary of {name!r} names a version that is not loaded")
 
 
 class StateFile:
-    """``registry.json`` in a folder of the service's own. Written whole or not at all."""
+    """``registry.json`` in a folder of the service's own, replaced atomically.
+
+    :meth:`save`, :meth:`saved` and :meth:`close` are for one event loop; writes happen in order on
+    a thread.
+    """
 
     def __init__(self, folder: Path) -> None:
-        """Make the folder if need be, for this user alone.
+        """Create the folder if it is missing, for this user only.
 
         Raises:
-            OSError: It cannot be made.
+            OSError: It cannot be created.
         """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._path = folder / FILE_NAME
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="drafter-state")
+        self._last: asyncio.Future[None] | None = None
+
+    def save(self, state: RegistryState) -> None:
+        """Write a state in the background. A failure is logged, and raised by :meth:`saved`."""
+        loop = asyncio.get_running_loop()
+        self._last = loop.run_in_executor(self._thread, self.write, state)
+        self._last.add_done_callback(_log_failure)
+
+    async def saved(self) -> None:
+        """Return when the newest state is on disk.
+
+        Raises:
+            OSError: It could not be written.
+        """
+        if self._last is not None:
+            await asyncio.shield(self._last)
+
+    async def close(self) -> None:
+        """Finish all writes and end the thread."""
+        await asyncio.to_thread(self._thread.shutdown)
 
     def read(self) -> RegistryState | None:
-        """What was written last; None if there is nothing, or nothing that can be believed.
+        """The state written last; None if there is none or it is invalid.
 
-        A file that cannot be believed is set aside as ``registry.json.bad``: drafters cost speed at
-        most, so the service starts all the same.
+        An invalid file is renamed to ``registry.json.bad``, and the service starts without it.
         """
         try:
             with self._path.open("rb") as file:
-                return _decode(file.read(_LONGEST_FILE))
+                return _decode(file.read(_MAX_BYTES))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError, AttributeError, LoadError) as error:
             bad = self._path.with_name(FILE_NAME + ".bad")
             logger.error(
-                "the registry's state cannot be read; starting without, and setting it aside",
-                extra={"file": str(self._path), "aside": str(bad), "fault": str(error)},
+                "the registry's state is invalid; starting without it and renaming the file",
+                extra={"file": str(self._path), "renamed": str(bad), "fault": str(error)},
             )
             os.replace(self._path, bad)
             return None
 
     def write(self, state: RegistryState) -> None:
-        """Replace the file; durable when this returns.
+        """Replace the file; it is durable on return.
 
         Raises:
-            OSError: The disk did not take it; the old file stands.
+            OSError: It could not be written; the old file is unchanged.
         """
-        draft = self._path.with_name(f".{FILE_NAME}.{os.getpid()}")
+        new = self._path.with_name(f".{FILE_NAME}.{os.getpid()}")
         try:
-            with draft.open("w", encoding="utf-8") as file:
-                json.dump(_encode(state), file, indent=1)
+            with new.open("w", encoding="utf-8") as file:
+                json.dump({"format": FORMAT, **asdict(state)}, file, indent=1, default=str)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(draft, self._path)
+            os.replace(new, self._path)
         finally:
-            draft.unlink(missing_ok=True)
+            new.unlink(missing_ok=True)
         folder = os.open(self._path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -118,46 +152,31 @@ class StateFile:
             os.close(folder)
 
 
-def _encode(state: RegistryState) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "given": [_encode_spec(spec) for spec in state.given],
-        "loaded": [{**_encode_spec(spec), "share": share} for spec, share in state.loaded],
-        "numbers": state.numbers,
-        "trials": [asdict(trial) for trial in state.trials],
-    }
-
-
 def _decode(raw: bytes) -> RegistryState:
     value = json.loads(raw)
     if value["format"] != FORMAT:
         raise ValueError(f"format {value['format']!r}, expected {FORMAT}")
     return RegistryState(
-        given=[_decode_spec(each) for each in value["given"]],
-        loaded=[(_decode_spec(each), float(each["share"])) for each in value["loaded"]],
-        numbers={str(name): int(number) for name, number in value["numbers"].items()},
-        trials=[
-            SavedTrial(
-                name=str(each["name"]),
-                candidate=str(each["candidate"]),
-                baseline=str(each["baseline"]),
-                settings=TrialSettings(**each["settings"]),
-                looks=int(each["looks"]),
+        configured=[_decode_spec(each) for each in value["configured"]],
+        loaded=[(_decode_spec(spec), float(share)) for spec, share in value["loaded"]],
+        numbers={name: int(number) for name, number in value["numbers"].items()},
+        canaries={
+            name: Canary(
+                each["canary"],
+                each["baseline"],
+                CanarySettings(**each["settings"]),
+                comparisons=int(each["comparisons"]),
             )
-            for each in value["trials"]
-        ],
+            for name, each in value["canaries"].items()
+        },
     )
-
-
-def _encode_spec(spec: DrafterSpec) -> dict[str, Any]:
-    return {**asdict(spec), "folder": None if spec.folder is None else str(spec.folder)}
 
 
 def _decode_spec(value: dict[str, Any]) -> DrafterSpec:
-    return DrafterSpec(
-        name=str(value["name"]),
-        method=str(value["method"]),
-        folder=None if value["folder"] is None else Path(value["folder"]),
-        options={str(key): str(option) for key, option in value["options"].items()},
-        version=str(value["version"]),
-    )
+    folder = value["folder"]
+    return DrafterSpec(**{**value, "folder": None if folder is None else Path(folder)})
+
+
+def _log_failure(writing: asyncio.Future[None]) -> None:
+    if not writing.cancelled() and (error := writing.exception()) is not None:
+        logger.error("the registry's state was not saved", extra={"fault": str(error)})

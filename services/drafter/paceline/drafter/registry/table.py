@@ -1,4 +1,4 @@
-"""The versions of each name and their shares of new generations."""
+"""Versions by name, and their shares of new generations."""
 
 from __future__ import annotations
 
@@ -10,36 +10,38 @@ from paceline.service import ServiceError
 
 
 class VersionTable:
-    """Names to versions, in the order they were loaded. Belongs to one event loop."""
+    """Versions by name, in load order. Use it on one event loop."""
 
     def __init__(self) -> None:
         self.numbers: dict[str, int] = {}
-        """The newest number given to a version of each name."""
+        """The highest version number assigned under each name."""
         self._versions: dict[str, list[Version]] = {}
 
     @property
     def default_name(self) -> str:
-        """The name that came first; empty if there is none."""
+        """The name that was loaded first; empty if there is none."""
         return next(iter(self._versions), "")
 
     def __iter__(self) -> chain[Version]:
-        """All versions in the order of names and of loading."""
+        """All versions, by name and load order."""
         return chain.from_iterable(self._versions.values())
 
     def of(self, name: str) -> list[Version]:
-        """The versions of a name, draining ones too."""
+        """The versions of a name, draining ones included."""
         return self._versions.get(name, [])
 
     def active(self, name: str) -> list[Version]:
-        """Those that new generations get."""
+        """The versions of a name that have a share of new generations."""
         return [version for version in self.of(name) if version.share]
 
     def add(self, version: Version) -> None:
-        """List a version."""
+        """Add a version; the first of a name becomes active."""
         self._versions.setdefault(version.spec.name, []).append(version)
+        if not self.active(version.spec.name):
+            self.set_shares(version.spec.name, {version: 1.0})
 
     def remove(self, version: Version) -> bool:
-        """Take a version off the list; whether it was there."""
+        """Remove a version. Returns whether it was there."""
         versions = self.of(version.spec.name)
         if version not in versions:
             return False
@@ -49,7 +51,7 @@ class VersionTable:
         return True
 
     def find(self, name: str, version: str) -> Version:
-        """A version.
+        """A version by name and version.
 
         Raises:
             ServiceError: DRAFTER_NOT_FOUND.
@@ -60,11 +62,15 @@ class VersionTable:
         raise self.not_found(name, version)
 
     def choose(self, name: str, version: str = "") -> Version:
-        """The version a new generation gets: the one asked for, or one by its share.
+        """The version for a new generation: the requested one, or one by share.
 
-        Shares are kept exactly: of any n generations in a row a version gets its share of n, give
-        or take one. In a trial they are drawn by chance, so that nothing that comes in turns, such
-        as two kinds of requests, falls to one version alone and is taken for its merit.
+        By default this is smooth weighted round-robin: of any n consecutive generations a version
+        gets its share of n, plus or minus one. While a canary runs, versions are drawn at random
+        instead, so that a periodic pattern in the requests cannot bias the comparison.
+
+        Args:
+            name: Empty: the default name.
+            version: Empty: one by share.
 
         Raises:
             ServiceError: DRAFTER_NOT_FOUND, or UNAVAILABLE with DRAFTER_DRAINING.
@@ -73,14 +79,14 @@ class VersionTable:
         if version:
             chosen = self.find(name, version)
             if chosen.draining:
-                raise _draining(name, version)
+                raise _draining(f"version {version!r} of drafter {name!r}")
             return chosen
         if not self.of(name):
             raise self.not_found(name)
         active = self.active(name)
         if not active:
-            raise _draining(name, "")
-        if any(each.on_trial for each in active):
+            raise _draining(f"drafter {name!r}")
+        if any(each.canary for each in active):
             return random.choices(active, [each.share for each in active])[0]
         for each in active:
             each.credit += each.share
@@ -89,23 +95,23 @@ class VersionTable:
         return chosen
 
     def set_shares(self, name: str, shares: dict[Version, float]) -> None:
-        """Give versions these shares, and all others of the name none."""
+        """Set the shares of some versions of a name, and those of all others to 0."""
         for each in self.of(name):
             each.share = shares.get(each, 0.0)
             each.credit = 0.0
 
-    def share_out(self, name: str) -> None:
-        """Bring the shares of what is left back to a sum of 1; the newest takes over from none."""
-        left = [v for v in self.of(name) if not v.draining]
-        total = sum(v.share for v in left)
+    def normalize_shares(self, name: str) -> None:
+        """Scale the shares of a name to a sum of 1; if all are 0, the newest version gets 1."""
+        loaded = [v for v in self.of(name) if not v.draining]
+        total = sum(v.share for v in loaded)
         if total:
-            self.set_shares(name, {v: v.share / total for v in left})
-        elif left:
-            self.set_shares(name, {left[-1]: 1.0})
+            self.set_shares(name, {v: v.share / total for v in loaded})
+        elif loaded:
+            self.set_shares(name, {loaded[-1]: 1.0})
 
-    def next_number(self, name: str, taken: set[str]) -> str:
-        """A version number that was never given before, and is not ``taken``."""
-        taken = taken | {v.version for v in self.of(name)}
+    def next_number(self, name: str, reserved: set[str]) -> str:
+        """A version number that was never assigned before and is not ``reserved``."""
+        taken = reserved | {v.version for v in self.of(name)}
         number = self.numbers.get(name, 0) + 1
         while str(number) in taken:
             number += 1
@@ -113,16 +119,15 @@ class VersionTable:
         return str(number)
 
     def not_found(self, name: str, version: str = "") -> ServiceError:
-        """The error for a name or version that is not there."""
-        known = ", ".join(f"{v.spec.name} {v.version}" for v in self) or "none"
-        asked = f"{name[:80]!r}" + (f" version {version[:80]!r}" if version else "")
+        """The error for a name or version that is not loaded."""
+        loaded = ", ".join(f"{v.spec.name} {v.version}" for v in self) or "none"
+        missing = f"{name[:80]!r}" + (f" version {version[:80]!r}" if version else "")
         return ServiceError.not_found(
-            "DRAFTER_NOT_FOUND", f"there is no drafter {asked}; loaded are: {known}"
+            "DRAFTER_NOT_FOUND", f"there is no drafter {missing}; loaded are: {loaded}"
         )
 
 
-def _draining(name: str, version: str) -> ServiceError:
-    which = f"version {version!r} of drafter {name!r}" if version else f"drafter {name!r}"
+def _draining(which: str) -> ServiceError:
     return ServiceError.unavailable(
         "DRAFTER_DRAINING", f"{which} is being unloaded and takes no new streams; try another"
     )

@@ -1,117 +1,110 @@
-"""One packed forward pass: the blocks of many sequences, and whose they are."""
+"""One packed forward pass: the query blocks of many sequences."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from paceline.decoder import Decoder, ForwardResult, GraphRunner
 from paceline.decoder.graphs import table_row
-from paceline.kernels import CHUNK, TreeSegment, plan_trees
+from paceline.kernels import MAX_TREE_NODES, TreeSegment, plan_trees
+from paceline.tree import EMPTY, TokenTree
 from paceline.verifier.engine.job import Job, Prefill, Round
-from paceline.verifier.engine.sequence import Sequence, States
-from paceline.verifier.engine.tree import NO_TREE, DraftTree
-from paceline.verifier.engine.watch import Watch, Watches
+from paceline.verifier.engine.observer import BatchObserver
+from paceline.verifier.engine.sequence import HiddenStates, Sequence
 from paceline.verifier.kv.base import SequenceKv
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """What one job has in a batch.
+class BatchEntry:
+    """One job's part of a batch.
 
     Attributes:
         job: The job.
-        tree: The block's tree, cut to the depth that can still be emitted.
-        stop: End of its blocks. Unit: tokens.
-        logits: Rows of the batch's logits that belong to it: one per node, or the one behind the
-            text at the end of a prefill; none in the middle of a prefill.
-        rows: Rows of the batch that belong to it.
+        tree: The nodes of a round that the scheduler admitted.
+        stop: Position after the entry's last one. Unit: tokens.
+        logits: Its rows of the batch's logits: the anchor's and one per node, or the last one of a
+            prefill; none in the middle of a prefill.
+        rows: Its rows of the batch.
     """
 
     job: Job
-    tree: DraftTree
+    tree: TokenTree
     stop: int
     logits: slice
     rows: slice
 
 
 class Batch:
-    """Gathers blocks, then runs them in one forward pass.
+    """Collects query blocks, then runs them in one forward pass.
 
     Attributes:
-        shares: One per job, in order.
+        entries: One per job, in order.
         tokens: Packed tokens so far.
     """
 
     def __init__(self) -> None:
-        self.shares: list[Share] = []
+        self.entries: list[BatchEntry] = []
         self.tokens: list[int] = []
         self._blocks: list[TreeSegment] = []
         self._caches: list[SequenceKv] = []
         self._logit_rows: list[int] = []
         self._taps: set[int] = set()
-        self._watches = Watches()
+        self._observer = BatchObserver()
 
     @classmethod
-    def of(cls, share: Share) -> Batch:
-        """A batch of what one job has in another batch."""
+    def of(cls, entry: BatchEntry) -> Batch:
+        """A batch of one entry of another batch."""
         batch = cls()
-        if isinstance(share.job, Round):
-            batch.add_round(share.job, share.tree)
-        elif isinstance(share.job, Prefill):
-            batch.add_prefill(share.job, share.stop)
+        if isinstance(entry.job, Round):
+            batch.add_round(entry.job, entry.tree)
+        elif isinstance(entry.job, Prefill):
+            batch.add_prefill(entry.job, entry.stop)
         return batch
 
     def __len__(self) -> int:
-        """Packed tokens."""
+        """Number of packed tokens."""
         return len(self.tokens)
 
     @property
     def attended(self) -> int:
-        """Positions that the packed tokens attend to, summed over them; half of a block's own."""
+        """KV positions attended to, summed over the packed tokens; half of a block's own."""
         blocks = self._blocks
         return sum(block.length * (block.start + (block.length + 1) // 2) for block in blocks)
 
-    def add_round(self, round_: Round, tree: DraftTree) -> None:
+    def add_round(self, round_: Round, tree: TokenTree) -> None:
         """Add the block of a round: the anchor and the tree under it."""
-        sequence = round_.sequence
-        first, stop = len(self._logit_rows), sequence.committed + len(tree)
-        logits, rows = slice(first, first + len(tree)), self._next_rows(len(tree))
-        self.shares.append(Share(round_, tree, stop, logits, rows))
-        self._logit_rows.extend(range(len(self.tokens), len(self.tokens) + len(tree)))
-        self._add_block(
-            self._cache(sequence),
-            sequence.committed,
-            [sequence.tokens[-1], *tree.tokens],
-            None if tree.is_chain else tuple(tree.parents),
-        )
-        self._watch(sequence)
+        sequence, nodes = round_.sequence, 1 + len(tree)
+        first, start = len(self._logit_rows), sequence.committed
+        self._logit_rows.extend(range(len(self), len(self) + nodes))
+        self._add_entry(round_, tree, start + nodes, slice(first, first + nodes))
+        parents = None if tree.is_chain else (-1, *(parent + 1 for parent in tree.parents))
+        self._add_block(start, [sequence.tokens[-1], *tree.tokens], parents)
+        self._observe(sequence)
 
     def add_prefill(self, prefill: Prefill, stop: int) -> None:
-        """Add a piece of a prefill: the text from what is committed to ``stop``."""
-        text, begin = prefill.sequence.tokens, prefill.sequence.committed
-        first, ends = len(self._logit_rows), stop == len(text)
-        logits, rows = slice(first, first + ends), self._next_rows(stop - begin)
-        self.shares.append(Share(prefill, NO_TREE, stop, logits, rows))
-        cache = self._cache(prefill.sequence)
-        # No block may cross a chunk of the attention, or its bits would depend on the cut.
-        borders = [begin, *range((begin // CHUNK + 1) * CHUNK, stop, CHUNK), stop]
-        for start, end in pairwise(borders):
-            self._add_block(cache, start, text[start:end], None)
+        """Add a part of a prefill: the text from its committed length to ``stop``."""
+        sequence = prefill.sequence
+        first, ends = len(self._logit_rows), stop == len(sequence.tokens)
         if ends:
-            self._logit_rows.append(len(self.tokens) - 1)
-            self._watch(prefill.sequence)
+            self._logit_rows.append(len(self) + stop - sequence.committed - 1)
+        self._add_entry(prefill, EMPTY, stop, slice(first, first + ends))
+        for start in range(sequence.committed, stop, MAX_TREE_NODES):
+            self._add_block(start, sequence.tokens[start : min(start + MAX_TREE_NODES, stop)])
+        if ends:
+            self._observe(sequence)
 
-    def forward(self, decoder: Decoder, graphs: GraphRunner | None = None) -> tuple[Tensor, States]:
-        """Run it: writes the KV of all blocks.
+    def forward(
+        self, decoder: Decoder, graphs: GraphRunner | None = None
+    ) -> tuple[Tensor, HiddenStates]:
+        """Run the model, which writes the KV of all blocks.
 
         Args:
             decoder: The model.
-            graphs: Captured passes of it, for batches that they can run.
+            graphs: Its CUDA graphs; a batch that no graph can run is run without.
 
         Returns:
             Logits ``[rows, V]`` on the model's device, and the outputs of all layers whose hidden
@@ -131,45 +124,43 @@ class Batch:
             self._caches,
             logit_rows=None if every else rows,
             taps=taps,
-            observer=self._watches if len(self._watches) else None,
+            observer=self._observer if len(self._observer) else None,
         )
-        self._watches.publish()
+        self._observer.publish()
         return result.logits, dict(zip(taps, result.taps, strict=True))
 
     def _replay(
         self, decoder: Decoder, graphs: GraphRunner, taps: Items[int]
     ) -> ForwardResult | None:
-        """Run it as a captured pass; None if there is none that does all that is wanted."""
+        """Replay a CUDA graph; None if no graph can run the batch and observe its attention."""
         config = decoder.config
-        layers, noted = self._watches.rooms(config.windows)
-        if len(self._watches) and not noted:
+        layers, noted = self._observer.scratch(config.windows)
+        if len(self._observer) and not noted:
             return None
         tables = [table_row(cache) for cache in self._caches]
         result = graphs.forward(self.tokens, self._blocks, tables, taps, layers, noted)
         if result is not None:
-            self._watches.noted(config.q_heads)
-            self._watches.publish()
+            self._observer.read_scratch(config.q_heads)
+            self._observer.publish()
         return result
 
-    def _next_rows(self, count: int) -> slice:
-        return slice(len(self.tokens), len(self.tokens) + count)
-
-    def _cache(self, sequence: Sequence) -> int:
+    def _add_entry(self, job: Job, tree: TokenTree, stop: int, logits: slice) -> None:
+        sequence = job.sequence
+        rows = slice(len(self), len(self) + stop - sequence.committed)
+        self.entries.append(BatchEntry(job, tree, stop, logits, rows))
         self._caches.append(sequence.segment)
         if sequence.generation.taps is not None:
             self._taps.update(sequence.generation.taps.layers)
-        return len(self._caches) - 1
-
-    def _watch(self, sequence: Sequence) -> None:
-        """Let the sequence's collectors look at the last block."""
-        for collector in tuple(sequence.collectors):
-            index, block = len(self._blocks) - 1, self._blocks[-1]
-            nodes = collector.nodes(block)
-            rows = tuple(len(self.tokens) - block.length + node for node in nodes)
-            self._watches.add(Watch(collector, index, nodes, rows, block.start))
 
     def _add_block(
-        self, cache: int, start: int, tokens: list[int], parents: tuple[int, ...] | None
+        self, start: int, tokens: list[int], parents: tuple[int, ...] | None = None
     ) -> None:
-        self._blocks.append(TreeSegment(cache, start, parents, len(tokens)))
+        """Add a block of the newest entry."""
+        self._blocks.append(TreeSegment(len(self._caches) - 1, start, parents, len(tokens)))
         self.tokens += tokens
+
+    def _observe(self, sequence: Sequence) -> None:
+        """Add the sequence's score observers to the newest block."""
+        index, block = len(self._blocks) - 1, self._blocks[-1]
+        for observer in tuple(sequence.observers):
+            self._observer.add(observer, index, block, len(self.tokens) - block.length)

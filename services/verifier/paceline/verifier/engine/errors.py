@@ -1,4 +1,4 @@
-"""What can go wrong with a job, besides a lack of memory, and with the device."""
+"""Errors of jobs and of the device."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import torch
 
 
 class StepFailed(Exception):
-    """A step could not be computed. Nothing of it was committed; it may be tried again."""
+    """A step could not be computed. It committed nothing; the job may be repeated."""
 
 
 class DeviceLost(Exception):
-    """The device fails every call: only a new process can use it again."""
+    """The device fails every call; only a new process can use it again."""
 
 
 class SequenceClosed(Exception):
-    """The sequence was released while work on it was waiting."""
+    """The sequence was released while a job of it waited."""
 
 
 def device_lost(device: torch.device) -> bool:
-    """Whether a GPU answers nothing any more: after a fault in a kernel every later call fails."""
-    if device.type != "cuda":
+    """Whether every call of an accelerator fails, as on a GPU after a fault in a kernel."""
+    if device.type == "cpu":
         return False
     try:
-        torch.cuda.synchronize(device)
+        torch.accelerator.synchronize(device)
     except RuntimeError:
         return True
     return False

@@ -1,4 +1,4 @@
-"""One generation, as the engine knows it."""
+"""The engine's state of one generation."""
 
 from __future__ import annotations
 
@@ -9,28 +9,30 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from paceline.kernels import History, SamplingParams
-from paceline.verifier.engine.acceptance import Finish, Walk
+from paceline.verifier.engine.output import FinishReason, StepOutput
 from paceline.verifier.kv.base import SequenceKv
 from paceline.verifier.kv.taps import Taps
 
 if TYPE_CHECKING:
+    from paceline.kv.scores import ScoreObserver
     from paceline.verifier.grammar import Grammar
-    from paceline.verifier.selection import Collector
 
 
 @dataclass(frozen=True)
 class Generation:
-    """Everything that decides the tokens of one generation.
+    """A generation request.
 
     Attributes:
         prompt: Token ids of the prompt, at least one.
-        output: Tokens emitted already, by a cache that is gone.
+        output: Tokens emitted before, through a cache that was lost.
         sampling: Sampling parameters.
-        length_limit: Longest text, prompt included. Unit: tokens.
+        length_limit: Most tokens of prompt and output together.
         stop_ids: Tokens that end it.
-        grammar: What the output must follow; None: nothing.
-        taps: Hidden states to keep for drafters; None: none.
         top_logprobs: Likeliest tokens to report with each emitted one; None: no log-probabilities.
+        taps: Hidden states to keep for drafters; None: none.
+        grammar: Grammar of the output; None: none.
+        drafter: Name of the drafter that the client uses; None: none, or not sent. Unlike the
+            other fields it does not influence the tokens.
     """
 
     prompt: tuple[int, ...]
@@ -41,9 +43,10 @@ class Generation:
     top_logprobs: int | None = None
     taps: Taps | None = None
     grammar: Grammar | None = None
+    drafter: str | None = None
 
 
-States = Mapping[int, Tensor]
+HiddenStates = Mapping[int, Tensor]
 """Outputs of tapped layers for the rows of a batch, ``[M, hidden]`` each, by layer."""
 
 
@@ -53,18 +56,18 @@ class Sequence:
     Once prefilled, ``committed == len(tokens) - 1``: the newest token is the anchor, and its KV is
     computed by the next step.
 
-    Safety contract: after it was handed to the engine only the engine thread changes it or its
-    segment. The event loop may read ``committed`` and ``finish`` (each a single assignment), and
-    everything while no job of this sequence is with the engine.
+    Thread safety: once the engine has a job of the sequence, only the engine thread changes it or
+    its segment. The event loop may read ``committed`` and ``finish`` (each a single assignment)
+    then, and everything while the engine has no job of the sequence.
 
     Attributes:
-        generation: What was asked for.
+        generation: The request.
         segment: Its KV; closed by the engine when the sequence is released.
         tokens: Prompt and output.
-        finish: Why the generation ended, if it did.
-        drafter: Who is to draft for it, as its client calls it; None: nobody, or it was not said.
-        collectors: What looks on while its rounds are verified. The event loop adds and removes
-            them, the engine thread takes a copy of the list for each step.
+        finish: Why the generation ended; None: it has not ended.
+        drafter: Name of the drafter that its client uses; see the request.
+        observers: Score committed positions while its rounds are verified. The event loop adds and
+            removes them, the engine thread copies the list for each step.
         listeners: Called on the event loop, which owns them, after steps and at the release.
     """
 
@@ -76,19 +79,19 @@ class Sequence:
         grammar = generation.grammar
         self.guide = None if grammar is None else grammar.begin(generation.output)
         self._committed = 0
-        self.finish: Finish | None = None
-        self.drafter: str | None = None
-        self.collectors: list[Collector] = []
+        self.finish: FinishReason | None = None
+        self.drafter = generation.drafter
+        self.observers: list[ScoreObserver] = []
         self.listeners: set[Callable[[], None]] = set()
 
-    def tell_listeners(self) -> None:
-        """Call them all. Event loop."""
+    def notify_listeners(self) -> None:
+        """Call the listeners. Event loop only."""
         for listener in tuple(self.listeners):
             listener()
 
     @property
     def committed(self) -> int:
-        """Positions whose KV is final. Setting it tells readers in other processes. Unit: tokens"""
+        """Positions whose KV is final. Setting it publishes it to other processes. Unit: tokens."""
         return self._committed
 
     @committed.setter
@@ -103,14 +106,14 @@ class Sequence:
 
     @property
     def prefilling(self) -> bool:
-        """Whether its first token is still to come."""
+        """Whether it has not emitted its first token."""
         return len(self.tokens) == len(self.generation.prompt) + len(self.generation.output)
 
     def common_prefix(self, other: Sequence) -> int:
-        """Positions whose KV can be taken from another sequence. Unit: tokens.
+        """Positions whose KV can be copied from another sequence. Unit: tokens.
 
-        The last token is left out: its logits are needed. So are positions whose hidden states
-        are to be kept and are not there to be taken.
+        The last token is left out, since its logits are needed. So are positions whose hidden
+        states must be kept but are missing in the other sequence.
         """
         most = min(other.committed, len(self.tokens) - 1)
         pairs = zip(self.tokens[:most], other.tokens, strict=False)
@@ -120,33 +123,42 @@ class Sequence:
             return shared
         return taps.reusable(other.segment.taps, other.committed, shared)
 
-    def record(self, first: int, states: States, rows: slice | list[int]) -> None:
-        """Keep hidden states of positions about to be committed, if any are wanted.
+    def record(self, first: int, states: HiddenStates, rows: slice | list[int]) -> None:
+        """Keep hidden states of positions about to be committed, if the request has taps.
 
         Args:
-            first: Position of the first.
+            first: First position.
             states: Outputs of tapped layers for a whole batch, by layer, ``[M, hidden]`` each.
-            rows: Which of the M rows they are, in order of positions.
+            rows: The rows of these positions, in order.
         """
         if self.segment.taps is not None:
             self.segment.taps.record(first, states, rows)
 
-    def commit(self, walked: Walk, states: States, row: int) -> None:
-        """Take in the tokens of a step.
+    def commit(self, output: StepOutput, states: HiddenStates, row: int) -> None:
+        """Append the tokens of a step and make its KV final.
 
         KV of the accepted path moves up behind the anchor's, over that of rejected nodes.
 
         Args:
-            walked: What came out.
+            output: The emitted tokens and the accepted nodes of the verified tree.
             states: As for :meth:`record`.
-            row: The anchor's row in them; its tree's nodes follow.
+            row: The anchor's row in them; the tree's nodes follow.
         """
         anchor = len(self.tokens) - 1
-        stay = walked.path[: len(walked.tokens) - 1]
-        if stay and stay[-1] != len(stay):
-            self.segment.keep([anchor + node for node in stay], anchor + 1)
-        if anchor >= self.committed:  # not so behind a prefill, which committed the whole text
-            self.record(anchor, states, [row, *(row + node for node in stay)])
-        self.tokens += walked.tokens
-        self.finish = walked.finish
+        # Node i is row i + 1 of the block. The last token's KV is computed by the next step.
+        rows = [node + 1 for node in output.accepted[: len(output.tokens) - 1]]
+        if rows and rows[-1] != len(rows):
+            self.segment.keep([anchor + each for each in rows], anchor + 1)
+        if anchor >= self.committed:  # not after a prefill, which committed the whole text
+            self.record(anchor, states, [row, *(row + each for each in rows)])
+        self.tokens += output.tokens
+        self.finish = output.finish
         self.committed = len(self.tokens) - 1
+
+    def forget_uncommitted(self) -> None:
+        """Take back tokens that entered the history in a step that failed."""
+        tokens = len(self.history) - len(self.tokens)
+        for _ in range(tokens):
+            self.history.pop()
+        if self.guide is not None:
+            self.guide.pop(tokens)

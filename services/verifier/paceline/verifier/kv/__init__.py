@@ -1,1 +1,1 @@
-"""The memory of KV caches: how it lies, and the shared segments that hold it."""
+"""Memory of KV caches: layouts, shared-memory segments, and pages of a GPU pool."""

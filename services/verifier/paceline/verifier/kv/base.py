@@ -1,4 +1,4 @@
-"""What the engine asks of a sequence's KV, and the file by which other processes know it."""
+"""Interface of one sequence's KV memory, and the shared-memory file that other processes map."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import mmap
 import os
 import secrets
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -16,56 +17,61 @@ import torch
 from torch import Tensor
 
 from paceline.kernels import Plane
-from paceline.shm import HEADER_BYTES, PREFIX, SHM, SegmentHeader, claim
+from paceline.kv.segment import HEADER_BYTES, PREFIX, SHM, SegmentHeader, claim
+from paceline.v1 import kv_pb2
 from paceline.verifier.kv.layout import KvLayout
 from paceline.verifier.kv.taps import TapLayout, TapPlanes
 
 
 class OutOfMemory(Exception):
-    """The machine has no memory left for a reservation."""
+    """There is not enough memory for a reservation."""
 
 
 class SequenceKv(ABC):
     """KV memory of one sequence, with a file in /dev/shm: header, body and hidden states.
 
-    The file is mapped once and reserved step by step. What is in its body, subclasses say, and how
-    other processes may read the KV; a :class:`paceline.kernels.Plane` is how kernels do.
+    The file is mapped once, and its memory is reserved in steps. Subclasses define the contents of
+    the body. Kernels read the KV as :class:`paceline.kernels.Plane`, other processes as
+    :meth:`describe` describes it.
 
     Safety contract:
 
     - Only the engine thread writes, and only below ``reserved``.
-    - Only the engine thread frees (``close()``), between two steps, so that no forward pass ever
-      runs over memory that goes away.
-    - The file is locked (flock) as long as its owner lives: who gets the lock may remove it.
+    - Only the engine thread frees (``close()``), between two steps, so that no forward pass runs
+      over memory that is being freed.
+    - The owner process holds a lock (flock) on the file; whoever gets the lock may remove the file.
 
     Attributes:
         layout: Shape of the model's KV.
         capacity: Slots. Unit: tokens.
         reserved: Slots that have memory. Unit: tokens.
-        byte_size: Memory it takes at its largest. Unit: bytes.
+        byte_size: Memory of the whole capacity. Unit: bytes.
         device: Where the KV is.
         name: Name below /dev/shm: ``paceline-<pid>-<process start in ticks>-<random>``.
         file_bytes: The file's size. Unit: bytes.
         taps: Hidden states that are kept; None: none.
-        header: What readers in other processes see; of no use once closed.
+        header: The file's header, for readers in other processes; unusable once closed.
+        mappable: Whether other processes may map the KV.
     """
 
     device = torch.device("cpu")
     byte_size: int
+    mappable: bool = True
 
     def __init__(
         self, layout: KvLayout, capacity: int, body_bytes: int, taps: TapLayout | None
     ) -> None:
-        """Make a file; it has an address range but no memory yet, but for its header's.
+        """Make a file. It has an address range, but memory for its header only.
 
         Args:
             layout: Shape of the model's KV.
             capacity: Slots.
-            body_bytes: Between header and hidden states, a multiple of an element's size.
-            taps: Where hidden states are to lie; None: none are kept.
+            body_bytes: Size of the body, between header and hidden states, a multiple of an
+                element's size.
+            taps: Layout of the hidden states; None: none are kept.
 
         Raises:
-            OutOfMemory: /dev/shm takes no more files or cannot map one.
+            OutOfMemory: No file can be made in /dev/shm, or it cannot be mapped.
         """
         self.layout = layout
         self.capacity = capacity
@@ -96,11 +102,11 @@ class SequenceKv(ABC):
 
     @abstractmethod
     def layer(self, index: int) -> tuple[Plane, Plane]:
-        """Keys and values of a layer, each ``[kv_heads, capacity, head_dim]``."""
+        """Returns keys and values of a layer, each ``[kv_heads, capacity, head_dim]``."""
 
     @abstractmethod
     def gather(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies on the CPU of keys and values of some positions.
+        """Copy keys and values of some positions to the CPU.
 
         Args:
             layer: Counted from 0.
@@ -115,20 +121,20 @@ class SequenceKv(ABC):
         """Give memory to the first ``tokens`` slots, rounded up to steps of 256.
 
         Raises:
-            OutOfMemory: There is none. What was reserved before stays.
+            OutOfMemory: There is not enough. What was reserved before stays reserved.
         """
 
     @abstractmethod
     def copy_prefix(self, source: Self, tokens: int) -> None:
-        """Copy the first ``tokens`` positions of another cache of the same kind and layout.
+        """Copy the first ``tokens`` positions of another cache of the same class and layout.
 
         Raises:
-            OutOfMemory: There is no memory for them.
+            OutOfMemory: There is not enough memory for them.
         """
 
     @abstractmethod
     def keep(self, slots: list[int], start: int) -> None:
-        """Move the KV at ``slots`` (each at or after its goal) to ``start``, ``start + 1``, ..."""
+        """Move the KV at ``slots`` to ``start``, ``start + 1``, ...; none moves to a later slot."""
 
     @property
     def path(self) -> Path:
@@ -137,25 +143,65 @@ class SequenceKv(ABC):
 
     @property
     def closed(self) -> bool:
-        """Whether the memory was given back."""
+        """Whether :meth:`close` was called."""
         return self._file < 0
 
-    def taps_offset(self, layer: int) -> int:
-        """Where the hidden states of a kept layer begin. Unit: bytes from the file's start."""
+    def describe_file(self) -> kv_pb2.PosixSharedMemory:
+        """Describe the file to other processes."""
+        return kv_pb2.PosixSharedMemory(name=f"/{self.name}", byte_size=self.file_bytes)
+
+    def describe(self, layers: Iterable[int]) -> kv_pb2.KvLayout:
+        """Describe where keys and values of layers lie, if the KV is mappable."""
+        return self._describe(layers, HEADER_BYTES, self.capacity)
+
+    def _describe(self, layers: Iterable[int], start: int, slots: int) -> kv_pb2.KvLayout:
+        """Describe planes of so many slots, the first of which begins at byte ``start``."""
+        layout = self.layout
+        plane_bytes = slots * layout.row_bytes
+        kind_bytes = layout.kv_heads * plane_bytes
+        return kv_pb2.KvLayout(
+            layers=[
+                kv_pb2.KvLayer(
+                    layer=layer,
+                    key_offset=start + 2 * layer * kind_bytes,
+                    value_offset=start + (2 * layer + 1) * kind_bytes,
+                )
+                for layer in layers
+            ],
+            heads=layout.kv_heads,
+            head_dim=layout.head_dim,
+            capacity=self.capacity,
+            head_stride=plane_bytes,
+            position_stride=layout.row_bytes,
+        )
+
+    def describe_states(self, layers: Iterable[int]) -> kv_pb2.HiddenStateLayout:
+        """Describe where the hidden states of kept layers lie."""
         assert self.taps is not None, "hidden states are kept"
         layout = self.taps.layout
-        return self._taps_offset + layout.taps.layers.index(layer) * layout.plane_bytes
+        kept = layout.taps.layers
+        return kv_pb2.HiddenStateLayout(
+            layers=[
+                kv_pb2.HiddenStateLayer(
+                    layer=layer,
+                    offset=self._taps_offset + kept.index(layer) * layout.plane_bytes,
+                )
+                for layer in layers
+            ],
+            hidden_size=layout.hidden,
+            slots=layout.slots,
+            position_stride=layout.row_bytes,
+        )
 
     def publish(self, committed: int) -> None:
-        """Tell readers how many positions are final; their KV must be written. Unit: tokens."""
+        """Publish the committed length, after its KV was written. Unit: tokens."""
         if not self.closed:
             self.header.commit(committed)
 
     def close(self) -> None:
-        """Unlink the file and let go of the memory. Closing twice is safe.
+        """Unlink the file and drop the memory. Closing twice is safe.
 
-        The tensors alone keep the mapping, so the last view of them takes it along: a view that
-        someone still holds never points into nothing.
+        The mapping lives as long as a tensor over it, so a view never points to unmapped memory.
         """
         if self.closed:
             return
@@ -170,7 +216,7 @@ class SequenceKv(ABC):
         self.taps = None
 
     def _fill(self, start: int, byte_size: int, tokens: int) -> None:
-        """Give memory to a part of the file, for the sake of so many more tokens.
+        """Give memory to a part of the file; ``tokens`` is for the error message.
 
         Raises:
             OutOfMemory: /dev/shm is full.
@@ -186,7 +232,7 @@ class SequenceKv(ABC):
             ) from error
 
     def _fill_taps(self, done: int, goal: int) -> None:
-        """Give memory to the hidden states of positions ``done`` to ``goal``."""
+        """Give memory to the hidden states of positions ``done`` to ``goal``, if any are kept."""
         if self.taps is None:
             return
         layout = self.taps.layout
@@ -198,7 +244,7 @@ class SequenceKv(ABC):
 
 @lru_cache(maxsize=1)
 def own_prefix() -> str:
-    """What the names of all segments of this process begin with."""
+    """Returns the prefix of the names of all segments of this process."""
     # The 22nd field of stat, counted after the parenthesised name, which may hold spaces.
     ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
     return f"{PREFIX}{os.getpid()}-{ticks}-"

@@ -1,4 +1,4 @@
-"""How the KV of one sequence lies in memory."""
+"""Memory layout of the KV of one sequence."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.shm import HEADER_BYTES
+from paceline.kv.segment import HEADER_BYTES
 
 BLOCK_TOKENS = 256
 """Memory is reserved, and capacities are rounded up, in steps of this many tokens."""
 
 TREE_TOKENS = 256
-"""Room behind the longest text for the nodes of one tree, anchor included."""
+"""Slots behind the longest text for the nodes of one tree, anchor included."""
 
 
 def round_up(tokens: int) -> int:
-    """The next multiple of ``BLOCK_TOKENS``."""
+    """Returns the next multiple of ``BLOCK_TOKENS``."""
     return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
 
 
@@ -24,16 +24,15 @@ def round_up(tokens: int) -> int:
 class KvLayout:
     """Shape of the KV of one model: planes of ``[capacity, head_dim]`` by layer, kind and head.
 
-    The planes come in the order ``[layers, 2 (keys, values), kv_heads]``, so that each of them is
-    contiguous in tokens and one gather-assign moves a path of all layers. Before the first lies the
-    header that readers look at.
+    The planes are in the order ``[layers, 2 (keys, values), kv_heads]``, so that each of them is
+    contiguous in tokens and one gather moves a path of all layers. The header precedes the first.
 
     Attributes:
         layers: Decoder layers.
         kv_heads: Key/value heads per layer.
         head_dim: Elements per head.
         dtype: Type of the elements.
-        hidden: Elements of a hidden state, which may be kept beside (kv/taps.py).
+        hidden: Elements of a hidden state.
     """
 
     layers: int
@@ -58,13 +57,13 @@ class KvLayout:
         return self.planes * self.row_bytes
 
     def capacity(self, text_tokens: int) -> int:
-        """Slots for a text of up to ``text_tokens`` and one tree behind it."""
+        """Returns the slots for a text of up to ``text_tokens`` and one tree behind it."""
         return round_up(text_tokens) + TREE_TOKENS
 
     def byte_size(self, capacity: int) -> int:
-        """Bytes of a cache of ``capacity`` slots, its header included."""
+        """Returns the bytes of a cache of ``capacity`` slots, header included."""
         return HEADER_BYTES + capacity * self.token_bytes
 
     def offset(self, plane: int, capacity: int) -> int:
-        """Where a plane begins. Unit: bytes from the start of the file."""
+        """Returns the start of a plane. Unit: bytes from the start of the file."""
         return HEADER_BYTES + plane * capacity * self.row_bytes

@@ -1,16 +1,20 @@
-"""KV of all sequences in pages of one allocation: how it lies on a GPU."""
+"""KV of all sequences in pages of one allocation, as it is on a GPU."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from paceline.cudaipc import Driver, DriverError, ExportedMemory, cuda_driver
+from paceline.decoder import ACCELERATORS
 from paceline.kernels import PagedPlane
+from paceline.kv.cuda_driver import CudaDriver, DriverError, cuda_driver
+from paceline.kv.cuda_memory import ExportedMemory
+from paceline.v1 import kv_pb2
 from paceline.verifier.kv.base import OutOfMemory, SequenceKv
 from paceline.verifier.kv.layout import BLOCK_TOKENS, TREE_TOKENS, KvLayout, round_up
 from paceline.verifier.kv.taps import TapLayout
@@ -22,16 +26,16 @@ _TABLE_BYTES = 4096
 class PagePool:
     """Pages of 256 tokens for all layers, and a page table for each sequence.
 
-    On a GPU the memory is one plain allocation, exported once: drafters on the same machine map it
-    whole and are told page tables. Pages belong to the engine thread; rows are taken by the event
-    loop and given back by the engine, each by one operation on a list.
+    On a GPU the memory is one allocation, exported once: drafters on the same machine map it whole
+    and read the page tables from the caches' files. The engine thread takes and frees pages; the
+    event loop takes rows and the engine thread frees them, each by one operation on a list.
 
     Attributes:
         layout: Shape of the model's KV.
-        device: Where it lies.
+        device: Device of the memory.
         kv: ``[pages, layers, 2, kv_heads, PAGE_TOKENS, head_dim]``; 0 is keys, 1 values.
         tables: Pages of each sequence, int32 ``[sequences, most]``.
-        exported: How other processes map it; None on the CPU, where they cannot.
+        exported: The exported allocation; None on the CPU, where other processes cannot map it.
     """
 
     def __init__(
@@ -42,20 +46,20 @@ class PagePool:
         kv_bytes: int,
         max_sequences: int,
         max_context: int,
-        driver: Driver | None = None,
+        driver: CudaDriver | None = None,
     ) -> None:
         """Allocate all of it.
 
         Args:
             layout: Shape of the model's KV.
-            device: Where it is to lie.
-            kv_bytes: Its size, rounded down to whole pages. Unit: bytes.
+            device: Device of the memory.
+            kv_bytes: Size, rounded down to whole pages. Unit: bytes.
             max_sequences: Most sequences at once.
             max_context: Longest text. Unit: tokens.
-            driver: What to allocate with; None: the GPU's own, and PyTorch on the CPU.
+            driver: Driver that allocates; None: libcuda for a GPU, PyTorch on the CPU.
 
         Raises:
-            OutOfMemory: The device has not that much, or it is less than a page.
+            OutOfMemory: The device has too little memory, or the size is less than a page.
         """
         self.layout = layout
         self.device = device
@@ -76,24 +80,24 @@ class PagePool:
         else:
             self.kv = torch.zeros(shape, dtype=layout.dtype, device=device)
         most = (round_up(max_context) + TREE_TOKENS) // PAGE_TOKENS
-        # A row more, all of whose pages are page 0: what nothing reads may be written there.
+        # Row 0 belongs to no sequence; all its entries are page 0.
         self.tables = torch.zeros(max_sequences + 1, most, dtype=torch.int32, device=device)
-        self._reading = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._reading = torch.Stream(device) if device.type in ACCELERATORS else None
         self._free_pages = list(range(count))[::-1]
         self._free_rows = list(range(1, max_sequences + 1))[::-1]
 
     @property
     def free_pages(self) -> int:
-        """Pages that no sequence has."""
+        """Number of free pages."""
         return len(self._free_pages)
 
     @property
     def free_rows(self) -> int:
-        """Page tables that no sequence has."""
+        """Number of free page tables."""
         return len(self._free_rows)
 
     def planes(self, row: int, capacity: int) -> list[tuple[PagedPlane, PagedPlane]]:
-        """Keys and values of every layer as kernels read them, for the sequence of a table."""
+        """Returns keys and values of each layer for the sequence of a page table."""
         return [
             (
                 PagedPlane(self.kv[:, layer, 0], self.tables, row, capacity),
@@ -103,27 +107,27 @@ class PagePool:
         ]
 
     def beside_steps(self) -> AbstractContextManager[object]:
-        """What is read in here, of committed positions, waits for no step that the GPU runs.
+        """Returns a context in which reads of committed positions do not wait for a running step.
 
-        The GPU was done with these positions before they were called committed.
+        The GPU has written these positions before they are published as committed.
         """
-        return nullcontext() if self._reading is None else torch.cuda.stream(self._reading)
+        return nullcontext() if self._reading is None else self._reading
 
     def take_row(self) -> int:
-        """A page table for a sequence.
+        """Take a page table for a sequence; returns its row.
 
         Raises:
-            OutOfMemory: All are taken.
+            OutOfMemory: None is free.
         """
         if not self._free_rows:
             raise OutOfMemory("every page table is taken; wait for other sequences to end")
         return self._free_rows.pop()
 
     def take_pages(self, count: int) -> list[int]:
-        """Pages for a sequence; what is in them is of no meaning.
+        """Take pages for a sequence. Their contents are undefined.
 
         Raises:
-            OutOfMemory: There are not so many; none is taken.
+            OutOfMemory: Fewer pages are free; none is taken.
         """
         if count > len(self._free_pages):
             raise OutOfMemory(
@@ -132,16 +136,16 @@ class PagePool:
             )
         return [self._free_pages.pop() for _ in range(count)]
 
-    def give_back(self, row: int, pages: list[int]) -> None:
-        """A sequence has ended."""
+    def free(self, row: int, pages: list[int]) -> None:
+        """Free the page table and pages of a sequence."""
         self._free_rows.append(row)
         self._free_pages += pages[::-1]
 
     def check_integrity(self) -> None:
-        """Prove that everything was given back. Only when no sequence is left.
+        """Check that everything is free. Call it only when there is no sequence.
 
         Raises:
-            AssertionError: A page or a page table leaked, or was given back twice.
+            AssertionError: A page or a page table leaked, or was freed twice.
         """
         pages, rows = len(self.kv), len(self.tables) - 1
         if sorted(self._free_pages) != list(range(pages)) or (
@@ -153,46 +157,45 @@ class PagePool:
             )
 
     def close(self) -> None:
-        """Give the memory back to the machine; no sequence may use it any more."""
+        """Free the memory; no sequence may use it afterwards."""
         self.kv = torch.empty(0)
         if self.exported is not None:
             self.exported.close()
 
 
 class PoolView:
-    """The pool as a cache without positions, for what is about no sequence in particular."""
+    """The pool as the cache of row 0, for code that needs a cache of no sequence."""
 
     def __init__(self, pool: PagePool) -> None:
         self._layers = pool.planes(0, pool.tables.shape[1] * PAGE_TOKENS)
 
     def layer(self, index: int) -> tuple[PagedPlane, PagedPlane]:
-        """Keys and values of a layer."""
+        """Returns keys and values of a layer."""
         return self._layers[index]
 
 
 class PagedKv(SequenceKv):
     """KV of one sequence in pages of a pool.
 
-    Its file holds the header and, at its second 4096 bytes, the page table: int32, one for every
-    256 positions, written before the committed length that needs it. So a reader that has mapped
-    the pool needs no call to follow the sequence.
+    Its file holds the header and, at byte 4096, the page table: one int32 for every 256 positions,
+    written before the committed length that needs it. So a reader that has mapped the pool needs no
+    call to follow the sequence.
 
-    Safety contract for readers, beside :class:`SequenceKv`'s: positions below the committed length
-    keep their pages and their values while the generation stays the same. Once the sequence is
-    closed its pages are given to others, so what was read must be dropped if the generation has
-    changed afterwards.
+    Safety contract for readers, in addition to that of :class:`SequenceKv`: positions below the
+    committed length keep their pages and their values while the generation stays the same. Pages of
+    a closed sequence are reused, so a reader drops what it read if the generation has changed.
     """
 
     def __init__(self, pool: PagePool, capacity: int, taps: TapLayout | None = None) -> None:
-        """Take a page table, but no page yet.
+        """Take a page table, and no pages yet.
 
         Args:
-            pool: Where pages come from.
+            pool: Pool of the pages.
             capacity: Slots, a multiple of 256.
-            taps: Where hidden states are to lie; None: none are kept.
+            taps: Layout of the hidden states; None: none are kept.
 
         Raises:
-            OutOfMemory: All page tables are taken, or /dev/shm is full.
+            OutOfMemory: No page table is free, or /dev/shm is full.
         """
         entries = capacity // PAGE_TOKENS
         if entries > pool.tables.shape[1]:
@@ -203,7 +206,7 @@ class PagedKv(SequenceKv):
             super().__init__(pool.layout, capacity, self._table_bytes, taps)
             self._fill(self.table_offset, self._table_bytes, capacity)
         except BaseException:
-            pool.give_back(self._row, [])
+            pool.free(self._row, [])
             raise
         self.device = pool.device
         self.pool = pool
@@ -212,11 +215,25 @@ class PagedKv(SequenceKv):
         self._table = self._body.view(torch.int32)
         self._pages: list[int] = []
         self._layers = pool.planes(self._row, capacity)
+        self.mappable = pool.exported is not None
 
     @property
     def table_offset(self) -> int:
-        """Where the page table begins. Unit: bytes from the file's start."""
+        """Start of the page table. Unit: bytes from the start of the file."""
         return self._taps_offset - self._table_bytes
+
+    def describe(self, layers: Iterable[int]) -> kv_pb2.KvLayout:
+        """See :class:`SequenceKv`."""
+        memory = self.pool.exported
+        assert memory is not None, "the pool is exported"
+        described = self._describe(layers, 0, PAGE_TOKENS)
+        described.pages.memory.device_uuid = memory.device_uuid
+        described.pages.memory.handle = memory.handle
+        described.pages.memory.byte_size = memory.bytes.numel()
+        described.pages.page_size = PAGE_TOKENS
+        described.pages.page_stride = self.pool.page_bytes
+        described.pages.table_offset = self.table_offset
+        return described
 
     def layer(self, index: int) -> tuple[PagedPlane, PagedPlane]:
         """See :class:`SequenceKv`."""
@@ -226,8 +243,8 @@ class PagedKv(SequenceKv):
         """See :class:`SequenceKv`."""
         keys, values = self._layers[layer]
         with self.pool.beside_steps():
-            there = positions.to(self.device)
-            return keys.gather(there).cpu(), values.gather(there).cpu()
+            slots = positions.to(self.device)
+            return keys.gather(slots).cpu(), values.gather(slots).cpu()
 
     def reserve(self, tokens: int) -> None:
         """See :class:`SequenceKv`."""
@@ -255,29 +272,28 @@ class PagedKv(SequenceKv):
 
     def keep(self, slots: list[int], start: int) -> None:
         """See :class:`SequenceKv`."""
-        goals = range(start, start + len(slots))
-        old, new = self._places(slots), self._places(goals)
+        old, new = self._pages_of(slots), self._pages_of(range(start, start + len(slots)))
         moved = self.pool.kv[old[0], :, :, :, old[1]]
         self.pool.kv[new[0], :, :, :, new[1]] = moved
 
     def publish(self, committed: int) -> None:
         """See :class:`SequenceKv`: what was asked of the GPU is done first."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        if self.device.type in ACCELERATORS:
+            torch.accelerator.current_stream(self.device).synchronize()
         super().publish(committed)
 
     def close(self) -> None:
-        """See :class:`SequenceKv`. Its pages go to others."""
+        """See :class:`SequenceKv`. Frees its pages."""
         if self.closed:
             return
         super().close()
-        self.pool.give_back(self._row, self._pages)
+        self.pool.free(self._row, self._pages)
         self._pages = []
         self._layers = []
         self._table = torch.empty(0)
 
-    def _places(self, slots: range | list[int]) -> tuple[Tensor, Tensor]:
-        """Page and place in it of each slot, on the device, in one copy."""
+    def _pages_of(self, slots: range | list[int]) -> tuple[Tensor, Tensor]:
+        """Returns page and offset in the page of each slot, on the device, by one copy."""
         both = [[self._pages[s // PAGE_TOKENS] for s in slots], [s % PAGE_TOKENS for s in slots]]
-        pages, places = torch.tensor(both).to(self.device)
-        return pages, places
+        pages, offsets = torch.tensor(both).to(self.device)
+        return pages, offsets

@@ -9,7 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from paceline.shm import PREFIX, SHM, is_orphan
+from paceline.kv.segment import PREFIX, SHM, is_orphan
 from paceline.verifier.kv.base import SequenceKv, own_prefix
 from paceline.verifier.kv.layout import KvLayout, round_up
 from paceline.verifier.kv.taps import TapLayout
@@ -18,35 +18,36 @@ _log = logging.getLogger(__name__)
 
 
 class Segment(SequenceKv):
-    """KV memory of one sequence: a sparse shared-memory file, mapped once, reserved step by step.
+    """KV memory of one sequence: a sparse shared-memory file, mapped once, reserved in steps.
 
-    The file begins with a :class:`paceline.shm.SegmentHeader`; the planes follow (KvLayout), and
-    those of the hidden states, if any are kept (TapLayout).
+    The file begins with a :class:`paceline.kv.segment.SegmentHeader`; the KV planes follow
+    (KvLayout), and those of the hidden states, if any are kept (TapLayout).
 
-    Safety contract, beside :class:`SequenceKv`'s:
+    Safety contract, in addition to that of :class:`SequenceKv`:
 
-    - Nothing may touch a slot before ``reserve()`` has given it memory: writing beyond would end
-      the process by SIGBUS.
+    - Nothing may touch a slot before ``reserve()`` has given it memory: a write may end the
+      process (SIGBUS).
     - Other processes of the same user (mode 0600) may map the file read-only and read positions
       below the header's committed length, which only grows; positions at or above it change at any
       time, and those beyond ``reserved`` have no memory. A mapping taken before ``close()`` stays
-      valid memory afterwards, never written again: the header's generation tells its reader.
-    - No reader can keep a segment from being closed: its pages go with the last mapping of them.
+      valid memory afterwards and is never written again; the header's generation becomes 0.
+    - Readers cannot prevent a segment from being closed: its pages are freed with their last
+      mapping.
 
     Attributes:
         kv: ``[layers, 2, kv_heads, capacity, head_dim]`` over the mapping; 0 is keys, 1 values.
     """
 
     def __init__(self, layout: KvLayout, capacity: int, taps: TapLayout | None = None) -> None:
-        """Make a segment; it has an address range but no memory yet, but for its header's.
+        """Make a segment. It has an address range, but memory for its header only.
 
         Args:
             layout: Shape of the model's KV.
             capacity: Slots, a multiple of 256.
-            taps: Where hidden states are to lie; None: none are kept.
+            taps: Layout of the hidden states; None: none are kept.
 
         Raises:
-            OutOfMemory: /dev/shm takes no more files or cannot map one.
+            OutOfMemory: No file can be made in /dev/shm, or it cannot be mapped.
         """
         super().__init__(layout, capacity, capacity * layout.token_bytes, taps)
         self.byte_size = self.file_bytes
@@ -55,7 +56,7 @@ class Segment(SequenceKv):
         self._layers = [(layer[0], layer[1]) for layer in self.kv]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, each ``[kv_heads, capacity, head_dim]``."""
+        """Returns keys and values of a layer, each ``[kv_heads, capacity, head_dim]``."""
         return self._layers[index]
 
     def gather(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,12 +96,12 @@ class Segment(SequenceKv):
 
 
 def own_segments() -> set[str]:
-    """Names of all segments of this process below /dev/shm."""
+    """Returns the names of all segments of this process in /dev/shm."""
     return {path.name for path in SHM.glob(f"{own_prefix()}*")}
 
 
 def sweep_orphans() -> int:
-    """Remove segments whose owner is gone: nobody holds their lock.
+    """Remove segments whose owner process has ended.
 
     Returns:
         The number of segments removed.
@@ -111,7 +112,7 @@ def sweep_orphans() -> int:
             continue
         try:
             file = os.open(path, os.O_RDWR)
-        except OSError:  # removed meanwhile, or of another user
+        except OSError:  # already removed, or it belongs to another user
             continue
         try:
             if is_orphan(file):

@@ -1,4 +1,4 @@
-"""Hidden states of chosen layers at committed positions, kept for drafters beside the KV."""
+"""Hidden states of some layers at committed positions, kept for drafters next to the KV."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.shm import TAP_MARGIN
+from paceline.kv.segment import TAP_MARGIN
 from paceline.verifier.kv.layout import KvLayout, round_up
 
 
 @dataclass(frozen=True)
 class Taps:
-    """What a drafter asked for.
+    """The hidden states that a drafter reads.
 
     Attributes:
-        layers: Layers whose outputs it reads, 0 for the first, rising.
-        window: Only so many positions before the committed length are promised; 0: all. Unit:
-            tokens.
+        layers: Layers whose outputs it reads, counted from 0, rising.
+        window: Newest positions that are guaranteed to be kept; 0: all. Unit: tokens.
     """
 
     layers: tuple[int, ...]
@@ -29,13 +28,13 @@ class Taps:
 
 @dataclass(frozen=True)
 class TapLayout:
-    """Where they lie: planes of ``[slots, hidden]``, one a layer; position p has slot p % slots.
+    """Layout: one plane of ``[slots, hidden]`` per layer; position p has slot p % slots.
 
     Attributes:
-        taps: What was asked for.
-        slots: Positions that are kept: those of the window and a margin, or all there can be.
+        taps: The requested layers and window.
+        slots: Positions that are kept: the window and a margin, or the whole capacity.
         hidden: Elements of a row.
-        dtype: Type of the elements, the KV's.
+        dtype: Type of the elements, that of the KV.
     """
 
     taps: Taps
@@ -45,7 +44,7 @@ class TapLayout:
 
     @classmethod
     def of(cls, taps: Taps, layout: KvLayout, capacity: int) -> TapLayout:
-        """For a cache of ``capacity`` slots."""
+        """Returns the layout for a cache of ``capacity`` slots."""
         slots = min(capacity, round_up(taps.window) + TAP_MARGIN) if taps.window else capacity
         return cls(taps, slots, layout.hidden, layout.dtype)
 
@@ -68,69 +67,69 @@ class TapLayout:
 class TapPlanes:
     """The hidden states of one cache. Written by the engine thread alone.
 
-    Rows are written before the committed length that covers them is published, and may overwrite
-    those that are more than ``slots`` older: see :class:`paceline.shm.SegmentHeader`.
+    Rows are written before the committed length that covers them is published, and overwrite those
+    that are ``slots`` older: see :class:`paceline.kv.segment.SegmentHeader`.
 
     Attributes:
-        layout: How they lie.
+        layout: Their layout.
         rows: The planes, ``[layers, slots, hidden]``.
     """
 
     def __init__(self, layout: TapLayout, memory: Tensor) -> None:
-        """Over flat memory of the layout's type and size."""
+        """View flat memory of the layout's type and size."""
         self.layout = layout
-        self._first = sys.maxsize  # nothing was recorded below
+        self._first = sys.maxsize  # first position that was ever written
         self.rows = memory.view(len(layout.taps.layers), layout.slots, layout.hidden)
 
     def record(self, first: int, states: Mapping[int, Tensor], rows: slice | list[int]) -> None:
-        """Keep positions from ``first`` on.
+        """Write the rows of positions from ``first`` on.
 
         Args:
             first: Position of the first row.
             states: Outputs of the layers, ``[M, hidden]`` each.
-            rows: Which of the M rows they are, in order of positions.
+            rows: The rows to write, in order of positions.
         """
         slots = self.layout.slots
         self._first = min(self._first, first)
         for plane, layer in zip(self.rows, self.layout.taps.layers, strict=True):
-            news = states[layer][rows]
-            done = max(0, len(news) - slots)  # what would be overwritten at once
-            while done < len(news):
+            new = states[layer][rows]
+            done = max(0, len(new) - slots)  # earlier rows would be overwritten at once
+            while done < len(new):
                 at = (first + done) % slots
-                part = news[done : done + slots - at]
+                part = new[done : done + slots - at]
                 plane[at : at + len(part)] = part
                 done += len(part)
 
     def copy(self, layers: Sequence[int], begin: int, end: int) -> list[Tensor]:
-        """Copies of the rows of positions ``begin`` to ``end``, ``[n, hidden]`` for each layer."""
+        """Returns copies of the rows ``begin`` to ``end``, ``[n, hidden]`` for each layer."""
         slots = torch.arange(begin, end) % self.layout.slots
         kept = self.layout.taps.layers
         return [self.rows[kept.index(layer)].index_select(0, slots) for layer in layers]
 
     def first_kept(self, committed: int) -> int:
-        """The oldest position that is there when so many are committed."""
+        """Returns the oldest position that is kept at a committed length."""
         return max(self._first, committed - self.layout.slots)
 
     def reusable(self, source: TapPlanes | None, committed: int, shared: int) -> int:
-        """Positions that a text may take from another cache and still have the states it promises.
+        """Returns how many positions can be copied from another cache with their hidden states.
 
         Args:
-            source: The other's states, if it keeps any.
-            committed: The other's committed length.
-            shared: Positions that both texts have in common.
+            source: Hidden states of the other cache, or None.
+            committed: Committed length of the other cache.
+            shared: Length of the common prefix of both texts.
 
         Returns:
-            ``shared`` where the other has the promised ones; else so many fewer that the missing
-            ones are computed again.
+            ``shared`` if the other cache has all rows of the window; else fewer, so that prefill
+            computes the missing rows again.
         """
         taps = self.layout.taps
-        wanted = max(0, shared - taps.window) if taps.window else 0
+        needed = max(0, shared - taps.window) if taps.window else 0
         if source is None or not set(taps.layers) <= set(source.layout.taps.layers):
-            return wanted
-        return shared if wanted >= source.first_kept(committed) else wanted
+            return needed
+        return shared if needed >= source.first_kept(committed) else needed
 
     def copy_prefix(self, source: TapPlanes, tokens: int) -> None:
-        """Take the newest of the first ``tokens`` positions from another cache that has them."""
+        """Copy the rows of the first ``tokens`` positions, or of the window, from another cache."""
         taps = self.layout.taps
         begin = max(0, tokens - taps.window) if taps.window else 0
         copies = source.copy(taps.layers, begin, tokens)

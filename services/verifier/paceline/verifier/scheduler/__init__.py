@@ -1,1 +1,1 @@
-"""Which drafted nodes get a place in the next step, and how many the next trees may have."""
+"""Which drafted nodes a step verifies, and how many nodes clients draft next."""

@@ -13,6 +13,9 @@ import numpy as np
 
 from paceline.verifier.scheduler.admission import Floats
 
+_COMMON, _POINT = 0.02, 0.1  # weights of the newest step in the two corrections
+_OUTLIER = 5.0  # a step this many times off its prediction was disturbed and is left out
+
 
 @dataclass(frozen=True)
 class CostTable:
@@ -54,12 +57,13 @@ class CostTable:
         if not fine:
             raise ValueError("expected rising axes of at least 2 points and times above 0")
 
-    def seconds(self, tokens: Floats, attended: Floats) -> Floats:
+    def seconds(self, tokens: Floats, attended: Floats, factors: Floats | None = None) -> Floats:
         """Time of steps, the sequences' own part left out: it is the same for every cut.
 
         Args:
             tokens: Batch tokens of each step, ``[n]``, at least 1.
             attended: KV tokens that they attend to, summed over them, ``[n]``.
+            factors: Corrections of the grid's points, ``[len(self.tokens), len(self.contexts)]``.
 
         Returns:
             Seconds, ``[n]``.
@@ -70,18 +74,20 @@ class CostTable:
         excess = np.maximum(tokens / self.tokens[-1], 1.0)
         beyond, down = np.maximum(down, 1.0), np.minimum(down, 1.0)
         grid, width = self._flat, len(self.contexts)
+        if factors is not None:
+            grid = grid * factors.ravel()
         at = row * width + column
         upper = grid[at] + across * (grid[at + 1] - grid[at])
         at += width
         lower = grid[at] + across * (grid[at + 1] - grid[at])
-        inside = np.maximum(upper + down * (lower - upper), self._least)
+        inside = np.maximum(upper + down * (lower - upper), grid.min())
         seconds: Floats = np.minimum(
             inside * excess, inside + (beyond - 1.0) * np.maximum(lower - upper, 0.0)
         )
         return seconds
 
     def step_seconds(self, sequences: int, tokens: int, attended: int) -> float:
-        """Time of one step, as :meth:`seconds` has it: without arrays, for each step asks."""
+        """Time of one step. The same as :meth:`seconds` without arrays: it runs once a step."""
         row, down = _place_one(self.tokens, tokens)
         column, across = _place_one(self.contexts, attended / tokens)
         first, second = self.table[row], self.table[row + 1]
@@ -144,6 +150,62 @@ class CostTable:
     @cached_property
     def _least(self) -> float:
         return float(self._flat.min())
+
+
+class LiveCosts:
+    """A cost table, corrected as the engine runs.
+
+    A profile runs steps in a row on an idle machine, with warm caches: in service they take longer,
+    and not all of them by the same factor. One common factor corrects the whole table, and one each
+    the points around the steps that run.
+    """
+
+    def __init__(self, profiled: CostTable) -> None:
+        self.profiled = profiled
+        self.common = 1.0
+        self.points = np.ones((len(profiled.tokens), len(profiled.contexts)))
+
+    def seconds(self, tokens: Floats, attended: Floats) -> Floats:
+        """As :meth:`CostTable.seconds`, corrected."""
+        return self.profiled.seconds(tokens, attended, self.points) * self.common
+
+    def sequence_seconds(self, sequences: int, context: float) -> float:
+        """As :meth:`CostTable.sequence_seconds`, corrected."""
+        return self.profiled.sequence_seconds(sequences, context) * self.common
+
+    def observe(self, sequences: int, tokens: int, attended: float, seconds: float) -> None:
+        """A step took so long.
+
+        Args:
+            sequences: Sequences in it.
+            tokens: Batch tokens in it.
+            attended: KV tokens that they attend to, summed over them.
+            seconds: Time it took.
+        """
+        table = self.profiled
+        predicted = self.seconds(np.array([float(tokens)]), np.array([float(attended)]))[0]
+        predicted += self.sequence_seconds(sequences, attended / tokens)
+        ratio = seconds / predicted
+        if not 1 / _OUTLIER < ratio < _OUTLIER:
+            return  # something else kept the machine busy
+        self.common *= 1 + _COMMON * (ratio - 1)
+        row, down = _place_one(table.tokens, tokens)
+        column, across = _place_one(table.contexts, attended / tokens)
+        down, across = (min(max(each, 0.0), 1.0) for each in (down, across))
+        weights = np.outer((1 - down, down), (1 - across, across))
+        around = self.points[row : row + 2, column : column + 2]
+        around *= 1 + _POINT * weights * (ratio - 1)
+
+    def to_json(self) -> dict[str, Any]:
+        """The corrections."""
+        return {"common": self.common, "points": self.points.tolist()}
+
+    def load_json(self, stored: Mapping[str, Any]) -> None:
+        """Take over corrections of an earlier process, if they are for such a table."""
+        points = np.asarray(stored["points"], np.float64)
+        fits = points.shape == self.points.shape and np.all((points > 0.01) & (points < 100))
+        if fits and 0.01 < float(stored["common"]) < 100:
+            self.common, self.points = float(stored["common"]), points
 
 
 def _place(axis: Floats, values: Floats) -> tuple[Any, Floats]:

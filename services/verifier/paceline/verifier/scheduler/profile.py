@@ -9,43 +9,43 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.decoder import Decoder, LocalCache
+from paceline.decoder import Decoder, DecoderConfig, LocalCache
 from paceline.kernels import TreeSegment, plan_trees
 from paceline.verifier.scheduler.costs import CostTable
 
 TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
 """Batch tokens that are measured."""
 
-CONTEXTS = (32, 512, 2048)
-"""Contexts that are measured. Unit: tokens."""
+CONTEXTS = (32, 512, 2048, 8192, 32768)
+"""Contexts that are measured, up to the model's. Unit: tokens."""
 
 _ROWS = 4  # batch tokens a sequence
 _SPLIT = 16  # tokens of the steps that are timed as so many sequences, and as one
 _AGAIN, _SHORT = 3, 0.012  # times that a step is run in a row, and seconds that make one too long
 _LONG_STEP = 0.15  # seconds after which a step is long enough for costs to be linear from there
 _BUDGET = 2.5  # seconds after which the grid is not measured once more
+_NOMINAL = 0.01  # seconds of every step of a table that is not measured
 _SWEEPS = (2, 8)  # times that it is measured: the least and the most
-_KV_BYTES = 128 << 20  # all caches together: larger than those of processors
+_KV_BYTES = 512 << 20  # all caches together: larger than those of processors
 
 
 class Profiler:
-    """Runs steps of chosen shapes on caches of its own, filled with noise."""
+    """Runs steps of chosen shapes on caches of its own."""
 
     def __init__(self, decoder: Decoder, longest: int) -> None:
         """Make caches for contexts up to ``longest`` tokens."""
         self._decoder = decoder
         config = decoder.config
-        position = 2 * config.layers * config.kv_heads * config.head_dim * config.dtype.itemsize
         slots = longest + max(TOKENS)
         self._caches = [
             LocalCache(config, decoder.device)
-            for _ in range(max(1, min(32, _KV_BYTES // (position * slots))))
+            for _ in range(max(1, min(32, _KV_BYTES // (_position_bytes(config) * slots))))
         ]
         for cache in self._caches:
             cache.reserve(slots)
             for layer in range(config.layers):
                 for plane in cache.layer(layer):
-                    plane.normal_()
+                    plane.fill_(0.1)
 
     def step(self, shapes: Sequence[tuple[int, int]]) -> float:
         """Time of one step of blocks of ``(tokens, context)`` each."""
@@ -79,7 +79,7 @@ def profile(decoder: Decoder, max_context: int) -> CostTable:
         decoder: The model.
         max_context: Longest text that will be served. Unit: tokens.
     """
-    contexts = contexts_of(max_context)
+    contexts = contexts_of(min(max_context, _KV_BYTES // _position_bytes(decoder.config)))
     profiler = Profiler(decoder, contexts[-1])
     grid = [
         [shapes_of(tokens, context) for context in contexts]
@@ -105,6 +105,16 @@ def profile(decoder: Decoder, max_context: int) -> CostTable:
         per_sequence,
         per_kv,
     )
+
+
+def flat_table(max_context: int) -> CostTable:
+    """A table for devices whose steps are not profiled: all steps take as long.
+
+    That is so on a GPU as long as a step reads more bytes of weights than it computes with. What is
+    different shows as the engine runs: see ``LiveCosts``.
+    """
+    contexts = contexts_of(max_context)
+    return CostTable(TOKENS, contexts, ((_NOMINAL,) * len(contexts),) * len(TOKENS))
 
 
 def contexts_of(max_context: int) -> tuple[int, ...]:
@@ -141,6 +151,11 @@ def least_seconds(
                 if times[index] > _SHORT:
                     break
     return times
+
+
+def _position_bytes(config: DecoderConfig) -> int:
+    """KV of one position."""
+    return 2 * config.layers * config.kv_heads * config.head_dim * config.dtype.itemsize
 
 
 def _worth_measuring(profiler: Profiler, context: int) -> tuple[int, ...]:

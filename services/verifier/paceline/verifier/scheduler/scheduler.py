@@ -1,30 +1,26 @@
-"""What a verifier's engine asks before and after each step."""
+"""What the engine calls before and after each step: which nodes to check, and who may draft."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from time import perf_counter
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paceline.verifier.engine.job import Round
-from paceline.verifier.engine.sequence import Sequence
-from paceline.verifier.engine.tree import UNTOLD, DraftTree
+from paceline.tree import DEFAULT_CONFIDENCE, TokenTree
 from paceline.verifier.scheduler.admission import Floats, Step, admit
-from paceline.verifier.scheduler.costs import CostTable
-from paceline.verifier.scheduler.experience import Experiences
-from paceline.verifier.scheduler.outlook import Outlook
-from paceline.verifier.scheduler.plain import PlainSpeed
-from paceline.verifier.scheduler.quiet import QuietRun, Served
+from paceline.verifier.scheduler.controller import Drafters, PlainClock, SequenceState
+from paceline.verifier.scheduler.costs import CostTable, LiveCosts
 
-_NEWEST = 0.1  # weight of the newest step in running means
-_AWAY = 0.5  # seconds of silence after which a sequence no longer counts as alive
-_STRANGE = 5.0  # a step this many times off its prediction was disturbed: it counts no more
-# Sequences that may try at a time what did not pay before, or a quarter of all: one that drafts
-# alone disturbs the others as much as several do, and is no measure of what they would gain.
-_LEAST_TRIALS = 2
-_MOST_LOST = 2.0  # plain steps that one step can take from others by drafting: more is chance
+if TYPE_CHECKING:
+    from paceline.verifier.engine.job import Round
+    from paceline.verifier.engine.output import StepOutput
+    from paceline.verifier.engine.sequence import Sequence
+
+_NEWEST = 0.1  # weight of the newest step in the mean idle time
+_AWAY = 5.0  # seconds after which a client that was to draft is taken for gone or paused
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +28,8 @@ class Decision:
     """What became of the trees of one step.
 
     Attributes:
-        offered: Drafted nodes that were there.
-        admitted: Nodes that got a place.
+        offered: Drafted nodes that were sent.
+        admitted: Nodes that were checked.
         seconds: Time it took to decide.
     """
 
@@ -42,270 +38,261 @@ class Decision:
     seconds: float
 
 
-class Scheduler:
-    """Cuts trees to what is worth checking, and tells how large the next ones may be.
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A round that a step served: what was checked of its tree, and the result."""
 
-    Safety contract: only speed depends on it. Whatever it decides, and whatever confidences and
-    names it was told, the tokens are the same. Belongs to the engine thread.
+    round: Round
+    tree: TokenTree
+    output: StepOutput
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The step that runs.
+
+    Attributes:
+        rounds: Its rounds.
+        load: Sequences that it would serve in plain decoding.
+        plain_seconds: Predicted time of that step. Unit: seconds.
+        prompts: Whether it holds pieces of prompts.
+        plain: Whether no sequence drafts.
+        tokens: Batch tokens, checked nodes included.
+        attended: KV tokens that they attend to, summed over them.
+        decision: What was decided on its trees, if it has some.
     """
 
-    def __init__(self, costs: CostTable, most: int) -> None:
+    rounds: Items[Round]
+    load: int
+    plain_seconds: float
+    prompts: bool
+    plain: bool
+    tokens: int
+    attended: float
+    decision: Decision | None
+
+
+class Scheduler:
+    """Cuts trees to the nodes worth checking (admission), and sets node budgets (controller).
+
+    Safety contract: it changes speed only. Whatever it decides, the tokens are the same. Only the
+    engine thread uses it.
+    """
+
+    def __init__(self, costs: CostTable, most_nodes: int) -> None:
         """Make a scheduler.
 
         Args:
-            costs: What steps cost.
-            most: Most nodes of a tree.
+            costs: Step times as profiled; corrected as steps run.
+            most_nodes: Largest node budget.
         """
-        self._decision: Decision | None = None
-        self._costs = costs
-        self._most = most
-        self._experiences = Experiences()
-        self._outlooks: dict[Sequence, Outlook] = {}
-        self._alive: list[Outlook] = []
-        # Of steps without pieces of prompts, and with: the table tells less of those.
-        self._plain_speed = (PlainSpeed(), PlainSpeed())
-        # Measured over predicted time of steps with trees: what else the machine does.
-        self._strain = 1.0
-        self._predicted = self._plain = 0.0
-        self._prompts = False
+        self._costs = LiveCosts(costs)
+        self._most_nodes = most_nodes
+        self._clock = PlainClock()
+        self._drafters = Drafters()
+        self._states: dict[Sequence, SequenceState] = {}
+        self._seen: dict[Sequence, float] = {}
+        self._plan: _Plan | None = None
+        self._before: Items[Round] = ()
         self._idle = 0.0
-        self._ended = 0.0
-        # Tokens that each sequence alive would have got in plain steps so far.
-        self._clock = 0.0
-        self._trials: int | None = None
-        # While nobody drafts, steps are booked some at a time.
-        self._quiet = False
-        self._running: tuple[Items[Round], Step, float] | None = None
-        self._unbooked: QuietRun | None = None
+        self._ended = perf_counter()
+        self._load = 1
 
-    def admit(self, rounds: Items[Round], trees: Items[DraftTree], step: Step) -> list[DraftTree]:
+    def admit(self, rounds: Items[Round], trees: Items[TokenTree], step: Step) -> list[TokenTree]:
         """Cut the trees of a step that begins now.
 
         Args:
             rounds: Its rounds, at least one.
             trees: Their trees, likeliest nodes first.
-            step: What it is without any of their nodes; the idle time is added here.
+            step: The step without any of their nodes; the idle time is added here.
         """
         began = perf_counter()
-        sizes = [len(tree) - 1 for tree in trees]
-        if self._quiet and not any(sizes):
-            self._running = rounds, step, began
-            return list(trees)
-        self._running = None
-        self._book()
-        outlooks = self._count(rounds, step, began)
-        self._decision = None
-        if not any(sizes):
-            return list(trees)
-        own = self._costs.sequence_seconds(step.emitted, step.attended / step.tokens)
-        lost = self._idle / self._strain + own  # whatever the step's size
-        drawn, load = [_drawn(round_) for round_ in rounds], len(self._alive)
-        admission = admit(
-            [
-                _told_before(tree.survivals) if causal else tree.survivals
-                for tree, causal in zip(trees, drawn, strict=True)
-            ],
-            [round_.sequence.committed for round_ in rounds],
-            Step(step.tokens, step.attended, step.emitted, lost),
-            self._costs,
-            exponents=[
-                # What is told counts where nothing is learnt, and where one wants to find out.
-                1.0 if causal or not outlook.pays(load) else outlook.trust.exponent
-                for outlook, causal in zip(outlooks, drawn, strict=True)
-            ],
-            causal=any(causal and size for causal, size in zip(drawn, sizes, strict=True)),
+        states = [self._state(round_.sequence) for round_ in rounds]
+        load, plain_seconds = self._plain_step(rounds, step, began)
+        tokens, attended, decision = step.tokens, float(step.attended), None
+        sizes = [len(tree) for tree in trees]
+        if any(sizes):
+            self._idle += _NEWEST * (min(began - self._ended, _AWAY) - self._idle)
+            trees = self._cut(rounds, trees, states, step)
+            counts = [len(tree) for tree in trees]
+            tokens += sum(counts)
+            attended += sum(
+                count * round_.sequence.committed
+                for count, round_ in zip(counts, rounds, strict=True)
+            )
+            decision = Decision(sum(sizes), sum(counts), perf_counter() - began)
+        nobody_drafts = load == step.emitted and not any(state.drafting for state in states)
+        self._plan = _Plan(
+            rounds,
+            load,
+            plain_seconds,
+            step.tokens > step.emitted,
+            nobody_drafts,
+            tokens,
+            attended,
+            decision,
         )
-        self._predicted = admission.seconds + own
-        for outlook, size, count, causal in zip(
-            outlooks, sizes, admission.counts, drawn, strict=True
-        ):
-            if size and not causal:
-                outlook.checked(size, count)
-        cut = [tree.first(count) for tree, count in zip(trees, admission.counts, strict=True)]
-        self._decision = Decision(sum(sizes), sum(admission.counts), perf_counter() - began)
-        return cut
+        return list(trees)
 
     def stepped(self, began: float, ended: float, served: Items[Served] = ()) -> Decision | None:
-        """A step ran without an error: of rounds, cut just before, or of pieces of prompts alone.
+        """A step ran without an error.
 
         Args:
             began: When it began (time.perf_counter).
             ended: When it ended.
-            served: What came of its rounds.
+            served: Results of its rounds.
 
         Returns:
-            What had been decided; None if there was no tree.
+            What was decided on its trees; None if it had none.
         """
-        if self._running is not None:
-            rounds, step, asked = self._running
-            self._running = None
-            if self._unbooked is None or not self._unbooked.goes_on(rounds, step, ended):
-                self._book()
-                self._unbooked = QuietRun(rounds, step, asked, began)
-            self._unbooked.add(ended, served)
-            if self._unbooked.full:
-                self._book()
+        plan, self._plan = self._plan, None
+        passed, self._ended = ended - self._ended, ended
+        if plan is None:
+            self._before = ()
+            self._clock.advance_beside_prefill()
             return None
-        self._book()
-        return self._learn(began, ended, served)
-
-    def _book(self) -> None:
-        """Take in the quiet steps that have run since this was done last."""
-        run, self._unbooked = self._unbooked, None
-        if run is not None:
-            self._count(run.rounds, run.step, run.asked)
-            self._learn(run.began, run.ended, run.served(), steps=len(run))
-
-    def _learn(
-        self, began: float, ended: float, served: Items[Served], *, steps: int = 1
-    ) -> Decision | None:
-        decision, plain = self._decision, self._plain
-        idle = began - self._ended
-        self._decision, self._plain, self._ended = None, 0.0, ended
-        if not plain:
-            return None
-        if decision is not None:
-            ratio = (ended - began) / self._predicted
-            if 1 / _STRANGE < ratio < _STRANGE:
-                self._strain += _NEWEST * (ratio - self._strain)
-        passed = ended - began + (idle if idle < _AWAY else 0.0)
-        self._account(passed / plain, served, steps, drafted=decision is not None)
+        if not plan.prompts:
+            self._costs.observe(len(plan.rounds), plan.tokens, plan.attended, ended - began)
+            if plan.plain and plan.rounds == self._before:
+                self._clock.observe(plan.load, passed, plan.plain_seconds)
+        self._before = plan.rounds
+        before = self._clock.now
+        self._clock.advance(plan.load, passed, plan.plain_seconds)
+        if not plan.plain:
+            self._clock.drafted(plan.load)
+            self._share_interference(self._clock.now - before, served)
         for each in served:
             self._answered(each, ended)
-        self._quiet = not any(each.open or each.drafting for each in self._alive)
-        return decision
+        return plan.decision
 
     def budget(self, sequence: Sequence) -> int:
-        """Most nodes to draft next for a sequence; 0: none for now."""
-        outlook = self._outlook(sequence)
-        if outlook.budget is None or self._unbooked is None:
-            outlook.budget = outlook.nodes if self._may_draft(outlook) else 0
-        return outlook.budget
+        """Nodes to draft next for a sequence at most; 0: decode plainly for now."""
+        state = self._state(sequence)
+        if not state.drafts:  # it has no drafter, or its first tree will show that it has
+            return state.nodes
+        return state.nodes if state.balance > 0 and self._clock.known(self._load) else 0
 
-    def told(self, sequence: Sequence, budget: int) -> None:
-        """A client was answered, with this budget: its next round is to come."""
-        self._book()
-        outlook = self._outlook(sequence)
-        outlook.told(max(1, len(self._alive)), budget, self._clock)
-        self._quiet &= not outlook.open
-        self._trials = None
-        outlook.seen = self._ended
+    def budget_sent(self, sequence: Sequence, budget: int) -> None:
+        """A client was answered with this budget; its next round follows."""
+        self._state(sequence).budget_sent(self._clock.now, budget)
+        self._seen[sequence] = self._ended
 
-    def rests(self, sequence: Sequence) -> bool:
-        """Whether its client would draft, but was told not to."""
-        outlook = self._outlook(sequence)
-        return outlook.drafts and not outlook.open
+    def suspended(self, sequence: Sequence) -> bool:
+        """Whether its client would draft, but its last budget was 0."""
+        state = self._state(sequence)
+        return state.drafts and state.suspended
 
     def forget(self, sequence: Sequence) -> None:
-        """A sequence is gone."""
-        self._running = None  # of a step that failed
-        self._book()
-        outlook = self._outlooks.pop(sequence, None)
-        if outlook is not None:
-            outlook.ended()
+        """A sequence was released."""
+        self._seen.pop(sequence, None)
+        state = self._states.pop(sequence, None)
+        if state is not None:
+            state.ended()
 
-    def _may_draft(self, outlook: Outlook) -> bool:
-        load = max(1, len(self._alive))
-        if not outlook.drafts:
-            return True  # nobody drafts, or this is how it comes to light
-        if not self._plain_speed[False].known(load):
-            return False
-        account = outlook.experience.account(load)
-        if account.balance <= 0:
-            return False
-        if outlook.pays(load) or outlook.waits:
-            return True
-        if not (account.trying and outlook.probe_due):
-            return False
-        if self._trials is None:
-            self._trials = sum(each.open and not each.pays(load) for each in self._alive)
-        return self._trials < max(_LEAST_TRIALS, load // 4)
+    def to_json(self) -> dict[str, Any]:
+        """What it learnt, to be stored beside the cost table."""
+        return {
+            "plain": self._clock.to_json(),
+            "drafters": self._drafters.to_json(),
+            "costs": self._costs.to_json(),
+        }
 
-    def _account(self, time: float, served: Items[Served], steps: int, *, drafted: bool) -> None:
-        """Let time pass, and find out what drafting takes from those who do not draft.
+    def load_json(self, stored: dict[str, Any]) -> None:
+        """Take over what an earlier process stored.
+
+        Raises:
+            ValueError: It is not what ``to_json`` returns.
+        """
+        try:
+            self._clock.load_json(stored["plain"])
+            self._drafters.load_json(stored["drafters"])
+            self._costs.load_json(stored["costs"])
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"not the state of a scheduler: {error!r}") from error
+
+    def _cut(
+        self,
+        rounds: Items[Round],
+        trees: Items[TokenTree],
+        states: Items[SequenceState],
+        step: Step,
+    ) -> list[TokenTree]:
+        drawn = [round_.sequence.generation.sampling.rejection for round_ in rounds]
+        fixed = self._idle + self._costs.sequence_seconds(
+            step.emitted, step.attended / step.tokens
+        )  # whatever the step's size
+        admission = admit(
+            [
+                _parents_survivals(tree.survivals) if causal else tree.survivals
+                for tree, causal in zip(trees, drawn, strict=True)
+            ],
+            [round_.sequence.committed for round_ in rounds],
+            Step(step.tokens, step.attended, step.emitted, fixed),
+            self._costs,
+            exponents=[
+                # An attempt after a suspension counts on the drafter's own confidences: by those
+                # that led to the suspension, nothing would be checked and nothing learnt.
+                1.0 if causal or state.exploring else state.calibration.exponent
+                for state, causal in zip(states, drawn, strict=True)
+            ],
+            causal=any(causal and len(tree) > 0 for causal, tree in zip(drawn, trees, strict=True)),
+        )
+        for state, tree, count, causal in zip(states, trees, admission.counts, drawn, strict=True):
+            if len(tree) > 0 and not causal:
+                state.admitted(len(tree), count)
+        return [tree.first(count) for tree, count in zip(trees, admission.counts, strict=True)]
+
+    def _plain_step(self, rounds: Items[Round], step: Step, now: float) -> tuple[int, float]:
+        """The load, drafting sequences that are away included, and their plain step's time."""
+        here = {round_.sequence for round_ in rounds}
+        away = sum(
+            sequence not in here and now - self._seen.get(sequence, 0.0) < _AWAY
+            for sequence, state in self._states.items()
+            if state.drafting
+        )
+        self._load = step.emitted + away
+        per_sequence = step.attended // step.tokens
+        return self._load, self._costs.profiled.step_seconds(
+            self._load, step.tokens + away, step.attended + away * per_sequence
+        )
+
+    def _share_interference(self, passed: float, served: Items[Served]) -> None:
+        """Charge drafting sequences with what the others got less than in plain decoding.
 
         Args:
-            time: That of a step, or of some that are booked together, over that of one plain step
-                of all who are alive by the table.
-            served: What came of it at its end.
-            steps: How many they are.
-            drafted: Whether it held trees.
+            passed: Plain tokens that passed.
+            served: What came of the step.
         """
-        load = len(self._alive)
-        drafting = [outlook for outlook in self._alive if outlook.drafting]
-        speed = self._plain_speed[self._prompts]
-        if not (drafted or drafting):
-            speed.quiet(load, sum(len(each.walk.tokens) for each in served), time, steps)
-        tick = time * speed.rate(load)
-        self._clock += tick
-        self._experiences.passed(load, tick)
-        if not drafting:
-            return
-        speed.disturbed(load)
-        others = load - len(drafting)
-        got = sum(
-            len(each.walk.tokens)
-            for each in served
-            if not self._outlooks[each.round.sequence].drafting
-        )
-        lost = min(tick * others - got, _MOST_LOST * others)
-        for outlook in drafting:
-            outlook.toll += lost / len(drafting)
+        drafting = [state for state in self._states.values() if state.drafting]
+        plain = [each for each in served if not self._state(each.round.sequence).drafting]
+        lost = passed * len(plain) - sum(len(each.output.tokens) for each in plain)
+        for state in drafting:
+            state.interference += lost / len(drafting)
 
     def _answered(self, served: Served, ended: float) -> None:
-        outlook = self._outlook(served.round.sequence)
-        tree = len(served.round.tree) > 1
-        if len(served.tree) > 1 and not _drawn(served.round):
-            for trust in (outlook.trust, outlook.experience.trust):
-                trust.learn(served.tree.survivals, len(served.walk.path))
-        emitted = len(served.walk.tokens)
-        outlook.answered(len(self._alive), emitted, self._clock, tree=tree)
-        outlook.seen = ended if served.walk.finish is None else 0.0
+        sequence = served.round.sequence
+        state = self._state(sequence)
+        self._seen[sequence] = ended
+        tree = len(served.round.tree) > 0
+        if len(served.tree) > 0 and not sequence.generation.sampling.rejection:
+            for calibration in (state.calibration, state.drafter.calibration):
+                calibration.observe(served.tree.survivals, len(served.output.accepted))
+        state.answered(self._clock.now, len(served.output.tokens), tree=tree)
 
-    def _count(self, rounds: Items[Round], step: Step, began: float) -> list[Outlook]:
-        """Note who is alive, what the step would take without trees, and time lost before it.
-
-        Returns:
-            Outlooks of the rounds.
-        """
-        here = [self._outlook(round_.sequence) for round_ in rounds]
-        for outlook in here:
-            outlook.seen = began
-        alive = [each for each in self._outlooks.values() if began - each.seen < _AWAY]
-        self._alive, self._trials = alive, None
-        away = len(alive) - step.emitted
-        per_sequence = step.attended // step.tokens
-        self._prompts = step.tokens > step.emitted
-        self._plain = self._costs.step_seconds(
-            len(alive), step.tokens + away, step.attended + away * per_sequence
-        )
-        idle = began - self._ended
-        if idle < _AWAY:
-            self._idle += _NEWEST * (idle - self._idle)
-        return here
-
-    def _outlook(self, sequence: Sequence) -> Outlook:
-        found = self._outlooks.get(sequence)
+    def _state(self, sequence: Sequence) -> SequenceState:
+        found = self._states.get(sequence)
         if found is None:
-            name = sequence.drafter
-            experience = self._experiences.of(name or "")
-            found = Outlook(experience, self._most, drafts=name is not None)
-            self._outlooks[sequence] = found
+            drafter = self._drafters.of(sequence.drafter or "")
+            found = SequenceState(drafter, self._most_nodes, drafts=sequence.drafter is not None)
+            self._states[sequence] = found
         return found
 
 
-def _drawn(round_: Round) -> bool:
-    """Whether its drafted tokens are samples that are accepted by chance.
+def _parents_survivals(survivals: Floats) -> Floats:
+    """Survivals of a chain of samples by the confidences of the nodes above each.
 
-    Then the admission of a node may depend on nothing that was drawn for its position or later,
-    now or in an earlier round (appendix A): early stopping, no confidence of the node itself, and
-    nothing learnt of what was admitted.
+    Appendix A: the admission of a sample may depend on nothing that was drawn for its position or
+    later. A confidence that is the drafter's own probability would depend on the sample.
     """
-    return round_.sequence.generation.sampling.rejection
-
-
-def _told_before(survivals: Floats) -> Floats:
-    """Survivals of a chain by the confidences of the nodes above each: one of a drafter's own
-    probability would tell which token was drawn."""
-    above: Floats = np.concatenate(([1.0], survivals[:-1]))[: len(survivals)] * UNTOLD
+    above: Floats = np.concatenate(([1.0], survivals[:-1]))[: len(survivals)] * DEFAULT_CONFIDENCE
     return above

@@ -1,1 +1,0 @@
-"""Calibrating drafters' confidences by recorded rounds, and how right they are."""

@@ -1,0 +1,112 @@
+"""Options of `paceline bench`; each sub-command is a module with `run(args) -> int`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+from pathlib import Path
+
+from paceline.harness import PROMPT_FILE
+
+_MODULES = {
+    "table": "paceline.bench.table.run",
+    "comparison": "paceline.bench.comparison",
+    "server": "paceline.bench.server",
+    "load": "paceline.bench.load.run",
+    "controller": "paceline.bench.controller",
+    "replay": "paceline.bench.replay",
+    "step": "paceline.bench.step",
+    "telemetry": "paceline.bench.telemetry",
+    "drills": "paceline.bench.drills.run",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the sub-commands."""
+    commands = parser.add_subparsers(dest="bench_command", required=True, metavar="COMMAND")
+
+    def add(name: str, text: str, tokens: int = 0, repeats: int = 0) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text)
+        option = sub.add_argument
+        option("--models", type=Path, default=Path("models/demo"), help="drafters and prompts")
+        option("--target", type=Path, help="model folder; default: MODELS/target")
+        option("--output", type=Path, help=f"default: bench/results/MACHINE-{name}.json")
+        if tokens:
+            option("--tokens", type=int, default=tokens, help="new tokens a prompt")
+        if repeats:
+            option("--repeats", type=int, default=repeats, help="passes over the prompts")
+        return sub
+
+    def add_dtype(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+
+    table = add("table", "decoding speed of all drafters beside transformers", 64, 1)
+    add_dtype(table)
+    _add_prompts(table, texts=3)
+    table.add_argument(
+        "--context", type=int, nargs="+", default=[1024, 4096, 16_384], metavar="N",
+        help="tokens of prompt and text; a longer context than the target's scales RoPE by YaRN",
+    )  # fmt: skip
+    comparison = add("comparison", "whole requests by prompt set, beside transformers", 256, 3)
+    add_dtype(comparison)
+    comparison.add_argument("--set", nargs="+", help="prompt sets of the demo; default: all")
+    server = add("server", "whole requests beside a server with OpenAI's interface", 256, 1)
+    add_dtype(server)
+    _add_prompts(server, texts=8)
+    server.add_argument("url", help="such as http://127.0.0.1:8000/v1")
+    server.add_argument("--label", default="server", help="its name in the results")
+    server.add_argument("--server-model", metavar="NAME", help="default: the first that it lists")
+    server.add_argument("--key-file", type=Path, metavar="FILE", help="holds its API key")
+    load = add("load", "many requests at once, with the scheduler and without", repeats=3)
+    add_dtype(load)
+    load.add_argument("--drafter", default="ngram", help="name of a drafter of MODELS")
+    load.add_argument(
+        "--set", nargs="+", default=["heldout", "trained", "copying"], help="prompt sets, in turn"
+    )
+    load.add_argument(
+        "--concurrency", type=int, nargs="*", default=[1, 4, 16, 64], help="requests at a time"
+    )
+    load.add_argument(
+        "--request-rate",
+        type=float,
+        nargs="*",
+        default=[],
+        help="requests a second, at random times",
+    )
+    load.add_argument("--requests", type=int, default=12, help="of a window at a concurrency")
+    load.add_argument("--seconds", type=float, default=8.0, help="of a window at a request rate")
+    controller = add("controller", "whether the verifier finds where drafting pays", 192, 3)
+    add_dtype(controller)
+    controller.add_argument("--drafter", default="ngram", help="METHOD[:DIR][,KEY=VALUE...]")
+    controller.add_argument(
+        "--users", type=int, nargs="+", default=[1, 8], help="generations at a time"
+    )
+    replay = add("replay", "the services apart from any drafter", 256)
+    add_dtype(replay)
+    replay.add_argument("--acceptance", type=float, default=0.8, help="of each drafted token")
+    replay.add_argument("--nodes", type=int, default=8, help="nodes of a tree")
+    replay.add_argument("--context", type=int, default=256, help="tokens of the prompt")
+    step = add("step", "a decoder step by rows and context, and a prefill")
+    add_dtype(step)
+    step.add_argument("--label", help="the entry of the result file; default: the folder's name")
+    add("telemetry", "throughput lost to metrics and traces", 192, 6)
+    drills = add("drills", "inject faults under load and check what must hold")
+    drills.add_argument("drill", nargs="*", metavar="DRILL", help="name, in quotes; default: all")
+    drills.add_argument("--short", action="store_true", help="fewer and smaller: minutes")
+
+
+def _add_prompts(parser: argparse.ArgumentParser, texts: int) -> None:
+    parser.add_argument("--texts", type=int, default=texts, help="prompts of each file or length")
+    parser.add_argument(
+        "--prompts", type=Path, nargs="+", default=[], metavar="FILE",
+        help=f"prompts of your own: {PROMPT_FILE}",
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the sub-command; returns its exit code."""
+    # Models that run in this process get huge pages, as in the services.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    module = importlib.import_module(_MODULES[args.bench_command])
+    return int(module.run(args))

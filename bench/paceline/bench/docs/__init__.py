@@ -1,1 +1,0 @@
-"""Figures in README and docs, written from the recorded results and held to them."""

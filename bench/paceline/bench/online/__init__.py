@@ -1,1 +1,0 @@
-"""Learning from traffic, shown end to end: a drafter gets better at a package it never saw."""

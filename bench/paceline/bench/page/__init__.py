@@ -1,1 +1,0 @@
-"""Recorded results as one HTML file."""

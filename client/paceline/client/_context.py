@@ -1,0 +1,33 @@
+"""The parts of a generation that its verifier and drafter sessions share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.v1 import verifier_pb2
+
+from ._options import GenerationOptions
+from ._stats import Stats
+from ._trace import GenerationTrace
+from ._transport import Transport
+
+
+@dataclass(frozen=True)
+class GenerationContext:
+    """One generation's transport, model, options, tokens, statistics and trace."""
+
+    transport: Transport
+    facts: verifier_pb2.GetModelResponse
+    options: GenerationOptions
+    prompt: list[int]
+    output: list[int]
+    """Emitted tokens; grows during the generation."""
+    stats: Stats
+    trace: GenerationTrace | None
+    """None if the generation is not traced."""
+    deadline: float | None
+    """Of `time.monotonic`; None: no deadline."""
+
+    def begin_span(self, name: str) -> str:
+        """Starts a span, one of `names.Span`; returns its traceparent, empty without a trace."""
+        return "" if self.trace is None else self.trace.begin(name)

@@ -1,0 +1,13 @@
+"""Local services and prompt files, for commands, benchmarks and tests. Needs no torch."""
+
+from paceline.harness.process import Kind, ProcessFailed, ServiceProcess, local_services
+from paceline.harness.prompts import PROMPT_FILE, read_prompts
+
+__all__ = [
+    "PROMPT_FILE",
+    "Kind",
+    "ProcessFailed",
+    "ServiceProcess",
+    "local_services",
+    "read_prompts",
+]

@@ -1,0 +1,249 @@
+"""Services as child processes of this one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, Self
+
+Kind = Literal["verifier", "drafter", "gateway"]
+
+_POLL_SECONDS = 0.01
+_LOG_TAIL_BYTES = 8192
+
+
+class ProcessFailed(RuntimeError):
+    """A service process died or was not ready in time. The message includes the end of its log."""
+
+
+class ServiceProcess:
+    """One `paceline verifier`, `paceline drafter` or `paceline gateway` process.
+
+    A context manager, sync and async: entering starts the service and waits until it answers calls,
+    leaving stops it. The child holds one end of a pipe to this process and also stops when this
+    process ends in any other way.
+
+    Args:
+        kind: Sub-command to run.
+        arguments: Its arguments, such as `["--target", "models/demo/target"]`. `--address`,
+            `--ready-file` and `--stop-with-stdin` are added.
+        address: Address to listen on; port 0 takes a free port.
+        environment: Variables that override those of this process.
+        wrapper: Command that execs the service, such as `unshare` with its arguments.
+        show_log: Write the log to this process's stderr instead of a file.
+        ready_seconds: Longest time until the service is ready. Unit: seconds.
+    """
+
+    def __init__(
+        self,
+        kind: Kind,
+        arguments: Sequence[str] = (),
+        *,
+        address: str = "127.0.0.1:0",
+        environment: Mapping[str, str] | None = None,
+        wrapper: Sequence[str] = (),
+        show_log: bool = False,
+        ready_seconds: float = 120.0,
+    ) -> None:
+        self.kind = kind
+        self.arguments = tuple(arguments)
+        self.environment = dict(environment or {})
+        self._wrapper = tuple(wrapper)
+        self._requested_address = address
+        self._bound_address: str | None = None
+        self._show_log = show_log
+        self._ready_seconds = ready_seconds
+        self._folder: Path | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ready_deadline = 0.0
+
+    @property
+    def address(self) -> str:
+        """Bound address. Known once the service is ready, and kept when it restarts."""
+        if self._bound_address is None:
+            raise RuntimeError(f"the {self.kind} has not been ready yet: start it first")
+        return self._bound_address
+
+    @property
+    def pid(self) -> int:
+        """Process id of the running or last process."""
+        return self._started().pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit code, negative for a signal; None while it runs."""
+        return self._started().poll()
+
+    def start(self) -> Self:
+        """Start the service and wait until it answers calls. A restart reuses the bound address.
+
+        Raises:
+            ProcessFailed: It dies before it is ready, or takes longer than `ready_seconds`.
+        """
+        self.spawn()
+        self.wait_ready()
+        return self
+
+    def spawn(self) -> None:
+        """Start the service and return at once. A restart reuses the bound address."""
+        if self._process is not None and self._process.poll() is None:
+            raise RuntimeError(f"the {self.kind} is already running")
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix=f"paceline-{self.kind}-"))
+        self._ready_file.unlink(missing_ok=True)
+        command = [
+            *self._wrapper,
+            *(sys.executable, "-m", "paceline.cli.main", self.kind, *self.arguments),
+            *("--address", self._bound_address or self._requested_address),
+            *("--ready-file", str(self._ready_file), "--stop-with-stdin"),
+        ]
+        with self._log_file.open("ab") as log:
+            output = None if self._show_log else log
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **self.environment},
+                # Ctrl-C in a terminal must reach this process only, which then stops the child.
+                start_new_session=True,
+            )
+        self._ready_deadline = time.monotonic() + self._ready_seconds
+
+    def wait_ready(self) -> None:
+        """Wait until the spawned service answers calls. Raises ProcessFailed as `start`."""
+        while not self.poll_ready():
+            time.sleep(_POLL_SECONDS)
+
+    def poll_ready(self) -> bool:
+        """Whether the spawned service answers calls. Raises ProcessFailed as `start`."""
+        if self._ready_file.exists():
+            self._bound_address = self._ready_file.read_text(encoding="utf-8")
+            return True
+        if self.returncode is not None:
+            raise self._failed(f"ended with code {self.returncode} before it was ready")
+        if time.monotonic() > self._ready_deadline:
+            self.kill()
+            raise self._failed(f"was not ready within {self._ready_seconds:g} s")
+        return False
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal, if the process is running."""
+        self._started().send_signal(number)
+
+    def terminate(self, timeout: float = 60.0) -> int:
+        """Send SIGTERM and wait for the drain; send SIGKILL after `timeout` seconds.
+
+        Returns:
+            The exit code: 0 for a clean drain.
+        """
+        process = self._started()
+        process.terminate()
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        return self._reap(process)
+
+    def kill(self) -> None:
+        """Send SIGKILL and wait for the end of the process."""
+        process = self._started()
+        process.kill()
+        self._reap(process)
+
+    def stop(self) -> None:
+        """Terminate the process and remove its files. Safe to call again."""
+        if self._process is not None:
+            self.terminate()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    def log_tail(self, lines: int = 40) -> str:
+        """The last lines of the log; empty with `show_log` and after `stop`."""
+        if self._folder is None or not self._log_file.exists():
+            return ""
+        with self._log_file.open("rb") as log:
+            log.seek(0, os.SEEK_END)
+            log.seek(max(0, log.tell() - _LOG_TAIL_BYTES))
+            text = log.read().decode("utf-8", "replace")
+        return "\n".join(text.splitlines()[-lines:])
+
+    def __enter__(self) -> Self:
+        try:
+            return self.start()
+        except BaseException:
+            self.stop()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    async def __aenter__(self) -> Self:
+        return await asyncio.to_thread(self.__enter__)
+
+    async def __aexit__(self, *error: object) -> None:
+        await asyncio.to_thread(self.stop)
+
+    @property
+    def _ready_file(self) -> Path:
+        return self._own_folder() / "address"
+
+    @property
+    def _log_file(self) -> Path:
+        return self._own_folder() / "log"
+
+    def _own_folder(self) -> Path:
+        if self._folder is None:
+            raise RuntimeError(f"the {self.kind} has not been started")
+        return self._folder
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            raise RuntimeError(f"the {self.kind} has not been started")
+        return self._process
+
+    @staticmethod
+    def _reap(process: subprocess.Popen[bytes]) -> int:
+        code = process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
+        return code
+
+    def _failed(self, what: str) -> ProcessFailed:
+        log = self.log_tail()
+        return ProcessFailed(f"the {self.kind} {what}" + (f"; its log ends\n{log}" if log else ""))
+
+
+@contextmanager
+def local_services(
+    verifier: Sequence[str], drafter: Sequence[str]
+) -> Iterator[tuple[ServiceProcess, ServiceProcess]]:
+    """A verifier and a drafter, started side by side and ready. Both stop at the end of the block.
+
+    Args:
+        verifier: Arguments of `paceline verifier`.
+        drafter: Arguments of `paceline drafter`.
+
+    Raises:
+        ProcessFailed: One of them is not ready in time.
+    """
+    processes = ServiceProcess("verifier", verifier), ServiceProcess("drafter", drafter)
+    try:
+        for process in processes:
+            process.spawn()
+        for process in processes:
+            process.wait_ready()
+        yield processes
+    finally:
+        for process in processes:
+            process.stop()

@@ -1,0 +1,102 @@
+"""The wire format of keys, values and hidden states, and the numeric types of KV."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.v1 import kv_pb2
+
+WIRE_TYPES = {
+    kv_pb2.KV_DTYPE_FLOAT32: torch.float32,
+    kv_pb2.KV_DTYPE_FLOAT16: torch.float16,
+    kv_pb2.KV_DTYPE_BFLOAT16: torch.bfloat16,
+    kv_pb2.KV_DTYPE_INT8: torch.int8,
+    kv_pb2.KV_DTYPE_FLOAT8_E4M3: torch.float8_e4m3fn,
+}
+"""torch types of keys and values on the wire."""
+
+SCALED = {kv_pb2.KV_DTYPE_INT8: 127.0, kv_pb2.KV_DTYPE_FLOAT8_E4M3: 448.0}
+"""Types with one float32 scale per head and position, and the largest number of each type."""
+
+CACHE_TYPES = {wire: dtype for wire, dtype in WIRE_TYPES.items() if wire not in SCALED}
+"""torch types that a cache can have; hidden states have the cache's type."""
+
+
+def cache_dtype(dtype: torch.dtype) -> kv_pb2.KvDtype:
+    """Returns the protocol's number of a cache's type."""
+    return next(number for number, known in CACHE_TYPES.items() if known == dtype)
+
+
+def position_bytes(heads: int, head_dim: int, wire: kv_pb2.KvDtype) -> int:
+    """Returns the bytes of keys, values and scales of one position of one layer."""
+    scale = 4 if wire in SCALED else 0
+    return 2 * heads * (head_dim * WIRE_TYPES[wire].itemsize + scale)
+
+
+def encode(plane: Tensor, wire: kv_pb2.KvDtype) -> tuple[bytes, list[float]]:
+    """Encode keys or values.
+
+    Args:
+        plane: ``[heads, n, D]`` on the CPU.
+        wire: Type on the wire.
+
+    Returns:
+        Row-major bytes, and the scales, row-major ``[heads, n]``; none for types without scales. A
+        row of zeros has the scale 0.
+    """
+    scales: list[float] = []
+    if wire in SCALED:
+        plane = plane.float()
+        scale = plane.abs().amax(-1, keepdim=True) / SCALED[wire]
+        scales = scale.flatten().tolist()
+        plane = plane / scale.clamp(min=torch.finfo(torch.float32).tiny)
+        if wire == kv_pb2.KV_DTYPE_INT8:
+            plane = plane.round()
+    dense = plane.to(WIRE_TYPES[wire]).contiguous()
+    return dense.view(torch.uint8).numpy().tobytes(), scales
+
+
+def decode(
+    data: bytes,
+    scales: Sequence[float],
+    shape: tuple[int, int, int],
+    wire: kv_pb2.KvDtype,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Decode what :func:`encode` returned, to ``[heads, n, D]`` in ``dtype``.
+
+    Raises:
+        ValueError: The number of bytes or scales does not fit the shape.
+    """
+    heads, positions, dim = shape
+    kind = WIRE_TYPES[wire]
+    if len(data) != heads * positions * dim * kind.itemsize:
+        raise ValueError(f"{len(data)} bytes cannot be {shape} of {kind}")
+    if len(scales) != (heads * positions if wire in SCALED else 0):
+        raise ValueError(f"{len(scales)} scales do not fit {shape} of {kind}")
+    plane = torch.frombuffer(bytearray(data), dtype=kind).view(shape)
+    if wire in SCALED:
+        plane = plane.float() * torch.tensor(scales).view(heads, positions, 1)
+    return plane.to(dtype)
+
+
+def encode_rows(rows: Tensor) -> bytes:
+    """Returns hidden states ``[n, hidden]`` as row-major bytes, in their own type."""
+    return rows.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def decode_rows(data: bytes, count: int, hidden: int, wire: kv_pb2.KvDtype) -> Tensor:
+    """Decode what :func:`encode_rows` returned, to ``[count, hidden]``.
+
+    Raises:
+        ValueError: The number of bytes does not fit the shape, or a cache cannot have this type.
+    """
+    if wire not in CACHE_TYPES:
+        raise ValueError(f"hidden states cannot have the type number {wire}")
+    kind = CACHE_TYPES[wire]
+    if len(data) != count * hidden * kind.itemsize or not data:
+        raise ValueError(f"{len(data)} bytes cannot be {count} rows of {hidden} of {kind}")
+    return torch.frombuffer(bytearray(data), dtype=kind).view(count, hidden)

@@ -1,0 +1,5 @@
+"""Token trees: what drafters return and the verifier checks. Imports no torch."""
+
+from paceline.tree.tree import DEFAULT_CONFIDENCE, EMPTY, MAX_NODES, TokenTree, TreeError
+
+__all__ = ["DEFAULT_CONFIDENCE", "EMPTY", "MAX_NODES", "TokenTree", "TreeError"]

@@ -1,0 +1,161 @@
+"""The interface by which methods read the target's committed KV and hidden states."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from paceline.kernels import streaming
+
+
+class CacheReader(ABC):
+    """Reads the committed part of one cache.
+
+    One thread at a time. The caller that opened a reader closes it, once, after its last use.
+    """
+
+    transport: str = "map"
+    """How the contents get here: map (the verifier's memory is mapped) or follow (over gRPC)."""
+
+    @property
+    def byte_size(self) -> int:
+        """Size of the verifier's memory that is mapped. Unit: bytes."""
+        return 0
+
+    @property
+    def received(self) -> int:
+        """Bytes received over gRPC so far."""
+        return 0
+
+    @property
+    @abstractmethod
+    def committed(self) -> int:
+        """Positions below this may be read. It grows with each round. Unit: tokens."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Check that the cache still exists: call it after reading, before using what was read.
+
+        Raises:
+            KvGone: The cache was released, its verifier has ended, or its updates are invalid.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release memory and connections. Closing twice is safe."""
+
+
+class KvReader(CacheReader):
+    """Keys (after RoPE) and values of some layers.
+
+    In each round a method calls :meth:`refresh` once, then :meth:`parts` for each layer.
+
+    Attributes:
+        layers: Layers as the method named them; negative ones count from the last.
+    """
+
+    layers: tuple[int, ...] = ()
+
+    @property
+    def updates(self) -> int:
+        """Updates of a selection that were applied so far."""
+        return 0
+
+    @property
+    def positions(self) -> int:
+        """Positions per layer that the verifier has selected and sent."""
+        return 0
+
+    @abstractmethod
+    def refresh(self, below: int, budget: int) -> int:
+        """Begin a round: apply newer updates, and select positions by the selection policy.
+
+        A selection that the verifier sends may be a round or two old. Newer positions of a mapped
+        cache are then read in addition to the budget; of a cache that is followed they are missing.
+
+        Args:
+            below: Positions at or above this are not read: the verifier may be ahead of the
+                drafter's text. Unit: tokens.
+            budget: Most positions per layer, 0 for all; it may change between rounds.
+
+        Returns:
+            The length that the selection covers: positions from here on are not in :meth:`parts`.
+            At most ``below``. Unit: tokens.
+
+        Raises:
+            KvGone: As for :meth:`check`.
+        """
+
+    @abstractmethod
+    def parts(self, layer: int) -> list[tuple[Tensor, Tensor]]:
+        """Returns keys and values of the selected positions of a layer, read-only.
+
+        Args:
+            layer: One of :attr:`layers`.
+
+        Returns:
+            Keys and values of one part after the other, each ``[Hkv, n, D]`` with n > 0. They stay
+            unchanged until the next :meth:`refresh`.
+
+        Raises:
+            KvGone: As for :meth:`check`.
+        """
+
+
+class StreamingReader(KvReader):
+    """Selects the first positions and the newest (policy ``streaming``), of contiguous memory."""
+
+    _ranges: Sequence[range] = ()
+
+    @abstractmethod
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Returns keys and values of a layer, each ``[Hkv, capacity, D]``."""
+
+    def refresh(self, below: int, budget: int) -> int:
+        """See :class:`KvReader`."""
+        length = min(self.committed, below)
+        self._ranges = streaming(length, budget)
+        return length
+
+    def parts(self, layer: int) -> list[tuple[Tensor, Tensor]]:
+        """See :class:`KvReader`. The parts are views: nothing is copied."""
+        keys, values = self.layer(layer)
+        return [
+            (keys[:, part.start : part.stop], values[:, part.start : part.stop])
+            for part in self._ranges
+        ]
+
+
+class MappedKv(KvReader):
+    """KV in memory of the verifier, any position of which can be read."""
+
+    @abstractmethod
+    def gather(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns copies of keys and values at positions, each ``[Hkv, n, D]``.
+
+        Args:
+            layer: One of :attr:`layers`.
+            positions: int64 ``[n]`` on the CPU, all below :attr:`committed`.
+        """
+
+
+class StateReader(CacheReader):
+    """Hidden states: outputs of some layers."""
+
+    async def wait_for(self, committed: int, seconds: float) -> None:
+        """Wait until positions below ``committed`` can be read, at most ``seconds``. Event loop."""
+
+    @abstractmethod
+    def read(self, begin: int, end: int) -> tuple[int, Tensor]:
+        """Copy the outputs of all layers, side by side.
+
+        Args:
+            begin: First position.
+            end: One past the last position, at most :attr:`committed`.
+
+        Returns:
+            The first position that is available: ``begin``, or a later one if that is no longer
+            kept. And the rows ``[end - first, layers * hidden]``.
+        """

@@ -1,0 +1,287 @@
+"""KV and hidden states received over gRPC, and the sparse view of a mapped cache."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.drafter.kv.delta import DeltaCache
+from paceline.drafter.kv.errors import KvGone
+from paceline.drafter.kv.reader import KvReader, MappedKv, StateReader
+from paceline.drafter.kv.stream import Update, UpdateStream
+from paceline.kv.wire import decode_rows
+from paceline.v1 import kv_pb2
+
+MAX_POSITIONS = 1 << 20
+"""The budget that is sent for a budget of 0, all positions."""
+
+MAX_NEWER = 128
+"""Most positions newer than the verifier's selection that a sparse view reads in addition. With
+more of them, as after a loss of the link, the selection is too old to be used. Unit: tokens."""
+
+UPDATES_AHEAD = 3
+"""Most updates received that no round has applied, one more than the verifier may send. Further
+ones are not read from the connection."""
+
+
+class RemoteKv(UpdateStream, KvReader):
+    """The verifier's selection of positions, copied into a delta cache.
+
+    :meth:`refresh` applies updates, and only then acknowledges them, so that the verifier sends no
+    faster than rounds apply them. The first update of a stream that was opened again replaces the
+    delta cache.
+    """
+
+    transport = "follow"
+    updates = 0
+    committed = 0
+    """Committed length at the newest update that was applied. Unit: tokens."""
+
+    def __init__(self, connect: Callable[[], Any], subscribe: kv_pb2.FollowSubscribe) -> None:
+        """See :meth:`open`."""
+        super().__init__(connect, subscribe)
+        self.layers = tuple(subscribe.layers)
+        self.cache: DeltaCache | None = None
+        """The delta cache; None before the first update is applied."""
+        self._cache_stream = 0
+        self._budget = self._largest_budget = subscribe.budget
+        self._pending: deque[Update] = deque()
+        self._not_full = asyncio.Event()
+
+    @property
+    def positions(self) -> int:
+        """Positions per layer in the delta cache."""
+        return 0 if self.cache is None else len(self.cache)
+
+    def refresh(self, below: int, budget: int) -> int:
+        """See :class:`KvReader`. Updates beyond ``below`` wait.
+
+        A changed budget is sent to the verifier with the next acknowledgement.
+        """
+        self._budget = budget or MAX_POSITIONS
+        self._largest_budget = max(self._budget, self._largest_budget)
+        while self._pending and self._pending[0].committed <= below:
+            self._apply(self._pending.popleft())
+        return min(self.committed, below)
+
+    def parts(self, layer: int) -> list[tuple[Tensor, Tensor]]:
+        """See :class:`KvReader`: one part at most."""
+        if self.cache is None or not len(self.cache):
+            return []
+        return [self.cache.layer(self.layers.index(layer))]
+
+    def close(self) -> None:
+        """End the stream and drop the delta cache. Closing twice is safe, on any thread."""
+        self.cache = None
+        super().close()
+
+    def _apply(self, update: Update) -> None:
+        try:
+            if self.cache is None or update.stream != self._cache_stream:
+                self.cache, self._cache_stream = DeltaCache(update.shape), update.stream
+            self.cache.apply(update.messages, self._largest_budget)
+        except KvGone as error:
+            self._gone = error
+            raise
+        self.committed = update.committed
+        self.updates += 1
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._acknowledge, update.stream, update.number)
+
+    def _acknowledge(self, stream: int, number: int) -> None:
+        self._subscribe.budget = self._budget
+        super()._acknowledge(stream, number)
+        self._not_full.set()
+
+    def _limit(self) -> int:
+        return self._largest_budget * len(self.layers)
+
+    async def _receive(self, update: Update) -> None:
+        self._pending.append(update)
+        while len(self._pending) >= UPDATES_AHEAD:
+            self._not_full.clear()
+            await self._not_full.wait()
+
+
+class SparseView(KvReader):
+    """Positions of a mapped cache that the verifier's policy selects.
+
+    The verifier sends positions only; keys and values are read from its memory. Positions newer
+    than the selection are read too. Without a recent selection, the first and the newest positions
+    are read.
+    """
+
+    def __init__(self, mapped: MappedKv, selection: RemoteKv) -> None:
+        """Own a mapping and a subscription without keys and values; :meth:`close` closes both."""
+        self.layers = mapped.layers
+        self.selection = selection
+        self._mapped = mapped
+        self._newer: Tensor | None = None
+        """Positions read in addition; None: the selection is not used."""
+
+    @property
+    def byte_size(self) -> int:
+        """Size of the verifier's memory that is mapped. Unit: bytes."""
+        return self._mapped.byte_size
+
+    @property
+    def received(self) -> int:
+        """Bytes received over gRPC so far: positions."""
+        return self.selection.received
+
+    @property
+    def positions(self) -> int:
+        """Positions per layer of the newest selection."""
+        return self.selection.positions
+
+    @property
+    def updates(self) -> int:
+        """Selections applied so far."""
+        return self.selection.updates
+
+    @property
+    def committed(self) -> int:
+        """See :class:`KvReader`."""
+        return self._mapped.committed
+
+    def refresh(self, below: int, budget: int) -> int:
+        """See :class:`KvReader`."""
+        length = min(self.committed, below)
+        self.selection.refresh(length, budget)
+        selected = self.selection.committed
+        self._newer = None
+        if (
+            0 < budget < length
+            and self.selection.positions
+            and length - MAX_NEWER <= selected <= length
+        ):
+            self._newer = torch.arange(selected, length)
+            return length
+        return self._mapped.refresh(below, budget)
+
+    def parts(self, layer: int) -> list[tuple[Tensor, Tensor]]:
+        """See :class:`KvReader`. Selected positions are copied."""
+        cache = self.selection.cache
+        if self._newer is None or cache is None:
+            return self._mapped.parts(layer)
+        positions = cache.positions(self.layers.index(layer))
+        return [self._mapped.gather(layer, part) for part in (positions, self._newer) if len(part)]
+
+    def check(self) -> None:
+        """See :class:`KvReader`. A lost selection is not an error."""
+        self._mapped.check()
+
+    def close(self) -> None:
+        """Close the mapping and the subscription. Closing twice is safe."""
+        self.selection.close()
+        self._mapped.close()
+
+
+class RemoteStates(UpdateStream, StateReader):
+    """Hidden states at the newest positions, received over gRPC.
+
+    Rows that were read may be dropped, and with a window all rows before it are: so memory is
+    bounded by what is still to be read. The event loop receives updates; one other thread at a time
+    reads.
+    """
+
+    transport = "follow"
+    committed = 0
+    """Positions below this can be read, if they are kept. Unit: tokens."""
+
+    def __init__(self, connect: Callable[[], Any], subscribe: kv_pb2.FollowSubscribe) -> None:
+        """See :meth:`open`."""
+        super().__init__(connect, subscribe)
+        self._layers = tuple(subscribe.hidden_state_layers)
+        self._max_rows = subscribe.hidden_state_window or MAX_POSITIONS
+        self._lock = threading.Lock()
+        self._start = 0
+        self._rows: Tensor | None = None
+        self._received = asyncio.Event()
+        self._may_wait = True
+
+    async def wait_for(self, committed: int, seconds: float) -> None:
+        """See :class:`StateReader`.
+
+        After a wait that timed out there is no other wait before the next update: a lost link
+        delays one round only.
+        """
+        if not self._may_wait:
+            return
+        try:
+            async with asyncio.timeout(seconds):
+                while self.committed < committed and self._gone is None:
+                    self._received.clear()
+                    await self._received.wait()
+        except TimeoutError:
+            self._may_wait = False
+
+    def read(self, begin: int, end: int) -> tuple[int, Tensor]:
+        """See :class:`StateReader`. Drops the rows of positions below ``begin``."""
+        with self._lock:
+            if self._rows is None:
+                return end, torch.empty(0, 0)
+            first = min(end, max(begin, self._start))
+            found = self._rows[first - self._start : end - self._start].clone()
+            if begin > self._start:
+                # A copy, since a view would keep the dropped rows in memory.
+                self._rows = self._rows[begin - self._start :].clone()
+                self._start = begin
+            return first, found
+
+    def close(self) -> None:
+        """End the stream and drop the rows. Closing twice is safe, on any thread."""
+        with self._lock:
+            self._rows = None
+        super().close()
+
+    def _limit(self) -> int:
+        return self._max_rows * len(self._layers)
+
+    async def _receive(self, update: Update) -> None:
+        for message in update.messages:
+            if message.hidden_states:
+                self._append(message, update.shape)
+        if update.committed < self.committed:
+            raise KvGone(
+                f"the verifier committed {self.committed} positions, and now {update.committed}"
+            )
+        self.committed = self._subscribe.hidden_state_start = update.committed
+        self._acknowledge(update.stream, update.number)
+        self._may_wait = True
+        self._received.set()
+
+    def _append(self, message: kv_pb2.FollowCacheResponse, shape: kv_pb2.KvShape) -> None:
+        parts = {rows.layer: rows for rows in message.hidden_states}
+        start, count = message.hidden_states[0].start, message.hidden_states[0].count
+        if (
+            len(parts) != len(message.hidden_states)
+            or set(parts) != set(self._layers)
+            or any((rows.start, rows.count) != (start, count) for rows in parts.values())
+            or start + count > message.committed_length
+        ):
+            raise KvGone("the verifier sent hidden states that do not fit together")
+        try:
+            rows = torch.cat(
+                [
+                    decode_rows(parts[layer].data, count, shape.hidden_size, shape.dtype)
+                    for layer in self._layers
+                ],
+                dim=1,
+            )
+        except ValueError as error:
+            raise KvGone(f"the verifier sent invalid hidden states: {error}") from error
+        with self._lock:
+            if self._rows is not None and start == self._start + len(self._rows):
+                rows, start = torch.cat([self._rows, rows]), self._start
+            # Else they are the first, or the verifier no longer kept those in between.
+            extra = max(0, len(rows) - self._max_rows)
+            self._rows = rows[extra:].clone() if extra else rows
+            self._start = start + extra

@@ -1,0 +1,171 @@
+"""The two small heads on the backbone: one for the order of tokens, one for their confidence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from paceline.drafter.methods.dspark.config import DSparkConfig
+
+
+class MarkovHead(nn.Module):
+    """Bias of a position's logits that depends on the tokens before it in the block.
+
+    The bias is W2 of features, which :meth:`step` computes from the previous token, the backbone's
+    hidden state of the position and, for ``rnn``, the recurrent state (DSpark, section 3.1,
+    equations 5 and 6). For ``gated``, W1's features are weighted by the sigmoid of a linear layer
+    over hidden state and features.
+    """
+
+    def __init__(self, config: DSparkConfig) -> None:
+        """Creates a head whose bias is 0, because W2 is."""
+        super().__init__()
+        rank, hidden = config.markov_rank, config.hidden
+        self.kind = config.markov_head
+        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, config.vocab_size, bias=False)
+        if self.kind == "gated":
+            self.gate_proj = nn.Linear(hidden + rank, rank)
+        elif self.kind == "rnn":
+            self.joint_proj = nn.Linear(2 * rank + hidden, 3 * rank)
+        nn.init.normal_(self.markov_w1.weight, std=0.1)
+        nn.init.zeros_(self.markov_w2.weight)
+
+    def begin(self, hidden: Tensor) -> Tensor:
+        """Returns the recurrent state before the first position, ``[..., r]``."""
+        return hidden.new_zeros(*hidden.shape[:-1], self.markov_w1.embedding_dim)
+
+    def step(self, state: Tensor, before: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Computes one position.
+
+        Args:
+            state: Recurrent state, ``[..., r]``.
+            before: W1's row of the previous token, ``[..., r]``.
+            hidden: The backbone's hidden state of the position, ``[..., hidden]``.
+
+        Returns:
+            The next recurrent state and the features, both ``[..., r]``.
+        """
+        if self.kind == "gated":
+            gate = torch.sigmoid(self.gate_proj(torch.cat([hidden, before], dim=-1)))
+            return state, gate * before
+        if self.kind == "rnn":
+            joint = self.joint_proj(torch.cat([state, before, hidden], dim=-1))
+            gate, candidate, output = joint.chunk(3, dim=-1)
+            gate = torch.sigmoid(gate)
+            return gate * state + (1 - gate) * torch.tanh(candidate), torch.tanh(output)
+        return state, before
+
+    def forward(self, before: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Computes all positions of blocks whose tokens are known.
+
+        Args:
+            before: Token before each position, int64 ``[N, S]``.
+            hidden: The backbone's hidden states, ``[N, S, hidden]``.
+
+        Returns:
+            The bias ``[N, S, V]``, and W1's rows ``[N, S, r]``.
+        """
+        rows = self.markov_w1(before)
+        if self.kind == "rnn":
+            state, features = self.begin(hidden[:, 0]), []
+            for position in range(before.shape[1]):
+                state, found = self.step(state, rows[:, position], hidden[:, position])
+                features.append(found)
+            return self.markov_w2(torch.stack(features, dim=1)), rows
+        return self.markov_w2(self.step(rows, rows, hidden)[1]), rows
+
+
+class ConfidenceHead(nn.Module):
+    """Logit of the probability that a token is accepted if those before it are (equation 7)."""
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__()
+        rank = config.markov_rank if config.confidence_markov else 0
+        self.proj = nn.Linear(config.hidden + rank, 1)
+
+    def forward(self, hidden: Tensor, before: Tensor | None) -> Tensor:
+        """Maps ``[..., hidden]`` and, if the head reads it, W1's row ``[..., r]`` to ``[...]``."""
+        wide = self.proj.in_features > hidden.shape[-1]
+        features = torch.cat([hidden, before], dim=-1) if wide and before is not None else hidden
+        logit: Tensor = self.proj(features).squeeze(-1)
+        return logit
+
+
+@dataclass(frozen=True)
+class HeadInput:
+    """Input of the heads for the next level of trees, R parents in all.
+
+    Attributes:
+        hidden: The backbone's hidden state of the level, ``[R, hidden]``.
+        before: The parents' tokens, int64 ``[R]``.
+        state: Recurrent state of each path, ``[R, r]``; None at the first level.
+    """
+
+    hidden: Tensor
+    before: Tensor
+    state: Tensor | None
+
+
+@dataclass(frozen=True)
+class HeadOutput:
+    """Output of the heads.
+
+    Attributes:
+        bias: Added to the logits, ``[R, V]``; None: nothing.
+        state: Recurrent state for the next level, ``[R, r]``; None without a sequential head.
+        log_confidence: Log probability that a token of the level is accepted, float32 ``[R]``; None
+            without a confidence head.
+    """
+
+    bias: Tensor | None
+    state: Tensor | None
+    log_confidence: Tensor | None
+
+    def split(self, counts: list[int]) -> list[HeadOutput]:
+        """Splits the rows into parts of ``counts``."""
+        columns = [
+            [None] * len(counts) if each is None else each.split(counts)
+            for each in (self.bias, self.state, self.log_confidence)
+        ]
+        return [HeadOutput(*parts) for parts in zip(*columns, strict=True)]
+
+
+class DSparkHeads:
+    """The heads that a drafter has, with its weights. Used on one thread."""
+
+    def __init__(
+        self,
+        config: DSparkConfig,
+        weights: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        """Builds the heads from the folder's tensors."""
+        self._markov = MarkovHead(config) if config.markov_rank else None
+        self._confidence = ConfidenceHead(config) if config.confidence else None
+        for name, head in (("markov_head.", self._markov), ("confidence_head.", self._confidence)):
+            if head is not None:
+                head.to(device, dtype)
+                own = {n.removeprefix(name): t for n, t in weights.items() if n.startswith(name)}
+                head.load_state_dict(own)
+
+    @torch.inference_mode()
+    def forward(self, batch: Sequence[HeadInput]) -> list[HeadOutput]:
+        """Runs the heads for one level of several trees, each of them at the same level."""
+        hidden = torch.cat([each.hidden for each in batch])
+        before = torch.cat([each.before for each in batch])
+        states = [each.state for each in batch if each.state is not None]
+        rows = bias = state = confidence = None
+        if self._markov is not None:
+            rows = self._markov.markov_w1(before)
+            begin = torch.cat(states) if states else self._markov.begin(hidden)
+            state, features = self._markov.step(begin, rows, hidden)
+            bias = self._markov.markov_w2(features)
+        if self._confidence is not None:
+            confidence = F.logsigmoid(self._confidence(hidden, rows).float())
+        return HeadOutput(bias, state, confidence).split([len(each.before) for each in batch])

@@ -1,0 +1,199 @@
+"""Layers of a drafter for one target: their shape, and their parts in plain dense PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from paceline.decoder import UnsupportedModelError, load_config
+from paceline.decoder.config import check_rope, rope_frequencies
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Widths, heads and rotary embedding of a drafter's layers.
+
+    Embedding and LM head are the target's, and so are ``hidden`` and ``vocab_size``.
+
+    Attributes:
+        hidden: Width of the residual stream.
+        intermediate: Width of the feed-forward blocks.
+        q_heads: Query heads.
+        kv_heads: Key and value heads; divides ``q_heads``.
+        head_dim: Width of a head.
+        vocab_size: Rows of the target's embedding.
+        max_position: Longest context. Unit: tokens.
+        norm_eps: Epsilon of every RMS norm.
+        rope_parameters: ``rope_parameters`` of a transformers configuration.
+
+    Raises:
+        UnsupportedModelError: A field is out of range.
+    """
+
+    HF_FIELDS: ClassVar[Mapping[str, str]] = {
+        "hidden": "hidden_size",
+        "intermediate": "intermediate_size",
+        "q_heads": "num_attention_heads",
+        "kv_heads": "num_key_value_heads",
+        "head_dim": "head_dim",
+        "vocab_size": "vocab_size",
+        "max_position": "max_position_embeddings",
+    }
+    """Names of the fields above 0 in a transformers configuration; a subclass adds its own."""
+
+    hidden: int
+    intermediate: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position: int
+    norm_eps: float
+    rope_parameters: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        for name in self.HF_FIELDS:
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise UnsupportedModelError(f"{name} is {value!r}, expected a number above 0")
+        if self.q_heads % self.kv_heads:
+            raise UnsupportedModelError(
+                f"{self.q_heads} query heads are not a multiple of {self.kv_heads} kv heads"
+            )
+
+    def to_hf(self) -> dict[str, Any]:
+        """Returns the fields as a transformers configuration names them."""
+        fields = {key: getattr(self, name) for name, key in self.HF_FIELDS.items()}
+        rope = dict(self.rope_parameters)
+        return fields | {"rms_norm_eps": self.norm_eps, "rope_parameters": rope}
+
+    @classmethod
+    def from_hf(cls, layer: Mapping[str, Any], **rest: Any) -> Self:
+        """Inverse of :meth:`to_hf`; ``rest`` are the other fields of the class.
+
+        Raises:
+            UnsupportedModelError: A field is out of range.
+            KeyError: A field is missing.
+        """
+        return cls(
+            **{name: layer[key] for name, key in cls.HF_FIELDS.items()},
+            norm_eps=float(layer["rms_norm_eps"]),
+            rope_parameters=dict(layer["rope_parameters"]),
+            **rest,
+        )
+
+    @property
+    def group(self) -> int:
+        """Query heads per kv head."""
+        return self.q_heads // self.kv_heads
+
+    @property
+    def rope_inv_freq(self) -> tuple[float, ...]:
+        """Inverse frequencies after scaling, one per pair of dimensions."""
+        return self._rope[0]
+
+    @property
+    def rope_scaling(self) -> float:
+        """Factor on cosine and sine: YaRN's attention factor, otherwise 1."""
+        return self._rope[1]
+
+    @cached_property
+    def _rope(self) -> tuple[tuple[float, ...], float]:
+        from transformers import LlamaConfig
+
+        hf = LlamaConfig(
+            hidden_size=self.hidden,
+            num_attention_heads=self.q_heads,
+            head_dim=self.head_dim,
+            max_position_embeddings=self.max_position,
+            rope_parameters=dict(self.rope_parameters),
+        )
+        check_rope(hf)
+        with torch.device("cpu"):  # even if the model is created on the meta device
+            frequencies, scaling = rope_frequencies(hf)
+        return tuple(frequencies.tolist()), scaling
+
+
+def target_fields(folder: str | Path, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a drafter's configuration that follow from its target.
+
+    Args:
+        folder: The target's Hugging Face folder.
+        fields: Fields that replace the target's, unless they are None, or that it does not have.
+
+    Returns:
+        The fields of a :class:`LayerShape`, ``target_layers``, and ``fields``.
+
+    Raises:
+        UnsupportedModelError: The decoder does not support the target.
+        FileNotFoundError: The folder has no config.json.
+    """
+    from transformers import AutoConfig
+
+    target = load_config(folder)
+    hf = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+    return {
+        **{name: getattr(target, name) for name in LayerShape.HF_FIELDS},
+        "norm_eps": target.norm_eps,
+        "rope_parameters": dict(hf.rope_parameters),
+        "target_layers": target.layers,
+        **{name: value for name, value in fields.items() if value is not None},
+    }
+
+
+@contextmanager
+def config_errors(drafter: str) -> Iterator[None]:
+    """Raises ``UnsupportedModelError`` for fields of a config.json that are missing or invalid."""
+    try:
+        yield
+    except UnsupportedModelError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise UnsupportedModelError(
+            f"a field of a {drafter} drafter is missing or invalid in config.json: {error!r}"
+        ) from error
+
+
+class RmsNorm(nn.Module):
+    """Root mean square norm, in float32 inside."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., width]`` to the same."""
+        wide = x.float()
+        scale = (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        return (wide * scale * self.weight.float()).to(x.dtype)
+
+
+class Mlp(nn.Module):
+    """Gated feed-forward block without biases."""
+
+    def __init__(self, hidden: int, intermediate: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., hidden]`` to the same."""
+        down: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return down
+
+
+def apply_rope(x: Tensor, factors: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotates heads ``[..., D]`` by cosines and sines, each ``[..., D / 2]``."""
+    cos, sin = factors
+    low, high = x.float().chunk(2, dim=-1)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x.dtype)

@@ -1,0 +1,109 @@
+"""Which positions of its own KV ``lm`` attends to under a KV budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.decoder import KVCacheView
+from paceline.kernels import SELECTION_CHUNK, Probe, attention_weights, best_chunks, streaming
+from paceline.kernels.paged import span
+
+OBSERVED = 64
+"""Newest rows of a pass over text whose attention is scored. Unit: tokens."""
+
+
+class SelectionPolicy(Protocol):
+    """Selects positions of one sequence."""
+
+    def select(self, length: int, budget: int) -> Tensor:
+        """Returns at most ``budget`` of the first ``length`` positions: int64, rising."""
+        ...
+
+
+class Streaming:
+    """The first positions and the newest."""
+
+    def select(self, length: int, budget: int) -> Tensor:
+        """See :class:`SelectionPolicy`."""
+        return torch.cat([torch.arange(p.start, p.stop) for p in streaming(length, budget)])
+
+
+class TopChunks:
+    """The chunks of 8 with the most cumulative attention, and all newer positions.
+
+    See BudgetDraft, section 3.4. At least a quarter of the budget goes to the newest positions,
+    because cumulative scores say little of positions that few rounds have attended to. Passes over
+    the prompt attend to all of it, and the scores of their newest rows are the first ones. Rounds
+    attend to selected positions only and add to the scores of those: a chunk that is never selected
+    keeps its score from the prompt, as in the paper.
+    """
+
+    def __init__(self) -> None:
+        self._scores = torch.zeros(0)
+        self._length = 0
+
+    def add(self, positions: Tensor, weights: Tensor) -> None:
+        """Adds attention weights, float ``[n]``, to the scores of rising positions, ``[n]``."""
+        self._length = max(self._length, int(positions[-1]) + 1)
+        if self._length > len(self._scores):
+            more = torch.zeros(2 * self._length - len(self._scores))
+            self._scores = torch.cat([self._scores, more])
+        self._scores[positions] += weights
+
+    def select(self, length: int, budget: int) -> Tensor:
+        """See :class:`SelectionPolicy`."""
+        chunks = min(self._length, length - budget // 4) // SELECTION_CHUNK
+        newer = torch.arange(chunks * SELECTION_CHUNK, length)
+        count = min(chunks, (budget - len(newer)) // SELECTION_CHUNK)
+        if count <= 0 or length <= budget:
+            return torch.arange(max(0, length - budget), length)
+        scores = self._scores[: chunks * SELECTION_CHUNK].unflatten(0, (chunks, SELECTION_CHUNK))
+        best = best_chunks(scores.sum(-1)[None], SELECTION_CHUNK, count)[0]
+        return torch.cat([best, newer])
+
+
+POLICIES: dict[str, Callable[[], SelectionPolicy]] = {
+    "streaming": Streaming,
+    "chunk_topk": TopChunks,
+}
+
+
+@dataclass(frozen=True)
+class ObservedRows:
+    """Rows of a pass whose attention is added to a policy's scores.
+
+    Attributes:
+        policy: Receives the weights.
+        rows: The last rows of one sequence in the packed pass.
+        cache: The cache that they attend to.
+        positions: Positions of its first slots, up to the last row's, int64 ``[n]``.
+    """
+
+    policy: TopChunks
+    rows: range
+    cache: KVCacheView
+    positions: Tensor
+
+
+class ScoreObserver:
+    """Adds up attention weights over layers and heads; an ``AttentionObserver``."""
+
+    def __init__(self, observed: Sequence[ObservedRows]) -> None:
+        self._observed = observed
+
+    def probes(self, layer: int) -> Sequence[Probe]:
+        """Returns none: the weights are computed here, of few rows and their own chunk too."""
+        return ()
+
+    def attended(self, layer: int, q: Tensor) -> None:
+        """See :class:`paceline.decoder.AttentionObserver`."""
+        for each in self._observed:
+            keys, _ = each.cache.layer(layer)
+            rows = q[each.rows.start : each.rows.stop]
+            weights = attention_weights(rows, span(keys, 0, len(each.positions)))
+            each.policy.add(each.positions, weights.cpu())

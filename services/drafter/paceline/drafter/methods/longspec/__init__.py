@@ -1,0 +1,23 @@
+"""The method ``longspec``: one transformer layer that reads the target's own KV.
+
+See LongSpec, section 3.1: sliding-window self-attention over the layer's own keys, cross-attention
+to the keys and values of one target layer, a gated feed-forward block, the target's frozen
+embedding and LM head. Training imports :mod:`~paceline.drafter.methods.longspec.module`, the layer
+in dense PyTorch. The layer that drafts (:mod:`~paceline.drafter.methods.longspec.layer`) is tested
+against it.
+"""
+
+from paceline.drafter.methods.longspec.checkpoint import read_longspec, save_longspec
+from paceline.drafter.methods.longspec.config import LongSpecConfig
+from paceline.drafter.methods.longspec.module import LongSpecModel, lag_mask, window_mask
+from paceline.drafter.methods.target import TargetRef
+
+__all__ = [
+    "LongSpecConfig",
+    "LongSpecModel",
+    "TargetRef",
+    "lag_mask",
+    "read_longspec",
+    "save_longspec",
+    "window_mask",
+]

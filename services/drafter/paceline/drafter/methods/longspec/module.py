@@ -1,0 +1,155 @@
+"""The LongSpec layer in plain dense PyTorch: for training, and as the reference of the fast one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from paceline.drafter.methods.layers import Mlp, RmsNorm, apply_rope
+from paceline.drafter.methods.longspec.config import LongSpecConfig
+from paceline.kernels import SINKS
+
+
+class Attention(nn.Module):
+    """Projections of one attention: all four, or only those of query and output."""
+
+    def __init__(self, config: LongSpecConfig, *, own_keys: bool) -> None:
+        super().__init__()
+        q, kv = config.q_heads * config.head_dim, config.kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden, q, bias=False)
+        if own_keys:
+            self.k_proj = nn.Linear(config.hidden, kv, bias=False)
+            self.v_proj = nn.Linear(config.hidden, kv, bias=False)
+        self.o_proj = nn.Linear(q, config.hidden, bias=False)
+
+
+class Layer(nn.Module):
+    """Self-attention, cross-attention and feed-forward block, each with a norm before it."""
+
+    def __init__(self, config: LongSpecConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RmsNorm(config.hidden, config.norm_eps)
+        self.self_attn = Attention(config, own_keys=True)
+        self.cross_layernorm = RmsNorm(config.hidden, config.norm_eps)
+        self.cross_attn = Attention(config, own_keys=False)
+        self.post_attention_layernorm = RmsNorm(config.hidden, config.norm_eps)
+        self.mlp = Mlp(config.hidden, config.intermediate)
+
+
+class LongSpecModel(nn.Module):
+    """The layer and its final norm (LongSpec, section 3.1); no embedding and no LM head.
+
+    Parameters have the names of the folder's tensors. Memory grows with queries times keys.
+    """
+
+    rope_inv_freq: Tensor
+
+    def __init__(self, config: LongSpecConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.layers = nn.ModuleList([Layer(config)])
+        self.norm = RmsNorm(config.hidden, config.norm_eps) if config.final_norm else None
+        # Not in the state dict: config.json contains it.
+        self.register_buffer("rope_inv_freq", torch.tensor(config.rope_inv_freq), persistent=False)
+
+    def forward(
+        self,
+        embedded: Tensor,
+        positions: Tensor,
+        self_mask: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        cross_mask: Tensor,
+    ) -> Tensor:
+        """Hidden states for the target's LM head.
+
+        Args:
+            embedded: The target's embedding of the tokens, ``[B, S, hidden]``.
+            positions: Their positions, int64 ``[B, S]`` or ``[S]``. They need not be consecutive
+                (anchor-offset indices, LongSpec, section 3.2), but must be those at which the
+                target's keys were rotated.
+            self_mask: The S tokens that each attends to, bool ``[B, S, S]`` or ``[S, S]``.
+            keys: The target layer's keys after RoPE, ``[B, Hkv, T, D]``.
+            values: Its values, like ``keys``.
+            cross_mask: Target positions that each token attends to, bool ``[B, S, T]`` or
+                ``[S, T]``.
+
+        Returns:
+            ``[B, S, hidden]`` in the type of ``embedded``. Cross-attention adds 0 to a token that
+            attends to no target position.
+        """
+        config, layer = self.config, self.layers[0]
+        assert isinstance(layer, Layer)
+        factors = self.rope_factors(positions)
+        x: Tensor = embedded
+        inputs = layer.input_layernorm(x)
+        q = apply_rope(split_heads(layer.self_attn.q_proj(inputs), config.head_dim), factors)
+        k = apply_rope(split_heads(layer.self_attn.k_proj(inputs), config.head_dim), factors)
+        v = split_heads(layer.self_attn.v_proj(inputs), config.head_dim)
+        x = x + layer.self_attn.o_proj(_attend(q, k, v, self_mask))
+        inputs = layer.cross_layernorm(x)
+        q = apply_rope(split_heads(layer.cross_attn.q_proj(inputs), config.head_dim), factors)
+        x = x + layer.cross_attn.o_proj(_attend(q, keys.to(q), values.to(q), cross_mask))
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+        if self.norm is not None:
+            x = self.norm(x)
+        return x
+
+    def rope_factors(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        angles = positions[..., None].float() * self.rope_inv_freq
+        if angles.dim() == 2:
+            angles = angles[None]
+        scaling = self.config.rope_scaling
+        return (angles.cos() * scaling)[:, None], (angles.sin() * scaling)[:, None]
+
+
+def split_heads(x: Tensor, dim: int) -> Tensor:
+    """Reshapes ``[B, S, H D]`` to ``[B, H, S, D]``."""
+    return x.view(*x.shape[:2], -1, dim).transpose(1, 2)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """``[B, H, S, D]`` over ``[B, Hkv, T, D]`` to ``[B, S, H D]``; 0 for rows without keys."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    mask = (mask if mask.dim() == 3 else mask[None])[:, None]
+    empty = ~mask.any(-1, keepdim=True)
+    # The softmax of a row without keys is undefined: it gets all keys, and its result is dropped.
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask | empty)
+    return out.masked_fill(empty, 0.0).transpose(1, 2).flatten(2)
+
+
+def window_mask(length: int, window: int) -> Tensor:
+    """Returns a self-attention mask: each token sees itself and the ``window - 1`` before it.
+
+    Returns:
+        bool ``[length, length]``, rows are queries.
+    """
+    seen = torch.ones(length, length, dtype=torch.bool).tril()
+    return seen.triu(1 - window)
+
+
+def lag_mask(length: int, lag: int, context: int = 0) -> Tensor:
+    """Returns a cross-attention mask: the token at position p sees the target up to ``p - lag``.
+
+    While drafting, the anchor sees all positions before it (lag 1), and a node of level d all
+    positions before the anchor (lag d + 1). Flash noisy training (LongSpec, algorithm 2) trains
+    with each of these lags.
+
+    Args:
+        length: Tokens.
+        lag: 1 or more, because a token's own KV is not committed yet.
+        context: Most positions seen, selected as by :func:`paceline.kernels.streaming`; 0: all.
+
+    Returns:
+        bool ``[length, length]``, rows are queries; the first ``lag`` rows see nothing.
+    """
+    if lag < 1:
+        raise ValueError(f"lag is {lag}, expected 1 or more: a token never sees its own target KV")
+    seen = torch.ones(length, length, dtype=torch.bool).tril(-lag)
+    if context:
+        near = seen.triu(SINKS + 1 - lag - context)
+        near[:, :SINKS] = seen[:, :SINKS]
+        return near
+    return seen

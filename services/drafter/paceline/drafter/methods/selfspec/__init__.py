@@ -1,0 +1,1 @@
+"""The method ``selfspec``: the target drafts for itself with sparse attention."""

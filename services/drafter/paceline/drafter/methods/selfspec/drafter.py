@@ -1,0 +1,145 @@
+"""The target drafts for itself, attending to few positions of its own KV.
+
+After Yue et al., "SpecAttn: Co-Designing Sparse Attention with Self-Speculative Decoding"
+(policy ``verified``), and Sadhukhan et al., "MagicDec" (``streaming``, ``quest``). The prefix that
+the verifier has committed is sparse. Tokens after it are dense: their keys and values are computed
+here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+from paceline.decoder import (
+    Decoder,
+    DecoderConfig,
+    PackedWeights,
+    load_config,
+    packed_path,
+    weights_fingerprint,
+)
+from paceline.drafter.kv import KvOptions
+from paceline.drafter.methods.base import Fit, Generation, LoadError, Needs, Resources
+from paceline.drafter.methods.beam import BeamOptions, check_context
+from paceline.drafter.methods.beam_drafter import BeamDrafter
+from paceline.drafter.methods.checkpoint import read_fit
+from paceline.drafter.methods.decoder_sequence import forward_blocks
+from paceline.drafter.methods.loading import load_model, required_folder, weight_bytes
+from paceline.drafter.methods.options import check_choice, check_range, parse_options
+from paceline.drafter.methods.selfspec.sequence import SelfSpecSequence
+
+_SHARED_WEIGHTS_TIMEOUT = 60.0
+"""Longest wait for the verifier's weights. Unit: seconds."""
+
+
+@dataclass(frozen=True)
+class SelfSpecOptions(BeamOptions, KvOptions):
+    """Options of ``selfspec``."""
+
+    widths: tuple[int, ...] = (1,)
+    depth: int = 5
+    min_survival: float = 0.05
+
+    context: int = 512
+    """KV budget: most positions of the target's KV that a round reads per layer; 0: all."""
+
+    ratio: float = 0.0
+    """KV budget as a share of the text, where that is more than ``context``. SpecAttn uses 0.07."""
+
+    weights: str = "auto"
+    """Source of the weights: shared (those of a verifier on this machine with --share-weights,
+    which the drafter waits for), own, or auto: shared if available at once, else own."""
+
+    def __post_init__(self) -> None:
+        BeamOptions.__post_init__(self)
+        KvOptions.__post_init__(self)
+        self.check_drafted()
+        check_context(self.context)
+        check_range("ratio", self.ratio, 0.0, 1.0)
+        check_choice("weights", self.weights, ("auto", "shared", "own"))
+
+
+class SelfSpecDrafter(BeamDrafter[SelfSpecSequence]):
+    """The method ``selfspec``."""
+
+    method: ClassVar[str] = "selfspec"
+
+    def __init__(self, decoder: Decoder, options: SelfSpecOptions, fit: Fit, size: int) -> None:
+        super().__init__(decoder.config, options, fit, size)
+        self.decoder = decoder
+        layers = tuple(range(decoder.config.layers))
+        self.needs = Needs(layers, options, options.context, options.ratio)
+
+    @classmethod
+    def load(
+        cls, folder: Path | None, options: Mapping[str, str], resources: Resources
+    ) -> SelfSpecDrafter:
+        folder = required_folder(cls.method, folder)
+        parsed = parse_options(SelfSpecOptions, options)
+        fit = replace(read_fit(folder), target_fingerprint=weights_fingerprint(folder))
+        decoder, shared = load_model(
+            folder, resources, _load_decoder, folder, fit.target_fingerprint, parsed, resources
+        )
+        return cls(decoder, parsed, fit, 0 if shared else weight_bytes(folder))
+
+    def start(self, generation: Generation) -> SelfSpecSequence:
+        """See :meth:`Drafter.start`.
+
+        Raises:
+            ValueError: The generation comes without the target's KV.
+        """
+        if generation.kv is None:
+            raise ValueError(
+                "selfspec reads K and V of all target layers, but the generation has no kv; attach "
+                "with read_grant and verifier_address"
+            )
+        return SelfSpecSequence(self, generation, generation.kv)
+
+    def grow_level(self, growing: Sequence[SelfSpecSequence]) -> None:
+        blocks = [sequence.block(index) for index, sequence in enumerate(growing)]
+        logits = forward_blocks(self.decoder, blocks, growing)
+        for sequence, part in zip(growing, logits, strict=True):
+            sequence.add_level(part)
+
+
+def _load_decoder(
+    folder: Path, fingerprint: str, options: SelfSpecOptions, resources: Resources
+) -> tuple[Decoder, bool]:
+    """Returns the model, and whether its weights are the verifier's own."""
+    dtype = options.torch_dtype("auto")
+    shared = _shared_weights(fingerprint, load_config(folder, dtype), options, resources.device)
+    return Decoder.load(folder, dtype, resources.device, shared=shared), shared is not None
+
+
+def _shared_weights(
+    fingerprint: str, config: DecoderConfig, options: SelfSpecOptions, device: str
+) -> PackedWeights | None:
+    """Opens the verifier's weights, if the options allow it and they exist.
+
+    Raises:
+        LoadError: ``weights=shared``, but no verifier shares them or the device cannot use them.
+    """
+    if options.weights == "shared" and device != "cpu":
+        raise LoadError(
+            "INVALID_OPTION",
+            f"weights are shared in main memory, and this drafter runs on {device}; use "
+            "weights=own",
+        )
+    if options.weights == "own" or device != "cpu":
+        return None
+    path = packed_path(fingerprint, config.dtype)
+    wait = _SHARED_WEIGHTS_TIMEOUT if options.weights == "shared" else 0.0
+    deadline = time.monotonic() + wait
+    while (found := PackedWeights.open(path)) is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if found is None and options.weights == "shared":
+        raise LoadError(
+            "WEIGHTS_NOT_SHARED",
+            f"no verifier on this machine shares weights of this model as {config.dtype}; start it "
+            "with --share-weights, or use weights=own",
+        )
+    return found

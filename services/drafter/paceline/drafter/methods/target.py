@@ -1,0 +1,247 @@
+"""What drafters made for one target share: its identity, its frozen weights, their folders."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from paceline.decoder import UnsupportedModelError, load_config, weights_fingerprint
+from paceline.decoder.linear import Linear
+from paceline.decoder.weights import Checkpoint
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+
+SECTION = "paceline"
+"""Section of config.json with what other projects have no fields for."""
+
+FORMAT = 1
+"""Format of the section. Folders of another format are refused."""
+
+SPECULATORS_VERSION = "0.6.0"
+"""Version of speculators whose config.json is written."""
+
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+"""Names of the target's frozen tensors in a drafter's folder that holds them."""
+
+_TARGET_EMBEDDING = "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True)
+class TargetRef:
+    """The target that a drafter was made for.
+
+    Attributes:
+        name: Name of its folder, without the path.
+        architectures: From its config.json.
+        fingerprint: See :func:`paceline.decoder.weights_fingerprint`.
+        tokenizer_digest: SHA-256 hex of its tokenizer.json; empty if it has none.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    fingerprint: str
+    tokenizer_digest: str
+
+    @classmethod
+    def of(cls, folder: str | Path) -> TargetRef:
+        """Reads a target's folder, including all its weights.
+
+        Raises:
+            UnsupportedModelError: There are no safetensors weights.
+            FileNotFoundError: There is no config.json.
+        """
+        base = Path(folder)
+        config = json.loads((base / CONFIG_FILE).read_text(encoding="utf-8"))
+        return cls(
+            name=base.resolve().name,
+            architectures=tuple(config.get("architectures") or ()),
+            fingerprint=weights_fingerprint(base),
+            tokenizer_digest=tokenizer_digest(base),
+        )
+
+
+def tokenizer_digest(folder: str | Path) -> str:
+    """Returns the SHA-256 hex of a folder's tokenizer.json; empty if there is none."""
+    path = Path(folder) / "tokenizer.json"
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+
+
+def speculators_fields(
+    architecture: str, algorithm: str, proposal_type: str, levels: int, target: TargetRef
+) -> dict[str, Any]:
+    """Returns the fields that name a drafter in a config.json of speculators.
+
+    Args:
+        architecture: Class of the model there.
+        algorithm: Type of the drafter.
+        proposal_type: Its only proposal method.
+        levels: Tokens of a proposal.
+        target: The target that it was made for.
+    """
+    return {
+        "architectures": [architecture],
+        "speculators_model_type": algorithm,
+        "speculators_version": SPECULATORS_VERSION,
+        "speculators_config": {
+            "algorithm": algorithm,
+            "proposal_methods": [{"proposal_type": proposal_type, "speculative_tokens": levels}],
+            "default_proposal_method": proposal_type,
+            "verifier": {
+                "name_or_path": target.name,
+                "architectures": list(target.architectures),
+            },
+        },
+    }
+
+
+def write_checkpoint(
+    folder: str | Path,
+    method: str,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    target: TargetRef,
+    *,
+    dtype: torch.dtype,
+    section: Mapping[str, Any],
+    notes: Mapping[str, Any] | None,
+) -> None:
+    """Writes a drafter's folder.
+
+    Args:
+        folder: Created if it does not exist.
+        method: Name of the method.
+        config: Content of config.json.
+        tensors: Content of model.safetensors, of any float type.
+        target: The target that the drafter was trained for.
+        dtype: Type of the tensors in the file.
+        section: Fields of the ``paceline`` section that belong to the method.
+        notes: Written to the section as ``training``: how the drafter was trained.
+    """
+    from safetensors.torch import save_file
+
+    ours: dict[str, Any] = {
+        "method": method,
+        "format": FORMAT,
+        **section,
+        "target_fingerprint": target.fingerprint,
+        "tokenizer_digest": target.tokenizer_digest,
+    }
+    if notes:
+        ours["training"] = dict(notes)
+    whole = {**config, "dtype": str(dtype).removeprefix("torch."), SECTION: ours}
+    base = Path(folder)
+    base.mkdir(parents=True, exist_ok=True)
+    # Copies: a tied embedding and head share memory, which the file format does not allow.
+    copies = {n: t.detach().to("cpu", dtype, copy=True).contiguous() for n, t in tensors.items()}
+    save_file(copies, base / WEIGHTS_FILE, metadata={"format": "pt"})
+    text = json.dumps(whole, indent=2, sort_keys=True)
+    (base / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def read_config_file(folder: str | Path, method: str) -> dict[str, Any]:
+    """Reads a drafter's config.json.
+
+    Raises:
+        UnsupportedModelError: Its ``paceline`` section is of another method or format.
+        FileNotFoundError: There is no config.json.
+    """
+    path = Path(folder) / CONFIG_FILE
+    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    section = config.get(SECTION)
+    if section is not None and (section.get("method"), section.get("format")) != (method, FORMAT):
+        raise UnsupportedModelError(
+            f"{path} is of method {section.get('method')!r}, format {section.get('format')!r}; "
+            f"expected {method!r}, format {FORMAT}"
+        )
+    return config
+
+
+class EmbeddingShape(Protocol):
+    """Shape of an embedding."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def hidden(self) -> int: ...
+
+
+class TargetEmbedding:
+    """The target's embedding and LM head.
+
+    Where type and device are those of the file, the embedding is mapped from it and not copied. All
+    drafters on a machine, and other processes that map the file, then share its memory. The same
+    holds for the head, unless it is small enough to be repacked into a faster, private copy.
+    """
+
+    def __init__(self, embedding: Tensor, head: Tensor, pack_bytes: int) -> None:
+        """Takes both tensors, ``[V, hidden]``; heads of at most ``pack_bytes`` are repacked."""
+        self.embedding = embedding
+        self._head = head
+        packs = head.device.type == "cpu" and head.nbytes <= pack_bytes
+        self._packed = Linear(head) if packs else None
+        self.private_bytes = head.nbytes if packs else 0
+        """Bytes of the repacked head."""
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embeds token ids ``[M]``: float32 ``[M, hidden]``."""
+        return self.embedding[tokens].float()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Applies the LM head: ``[R, hidden]`` to ``[R, V]``, in the weights' type."""
+        return linear(hidden, self._head) if self._packed is None else self._packed(hidden)
+
+    @classmethod
+    def read(
+        cls,
+        folder: Path,
+        target: Path | None,
+        shape: EmbeddingShape,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        pack_bytes: int,
+    ) -> TargetEmbedding:
+        """Reads both from the drafter's folder if it holds them, otherwise from the target's.
+
+        Args:
+            folder: The drafter's.
+            target: The target's, if given.
+            shape: Expected shape.
+            dtype: Type of the model.
+            device: Device of the model.
+            pack_bytes: See :meth:`__init__`.
+
+        Raises:
+            UnsupportedModelError: Neither folder has them, or they have another shape.
+        """
+        names = (EMBEDDING, HEAD)
+        weights = Checkpoint(folder, dtype, device)
+        if EMBEDDING not in weights:
+            if target is None:
+                raise UnsupportedModelError(
+                    f"{folder} has no {EMBEDDING}: it shares the target's; give the target's "
+                    "folder as the option target=DIR"
+                )
+            weights = Checkpoint(target, dtype, device)
+            tied = load_config(target).tied
+            names = (_TARGET_EMBEDDING, _TARGET_EMBEDDING if tied else HEAD)
+        found: list[Tensor] = []
+        for name in names:
+            if name not in weights:
+                raise UnsupportedModelError(f"{target or folder} lacks the tensor {name!r}")
+            found.append(weights.mapped(name))
+            if found[-1].shape != (shape.vocab_size, shape.hidden):
+                raise UnsupportedModelError(
+                    f"{name!r} of {target or folder} has shape {tuple(found[-1].shape)}, expected "
+                    f"{(shape.vocab_size, shape.hidden)}"
+                )
+        return cls(found[0], found[1], pack_bytes)

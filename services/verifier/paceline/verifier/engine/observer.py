@@ -1,0 +1,104 @@
+"""Attention-score observers of several sequences in one forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from paceline.kernels import NotedBlock, Probe, TreeSegment
+from paceline.kv.scores import ScoreObserver
+
+
+@dataclass(frozen=True)
+class _Observed:
+    """The block of a batch that one observer observes.
+
+    Attributes:
+        observer: The sequence's observer.
+        block: Index of the block in the plan.
+        nodes: Observed rows, counted inside the block.
+        rows: The same rows, counted in the batch.
+        probes: What the attention kernel stores for the observer, in each of its layers.
+    """
+
+    observer: ScoreObserver
+    block: int
+    nodes: tuple[int, ...]
+    rows: tuple[int, ...]
+    probes: Sequence[Probe]
+
+
+class BatchObserver:
+    """All observers of a forward pass; a :class:`paceline.decoder.AttentionObserver`."""
+
+    def __init__(self) -> None:
+        self._observed: list[_Observed] = []
+
+    def __len__(self) -> int:
+        """Number of observers."""
+        return len(self._observed)
+
+    def add(self, observer: ScoreObserver, block: int, segment: TreeSegment, first: int) -> None:
+        """Add the observer of one sequence.
+
+        Args:
+            observer: The observer; its step begins.
+            block: Index of the sequence's block in the plan.
+            segment: That block.
+            first: Its first row in the batch.
+        """
+        nodes = observer.nodes(segment)
+        probes = observer.begin(block, nodes, segment.start)
+        rows = tuple(first + node for node in nodes)
+        self._observed.append(_Observed(observer, block, nodes, rows, probes))
+
+    def probes(self, layer: int) -> Sequence[Probe]:
+        """See :class:`paceline.decoder.AttentionObserver`."""
+        return [
+            probe
+            for each in self._observed
+            if layer in each.observer.layers
+            for probe in each.probes
+        ]
+
+    def attended(self, layer: int, q: Tensor) -> None:
+        """See :class:`paceline.decoder.AttentionObserver`."""
+        for each in self._observed:
+            if layer in each.observer.layers:
+                each.observer.attended(layer, q, each.rows)
+
+    def scratch(self, windows: Sequence[int | None]) -> tuple[tuple[int, ...], list[NotedBlock]]:
+        """Returns what a captured graph has to store: layers, and blocks with scratch buffers.
+
+        Args:
+            windows: Sliding window of each layer of the model, or None.
+
+        Returns:
+            Nothing if one captured graph cannot serve all observers: it stores scores, not weights,
+            of the same layers for all, and of layers without a window.
+        """
+        observed = {tuple(each.observer.layers) for each in self._observed}
+        if len(observed) != 1:
+            return (), []
+        (layers,) = observed
+        if any(windows[layer] is not None for layer in layers):
+            return (), []
+        blocks = []
+        for each in self._observed:
+            scratch = each.observer.scratch()
+            if scratch is None:
+                return (), []
+            blocks.append(NotedBlock(each.block, each.nodes, scratch))
+        return layers, blocks
+
+    def read_scratch(self, q_heads: int) -> None:
+        """Called when a captured graph has filled the scratch buffers."""
+        for each in self._observed:
+            each.observer.read_scratch(q_heads)
+
+    def publish(self) -> None:
+        """Called when the pass has ended."""
+        for each in self._observed:
+            each.observer.publish()

@@ -1,0 +1,104 @@
+"""Jobs that wait for a step."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from paceline.kernels import CHUNK
+from paceline.verifier.engine.batch import Batch
+from paceline.verifier.engine.errors import SequenceClosed, StepFailed
+from paceline.verifier.engine.job import Job, Prefill, Round
+from paceline.verifier.kv.base import OutOfMemory
+
+
+class JobQueue:
+    """Waiting rounds and prefills, in order of arrival. Only the engine thread uses it.
+
+    A job that was cancelled, or whose KV cannot grow, ends when it is taken from the queue.
+
+    Attributes:
+        updated: Jobs that ended or have output; the engine notifies their waiters.
+    """
+
+    def __init__(self, step_tokens: int, prefill_tokens: int) -> None:
+        """Make an empty queue; the arguments are the engine's."""
+        self._step_tokens = step_tokens
+        self._prefill_tokens = prefill_tokens
+        self._rounds: deque[Round] = deque()
+        self._prefills: deque[Prefill] = deque()
+        self.updated: list[Job] = []
+
+    def __len__(self) -> int:
+        """Number of waiting jobs."""
+        return len(self._rounds) + len(self._prefills)
+
+    def add(self, job: Job) -> None:
+        """Append a job."""
+        if isinstance(job, Round):
+            self._rounds.append(job)
+        elif isinstance(job, Prefill):
+            self._prefills.append(job)
+
+    def fail(self, job: Job, error: Exception) -> None:
+        """End a job that is not in the queue, with an error."""
+        job.fail(error)
+        self.updated.append(job)
+
+    def fail_all(self, fails: Callable[[Job], bool], error: Exception) -> None:
+        """End the waiting jobs for which ``fails`` is true, with an error."""
+        for job in [*self._rounds, *self._prefills]:
+            if fails(job):
+                self.fail(job, error)
+        self._rounds = deque(job for job in self._rounds if not job.done)
+        self._prefills = deque(job for job in self._prefills if not job.done)
+
+    def take_rounds(self) -> list[Round]:
+        """Take rounds, as many as one step has tokens for, and reserve their KV."""
+        rounds: list[Round] = []
+        left = self._step_tokens
+        for _ in range(len(self._rounds)):
+            job = self._rounds.popleft()
+            tokens = 1 + len(job.tree)
+            if self._cancelled(job):
+                continue
+            if rounds and left < tokens:
+                self._rounds.appendleft(job)
+                break
+            if self._reserve(job, job.sequence.committed + tokens):
+                rounds.append(job)
+                left -= tokens
+        return rounds
+
+    def add_prefills(self, batch: Batch) -> None:
+        """Take prefills and add their next parts, which share the step's prompt tokens."""
+        left = self._prefill_tokens
+        for _ in range(len(self._prefills)):
+            if left <= 0:
+                return
+            job = self._prefills.popleft()
+            if self._cancelled(job):
+                continue
+            start, end = job.sequence.committed, len(job.sequence.tokens)
+            share = max(CHUNK, left // (len(self._prefills) + 1))
+            stop = min(end, start + min(share, left))
+            if self._reserve(job, stop):
+                batch.add_prefill(job, stop)
+                left -= stop - start
+
+    def _cancelled(self, job: Job) -> bool:
+        if job.sequence.segment.closed:
+            self.fail(job, SequenceClosed("the cache was released"))
+        elif job.cancelled:
+            job.done = True
+            self.updated.append(job)
+        return job.done
+
+    def _reserve(self, job: Job, tokens: int) -> bool:
+        try:
+            job.sequence.segment.reserve(tokens)
+        except OutOfMemory as error:
+            self.fail(job, error)
+        except OSError as error:
+            self.fail(job, StepFailed(f"KV memory could not be reserved: {error}"))
+        return not job.done

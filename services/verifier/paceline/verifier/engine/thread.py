@@ -1,0 +1,81 @@
+"""A thread that takes commands from an event loop between the steps of its own work."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+class CommandThread:
+    """Runs commands in the order of their submission, when its work calls :meth:`run_commands`."""
+
+    def __init__(self, name: str) -> None:
+        """Make a thread; :meth:`start` starts it."""
+        self._name = name
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Start the thread with ``work``. Callbacks go to the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=work, name=self._name, daemon=True)
+        self._thread.start()
+
+    def submit(self, command: Callable[[], None]) -> None:
+        """Queue a command."""
+        self._commands.put(command)
+
+    async def call(self, action: Callable[[], _T]) -> _T:
+        """Run ``action`` as a command, or at once if the thread does not run.
+
+        Raises:
+            Exception: ``action`` raised it.
+        """
+        if self._thread is None:
+            return action()
+        answer: Future[_T] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(action())
+            except Exception as error:
+                answer.set_exception(error)
+
+        self._commands.put(run)
+        return await asyncio.shield(asyncio.wrap_future(answer))  # a cancelled caller stops nothing
+
+    async def stop(self, last: Callable[[], None]) -> None:
+        """Run ``last``, which has the work return, and join the thread."""
+        if self._thread is None:
+            return
+        self._commands.put(last)
+        await asyncio.to_thread(self._thread.join)
+        self._thread = None
+        self.run_commands()
+
+    def run_commands(self, *, wait: bool = False) -> None:
+        """Run the queued commands; with ``wait``, wait for one first. Called by the work."""
+        while wait or not self._commands.empty():
+            wait = False
+            try:
+                self._commands.get()()
+            except Exception:
+                _log.exception("engine command failed")
+
+    def call_loop(self, callback: Callable[[], None]) -> None:
+        """Have the event loop call ``callback``. Any thread may call this."""
+        if self._loop is None:
+            return
+        try:
+            self._loop.call_soon_threadsafe(callback)
+        except RuntimeError:
+            _log.debug("the event loop is closed; a callback was dropped")

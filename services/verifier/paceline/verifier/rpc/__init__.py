@@ -1,0 +1,1 @@
+"""The RPCs of the verifier: handlers, messages and errors."""

@@ -1,0 +1,215 @@
+"""One FollowCache stream: the positions a drafter has, and the updates that are sent to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import torch
+from torch import Tensor
+
+from paceline.kv.selection import SelectionPolicy
+from paceline.kv.wire import cache_dtype, encode, position_bytes
+from paceline.service import ServiceError
+from paceline.v1 import kv_pb2
+from paceline.verifier.cache import Cache
+from paceline.verifier.rpc.errors import grant_not_found
+from paceline.verifier.rpc.follow_states import StateFeed
+
+MESSAGE_BYTES = 1 << 20
+"""Most KV or hidden states in one message, so that encoding it does not block the event loop for
+long. Unit: bytes."""
+
+UPDATES_AHEAD = 2
+"""Most updates sent that are not acknowledged yet. A slower link skips rounds."""
+
+_POSITION_BYTES = 4
+
+
+@dataclass(slots=True)
+class FollowCounts:
+    """Counts of all streams of a verifier. Written by the event loop, read by any thread."""
+
+    streams: int = 0
+    """Open streams."""
+    updates: int = 0
+    """Updates that were begun."""
+    bytes: int = 0
+    """Bytes of all messages sent."""
+
+
+class FollowStream:
+    """Sends the changes of a cache to one drafter, as fast as the drafter acknowledges them.
+
+    Belongs to the event loop. It reads committed positions only, which never change, and keeps no
+    view of them over an await; after each await it checks whether the cache was released. A release
+    does not interrupt a write: a call whose first message is interrupted can carry no status.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        layers: Sequence[int],
+        policy: SelectionPolicy,
+        budget: int,
+        wire: kv_pb2.KvDtype | None,
+        states: StateFeed | None = None,
+        counts: FollowCounts | None = None,
+    ) -> None:
+        """Start from a drafter that has no positions.
+
+        Args:
+            cache: The followed cache.
+            layers: Layers sent, counted from 0.
+            policy: Chooses positions of these layers.
+            budget: Most positions per layer. Unit: tokens.
+            wire: Type of keys and values on the wire; None: chunks carry positions only.
+            states: Hidden states to send along; None: none.
+            counts: Where the stream is counted; None: nowhere.
+        """
+        layout = cache.sequence.segment.layout
+        self._cache = cache
+        self._states = states
+        self._layers = layers
+        self._policy = policy
+        self._budget = budget
+        self._wire = wire
+        self._positions = [torch.empty(0, dtype=torch.int64) for _ in layers]
+        self._shape = kv_pb2.KvShape(
+            layers=len(layers),
+            heads=layout.kv_heads,
+            head_dim=layout.head_dim,
+            dtype=cache_dtype(layout.dtype),
+            wire_dtype=wire or kv_pb2.KV_DTYPE_UNSPECIFIED,
+            hidden_size=0 if states is None else states.hidden,
+        )
+        row = _POSITION_BYTES
+        if wire is not None:
+            row = position_bytes(layout.kv_heads, layout.head_dim, wire)
+        self._message_positions = max(1, MESSAGE_BYTES // row)
+        self._counts = FollowCounts() if counts is None else counts
+        self._sent = 0
+        self._acknowledged = 0
+        self._sent_at: tuple[int, int] | None = None  # committed length and budget
+        self._changed = asyncio.Event()
+        self._ended = False
+
+    async def serve(self, context: Any) -> None:
+        """Send the shape, then updates until the drafter ends the stream or the cache is gone.
+
+        Raises:
+            ServiceError: The cache is gone, or the drafter sent an invalid message.
+        """
+        sequence, observer = self._cache.sequence, self._policy.observer
+        sequence.listeners.add(self._changed.set)
+        if observer is not None:
+            sequence.observers.append(observer)
+        self._counts.streams += 1
+        reading = asyncio.create_task(self._read(context))
+        try:
+            await self._send(context, self._message(0, shape=self._shape))
+            while not self._ended:
+                self._changed.clear()
+                self._check()
+                if self._due:
+                    for message in self._update():
+                        await self._send(context, message)
+                else:
+                    await self._changed.wait()
+            await reading
+        finally:
+            self._counts.streams -= 1
+            sequence.listeners.discard(self._changed.set)
+            if observer is not None:
+                sequence.observers.remove(observer)
+            reading.cancel()
+
+    async def _send(self, context: Any, message: kv_pb2.FollowCacheResponse) -> None:
+        await context.write(message)
+        self._counts.bytes += message.ByteSize()
+
+    def _check(self) -> None:
+        if self._cache.released:
+            raise grant_not_found()
+
+    @property
+    def _due(self) -> bool:
+        """Whether something has changed, and another update may be sent."""
+        now = (self._cache.sequence.committed, self._budget)
+        return self._sent_at != now and self._sent - self._acknowledged < UPDATES_AHEAD
+
+    async def _read(self, context: Any) -> None:
+        """Read acknowledgements."""
+        try:
+            while (request := await context.read()) is not grpc.aio.EOF:
+                if request.WhichOneof("event") != "ack":
+                    raise ServiceError.invalid_argument(
+                        "ALREADY_SUBSCRIBED", "after the first message every one must be an ack"
+                    )
+                if not self._acknowledged < request.ack.update_id <= self._sent:
+                    raise ServiceError.invalid_argument(
+                        "BAD_ACK",
+                        f"update {request.ack.update_id} was acknowledged, expected one of "
+                        f"{self._acknowledged + 1} to {self._sent}",
+                    )
+                self._acknowledged = request.ack.update_id
+                self._budget = request.ack.budget or self._budget
+                self._changed.set()
+        finally:
+            self._ended = True
+            self._changed.set()
+
+    def _update(self) -> Iterator[kv_pb2.FollowCacheResponse]:
+        """Yields the messages of the next update; each is made after the previous one was sent."""
+        committed = self._cache.sequence.committed
+        self._sent_at = (committed, self._budget)
+        self._sent += 1
+        self._counts.updates += 1
+        chosen = self._policy.choose(committed, self._budget) if self._layers else []
+        message = self._message(committed)
+        added: list[tuple[int, Tensor]] = []
+        for index, (before, after) in enumerate(zip(self._positions, chosen, strict=True)):
+            dropped = before[~torch.isin(before, after)]
+            if len(dropped):
+                message.drops.add(layer=index, positions=dropped.tolist())
+            new = after[~torch.isin(after, before)]
+            added += [(index, part) for part in new.split(self._message_positions) if len(part)]
+        self._positions = chosen
+        room = self._message_positions
+        for index, positions in added:
+            if room < len(positions) and message.chunks:
+                yield message
+                self._check()
+                message, room = self._message(committed), self._message_positions
+            message.chunks.append(self._chunk(index, positions))
+            room -= len(positions)
+        if self._states is not None:
+            for piece in self._states.pieces(committed, MESSAGE_BYTES):
+                if message.chunks or message.hidden_states:
+                    yield message
+                    self._check()
+                    message = self._message(committed)
+                message.hidden_states.extend(piece)
+        message.last = True
+        yield message
+
+    def _message(self, committed: int, **fields: Any) -> kv_pb2.FollowCacheResponse:
+        return kv_pb2.FollowCacheResponse(
+            update_id=self._sent,
+            committed_length=committed,
+            generation=self._cache.generation,
+            **fields,
+        )
+
+    def _chunk(self, index: int, positions: Tensor) -> kv_pb2.KvChunk:
+        chunk = kv_pb2.KvChunk(layer=index, positions=positions.tolist())
+        if self._wire is not None:
+            keys, values = self._cache.sequence.segment.gather(self._layers[index], positions)
+            chunk.keys, key_scales = encode(keys, self._wire)
+            chunk.values, value_scales = encode(values, self._wire)
+            chunk.key_scales.extend(key_scales)
+            chunk.value_scales.extend(value_scales)
+        return chunk

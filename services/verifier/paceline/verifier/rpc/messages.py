@@ -1,0 +1,211 @@
+"""Conversion of protocol messages to the engine's types and back; all checks of requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence as Items
+
+from paceline.kernels import SamplingParams
+from paceline.service import ServiceError
+from paceline.service.sampling import sampling_params
+from paceline.tree import MAX_NODES, TokenTree, TreeError
+from paceline.v1 import sampling_pb2, tree_pb2, verifier_pb2
+from paceline.verifier.engine.output import FinishReason, StepOutput
+from paceline.verifier.engine.sequence import Generation
+from paceline.verifier.grammar import MAX_SCHEMA_BYTES, Grammar, GrammarError, Grammars
+from paceline.verifier.kv.taps import Taps
+from paceline.verifier.model import Limits
+
+MAX_TOP_LOGPROBS = 20
+MAX_STOP_TOKENS = 1024
+MAX_LOGIT_BIAS = 4096
+MAX_NAME = 256
+
+_FINISH = {
+    None: sampling_pb2.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: sampling_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: sampling_pb2.FINISH_REASON_LENGTH,
+}
+_invalid = ServiceError.invalid_argument
+
+
+async def read_generation(
+    request: verifier_pb2.CreateCacheRequest, limits: Limits, grammars: Grammars
+) -> Generation:
+    """Read and check a generation request.
+
+    Args:
+        request: The request.
+        limits: Of the served model.
+        grammars: Compiler for the request's JSON schema.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT.
+    """
+    prompt, output = request.prompt_tokens, request.output_tokens
+    if not prompt:
+        raise _invalid("PROMPT_EMPTY", "the prompt has no token; send at least one")
+    length = len(prompt) + len(output)
+    if length >= limits.max_context:
+        raise _invalid(
+            "PROMPT_TOO_LONG",
+            f"prompt and output so far have {length} tokens, expected fewer than the context of "
+            f"{limits.max_context}; shorten the prompt",
+        )
+    limit = limits.max_context
+    if request.max_new_tokens:
+        limit = min(limit, len(prompt) + request.max_new_tokens)
+    if length >= limit:
+        raise _invalid(
+            "NOTHING_LEFT",
+            f"max_new_tokens is {request.max_new_tokens}, but {len(output)} tokens were emitted "
+            "already; raise it or stop here",
+        )
+    _check_tokens("prompt_tokens", prompt, limits)
+    _check_tokens("output_tokens", output, limits)
+    if len(request.stop_token_ids) > MAX_STOP_TOKENS:
+        raise _invalid(
+            "TOO_MANY_STOP_TOKENS",
+            f"there are {len(request.stop_token_ids)} stop tokens, expected at most "
+            f"{MAX_STOP_TOKENS}",
+        )
+    _check_tokens("stop_token_ids", request.stop_token_ids, limits)
+    if request.top_logprobs > MAX_TOP_LOGPROBS:
+        raise _invalid(
+            "BAD_TOP_LOGPROBS",
+            f"top_logprobs is {request.top_logprobs}, expected at most {MAX_TOP_LOGPROBS}",
+        )
+    if len(request.drafter) > MAX_NAME:
+        raise _invalid(
+            "BAD_DRAFTER",
+            f"the drafter's name has {len(request.drafter)} characters, expected at most "
+            f"{MAX_NAME}; shorten it or leave it out",
+        )
+    stop_ids = set(request.stop_token_ids)
+    if not request.ignore_eos:
+        stop_ids.update(limits.eos_token_ids)
+    logprobs = request.logprobs or request.top_logprobs > 0
+    return Generation(
+        prompt=tuple(prompt),
+        output=tuple(output),
+        sampling=read_sampling(request.sampling, limits),
+        length_limit=limit,
+        stop_ids=frozenset(stop_ids),
+        top_logprobs=request.top_logprobs if logprobs else None,
+        taps=_read_taps(request, limits),
+        grammar=await _read_grammar(request.sampling.json_schema, tuple(output), grammars),
+        drafter=request.drafter if request.HasField("drafter") else None,
+    )
+
+
+def read_sampling(message: sampling_pb2.SamplingParams, limits: Limits) -> SamplingParams:
+    """Read and check sampling parameters.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT.
+    """
+    if message.mode not in sampling_pb2.AcceptanceMode.values():
+        raise _invalid(
+            "INVALID_SAMPLING",
+            f"mode {message.mode} is unknown, expected INVARIANT or REJECTION",
+        )
+    if len(message.logit_bias) > MAX_LOGIT_BIAS:
+        raise _invalid(
+            "INVALID_SAMPLING",
+            f"logit_bias names {len(message.logit_bias)} tokens, expected at most {MAX_LOGIT_BIAS}",
+        )
+    _check_tokens("logit_bias", list(message.logit_bias), limits)
+    try:
+        return sampling_params(message)
+    except ValueError as error:
+        raise _invalid("INVALID_SAMPLING", str(error)) from error
+
+
+def read_tree(
+    message: tree_pb2.TokenTree, limits: Limits, sampling: SamplingParams, position: int
+) -> TokenTree:
+    """Read and check a drafted tree.
+
+    Args:
+        message: The tree.
+        limits: Of the served model.
+        sampling: The generation's.
+        position: Absolute position of the anchor's children.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT.
+    """
+    if len(message.distributions) and not sampling.rejection:
+        raise _invalid(
+            "BAD_TREE",
+            "distributions belong to the mode REJECTION at temperatures above 0; send none",
+        )
+    try:
+        tree = TokenTree.from_proto(message, MAX_NODES)
+        tree.check(limits.vocab_size)
+        if sampling.rejection:
+            tree.check_samples(sampling.seed, position)
+    except TreeError as error:
+        raise _invalid(error.reason, str(error)) from error
+    return tree
+
+
+def write_result(output: StepOutput) -> verifier_pb2.RoundResult:
+    """The message of an output."""
+    result = verifier_pb2.RoundResult(
+        tokens=output.tokens,
+        accepted_nodes=output.accepted,
+        logprobs=output.logprobs,
+        finish_reason=_FINISH[output.finish],
+        committed_length=output.committed,
+    )
+    for top in output.top_logprobs:
+        result.top_logprobs.add(
+            tokens=[token for token, _ in top], logprobs=[value for _, value in top]
+        )
+    return result
+
+
+async def _read_grammar(schema: str, output: tuple[int, ...], grammars: Grammars) -> Grammar | None:
+    if not schema:
+        return None
+    size = len(schema.encode())
+    if size > MAX_SCHEMA_BYTES:
+        raise _invalid(
+            "INVALID_SCHEMA",
+            f"the JSON schema has {size} bytes, expected at most {MAX_SCHEMA_BYTES}",
+        )
+    try:
+        grammar = await asyncio.to_thread(grammars.compile, schema)
+        grammar.begin(output)
+    except GrammarError as error:
+        raise _invalid("INVALID_SCHEMA", str(error)) from error
+    return grammar
+
+
+def _read_taps(request: verifier_pb2.CreateCacheRequest, limits: Limits) -> Taps | None:
+    layers = sorted(set(request.hidden_state_layers))
+    if not layers:
+        return None
+    if layers[-1] >= limits.layers:
+        raise _invalid(
+            "LAYER_OUT_OF_RANGE",
+            f"hidden states of layer {layers[-1]} were requested, but the model has "
+            f"{limits.layers} layers, counted from 0; is the drafter made for another target?",
+        )
+    # A window as long as the context is the same as none.
+    window = request.hidden_state_window
+    return Taps(tuple(layers), window if window < limits.max_context else 0)
+
+
+def _check_tokens(name: str, tokens: Items[int], limits: Limits) -> None:
+    if len(tokens) and max(tokens) >= limits.vocab_size:
+        raise _token_out_of_range(name, max(tokens), limits)
+
+
+def _token_out_of_range(name: str, token: int, limits: Limits) -> ServiceError:
+    return _invalid(
+        "TOKEN_OUT_OF_VOCABULARY",
+        f"{name} has token {token}, but the model has {limits.vocab_size} token ids, counted "
+        "from 0; does the text come from another tokenizer?",
+    )

@@ -1,0 +1,225 @@
+"""Whether a sequence drafts: the controller.
+
+Everything is counted in plain tokens: tokens that the sequence would have been given in plain
+decoding. The clock of :class:`PlainClock` turns wall-clock time into them. The interval from one
+answer of a drafting sequence to the next brings ``emitted`` tokens and costs the plain tokens that
+passed on the clock, whatever they passed with: draft, transport, queue or verification. It also
+costs the tokens that sequences without a draft got less meanwhile. The difference is the
+interval's gain.
+
+A sequence drafts while its balance is above 0. Gains and losses of drafted intervals change the
+balance; in plain decoding it rises by a small share of the emitted tokens. So drafting that does
+not pay costs at most that share of the time, and drafting that pays goes on. Compared with two
+running means, one for each choice, this needs no schedule of explorations, and a method that often
+finds nothing but gains much now and then (``ngram``) pays for its failed attempts itself.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.verifier.scheduler.calibration import Calibration
+
+_SHARE = 0.02  # of plain tokens that exploration may cost
+_SHARE_IF_PAYING = 0.1  # the same while the drafter pays for other sequences
+_START = 2.0  # balance of a sequence whose drafter is unknown. Unit: plain tokens
+_MOST = 16.0  # balance at most: what a change for the worse can cost. Unit: plain tokens
+_LEAST = -32.0  # balance at least: the next attempt comes after 32 / 0.02 tokens
+# The same after a single interval of a drafter that was paying: a stall of the machine looks like
+# this, and must not end drafting for long. Unit: plain tokens.
+_LEAST_IF_PAYING = -2.0
+_SEED_MOST = 12.0  # balance that a new sequence takes over at most. Unit: plain tokens
+_NAMES = 64  # drafter names that are remembered; clients choose names
+
+_KNOWN = 16  # plain steps after which the speed of plain decoding at a load is known
+_STALE = 1000  # steps beside drafting at a load after which it is measured again
+_NEWEST = 0.05  # weight of the newest plain step
+_OUTLIER = 5.0  # a plain step this many times longer than usual is left out
+
+
+def load_bucket(load: int) -> int:
+    """Loads that share statistics: 1, 2, 3 to 4, 5 to 8, ... sequences."""
+    return max(0, load - 1).bit_length()
+
+
+@dataclass
+class _PlainSpeed:
+    ratio: float = 1.0
+    steps: int = 0
+    drafted: int = 0
+
+
+class PlainClock:
+    """Counts plain tokens: how many each sequence would have been given since the start.
+
+    The cost table predicts a plain step on an idle machine. The ratio of measured to predicted
+    time, from the end of one step to the end of the next, is learnt at each load while nobody
+    drafts.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._speeds: dict[int, _PlainSpeed] = {}
+
+    def known(self, load: int) -> bool:
+        """Whether plain decoding was measured at this load; nobody drafts before."""
+        speed = self._speeds.get(load_bucket(load))
+        return speed is not None and speed.steps >= _KNOWN
+
+    def advance(self, load: int, seconds: float, predicted: float) -> None:
+        """Let wall-clock time pass; ``predicted`` is a plain step of all ``load`` sequences."""
+        self.now += seconds / (predicted * self._nearest(load).ratio)
+
+    def advance_beside_prefill(self) -> None:
+        """A step of prompts alone ran: in plain decoding each sequence gets a token beside it."""
+        self.now += 1.0
+
+    def observe(self, load: int, seconds: float, predicted: float) -> None:
+        """A step in which nobody drafted took ``seconds`` from the end of the one before."""
+        speed = self._speeds.setdefault(load_bucket(load), _PlainSpeed(self._nearest(load).ratio))
+        ratio = seconds / predicted
+        if ratio > _OUTLIER * speed.ratio and speed.steps:
+            return
+        speed.steps += 1
+        speed.drafted = 0
+        speed.ratio += max(_NEWEST, 1 / speed.steps) * (ratio - speed.ratio)
+
+    def drafted(self, load: int) -> None:
+        """A step ran while somebody drafts. After many of them plain steps are measured again."""
+        speed = self._speeds.get(load_bucket(load))
+        if speed is not None:
+            speed.drafted += 1
+            if speed.drafted >= _STALE:
+                speed.drafted, speed.steps = 0, _KNOWN // 2
+
+    def _nearest(self, load: int) -> _PlainSpeed:
+        bucket = load_bucket(load)
+        nearest = min(self._speeds, key=lambda seen: (abs(seen - bucket), seen), default=None)
+        return _PlainSpeed() if nearest is None else self._speeds[nearest]
+
+    def to_json(self) -> dict[str, Any]:
+        """The ratios."""
+        return {str(bucket): speed.ratio for bucket, speed in self._speeds.items() if speed.steps}
+
+    def load_json(self, stored: dict[str, Any]) -> None:
+        """Take over ratios of an earlier process."""
+        for bucket, ratio in stored.items():
+            if 0.1 < float(ratio) < 100.0:
+                self._speeds[int(bucket)] = _PlainSpeed(float(ratio), _KNOWN)
+
+
+@dataclass
+class DrafterStatistics:
+    """What sequences of one drafter name ended with; new ones start with it."""
+
+    balance: float = _START
+    nodes: float | None = None
+    calibration: Calibration = field(default_factory=Calibration)
+
+
+class SequenceState:
+    """The controller's state of one sequence.
+
+    Attributes:
+        drafts: Whether its client has a drafter.
+        drafter: Shared statistics of its drafter's name.
+        calibration: Of its drafter's confidences.
+        suspended: Whether the last answer's node budget was 0.
+        exploring: Whether it drafts again after a suspension and has gained nothing yet.
+        interference: Tokens that its drafting took from others since its last answer.
+        balance: See the module. Unit: plain tokens.
+    """
+
+    def __init__(self, drafter: DrafterStatistics, most_nodes: int, *, drafts: bool) -> None:
+        self.drafts = drafts
+        self.drafter = drafter
+        self.calibration = Calibration(drafter.calibration)
+        self.suspended = True
+        self.exploring = False
+        self.interference = 0.0
+        self.balance = min(drafter.balance, _SEED_MOST)
+        self._most = most_nodes
+        self._nodes = float(most_nodes) if drafter.nodes is None else drafter.nodes
+        self._drafting = False
+        self._answered: float | None = None
+
+    @property
+    def drafting(self) -> bool:
+        """Whether the interval since the last answer is a drafted one."""
+        return self._drafting
+
+    @property
+    def nodes(self) -> int:
+        """Nodes to draft at most, if any at all."""
+        return max(1, min(self._most, round(self._nodes)))
+
+    def admitted(self, drafted: int, admitted: int) -> None:
+        """A tree was cut to ``admitted`` nodes: the next may have twice as many and some more."""
+        target = 2 * admitted + 8
+        if target < self._nodes or admitted == drafted:
+            self._nodes += 0.25 * (target - self._nodes)
+            self._nodes = min(self._nodes, self._most)
+
+    def answered(self, now: float, emitted: int, *, tree: bool) -> None:
+        """A step gave it tokens.
+
+        Args:
+            now: Reading of the plain clock.
+            emitted: Number of tokens.
+            tree: Whether it had sent a tree.
+        """
+        self.drafts |= tree
+        if self._answered is not None and (self._drafting or tree):
+            gain = emitted - (now - self._answered) - self.interference
+            least = _LEAST_IF_PAYING if self.balance > _START else _LEAST
+            self.balance = min(_MOST, max(self.balance + gain, min(self.balance, least)))
+            self.exploring &= gain <= 0
+        elif self.balance < _START:
+            pays = self.drafter.balance > _START
+            self.balance += (_SHARE_IF_PAYING if pays else _SHARE) * emitted
+        # The interval after a tree counts too: the way back to plain decoding is part of its cost.
+        self._drafting = tree
+        self._answered, self.interference = now, 0.0
+
+    def budget_sent(self, now: float, budget: int) -> None:
+        """Its client was sent a node budget and may draft from now on."""
+        self._answered = now
+        opens = self.drafts and budget > 0
+        if opens and self.suspended:
+            self.exploring = self.balance < _START
+        self.suspended = not opens
+        self._drafting |= opens
+
+    def ended(self) -> None:
+        """The sequence is released: hand over to those that come."""
+        if self.drafts:
+            self.drafter.balance += 0.5 * (self.balance - self.drafter.balance)
+            self.drafter.nodes = self._nodes
+
+
+class Drafters:
+    """Statistics by drafter name, of the names used last."""
+
+    def __init__(self) -> None:
+        self._named: OrderedDict[str, DrafterStatistics] = OrderedDict()
+
+    def of(self, name: str) -> DrafterStatistics:
+        """Statistics of a name."""
+        found = self._named.setdefault(name, DrafterStatistics())
+        self._named.move_to_end(name)
+        while len(self._named) > _NAMES:
+            self._named.popitem(last=False)
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Balances and budgets by name."""
+        return {name: [each.balance, each.nodes] for name, each in self._named.items()}
+
+    def load_json(self, stored: dict[str, Any]) -> None:
+        """Take over those of an earlier process."""
+        for name, (balance, nodes) in stored.items():
+            self._named[str(name)] = DrafterStatistics(
+                min(_MOST, max(_LEAST, float(balance))), None if nodes is None else float(nodes)
+            )

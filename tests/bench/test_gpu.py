@@ -1,0 +1,119 @@
+"""`make gpu-check`: its measurements, and what it needs on a machine with other packages."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.bench.gpu.__main__ import MEASUREMENTS, main, run
+
+TESTS = Path(__file__).parents[1] / "gpu"
+
+BLOCKER = """
+import importlib.abc, importlib.metadata, sys
+
+MISSING = {
+    "accelerate", "aiohttp", "grpc_tools", "hypothesis", "jinja2", "llguidance", "openai",
+    "opentelemetry", "prometheus_client", "pydantic", "shtab", "uvloop",
+}
+
+class Blocker(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in MISSING:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Blocker())
+version = importlib.metadata.version
+def no_paceline(name):
+    if name == "paceline":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return version(name)
+importlib.metadata.version = no_paceline
+"""
+
+IMPORTS = """
+import importlib
+from pathlib import Path
+from paceline.bench.gpu.__main__ import MEASUREMENTS
+from paceline.cli.main import COMMANDS, build_parser
+from paceline.drafter.methods import method_class, method_names
+
+for module in MEASUREMENTS:
+    importlib.import_module(f"paceline.bench.gpu.{module}")
+build_parser([command for command in COMMANDS if command.name in ("verifier", "drafter")])
+for name in ("verifier", "drafter", "client", "cli.processes", "verifier.kv.pool", "cudaipc"):
+    importlib.import_module(f"paceline.{name}")
+for name in method_names():
+    method_class(name)
+tests = Path(sys.argv[1])
+sys.path[:0] = [str(tests / "kernels"), str(tests / "processes")]
+for file in tests.glob("*/*.py"):
+    importlib.import_module(file.stem)
+from gpu_services import demo_jobs, require_services
+require_services()
+assert len(demo_jobs()) == 4
+"""
+
+
+def test_neither_telemetry_nor_tools_nor_an_installation_is_needed() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKER + IMPORTS, str(TESTS)],
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_tests_skip_without_a_gpu_and_name_missing_packages() -> None:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", "-m", "gpu", TESTS]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "run make gpu-check" in done.stdout
+    code = """
+import sys
+sys.path.insert(0, sys.argv[1])
+sys.modules["grpc_health"] = sys.modules["grpc_status"] = None
+from gpu_services import require_services
+try:
+    require_services()
+except BaseException as skipped:
+    print(skipped)
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", code, str(TESTS / "processes")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.startswith("not installed: grpc_status, grpc_health;")
+    assert "make gpu-packages" in found.stdout
+
+
+def test_results_are_written_and_failures_do_not_stop_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(MEASUREMENTS, "nothing", 300.0)
+    command = ["gpu", "--device", "cpu", "--only", "nothing", "--only", "backends", "--seed", "5"]
+    monkeypatch.setattr(sys, "argv", [*command, "--output", str(tmp_path)])
+    assert main() == 1
+    written = json.loads((tmp_path / "cpu.json").read_text())
+    assert written["seed"] == 5
+    assert "No module named" in written["results"]["nothing"]["error"]
+    assert "NVIDIA" in written["results"]["backends"]["skipped"]
+    assert "took more than 0.05 seconds" in run("backends", "cpu", 0, 0.05)["error"]
+
+
+def test_it_needs_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu", "--output", str(tmp_path)])
+    assert main() == 2
+    assert "needs a CUDA device" in capsys.readouterr().err

@@ -1,0 +1,231 @@
+"""KV on a GPU, mapped by a drafter; the GPU is a piece of main memory here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "kv"))
+
+from fake_driver import FakeDriver
+
+from paceline.drafter.kv import KvExchange, KvGone, KvNotShared, KvOptions, VerifierAccess
+from paceline.drafter.kv.cuda import CudaKv
+from paceline.v1 import kv_pb2, kv_pb2_grpc
+from paceline.verifier.cache import Cache
+from paceline.verifier.engine.sequence import Generation, Sequence
+from paceline.verifier.kv.layout import KvLayout
+from paceline.verifier.kv.pool import PagedKv, PagePool
+from paceline.verifier.rpc.kv_exchange import KvExchangeServicer
+
+from .conftest import until
+from .test_kv_descriptions import change
+
+LAYOUT = KvLayout(layers=3, kv_heads=2, head_dim=16, dtype=torch.bfloat16)
+COMMITTED = 300
+
+
+class Pool:
+    """A verifier's pool with one cache of 300 positions."""
+
+    def __init__(self) -> None:
+        self.driver = FakeDriver()
+        size = 5 * 256 * LAYOUT.token_bytes
+        self.pages = PagePool(
+            LAYOUT, torch.device("cpu"), kv_bytes=size, max_sequences=2, max_context=1024,
+            driver=self.driver,
+        )  # fmt: skip
+        self.pages.kv.copy_(torch.randn(self.pages.kv.shape))
+        self.kv = PagedKv(self.pages, 768)
+        self.cache = Cache(Sequence(Generation((1,)), self.kv), "me", 5)
+        self.kv.reserve(COMMITTED)
+        self.kv.publish(COMMITTED)
+
+    def describe(self, layers: list[int] | None = None) -> kv_pb2.MapCacheResponse:
+        return kv_pb2.MapCacheResponse(
+            file=self.kv.describe_file(),
+            dtype=kv_pb2.KV_DTYPE_BFLOAT16,
+            generation=5,
+            kv=self.kv.describe(layers or range(LAYOUT.layers)),
+        )
+
+    def open(self, layers: tuple[int, ...], **change: Any) -> CudaKv:
+        answer = change.pop("answer", None) or self.describe()
+        return CudaKv(answer, self.cache.read_grant, layers, self.driver, 0)
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    made = Pool()
+    yield made
+    made.kv.close()
+    made.pages.check_integrity()
+    made.pages.close()
+    assert not made.driver.memory
+    assert not made.driver.opened
+
+
+def test_a_drafter_reads_what_the_verifier_wrote(pool: Pool) -> None:
+    kv = pool.open((0, -1))
+    assert (kv.committed, kv.transport, kv.received) == (COMMITTED, "map", 0)
+    for below, budget, positions in (
+        (290, 0, range(290)),
+        (290, 20, (*range(4), *range(274, 290))),
+        (1000, 0, range(590)),  # after more was committed, without a call
+    ):
+        if below > COMMITTED:
+            pool.kv.reserve(600)
+            pool.kv.publish(590)
+        assert kv.refresh(below, budget) == positions[-1] + 1
+        for index, layer in ((0, 0), (-1, 2)):
+            ((keys, values),) = kv.parts(index)
+            expected = pool.kv.gather(layer, torch.tensor(positions))
+            assert torch.equal(keys, expected[0])
+            assert torch.equal(values, expected[1])
+    kv.check()
+    kv.close()
+
+
+def test_a_released_cache_is_detected_after_reading(pool: Pool) -> None:
+    kv = pool.open((1,))
+    kv.refresh(1000, 0)
+    kv.parts(1)
+    pool.kv.close()
+    with pytest.raises(KvGone, match="released"):
+        kv.check()
+    kv.close()
+    with pytest.raises(KvGone, match="closed"):
+        kv.refresh(1000, 0)
+
+
+def test_an_invalid_page_table_is_refused(pool: Pool) -> None:
+    kv = pool.open((1,))
+    pool.kv._table[1] = 5
+    with pytest.raises(KvGone, match="out of its pool"):
+        kv.refresh(1000, 0)
+    kv.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("layers.0.key_offset", 1 << 40),
+        ("layers.2.value_offset", 1),
+        ("layers.2.layer", 7),
+        ("head_stride", 1 << 62),
+        ("position_stride", 8),
+        ("heads", 0),
+        ("capacity", 0),
+        ("capacity", 1 << 31),
+        ("pages.page_size", 0),
+        ("pages.page_size", 512),
+        ("pages.page_size", 700),
+        ("pages.page_stride", 64),
+        ("pages.page_stride", 1 << 63),
+        ("pages.table_offset", 0),
+        ("pages.table_offset", 8192),
+        ("pages.table_offset", 4097),
+        ("pages.memory.handle", bytes(64)),
+        ("pages.memory.device_uuid", b"?" * 16),
+        ("pages.memory.byte_size", 1 << 33),
+        ("pages.memory.byte_offset", 3),
+    ],
+)
+def test_invalid_descriptions_are_refused(pool: Pool, path: str, value: Any) -> None:
+    answer = pool.describe()
+    change(f"kv.{path}", value)(answer)
+    with pytest.raises(KvNotShared):
+        pool.open((0, 1, 2), answer=answer)
+
+
+def test_another_grant_is_refused(pool: Pool) -> None:
+    with pytest.raises(KvNotShared, match="not, or no longer"):
+        CudaKv(pool.describe(), b"x" * 16, (0,), pool.driver, 0)
+
+
+class OneCache:
+    """A store with the pool's cache alone, for the servicer."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+
+    def find_granted(self, read_grant: bytes) -> Cache:
+        assert read_grant == self._cache.read_grant
+        return self._cache
+
+    def lease_left(self, cache: Cache) -> float:
+        return 30.0
+
+
+@pytest.mark.parametrize(
+    ("device", "linked", "kv", "transport"),
+    [
+        ("cuda:0", False, "auto", "map"),
+        ("cuda:0", False, "map", "map"),
+        ("cuda:1", True, "map", "map"),
+        ("cuda:1", False, "auto", "follow"),
+        ("cpu", False, "auto", "follow"),
+        ("cuda:0", False, "follow", "follow"),
+        ("cuda:1", False, "map", "no peer access"),
+        ("cpu", False, "map", "runs on cpu"),
+    ],
+)
+async def test_kv_on_a_gpu_is_mapped_or_followed(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    device: str, linked: bool, kv: str, transport: str,
+) -> None:  # fmt: skip
+    """By the verifier's own servicer, over gRPC; or refused with the reason."""
+    if linked:
+        pool.driver.linked.add((1, 0))
+    async with exchange(pool, tmp_path, monkeypatch, device) as (drafter, address):
+        opening = drafter.open(address, pool.cache.read_grant, (0, -1), KvOptions(kv=kv), 64)
+        if transport not in ("map", "follow"):
+            with pytest.raises(KvNotShared, match=transport):
+                await opening
+            return
+        found = await opening
+        assert found.transport == transport
+        found.close()
+
+
+async def test_a_sparse_view_of_pages(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool.cache.sequence.committed = COMMITTED - 10
+    pool.kv.publish(COMMITTED)  # newer than the selection
+    async with exchange(pool, tmp_path, monkeypatch, "cuda:0") as (drafter, address):
+        options = KvOptions(kv="map", kv_policy="verified")
+        view = await drafter.open(address, pool.cache.read_grant, (-1,), options, 40)
+        await until(lambda: view.refresh(COMMITTED, 40) == COMMITTED and view.updates == 1)
+        positions = torch.tensor([*range(4), *range(254, 290)])
+        for part, where in zip(view.parts(-1), (positions, torch.arange(290, 300)), strict=True):
+            for plane, expected in zip(part, pool.kv.gather(2, where), strict=True):
+                assert torch.equal(plane, expected)
+        view.close()
+
+
+@asynccontextmanager
+async def exchange(
+    pool: Pool, folder: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> AsyncIterator[tuple[KvExchange, str]]:
+    """A drafter's side on a device, and where the verifier's side listens."""
+    monkeypatch.setattr("paceline.drafter.kv.cuda.cuda_driver", lambda: pool.driver)
+    store: Any = OneCache(pool.cache)
+    server = grpc.aio.server()
+    kv_pb2_grpc.add_KvExchangeServiceServicer_to_server(KvExchangeServicer(store), server)
+    address = f"unix:{folder}/verifier"
+    server.add_insecure_port(address)
+    await server.start()
+    drafter = KvExchange(VerifierAccess(), device)
+    try:
+        yield drafter, address
+    finally:
+        await drafter.close()
+        await server.stop(0)

@@ -1,0 +1,78 @@
+"""Methods by name: built-in ones, and those that installed distributions register."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc
+import pytest
+from entry_points import register_methods
+
+from paceline.drafter import LoadError
+from paceline.drafter.methods import method_class
+from paceline.harness import ServiceProcess
+
+from .conftest import Drafting
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+BUILT_IN = ["dspark", "lm", "longspec", "ngram", "replay", "selfspec"]
+
+
+@pytest.fixture
+def registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registers methods that cannot be used."""
+    methods = {
+        "missing-module": "no.such.module:Thing",
+        "missing-class": "pathlib:Thing",
+        "another-class": "pathlib:Path",
+        "ngram": "pathlib:Path",
+    }
+    monkeypatch.syspath_prepend(register_methods(tmp_path / "one", methods))
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_built_in_methods_keep_their_name(name: str, registered: None) -> None:
+    assert method_class(name).method == name
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "message"),
+    [
+        ("missing-module", "METHOD_NOT_INSTALLED", "cannot be imported"),
+        ("missing-class", "METHOD_NOT_INSTALLED", "cannot be imported"),
+        ("another-class", "UNKNOWN_METHOD", "expected a subclass of Drafter"),
+        ("magic", "UNKNOWN_METHOD", "known are .*lm, .*missing-class, .*ngram"),
+    ],
+)
+def test_unusable_methods_are_refused(
+    name: str, reason: str, message: str, registered: None
+) -> None:
+    with pytest.raises(LoadError, match=message) as error:
+        method_class(name)
+    assert error.value.reason == reason
+
+
+async def test_a_process_loads_the_method_of_another_distribution(tmp_path: Path) -> None:
+    folder = register_methods(tmp_path, {"mine": "followers:FollowersDrafter"})
+    paths = [str(folder), str(EXAMPLES), os.environ.get("PYTHONPATH", "")]
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    arguments = ["--load", "x=mine,branches=1"]
+    with ServiceProcess("drafter", arguments, environment=environment) as process:
+        async with grpc.aio.insecure_channel(process.address) as channel:
+            stream = await Drafting(process.address, channel).attach([1, 2, 3, 1], drafter="x")
+            drafted = await stream.round([2])
+            assert list(drafted.tree.tokens)[:2] == [3, 1]
+            await stream.end()
+
+
+@pytest.mark.parametrize("method", ["longspec", "dspark"])
+def test_training_imports_a_module_without_the_services(method: str) -> None:
+    code = (
+        f"import sys, paceline.drafter.methods.{method}.module; "
+        "found = [name for name in sys.modules if name.startswith(('grpc', 'paceline.service'))]; "
+        "assert not found, found"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -1,0 +1,177 @@
+"""What all methods with a model promise, whatever their data comes from."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.drafter.methods.base import Budget, DraftSequence, Generation, Resources, Update
+from paceline.drafter.methods.selfspec.drafter import SelfSpecDrafter
+from paceline.tree import TokenTree
+
+from . import dspark_models, longspec_models, models
+from .models import GREEDY, SAMPLINGS, VOCAB, text_of, write_model
+
+METHODS = ("lm", "longspec", "dspark", "selfspec")
+READERS = METHODS[1:]
+
+
+@dataclass
+class Method:
+    """A loaded drafter, and made-up data of the target for its generations."""
+
+    drafter: Any
+    field: str = ""
+    """Field of ``Generation`` that holds the data; empty: it reads none."""
+
+    def source(self, committed: int, seed: int = 0) -> Any:
+        if self.field == "states":
+            return dspark_models.made_up_states(self.drafter.shape, committed, seed)
+        return longspec_models.made_up_kv(self.drafter.shape, committed, seed)
+
+    def start(self, text: list[int], sampling: Any = GREEDY, source: Any = None) -> DraftSequence:
+        data = {self.field: source or self.source(len(text) - 1)} if self.field else {}
+        sequence: DraftSequence = self.drafter.start(
+            Generation(text, len(text), VOCAB, sampling, **data)
+        )
+        return sequence
+
+
+def load(name: str, folder: Path, widths: str = "4,4,4,4", **shape: Any) -> Method:
+    target = write_model(folder / "target", **shape)
+    options = {"widths": widths, "min_survival": "0"}
+    if name == "lm":
+        return Method(models.load(target, **options))
+    if name == "selfspec":
+        return Method(SelfSpecDrafter.load(target, options | {"depth": "4"}, Resources()), "kv")
+    if name == "longspec":
+        layer = longspec_models.write_longspec(folder / name, target, window=16)
+        return Method(longspec_models.load(layer, target, **options), "kv")
+    block = dspark_models.write_dspark(folder / name, target, markov_rank=8, window=16, layers=2)
+    return Method(dspark_models.load(block, target, **options), "states")
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Method]:
+    return {name: load(name, tmp_path_factory.mktemp(name)) for name in METHODS}
+
+
+def check_equal(tree: TokenTree, expected: TokenTree) -> None:
+    assert (tree.tokens, tree.parents) == (expected.tokens, expected.parents)
+    assert tree.confidences == pytest.approx(expected.confidences, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_sequences_drafted_together_get_their_own_trees(
+    name: str, loaded: dict[str, Method]
+) -> None:
+    method = loaded[name]
+    texts = [text_of(length, length) for length in (2, 3, 120, 40, 60)]
+    late = Budget(16, 4, time.monotonic() - 1)
+    budgets = [Budget(16, 4), Budget(3, 4), Budget(16, 2), Budget(0, 4), late]
+    samplings = [GREEDY, SAMPLINGS["T=1"], SAMPLINGS["filtered"], GREEDY, GREEDY]
+    jobs = list(zip(texts, samplings, budgets, strict=True))
+    alone = [method.start(text, sampling).draft(budget) for text, sampling, budget in jobs]
+    together = method.drafter.draft_many([(method.start(t, s), b) for t, s, b in jobs])
+    for tree, expected in zip(together, alone, strict=True):
+        check_equal(tree, expected)
+    assert [bool(tree) for tree in together] == [True, True, True, False, True]
+    assert together[-1].depth == 1, "a late tree got another level"
+
+
+@pytest.mark.parametrize("name", METHODS)
+@settings(max_examples=30)
+@given(data=st.data())
+def test_trees_fit_their_budget(name: str, loaded: dict[str, Method], data: Any) -> None:
+    method = loaded[name]
+    length = data.draw(st.integers(2, 50))
+    budget = Budget(data.draw(st.integers(0, 20)), data.draw(st.integers(0, 6)))
+    sampling = SAMPLINGS[data.draw(st.sampled_from(sorted(SAMPLINGS)))]
+    sequence = method.start(text_of(length, length), sampling)
+    tree = sequence.draft(budget)
+    tree.check(VOCAB)
+    assert len(tree) <= min(budget.nodes, method.drafter.max_nodes)
+    assert tree.depth <= min(budget.depth, method.drafter.max_depth)
+    assert len(set(zip(tree.parents, tree.tokens, strict=True))) == len(tree)
+    assert bool(tree) == (budget.nodes > 0 and budget.depth > 0)
+    for node in range(-1, len(tree)):
+        assert sum(tree.confidences[child] for child in tree.children(node)) <= 1 + 1e-5
+    check_equal(sequence.draft(budget), tree)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_tree_does_not_depend_on_how_the_text_came(name: str, loaded: dict[str, Method]) -> None:
+    method = loaded[name]
+    text, source = text_of(900), method.source(899)
+    at_once = method.start(text, source=source).draft(Budget(16, 4))
+    source.committed = 4
+    in_parts = method.start(text[:5], source=source)
+    for begin, end in ((5, 6), (6, 300), (300, 777), (777, 900)):
+        in_parts.extend(Update(text[begin:end]))
+        source.committed = end - 1
+        in_parts.warm(100)
+        in_parts.draft(Budget(end % 3, 2))
+    for _ in range(2):
+        check_equal(in_parts.draft(Budget(16, 4)), at_once)
+    assert in_parts.backlog == 0
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_nothing_is_drafted_beyond_the_context(name: str, tmp_path: Path) -> None:
+    method = load(name, tmp_path, "1,1,1,1", max_position_embeddings=64)
+    for length, depth in ((60, 4), (62, 3), (63, 2), (64, 1), (65, 0), (80, 0)):
+        sequence = method.start(text_of(length))
+        assert sequence.draft(Budget(16, 4)).depth == depth
+    sequence = method.start(text_of(60))
+    sequence.extend(Update(text_of(5)))
+    assert not sequence.draft(Budget(16, 4))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_ids_beyond_the_target_s_vocabulary_are_never_drafted(
+    name: str, loaded: dict[str, Method]
+) -> None:
+    method = loaded[name]
+    data = {method.field: method.source(2)} if method.field else {}
+    tree = method.drafter.start(Generation([1, 2, 3], 3, 10, **data)).draft(Budget(16, 4))
+    assert len(tree) > 0
+    assert max(tree.tokens) < 10
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_data_beyond_the_text_is_not_read(name: str, loaded: dict[str, Method]) -> None:
+    """The verifier may be ahead of the drafter: the tree is that of the drafter's own text."""
+    method, text = loaded[name], text_of(60)
+    ahead, level = method.source(100), method.source(100)
+    ahead.spoil(59)
+    level.committed = 59
+    tree = method.start(text, source=ahead).draft(Budget(16, 4))
+    assert tree == method.start(text, source=level).draft(Budget(16, 4))
+    assert len(tree) > 4
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("name", READERS)
+def test_a_cache_that_is_gone_is_an_error_and_no_harm(name: str, loaded: dict[str, Method]) -> None:
+    method, text = loaded[name], text_of(60)
+    source, other = method.source(59), method.source(59, seed=3)
+    expected = [method.start(text, source=each).draft(Budget(16, 4)) for each in (source, other)]
+    pair = [(method.start(text, source=each), Budget(16, 4)) for each in (source, other)]
+    source.gone = True
+    with pytest.raises(ConnectionError):
+        method.drafter.draft_many(pair)
+    assert method.drafter.draft_many(pair[1:]) == expected[1:]
+    source.gone = False
+    assert method.drafter.draft_many(pair) == expected
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_generation_without_the_data_is_refused(name: str, loaded: dict[str, Method]) -> None:
+    with pytest.raises(ValueError, match="attach with read_grant"):
+        loaded[name].drafter.start(Generation([1, 2], 2, VOCAB))

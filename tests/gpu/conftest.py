@@ -1,0 +1,30 @@
+"""Tests on an NVIDIA GPU, run by `make gpu-check` with the Python at hand.
+
+They skip without a CUDA device. ``tests/conftest.py`` hides devices, so `make gpu-check` leaves it
+out (``--confcutdir``).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("kernels", "processes")]
+
+
+@pytest.fixture(scope="session")
+def cuda() -> torch.device:
+    """The first CUDA device."""
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA device; on a machine with one, run make gpu-check")
+    return torch.device("cuda", 0)
+
+
+@pytest.fixture
+def device(cuda: torch.device) -> torch.device:
+    """The device, with everything random seeded."""
+    torch.manual_seed(0)
+    return cuda

@@ -1,0 +1,49 @@
+"""Row kernels against PyTorch, and the KV they write into caches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.bench.gpu.cases import Case, make_case
+from paceline.kernels import Norm, row_kernels
+from paceline.kernels.paged import span
+from paceline.kernels.rows import RowKernels, TorchRows
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("width", [64, 320, 4096, 5120])
+def test_norms_and_gates(device: torch.device, width: int) -> None:
+    ours, plain = row_kernels(device), TorchRows()
+    x = torch.randn(37, width, device=device)
+    delta = torch.randn(37, width, device=device).bfloat16()
+    norm = Norm(torch.randn(width, device=device), 1e-5)
+    found, right = (rows.add_norm(x.clone(), delta, norm, torch.float32) for rows in (ours, plain))
+    torch.testing.assert_close(found, right, atol=1e-4, rtol=0)
+    both = torch.randn(5, 2 * width, device=device).bfloat16()
+    torch.testing.assert_close(ours.gate(both), plain.gate(both), atol=0.01, rtol=0.01)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_rotation_and_kv_writes(device: torch.device, dim: int, paged: bool) -> None:
+    case = make_case(device, [0, 300, 2047], [5, 64, 1], (8, 2), dim, torch.float32, paged=paged)
+    heads = torch.randn(case.plan.rows, 12 * dim, device=device)
+    right = turned(TorchRows(), heads, case, dim)
+    for found, expected in zip(turned(row_kernels(device), heads, case, dim), right, strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+def turned(rows: RowKernels, heads: Tensor, case: Case, dim: int) -> list[Tensor]:
+    """Queries, then the keys and values of every block as they were written."""
+    table = torch.linspace(-1, 1, 8192 * dim, device=heads.device).view(8192, dim)
+    norm = Norm(torch.linspace(0.5, 1.5, dim, device=heads.device), 1e-6)
+    case.plan.prepared.clear()
+    queries = rows.turn(heads, (norm, norm), table, case.plan, case.keys, case.values)
+    return [queries] + [
+        span(planes[segment.sequence], segment.start, segment.stop).clone()
+        for planes in (case.keys, case.values)
+        for segment in case.plan.segments
+    ]

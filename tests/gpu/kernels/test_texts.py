@@ -1,0 +1,160 @@
+"""Texts in float32 on the GPU are those of the CPU: plain, in trees, and by CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.bench.gpu.models import SMALL, Pages, RandomWeights
+from paceline.decoder import Decoder, GraphRunner
+from paceline.kernels import (
+    NotedBlock,
+    Probe,
+    SamplingParams,
+    TreeSegment,
+    choose_tokens,
+    plan_trees,
+)
+
+pytestmark = pytest.mark.gpu
+
+TOKENS = 96
+
+
+class Text:
+    """One text, extended by trees whose right path is accepted."""
+
+    def __init__(self, decoder: Decoder, sampling: SamplingParams, graphs: bool = False) -> None:
+        self._decoder, self._sampling = decoder, sampling
+        self._pages = Pages(decoder.config, decoder.device, 2048)
+        self._graphs = GraphRunner(decoder, self._pages) if graphs else None
+        self.tokens: list[int] = []
+
+    def run(self, start: int, tokens: list[int], parents: tuple[int, ...] | None) -> list[int]:
+        """Token behind each node of a block at ``start``."""
+        segment = TreeSegment(0, start, parents, len(tokens))
+        logits = None
+        if self._graphs is not None:
+            found = self._graphs.forward(tokens, [segment], [0])
+            logits = None if found is None else found.logits
+        if logits is None:
+            device = self._decoder.device
+            plan = plan_trees([segment], device=device)
+            logits = self._decoder.forward(
+                torch.tensor(tokens, device=device), plan, [self._pages], logit_rows=None
+            ).logits
+        positions = [start + depth + 1 for depth in segment.depths]
+        return choose_tokens(logits, [self._sampling] * len(tokens), positions)
+
+    def prefill(self, prompt: list[int]) -> None:
+        """Put in a prompt of at most 256 tokens and choose the first token."""
+        self.tokens = [*prompt, self.run(0, prompt, None)[-1]]
+
+    def step(self, drafted: list[int]) -> int:
+        """Verify a tree: a trunk of drafted tokens with a wrong sibling beside each.
+
+        Returns the number of tokens emitted.
+        """
+        start, tokens, parents = len(self.tokens) - 1, [self.tokens[-1]], [-1]
+        trunk = [0]
+        for token in drafted:
+            tokens += [(token + 1) % self._decoder.config.vocab_size, token]
+            parents += [trunk[-1], trunk[-1]]
+            trunk.append(len(tokens) - 1)
+        behind = self.run(start, tokens, tuple(parents))
+        emitted = []
+        for at, node in enumerate(trunk):
+            emitted.append(behind[node])
+            if at == len(drafted) or behind[node] != drafted[at]:
+                break
+        self._keep([start + node for node in trunk[1 : len(emitted)]], start + 1)
+        self.tokens += emitted
+        return len(emitted)
+
+    def _keep(self, slots: list[int], start: int) -> None:
+        """Move accepted keys and values up behind the anchor's."""
+        device = self._decoder.device
+        there = torch.tensor(slots, dtype=torch.int64, device=device)
+        goals = torch.arange(start, start + len(slots), device=device)
+        for layer in range(self._decoder.config.layers):
+            for plane in self._pages.layer(layer):
+                plane.write(goals, plane.gather(there))
+
+
+class Recorder:
+    """An ``AttentionObserver`` of rows of the first block, with a buffer for each layer."""
+
+    def __init__(self, buffers: Mapping[int, Tensor], nodes: Sequence[int]) -> None:
+        self._buffers, self._nodes = buffers, nodes
+
+    def probes(self, layer: int) -> list[Probe]:
+        return [
+            Probe(0, node, buffer)
+            for node, buffer in zip(self._nodes, self._buffers.get(layer, ()), strict=False)
+        ]
+
+    def attended(self, layer: int, q: Tensor) -> None:
+        """Probes hold all there is."""
+
+
+def decoders(device: torch.device) -> tuple[Decoder, Decoder]:
+    """The same weights on the CPU and on the device."""
+    weights = dict(RandomWeights(SMALL, torch.device("cpu"), 0))
+    there = {name: tensor.to(device) for name, tensor in weights.items()}
+    return Decoder(SMALL, weights, torch.device("cpu")), Decoder(SMALL, there, device)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=1.0, top_p=0.95, top_k=300, seed=1),
+    ],
+)
+@torch.inference_mode()
+def test_texts_are_those_of_the_cpu(device: torch.device, sampling: SamplingParams) -> None:
+    prompt = torch.randint(SMALL.vocab_size, (200,)).tolist()
+    plain = []
+    cpu, gpu = decoders(device)
+    for decoder in (cpu, gpu):
+        text = Text(decoder, sampling)
+        text.prefill(prompt)
+        while len(text.tokens) < len(prompt) + TOKENS:
+            text.step([])
+        plain.append(text.tokens)
+    expected = plain[0]
+    assert plain[1] == expected
+    for graphs in (False, True):
+        text = Text(gpu, sampling, graphs)
+        text.prefill(prompt)
+        rounds = 0
+        while (at := len(text.tokens)) + 5 < len(expected):
+            drafted = expected[at : at + 4]
+            if rounds % 3 == 2:  # wrong from the third token on
+                drafted[2] = (drafted[2] + 7) % SMALL.vocab_size
+            text.step(drafted)
+            rounds += 1
+        assert text.tokens == expected[: len(text.tokens)], f"graphs: {graphs}"
+        assert rounds < TOKENS // 2, "drafted tokens are not accepted"
+
+
+@torch.inference_mode()
+def test_graphs_record_the_scores_of_a_plain_pass(device: torch.device) -> None:
+    _, decoder = decoders(device)
+    prefix, nodes = 700, (0, 2)
+    pages = Pages(SMALL, device, 1024)
+    pages.pool.normal_()
+    segment = TreeSegment(0, prefix, (-1, 0, 0), 3)
+    layers = tuple(layer for layer, window in enumerate(SMALL.windows) if window is None)
+    shape = (len(layers), len(nodes), SMALL.kv_heads, prefix)
+    captured, plain = (torch.full(shape, torch.nan, device=device) for _ in range(2))
+    noted = [NotedBlock(0, nodes, captured)]
+    GraphRunner(decoder, pages).forward([1, 2, 3], [segment], [0], (), layers, noted)
+    tokens = torch.tensor([1, 2, 3], device=device)
+    plan = plan_trees([segment], device=device)
+    recorder = Recorder(dict(zip(layers, plain, strict=True)), nodes)
+    decoder.forward(tokens, plan, [pages], logit_rows=None, observer=recorder)
+    torch.testing.assert_close(captured, plain, atol=1e-2, rtol=0)

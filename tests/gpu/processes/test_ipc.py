@@ -1,0 +1,99 @@
+"""GPU memory shared by processes, and what happens when one of them is killed."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+
+SIZE = 64 << 20
+
+
+def share() -> None:
+    """Own memory, print how to map it, and obey lines of standard input."""
+    from paceline.kv.cuda_driver import cuda_driver
+    from paceline.kv.cuda_memory import ExportedMemory
+
+    owned = ExportedMemory(cuda_driver(), 0, SIZE)
+    owned.bytes.copy_(torch.arange(SIZE, device="cuda") % 251)
+    torch.cuda.synchronize()
+    print(owned.device_uuid.hex(), owned.handle.hex(), flush=True)
+    for line in sys.stdin:
+        owned.bytes[:1000] = int(line)
+        torch.cuda.synchronize()
+        print("written", flush=True)
+
+
+def read(uuid: str, handle: str) -> None:
+    """Map the memory, and answer lines of standard input."""
+    from paceline.kv.cuda_driver import cuda_driver
+    from paceline.kv.cuda_memory import MappedMemory
+
+    torch.zeros(1, device="cuda")
+    mapped = MappedMemory(cuda_driver(), 0, bytes.fromhex(uuid), bytes.fromhex(handle), 0, SIZE)
+    for line in sys.stdin:
+        if line.startswith("sum"):
+            print(int(mapped.bytes[:1000].long().sum()), flush=True)
+        elif line.startswith("check"):
+            right = torch.arange(SIZE, device="cuda") % 251
+            print(bool((mapped.bytes == right.to(torch.uint8)).all()), flush=True)
+        elif line.startswith("close"):
+            mapped.close()
+            print(int(torch.ones(10, device="cuda").sum()), flush=True)
+
+
+class Process:
+    """This file run by itself."""
+
+    def __init__(self, *words: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def answer(self, line: str = "") -> str:
+        """Its answer to a line."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        if line:
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+        return self._process.stdout.readline().strip()
+
+    def kill(self) -> None:
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+
+
+def test_memory_is_shared_and_survives_deaths(device: torch.device) -> None:
+    torch.zeros(1, device=device)
+    free = torch.cuda.mem_get_info()[0]
+    owner = Process("share")
+    uuid, handle = owner.answer().split()
+    first, second = Process("read", uuid, handle), Process("read", uuid, handle)
+    try:
+        assert first.answer("check") == "True"
+        assert second.answer("sum") == first.answer("sum")
+        owner.answer("3")
+        assert first.answer("sum") == "3000"
+        first.kill()
+        owner.answer("5")
+        assert second.answer("sum") == "5000"
+        owner.kill()
+        # Reading is undefined from here on; closing must work, and the context must live.
+        assert second.answer("close") == "10"
+    finally:
+        for process in (owner, first, second):
+            process.kill()
+    assert free - torch.cuda.mem_get_info()[0] < SIZE // 2, "GPU memory was not freed"
+
+
+if __name__ == "__main__":
+    {"share": share, "read": read}[sys.argv[1]](*sys.argv[2:])

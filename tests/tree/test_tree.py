@@ -1,0 +1,175 @@
+"""The token tree: paths, survivals, the message, validation."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.kernels import Proposal
+from paceline.tree import DEFAULT_CONFIDENCE, EMPTY, TokenTree, TreeError
+from paceline.v1 import tree_pb2
+
+VOCAB = 50
+
+
+@st.composite
+def trees(draw: st.DrawFn, max_nodes: int = 40) -> TokenTree:
+    nodes = draw(st.integers(0, max_nodes))
+    tokens = tuple(draw(st.integers(0, VOCAB - 1)) for _ in range(nodes))
+    parents = tuple(draw(st.integers(-1, node - 1)) for node in range(nodes))
+    confidences: tuple[float, ...] = ()
+    if draw(st.booleans()):
+        confidences = tuple(draw(st.floats(0, 1, width=32)) for _ in range(nodes))
+    return TokenTree(tokens, parents, confidences)
+
+
+@given(trees())
+def test_a_tree_passes_its_check_and_survives_the_wire(tree: TokenTree) -> None:
+    tree.check(VOCAB)
+    assert TokenTree.from_proto(tree.to_proto()) == tree
+
+
+@given(trees())
+def test_depths_paths_and_children_agree(tree: TokenTree) -> None:
+    for node in range(len(tree)):
+        parent, token = tree.parents[node], tree.tokens[node]
+        assert len(tree.path(node)) == tree.depths[node]
+        assert tree.path(node)[-1] == token
+        assert node in tree.children(parent)
+        same = [child for child in tree.children(parent) if tree.tokens[child] == token]
+        assert tree.child(parent, token) == same[0]
+    assert sum(len(tree.children(node)) for node in range(-1, len(tree))) == len(tree)
+    assert tree.depth == max((len(tree.path(node)) for node in range(len(tree))), default=0)
+    assert tree.child(-1, VOCAB) is None
+
+
+@given(trees())
+def test_survival_is_the_product_along_the_path(tree: TokenTree) -> None:
+    for node, parent in enumerate(tree.parents):
+        above = tree.survivals[parent] if parent >= 0 else 1.0
+        own = DEFAULT_CONFIDENCE / len(tree.children(parent))
+        if tree.confidences:
+            own = tree.confidences[node]
+        assert tree.survivals[node] == pytest.approx(above * own)
+
+
+@given(trees(), st.data())
+def test_a_subtree_keeps_paths_and_confidences(tree: TokenTree, data: st.DataObject) -> None:
+    keep = data.draw(st.integers(0, len(tree)))
+    nodes = sorted(range(len(tree)), key=lambda node: tree.depths[node])[:keep]
+    part = tree.subtree(nodes)
+    part.check(VOCAB)
+    assert [part.path(node) for node in range(len(part))] == [tree.path(node) for node in nodes]
+    if tree.confidences:
+        assert part.confidences == tuple(tree.confidences[node] for node in nodes)
+    assert tree.first(keep) == tree.subtree(range(keep))
+
+
+def test_a_chain_is_one_path() -> None:
+    chain = TokenTree.chain([3, 4, 5], [0.5, 0.5, 0.25])
+    assert chain.is_chain
+    assert chain.path(2) == (3, 4, 5)
+    assert chain.survivals[2] == 0.0625
+    assert TokenTree.chain([]) == EMPTY
+    assert not TokenTree((1, 2), (-1, -1)).is_chain
+
+
+def test_the_best_chain_takes_the_likeliest_child_at_each_node() -> None:
+    tree = TokenTree((5, 6, 7, 8), (-1, -1, 1, 1), (0.4, 0.5, 0.3, 0.6))
+    assert tree.best_chain() == TokenTree((6, 8), (-1, 0), (0.5, 0.6))
+    chain = TokenTree.chain([1, 2])
+    assert chain.best_chain() is chain
+
+
+@pytest.mark.parametrize(
+    ("tree", "reason", "message"),
+    [
+        (TokenTree((1, 2), (-1,)), "BAD_TREE", "2 tokens but 1 parents"),
+        (TokenTree((1,), (0,)), "BAD_TREE", "topological"),
+        (TokenTree((1, 2), (1, -1)), "BAD_TREE", "topological"),
+        (TokenTree((1,), (-2,)), "BAD_TREE", "topological"),
+        (TokenTree((VOCAB,), (-1,)), "TOKEN_OUT_OF_VOCABULARY", "token 50"),
+        (TokenTree((-1,), (-1,)), "TOKEN_OUT_OF_VOCABULARY", "token -1"),
+        (TokenTree((1,), (-1,), (0.5, 0.5)), "BAD_TREE", "2 confidences"),
+        (TokenTree((1,), (-1,), (1.5,)), "BAD_TREE", "confidence of node 0"),
+        (TokenTree((1,), (-1,), (math.nan,)), "BAD_TREE", "confidence of node 0"),
+        (
+            TokenTree((1,), (-1,), (), (Proposal.certain(VOCAB),)),
+            "TOKEN_OUT_OF_VOCABULARY",
+            "distribution of node 0",
+        ),
+    ],
+)
+def test_a_malformed_tree_fails_its_check(tree: TokenTree, reason: str, message: str) -> None:
+    with pytest.raises(TreeError, match=message) as caught:
+        tree.check(VOCAB)
+    assert caught.value.reason == reason
+
+
+def test_distributions_travel_and_their_samples_are_checked() -> None:
+    seed, position = 7, 100
+    proposals = tuple(Proposal.checked([3, 9, 4], [0.5, 0.25, 0.25]) for _ in range(2))
+    tokens = [each.draw(seed, position + node) for node, each in enumerate(proposals)]
+    tree = TokenTree(tuple(tokens), (-1, 0), (), proposals)
+    tree.check_samples(seed, position)
+    received = TokenTree.from_proto(tree.to_proto())
+    received.check(VOCAB)
+    for sent, came in zip(proposals, received.proposals, strict=True):
+        np.testing.assert_array_equal(came.tokens, sent.tokens)
+        np.testing.assert_array_equal(came.probabilities, sent.probabilities)
+    other = TokenTree((tokens[0], 9 if tokens[1] != 9 else 4), (-1, 0), (), proposals)
+    with pytest.raises(TreeError, match="sample") as caught:
+        other.check_samples(seed, position)
+    assert caught.value.reason == "NOT_A_SAMPLE"
+    with pytest.raises(TreeError, match="chain"):
+        TokenTree((1, 2), (-1, -1)).check_samples(seed, position)
+    TokenTree.chain([1, 2]).check_samples(seed, position)
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (tree_pb2.TokenTree(tokens=[1] * 9, parents=range(-1, 8)), "TREE_TOO_LARGE"),
+        (
+            tree_pb2.TokenTree(
+                tokens=[1, 2],
+                parents=[-1, 0],
+                distributions=[tree_pb2.NodeDistribution(tokens=[1], probabilities=[1])],
+            ),
+            "BAD_TREE",
+        ),
+        (
+            tree_pb2.TokenTree(
+                tokens=[1],
+                parents=[-1],
+                distributions=[tree_pb2.NodeDistribution(tokens=[1], probabilities=[0.5])],
+            ),
+            "BAD_DISTRIBUTION",
+        ),
+        (
+            tree_pb2.TokenTree(
+                tokens=[1],
+                parents=[-1],
+                distributions=[
+                    tree_pb2.NodeDistribution(tokens=range(4097), probabilities=[1 / 4097] * 4097)
+                ],
+            ),
+            "BAD_DISTRIBUTION",
+        ),
+    ],
+)
+def test_a_malformed_message_is_refused(message: tree_pb2.TokenTree, reason: str) -> None:
+    with pytest.raises(TreeError, match=r"expected|send|add up") as caught:
+        TokenTree.from_proto(message, max_nodes=8)
+    assert caught.value.reason == reason
+
+
+def test_trees_need_no_torch() -> None:
+    code = "import sys, paceline.tree; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

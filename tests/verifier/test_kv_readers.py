@@ -1,0 +1,135 @@
+"""What drafters read beside the verifier's own tensors, through whole generations."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import drafters
+import pytest
+import torch
+from kv_support import (
+    caught_up,
+    following,
+    following_states,
+    mapping,
+    mapping_states,
+    rounds,
+)
+from test_taps import outputs
+from verifier_support import Client, serving, until
+
+from paceline.drafter.kv import KvExchange, KvGone, KvNotShared, VerifierAccess
+from paceline.verifier.kv.segment import own_segments
+from paceline.verifier.rpc import follow
+
+PROMPT = [3, 1, 4, 1, 5]
+FIELDS: dict[str, Any] = {"max_new_tokens": 60, "ignore_eos": True}
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize(
+    ("name", "window", "message_bytes"),
+    [("Llama", 0, 1 << 20), ("Llama", 20, 5000), ("Qwen3", 20, 1 << 20), ("bf16", 0, 5000)],
+)
+async def test_readers_have_what_the_verifier_committed(
+    models: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    window: int,
+    message_bytes: int,
+) -> None:
+    """KV and hidden states, mapped and followed, bit for bit after every round: with rejected
+    nodes, moved paths, free runs, changes of the budget, and past one reservation. The tokens are
+    those without readers."""
+    monkeypatch.setattr(follow, "MESSAGE_BYTES", message_bytes)
+    async with serving(models[name], tmp_path / "v.sock", kv_bytes=1 << 28) as client:
+        prompt = [random.Random(1).randrange(1, 61) for _ in range(230)]
+        truth = await client.generate(prompt, drafters.nothing, **FIELDS)
+        created = await client.create(
+            prompt, hidden_state_layers=[1, 0], hidden_state_window=window, **FIELDS
+        )
+        (cache,) = client.service.store
+        mapped = await mapping(client, created, 0, -1)
+        states = await mapping_states(client, created, 1, 0, window=window)
+        exchange, followed = await following(client, created)
+        states_exchange, sent = await following_states(client, created, 1, 0, window=window)
+        expected = outputs(models[name], [*prompt, *truth], (1, 0))
+        budgets, read = [64, 64, 300, 300, 5, 5, 100, 0, 0, 7] * 7, 0
+        async for tokens in rounds(client, created, prompt, len(truth)):
+            committed = cache.sequence.committed
+            assert committed == len(prompt) + len(tokens) - 1
+            assert mapped.committed == states.committed == committed
+            budget = budgets.pop(0)
+            await caught_up(followed, committed, budget, min(budget or committed, committed))
+            await sent.wait_for(committed, 60)
+            for index, layer in ((0, 0), (-1, 1)):
+                ((keys, values),) = followed.parts(index)
+                where = followed.cache.positions(layer)
+                theirs = cache.sequence.segment.layer(layer)
+                for own, sparse, plane in zip(
+                    mapped.layer(index), (keys, values), theirs, strict=True
+                ):
+                    assert own[:, :committed].equal(plane[:, :committed])
+                    assert sparse.equal(plane[:, where])
+            first = committed - window if window else 0
+            found, rows = states.read(0, committed)
+            assert found == first
+            assert torch.equal(rows, expected[first:committed])
+            read = max(read, first)
+            found, rows = sent.read(read, committed)
+            assert found == read
+            assert torch.equal(rows, expected[read:committed])
+            read = committed - 2  # what was read can be read once more
+            for reader in (mapped, states, followed, sent):
+                reader.check()
+        assert tokens == truth
+        assert len(sent._rows) <= (window or 40), "rows that were read are dropped"
+        await client.release(created.handle)
+        for reader in (mapped, states):
+            with pytest.raises(KvGone):
+                reader.check()
+        for reader in (mapped, states, followed, sent):
+            reader.close()
+        await exchange.close()
+        await states_exchange.close()
+        await until(lambda: not cache.sequence.listeners)
+
+
+async def test_a_mapping_does_not_delay_a_release(model: Path, tmp_path: Path) -> None:
+    """Room for one cache: it is released, accounted and admitted anew under ten mappings."""
+    need = 1 << 19
+    async with serving(model, tmp_path / "v.sock", kv_bytes=need) as client:
+        mapped = []
+        for _ in range(10):
+            created = await client.create(PROMPT, max_new_tokens=300)
+            assert client.service.store.used_bytes > need / 2, "a second one finds no room"
+            mapped.append(await mapping(client, created, 0))
+            mapped[-1].check()
+            assert await client.release(created.handle)
+            assert (client.service.store.used_bytes, own_segments()) == (0, set())
+            await client.service.check_integrity()
+        for kv in mapped:
+            with pytest.raises(KvGone):
+                kv.check()
+            assert kv.layer(0)[0][:, : kv.committed].isfinite().all()
+            kv.close()
+
+
+async def test_a_refusal_gives_the_reason(client: Client) -> None:
+    created = await client.create(PROMPT)
+    exchange = KvExchange(VerifierAccess())
+    for address, grant, layers, message in (
+        (client.address, bytes(16), (0,), "NOT_FOUND: no cache has this read grant"),
+        (client.address, b"short", (0,), "INVALID_ARGUMENT: the read grant has 5 bytes"),
+        (client.address, created.read_grant, (2,), "INVALID_ARGUMENT: layer 2 was requested"),
+        (client.address, created.read_grant, (-3,), "reads layer -3"),
+        (f"{client.address}x", created.read_grant, (0,), "UNAVAILABLE"),
+        ("verifier.example:7431", created.read_grant, (0,), "is not on this machine"),
+    ):
+        with pytest.raises(KvNotShared, match=message):
+            await exchange.map_cache(address, grant, layers)
+    await exchange.close()
+    await client.release(created.handle)

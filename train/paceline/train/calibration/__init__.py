@@ -1,0 +1,1 @@
+"""Sequential temperature scaling of drafters' confidences (`paceline calibrate`)."""

@@ -1,0 +1,151 @@
+"""`paceline calibrate`: record texts, fit scalings, measure them on held-out texts, write them."""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer
+
+from paceline.decoder import Decoder
+from paceline.drafter import DrafterSpec, Resources
+from paceline.drafter.acceptance import Recording, record, replay
+from paceline.drafter.calibration import FILE, Calibration, Scaling
+from paceline.drafter.methods import method_class
+from paceline.drafter.recordings import read_recordings
+from paceline.train.calibration.fit import area_under_curve, calibrated, expected_error, fit
+from paceline.train.calibration.paths import Floats, Paths, collect
+from paceline.train.corpus import load_corpus
+from paceline.v1 import sampling_pb2
+
+_PROMPT_TOKENS = (300, 1000)
+_TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
+_HELDOUT_FILES = 12  # as in every training preset
+_MIN_TEXTS = 3  # two to fit, one to measure
+
+
+def run(args: argparse.Namespace) -> int:
+    """Calibrate every drafter of `args.drafters`; returns 0 when all files are written."""
+    console = Console()
+    specs = [DrafterSpec.parse(text) for text in args.drafters]
+    drafters = {
+        spec.name: method_class(spec.method).load(spec.folder, spec.options, Resources())
+        for spec in specs
+    }
+    layers = {n for drafter in drafters.values() for n in drafter.needs.hidden_state_layers}
+    decoder = Decoder.load(args.target, args.dtype)
+    texts: dict[str, dict[str, list[list[Paths]]]] = defaultdict(lambda: defaultdict(list))
+    for mode, temperature in _TEMPERATURES.items():
+        for index, recording in enumerate(_recordings(args, decoder, layers, temperature)):
+            console.log(f"{mode} text {index + 1}, {len(recording.tokens)} tokens")
+            for name, drafter in drafters.items():
+                texts[name][mode].append(collect(drafter, recording))
+    table = Table(title="held-out texts: expected calibration error (area under the ROC curve)")
+    for heading in ("drafter", "texts", "paths", "before", "after"):
+        table.add_column(heading)
+    for spec in specs:
+        figures, scalings = _calibrate(texts[spec.name])
+        path = _output(args.output, spec)
+        counts = {mode: len(each) for mode, each in texts[spec.name].items()}
+        calibration = Calibration(spec.method, *(scalings.get(mode, ()) for mode in _TEMPERATURES))
+        calibration.write(path, {"texts": counts, **figures})
+        console.log(f"written to {path}")
+        for mode, measured in figures.items():
+            cells = (_cell(measured["before"]), _cell(measured["after"]))
+            table.add_row(spec.name, mode, f"{measured['before']['paths']:,}", *cells)
+    console.print(table)
+    return 0
+
+
+def _recordings(
+    args: argparse.Namespace, decoder: Decoder, layers: Collection[int], temperature: float
+) -> Iterator[Recording]:
+    """The recorded texts of a file, or texts written here after held-out files of the corpus."""
+    if args.recordings is not None:
+        for text in read_recordings(args.recordings):
+            if (text.temperature > 0) == (temperature > 0):
+                yield replay(decoder, text.prompt, text.tokens, text.sampling, layers)
+        return
+    for seed, prompt in enumerate(_prompts(args.target, args.data, args.texts)):
+        sampling = sampling_pb2.SamplingParams(temperature=temperature, seed=seed)
+        yield record(decoder, prompt, args.tokens, sampling, layers)
+
+
+def _prompts(target: Path, data: str, count: int) -> list[list[int]]:
+    """`count` pieces of each length, one after the other from every file that is long enough."""
+    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+    files = load_corpus(data, 0, _HELDOUT_FILES).heldout
+    encoded = [tokenizer.encode(file.text).ids for file in files]
+    prompts = []
+    for length in _PROMPT_TOKENS:
+        long = [ids for ids in encoded if len(ids) >= length]
+        for index in range(count if long else 0):
+            ids = long[index % len(long)]
+            start = (len(ids) - length) * index // max(1, count - 1)
+            prompts.append(ids[start : start + length])
+    return prompts
+
+
+def _calibrate(
+    modes: Mapping[str, Sequence[list[Paths]]],
+) -> tuple[dict[str, Any], dict[str, tuple[Scaling, ...]]]:
+    """Scalings by mode, and their figures on every third text, which is not fitted to.
+
+    A mode with fewer than three texts gets no scalings: recorded traffic may hold one mode only.
+    """
+    figures, scalings = {}, {}
+    for mode, texts in modes.items():
+        if len(texts) < _MIN_TEXTS:
+            continue
+        fitted = _by_depth([each for index, each in enumerate(texts) if index % 3 != 2])
+        heldout = _by_depth(texts[2::3])
+        scalings[mode] = fit(fitted)
+        figures[mode] = {
+            "fitted_paths": sum(len(level.accepted) for level in fitted),
+            "before": _figures(heldout),
+            "after": _figures(calibrated(heldout, scalings[mode])),
+        }
+    return figures, scalings
+
+
+def _by_depth(texts: Sequence[list[Paths]]) -> list[Paths]:
+    return [
+        Paths.joined([paths for paths in level if paths is not None])
+        for level in zip_longest(*texts)
+    ]
+
+
+def _figures(levels: Sequence[Paths]) -> dict[str, Any]:
+    survivals = [level.survival for level in levels]
+    outcomes = [level.accepted for level in levels]
+    return {
+        **_quality(np.concatenate(survivals), np.concatenate(outcomes)),
+        "by_depth": [_quality(*each) for each in zip(survivals, outcomes, strict=True)],
+    }
+
+
+def _quality(survival: Floats, accepted: NDArray[np.bool_]) -> dict[str, float]:
+    return {
+        "paths": len(accepted),
+        "expected_calibration_error": expected_error(survival, accepted),
+        "area_under_curve": area_under_curve(survival, accepted),
+    }
+
+
+def _output(folder: Path | None, spec: DrafterSpec) -> Path:
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / f"{spec.name}.json"
+    return spec.folder / FILE if spec.folder is not None else Path(f"{spec.name}-{FILE}")
+
+
+def _cell(figures: Mapping[str, float]) -> str:
+    return f"{figures['expected_calibration_error']:.3f} ({figures['area_under_curve']:.2f})"
