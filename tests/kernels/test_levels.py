@@ -81,7 +81,7 @@ def test_row_operations_have_the_bits_of_plain_c(level: str, dtype: torch.dtype)
         rows = NativeRows(library, TorchRows())
         norm = Norm(weight[0], 1e-5)
         keys, values = torch.zeros(1, 9, 96, dtype=dtype), torch.zeros(1, 9, 96, dtype=dtype)
-        q = rows.turn(heads, (norm, norm), table, plan, [keys], [values])
+        q = rows.rotate(heads, (norm, norm), table, plan, [keys], [values])
         normed, gated = rows.add_norm(x.clone(), delta, norm, dtype), rows.gate(gates)
         results.append((normed, gated, q, keys, values))
     for found, expected in zip(*results, strict=True):
