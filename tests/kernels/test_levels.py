@@ -1,4 +1,4 @@
-"""Every level gives the bits of plain C, and no inner loop of the attention uses the stack."""
+"""Every level gives the bits of plain C."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import re
 
 import pytest
 import torch
-from conftest import compiled
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import HEADS, PREFIXES, Case, make_case, trees
+from kernel_cases import HEADS, PREFIXES, Case, compiled, make_case, trees
 from torch import Tensor
 
 from paceline.kernels import Norm, TreeSegment, plan_trees

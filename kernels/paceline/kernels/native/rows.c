@@ -59,10 +59,11 @@ typedef struct {
   float eps;                                 /* of the norms of queries and keys */
 } Rotation;
 
-/* One head of `dim` values through its norm (weight null: none) into x, then turned: the halves of
+/* One head of `dim` values through its norm (weight null: none) into x, then rotated: the halves of
  * a head are the two coordinates. table: cosines [dim / 2], then sines [dim / 2]. */
 INLINE void rotate(const void *from, int64_t at, int bf16, const float *weight, float eps,
-                 const float *table, int64_t dim, float *x, void *out, int64_t to, int out_bf16) {
+                   const float *table, int64_t dim, float *x, void *out, int64_t to,
+                   int out_bf16) {
   const int64_t half = dim / 2;
   for (int64_t i = 0; i < dim; i += LANES) store_f32(x + i, load_any(from, at + i, bf16));
   if (weight) normalise(x, weight, dim, eps, x, 0, 0);
@@ -75,10 +76,11 @@ INLINE void rotate(const void *from, int64_t at, int bf16, const float *weight, 
   }
 }
 
-/* heads [M, Hq + 2 Hkv, D] -> turned queries q [M, Hq, D] float32; turned keys and plain values
+/* heads [M, Hq + 2 Hkv, D] -> rotated queries q [M, Hq, D] float32; rotated keys and the values
  * into the caches. `table` float32 [positions, D]: cosines, then sines. */
-void paceline_rotate(const Rotation *p, const void *heads, const float *q_weight, const float *k_weight,
-                   const float *table, float *q, const Cache *keys, const Cache *values) {
+void paceline_rotate(const Rotation *p, const void *heads, const float *q_weight,
+                     const float *k_weight, const float *table, float *q, const Cache *keys,
+                     const Cache *values) {
   const int64_t all = p->q_heads + 2 * p->kv_heads, dim = p->dim;
 #pragma omp parallel for if (p->rows * all * dim > MANY)
   for (int64_t r = 0; r < p->rows; r++) {
@@ -87,11 +89,11 @@ void paceline_rotate(const Rotation *p, const void *heads, const float *q_weight
     float x[MAX_DIM];
     for (int64_t h = 0; h < p->q_heads; h++)
       rotate(heads, (r * all + h) * dim, (int)p->heads_bf16, q_weight, p->eps, at, dim, x, q,
-           (r * p->q_heads + h) * dim, 0);
+             (r * p->q_heads + h) * dim, 0);
     for (int64_t h = 0; h < p->kv_heads; h++) {
       const int64_t key = (r * all + p->q_heads + h) * dim, value = key + p->kv_heads * dim;
       rotate(heads, key, (int)p->heads_bf16, k_weight, p->eps, at, dim, x, k->data,
-           h * k->head_stride + p->slot[r] * k->slot_stride, (int)p->kv_bf16);
+             h * k->head_stride + p->slot[r] * k->slot_stride, (int)p->kv_bf16);
       const int64_t to = h * v->head_stride + p->slot[r] * v->slot_stride;
       for (int64_t i = 0; i < dim; i += LANES)
         store_any(v->data, to + i, (int)p->kv_bf16,
