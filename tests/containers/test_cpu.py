@@ -1,4 +1,4 @@
-"""Generating through compose files, and what a drafter container can do to it: nothing."""
+"""Generating through compose files: no failure of a drafter container changes a token."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def test_the_gateway_speaks_https_to_who_has_its_key(
         await asyncio.to_thread(post, deployment.token)
 
 
-async def test_nobody_gets_in_without_the_token_or_the_certificate(deployment: Deployment) -> None:
+async def test_calls_need_the_token_and_the_certificate(deployment: Deployment) -> None:
     verifier = f"127.0.0.1:{deployment.ports['VERIFIER']}"
     trusted = TlsOptions(ca=deployment.ca)
     for refused in ({"tls": trusted}, {"tls": trusted, "token": "wrong"}, {"token": "x"}):
@@ -189,7 +189,7 @@ async def test_a_drafter_is_swapped_while_text_streams(
     assert deployment.state("verifier") == "healthy"
 
 
-def test_final_images_hold_no_build_tools_and_run_as_nobody_special(
+def test_final_images_hold_no_build_tools_and_run_unprivileged(
     deployment: Deployment,
 ) -> None:
     for service in ("verifier", "drafter", "gateway"):

@@ -35,7 +35,7 @@ def test_what_a_gpu_needs_is_compiled_and_kept(deployment: Deployment) -> None:
     assert set(kept) <= set(found.split())
 
 
-def test_images_for_gpus_run_as_nobody_special_with_a_compiler(deployment: Deployment) -> None:
+def test_images_for_gpus_run_unprivileged_with_a_compiler(deployment: Deployment) -> None:
     look = "id -u; command -v gcc pip || true; touch /x 2> /dev/null || echo sealed"
     for service in ("verifier", "drafter"):
         said = deployment.run("exec", "-T", service, "sh", "-c", look).split()

@@ -1,4 +1,4 @@
-"""Which device a name means, with GPUs that PyTorch is told of."""
+"""Choice of devices, with simulated GPUs."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def test_the_self_check_notices(models: dict[str, Path], monkeypatch: pytest.Mon
 def test_the_self_check_notices_a_single_row_summed_another_way(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As oneDNN does in wide layers where a row alone is not given company."""
+    """As oneDNN does in wide layers, if a single row is not padded."""
     call = Linear.__call__
 
     def careless(layer: Linear, x: Tensor) -> Tensor:

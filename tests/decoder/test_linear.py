@@ -10,7 +10,7 @@ from paceline.decoder.linear import MOST_ROWS, Linear, product_rows
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("ins", "outs"), [(48, 80), (1024, 384), (4864, 896), (8192, 256)])
-def test_a_row_has_the_same_bits_in_any_company(ins: int, outs: int, dtype: torch.dtype) -> None:
+def test_a_row_has_the_same_bits_in_any_batch(ins: int, outs: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(ins)
     weight = torch.randn(outs, ins, generator=generator).mul_(ins**-0.5).to(dtype)
     layer = Linear(weight, torch.randn(outs, generator=generator).to(dtype))

@@ -11,17 +11,11 @@ import pytest
 from paceline.kernels import AttentionBackend, attention
 from paceline.kernels._compile import levels_here
 from paceline.kernels._dense import DenseBackend
-from paceline.kernels._native import CpuKernels, cpu_kernels, load
 from paceline.kernels._native_attention import NativeBackend
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-
-def compiled(level: str) -> CpuKernels:
-    """The kernels of a level; skips the test where they cannot be compiled."""
-    if cpu_kernels().library is None:
-        pytest.skip(f"no compiled kernels: {cpu_kernels().origin}")
-    return load(level)
+from kernel_cases import compiled
 
 
 @pytest.fixture(params=levels_here(), scope="module")

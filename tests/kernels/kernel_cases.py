@@ -1,17 +1,26 @@
-"""Random trees, caches and queries, and the comparison everything rests on: a path alone."""
+"""Random trees, caches and queries, run as a tree and as single paths."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.kernels import MAX_TREE_NODES, TreeSegment, plan_trees, tree_attention
+from paceline.kernels._native import CpuKernels, cpu_kernels, load
 
 HEADS = [(6, 2, 64), (4, 4, 16), (8, 2, 80), (3, 1, 96), (8, 1, 128), (7, 1, 32)]
 PREFIXES = [0, 1, 7, 15, 16, 200, 250, 255, 256, 257, 511, 512, 700, 1025, 2303, 2304]
+
+
+def compiled(level: str) -> CpuKernels:
+    """The kernels of a level; skips the test where they cannot be compiled."""
+    if cpu_kernels().library is None:
+        pytest.skip(f"no compiled kernels: {cpu_kernels().origin}")
+    return load(level)
 
 
 @st.composite

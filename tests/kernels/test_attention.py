@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import HEADS, PREFIXES, attend, make_case, trees
+from reference import reference_attention
 
 from paceline.kernels import TreeSegment, plan_trees, tree_attention
-from paceline.kernels.reference import reference_attention
 
 pytestmark = pytest.mark.usefixtures("cpu_backend")
 WINDOWS = [None, None, 1, 40, 256, 300, 1000]

@@ -32,7 +32,7 @@ def test_the_measured_one_is_used_unless_the_environment_says(
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"A": "fastest"}'])
-def test_a_file_that_cannot_be_believed_is_none(cache: Path, text: str) -> None:
+def test_an_invalid_file_is_ignored(cache: Path, text: str) -> None:
     remember_backend("A", "dense").write_text(text)
     assert preferred_backend("A") == "triton"
 

@@ -1,4 +1,4 @@
-"""The promise: a row has the same bits whatever is beside it, at every level."""
+"""Batch invariance: a row has the same bits in any batch, at every level."""
 
 from __future__ import annotations
 

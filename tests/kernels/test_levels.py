@@ -1,4 +1,4 @@
-"""Every level gives the bits of plain C, and no inner loop of the attention uses the stack."""
+"""Every level gives the bits of plain C."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import re
 
 import pytest
 import torch
-from conftest import compiled
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import HEADS, PREFIXES, Case, make_case, trees
+from kernel_cases import HEADS, PREFIXES, Case, compiled, make_case, trees
 from torch import Tensor
 
 from paceline.kernels import Norm, TreeSegment, plan_trees
@@ -81,7 +80,7 @@ def test_row_operations_have_the_bits_of_plain_c(level: str, dtype: torch.dtype)
         rows = NativeRows(library, TorchRows())
         norm = Norm(weight[0], 1e-5)
         keys, values = torch.zeros(1, 9, 96, dtype=dtype), torch.zeros(1, 9, 96, dtype=dtype)
-        q = rows.turn(heads, (norm, norm), table, plan, [keys], [values])
+        q = rows.rotate(heads, (norm, norm), table, plan, [keys], [values])
         normed, gated = rows.add_norm(x.clone(), delta, norm, dtype), rows.gate(gates)
         results.append((normed, gated, q, keys, values))
     for found, expected in zip(*results, strict=True):

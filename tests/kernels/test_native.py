@@ -112,7 +112,7 @@ def test_libraries_compiled_ahead_need_no_compiler(
 
 @needs_compiler
 @x86_only
-def test_a_library_that_cannot_be_loaded_is_compiled_anew(fresh: Path) -> None:
+def test_a_library_that_cannot_be_loaded_is_compiled_again(fresh: Path) -> None:
     (fresh / "prebuilt").mkdir()
     level = _compile.levels_here()[0]
     (fresh / "prebuilt" / _compile.file_name(level)).write_bytes(b"for another machine")

@@ -1,4 +1,4 @@
-"""Row kernels: the compiled ones against plain torch, and rows that do not mind one another."""
+"""Row kernels: the compiled ones against plain torch, and independence of rows."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_turn(rows: RowKernels, dim: int, dtype: torch.dtype, normed: bool) -> N
     table = torch.cat([angles.cos(), angles.sin()], -1)
     norms = (Norm(draw(dim, seed=3), 1e-6), Norm(draw(dim, seed=4), 1e-6)) if normed else None
     keys, values = ([torch.full((2, n, dim), 9.0, dtype=dtype) for n in (3, 20)] for _ in range(2))
-    q = rows.turn(heads, norms, table, plan, keys, values)
+    q = rows.rotate(heads, norms, table, plan, keys, values)
 
     parts = heads.double().view(plan.rows, 10, dim).split((6, 2, 2), dim=1)
     for part, norm, seen in zip(parts[:2], norms or (None, None), (q, None), strict=True):

@@ -151,7 +151,7 @@ def test_installed_where_there_is_no_compiler(
     assert version.split()[-1] in wheel.name
 
 
-def test_everything_that_is_asked_for_is_pinned() -> None:
+def test_all_requirements_are_pinned() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     asked = set(project["dependencies"]).union(*project["optional-dependencies"].values())
     pinned = re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)

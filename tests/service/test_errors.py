@@ -1,4 +1,4 @@
-"""What callers see of errors, in all four kinds of call."""
+"""Errors as callers receive them, in all four kinds of call."""
 
 import asyncio
 
@@ -42,7 +42,7 @@ async def test_a_service_error_arrives_with_reason_metadata_and_retry(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_an_unexpected_error_tells_an_id_and_no_cause(
+async def test_an_unexpected_error_has_an_id_and_no_cause(
     serve: Serve, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     served = await serve()
@@ -84,9 +84,7 @@ async def test_an_unknown_method_is_named(serve: Serve) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("raw", [b"\xff\xff\xff", b"\x0a\x02\xc3\x28"], ids=["bytes", "utf8"])
-async def test_a_malformed_message_is_the_callers_fault_alone(
-    serve: Serve, kind: str, raw: bytes
-) -> None:
+async def test_a_malformed_message_fails_its_call_only(serve: Serve, kind: str, raw: bytes) -> None:
     served = await serve()
     async with served.channel() as channel:
         other = await open_stream(channel)
@@ -100,7 +98,7 @@ async def test_a_malformed_message_is_the_callers_fault_alone(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_message_over_the_limit_harms_nobody_else(serve: Serve, kind: str) -> None:
+async def test_a_message_over_the_limit_fails_its_call_only(serve: Serve, kind: str) -> None:
     served = await serve(max_message_bytes=4096)
     async with served.channel() as channel:
         other = await open_stream(channel)

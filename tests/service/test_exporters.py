@@ -1,4 +1,4 @@
-"""Where spans go, as the environment says; nothing that is wrong there stops a process."""
+"""Export of spans by environment variables; no error in them stops a process."""
 
 import os
 import subprocess

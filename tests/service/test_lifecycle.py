@@ -28,7 +28,7 @@ async def health(channel: grpc.aio.Channel, name: str = "") -> int:
     return int(response.status)
 
 
-async def test_health_serves_each_name_and_knows_no_others(serve: Serve) -> None:
+async def test_health_has_each_service_and_no_other(serve: Serve) -> None:
     served = await serve()
     async with served.channel() as channel:
         for name in ("", "toy.Toy", "paceline.v1.KvExchangeService"):

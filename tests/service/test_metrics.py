@@ -129,7 +129,7 @@ async def test_readers_speak_tls_and_show_certificates(serve: Serve, pki: dict[s
     await asyncio.to_thread(scrape)
 
 
-async def test_a_caller_that_says_nothing_holds_up_nobody(serve: Serve) -> None:
+async def test_an_idle_connection_does_not_block_others(serve: Serve) -> None:
     address = free_address()
     await serve(metrics_address=address)
     host, _, port = address.rpartition(":")
@@ -151,7 +151,7 @@ async def test_an_address_in_use_is_refused(serve: Serve) -> None:
 
 
 async def test_without_an_address_nothing_is_imported(tmp_path: Path) -> None:
-    """Neither the endpoint nor the Prometheus client: what nobody asked for costs nothing."""
+    """Neither the endpoint nor the Prometheus client."""
     program = """
 import asyncio, sys
 from paceline.service import ServerOptions, run_server

@@ -1,4 +1,4 @@
-"""What a server refuses to be told."""
+"""Validation of server options."""
 
 import argparse
 from pathlib import Path

@@ -54,7 +54,7 @@ async def test_a_call_joins_its_callers_trace(serve: Serve, spans: InMemorySpanE
     [{}, sent("00"), sent(trace_id="0" * 32), {"metadata": (("traceparent", "rubbish"),)}],
     ids=["none", "not sampled", "no trace", "malformed"],
 )
-async def test_nobody_asked_for_a_span(
+async def test_calls_without_a_sampled_trace_have_no_span(
     serve: Serve, spans: InMemorySpanExporter, options: dict[str, object]
 ) -> None:
     served = await serve()

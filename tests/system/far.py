@@ -43,7 +43,7 @@ DOWN = Link(loss=1.0)
 
 
 class NotPermitted(Exception):
-    """This machine lets nobody make namespaces or devices; the message says what failed."""
+    """This machine does not permit namespaces or devices."""
 
 
 class FarApart:

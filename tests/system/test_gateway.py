@@ -59,7 +59,7 @@ async def api(gateway: ServiceProcess) -> AsyncIterator[AsyncOpenAI]:
         yield api
 
 
-async def test_the_text_is_the_clients_own_whoever_drafts(
+async def test_the_text_is_the_clients_with_any_drafter(
     api: AsyncOpenAI, verifier: ServiceProcess
 ) -> None:
     bias = {65: 3.0, 66: -100.0}
@@ -175,7 +175,7 @@ async def test_errors_are_the_openai_clients(api: AsyncOpenAI, gateway: ServiceP
     assert {"lm", "ngram"} <= set(card["drafters"])
 
 
-async def test_json_by_a_schema_whoever_drafts(models: dict[str, Path], tmp_path: Path) -> None:
+async def test_json_by_a_schema_with_any_drafter(models: dict[str, Path], tmp_path: Path) -> None:
     """A model whose last token ends a text; it drafts for itself, so that much would stand."""
     folder = tmp_path / "ending"
     shutil.copytree(models["llama"], folder)
@@ -208,7 +208,7 @@ async def test_json_by_a_schema_whoever_drafts(models: dict[str, Path], tmp_path
     ):
 
         async def drafted(name: str) -> bool:
-            """Has a text written; whether the drafter was asked in time."""
+            """Generate; returns whether the drafter was in time."""
             answer = await api.completions.create(
                 model="ending",
                 prompt=PROMPT,

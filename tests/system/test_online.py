@@ -1,4 +1,4 @@
-"""The loop of learning: texts are recorded, learnt from, and the new version takes over."""
+"""Online learning: texts are recorded, a drafter is trained on them, and replaces the old one."""
 
 from __future__ import annotations
 

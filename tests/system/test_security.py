@@ -1,4 +1,4 @@
-"""Who may call a real verifier: certificates, tokens, and whose cache is whose."""
+"""Access to a real verifier: certificates, tokens, and owners of caches."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -83,7 +83,7 @@ async def attempt(address: str, tls: TlsOptions, token: str | None) -> list[int]
         return (await client.generate(prompt, max_new_tokens=4, deadline=120)).token_ids
 
 
-async def test_who_has_all_of_it_is_served(secured: Secured) -> None:
+async def test_valid_credentials_are_accepted(secured: Secured) -> None:
     assert len(await attempt(secured.address, secured.tls(secured.client), TOKEN)) == 4
 
 
@@ -98,7 +98,7 @@ async def test_who_has_all_of_it_is_served(secured: Secured) -> None:
     ],
     ids=["no token", "wrong token", "no certificate", "other authority", "expired"],
 )
-async def test_who_lacks_something_is_not(
+async def test_missing_credentials_are_refused(
     secured: Secured,
     who: Callable[[Secured], TlsOptions],
     token: str | None,
@@ -118,8 +118,8 @@ async def test_a_client_trusts_no_other_authority_and_no_expired_server(
             await attempt(address, tls, TOKEN)
 
 
-async def test_a_handle_is_its_creators_alone(secured: Secured) -> None:
-    """Another certificate of the same authority, with the same token, knows the handle in vain."""
+async def test_only_its_creator_can_use_a_handle(secured: Secured) -> None:
+    """Another certificate of the same authority, with the same token, cannot use the handle."""
     prompt = make_prompts(1)[0]
     async with Client(secured.address, tls=secured.tls(secured.client), token=TOKEN) as client:
         kept = client.generate(prompt, max_new_tokens=4, keep_cache=True)

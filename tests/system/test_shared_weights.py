@@ -1,4 +1,4 @@
-"""Verifier and selfspec drafter on one machine keep the target's weights once."""
+"""Verifier and selfspec drafter on one machine share one copy of the target's weights."""
 
 import os
 from pathlib import Path

@@ -83,7 +83,7 @@ def released(spans: list[Received]) -> bool:
     return {"ReleaseCache", "text_completion llama"} <= names
 
 
-async def test_a_callers_trace_goes_on_behind_the_gateway(
+async def test_a_callers_trace_continues_behind_the_gateway(
     traced: tuple[Collector, ServiceProcess, ServiceProcess],
 ) -> None:
     collector, verifier, drafter = traced
@@ -194,7 +194,7 @@ def test_mapping_the_kv_is_a_span_of_the_drafter(
 
 
 @pytest.mark.slow
-def test_a_collector_that_is_not_there_hurts_nothing(models: dict[str, Path]) -> None:
+def test_an_unreachable_collector_changes_nothing(models: dict[str, Path]) -> None:
     """The same tokens, and every process exits with 0."""
     nowhere = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", "OTEL_BSP_SCHEDULE_DELAY": "20"}
     verifier, drafter = services(models, nowhere)

@@ -50,7 +50,7 @@ def test_a_corpus_too_short_for_a_batch_is_refused() -> None:
         Batches(DOCUMENTS, separator=0).next(4, 512)
 
 
-def test_copied_rows_end_with_a_copy_of_what_stands_before_it() -> None:
+def test_copied_rows_end_with_a_copy_of_earlier_tokens() -> None:
     batches = Batches([list(range(1, 2001))], separator=0, copied=1.0)
     for _ in range(30):
         row = batches.stream[batches.next(1, 64)][0].tolist()

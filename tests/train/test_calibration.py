@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -133,6 +134,7 @@ def test_the_command_writes_a_calibration_for_recorded_texts(tmp_path: Path) -> 
         vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=2, initializer_range=0.3,
     )  # fmt: skip
+    torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     decoder = Decoder.load(tmp_path, "float32")
     recording = record(decoder, [1, 2, 3] * 4, 60)

@@ -30,7 +30,7 @@ def test_wide_adds_tests_and_keeps_what_is_held_out(folder: Path, corpus: Corpus
 
 
 def test_the_standard_library_leaves_out_what_is_not_its_source() -> None:
-    corpus = load_corpus("stdlib", 4000, 12, wide=True)
+    corpus = load_corpus("stdlib", 300, 12, wide=True)
     assert corpus.is_stdlib
     for document in (*corpus.train, *corpus.heldout):
         assert "site-packages" not in document.path

@@ -1,4 +1,4 @@
-"""A run's folder serves that run alone, and no model is overwritten unasked."""
+"""A work folder belongs to one run, and no model is overwritten without --force."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_folder_that_does_not_say_what_it_is_is_refused(
         begin_run(run, tmp_path / "out", "target", preset, corpus)
 
 
-def test_a_model_is_replaced_only_if_asked(
+def test_a_model_is_replaced_only_with_force(
     target: Path, corpus: Corpus, preset: Preset, make_run: MakeRun, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"

@@ -18,7 +18,7 @@ def test_tokens_that_complete_an_earlier_4_gram_are_marked() -> None:
 
 
 def test_repetition_is_unlearnt(preset: Preset) -> None:
-    """A model that knows nothing but a loop loses it."""
+    """A model that was trained on a loop alone unlearns it."""
     model = build_model(replace(preset, context=512), eos=0)
     text = list(range(1, 9)) * 50
     optimizer = torch.optim.Adam(model.parameters(), 3e-3)

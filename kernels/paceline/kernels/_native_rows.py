@@ -22,7 +22,7 @@ _WIDEST_HEAD = 512
 _BF16 = torch.bfloat16
 
 
-class _Turn(ctypes.Structure):
+class _Rotation(ctypes.Structure):
     _fields_ = [
         *[(name, ctypes.c_int64) for name in ("rows", "q_heads", "kv_heads", "dim")],
         *[(name, ctypes.c_int64) for name in ("heads_bf16", "kv_bf16")],
@@ -41,9 +41,9 @@ class NativeRows:
         self._add_norm.argtypes = (*[pointer] * 3, ctypes.c_float, pointer, *[number] * 4)
         self._gate = library.paceline_gate
         self._gate.argtypes = (*[pointer] * 2, *[number] * 3)
-        self._turn = library.paceline_turn
-        self._turn.argtypes = [pointer] * 8
-        for function in (self._add_norm, self._gate, self._turn):
+        self._rotate = library.paceline_rotate
+        self._rotate.argtypes = [pointer] * 8
+        for function in (self._add_norm, self._gate, self._rotate):
             function.restype = None
 
     def add_norm(self, x: Tensor, delta: Tensor | None, norm: Norm, dtype: torch.dtype) -> Tensor:
@@ -69,7 +69,7 @@ class NativeRows:
         self._gate(gate_up.data_ptr(), out.data_ptr(), rows, both // 2, bf16)
         return out
 
-    def turn(
+    def rotate(
         self,
         heads: Tensor,
         norms: tuple[Norm, Norm] | None,
@@ -81,17 +81,17 @@ class NativeRows:
         """See :class:`RowKernels`."""
         dim, kv_heads = table.shape[1], keys[0].shape[0]
         if dim % LANES or dim > _WIDEST_HEAD or isinstance(keys[0], PagedPlane):
-            return self._fallback.turn(heads, norms, table, plan, keys, values)
+            return self._fallback.rotate(heads, norms, table, plan, keys, values)
         q_heads = heads.shape[1] // dim - 2 * kv_heads
-        prepared = plan.prepared.get("turn")
+        prepared = plan.prepared.get("rotate")
         if prepared is None:
-            prepared = plan.prepared["turn"] = _prepare(plan, heads, keys[0], q_heads, norms)
+            prepared = plan.prepared["rotate"] = _prepare(plan, heads, keys[0], q_heads, norms)
         q = torch.empty(plan.rows, q_heads, dim)
         caches = CacheTable.of(plan, keys, values)
         of_q, of_k = (None, None)
         if norms is not None:
             of_q, of_k = (norm.weight.data_ptr() for norm in norms)
-        self._turn(
+        self._rotate(
             prepared[0], heads.data_ptr(), of_q, of_k, table.data_ptr(), q.data_ptr(),
             caches.keys, caches.values,
         )  # fmt: skip
@@ -106,7 +106,7 @@ def _prepare(
     sequence = np.repeat(np.array([s.sequence for s in plan.segments], np.int64), lengths)
     slot = np.concatenate([np.arange(s.start, s.stop) for s in plan.segments])
     position = plan.positions.numpy()
-    made = _Turn(
+    made = _Rotation(
         rows=plan.rows,
         q_heads=q_heads,
         kv_heads=key.shape[0],

@@ -52,7 +52,7 @@ class RowKernels(Protocol):
         """``silu(gate) * up`` for ``[M, 2 width]``, gates first; returns ``[M, width]``."""
         ...
 
-    def turn(
+    def rotate(
         self,
         heads: Tensor,
         norms: tuple[Norm, Norm] | None,
@@ -91,7 +91,7 @@ class TorchRows:
         gate, up = gate_up.float().chunk(2, dim=-1)
         return silu(gate).mul_(up).to(gate_up.dtype)
 
-    def turn(
+    def rotate(
         self,
         heads: Tensor,
         norms: tuple[Norm, Norm] | None,

@@ -41,7 +41,7 @@ def turned(rows: RowKernels, heads: Tensor, case: Case, dim: int) -> list[Tensor
     table = torch.linspace(-1, 1, 8192 * dim, device=heads.device).view(8192, dim)
     norm = Norm(torch.linspace(0.5, 1.5, dim, device=heads.device), 1e-6)
     case.plan.prepared.clear()
-    queries = rows.turn(heads, (norm, norm), table, case.plan, case.keys, case.values)
+    queries = rows.rotate(heads, (norm, norm), table, case.plan, case.keys, case.values)
     return [queries] + [
         span(planes[segment.sequence], segment.start, segment.stop).clone()
         for planes in (case.keys, case.values)

@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 
 from paceline.kernels._triton.backend import MERGE_CHUNKS, attend_shape
 from paceline.kernels._triton.jit.attention import attend_items, merge_items
-from paceline.kernels._triton.jit.rows import add_norm_rows, gate_rows, turn_rows
+from paceline.kernels._triton.jit.rows import add_norm_rows, gate_rows, rotate_rows
 from paceline.kernels._triton.jit.sampling import choose_rows
 from paceline.kernels._triton.plan import choose_tiling
 
@@ -87,7 +87,7 @@ def compile_rows(kv: str = "bf16", dim: int = 128, page: int = 256, *, norms: bo
     types |= dict.fromkeys(("q_eps", "k_eps", "eps"), "fp32")
     block = triton.next_power_of_2(dim // 2)
     heads = {"Q_HEADS": 32, "KV_HEADS": 8, "HALF": dim // 2, "BLOCK": block}
-    compile_kernel(turn_rows, types, {**heads, "PAGE": page, "HAS_NORM": norms}, num_warps=1)
+    compile_kernel(rotate_rows, types, {**heads, "PAGE": page, "HAS_NORM": norms}, num_warps=1)
     compile_kernel(add_norm_rows, types, {"WIDTH": 4096, "BLOCK": 4096, "HAS_DELTA": norms})
     compile_kernel(gate_rows, types, {"WIDTH": 14336, "BLOCK": 1024})
 

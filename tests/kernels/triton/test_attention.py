@@ -9,13 +9,13 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from kernel_cases import trees
+from reference import reference_attention
 from torch import Tensor
 from triton_cases import check, draw_caches, in_pages, run
 
 from paceline.kernels import PagedPlane, Probe, TreeSegment, plan_trees
 from paceline.kernels.paged import Plane
 from paceline.kernels.probes import note_scores
-from paceline.kernels.reference import reference_attention
 
 HEADS = [(2, 2, 64), (8, 2, 80), (7, 1, 96), (5, 1, 128), (1, 1, 256), (40, 1, 64)]
 

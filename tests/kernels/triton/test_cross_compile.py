@@ -21,7 +21,7 @@ def test_kernels_compile_for_sm_90() -> None:
     assert done.returncode == 0, done.stderr
     facts = [json.loads(line) for line in done.stdout.splitlines()]
     assert {each["kernel"] for each in facts} == {
-        *("attend_items", "merge_items", "turn_rows", "add_norm_rows", "gate_rows", "choose_rows")
+        *("attend_items", "merge_items", "rotate_rows", "add_norm_rows", "gate_rows", "choose_rows")
     }
     assert all(each["shared"] <= 227 * 1024 for each in facts), "more than a program may have"
     attention = [each for each in facts if each["kernel"] == "attend_items"]

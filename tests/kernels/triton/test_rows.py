@@ -56,7 +56,7 @@ def test_queries_turn_and_keys_and_values_go_to_their_slots(
         if page_size:
             torch.manual_seed(2)
             keys, values = in_pages(keys, values, page_size)
-        outs.append(rows.turn(heads, norms, table, plan_trees(segments), keys, values))
+        outs.append(rows.rotate(heads, norms, table, plan_trees(segments), keys, values))
         assert outs[-1].shape == (plan.rows, q_heads, dim)
         filled.append([
             each.gather(torch.arange(segment.stop)) if page_size else each[:, : segment.stop]

@@ -33,7 +33,7 @@ def own_steps(rows: RowKernels, count: int, device: torch.device) -> dict[str, S
     return {
         "add_norm": lambda: rows.add_norm(x, delta, norm, torch.bfloat16),
         "gate": lambda: rows.gate(both),
-        "turn": lambda: rows.turn(heads, None, table, case.plan, case.keys, case.values),
+        "rotate": lambda: rows.rotate(heads, None, table, case.plan, case.keys, case.values),
     }
 
 

@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from paceline.kernels._triton.caches import Caches
-from paceline.kernels._triton.jit.rows import add_norm_rows, gate_rows, turn_rows
+from paceline.kernels._triton.jit.rows import add_norm_rows, gate_rows, rotate_rows
 from paceline.kernels._triton.plan import Tables
 from paceline.kernels.paged import Plane
 from paceline.kernels.trees import TreePlan
@@ -43,7 +43,7 @@ class TritonRows:
         gate_rows[grid](gate_up, out, WIDTH=width, BLOCK=_GATE_BLOCK)
         return out
 
-    def turn(
+    def rotate(
         self,
         heads: Tensor,
         norms: tuple[Norm, Norm] | None,
@@ -58,11 +58,13 @@ class TritonRows:
         dim = caches.dim
         q_heads = heads.shape[1] // dim - 2 * caches.kv_heads
         q = torch.empty(plan.rows, q_heads, dim, dtype=torch.float32, device=heads.device)
-        q_norm, k_norm = norms or (Norm(table, 0.0), Norm(table, 0.0))
-        turn_rows[(plan.rows, q_heads + 2 * caches.kv_heads)](
-            heads, table, plan.positions, q_norm.weight, k_norm.weight, q, caches.keys,
+        # Without norms, the kernel reads neither weight.
+        given = [(norm.weight, norm.eps) for norm in norms or ()] or [(table, 0.0)] * 2
+        (q_weight, q_eps), (k_weight, k_eps) = given
+        rotate_rows[(plan.rows, q_heads + 2 * caches.kv_heads)](
+            heads, table, plan.positions, q_weight, k_weight, q, caches.keys,
             caches.values, tables.rows.rows, tables.rows.blocks, caches.tables, caches.origins,
-            q_norm.eps, k_norm.eps, *caches.strides, caches.tables.stride(0),
+            q_eps, k_eps, *caches.strides, caches.tables.stride(0),
             Q_HEADS=q_heads, KV_HEADS=caches.kv_heads, HALF=dim // 2,
             BLOCK=triton.next_power_of_2(dim // 2), PAGE=caches.page_size,
             HAS_NORM=norms is not None, num_warps=1,

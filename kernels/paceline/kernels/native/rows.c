@@ -57,12 +57,13 @@ typedef struct {
   int64_t heads_bf16, kv_bf16;
   const int64_t *sequence, *slot, *position; /* of every row */
   float eps;                                 /* of the norms of queries and keys */
-} Turn;
+} Rotation;
 
-/* One head of `dim` values through its norm (weight null: none) into x, then turned: the halves of
+/* One head of `dim` values through its norm (weight null: none) into x, then rotated: the halves of
  * a head are the two coordinates. table: cosines [dim / 2], then sines [dim / 2]. */
-INLINE void turn(const void *from, int64_t at, int bf16, const float *weight, float eps,
-                 const float *table, int64_t dim, float *x, void *out, int64_t to, int out_bf16) {
+INLINE void rotate(const void *from, int64_t at, int bf16, const float *weight, float eps,
+                   const float *table, int64_t dim, float *x, void *out, int64_t to,
+                   int out_bf16) {
   const int64_t half = dim / 2;
   for (int64_t i = 0; i < dim; i += LANES) store_f32(x + i, load_any(from, at + i, bf16));
   if (weight) normalise(x, weight, dim, eps, x, 0, 0);
@@ -75,10 +76,11 @@ INLINE void turn(const void *from, int64_t at, int bf16, const float *weight, fl
   }
 }
 
-/* heads [M, Hq + 2 Hkv, D] -> turned queries q [M, Hq, D] float32; turned keys and plain values
+/* heads [M, Hq + 2 Hkv, D] -> rotated queries q [M, Hq, D] float32; rotated keys and the values
  * into the caches. `table` float32 [positions, D]: cosines, then sines. */
-void paceline_turn(const Turn *p, const void *heads, const float *q_weight, const float *k_weight,
-                   const float *table, float *q, const Cache *keys, const Cache *values) {
+void paceline_rotate(const Rotation *p, const void *heads, const float *q_weight,
+                     const float *k_weight, const float *table, float *q, const Cache *keys,
+                     const Cache *values) {
   const int64_t all = p->q_heads + 2 * p->kv_heads, dim = p->dim;
 #pragma omp parallel for if (p->rows * all * dim > MANY)
   for (int64_t r = 0; r < p->rows; r++) {
@@ -86,12 +88,12 @@ void paceline_turn(const Turn *p, const void *heads, const float *q_weight, cons
     const Cache *k = keys + p->sequence[r], *v = values + p->sequence[r];
     float x[MAX_DIM];
     for (int64_t h = 0; h < p->q_heads; h++)
-      turn(heads, (r * all + h) * dim, (int)p->heads_bf16, q_weight, p->eps, at, dim, x, q,
-           (r * p->q_heads + h) * dim, 0);
+      rotate(heads, (r * all + h) * dim, (int)p->heads_bf16, q_weight, p->eps, at, dim, x, q,
+             (r * p->q_heads + h) * dim, 0);
     for (int64_t h = 0; h < p->kv_heads; h++) {
       const int64_t key = (r * all + p->q_heads + h) * dim, value = key + p->kv_heads * dim;
-      turn(heads, key, (int)p->heads_bf16, k_weight, p->eps, at, dim, x, k->data,
-           h * k->head_stride + p->slot[r] * k->slot_stride, (int)p->kv_bf16);
+      rotate(heads, key, (int)p->heads_bf16, k_weight, p->eps, at, dim, x, k->data,
+             h * k->head_stride + p->slot[r] * k->slot_stride, (int)p->kv_bf16);
       const int64_t to = h * v->head_stride + p->slot[r] * v->slot_stride;
       for (int64_t i = 0; i < dim; i += LANES)
         store_any(v->data, to + i, (int)p->kv_bf16,

@@ -226,7 +226,7 @@ class Decoder:
             keys.append(key)
             values.append(value)
         heads = layer.qkv(inputs)
-        q = self._rows.turn(heads, layer.head_norms, table, plan, keys, values)
+        q = self._rows.rotate(heads, layer.head_norms, table, plan, keys, values)
         attended = inputs.new_zeros(inputs.shape[0], layer.out.in_features)
         out = attended[: plan.rows].view(q.shape)
         probes = () if observer is None else observer.probes(index)

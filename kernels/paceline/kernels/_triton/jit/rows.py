@@ -37,7 +37,7 @@ def gate_rows(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def turn_rows(
+def rotate_rows(
     heads, table, positions, q_norm, k_norm, q_out, keys, values, rows, blocks, tables, places,
     q_eps, k_eps, key_page, key_head, key_slot, value_page, value_head, value_slot, table_stride,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,

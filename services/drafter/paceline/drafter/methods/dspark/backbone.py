@@ -97,7 +97,7 @@ class DSparkBackbone:
             keys, values = self._caches(index, contexts)
             # The kernel rotates queries, keys and values together; the context has no queries.
             heads = pad(part, (config.q_heads * config.head_dim, 0))
-            self._kernels.turn(heads, layer.head_norms, table, plan, keys, values)
+            self._kernels.rotate(heads, layer.head_norms, table, plan, keys, values)
         for context, new in zip(contexts, ranges, strict=True):
             context.length = new.stop
 
@@ -134,7 +134,7 @@ class DSparkBackbone:
             keys, values = self._caches(index, contexts)
             inputs = self._kernels.add_norm(x, delta, layer.attention_norm, self.dtype)
             heads = layer.qkv(inputs)
-            q = self._kernels.turn(heads, layer.head_norms, table, plan, keys, values)
+            q = self._kernels.rotate(heads, layer.head_norms, table, plan, keys, values)
             attended = layer.out(self._attend(q, keys, values, starts, attention_plan))
             inputs = self._kernels.add_norm(x, attended, layer.mlp_norm, self.dtype)
             delta = layer.down(self._kernels.gate(layer.gate_up(inputs)))

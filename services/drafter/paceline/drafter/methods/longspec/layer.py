@@ -173,7 +173,7 @@ class LongSpecLayer:
         caches = [each.ring.layer(0) for each in batch]
         keys, values = [keys for keys, _ in caches], [values for _, values in caches]
         table = self._rope.table(plan.longest)
-        return x, self._kernels.turn(heads, None, table, plan, keys, values)
+        return x, self._kernels.rotate(heads, None, table, plan, keys, values)
 
     def _attend_each(
         self, attend: Callable[[Tensor, StepInput], Tensor], q: Tensor, batch: Sequence[StepInput]
