@@ -8,7 +8,6 @@ import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from importlib.util import find_spec
 
 from paceline.cli.config import expand
 from paceline.cli.errors import CommandError
@@ -29,7 +28,7 @@ class Command:
     """Extra of the distribution that it needs; None: no extra."""
 
 
-COMMANDS: tuple[Command, ...] = (
+COMMANDS = (
     Command("serve", "paceline.cli.serve", "run a verifier and a drafter", "server"),
     Command("verifier", "paceline.cli.verifier", "run a verifier: the target model", "server"),
     Command("drafter", "paceline.cli.drafter", "run a drafter", "server"),
@@ -54,10 +53,9 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command("tune", "paceline.cli.tune", "find a drafter's best settings here", "server"),
     Command("train", "paceline.train.cli", "train targets and drafters", "train"),
+    Command("bench", "paceline.bench.cli", "measure speed and resilience", "dev"),
     Command("completion", "paceline.cli.completion", "print a shell's completion script"),
 )
-if find_spec("paceline.bench") is not None:  # in a source checkout, not in the wheel
-    COMMANDS += (Command("bench", "paceline.bench.cli", "measure speed and resilience", "dev"),)
 
 # Top-level modules that only extras install. Any other missing module is a bug.
 _OF_EXTRAS = (

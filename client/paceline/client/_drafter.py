@@ -70,8 +70,9 @@ class DrafterHealth:
 class DrafterSession:
     """Sends new tokens to a drafter and requests trees, one at a time.
 
-    `ask` sends a request, `answer` waits for its tree until the draft timeout. A tree that arrives
-    later is dropped. A background task reads the stream, because cancelling a read would end it.
+    `request_tree` sends a request, `receive_tree` waits for its tree until the draft timeout. A
+    tree that arrives later is dropped. A background task reads the stream, because cancelling a
+    read would end it.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class DrafterSession:
         self._expect_reply()
         self._reader = asyncio.create_task(self._read_all(self._stream, request))
 
-    async def ask(self, node_budget: int, max_depth: int, committed_length: int) -> bool:
+    async def request_tree(self, node_budget: int, max_depth: int, committed_length: int) -> bool:
         """Requests a tree of at most `node_budget` nodes.
 
         Returns:
@@ -159,7 +160,7 @@ class DrafterSession:
             await stream.write(request)
         return True
 
-    async def answer(self) -> drafter_pb2.DraftTree | None:
+    async def receive_tree(self) -> drafter_pb2.DraftTree | None:
         """The requested tree; None if it is late or malformed, or the drafter failed.
 
         Only lengths are checked here: the verifier checks everything else.
@@ -175,11 +176,11 @@ class DrafterSession:
         if self._context.trace is not None:
             self._context.trace.end_draft(tree, self._attached or drafter_pb2.DraftAttached())
         if tree is not None and not _lengths_match(tree.tree, self._node_budget):
-            self.distrust("malformed_tree", "the tree's fields have different lengths")
+            self.record_invalid("malformed_tree", "the tree's fields have different lengths")
             return None
         return tree
 
-    def credit(self, tree: drafter_pb2.DraftTree) -> None:
+    def record_verified(self, tree: drafter_pb2.DraftTree) -> None:
         """Records that the verifier accepted the tree as valid."""
         self._health.succeeded()
         attached = self._attached or drafter_pb2.DraftAttached()
@@ -188,7 +189,7 @@ class DrafterSession:
         if version not in versions:
             versions.append(version)
 
-    def distrust(self, reason: str, why: str) -> None:
+    def record_invalid(self, reason: str, why: str) -> None:
         """Detaches a drafter that sent an invalid tree, with a long back-off."""
         self._fail(reason, PacelineError(why), wrong=True)
 

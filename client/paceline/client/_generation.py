@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from time import monotonic, perf_counter
 from typing import Any
 
+from ._chunks import ChunkQueue
 from ._context import GenerationContext
 from ._drafter import DrafterSession
 from ._errors import ClientClosedError, DeadlineError, InvalidRequestError
 from ._hidden_states import HiddenStates
 from ._model import Model
 from ._options import GenerationOptions
-from ._outlet import Outlet
 from ._output import Chunk, Output, TokenLogprob
 from ._rounds import Rounds
 from ._shared import Shared
@@ -58,7 +58,7 @@ class Generation:
         self._prompt = prompt
         self._options = options
         self._keep_cache = keep_cache
-        self._outlet = Outlet(shared.unread_chunks)
+        self._chunks = ChunkQueue(shared.unread_chunks)
         self._task: asyncio.Task[GenerationResult] | None = None
         self._cancellable = False
         self._iterated = False
@@ -114,13 +114,13 @@ class Generation:
 
     def _start(self, *, reading: bool) -> asyncio.Task[GenerationResult]:
         if self._task is None:
-            self._outlet.reading = reading
+            self._chunks.reading = reading
             self._task = asyncio.create_task(self._run())
         return self._task
 
     async def _result(self) -> GenerationResult:
         task = self._start(reading=False)
-        self._outlet.lift()
+        self._chunks.remove_limit()
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -130,7 +130,7 @@ class Generation:
     async def _stream(self) -> AsyncGenerator[Chunk, None]:
         task = self._start(reading=True)
         try:
-            while (chunk := await self._outlet.get()) is not None:
+            while (chunk := await self._chunks.get()) is not None:
                 yield chunk
             await asyncio.shield(task)
         finally:
@@ -150,7 +150,7 @@ class Generation:
             raise
         finally:
             self._cancellable = False
-            self._outlet.close()
+            self._chunks.close()
             # In its own task, so that a cancellation cannot interrupt the release of the cache.
             await asyncio.shield(self._shared.in_background(self._clean_up()))
             self.stats.total_ms = (perf_counter() - began) * 1000
@@ -253,7 +253,7 @@ class Generation:
             self._verifier,
             self._drafter,
             self._output,
-            self._outlet,
+            self._chunks,
             options,
             model.facts,
             self.stats,

@@ -78,7 +78,7 @@ class Chunk:
 class Output:
     """Collects the output of a generation.
 
-    `take` appends tokens at once, so that the next round can start; `publish` then detokenizes
+    `append` adds tokens at once, so that the next round can start; `publish` then detokenizes
     them. A stop string ends the text before it, and the tokens with the one that completes it.
     """
 
@@ -101,7 +101,7 @@ class Output:
         """The stop string that ended the text, if one did."""
         return self._stops.matched
 
-    def take(self, result: verifier_pb2.RoundResult) -> None:
+    def append(self, result: verifier_pb2.RoundResult) -> None:
         """Appends the tokens."""
         self.token_ids.extend(result.tokens)
         if result.finish_reason:

@@ -7,9 +7,9 @@ from time import perf_counter
 from paceline.telemetry.names import Span
 from paceline.v1 import drafter_pb2, tree_pb2, verifier_pb2
 
+from ._chunks import ChunkQueue
 from ._drafter import DrafterSession
 from ._options import GenerationOptions
-from ._outlet import Outlet
 from ._output import Output
 from ._stats import RoundStats, Stats
 from ._trace import GenerationTrace
@@ -37,7 +37,7 @@ class Rounds:
         verifier: VerifierSession,
         drafter: DrafterSession | None,
         output: Output,
-        outlet: Outlet,
+        chunks: ChunkQueue,
         options: GenerationOptions,
         facts: verifier_pb2.GetModelResponse,
         stats: Stats,
@@ -48,7 +48,7 @@ class Rounds:
         self._verifier = verifier
         self._drafter = drafter
         self._output = output
-        self._outlet = outlet
+        self._chunks = chunks
         self._options = options
         self._facts = facts
         self._stats = stats
@@ -77,7 +77,7 @@ class Rounds:
         self._publish(created.first, 0)
         try:
             while not self._output.finish_reason:
-                if self._outlet.full:
+                if self._chunks.full:
                     await self._wait_for_reader()
                 tree = await self._drafted_tree()
                 if tree is None:
@@ -101,9 +101,9 @@ class Rounds:
         result = response.result
         assert self._drafter is not None
         if self._verifier.rejection is not None:
-            self._drafter.distrust("invalid_tree", self._verifier.rejection.message)
-        elif not self._verifier.disturbed:
-            self._drafter.credit(tree)
+            self._drafter.record_invalid("invalid_tree", self._verifier.rejection.message)
+        elif not self._verifier.recovered:
+            self._drafter.record_verified(tree)
         entry = RoundStats(
             drafted=0 if self._verifier.rejection else len(tree.tree.tokens),
             accepted=len(result.accepted_nodes),
@@ -160,7 +160,7 @@ class Rounds:
 
     async def _accept(self, result: verifier_pb2.RoundResult, *, plan: bool = True) -> None:
         """Takes in tokens and, where more are to come, sets the next round going."""
-        self._output.take(result)
+        self._output.append(result)
         self._committed = result.committed_length
         if len(self._output.token_ids) >= self._options.max_new_tokens:
             self._output.finish_reason = self._output.finish_reason or "length"
@@ -186,7 +186,7 @@ class Rounds:
         self._steps = _WAITING_RUN
         # The last token of a round is the verifier's own: no path need reach the very end.
         if left > 1:
-            self._asked = await self._drafter.ask(nodes, left - 1, self._committed)
+            self._asked = await self._drafter.request_tree(nodes, left - 1, self._committed)
 
     def _follow_grant(self, drafter: DrafterSession) -> None:
         grant = self._verifier.read_grant
@@ -200,7 +200,7 @@ class Rounds:
         """The requested tree, if it arrives in time and has nodes."""
         if not self._asked or self._drafter is None:
             return None
-        tree = await self._drafter.answer()
+        tree = await self._drafter.receive_tree()
         if tree is None:
             return None
         self._steps = _EMPTY_RUN
@@ -220,10 +220,10 @@ class Rounds:
     ) -> None:
         chunk = self._output.publish(result, index, tree)
         if chunk.token_ids or chunk.text:
-            self._outlet.put(chunk)
+            self._chunks.put(chunk)
 
     async def _wait_for_reader(self) -> None:
         """Rests while nobody reads, and keeps the cache alive meanwhile."""
-        while not await self._outlet.room(self._verifier.lease_seconds / 6):
+        while not await self._chunks.wait_for_room(self._verifier.lease_seconds / 6):
             await self._verifier.renew()
         self._round_began = perf_counter()

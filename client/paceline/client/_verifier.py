@@ -66,7 +66,7 @@ class VerifierSession:
         self.handle = b""
         self.read_grant = b""
         self.lease_seconds = 30.0
-        self.disturbed = False
+        self.recovered = False
         self.rejection: InvalidRequestError | None = None
 
     async def open(self) -> verifier_pb2.CacheCreated:
@@ -104,7 +104,7 @@ class VerifierSession:
             traceparent=self._context.begin_span(Span.VERIFY),
         )
         self._received = self._to_skip = 0
-        self.disturbed = False
+        self.recovered = False
         self.rejection = None
         await self._send()
 
@@ -112,7 +112,7 @@ class VerifierSession:
         """The next response of the round, without tokens that were received before.
 
         Sets `rejection` if the verifier refused the tree, which it replaces by a plain step, and
-        `disturbed` if the session recovered from a failure in this round.
+        `recovered` if the session recovered from a failure in this round.
         """
         while True:
             try:
@@ -218,7 +218,7 @@ class VerifierSession:
 
         Raises `error` if the session cannot recover from it.
         """
-        self.disturbed = True
+        self.recovered = True
         self.end_stream()
         if isinstance(error, InvalidRequestError) and self._pending.tree.tokens:
             self.rejection = error

@@ -7,7 +7,7 @@ import asyncio
 from ._output import Chunk
 
 
-class Outlet:
+class ChunkQueue:
     """A queue between a generation and its reader. Without a reader it drops all chunks.
 
     `put` never waits, so that a free run's responses are always received. The generation checks
@@ -34,8 +34,8 @@ class Outlet:
         """Ends the queue."""
         self._chunks.put_nowait(None)
 
-    def lift(self) -> None:
-        """Removes the limit: the result was requested."""
+    def remove_limit(self) -> None:
+        """Removes the limit, for a caller that awaits the result."""
         self._limit = 1 << 62
         self._room.set()
 
@@ -45,7 +45,7 @@ class Outlet:
         self._room.set()
         return chunk
 
-    async def room(self, seconds: float) -> bool:
+    async def wait_for_room(self, seconds: float) -> bool:
         """Waits at most `seconds` for room; returns whether there is room."""
         if self.full:
             self._room.clear()
