@@ -70,7 +70,7 @@ async def check_kill(services: Pair, kind: str, job: Job, right: list[int]) -> N
             tokens += chunk.token_ids
             if restart is None and len(tokens) > 20:
                 process.kill()
-                restart = asyncio.create_task(asyncio.to_thread(process.restart_same_address))
+                restart = asyncio.create_task(asyncio.to_thread(process.start))
         assert restart is not None
         await restart
     assert tokens == right, f"{kind} killed"

@@ -148,7 +148,6 @@ class World:
         load: Sequence[str] = ("ngram",),
         *,
         verifier: ServiceProcess | None = None,
-        drafter_arguments: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> AsyncIterator[Services]:
         """Services for the body.
@@ -156,12 +155,11 @@ class World:
         Args:
             load: Drafter specifications; the first is the default drafter.
             verifier: A verifier with other arguments.
-            drafter_arguments: More arguments of the drafter.
             environment: Variables of both processes.
         """
         drafter = ServiceProcess(
             "drafter",
-            ["--device=cpu", *(f"--load={spec}" for spec in load), *drafter_arguments],
+            ["--device=cpu", *(f"--load={spec}" for spec in load)],
             environment={**_ONE_THREAD, **(environment or {})},
             ready_seconds=_READY_SECONDS,
         )
