@@ -1,8 +1,11 @@
-"""Every level gives the bits of plain C."""
+"""Every level gives the bits of plain C, and no inner loop of the attention uses the stack."""
 
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -85,3 +88,44 @@ def test_row_operations_have_the_bits_of_plain_c(level: str, dtype: torch.dtype)
         results.append((normed, gated, q, keys, values))
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_no_inner_loop_of_the_attention_uses_the_stack(level: str) -> None:
+    """A vector that goes through memory in every turn costs more than the arithmetic."""
+    if shutil.which("objdump") is None:
+        pytest.skip("no objdump")
+    library = compiled(level).library
+    assert library is not None
+    listing = subprocess.run(
+        ["objdump", "--disassemble", "--no-show-raw-insn", library._name],
+        check=True, capture_output=True, text=True,
+    ).stdout  # fmt: skip
+    loops = [loop for body in functions(listing) for loop in inner_loops(body)]
+    busy = [loop for loop in loops if sum("vfmadd" in line for line in loop) >= 8]
+    assert len(busy) >= 5  # scores; weighted values, in float32 and bfloat16; exponentials
+    for loop in busy:
+        spilled = [line for line in loop if re.search(r"[xyz]mm", line) and STACK.search(line)]
+        assert not spilled, "\n".join(loop)
+
+
+def functions(listing: str) -> Iterator[list[tuple[int, str]]]:
+    """Every function's instructions with their addresses."""
+    for part in re.split(r"\n(?=[0-9a-f]+ <)", listing):
+        lines = re.findall(r"^ *([0-9a-f]+):\t(.*)$", part, re.MULTILINE)
+        if lines:
+            yield [(int(at, 16), text) for at, text in lines]
+
+
+def inner_loops(body: list[tuple[int, str]]) -> list[list[str]]:
+    """Instructions between a backward jump and its target that hold no other such pair."""
+    spans = []
+    for at, text in body:
+        jump = re.match(r"j\w+ +([0-9a-f]+)", text)
+        if jump and body[0][0] <= (target := int(jump[1], 16)) < at:
+            spans.append((target, at))
+    inner = [
+        (low, high)
+        for low, high in spans
+        if not any((a, b) != (low, high) and low <= a and b <= high for a, b in spans)
+    ]
+    return [[text for at, text in body if low <= at <= high] for low, high in inner]

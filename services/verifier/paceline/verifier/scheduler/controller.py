@@ -30,7 +30,7 @@ _LEAST = -32.0  # balance at least: the next attempt comes after 32 / 0.02 token
 # The same after a single interval of a drafter that was paying: a stall of the machine looks like
 # this, and must not end drafting for long. Unit: plain tokens.
 _LEAST_IF_PAYING = -2.0
-_SEED_MOST = 12.0  # balance that a new sequence takes over at most. Unit: plain tokens
+_SEED_MOST = 4.0  # balance that a new sequence takes over at most. Unit: plain tokens
 _NAMES = 64  # drafter names that are remembered; clients choose names
 
 _KNOWN = 16  # plain steps after which the speed of plain decoding at a load is known

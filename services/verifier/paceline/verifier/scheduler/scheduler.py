@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from paceline.verifier.engine.sequence import Sequence
 
 _NEWEST = 0.1  # weight of the newest step in the mean idle time
+_SURPLUS = 2.0  # tokens a sequence that drafting as a whole has gained, remembered at most
 _AWAY = 5.0  # seconds after which a client that was to draft is taken for gone or paused
 
 
@@ -97,6 +98,7 @@ class Scheduler:
         self._idle = 0.0
         self._ended = perf_counter()
         self._load = 1
+        self._surplus = 0.0
 
     def admit(self, rounds: Items[Round], trees: Items[TokenTree], step: Step) -> list[TokenTree]:
         """Cut the trees of a step that begins now.
@@ -257,17 +259,32 @@ class Scheduler:
         )
 
     def _share_interference(self, passed: float, served: Items[Served]) -> None:
-        """Charge drafting sequences with what the others got less than in plain decoding.
+        """Charge drafting sequences with what they take from the others beyond what they gain.
+
+        One sequence that drafts among many gains little more than the others lose, and all of them
+        together may gain much. So losses count only where drafting as a whole loses tokens.
 
         Args:
             passed: Plain tokens that passed.
             served: What came of the step.
         """
         drafting = [state for state in self._states.values() if state.drafting]
-        plain = [each for each in served if not self._state(each.round.sequence).drafting]
-        lost = passed * len(plain) - sum(len(each.output.tokens) for each in plain)
-        for state in drafting:
-            state.interference += lost / len(drafting)
+        lost = gained = 0.0
+        for each in served:
+            more = len(each.output.tokens) - passed
+            if self._drafts(each):
+                gained += more
+            else:
+                lost -= more
+        gained -= passed * (len(drafting) - sum(self._drafts(each) for each in served))
+        self._surplus = min(self._surplus + gained - lost, _SURPLUS * self._load)
+        if self._surplus < 0:
+            for state in drafting:
+                state.interference += min(max(lost, 0.0), -self._surplus) / len(drafting)
+            self._surplus = 0.0
+
+    def _drafts(self, served: Served) -> bool:
+        return self._state(served.round.sequence).drafting
 
     def _answered(self, served: Served, ended: float) -> None:
         sequence = served.round.sequence
