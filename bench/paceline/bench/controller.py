@@ -85,7 +85,9 @@ async def measure(
         repeats: Times that each mode generates all prompts, in turn with the others.
     """
     async with AsyncExitStack() as stack:
-        running = stack.enter_context(services(target, {"drafter": drafter}, dtype))
+        running = stack.enter_context(
+            services(target, dict.fromkeys(("controller", "always"), drafter), dtype)
+        )
         adaptive = await stack.enter_async_context(running.client())
         always = await stack.enter_async_context(running.client(ALWAYS))
         clients = {"none": adaptive, "controller": adaptive, "always": always}
@@ -204,7 +206,7 @@ async def _all(
                 text,
                 max_new_tokens=tokens,
                 ignore_eos=True,
-                drafter="none" if mode == "none" else "drafter",
+                drafter=mode,
                 **sampling,
             )
             decoding = time.perf_counter() - began - result.stats.first_token_ms / 1e3

@@ -30,7 +30,7 @@ _LEAST = -32.0  # balance at least: the next attempt comes after 32 / 0.02 token
 # The same after a single interval of a drafter that was paying: a stall of the machine looks like
 # this, and must not end drafting for long. Unit: plain tokens.
 _LEAST_IF_PAYING = -2.0
-_SEED_MOST = 4.0  # balance that a new sequence takes over at most. Unit: plain tokens
+_SEED_MOST = 5.0  # balance that a new sequence takes over at most. Unit: plain tokens
 _NAMES = 64  # drafter names that are remembered; clients choose names
 
 _KNOWN = 16  # plain steps after which the speed of plain decoding at a load is known
@@ -143,6 +143,7 @@ class SequenceState:
         self._most = most_nodes
         self._nodes = float(most_nodes) if drafter.nodes is None else drafter.nodes
         self._drafting = False
+        self._overridden = False  # its client drafts although its node budget is 0
         self._answered: float | None = None
 
     @property
@@ -171,6 +172,7 @@ class SequenceState:
             tree: Whether it had sent a tree.
         """
         self.drafts |= tree
+        self._overridden |= tree and self.suspended
         if self._answered is not None and (self._drafting or tree):
             gain = emitted - (now - self._answered) - self.interference
             least = _LEAST_IF_PAYING if self.balance > _START else _LEAST
@@ -194,7 +196,7 @@ class SequenceState:
 
     def ended(self) -> None:
         """The sequence is released: hand over to those that come."""
-        if self.drafts:
+        if self.drafts and not self._overridden:
             self.drafter.balance += 0.5 * (self.balance - self.drafter.balance)
             self.drafter.nodes = self._nodes
 
