@@ -23,7 +23,7 @@ from typing import Any
 from paceline.verifier.scheduler.calibration import Calibration
 
 _SHARE = 0.02  # of plain tokens that exploration may cost
-_SHARE_IF_PAYING = 0.1  # the same while the drafter pays for other sequences
+_SHARE_IF_PAYING = 0.05  # the same while the drafter pays for other sequences
 _START = 2.0  # balance of a sequence whose drafter is unknown. Unit: plain tokens
 _MOST = 16.0  # balance at most: what a change for the worse can cost. Unit: plain tokens
 _LEAST = -32.0  # balance at least: the next attempt comes after 32 / 0.02 tokens
