@@ -27,9 +27,9 @@ _SHARE_IF_PAYING = 0.05  # the same while the drafter pays for other sequences
 _START = 2.0  # balance of a sequence whose drafter is unknown. Unit: plain tokens
 _MOST = 16.0  # balance at most: what a change for the worse can cost. Unit: plain tokens
 _LEAST = -32.0  # balance at least: the next attempt comes after 32 / 0.02 tokens
-# The same after a single interval of a drafter that was paying: a stall of the machine looks like
-# this, and must not end drafting for long. Unit: plain tokens.
-_LEAST_IF_PAYING = -2.0
+# The same for a drafter that was paying, here or for other sequences: a stall of the machine or a
+# few bad rounds must not end drafting for long. Unit: plain tokens.
+_LEAST_IF_PAYING = -1.0
 _SEED_MOST = 5.0  # balance that a new sequence takes over at most. Unit: plain tokens
 _NAMES = 64  # drafter names that are remembered; clients choose names
 
@@ -175,7 +175,8 @@ class SequenceState:
         self._overridden |= tree and self.suspended
         if self._answered is not None and (self._drafting or tree):
             gain = emitted - (now - self._answered) - self.interference
-            least = _LEAST_IF_PAYING if self.balance > _START else _LEAST
+            paying = max(self.balance, self.drafter.balance) > _START
+            least = _LEAST_IF_PAYING if paying else _LEAST
             self.balance = min(_MOST, max(self.balance + gain, min(self.balance, least)))
             self.exploring &= gain <= 0
         elif self.balance < _START:
