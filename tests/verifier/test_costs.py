@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from paceline.decoder import Decoder
 from paceline.verifier.scheduler import profile, storage
-from paceline.verifier.scheduler.costs import CostTable
+from paceline.verifier.scheduler.costs import CostTable, LiveCosts
+from paceline.verifier.scheduler.profile import flat_table
 
 SOME = CostTable((1, 2), (1, 2), ((1.0, 1.0), (1.0, 1.0)))
 
@@ -93,3 +94,19 @@ def test_of_several_that_start_at_a_time_one_measures(
 def test_bad_tables(tokens: tuple[int, ...], table: tuple[tuple[float, ...], ...]) -> None:
     with pytest.raises(ValueError, match="expected"):
         CostTable(tokens, (1, 2), table)
+
+
+def test_a_table_is_corrected_as_steps_run() -> None:
+    """A flat one takes on the scale and the shape of what is measured."""
+    costs = LiveCosts(flat_table(4096))
+
+    def truth(tokens: int) -> float:
+        return 0.0004 * (1 + tokens / 16)
+
+    for number in range(3000):
+        tokens = (1, 8, 32)[number % 3]
+        costs.observe(1, tokens, 100.0 * tokens, truth(tokens))
+        costs.observe(1, tokens, 100.0 * tokens, 1.0 if number > 100 else truth(tokens))
+    for tokens in (1, 8, 32):
+        (found,) = costs.seconds(np.array([float(tokens)]), np.array([100.0 * tokens]))
+        assert found == pytest.approx(truth(tokens), rel=0.1)

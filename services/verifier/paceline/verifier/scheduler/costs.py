@@ -14,6 +14,7 @@ import numpy as np
 from paceline.verifier.scheduler.admission import Floats
 
 _COMMON, _POINT = 0.02, 0.1  # weights of the newest step in the two corrections
+_FIRST_STEPS = 16  # steps that set the scale; a table that was not profiled has none
 _OUTLIER = 5.0  # a step this many times off its prediction was disturbed and is left out
 
 
@@ -163,6 +164,7 @@ class LiveCosts:
     def __init__(self, profiled: CostTable) -> None:
         self.profiled = profiled
         self.common = 1.0
+        self._steps = 0
         self.points = np.ones((len(profiled.tokens), len(profiled.contexts)))
 
     def seconds(self, tokens: Floats, attended: Floats) -> Floats:
@@ -186,9 +188,12 @@ class LiveCosts:
         predicted = self.seconds(np.array([float(tokens)]), np.array([float(attended)]))[0]
         predicted += self.sequence_seconds(sequences, attended / tokens)
         ratio = seconds / predicted
-        if not 1 / _OUTLIER < ratio < _OUTLIER:
+        if self._steps >= _FIRST_STEPS and not 1 / _OUTLIER < ratio < _OUTLIER:
             return  # something else kept the machine busy
-        self.common *= 1 + _COMMON * (ratio - 1)
+        self._steps += 1
+        self.common *= 1 + max(_COMMON, 1 / (1 + self._steps)) * (ratio - 1)
+        if self._steps < _FIRST_STEPS:
+            return
         row, down = _place_one(table.tokens, tokens)
         column, across = _place_one(table.contexts, attended / tokens)
         down, across = (min(max(each, 0.0), 1.0) for each in (down, across))
@@ -204,8 +209,9 @@ class LiveCosts:
         """Take over corrections of an earlier process, if they are for such a table."""
         points = np.asarray(stored["points"], np.float64)
         fits = points.shape == self.points.shape and np.all((points > 0.01) & (points < 100))
-        if fits and 0.01 < float(stored["common"]) < 100:
+        if fits and 0.001 < float(stored["common"]) < 1000:
             self.common, self.points = float(stored["common"]), points
+            self._steps = _FIRST_STEPS
 
 
 def _place(axis: Floats, values: Floats) -> tuple[Any, Floats]:
