@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class VerifierServiceStub:
-    """Owns the target model and the KV caches, and decides every token.
+    """Owns the target model and the KV caches, and chooses every output token.
     """
 
     def __init__(self, channel):
@@ -63,11 +63,11 @@ class VerifierServiceStub:
 
 
 class VerifierServiceServicer:
-    """Owns the target model and the KV caches, and decides every token.
+    """Owns the target model and the KV caches, and chooses every output token.
     """
 
     def GetModel(self, request, context):
-        """What model is served, and the tokenizer for it.
+        """Describes the served model and returns its tokenizer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -138,7 +138,7 @@ def add_VerifierServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class VerifierService:
-    """Owns the target model and the KV caches, and decides every token.
+    """Owns the target model and the KV caches, and chooses every output token.
     """
 
     @staticmethod
