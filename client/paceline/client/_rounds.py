@@ -24,12 +24,12 @@ _Published = tuple[verifier_pb2.RoundResult, int, tree_pb2.TokenTree | None]
 
 
 class Rounds:
-    """Drives a verifier session and, if there is a drafter, a drafter session.
+    """The round loop of a generation.
 
-    The verifier's node budget says whether the next round drafts. The request for a tree is sent as
-    soon as the tokens of a round are known. Detokenizing takes about as long as a fast drafter, so
-    the tokens are published while the verifier runs the next round. With ``eager``, every round
-    drafts, whatever the node budget. Nothing decided here changes a token.
+    A round drafts if the verifier's node budget is positive; with ``eager``, every round drafts.
+    The next tree is requested as soon as the tokens of a round are known. These tokens are
+    detokenized and published while the verifier runs the next round, because that takes about as
+    long as a fast drafter. No token depends on the decisions made here.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Rounds:
         self._node_budget = self._most_nodes
         self._committed = 0
         self._steps = 0
-        self._asked = False
+        self._tree_requested = False
         self._round_began = perf_counter()
         self._grant = b""
         self._unpublished: _Published | None = None
@@ -91,11 +91,11 @@ class Rounds:
         return created.reused_tokens
 
     async def _verify(self, tree: drafter_pb2.DraftTree) -> None:
-        """One round with a tree."""
+        """Runs a round with a tree."""
         await self._verifier.start(tree.tree, 0)
         self._publish_waiting()
         if self._output.finish_reason:
-            return  # a stop string: what this round brings would come after it
+            return  # a stop string: the tokens of this round come after it
         response = await self._verifier.receive()
         seconds = perf_counter() - self._round_began
         result = response.result
@@ -122,8 +122,8 @@ class Rounds:
         await self._accept(result)
 
     async def _free_run(self) -> None:
-        """One round without a tree: plain steps, published as they are made."""
-        self._asked = False
+        """Runs a round without a tree; publishes the tokens of its steps as they arrive."""
+        self._tree_requested = False
         began = perf_counter()
         emitted, verify_us, queue_us = 0, 0, 0
         left = self._options.max_new_tokens - len(self._output.token_ids)
@@ -150,7 +150,7 @@ class Rounds:
                 self._node_budget = response.node_budget
             self._unpublished = (result, len(self._stats.rounds) + (not last), None)
             await self._accept(result, plan=last)
-            if not self._asked:
+            if not self._tree_requested:
                 self._publish_waiting()
 
     def _end_round(self, entry: RoundStats, response: verifier_pb2.VerifyResponse) -> None:
@@ -159,7 +159,7 @@ class Rounds:
             self._trace.end_round(len(self._stats.rounds), entry, response)
 
     async def _accept(self, result: verifier_pb2.RoundResult, *, plan: bool = True) -> None:
-        """Takes in tokens and, where more are to come, sets the next round going."""
+        """Appends tokens to the output and, unless it is finished, starts the next round."""
         self._output.append(result)
         self._committed = result.committed_length
         if len(self._output.token_ids) >= self._options.max_new_tokens:
@@ -168,11 +168,11 @@ class Rounds:
             await self._plan()
 
     async def _plan(self) -> None:
-        """Decides on a tree or a free run, and sends the request for a tree at once."""
+        """Chooses a tree or a free run for the next round, and requests the tree."""
         self._round_began = perf_counter()
         if self._trace is not None:
             self._trace.begin(Span.ROUND)
-        self._asked = False
+        self._tree_requested = False
         self._steps = _PLAIN_RUN
         if self._drafter is None:
             return
@@ -180,13 +180,15 @@ class Rounds:
         if self._eager:
             nodes = nodes or self._most_nodes
         if nodes == 0:
-            return  # drafting does not pay: the verifier ends the free run when it may again
+            return  # a free run, which the verifier ends when drafting may start again
         self._follow_grant(self._drafter)
         left = self._options.max_new_tokens - len(self._output.token_ids)
         self._steps = _WAITING_RUN
-        # The last token of a round is the verifier's own: no path need reach the very end.
+        # The last token of a round is the verifier's own, so a path ends one token earlier.
         if left > 1:
-            self._asked = await self._drafter.request_tree(nodes, left - 1, self._committed)
+            self._tree_requested = await self._drafter.request_tree(
+                nodes, left - 1, self._committed
+            )
 
     def _follow_grant(self, drafter: DrafterSession) -> None:
         grant = self._verifier.read_grant
@@ -198,7 +200,7 @@ class Rounds:
 
     async def _drafted_tree(self) -> drafter_pb2.DraftTree | None:
         """The requested tree, if it arrives in time and has nodes."""
-        if not self._asked or self._drafter is None:
+        if not self._tree_requested or self._drafter is None:
             return None
         tree = await self._drafter.receive_tree()
         if tree is None:
@@ -207,7 +209,7 @@ class Rounds:
         return tree if tree.tree.tokens else None
 
     def _publish_waiting(self) -> None:
-        """Publishes what a drafted round brought, if that is still to do."""
+        """Publishes the tokens of the last drafted round, if they were not published yet."""
         if self._unpublished is not None:
             waiting, self._unpublished = self._unpublished, None
             self._publish(*waiting)
@@ -223,7 +225,7 @@ class Rounds:
             self._chunks.put(chunk)
 
     async def _wait_for_reader(self) -> None:
-        """Rests while nobody reads, and keeps the cache alive meanwhile."""
+        """Waits until the reader has taken chunks, and renews the lease of the cache meanwhile."""
         while not await self._chunks.wait_for_room(self._verifier.lease_seconds / 6):
             await self._verifier.renew()
         self._round_began = perf_counter()

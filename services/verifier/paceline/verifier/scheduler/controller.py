@@ -55,8 +55,8 @@ class PlainClock:
     """Counts plain tokens: how many each sequence would have been given since the start.
 
     The cost table predicts a plain step on an idle machine. The ratio of measured to predicted
-    time, from the end of one step to the end of the next, is learnt at each load while nobody
-    drafts.
+    time, from the end of one step to the end of the next, is learnt at each load in steps
+    without drafting sequences.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class PlainClock:
         self._speeds: dict[int, _PlainSpeed] = {}
 
     def known(self, load: int) -> bool:
-        """Whether plain decoding was measured at this load; nobody drafts before."""
+        """Whether plain decoding was measured at this load. Drafting starts afterwards."""
         speed = self._speeds.get(load_bucket(load))
         return speed is not None and speed.steps >= _KNOWN
 
@@ -77,7 +77,7 @@ class PlainClock:
         self.now += 1.0
 
     def observe(self, load: int, seconds: float, predicted: float) -> None:
-        """A step in which nobody drafted took ``seconds`` from the end of the one before."""
+        """A step without drafting sequences took ``seconds`` from the end of the last step."""
         speed = self._speeds.setdefault(load_bucket(load), _PlainSpeed(self._nearest(load).ratio))
         ratio = seconds / predicted
         if ratio > _OUTLIER * speed.ratio and speed.steps:
@@ -87,7 +87,7 @@ class PlainClock:
         speed.ratio += max(_NEWEST, 1 / speed.steps) * (ratio - speed.ratio)
 
     def drafted(self, load: int) -> None:
-        """A step ran while somebody drafts. After many of them plain steps are measured again."""
+        """Count a step with drafting sequences. After many, plain steps are measured again."""
         speed = self._speeds.get(load_bucket(load))
         if speed is not None:
             speed.drafted += 1
@@ -196,7 +196,7 @@ class SequenceState:
         self._drafting |= opens
 
     def ended(self) -> None:
-        """The sequence is released: hand over to those that come."""
+        """The sequence is released. New sequences of the drafter start from its state."""
         if self.drafts and not self._overridden:
             self.drafter.balance += 0.5 * (self.balance - self.drafter.balance)
             self.drafter.nodes = self._nodes

@@ -123,13 +123,13 @@ class Scheduler:
                 for count, round_ in zip(counts, rounds, strict=True)
             )
             decision = Decision(sum(sizes), sum(counts), perf_counter() - began)
-        nobody_drafts = load == step.emitted and not any(state.drafting for state in states)
+        plain = load == step.emitted and not any(state.drafting for state in states)
         self._plan = _Plan(
             rounds,
             load,
             plain_seconds,
             step.tokens > step.emitted,
-            nobody_drafts,
+            plain,
             tokens,
             attended,
             decision,
