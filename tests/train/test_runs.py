@@ -223,7 +223,7 @@ cli.LONGSPEC_PRESETS["cpu"] = replace({preset}, muon_rate=None, lags=5, offset=F
     stages=(Stage("short", 1.0, rows=4, length=48, rate=1.0),))
 parser = argparse.ArgumentParser()
 cli.add_arguments(parser)
-raise SystemExit(cli.main(parser.parse_args(["longspec", *__import__("sys").argv[1:]])))
+raise SystemExit(cli.run(parser.parse_args(["longspec", *__import__("sys").argv[1:]])))
 """
 
 
