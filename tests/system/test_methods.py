@@ -136,7 +136,7 @@ async def test_a_layer_follows_the_kv(
                 if read >= 12 and served.pid == pid:
                     # The generation waits for its reader meanwhile.
                     await asyncio.to_thread(served.kill)
-                    await asyncio.to_thread(served.restart_same_address)
+                    await asyncio.to_thread(served.start)
             result = await generation
             assert result.token_ids == plain[0]
             assert result.stats.fallbacks["verifier_restarted"] == 1
