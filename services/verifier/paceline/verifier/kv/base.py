@@ -39,7 +39,7 @@ class SequenceKv(ABC):
     - Only the engine thread writes, and only below ``reserved``.
     - Only the engine thread frees (``close()``), between two steps, so that no forward pass runs
       over memory that is being freed.
-    - The owner process holds a lock (flock) on the file; a process that gets it may remove the file.
+    - The owner process holds a lock (flock) on the file. A process that gets it may remove it.
 
     Attributes:
         layout: Shape of the model's KV.
