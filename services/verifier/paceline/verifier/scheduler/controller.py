@@ -128,6 +128,7 @@ class SequenceState:
         calibration: Of its drafter's confidences.
         suspended: Whether the last answer's node budget was 0.
         exploring: Whether it drafts again after a suspension and has gained nothing yet.
+        seen: When it was served or answered last (time.perf_counter).
         interference: Tokens that its drafting took from others since its last answer.
         balance: See the module. Unit: plain tokens.
     """
@@ -138,6 +139,7 @@ class SequenceState:
         self.calibration = Calibration(drafter.calibration)
         self.suspended = True
         self.exploring = False
+        self.seen = 0.0
         self.interference = 0.0
         self.balance = min(drafter.balance, _SEED_MOST)
         self._most = most_nodes

@@ -54,7 +54,6 @@ class _Plan:
 
     Attributes:
         rounds: Its rounds.
-        load: Sequences that it would serve in plain decoding.
         plain_seconds: Predicted time of that step. Unit: seconds.
         prompts: Whether it holds pieces of prompts.
         plain: Whether no sequence drafts.
@@ -64,7 +63,6 @@ class _Plan:
     """
 
     rounds: Items[Round]
-    load: int
     plain_seconds: float
     prompts: bool
     plain: bool
@@ -92,12 +90,11 @@ class Scheduler:
         self._clock = PlainClock()
         self._drafters = Drafters()
         self._states: dict[Sequence, SequenceState] = {}
-        self._seen: dict[Sequence, float] = {}
         self._plan: _Plan | None = None
         self._before: Items[Round] = ()
         self._idle = 0.0
         self._ended = perf_counter()
-        self._load = 1
+        self._load = 1  # sequences that the newest step would serve in plain decoding
         self._surplus = 0.0
 
     def admit(self, rounds: Items[Round], trees: Items[TokenTree], step: Step) -> list[TokenTree]:
@@ -110,7 +107,7 @@ class Scheduler:
         """
         began = perf_counter()
         states = [self._state(round_.sequence) for round_ in rounds]
-        load, plain_seconds = self._plain_step(rounds, step, began)
+        plain_seconds = self._plain_step(rounds, step, began)
         tokens, attended, decision = step.tokens, float(step.attended), None
         sizes = [len(tree) for tree in trees]
         if any(sizes):
@@ -123,10 +120,9 @@ class Scheduler:
                 for count, round_ in zip(counts, rounds, strict=True)
             )
             decision = Decision(sum(sizes), sum(counts), perf_counter() - began)
-        plain = load == step.emitted and not any(state.drafting for state in states)
+        plain = self._load == step.emitted and not any(state.drafting for state in states)
         self._plan = _Plan(
             rounds,
-            load,
             plain_seconds,
             step.tokens > step.emitted,
             plain,
@@ -156,12 +152,12 @@ class Scheduler:
         if not plan.prompts:
             self._costs.observe(len(plan.rounds), plan.tokens, plan.attended, ended - began)
             if plan.plain and plan.rounds == self._before:
-                self._clock.observe(plan.load, passed, plan.plain_seconds)
+                self._clock.observe(self._load, passed, plan.plain_seconds)
         self._before = plan.rounds
         before = self._clock.now
-        self._clock.advance(plan.load, passed, plan.plain_seconds)
+        self._clock.advance(self._load, passed, plan.plain_seconds)
         if not plan.plain:
-            self._clock.drafted(plan.load)
+            self._clock.drafted(self._load)
             self._share_interference(self._clock.now - before, served)
         for each in served:
             self._answered(each, ended)
@@ -176,8 +172,9 @@ class Scheduler:
 
     def budget_sent(self, sequence: Sequence, budget: int) -> None:
         """A client was answered with this budget; its next round follows."""
-        self._state(sequence).budget_sent(self._clock.now, budget)
-        self._seen[sequence] = self._ended
+        state = self._state(sequence)
+        state.budget_sent(self._clock.now, budget)
+        state.seen = self._ended
 
     def suspended(self, sequence: Sequence) -> bool:
         """Whether its client would draft, but its last budget was 0."""
@@ -186,7 +183,6 @@ class Scheduler:
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence was released."""
-        self._seen.pop(sequence, None)
         state = self._states.pop(sequence, None)
         if state is not None:
             state.ended()
@@ -244,17 +240,16 @@ class Scheduler:
                 state.admitted(len(tree), count)
         return [tree.first(count) for tree, count in zip(trees, admission.counts, strict=True)]
 
-    def _plain_step(self, rounds: Items[Round], step: Step, now: float) -> tuple[int, float]:
-        """The load, drafting sequences that are away included, and their plain step's time."""
+    def _plain_step(self, rounds: Items[Round], step: Step, now: float) -> float:
+        """Predicted time of a plain step of the load, which includes drafting sequences away."""
         here = {round_.sequence for round_ in rounds}
         away = sum(
-            sequence not in here and now - self._seen.get(sequence, 0.0) < _AWAY
+            state.drafting and sequence not in here and now - state.seen < _AWAY
             for sequence, state in self._states.items()
-            if state.drafting
         )
         self._load = step.emitted + away
         per_sequence = step.attended // step.tokens
-        return self._load, self._costs.profiled.step_seconds(
+        return self._costs.profiled.step_seconds(
             self._load, step.tokens + away, step.attended + away * per_sequence
         )
 
@@ -269,27 +264,24 @@ class Scheduler:
             served: What came of the step.
         """
         drafting = [state for state in self._states.values() if state.drafting]
-        lost = gained = 0.0
-        for each in served:
-            more = len(each.output.tokens) - passed
-            if self._drafts(each):
-                gained += more
-            else:
-                lost -= more
-        gained -= passed * (len(drafting) - sum(self._drafts(each) for each in served))
+        others = [
+            len(each.output.tokens)
+            for each in served
+            if not self._state(each.round.sequence).drafting
+        ]
+        lost = passed * len(others) - sum(others)
+        emitted = sum(len(each.output.tokens) for each in served)
+        gained = emitted - sum(others) - passed * len(drafting)
         self._surplus = min(self._surplus + gained - lost, _SURPLUS * self._load)
         if self._surplus < 0:
             for state in drafting:
                 state.interference += min(max(lost, 0.0), -self._surplus) / len(drafting)
             self._surplus = 0.0
 
-    def _drafts(self, served: Served) -> bool:
-        return self._state(served.round.sequence).drafting
-
     def _answered(self, served: Served, ended: float) -> None:
         sequence = served.round.sequence
         state = self._state(sequence)
-        self._seen[sequence] = ended
+        state.seen = ended
         tree = len(served.round.tree) > 0
         if len(served.tree) > 0 and not sequence.generation.sampling.rejection:
             for calibration in (state.calibration, state.drafter.calibration):
