@@ -11,10 +11,10 @@ from typing import Any
 
 import grpc
 import pytest
-from entry_points import register_methods
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from paceline.bench.plugins import write_distribution
 from paceline.drafter import DrafterSpec, build_service
 from paceline.service import ServerOptions, run_server
 from paceline.v1 import drafter_pb2, drafter_pb2_grpc
@@ -28,7 +28,7 @@ VOCAB = 1000
 def registered_methods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Registers the methods of the tests in this process."""
     methods = {**fakes.METHODS, **adversaries.METHODS}
-    folder = register_methods(tmp_path_factory.mktemp("methods"), methods)
+    folder = write_distribution(tmp_path_factory.mktemp("methods"), methods)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         yield

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import grpc
 import pytest
-from entry_points import register_methods
 
+from paceline.bench.plugins import write_distribution
 from paceline.drafter import LoadError
 from paceline.drafter.methods import method_class
 from paceline.harness import ServiceProcess
@@ -30,7 +30,7 @@ def registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "another-class": "pathlib:Path",
         "ngram": "pathlib:Path",
     }
-    monkeypatch.syspath_prepend(register_methods(tmp_path / "one", methods))
+    monkeypatch.syspath_prepend(write_distribution(tmp_path / "one", methods))
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -56,7 +56,7 @@ def test_unusable_methods_are_refused(
 
 
 async def test_a_process_loads_the_method_of_another_distribution(tmp_path: Path) -> None:
-    folder = register_methods(tmp_path, {"mine": "followers:FollowersDrafter"})
+    folder = write_distribution(tmp_path, {"mine": "followers:FollowersDrafter"})
     paths = [str(folder), str(EXAMPLES), os.environ.get("PYTHONPATH", "")]
     environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     arguments = ["--load", "x=mine,branches=1"]

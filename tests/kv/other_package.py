@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from paceline.bench.plugins import write_distribution
+
 MODULE = '''
 import os
 from pathlib import Path
@@ -31,8 +33,5 @@ def install(folder: Path, *names: str) -> None:
     The policy writes the id of the process that runs it to the file ``pid``.
     """
     (folder / "newest_policy.py").write_text(MODULE)
-    metadata = folder / "newest_policy-1.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: newest-policy\nVersion: 1\n")
-    lines = [f"{name} = newest_policy:Newest\n" for name in names]
-    (metadata / "entry_points.txt").write_text("[paceline.kv_policies]\n" + "".join(lines))
+    entries = dict.fromkeys(names, "newest_policy:Newest")
+    write_distribution(folder, entries, "paceline.kv_policies")

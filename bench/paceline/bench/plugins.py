@@ -1,4 +1,4 @@
-"""Drafting methods of benchmarks, registered for the drafter processes that they start."""
+"""Distributions with entry points, as another package would have them. For benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -7,17 +7,28 @@ from collections.abc import Mapping
 from pathlib import Path
 
 
-def register(folder: Path, methods: Mapping[str, str]) -> dict[str, str]:
-    """Write a distribution with entry points; returns the environment in which it is found.
+def write_distribution(
+    folder: Path, entries: Mapping[str, str], group: str = "paceline.methods"
+) -> Path:
+    """Write a distribution that is found once its folder is on sys.path.
 
     Args:
-        folder: Where it is written.
-        methods: ``module:Class`` by name of the method.
+        folder: Created if it does not exist.
+        entries: ``module:Class`` by name.
+        group: Group of the entry points.
+
+    Returns:
+        The folder.
     """
-    info = folder / "bench_methods-1.dist-info"
-    info.mkdir(exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bench-methods\nVersion: 1\n")
-    lines = [f"{name} = {path}" for name, path in methods.items()]
-    (info / "entry_points.txt").write_text("\n".join(["[paceline.methods]", *lines, ""]))
-    paths = filter(None, (str(folder), os.environ.get("PYTHONPATH")))
+    info = folder / "temporary-1.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: temporary\nVersion: 1\n")
+    lines = [f"{name} = {path}\n" for name, path in entries.items()]
+    (info / "entry_points.txt").write_text(f"[{group}]\n" + "".join(lines))
+    return folder
+
+
+def register(folder: Path, methods: Mapping[str, str]) -> dict[str, str]:
+    """Write a distribution of methods; returns the environment in which processes find it."""
+    paths = filter(None, (str(write_distribution(folder, methods)), os.environ.get("PYTHONPATH")))
     return {"PYTHONPATH": os.pathsep.join(paths)}
