@@ -294,52 +294,82 @@ static int attend_range(const Tile *t, const void *q, int64_t from, int64_t to, 
   return 0;
 }
 
-/* Attention of all packed rows. q [M, Hq, D] and out [M, Hq, D] dense, lse [M, Hq] or null.
- * Returns 0, or 1 when memory ran out. */
-int64_t paceline_attend(const Plan *p, const Cache *keys, const Cache *values, const void *q,
-                        void *out, float *lse, const Probes *probes) {
-  const int64_t items = p->tiles * p->kv_heads, threads = omp_get_max_threads();
-  int64_t failed = 0, work = 0, floats = 0, kept = 0;
+/* Floats of the results of all chunks of an item's tile. */
+static int64_t part_floats(const Tile *t) { return (t->chunks - t->first) * t->rows * t->width; }
+
+static Tile tile_of(const Attention *a, int64_t item) {
+  return describe(a->plan, item, a->keys, a->values, a->probes);
+}
+
+/* Results of the chunks of an item, if it is split. */
+static float *parts_of(const Attention *a, int64_t item) {
+  float *parts = a->parts;
+  for (int64_t i = 0; i < item; i++) {
+    const Tile before = tile_of(a, i);
+    parts += part_floats(&before);
+  }
+  return parts;
+}
+
+int64_t attention_work(const Plan *p) {
+  int64_t work = 0;
   for (int64_t i = 0; i < p->blocks; i++)
     work += p->block[i].length * p->q_heads * (p->block[i].start + p->block[i].length) * p->dim;
+  return work;
+}
+
+int64_t attention_begin(Attention *a, int64_t threads) {
+  const int64_t items = a->plan->tiles * a->plan->kv_heads;
+  int64_t floats = 0, kept = 0;
   for (int64_t i = 0; i < items; i++) {
-    const Tile t = describe(p, i, keys, values, probes);
-    floats += (t.chunks - t.first) * t.rows * t.width;
+    const Tile t = tile_of(a, i);
+    floats += part_floats(&t);
     kept += kept_rows(&t);
   }
-  const int split = threads > 1 && work > SMALL_WORK && items < SPLIT_ITEMS * threads &&
-                    !kept && floats <= SPLIT_FLOATS;
-  float *parts = split ? take(&shared, (size_t)floats) : NULL;
-  if (!parts) {
-#pragma omp parallel for schedule(dynamic, 1) reduction(| : failed) if (work > SMALL_WORK)
-    for (int64_t i = 0; i < items; i++) {
-      const Tile t = describe(p, i, keys, values, probes);
-      failed |= attend_tile(&t, q, out, lse);
-    }
-    return failed;
-  }
-  const int64_t ranges = SPLIT_ITEMS * threads;
-#pragma omp parallel for schedule(dynamic, 1) reduction(| : failed)
-  for (int64_t j = 0; j < items * ranges; j++) {
-    int64_t offset = 0;
-    for (int64_t i = 0; i < j / ranges; i++) {
-      const Tile before = describe(p, i, keys, values, probes);
-      offset += (before.chunks - before.first) * before.rows * before.width;
-    }
-    const Tile t = describe(p, j / ranges, keys, values, probes);
-    const int64_t chunks = t.chunks - t.first, range = j % ranges;
-    failed |= attend_range(&t, q, t.first + chunks * range / ranges,
-                           t.first + chunks * (range + 1) / ranges, parts + offset);
-  }
-  if (failed) return failed;
-  for (int64_t i = 0, offset = 0; i < items; i++) {
-    const Tile t = describe(p, i, keys, values, probes);
-    float *total = parts + offset;
-    for (int64_t chunk = 1; chunk < t.chunks - t.first; chunk++)
-      for (int64_t r = 0; r < t.rows; r++)
-        merge(total + r * t.width, parts + offset + (chunk * t.rows + r) * t.width, p->dim, 0);
-    finish(&t, total, NULL, out, lse);
-    offset += (t.chunks - t.first) * t.rows * t.width;
-  }
+  const int split = threads > 1 && attention_work(a->plan) > SMALL_WORK &&
+                    items < SPLIT_ITEMS * threads && !kept && floats <= SPLIT_FLOATS;
+  a->ranges = split ? SPLIT_ITEMS * threads : 0;
+  a->parts = split ? take(&shared, (size_t)floats) : NULL;
+  return split && !a->parts;
+}
+
+int64_t attention_items(const Attention *a) {
+  const int64_t items = a->plan->tiles * a->plan->kv_heads;
+  return a->ranges ? items * a->ranges : items;
+}
+
+int64_t attention_item(const Attention *a, int64_t i) {
+  const Tile t = tile_of(a, a->ranges ? i / a->ranges : i);
+  if (!a->ranges) return attend_tile(&t, a->q, a->out, a->lse);
+  const int64_t chunks = t.chunks - t.first, range = i % a->ranges;
+  return attend_range(&t, a->q, t.first + chunks * range / a->ranges,
+                      t.first + chunks * (range + 1) / a->ranges, parts_of(a, i / a->ranges));
+}
+
+int64_t attention_merge_items(const Attention *a) {
+  return a->ranges ? a->plan->tiles * a->plan->kv_heads : 0;
+}
+
+void attention_merge_item(const Attention *a, int64_t i) {
+  const Tile t = tile_of(a, i);
+  float *parts = parts_of(a, i);
+  for (int64_t chunk = 1; chunk < t.chunks - t.first; chunk++)
+    for (int64_t r = 0; r < t.rows; r++)
+      merge(parts + r * t.width, parts + (chunk * t.rows + r) * t.width, t.plan->dim, 0);
+  finish(&t, parts, NULL, a->out, a->lse);
+}
+
+/* Attention of all packed rows; see Attention. Returns 0, or 1 when memory ran out. */
+int64_t paceline_attend(const Plan *p, const Cache *keys, const Cache *values, const void *q,
+                        void *out, float *lse, const Probes *probes) {
+  Attention a = {.plan = p, .keys = keys, .values = values, .probes = probes,
+                 .q = q, .out = out, .lse = lse};
+  if (attention_begin(&a, omp_get_max_threads())) return 1;
+  int64_t failed = 0;
+#pragma omp parallel for schedule(dynamic, 1) reduction(| : failed) if (parallel)
+  for (int64_t i = 0; i < attention_items(&a); i++) failed |= attention_item(&a, i);
+  if (failed) return 1;
+#pragma omp parallel for schedule(dynamic, 1) if (attention_merge_items(&a))
+  for (int64_t i = 0; i < attention_merge_items(&a); i++) attention_merge_item(&a, i);
   return 0;
 }

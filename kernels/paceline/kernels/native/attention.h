@@ -38,6 +38,35 @@ typedef struct {
   const Probe *probe;
 } Probes;
 
+/* An attention call: q [M, Hq, D] and out [M, Hq, D] dense, lse [M, Hq] or null.
+ *
+ * One thread begins it. Then its items run, on any threads and in any order, and after all of them
+ * its merge items. */
+typedef struct {
+  const Plan *plan;
+  const Cache *keys, *values; /* by sequence */
+  const Probes *probes;
+  const void *q;
+  void *out;
+  float *lse;
+  float *parts;   /* results of all chunks, in memory of the thread that began the call ... */
+  int64_t ranges; /* ... if the chunks of a tile and head are divided into so many items, else 0 */
+} Attention;
+
+/* Products of queries and keys; a measure of time. */
+int64_t attention_work(const Plan *p);
+
+/* Divides the call into items for `threads` threads. Returns 0, or 1 when memory ran out. */
+int64_t attention_begin(Attention *a, int64_t threads);
+
+int64_t attention_items(const Attention *a);
+
+/* Returns 0, or 1 when memory ran out. */
+int64_t attention_item(const Attention *a, int64_t i);
+
+int64_t attention_merge_items(const Attention *a);
+void attention_merge_item(const Attention *a, int64_t i);
+
 /* The nodes of one tile and one kv head. A result of a row, of one chunk or of all, is `width`
  * floats: `dim` weighted values, the sum of the weights, and the largest score. */
 typedef struct {
