@@ -1,0 +1,49 @@
+/* Linear layers over weights that are packed once: out = x W^T + bias.
+ *
+ * Layout, the same at every level, so that processes share packed weights. Outputs are in panels of
+ * 16. The number of panels is rounded up to 2, ins to 32; what is added is zeros.
+ *   float32   [panel][ins][16]
+ *   bfloat16  [panel][ins / 2][16][2]
+ *   8 bit     [panel][ins / 4][16][4] unsigned bytes
+ *   4 bit     [panel][ins / 8][16][4] bytes; the low halves are inputs 8 i .. 8 i + 3, the high
+ *             halves the next 4: two whole lines of the 8-bit layout
+ *   scales, minima  [panel][ins / 32][16]
+ *
+ * Arithmetic: the bits of an output depend on its row of x and its weights alone, not on the other
+ * rows, their number, the threads or the level.
+ *   float32, bfloat16: one chain of FMAs over the inputs in rising order, starting from 0; + bias.
+ *   8 and 4 bit, w = scale * (value - offset) + minimum in blocks of 32 inputs: activations are
+ *   quantised block by block (below), the sum of a block is exact in int32. In rising order of the
+ *   blocks
+ *     acc = fma((float)sum((value - offset) * a), scale * a_scale, acc)
+ *     acc = fma(minimum, a_scale * (float)sum(a), acc)     where there are minima
+ *   and at last acc + bias.
+ * Activations of a block: m = max|x|, a_scale = m / 127, a = x * (1 / a_scale) rounded to the nearest
+ * integer, ties to even. Where m < 2^-100, a_scale and all a are 0. Where a value is infinite or NaN,
+ * a_scale is NaN and all a are 0. */
+#ifndef PACELINE_LINEAR_H
+#define PACELINE_LINEAR_H
+
+#include <stdint.h>
+
+enum { LINEAR_F32, LINEAR_BF16, LINEAR_Q8, LINEAR_Q4 };
+
+typedef struct {
+  int64_t outs, ins, format;
+  const void *values;          /* packed, at a multiple of 64 bytes */
+  const void *scales, *minima; /* null where the format has none */
+  int64_t scales_f16;          /* scales and minima are float16, else float32 */
+  int64_t offset;              /* subtracted from stored values: 128 (8 bit), 8 or 0 */
+  const float *bias;           /* [outs] or null */
+} Matrix;
+
+/* x is [rows, ins], out [rows, outs], both dense. First every piece of the preparation, then every
+ * piece of the product, in any order and on any threads. */
+int64_t linear_scratch(const Matrix *m, int64_t rows); /* bytes of prepared activations */
+int64_t linear_prepare_items(const Matrix *m, int64_t rows); /* 0: x is used as it is */
+void linear_prepare(const Matrix *m, const float *x, int64_t rows, void *scratch, int64_t item);
+int64_t linear_items(const Matrix *m, int64_t rows, int64_t threads);
+void linear_item(const Matrix *m, const float *x, const void *scratch, int64_t rows, float *out,
+                 int64_t item);
+
+#endif

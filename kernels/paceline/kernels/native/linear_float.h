@@ -1,0 +1,80 @@
+/* Linear layers with float32 or bfloat16 weights: an output is one chain of FMAs. */
+#ifndef PACELINE_LINEAR_FLOAT_H
+#define PACELINE_LINEAR_FLOAT_H
+
+#include "linear_units.h"
+
+#if LANES == 16
+#define FLOAT_ROWS 12 /* with two vectors of outputs they fill 32 registers */
+#else
+#define FLOAT_ROWS 5
+#endif
+
+/* Weights of inputs k and k + 1 for one vector of outputs; `line`: bytes of 16 outputs' weights. */
+INLINE void load_pair(const int bf16, const char *weights, int64_t k, vec *even, vec *odd) {
+  if (bf16) {
+    split_bf16(load_f32((const float *)(weights + k * 32)), even, odd);
+  } else {
+    *even = load_f32((const float *)(weights + k * 64));
+    *odd = load_f32((const float *)(weights + k * 64 + 64));
+  }
+}
+
+/* UNIT outputs, from `first` on, of `rows` rows. */
+INLINE void float_block(const int rows, const int bf16, const Matrix *m, const float *x, float *out,
+                        int64_t first) {
+  const int64_t ins = m->ins, panel = padded_ins(m) * PANEL * (bf16 ? 2 : 4);
+  const char *weights[VECTORS];
+  vec sum[FLOAT_ROWS][VECTORS], even[VECTORS], odd[VECTORS];
+  int64_t k = 0;
+#pragma GCC unroll 4
+  for (int v = 0; v < VECTORS; v++) weights[v] = place(m->values, panel, 64, first + v * LANES);
+#pragma GCC unroll 12
+  for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; v++) sum[r][v] = splat(0.0f);
+#pragma GCC unroll 1
+  for (; k + 2 <= ins; k += 2) {
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; v++) load_pair(bf16, weights[v], k, &even[v], &odd[v]);
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++) {
+      const vec x0 = splat(x[r * ins + k]), x1 = splat(x[r * ins + k + 1]);
+#pragma GCC unroll 4
+      for (int v = 0; v < VECTORS; v++) sum[r][v] = fma_(x1, odd[v], fma_(x0, even[v], sum[r][v]));
+    }
+  }
+  if (k < ins) { /* the last of an odd number */
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; v++) load_pair(bf16, weights[v], k, &even[v], &odd[v]);
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+      for (int v = 0; v < VECTORS; v++) sum[r][v] = fma_(splat(x[r * ins + k]), even[v], sum[r][v]);
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < rows; r++) finish_row(m, sum[r], out + r * m->outs, first);
+}
+
+#define FLOAT_CASE(n) \
+  case n: float_block(n, bf16, m, x, out, first); break;
+
+INLINE void float_rows(int64_t rows, const int bf16, const Matrix *m, const float *x, float *out,
+                       int64_t first) {
+  switch (rows) {
+    FLOAT_CASE(1) FLOAT_CASE(2) FLOAT_CASE(3) FLOAT_CASE(4) FLOAT_CASE(5)
+#if FLOAT_ROWS == 12
+    FLOAT_CASE(6) FLOAT_CASE(7) FLOAT_CASE(8) FLOAT_CASE(9) FLOAT_CASE(10) FLOAT_CASE(11)
+    FLOAT_CASE(12)
+#endif
+  }
+}
+
+static void f32_rows(int64_t rows, const Matrix *m, const float *x, float *out, int64_t first) {
+  float_rows(rows, 0, m, x, out, first);
+}
+
+static void bf16_rows(int64_t rows, const Matrix *m, const float *x, float *out, int64_t first) {
+  float_rows(rows, 1, m, x, out, first);
+}
+#endif

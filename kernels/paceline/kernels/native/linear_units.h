@@ -1,0 +1,41 @@
+/* How a product is divided: units of outputs times blocks of rows, both kept in registers. */
+#ifndef PACELINE_LINEAR_UNITS_H
+#define PACELINE_LINEAR_UNITS_H
+
+#include "linear.h"
+#include "vectors.h"
+
+#define PANEL 16
+#define PAIR 32 /* outputs of an item: two panels */
+#if LANES == 16
+#define VECTORS 2 /* vectors of outputs in a unit */
+#else
+#define VECTORS (PANEL / LANES)
+#endif
+#define UNIT (VECTORS * LANES)
+
+INLINE int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+INLINE int64_t padded_ins(const Matrix *m) { return divide_up(m->ins, 32) * 32; }
+
+/* Rows of a block, such that blocks of at most `most` rows are as equal as possible. */
+INLINE int64_t block_rows(int64_t rows, int64_t most) {
+  return divide_up(rows, divide_up(rows, most));
+}
+
+/* Place of output `out` in an array of panels: `line` bytes for every step of 16 outputs. */
+INLINE const char *place(const void *base, int64_t panel_bytes, int64_t line_bytes, int64_t out) {
+  return (const char *)base + out / PANEL * panel_bytes + out % PANEL * (line_bytes / PANEL);
+}
+
+/* Adds the bias to UNIT sums of a row and stores them; `out` is the row. */
+INLINE void finish_row(const Matrix *m, const vec sum[VECTORS], float *out, int64_t first) {
+#pragma GCC unroll 4
+  for (int v = 0; v < VECTORS; v++) {
+    const int64_t at = first + v * LANES, left = m->outs - at;
+    if (left <= 0) return;
+    vec total = sum[v];
+    if (m->bias) total += load_part(m->bias, at, left, 0);
+    store_part(out, at, left, 0, total);
+  }
+}
+#endif
