@@ -32,14 +32,18 @@ POLICIES = ("verified", "chunk_topk", "quest")
 class Seen:
     """Keeps queries."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int) -> None:
         self.q: dict[int, Tensor] = {}
+        self._rows = range(rows)
 
     def probes(self, layer: int) -> list[Any]:
         return []
 
+    def rows(self, layer: int) -> range:
+        return self._rows
+
     def attended(self, layer: int, q: Tensor) -> None:
-        self.q[layer] = q.clone()
+        self.q[layer] = q
 
 
 def observer_of(policy: str, segment: Segment, layers: tuple[int, ...] = (0, 1)) -> ScoreObserver:
@@ -78,14 +82,14 @@ def test_scores_are_right_and_observers_change_nothing(
             ]
             plan = plan_trees(segments)
             tokens = torch.randint(1, 60, (plan.rows,), generator=draws)
-            batch, seen = BatchObserver(), Seen()
+            batch, seen = BatchObserver(), Seen(plan.rows)
             for index, (segment, observer) in enumerate(zip(segments, observers, strict=True)):
                 batch.add(observer, index, segment, plan.offsets[index])
             watched_side, plain_side = zip(*pairs, strict=True)
             observed = decoder.forward(
                 tokens, plan, watched_side, logit_rows=None, observer=batch
             ).logits
-            batch.publish()
+            batch.publish(config.q_heads)
             plain_logits = decoder.forward(
                 tokens, plan_trees(segments), plain_side, logit_rows=None, observer=seen
             ).logits
@@ -161,12 +165,9 @@ class Given(ScoreObserver):
         super().__init__(range(len(scores)))
         self.scores, self.chunk = scores, chunk
 
-    def begin(self, block: int, nodes: Any, prefix: int) -> list[Any]:
-        return []
+    def begin(self, block: int, nodes: Any, prefix: int) -> None: ...
 
-    def attended(self, layer: int, q: Tensor, rows: Any) -> None: ...
-
-    def publish(self) -> None: ...
+    def publish(self, q_heads: int) -> None: ...
 
 
 @given(

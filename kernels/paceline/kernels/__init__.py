@@ -10,10 +10,12 @@ from paceline.kernels.attention import (
     register_backend,
     tree_attention,
 )
+from paceline.kernels.caches import KVCacheView, LayerTable
 from paceline.kernels.history import History
 from paceline.kernels.noise import gumbel_noise, gumbel_noise_at, philox
 from paceline.kernels.paged import PagedPlane, Plane
 from paceline.kernels.probes import MOST_NOTED, NotedBlock, PlannedProbes, Probe
+from paceline.kernels.program import Heads, Pass, Program, Recorder
 from paceline.kernels.rejection import Proposal, accept_or_resample
 from paceline.kernels.rows import Norm, RowKernels, row_kernels
 from paceline.kernels.sampling import (
@@ -41,15 +43,21 @@ __all__ = [
     "SINKS",
     "AttentionBackend",
     "CpuKernels",
+    "Heads",
     "History",
+    "KVCacheView",
+    "LayerTable",
     "Norm",
     "NotedBlock",
     "PageBounds",
     "PagedPlane",
+    "Pass",
     "Plane",
     "PlannedProbes",
     "Probe",
+    "Program",
     "Proposal",
+    "Recorder",
     "RowKernels",
     "SamplingParams",
     "TreePlan",

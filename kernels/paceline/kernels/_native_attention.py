@@ -48,11 +48,13 @@ class _Probe(ctypes.Structure):
     ]
 
 
-class _Probes(ctypes.Structure):
+class CProbes(ctypes.Structure):
+    """``Probes`` of ``native/attention.h``."""
+
     _fields_ = [("count", ctypes.c_int64), ("probe", ctypes.c_void_p)]
 
 
-_NO_PROBES = _Probes(count=0, probe=None)
+_NO_PROBES = CProbes(count=0, probe=None)
 _NO_PROBES_ADDRESS = ctypes.addressof(_NO_PROBES)
 
 
@@ -147,14 +149,20 @@ def _probes(plan: TreePlan, probes: Sequence[Probe]) -> int:
     key = ("native probes", *map(id, probes))
     kept = plan.prepared.get(key)
     if kept is None:
-        rows = (_Probe * len(probes))()
-        for row, probe in zip(rows, probes, strict=True):
-            row.block, row.node, row.weights = probe.segment, probe.node, probe.weights
-            row.stride, row.out = probe.out.stride(0), probe.out.data_ptr()
-        made = _Probes(count=len(probes), probe=ctypes.addressof(rows))
+        rows = probe_rows(probes)
+        made = CProbes(count=len(probes), probe=ctypes.addressof(rows))
         kept = plan.prepared[key] = (ctypes.addressof(made), made, rows, probes)
     address: int = kept[0]
     return address
+
+
+def probe_rows(probes: Sequence[Probe]) -> ctypes.Array[_Probe]:
+    """Probes as a C array."""
+    rows = (_Probe * len(probes))()
+    for row, probe in zip(rows, probes, strict=True):
+        row.block, row.node, row.weights = probe.segment, probe.node, probe.weights
+        row.stride, row.out = probe.out.stride(0), probe.out.data_ptr()
+    return rows
 
 
 def _supported(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], out: Tensor) -> bool:
@@ -169,39 +177,63 @@ def _supported(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], out:
 
 def _prepare(
     plan: TreePlan, q: Tensor, key: Tensor, out: Tensor, scale: float, window: int | None
-) -> tuple[int, list[Any]]:
+) -> tuple[int, Any, BlockTables]:
     """Address of the plan for the kernels, and the objects that it points into."""
-    heads, kv_heads = q.shape[1], key.shape[0]
-    blocks = (_Block * len(plan.segments))()
-    tiles: list[tuple[int, int, int]] = []
-    kept: list[Any] = [blocks]
-    for index, (segment, row) in enumerate(zip(plan.segments, plan.offsets, strict=False)):
-        block = blocks[index]
-        block.sequence, block.start = segment.sequence, segment.start
-        block.length, block.row = segment.length, row
-        if not segment.is_chain:
-            kept.append(_fill_tree(block, segment))
-        most = max(1, _TILE_ROWS // (heads // kv_heads))
-        tiles += [
-            (index, node, min(most, segment.length - node))
-            for node in range(0, segment.length, most)
-        ]
-    table = np.array(tiles, np.int64)
+    tables = BlockTables.of(plan, q.shape[1] // key.shape[0])
     made = _Plan(
-        q_heads=heads,
-        kv_heads=kv_heads,
+        q_heads=q.shape[1],
+        kv_heads=key.shape[0],
         dim=q.shape[2],
         window=window or 0,
         q_bf16=q.dtype == torch.bfloat16,
         kv_bf16=key.dtype == torch.bfloat16,
         out_bf16=out.dtype == torch.bfloat16,
-        blocks=len(blocks),
-        block=ctypes.addressof(blocks),
-        tiles=len(tiles),
-        tile=table.ctypes.data,
+        blocks=tables.blocks,
+        block=tables.block,
+        tiles=tables.tiles,
+        tile=tables.tile,
         scale=scale,
     )
-    return ctypes.addressof(made), [made, table, *kept]
+    return ctypes.addressof(made), made, tables
+
+
+class BlockTables:
+    """A plan's blocks, and their tiles, as C arrays; see ``native/attention.h``.
+
+    Attributes:
+        block: Address of ``Block [blocks]``.
+        blocks: Number of blocks.
+        tile: Address of the tiles, int64 ``[tiles, 3]``.
+        tiles: Number of tiles.
+    """
+
+    def __init__(self, plan: TreePlan, group: int) -> None:
+        """Make the tables for ``group`` query heads per kv head."""
+        rows = (_Block * len(plan.segments))()
+        tiles: list[int] = []
+        most = max(1, _TILE_ROWS // group)
+        self._kept: list[Any] = [rows]
+        for index, (segment, row) in enumerate(zip(plan.segments, plan.offsets, strict=False)):
+            block, length = rows[index], segment.length
+            block.sequence, block.start = segment.sequence, segment.start
+            block.length, block.row = length, row
+            if not segment.is_chain:
+                self._kept += _fill_tree(block, segment)
+            for node in range(0, length, most):
+                tiles += (index, node, min(most, length - node))
+        table = (ctypes.c_int64 * len(tiles))(*tiles)
+        self._kept.append(table)
+        self.blocks, self.tiles = len(rows), len(tiles) // 3
+        self.block, self.tile = ctypes.addressof(rows), ctypes.addressof(table)
+
+    @classmethod
+    def of(cls, plan: TreePlan, group: int) -> BlockTables:
+        """The tables, made once for each plan."""
+        key = (cls, group)
+        if key not in plan.prepared:
+            plan.prepared[key] = cls(plan, group)
+        tables: BlockTables = plan.prepared[key]
+        return tables
 
 
 def _fill_tree(block: _Block, segment: TreeSegment) -> list[Any]:

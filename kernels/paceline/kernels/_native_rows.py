@@ -22,12 +22,19 @@ _WIDEST_HEAD = 512
 _BF16 = torch.bfloat16
 
 
+class _Heads(ctypes.Structure):
+    _fields_ = [
+        *[(name, ctypes.c_int64) for name in ("q_heads", "kv_heads", "dim")],
+        *[(name, ctypes.c_void_p) for name in ("q_weight", "k_weight")],
+        ("eps", ctypes.c_float),
+    ]
+
+
 class _Rotation(ctypes.Structure):
     _fields_ = [
-        *[(name, ctypes.c_int64) for name in ("rows", "q_heads", "kv_heads", "dim")],
-        *[(name, ctypes.c_int64) for name in ("heads_bf16", "kv_bf16")],
+        ("heads", _Heads),
+        *[(name, ctypes.c_int64) for name in ("rows", "heads_bf16", "kv_bf16")],
         *[(name, ctypes.c_void_p) for name in ("sequence", "slot", "position")],
-        ("eps", ctypes.c_float),
     ]
 
 
@@ -42,7 +49,7 @@ class NativeRows:
         self._gate = library.paceline_gate
         self._gate.argtypes = (*[pointer] * 2, *[number] * 3)
         self._rotate = library.paceline_rotate
-        self._rotate.argtypes = [pointer] * 8
+        self._rotate.argtypes = [pointer] * 6
         for function in (self._add_norm, self._gate, self._rotate):
             function.restype = None
 
@@ -85,37 +92,35 @@ class NativeRows:
         q_heads = heads.shape[1] // dim - 2 * kv_heads
         prepared = plan.prepared.get("rotate")
         if prepared is None:
-            prepared = plan.prepared["rotate"] = _prepare(plan, heads, keys[0], q_heads, norms)
+            prepared = plan.prepared["rotate"] = _prepare(plan, heads, keys[0], q_heads)
         q = torch.empty(plan.rows, q_heads, dim)
         caches = CacheTable.of(plan, keys, values)
-        of_q, of_k = (None, None)
         if norms is not None:
-            of_q, of_k = (norm.weight.data_ptr() for norm in norms)
+            of_heads = prepared[0].heads
+            of_heads.q_weight, of_heads.k_weight = (norm.weight.data_ptr() for norm in norms)
+            of_heads.eps = norms[0].eps
         self._rotate(
-            prepared[0], heads.data_ptr(), of_q, of_k, table.data_ptr(), q.data_ptr(),
+            ctypes.addressof(prepared[0]), heads.data_ptr(), table.data_ptr(), q.data_ptr(),
             caches.keys, caches.values,
         )  # fmt: skip
         return q
 
 
 def _prepare(
-    plan: TreePlan, heads: Tensor, key: Tensor, q_heads: int, norms: tuple[Norm, Norm] | None
-) -> tuple[int, list[Any]]:
-    """Address of the plan's tables for the kernel, and the objects that they point into."""
+    plan: TreePlan, heads: Tensor, key: Tensor, q_heads: int
+) -> tuple[_Rotation, list[Any]]:
+    """The plan's tables for the kernel without norms, and the arrays that they point into."""
     lengths = [segment.length for segment in plan.segments]
     sequence = np.repeat(np.array([s.sequence for s in plan.segments], np.int64), lengths)
     slot = np.concatenate([np.arange(s.start, s.stop) for s in plan.segments])
     position = plan.positions.numpy()
     made = _Rotation(
+        heads=_Heads(q_heads=q_heads, kv_heads=key.shape[0], dim=key.shape[2]),
         rows=plan.rows,
-        q_heads=q_heads,
-        kv_heads=key.shape[0],
-        dim=key.shape[2],
         heads_bf16=heads.dtype is _BF16,
         kv_bf16=key.dtype is _BF16,
         sequence=sequence.ctypes.data,
         slot=slot.ctypes.data,
         position=position.ctypes.data,
-        eps=norms[0].eps if norms else 0.0,
     )
-    return ctypes.addressof(made), [made, sequence, slot, position]
+    return made, [sequence, slot, position]

@@ -96,6 +96,9 @@ class Recorder:
             for node, buffer in zip(self._nodes, self._buffers.get(layer, ()), strict=False)
         ]
 
+    def rows(self, layer: int) -> list[int]:
+        return []
+
     def attended(self, layer: int, q: Tensor) -> None:
         """Probes hold all there is."""
 

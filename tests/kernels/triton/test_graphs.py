@@ -51,7 +51,7 @@ def triton_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from paceline.kernels._triton.rows import TritonRows
 
     monkeypatch.setitem(attention._LOADED, "cpu", TritonBackend())
-    monkeypatch.setattr("paceline.decoder.model.row_kernels", lambda device: TritonRows())
+    monkeypatch.setattr("paceline.kernels._torch_program.row_kernels", lambda device: TritonRows())
 
 
 @pytest.fixture
@@ -154,6 +154,7 @@ class Cache:
 class RowView:
     """The cache of one row of a pool's page tables."""
 
+    table = None
     capacity = 256
     device = torch.device("cpu")
 

@@ -71,6 +71,8 @@ class RandomWeights(Mapping[str, Tensor]):
 class Pages:
     """KV of one sequence in shuffled pages of a pool; a cache for the decoder."""
 
+    table = None
+
     def __init__(self, config: DecoderConfig, device: torch.device, slots: int) -> None:
         count = -(-slots // PAGE)
         shape = (count, config.layers, 2, config.kv_heads, PAGE, config.head_dim)

@@ -1,6 +1,6 @@
 """The decoder-only transformer of verifier and drafter, loaded from Hugging Face weights."""
 
-from paceline.decoder.cache import KVCacheView, LocalCache
+from paceline.decoder.cache import LocalCache
 from paceline.decoder.config import DecoderConfig, load_config
 from paceline.decoder.device import ACCELERATORS, find_device, use_device
 from paceline.decoder.errors import UnsupportedModelError
@@ -9,6 +9,7 @@ from paceline.decoder.invariance import BatchInvariance, check_batch_invariance
 from paceline.decoder.model import AttentionObserver, Decoder, ForwardResult
 from paceline.decoder.packed import PackedWeights, Publication, packed_path, publish
 from paceline.decoder.weights import weights_fingerprint
+from paceline.kernels import KVCacheView
 
 __all__ = [
     "ACCELERATORS",

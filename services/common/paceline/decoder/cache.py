@@ -1,33 +1,20 @@
-"""KV cache of one sequence: the interface, and a cache in private memory."""
+"""KV cache of one sequence in private memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from paceline.decoder.config import DecoderConfig
-from paceline.kernels import Plane
+from paceline.kernels import LayerTable
 
 _GROWTH = 256
 
 
-class KVCacheView(Protocol):
-    """The KV cache of one sequence.
-
-    Slot s holds the key and value of position s for committed tokens. The decoder writes those of
-    the query block to the slots after them.
-    """
-
-    def layer(self, index: int) -> tuple[Plane, Plane]:
-        """Keys and values of a layer, each ``[Hkv, capacity, D]``, writable, last dim dense."""
-        ...
-
-
 class LocalCache:
-    """A cache in the memory of one process, which grows as needed.
+    """A cache in the memory of one process, which grows as needed; a ``KVCacheView``.
 
     In a round, ``reserve`` slots for the block, run the decoder with a segment that starts at
     ``len(cache)``, then ``commit`` the accepted path.
@@ -111,6 +98,7 @@ class LocalCache:
     def _keep(self, store: Tensor) -> None:
         self._store = store
         self._views = [(both[0], both[1]) for both in store]
+        self.table = LayerTable(self._views)
 
     def _allocate(self, capacity: int) -> Tensor:
         with torch.inference_mode(False):  # tensors of inference mode are read-only outside of it

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from paceline.decoder.cache import KVCacheView
 from paceline.decoder.model import Decoder, ForwardResult
-from paceline.kernels import NotedBlock, PagedPlane, PlannedProbes, Probe, TreeSegment
+from paceline.kernels import KVCacheView, NotedBlock, PagedPlane, PlannedProbes, Probe, TreeSegment
 
 if TYPE_CHECKING:
     from paceline.kernels.graphs import GraphPlan
@@ -134,8 +133,12 @@ class _Planned:
         """See :class:`paceline.decoder.AttentionObserver`."""
         return PlannedProbes(self._indices[layer]) if layer in self._indices else ()
 
+    def rows(self, layer: int) -> Sequence[int]:
+        """Want no queries."""
+        return ()
+
     def attended(self, layer: int, q: Tensor) -> None:
-        """Do nothing: the tables of each batch name the buffers."""
+        """Never called."""
 
 
 class _Graph:

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 import torch
 
 from paceline.decoder.cache import LocalCache
-from paceline.decoder.linear import MOST_ROWS, Linear
+from paceline.decoder.linear import Linear
 from paceline.decoder.model import Decoder
-from paceline.decoder.onednn import LIMITS, current_limit
 from paceline.kernels import CHUNK, TreeSegment, cpu_kernels, plan_trees
 from paceline.kernels._native import LANES
 
 _PREFIX = CHUNK - 3  # so that the tree crosses a chunk border
 # Row counts of a linear layer that are compared: libraries choose kernels by the number of rows.
 _ROWS = (*range(1, 18), 33, 49, 65, 129, 257)
+_MOST_ROWS = 513
 _PARENTS = (-1, 0, 0, 1, 1, 3, 2, 5, 7, 4, 8, 9)
 
 
@@ -72,18 +72,9 @@ def _rows_that_differ(decoder: Decoder) -> str:
         rows = _rows_that_depend_on_others(layer, decoder)
         if not rows:
             continue
-        differs = (
-            f"a linear layer of {ins} to {outs} in {decoder.config.dtype} gives a row other bits "
-            f"in a batch of {rows} rows than in one of {MOST_ROWS}"
-        )
-        if decoder.device.type != "cpu":
-            return differs
-        if not layer.packed:
-            return f"{differs}: this build of torch has no oneDNN, install one that has"
-        limit = current_limit() or "every instruction set of this processor"
         return (
-            f"{differs}: oneDNN may use {limit}; start with {LIMITS[0]}=AVX512_CORE_BF16, or AVX2, "
-            "and import paceline before torch computes anything"
+            f"a linear layer of {ins} to {outs} in {decoder.config.dtype} gives a row other bits "
+            f"in a batch of {rows} rows than in one of {_MOST_ROWS}"
         )
     return ""
 
@@ -91,7 +82,7 @@ def _rows_that_differ(decoder: Decoder) -> str:
 def _rows_that_depend_on_others(layer: Linear, decoder: Decoder) -> int:
     """The first number of rows with which a row has other bits, or 0."""
     generator = torch.Generator().manual_seed(layer.in_features)
-    x = torch.randn(MOST_ROWS, layer.in_features, generator=generator)
+    x = torch.randn(_MOST_ROWS, layer.in_features, generator=generator)
     x = x.to(decoder.device, decoder.config.dtype)
     with torch.inference_mode():
         together = layer(x)

@@ -2,85 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
+from torch.nn.functional import linear, pad
 
-from paceline.decoder.onednn import multiplies_bfloat16
+from paceline.kernels import cpu_kernels
+from paceline.kernels.linear import PackedMatrix, multiply, pack
 
-_PACK_ROWS = 64  # batch size that the packed layout is chosen for; the bits do not depend on it
-MOST_ROWS = 513
-"""Most rows of one product."""
-
-_linear: Callable[..., Tensor] | None
-try:
-    _linear = torch.ops.mkldnn._linear_pointwise.default
-except AttributeError:  # a build of torch without oneDNN
-    _linear = None
-
-
-def product_type(weight: Tensor) -> torch.dtype | None:
-    """Type in which oneDNN multiplies with this weight; None if it does not.
-
-    float32 replaces bfloat16 if the processor has no bfloat16 products: twice the memory, and the
-    same result as exact sums rounded once.
-    """
-    if weight.device.type != "cpu" or _linear is None:
-        return None
-    if weight.dtype == torch.bfloat16 and not multiplies_bfloat16():
-        return torch.float32
-    return weight.dtype if weight.dtype in (torch.float32, torch.bfloat16) else None
-
-
-def product_rows(rows: int) -> int:
-    """Number of rows that a packed product is padded to, at most an eighth more.
-
-    oneDNN compiles and caches a kernel for every number of rows: milliseconds at the first use, and
-    half a MiB of memory. So only 56 numbers are used: up to 16 rows each number itself, above it
-    one more than multiples of a step, as for an anchor with its nodes. More rows than ``MOST_ROWS``
-    are split into several products.
-    """
-    if rows > MOST_ROWS:
-        rest = rows % MOST_ROWS
-        return rows - rest + (product_rows(rest) if rest else 0)
-    if rows <= 16:
-        return max(rows, 2)  # oneDNN splits the sums of a single row, which changes its bits
-    step = 1 << ((rows - 1).bit_length() - 4)
-    return -(-(rows - 1) // step) * step + 1
-
-
-def pad_rows(x: Tensor) -> Tensor:
-    """``[rows, n]`` padded with zeros to :func:`product_rows` rows."""
-    more = product_rows(x.shape[0]) - x.shape[0]
-    return torch.nn.functional.pad(x, (0, 0, 0, more)) if more else x
+_ROWS = 64
+"""Rows of a product by torch on the CPU. A fixed number, so that all rows are summed alike."""
 
 
 class Linear:
-    """``x @ weight.T + bias``, with the weight prepacked for oneDNN on the CPU.
+    """``x @ weight.T + bias``, by the compiled kernels on the CPU and by torch elsewhere.
 
-    A packed product is faster for few rows, and the bits of a row do not depend on their number.
+    Attributes:
+        packed: The packed weight of the compiled kernels; None: torch multiplies.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Make a layer from a weight ``[out, in]``, packed or not, and a bias ``[out]``."""
+    def __init__(self, weight: Tensor | PackedMatrix, bias: Tensor | None = None) -> None:
+        """Make a layer from a weight ``[out, in]``, float32 or bfloat16, and a bias ``[out]``.
+
+        A packed weight contains its bias.
+        """
+        self.packed: PackedMatrix | None = None
+        if isinstance(weight, PackedMatrix):
+            self.packed = weight
+            self.out_features, self.in_features = weight.outs, weight.ins
+            return
         self.out_features, self.in_features = weight.shape
-        dtype = product_type(weight)
-        self.packed = dtype is not None
-        if dtype is not None and not weight.is_mkldnn:
-            weight = weight.to(dtype).contiguous()
-            weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
-        self.weight = weight
-        """Packed if :attr:`packed`, and then of the type it is multiplied in."""
-        self.bias = None if bias is None else bias.to(weight.dtype)
+        if weight.device.type == "cpu" and cpu_kernels().library is not None:
+            self.packed = pack(weight, bias, str(weight.dtype).removeprefix("torch."))
+        else:
+            self._weight = weight
+            self._bias = bias
+
+    @property
+    def weight(self) -> Tensor | PackedMatrix:
+        """What the layer can be made of again."""
+        return self._weight if self.packed is None else self.packed
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[rows, in]`` to ``[rows, out]`` in the type of ``x``."""
-        if self.packed and _linear is not None:
-            parts = [
-                _linear(part, self.weight, self.bias, "none", [], "")
-                for part in pad_rows(x.to(self.weight.dtype)).split(MOST_ROWS)
-            ]
-            out = parts[0] if len(parts) == 1 else torch.cat(parts)
-            return out[: x.shape[0]].to(x.dtype)
-        return torch.nn.functional.linear(x, self.weight, self.bias)
+        if not len(x):
+            return x.new_empty(0, self.out_features)
+        if self.packed is not None:
+            return multiply(x.float().contiguous(), self.packed).to(x.dtype)
+        if x.device.type != "cpu":
+            return linear(x, self._weight, self._bias)
+        padded = pad(x, (0, 0, 0, -x.shape[0] % _ROWS))
+        parts = [linear(part, self._weight, self._bias) for part in padded.split(_ROWS)]
+        return torch.cat(parts)[: x.shape[0]]

@@ -1,7 +1,7 @@
 """The packed decoder: one forward pass over the query blocks of many sequences.
 
-The residual stream, norms and RoPE are float32 for bfloat16 weights too. This is closer to the
-float32 model, and the compiled kernels compute in float32 in any case.
+The pass is recorded once as a :class:`paceline.kernels.Program`. The residual stream, norms and RoPE
+are float32 for bfloat16 weights too; the compiled kernels keep all activations in float32.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from paceline.decoder.cache import KVCacheView
 from paceline.decoder.config import DecoderConfig, load_config
-from paceline.decoder.linear import Linear, pad_rows
+from paceline.decoder.linear import Linear
 from paceline.decoder.packed import PackedWeights
 from paceline.decoder.rope import Rope
 from paceline.decoder.weights import Checkpoint, take
-from paceline.kernels import Norm, Plane, Probe, TreePlan, row_kernels, tree_attention
+from paceline.kernels.linear import PackedMatrix
+from paceline.kernels import Heads, KVCacheView, Norm, Pass, Probe, Program, Recorder, TreePlan
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class ForwardResult:
     """Result of a forward pass.
 
     Attributes:
-        logits: ``[R, V]`` in the model's type, for the requested rows.
+        logits: ``[R, V]`` for the requested rows; float32 from the compiled kernels, else in the
+            model's type.
         taps: Per tapped layer, its output ``[M, hidden]`` in the model's type.
     """
 
@@ -49,6 +50,7 @@ class _Layer:
     window: int | None
 
 
+_EMBEDDING = "model.embed_tokens.weight"
 _MATRICES = ("qkv", "out", "gate_up", "down")
 
 
@@ -59,8 +61,17 @@ class AttentionObserver(Protocol):
         """Scores to record in a layer, 0 for the first."""
         ...
 
+    def rows(self, layer: int) -> Sequence[int]:
+        """Packed rows whose queries are wanted in a layer."""
+        ...
+
     def attended(self, layer: int, q: Tensor) -> None:
-        """Called after the attention of a layer, with its queries after RoPE, ``[M, Hq, D]``."""
+        """Called after the pass for layers with wanted rows, with their queries after RoPE.
+
+        Args:
+            layer: The layer.
+            q: float32 ``[n, Hq, D]``, in the order of :meth:`rows`.
+        """
         ...
 
 
@@ -82,25 +93,20 @@ class Decoder:
         """Build from tensors by their Hugging Face names; see :meth:`load`."""
         self.config = config
         self.device = torch.device(device)
-        self._shared = shared  # keeps the memory that weights point into
 
-        def head() -> Tensor:
-            if config.tied:
-                return self._embedding
-            return take(weights, "lm_head.weight", (config.vocab_size, config.hidden))
+        def large(name: str, key: str) -> Tensor | PackedMatrix:
+            if shared is not None:
+                return shared.get(name)
+            return take(weights, key, (config.vocab_size, config.hidden))
 
         self._norm = _norm(config, weights, "model.norm", config.hidden)
-        if shared is None:
-            self._embedding = take(
-                weights, "model.embed_tokens.weight", (config.vocab_size, config.hidden)
-            )
-        else:
-            self._embedding = shared.tensor("embedding")
-        self._head = Linear(head() if shared is None else shared.tensor("head"))
+        embedding = large("embedding", _EMBEDDING)
+        assert isinstance(embedding, Tensor)
+        self._embedding = embedding
+        self._head = Linear(large("head", _EMBEDDING if config.tied else "lm_head.weight"))
         self._layers = [_layer(config, weights, index, shared) for index in range(config.layers)]
         self._rope = Rope(config, device)
-        self._rows = row_kernels(device)
-        self._scale = config.head_dim**-0.5
+        self._program = self._record()
 
     @staticmethod
     def load(
@@ -126,8 +132,8 @@ class Decoder:
         with torch.inference_mode():
             return Decoder(config, Checkpoint(folder, config.dtype, device), device, shared)
 
-    def large_tensors(self) -> dict[str, Tensor]:
-        """Embedding and matrices by name, packed as in memory; no norms and biases."""
+    def large_tensors(self) -> dict[str, Tensor | PackedMatrix]:
+        """Embedding and matrices by name, packed as in memory; no norms."""
         found = {"embedding": self._embedding.contiguous(), "head": self._head.weight}
         for index, layer in enumerate(self._layers):
             for name in _MATRICES:
@@ -168,28 +174,18 @@ class Decoder:
         """
         if tokens.shape != (plan.rows,):
             raise ValueError(f"tokens have shape {tuple(tokens.shape)}, plan has {plan.rows} rows")
-        table = self._rope.table(plan.longest)
-        x = self._embedding[tokens].float()
-        if self._head.packed:  # once here, not in every layer
-            x = pad_rows(x)
-        tapped: dict[int, Tensor] = {}
-        delta: Tensor | None = None
-        for index, layer in enumerate(self._layers):
-            inputs = self._rows.add_norm(x, delta, layer.attention_norm, self.config.dtype)
-            if index - 1 in taps:
-                tapped[index - 1] = x[: plan.rows].to(self.config.dtype, copy=True)
-            attended = self._attend(layer, index, inputs, plan, caches, table, observer)
-            inputs = self._rows.add_norm(x, attended, layer.mlp_norm, self.config.dtype)
-            delta = layer.down(self._rows.gate(layer.gate_up(inputs)))
-        if delta is not None:
-            x += delta
-        x = x[: plan.rows]
-        if len(self._layers) - 1 in taps:
-            tapped[len(self._layers) - 1] = x.to(self.config.dtype, copy=True)
-        if logit_rows is not None:
-            x = x[logit_rows]
-        hidden = self._rows.add_norm(x, None, self._norm, self.config.dtype)
-        return ForwardResult(self._head(hidden), tuple(tapped[i] for i in taps))
+        layers = range(self.config.layers) if observer is not None else ()
+        done = self._program.run(
+            Pass(
+                tokens, plan, caches, self._rope.table(plan.longest), logit_rows, taps,
+                probes={i: found for i in layers if (found := observer.probes(i))},
+                queries={i: found for i in layers if (found := observer.rows(i))},
+            )
+        )  # fmt: skip
+        if observer is not None:
+            for layer, q in done.queries.items():
+                observer.attended(layer, q)
+        return ForwardResult(done.logits, tuple(done.taps[i] for i in taps))
 
     def linears(self) -> list[Linear]:
         """One linear layer of every shape: those of the first layer, and the LM head."""
@@ -202,40 +198,33 @@ class Decoder:
         part = copy(self)
         part.config = replace(self.config, layers=len(windows), windows=windows)
         part._layers = [self._layers[index] for index in indices]
+        part._program = part._record()
         return part
 
     def head(self, hidden: Tensor) -> Tensor:
         """LM head without the final norm: ``[R, hidden]`` to ``[R, V]``."""
         return self._head(hidden)
 
-    def _attend(
-        self,
-        layer: _Layer,
-        index: int,
-        inputs: Tensor,
-        plan: TreePlan,
-        caches: Sequence[KVCacheView],
-        table: Tensor,
-        observer: AttentionObserver | None,
-    ) -> Tensor:
-        """Attention of a layer: writes keys and values; returns its output ``[rows, hidden]``."""
-        keys: list[Plane] = []
-        values: list[Plane] = []
-        for cache in caches:
-            key, value = cache.layer(index)
-            keys.append(key)
-            values.append(value)
-        heads = layer.qkv(inputs)
-        q = self._rows.rotate(heads, layer.head_norms, table, plan, keys, values)
-        attended = inputs.new_zeros(inputs.shape[0], layer.out.in_features)
-        out = attended[: plan.rows].view(q.shape)
-        probes = () if observer is None else observer.probes(index)
-        tree_attention(
-            q, keys, values, plan, scale=self._scale, window=layer.window, out=out, probes=probes
-        )
-        if observer is not None:
-            observer.attended(index, q)
-        return layer.out(attended)
+    def _record(self) -> Program:
+        """The operations of a forward pass."""
+        config = self.config
+        program = Recorder(Heads(config.q_heads, config.kv_heads, config.head_dim), config.dtype)
+        x, delta = program.embed(self._embedding), 0
+        for index, layer in enumerate(self._layers):
+            inputs = program.add_norm(x, delta, layer.attention_norm)
+            if index:
+                program.tap(x, index - 1)
+            heads = program.multiply(inputs, layer.qkv)
+            q = program.rotate(heads, layer.head_norms, index)
+            attended = program.multiply(program.attend(q, index, layer.window), layer.out)
+            inputs = program.add_norm(x, attended, layer.mlp_norm)
+            delta = program.multiply(
+                program.gate(program.multiply(inputs, layer.gate_up)), layer.down
+            )
+        program.add(x, delta)
+        program.tap(x, len(self._layers) - 1)
+        program.multiply(program.add_norm(program.select(x), 0, self._norm), self._head)
+        return program.finish()
 
 
 def _norm(config: DecoderConfig, weights: Mapping[str, Tensor], name: str, width: int) -> Norm:
@@ -258,10 +247,8 @@ def _layer(
             each = zip(names, outs, strict=True)
             return torch.cat([take(weights, f"{base}{n}.{kind}", (o, *tail)) for n, o in each])
 
-        if shared is not None:
-            weight = shared.tensor(f"layers.{index}.{matrix}")
-        else:
-            weight = parts("weight", ins)
+        name = f"layers.{index}.{matrix}"
+        weight = parts("weight", ins) if shared is None else shared.get(name)
         return Linear(weight, parts("bias") if bias else None)
 
     def norm(name: str, width: int) -> Norm:

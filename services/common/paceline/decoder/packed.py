@@ -1,8 +1,8 @@
 """A model's large weights in shared memory, so that processes on one machine share one copy.
 
-Each process that loads a model packs its weights for oneDNN
-(:class:`paceline.decoder.linear.Linear`) into memory of its own. Here the packed bytes are written
-to a file in /dev/shm that processes of the same user map read-only.
+Each process that loads a model packs its weights (:class:`paceline.decoder.linear.Linear`) into
+memory of its own. Here the packed bytes are written to a file in /dev/shm that processes of the same
+user map read-only.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.decoder.blobs import can_map, layout_of, memory_of, packed_over
-from paceline.decoder.onednn import current_limit
+from paceline.kernels import cpu_kernels
+from paceline.kernels.linear import PackedMatrix
 from paceline.kv.segment import PREFIX, SHM, claim, is_orphan
 
 _log = logging.getLogger(__name__)
 
 _ALIGNMENT = 64
 _LENGTH_BYTES = 8
+_FORMAT = 2
+_MATRIX_FIELDS = ("format", "outs", "ins", "offset")
 
 
 def packed_path(fingerprint: str, dtype: torch.dtype) -> Path:
@@ -45,9 +47,8 @@ class PackedWeights:
 
     Safety contract: only the publisher writes, before the file gets its name. The file belongs to
     one user (mode 0600), whose processes are trusted with its content. It is locked (flock) while
-    its publisher lives, and a starting verifier removes files of dead publishers; existing mappings
-    stay valid. Packed tensors point into the mapping without a reference to it: keep this object
-    alive as long as they are used.
+    its publisher lives, and a starting verifier removes files of dead publishers. A mapping stays
+    valid as long as a tensor over it.
     """
 
     def __init__(self, memory: mmap.mmap, header: Mapping[str, Any], begin: int) -> None:
@@ -56,14 +57,12 @@ class PackedWeights:
             # It is read-only on purpose: weights are never written.
             warnings.filterwarnings("ignore", "The given buffer is not writable")
             self._data = torch.frombuffer(memory, dtype=torch.uint8)[begin:]
-        self._entries = {entry["name"]: entry for entry in header["tensors"]}
+        self._entries = header["weights"]
 
     @classmethod
     def open(cls, path: Path) -> PackedWeights | None:
         """Map a file; None if it is missing, belongs to another user or a dead process, or was
-        written by another torch or for another processor."""
-        if not can_map():
-            return None
+        written in another layout."""
         try:
             file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
@@ -76,20 +75,24 @@ class PackedWeights:
             os.close(file)
         stop = _LENGTH_BYTES + int.from_bytes(memory[:_LENGTH_BYTES], "little")
         header = json.loads(memory[_LENGTH_BYTES:stop])
-        return cls(memory, header, _page_end(stop)) if header["made_by"] == _made_by() else None
+        return cls(memory, header, _page_end(stop)) if header["layout"] == _layout() else None
 
-    def tensor(self, name: str) -> Tensor:
-        """A tensor over the mapping; packed, if the published one was.
+    def get(self, name: str) -> Tensor | PackedMatrix:
+        """A weight over the mapping, as it was published.
 
         Raises:
-            KeyError: There is no tensor of this name.
+            KeyError: There is no weight of this name.
         """
         entry = self._entries[name]
-        data = self._data[entry["offset"] : entry["offset"] + entry["bytes"]]
-        dtype: torch.dtype = getattr(torch, entry["dtype"])
-        if not entry["layout"]:
-            return data.view(dtype).view(entry["shape"])
-        return packed_over(data, entry["shape"], dtype, bytes.fromhex(entry["layout"]))
+        tensors = {part["name"]: self._tensor(part) for part in entry["tensors"]}
+        if not entry["matrix"]:
+            return tensors["tensor"]
+        return PackedMatrix(**entry["matrix"], **tensors)
+
+    def _tensor(self, part: Mapping[str, Any]) -> Tensor:
+        data = self._data[part["offset"] : part["offset"] + part["bytes"]]
+        dtype: torch.dtype = getattr(torch, part["dtype"])
+        return data.view(dtype).view(part["shape"])
 
 
 class Publication:
@@ -108,17 +111,18 @@ class Publication:
             self._file = -1
 
 
-def publish(path: Path, tensors: Mapping[str, Tensor]) -> Publication | None:
-    """Write tensors to a file for :meth:`PackedWeights.open`.
+def publish(path: Path, weights: Mapping[str, Tensor | PackedMatrix]) -> Publication | None:
+    """Write weights to a file for :meth:`PackedWeights.open`.
+
+    Args:
+        path: See :func:`packed_path`.
+        weights: Dense tensors and packed matrices by name.
 
     Returns:
-        None, with a warning in the log, if memory is short, another process shares them already,
-        or this torch cannot map packed weights.
+        None, with a warning in the log, if memory is short or another process shares them already.
     """
-    if not can_map():
-        _log.warning("weights are not shared: this torch cannot map packed weights")
-        return None
-    header, size = _header(tensors)
+    entries, tensors, size = _entries(weights)
+    header = json.dumps({"layout": _layout(), "weights": entries}).encode()
     begin = _page_end(_LENGTH_BYTES + len(header))
     draft = path.with_name(f"{path.name}.{os.getpid()}")
     file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -126,11 +130,9 @@ def publish(path: Path, tensors: Mapping[str, Tensor]) -> Publication | None:
         claim(file)
         os.posix_fallocate(file, 0, begin + size)
         os.pwrite(file, len(header).to_bytes(_LENGTH_BYTES, "little") + header, 0)
-        at = begin
-        for tensor in tensors.values():
-            address, count = memory_of(tensor)
-            os.pwrite(file, (ctypes.c_char * count).from_address(address), at)
-            at += _aligned(count)
+        for offset, tensor in tensors:
+            data = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+            os.pwrite(file, data, begin + offset)
         os.link(draft, path)
     except OSError as error:
         os.close(file)
@@ -141,22 +143,33 @@ def publish(path: Path, tensors: Mapping[str, Tensor]) -> Publication | None:
     return Publication(path, file)
 
 
-def _header(tensors: Mapping[str, Tensor]) -> tuple[bytes, int]:
-    """Header of the file, and the size of all tensors in bytes."""
-    entries: list[dict[str, Any]] = []
+def _entries(
+    weights: Mapping[str, Tensor | PackedMatrix],
+) -> tuple[dict[str, Any], list[tuple[int, Tensor]], int]:
+    """Header entries by name, all tensors with their offsets, and the size of all in bytes."""
+    entries: dict[str, Any] = {}
+    tensors: list[tuple[int, Tensor]] = []
     at = 0
-    for name, tensor in tensors.items():
-        size = memory_of(tensor)[1]
-        entry = {"name": name, "offset": at, "bytes": size, "dtype": _name(tensor.dtype)}
-        entries.append({**entry, "shape": list(tensor.shape), "layout": layout_of(tensor).hex()})
-        at += _aligned(size)
-    return json.dumps({"made_by": _made_by(), "tensors": entries}).encode(), at
+    for name, weight in weights.items():
+        packed = isinstance(weight, PackedMatrix)
+        named = weight.tensors() if isinstance(weight, PackedMatrix) else {"tensor": weight}
+        parts = []
+        for part, tensor in named.items():
+            size, kind = tensor.nbytes, _name(tensor.dtype)
+            parts.append(
+                {"name": part, "offset": at, "bytes": size, "dtype": kind}
+                | {"shape": list(tensor.shape)}
+            )
+            tensors.append((at, tensor))
+            at += _aligned(size)
+        fields = {name: getattr(weight, name) for name in _MATRIX_FIELDS} if packed else {}
+        entries[name] = {"matrix": fields, "tensors": parts}
+    return entries, tensors, at
 
 
-def _made_by() -> str:
-    """Build of torch and kind of processor, on which packed layouts depend."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    return f"torch {torch.__version__}, {capability}, oneDNN limit {current_limit() or 'none'}"
+def _layout() -> str:
+    """What the bytes of a matrix mean; different without compiled kernels."""
+    return f"plain {_FORMAT}" if cpu_kernels().library is None else f"packed {_FORMAT}"
 
 
 def _name(dtype: torch.dtype) -> str:

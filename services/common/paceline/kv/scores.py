@@ -44,19 +44,21 @@ class ObservedCache(Protocol):
 class ScoreObserver(ABC):
     """Scores the committed prefix of one sequence, layer by layer, as a by-product of its steps.
 
-    In each step the engine thread calls :meth:`begin`, then :meth:`attended` for each layer, or
-    :meth:`read_scratch` once, and :meth:`publish` if the step did not fail. The event loop reads
-    :attr:`scores`.
+    In each step the engine thread calls :meth:`begin`, runs the model with the observer's probes, or
+    a captured graph with its :meth:`scratch`, calls :meth:`attended` for each layer if queries are
+    wanted, and :meth:`publish` if the step did not fail. The event loop reads :attr:`scores`.
 
     Attributes:
         layers: Position of each observed layer in :attr:`scores`, by layer.
         chunk: Positions per score.
+        wants_queries: Whether :meth:`attended` is to be called.
         scores: One score for each whole chunk of the prefix that the newest step attended to,
             float32 ``[layers, chunks]`` on the CPU; None before the first step. The step after next
             overwrites it in place: a reader that is this late only gets worse positions.
     """
 
     chunk: int = 1
+    wants_queries: bool = False
 
     def __init__(self, layers: Sequence[int]) -> None:
         self.layers = {layer: index for index, layer in enumerate(layers)}
@@ -68,44 +70,39 @@ class ScoreObserver(ABC):
         return (0, deepest) if deepest else (0,)
 
     @abstractmethod
-    def begin(self, block: int, nodes: Sequence[int], prefix: int) -> Sequence[Probe]:
+    def begin(self, block: int, nodes: Sequence[int], prefix: int) -> None:
         """Begin a step.
 
         Args:
             block: Index of the sequence's block in the plan.
             nodes: Rows of the block that are observed, as :meth:`nodes` returned them.
             prefix: Committed positions. Unit: tokens.
-
-        Returns:
-            The scores or weights that the attention kernel is to store, in each of the layers.
         """
 
-    @abstractmethod
-    def attended(self, layer: int, q: Tensor, rows: Sequence[int]) -> None:
-        """Called when the attention of one of the layers was computed.
+    def probes(self, layer: int) -> Sequence[Probe]:
+        """Returns the scores or weights that the attention kernel is to store in a layer."""
+        return ()
+
+    def attended(self, layer: int, q: Tensor) -> None:  # noqa: B027 - only if queries are wanted
+        """Called after the pass with the queries of the observed nodes in one of the layers.
 
         Args:
             layer: Which one.
-            q: Queries of the whole batch after RoPE, ``[M, Hq, D]``.
-            rows: Rows of ``q`` that belong to the observed nodes.
+            q: Queries after RoPE, float32 ``[nodes, Hq, D]``.
         """
 
     def scratch(self) -> Tensor | None:
         """Returns a buffer where a captured CUDA graph can store the scores of all layers.
 
         Returns:
-            float32 ``[layers, MOST_NOTED, Hkv, n]`` with n at least the prefix, and
-            :meth:`read_scratch` is called instead of :meth:`attended`; None if the observer needs
-            more than a captured graph stores.
+            float32 ``[layers, MOST_NOTED, Hkv, n]`` with n at least the prefix; None if the observer
+            needs more than a captured graph stores.
         """
         return None
 
-    def read_scratch(self, q_heads: int) -> None:  # noqa: B027 - called only after scratch()
-        """Called when a captured graph has stored scores, summed over ``q_heads`` heads."""
-
     @abstractmethod
-    def publish(self) -> None:
-        """End the step: replace :attr:`scores`."""
+    def publish(self, q_heads: int) -> None:
+        """End the step of a model with so many query heads: replace :attr:`scores`."""
 
 
 class AttentionScores(ScoreObserver):
@@ -125,68 +122,53 @@ class AttentionScores(ScoreObserver):
         self._cumulative = cumulative
         rows, slots, device = len(layers), cache.capacity, cache.device
         heads = cache.layer(layers[0])[0].shape[0]
-        self._stored = torch.empty(MOST_NOTED, heads, slots, device=device)
         self._step = torch.empty(rows, slots, device=device)
         self._total = torch.zeros(rows, slots, device=device)
         self._buffers = [torch.empty(rows, slots // self.chunk, device=device) for _ in range(2)]
-        self._scratch = torch.empty(0)
-        # Of the step that runs, the same for all its layers:
-        self._nodes = self._prefix = 0
-        self._stored_prefix = torch.empty(0)
-        self._step_rows: list[Tensor] = []
-        self._share = 1.0
+        self._stored = torch.empty(rows, MOST_NOTED, heads, 0, device=device)
+        # Of the step that runs:
+        self._block = self._prefix = 0
+        self._nodes: Sequence[int] = ()
 
-    def begin(self, block: int, nodes: Sequence[int], prefix: int) -> Sequence[Probe]:
+    def begin(self, block: int, nodes: Sequence[int], prefix: int) -> None:
         """See :class:`ScoreObserver`."""
-        if len(nodes) > len(self._stored):
-            self._stored = self._stored.new_empty(len(nodes), *self._stored.shape[1:])
-        self._nodes, self._prefix = len(nodes), prefix
-        self._stored_prefix = self._stored[: len(nodes), :, :prefix]
-        self._step_rows = list(self._step[:, :prefix])
+        self._block, self._nodes, self._prefix = block, nodes, prefix
+        if self._stored.shape[3] < prefix:
+            slots = -(-prefix // _SCRATCH_STEP) * _SCRATCH_STEP
+            self._stored = self._stored.new_empty(*self._stored.shape[:3], slots)
+
+    def probes(self, layer: int) -> Sequence[Probe]:
+        """See :class:`ScoreObserver`."""
         return [
-            Probe(block, node, out, weights=self._cumulative)
-            for node, out in zip(nodes, self._stored, strict=False)
+            Probe(self._block, node, out, weights=self._cumulative)
+            for node, out in zip(self._nodes, self._stored[self.layers[layer]], strict=False)
         ]
-
-    def attended(self, layer: int, q: Tensor, rows: Sequence[int]) -> None:
-        """See :class:`ScoreObserver`."""
-        torch.sum(self._stored_prefix, (0, 1), out=self._step_rows[self.layers[layer]])
-        self._share = 1 / (len(rows) * q.shape[1])
 
     def scratch(self) -> Tensor | None:
         """See :class:`ScoreObserver`."""
-        if self._cumulative:  # the kernels compute weights in a second pass over the keys
-            return None
-        if not len(self._scratch) or self._scratch.shape[3] < self._prefix:
-            slots = -(-max(self._prefix, 1) // _SCRATCH_STEP) * _SCRATCH_STEP
-            shape = (len(self.layers), MOST_NOTED, self._stored.shape[1], slots)
-            self._scratch = self._stored.new_empty(shape)
-        return self._scratch
+        # For weights the GPU kernels pass over the keys a second time: no graph is captured of it.
+        return None if self._cumulative else self._stored
 
-    def read_scratch(self, q_heads: int) -> None:
-        """See :class:`ScoreObserver`."""
-        stored = self._scratch[:, : self._nodes, :, : self._prefix]
-        torch.sum(stored, (1, 2), out=self._step[:, : self._prefix])
-        self._share = 1 / (self._nodes * q_heads)
-
-    def publish(self) -> None:
+    def publish(self, q_heads: int) -> None:
         """See :class:`ScoreObserver`."""
         prefix, chunks = self._prefix, self._prefix // self.chunk
         buffer = self._buffers.pop(0)
         self._buffers.append(buffer)
-        step = self._step[:, :prefix]
+        step, share = self._step[:, :prefix], 1 / (len(self._nodes) * q_heads)
+        torch.sum(self._stored[:, : len(self._nodes), :, :prefix], (1, 2), out=step)
         if self._cumulative:
-            total = self._total[:, :prefix].add_(step, alpha=self._share)
+            total = self._total[:, :prefix].add_(step, alpha=share)
             whole = total[:, : chunks * self.chunk].unflatten(1, (chunks, self.chunk))
             self.scores = torch.sum(whole, -1, out=buffer[:, :chunks]).cpu()
         else:
-            self.scores = torch.mul(step, self._share, out=buffer[:, :prefix]).cpu()
+            self.scores = torch.mul(step, share, out=buffer[:, :prefix]).cpu()
 
 
 class PageScores(ScoreObserver):
     """Upper bounds on the scores of the newest rows in each page (Quest, section 3.2)."""
 
     chunk = PAGE
+    wants_queries = True
 
     def __init__(self, cache: ObservedCache, layers: Sequence[int]) -> None:
         """Observe ``layers`` of a cache."""
@@ -196,16 +178,15 @@ class PageScores(ScoreObserver):
         self._queries: list[Tensor] = [torch.empty(0) for _ in layers]
         self._prefix = 0
 
-    def begin(self, block: int, nodes: Sequence[int], prefix: int) -> Sequence[Probe]:
+    def begin(self, block: int, nodes: Sequence[int], prefix: int) -> None:
         """See :class:`ScoreObserver`."""
         self._prefix = prefix
-        return ()
 
-    def attended(self, layer: int, q: Tensor, rows: Sequence[int]) -> None:
+    def attended(self, layer: int, q: Tensor) -> None:
         """See :class:`ScoreObserver`."""
-        self._queries[self.layers[layer]] = q.index_select(0, torch.tensor(rows, device=q.device))
+        self._queries[self.layers[layer]] = q
 
-    def publish(self) -> None:
+    def publish(self, q_heads: int) -> None:
         """See :class:`ScoreObserver`."""
         self._bounds.extend([self._cache.layer(layer)[0] for layer in self.layers], self._prefix)
         self.scores = self._bounds.scores(torch.stack(self._queries).cpu())

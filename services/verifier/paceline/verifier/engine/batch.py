@@ -126,7 +126,7 @@ class Batch:
             taps=taps,
             observer=self._observer if len(self._observer) else None,
         )
-        self._observer.publish()
+        self._observer.publish(decoder.config.q_heads)
         return result.logits, dict(zip(taps, result.taps, strict=True))
 
     def _replay(
@@ -140,8 +140,7 @@ class Batch:
         tables = [table_row(cache) for cache in self._caches]
         result = graphs.forward(self.tokens, self._blocks, tables, taps, layers, noted)
         if result is not None:
-            self._observer.read_scratch(config.q_heads)
-            self._observer.publish()
+            self._observer.publish(config.q_heads)
         return result
 
     def _add_entry(self, job: Job, tree: TokenTree, stop: int, logits: slice) -> None:

@@ -20,14 +20,12 @@ class _Observed:
         block: Index of the block in the plan.
         nodes: Observed rows, counted inside the block.
         rows: The same rows, counted in the batch.
-        probes: What the attention kernel stores for the observer, in each of its layers.
     """
 
     observer: ScoreObserver
     block: int
     nodes: tuple[int, ...]
     rows: tuple[int, ...]
-    probes: Sequence[Probe]
 
 
 class BatchObserver:
@@ -50,24 +48,25 @@ class BatchObserver:
             first: Its first row in the batch.
         """
         nodes = observer.nodes(segment)
-        probes = observer.begin(block, nodes, segment.start)
+        observer.begin(block, nodes, segment.start)
         rows = tuple(first + node for node in nodes)
-        self._observed.append(_Observed(observer, block, nodes, rows, probes))
+        self._observed.append(_Observed(observer, block, nodes, rows))
 
     def probes(self, layer: int) -> Sequence[Probe]:
         """See :class:`paceline.decoder.AttentionObserver`."""
-        return [
-            probe
-            for each in self._observed
-            if layer in each.observer.layers
-            for probe in each.probes
-        ]
+        observers = [each.observer for each in self._observed if layer in each.observer.layers]
+        return [probe for observer in observers for probe in observer.probes(layer)]
+
+    def rows(self, layer: int) -> Sequence[int]:
+        """See :class:`paceline.decoder.AttentionObserver`."""
+        return [row for each in self._querying(layer) for row in each.rows]
 
     def attended(self, layer: int, q: Tensor) -> None:
         """See :class:`paceline.decoder.AttentionObserver`."""
-        for each in self._observed:
-            if layer in each.observer.layers:
-                each.observer.attended(layer, q, each.rows)
+        querying = self._querying(layer)
+        parts = q.split([len(each.rows) for each in querying])
+        for each, part in zip(querying, parts, strict=True):
+            each.observer.attended(layer, part)
 
     def scratch(self, windows: Sequence[int | None]) -> tuple[tuple[int, ...], list[NotedBlock]]:
         """Returns what a captured graph has to store: layers, and blocks with scratch buffers.
@@ -93,12 +92,14 @@ class BatchObserver:
             blocks.append(NotedBlock(each.block, each.nodes, scratch))
         return layers, blocks
 
-    def read_scratch(self, q_heads: int) -> None:
-        """Called when a captured graph has filled the scratch buffers."""
+    def publish(self, q_heads: int) -> None:
+        """Called when the pass of a model with so many query heads has ended."""
         for each in self._observed:
-            each.observer.read_scratch(q_heads)
+            each.observer.publish(q_heads)
 
-    def publish(self) -> None:
-        """Called when the pass has ended."""
-        for each in self._observed:
-            each.observer.publish()
+    def _querying(self, layer: int) -> list[_Observed]:
+        return [
+            each
+            for each in self._observed
+            if each.observer.wants_queries and layer in each.observer.layers
+        ]

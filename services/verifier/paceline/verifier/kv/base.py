@@ -16,7 +16,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from paceline.kernels import Plane
+from paceline.kernels import LayerTable, Plane
 from paceline.kv.segment import HEADER_BYTES, PREFIX, SHM, SegmentHeader, claim
 from paceline.v1 import kv_pb2
 from paceline.verifier.kv.layout import KvLayout
@@ -52,9 +52,11 @@ class SequenceKv(ABC):
         taps: Hidden states that are kept; None: none.
         header: The file's header, for readers in other processes; unusable once closed.
         mappable: Whether other processes may map the KV.
+        table: Addresses of all layers for compiled programs; None: KV in pages.
     """
 
     device = torch.device("cpu")
+    table: LayerTable | None = None
     byte_size: int
     mappable: bool = True
 

@@ -166,6 +166,8 @@ class PagePool:
 class PoolView:
     """The pool as the cache of row 0, for code that needs a cache of no sequence."""
 
+    table = None
+
     def __init__(self, pool: PagePool) -> None:
         self._layers = pool.planes(0, pool.tables.shape[1] * PAGE_TOKENS)
 

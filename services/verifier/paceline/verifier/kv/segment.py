@@ -9,6 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from paceline.kernels import LayerTable
 from paceline.kv.segment import PREFIX, SHM, is_orphan
 from paceline.verifier.kv.base import SequenceKv, own_prefix
 from paceline.verifier.kv.layout import KvLayout, round_up
@@ -54,6 +55,7 @@ class Segment(SequenceKv):
         shape = (layout.layers, 2, layout.kv_heads, capacity, layout.head_dim)
         self.kv: Tensor = self._body.view(shape)
         self._layers = [(layer[0], layer[1]) for layer in self.kv]
+        self.table = LayerTable(self._layers)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Returns keys and values of a layer, each ``[kv_heads, capacity, head_dim]``."""
@@ -92,6 +94,7 @@ class Segment(SequenceKv):
         """See :class:`SequenceKv`."""
         super().close()
         self._layers = []
+        self.table = None
         self.kv = torch.empty(0)
 
 

@@ -100,10 +100,14 @@ class ScoreObserver:
         """Returns none: the weights are computed here, of few rows and their own chunk too."""
         return ()
 
+    def rows(self, layer: int) -> Sequence[int]:
+        """See :class:`paceline.decoder.AttentionObserver`."""
+        return [row for each in self._observed for row in each.rows]
+
     def attended(self, layer: int, q: Tensor) -> None:
         """See :class:`paceline.decoder.AttentionObserver`."""
-        for each in self._observed:
+        parts = q.split([len(each.rows) for each in self._observed])
+        for each, rows in zip(self._observed, parts, strict=True):
             keys, _ = each.cache.layer(layer)
-            rows = q[each.rows.start : each.rows.stop]
             weights = attention_weights(rows, span(keys, 0, len(each.positions)))
             each.policy.add(each.positions, weights.cpu())

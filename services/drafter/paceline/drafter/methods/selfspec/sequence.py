@@ -10,6 +10,7 @@ from torch import Tensor
 from paceline.drafter.kv.reader import KvReader
 from paceline.drafter.methods.base import Generation
 from paceline.drafter.methods.decoder_sequence import DecoderSequence
+from paceline.kernels import LayerTable
 
 if TYPE_CHECKING:
     from paceline.drafter.methods.selfspec.drafter import SelfSpecDrafter
@@ -34,13 +35,12 @@ class SelfSpecSequence(DecoderSequence):
     def __init__(self, drafter: SelfSpecDrafter, generation: Generation, kv: KvReader) -> None:
         super().__init__(drafter, generation)
         self.kv = kv
-        self._table = self._new_table(0)
+        self._set_slots(0)
         self._begin = self._slot = 0
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Returns keys and values of a layer, each ``[Hkv, capacity, D]``."""
-        keys, values = self._table[index]
-        return keys, values
+        return self._layers[index]
 
     def prepare(self) -> bool:
         """Copies the selected positions of all layers. Returns False without any, or too few."""
@@ -54,14 +54,14 @@ class SelfSpecSequence(DecoderSequence):
         if not self._slot or new > MAX_NEW_TOKENS:
             return False
         slots = self._slot + new + self._drafter.options.drafted
-        if slots > self._table.shape[3]:
-            self._table = self._new_table(-(-slots // _GROWTH) * _GROWTH)
-        for table, parts in zip(self._table, layers, strict=True):
+        if slots > self._layers[0][0].shape[1]:
+            self._set_slots(-(-slots // _GROWTH) * _GROWTH)
+        for (own_keys, own_values), parts in zip(self._layers, layers, strict=True):
             begin = 0
             for keys, values in parts:
                 stop = begin + keys.shape[1]
-                table[0, :, begin:stop] = keys
-                table[1, :, begin:stop] = values
+                own_keys[:, begin:stop] = keys
+                own_values[:, begin:stop] = values
                 begin = stop
         return True
 
@@ -81,11 +81,14 @@ class SelfSpecSequence(DecoderSequence):
 
     def close(self) -> None:
         super().close()
-        self._table = self._new_table(0)
+        self._set_slots(0)
 
-    def _new_table(self, slots: int) -> Tensor:
+    def _set_slots(self, slots: int) -> None:
+        """Makes new memory of so many slots; its content is 0."""
         decoder = self._drafter.decoder
         config = decoder.config
         shape = (config.layers, 2, config.kv_heads, slots, config.head_dim)
         with torch.inference_mode(False):
-            return torch.zeros(shape, dtype=config.dtype, device=decoder.device)
+            store = torch.zeros(shape, dtype=config.dtype, device=decoder.device)
+        self._layers = [(both[0], both[1]) for both in store]
+        self.table = LayerTable(self._layers)

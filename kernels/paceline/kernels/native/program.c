@@ -1,0 +1,293 @@
+/* Runs a program: each operation is a stage of the team, in items of rows or outputs.
+ *
+ * Long batches run slice by slice: all operations up to the selection for the first blocks, then for
+ * the next ones. The bits of a row do not depend on it, and buffers stay small. */
+#include "program.h"
+
+#include "team.h"
+
+#define SLICE 512    /* rows after which a slice ends, at the end of a block */
+#define VALUES 4096  /* values of an item of a row-wise operation, some us */
+#define LINE 64
+
+typedef struct {
+  const Program *program;
+  const Run *run;
+  int64_t at, part;          /* operation, and which of its stages */
+  int64_t first, rows;       /* rows of the slice, or selected rows */
+  int64_t block, tile, tiles; /* first block after the slice; its tiles */
+  int64_t piece;              /* rows of an item */
+  Attention attention;
+  Plan plan;
+  Cache *keys, *values;     /* of the layer, by sequence */
+  int64_t *sequence, *slot; /* of every row */
+  float **buffers;
+  void *scratch;
+  _Atomic int failed;
+} State;
+
+static int64_t aligned(int64_t bytes) { return (bytes + LINE - 1) / LINE * LINE; }
+
+static int64_t longest_block(const Run *r) {
+  int64_t longest = 0;
+  for (int64_t i = 0; i < r->blocks; i++)
+    if (r->block[i].length > longest) longest = r->block[i].length;
+  return longest;
+}
+
+/* Most rows of a slice. */
+static int64_t slice_rows(const Run *r) {
+  const int64_t most = SLICE + longest_block(r) - 1;
+  return r->rows < most ? r->rows : most;
+}
+
+static int64_t extent(const Program *p, const Run *r, int64_t buffer) {
+  switch (p->buffer[buffer].extent) {
+    case ALL_ROWS: return r->rows;
+    case SLICE_ROWS: return slice_rows(r);
+    default: return r->selected;
+  }
+}
+
+/* Lays out the memory of a run from s->run->memory on; returns its bytes. */
+static int64_t lay_out(State *s) {
+  const Program *p = s->program;
+  const Run *r = s->run;
+  int64_t at = 0, scratch = 0;
+  s->keys = (Cache *)(r->memory + at);
+  s->values = s->keys + r->sequences;
+  at += aligned(2 * r->sequences * (int64_t)sizeof(Cache));
+  s->sequence = (int64_t *)(r->memory + at);
+  s->slot = s->sequence + r->rows;
+  at += aligned(2 * r->rows * (int64_t)sizeof(int64_t));
+  s->buffers = (float **)(r->memory + at);
+  at += aligned(p->buffers * (int64_t)sizeof(float *));
+  for (int64_t i = 1; i < p->buffers; i++) {
+    if (r->memory) s->buffers[i] = (float *)(r->memory + at);
+    at += aligned(extent(p, r, i) * p->buffer[i].width * (int64_t)sizeof(float));
+  }
+  if (r->memory) s->buffers[0] = r->logits;
+  s->scratch = r->memory + at;
+  for (int64_t i = 0; i < p->operations; i++) {
+    const Operation *o = p->operation + i;
+    if (o->kind != MULTIPLY) continue;
+    const int64_t bytes = linear_scratch(o->weight, extent(p, r, o->in));
+    if (bytes > scratch) scratch = bytes;
+  }
+  return at + scratch;
+}
+
+/* Bytes of memory that a run needs. */
+int64_t paceline_program_bytes(const Program *p, const Run *r) {
+  Run measured = *r;
+  measured.memory = NULL;
+  State s = {.program = p, .run = &measured};
+  return lay_out(&s);
+}
+
+/* The rows of a buffer that the present operation works on. */
+static float *rows_of(const State *s, int64_t buffer) {
+  const Buffer *b = s->program->buffer + buffer;
+  return s->buffers[buffer] + (b->extent == ALL_ROWS ? s->first * b->width : 0);
+}
+
+/* Begins the slice of the next blocks, or the operations over selected rows. Returns whether there
+ * is one. */
+static int next_slice(State *s) {
+  const Program *p = s->program;
+  const Run *r = s->run;
+  if (s->at > p->selecting) return 0;
+  s->first += s->rows;
+  s->rows = 0;
+  s->tile += s->tiles;
+  s->tiles = 0;
+  if (s->block == r->blocks) {
+    s->at = p->selecting;
+    s->first = 0;
+    s->rows = r->selected;
+    return s->rows > 0;
+  }
+  s->at = 0;
+  while (s->block < r->blocks && s->rows < SLICE) s->rows += r->block[s->block++].length;
+  while (s->tile + s->tiles < r->tiles && r->tile[3 * (s->tile + s->tiles)] < s->block) s->tiles++;
+  return 1;
+}
+
+/* Moves to the next stage. Returns whether there is one. */
+static int next_stage(State *s) {
+  const Program *p = s->program;
+  const int64_t kind = p->operation[s->at].kind;
+  if (s->failed) return 0;
+  if (s->part == 0 && (kind == MULTIPLY || kind == ATTEND)) {
+    s->part = 1;
+    return 1;
+  }
+  s->part = 0;
+  s->at++;
+  return s->at == p->selecting || s->at == p->operations ? next_slice(s) : 1;
+}
+
+static void show_caches(State *s, int64_t layer) {
+  for (int64_t i = 0; i < s->run->sequences; i++) {
+    s->keys[i] = s->run->caches[i][2 * layer];
+    s->values[i] = s->run->caches[i][2 * layer + 1];
+  }
+}
+
+static void copy_queries(const State *s, const Operation *o) {
+  const Queries *wanted = s->run->queries + o->layer;
+  const int64_t width = s->program->buffer[o->in].width;
+  for (int64_t i = 0; i < wanted->count; i++) {
+    const int64_t row = wanted->row[i] - s->first;
+    if (row >= 0 && row < s->rows)
+      memcpy(wanted->out + i * width, s->buffers[o->in] + row * width, (size_t)width * sizeof(float));
+  }
+}
+
+/* Returns the number of items; sets `failed` without memory. */
+static int64_t begin_attention(State *s, const Operation *o) {
+  static const Probes none;
+  const Program *p = s->program;
+  const Run *r = s->run;
+  if (r->queries) copy_queries(s, o);
+  s->plan = (Plan){.q_heads = p->q_heads, .kv_heads = p->kv_heads, .dim = p->dim,
+                   .window = o->window, .kv_bf16 = r->kv_bf16, .scale = (float)p->scale,
+                   .blocks = r->blocks, .block = r->block, .tiles = s->tiles,
+                   .tile = r->tile + 3 * s->tile};
+  /* Blocks name rows of the batch, buffers hold those of the slice. */
+  s->attention = (Attention){.plan = &s->plan, .keys = s->keys, .values = s->values,
+                             .probes = r->probes ? r->probes + o->layer : &none,
+                             .q = s->buffers[o->in] - s->first * p->buffer[o->in].width,
+                             .out = s->buffers[o->out] - s->first * p->buffer[o->out].width};
+  if (attention_begin(&s->attention, r->threads)) {
+    s->failed = 1;
+    return 0;
+  }
+  return attention_items(&s->attention);
+}
+
+/* Items of a row-wise operation over so many values a row. */
+static int64_t pieces(State *s, int64_t width) {
+  s->piece = width < VALUES ? VALUES / width : 1;
+  return (s->rows + s->piece - 1) / s->piece;
+}
+
+/* Prepares the present stage; returns its items. */
+static int64_t begin_stage(State *s) {
+  const Program *p = s->program;
+  const Operation *o = p->operation + s->at;
+  switch (o->kind) {
+    case MULTIPLY:
+      if (s->part == 0) return linear_prepare_items(o->weight, s->rows);
+      return linear_items(o->weight, s->rows, s->run->threads);
+    case ATTEND:
+      return s->part == 0 ? begin_attention(s, o) : attention_merge_items(&s->attention);
+    case ROTATE: show_caches(s, o->layer); return pieces(s, p->buffer[o->in].width);
+    case TAP: return s->run->taps && s->run->taps[o->layer] ? pieces(s, p->buffer[o->in].width) : 0;
+    case EMBED:
+    case SELECT: return pieces(s, p->buffer[o->out].width);
+    default: return pieces(s, p->buffer[o->in].width);
+  }
+}
+
+static void embed(const State *s, const Operation *o, int64_t row) {
+  const int64_t width = s->program->buffer[o->out].width, token = s->run->tokens[s->first + row];
+  float *out = rows_of(s, o->out) + row * width;
+  for (int64_t i = 0; i < width; i += LANES)
+    store_f32(out + i, load_any(o->weight, token * width + i, (int)o->bf16));
+}
+
+static void rotate_keys(const State *s, const Operation *o, int64_t row) {
+  const Program *p = s->program;
+  const Run *r = s->run;
+  const int64_t at = s->first + row, of = s->sequence[at];
+  const Heads heads = {.q_heads = p->q_heads, .kv_heads = p->kv_heads, .dim = p->dim,
+                       .q_weight = o->weight, .k_weight = o->second, .eps = (float)o->eps};
+  rotate_row(&heads, s->buffers[o->in], 0, row, r->table + r->position[at] * p->dim,
+             s->buffers[o->out], s->keys + of, s->values + of, s->slot[at], (int)r->kv_bf16);
+}
+
+static void run_row(const State *s, const Operation *o, int64_t row) {
+  const Run *r = s->run;
+  const int64_t width = s->program->buffer[o->in].width;
+  float *in = rows_of(s, o->in) + row * width;
+  switch (o->kind) {
+    case EMBED: embed(s, o, row); break;
+    case ADD_NORM:
+      if (o->delta) add_row(in, rows_of(s, o->delta), row * width, 0, width);
+      normalise(in, o->weight, width, (float)o->eps, rows_of(s, o->out), row * width, 0);
+      break;
+    case ROTATE: rotate_keys(s, o, row); break;
+    case GATE: gate_row(rows_of(s, o->in), rows_of(s, o->out), row, width / 2, 0); break;
+    case ADD: add_row(in, rows_of(s, o->delta), row * width, 0, width); break;
+    case TAP:
+      for (int64_t i = 0; i < width; i += LANES)
+        store_any(r->taps[o->layer], (s->first + row) * width + i, (int)r->taps_bf16,
+                  load_f32(in + i));
+      break;
+    case SELECT:
+      in = s->buffers[o->in] + (r->selection ? r->selection[row] : row) * width;
+      memcpy(rows_of(s, o->out) + row * width, in, (size_t)width * sizeof(float));
+  }
+}
+
+static void work(void *state, int64_t item) {
+  State *s = state;
+  const Operation *o = s->program->operation + s->at;
+  if (o->kind == MULTIPLY) {
+    const float *in = rows_of(s, o->in);
+    if (s->part == 0)
+      linear_prepare(o->weight, in, s->rows, s->scratch, item);
+    else
+      linear_item(o->weight, in, s->scratch, s->rows, rows_of(s, o->out), item);
+  } else if (o->kind == ATTEND) {
+    if (s->part)
+      attention_merge_item(&s->attention, item);
+    else if (attention_item(&s->attention, item))
+      s->failed = 1;
+  } else {
+    for (int64_t row = item * s->piece; row < (item + 1) * s->piece && row < s->rows; row++)
+      run_row(s, o, row);
+  }
+}
+
+/* The next stage with items for several threads. Those of a single item run at once: giving them to
+ * another thread would take longer. */
+static int64_t begin(void *state) {
+  State *s = state;
+  while (next_stage(s)) {
+    const int64_t items = begin_stage(s);
+    if (items > 1) return items;
+    if (items) work(s, 0);
+  }
+  return 0;
+}
+
+static void expand_blocks(const State *s) {
+  for (int64_t i = 0; i < s->run->blocks; i++) {
+    const Block *b = s->run->block + i;
+    for (int64_t n = 0; n < b->length; n++) {
+      s->sequence[b->row + n] = b->sequence;
+      s->slot[b->row + n] = b->start + n;
+    }
+  }
+}
+
+static int outside(const int64_t *numbers, int64_t count, int64_t end) {
+  for (int64_t i = 0; i < count; i++)
+    if (numbers[i] < 0 || numbers[i] >= end) return 1;
+  return 0;
+}
+
+/* Runs a program. Returns 0; 1 when memory ran out; 2 for a token or selected row that does not
+ * exist. */
+int64_t paceline_run_program(const Program *p, const Run *r) {
+  if (outside(r->tokens, r->rows, p->vocabulary)) return 2;
+  if (r->selection && outside(r->selection, r->selected, r->rows)) return 2;
+  State s = {.program = p, .run = r, .at = p->selecting - 1};
+  lay_out(&s);
+  expand_blocks(&s);
+  const Stages stages = {.begin = begin, .work = work, .state = &s};
+  team_run(&stages, r->threads);
+  return s.failed;
+}

@@ -1,0 +1,74 @@
+/* A program: the operations of a forward pass over numbered buffers, recorded once, run in one call. */
+#ifndef PACELINE_PROGRAM_H
+#define PACELINE_PROGRAM_H
+
+#include "attention.h"
+#include "linear.h"
+#include "rows.h"
+
+enum { EMBED, ADD_NORM, MULTIPLY, ROTATE, ATTEND, GATE, ADD, TAP, SELECT };
+
+/* One operation. Of the fields each kind uses some; `in`, `delta` and `out` are buffers.
+ * EMBED    out = rows of the table `weight` [vocabulary, width of out]
+ * ADD_NORM in += delta (0: nothing); out = norm(in) * weight
+ * MULTIPLY out = in times the Matrix `weight`
+ * ROTATE   out = rotated queries of the heads in `in`; keys and values go to the caches of `layer`
+ * ATTEND   out = attention of the queries in `in` over the caches of `layer`
+ * GATE     out = silu(gate) * up
+ * ADD      in += delta
+ * TAP      copies `in` to the caller's buffer of `layer`, if there is one
+ * SELECT   out = the rows of `in` that need logits */
+typedef struct {
+  int64_t kind, in, delta, out, layer;
+  int64_t window;              /* of ATTEND; 0: none */
+  int64_t bf16;                /* type of the table of EMBED */
+  const void *weight, *second; /* second: norm of keys for ROTATE, whose `weight` is that of queries */
+  double eps;
+} Operation;
+
+/* A buffer is float32 [rows, width]. Buffer 0 is the caller's: the logits. */
+typedef struct {
+  int64_t width;
+  int64_t extent; /* which rows it holds: */
+} Buffer;
+
+enum { ALL_ROWS, SLICE_ROWS, SELECTED_ROWS };
+
+typedef struct {
+  int64_t operations, selecting; /* the first operation over selected rows */
+  const Operation *operation;
+  int64_t buffers;
+  const Buffer *buffer;
+  int64_t vocabulary, q_heads, kv_heads, dim;
+  double scale; /* of attention scores */
+} Program;
+
+/* Request to copy queries of a layer: out [count, Hq, D]. */
+typedef struct {
+  int64_t count;
+  const int64_t *row;
+  float *out;
+} Queries;
+
+/* Arguments of one run. */
+typedef struct {
+  int64_t rows, selected, threads;
+  const int64_t *tokens, *position; /* [rows] */
+  const int64_t *selection;   /* rows that need logits [selected]; null: all */
+  const float *table;         /* cosines and sines [positions, D] */
+  int64_t sequences;
+  const Cache *const *caches; /* of every sequence: [layers][keys, values] */
+  int64_t kv_bf16;
+  int64_t blocks;
+  const Block *block;
+  int64_t tiles;
+  const int64_t *tile;    /* [tiles, 3], in the order of blocks; see Plan */
+  float *logits;
+  void *const *taps;      /* by layer: [rows, hidden]; null: not wanted */
+  int64_t taps_bf16;
+  const Probes *probes;   /* by layer; null: none */
+  const Queries *queries; /* by layer; null: none */
+  char *memory;           /* paceline_program_bytes() bytes, aligned to 64 */
+} Run;
+
+#endif

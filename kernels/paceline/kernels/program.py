@@ -1,0 +1,302 @@
+"""A forward pass as a program: operations over packed rows, recorded once and run many times.
+
+On the CPU one native call runs all operations (``native/program.c``). Elsewhere, and where there
+are no compiled kernels, they run one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.kernels.caches import KVCacheView
+from paceline.kernels.probes import Probe
+from paceline.kernels.rows import Norm
+from paceline.kernels.trees import TreePlan
+
+if TYPE_CHECKING:
+    from paceline.kernels.linear import PackedMatrix
+
+
+class Matrix(Protocol):
+    """A linear layer.
+
+    Attributes:
+        out_features: Outputs.
+        packed: The packed weight; None where only torch can multiply.
+    """
+
+    out_features: int
+    packed: PackedMatrix | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``[rows, in]`` to ``[rows, out]`` in the type of ``x``."""
+        ...
+
+
+class Kind(IntEnum):
+    """Kinds of operations, as in ``native/program.h``."""
+
+    EMBED = 0
+    ADD_NORM = 1
+    MULTIPLY = 2
+    ROTATE = 3
+    ATTEND = 4
+    GATE = 5
+    ADD = 6
+    TAP = 7
+    SELECT = 8
+
+
+class Extent(IntEnum):
+    """Which rows a buffer holds, as in ``native/program.h``."""
+
+    ALL = 0
+    SLICE = 1
+    SELECTED = 2
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """float32 ``[rows, width]`` (in the model's type where torch runs the operations)."""
+
+    width: int
+    extent: Extent
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation; ``native/program.h`` says what each kind does.
+
+    Attributes:
+        kind: What it does.
+        source: Buffer it reads.
+        delta: Buffer it adds to ``source``; 0: none.
+        out: Buffer it writes.
+        layer: Layer of the caches, probes and taps that it uses.
+        window: Sliding window of ATTEND in tokens; 0: none.
+        table: Embedding ``[V, hidden]`` of EMBED, float32 or bfloat16.
+        norms: The norm of ADD_NORM, or those of query and key heads of ROTATE.
+        matrix: The linear layer of MULTIPLY.
+    """
+
+    kind: Kind
+    source: int = 0
+    delta: int = 0
+    out: int = 0
+    layer: int = 0
+    window: int = 0
+    table: Tensor | None = None
+    norms: tuple[Norm, ...] = ()
+    matrix: Matrix | None = None
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Attention heads of a model.
+
+    Attributes:
+        q_heads: Query heads.
+        kv_heads: Key and value heads.
+        dim: Width of a head.
+    """
+
+    q_heads: int
+    kv_heads: int
+    dim: int
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Arguments of one run.
+
+    Attributes:
+        tokens: int64 ``[M]``.
+        plan: Query blocks of the M rows.
+        caches: KV by sequence.
+        table: Cosines, then sines, float32 ``[positions, D]``.
+        selection: Rows that need logits, int64 ``[R]``; None: all.
+        taps: Layers whose outputs are wanted.
+        probes: Attention scores to record, by layer.
+        queries: Rows whose queries are wanted, by layer.
+    """
+
+    tokens: Tensor
+    plan: TreePlan
+    caches: Sequence[KVCacheView]
+    table: Tensor
+    selection: Tensor | None
+    taps: Sequence[int] = ()
+    probes: Mapping[int, Sequence[Probe]] = field(default_factory=dict)
+    queries: Mapping[int, Sequence[int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """Result of a run.
+
+    Attributes:
+        logits: ``[R, V]``, float32 from a native call, else in the model's type.
+        taps: By layer, its output ``[M, hidden]`` in the model's type.
+        queries: By layer, the queries after RoPE that were wanted, float32 ``[n, Hq, D]``.
+    """
+
+    logits: Tensor
+    taps: Mapping[int, Tensor]
+    queries: Mapping[int, Tensor]
+
+
+@dataclass(frozen=True)
+class Program:
+    """Recorded operations. Runs of several threads do not disturb each other.
+
+    Attributes:
+        operations: In order; the last one writes buffer 0, the logits.
+        selecting: Index of the first operation over selected rows.
+        buffers: By number.
+        heads: Heads of its attention.
+        layers: Layers that the caches must have.
+        dtype: The model's type.
+    """
+
+    operations: tuple[Operation, ...]
+    selecting: int
+    buffers: tuple[Buffer, ...]
+    heads: Heads
+    layers: int
+    dtype: torch.dtype
+
+    def run(self, call: Pass) -> PassResult:
+        """Run the operations; keys and values are written to the caches.
+
+        Raises:
+            IndexError: A token or a selected row does not exist.
+            ValueError: The caches do not fit the plan.
+            MemoryError: Memory ran out.
+        """
+        from paceline.kernels._torch_program import run_one_by_one
+
+        native = self._native if call.plan.device.type == "cpu" else None
+        if native is None or any(cache.table is None for cache in call.caches):
+            return run_one_by_one(self, call)
+        return native(call)
+
+    @cached_property
+    def _native(self) -> Callable[[Pass], PassResult] | None:
+        """The compiled executor; None where it cannot run the program."""
+        from paceline.kernels._native import library
+        from paceline.kernels._native_program import NativeProgram, supported
+
+        found = library()
+        return NativeProgram(found, self).run if found is not None and supported(self) else None
+
+
+class Recorder:
+    """Records a program: each method adds an operation and returns the buffer it writes.
+
+    A buffer's memory is used again for others once nothing reads it any more.
+    """
+
+    def __init__(self, heads: Heads, dtype: torch.dtype) -> None:
+        """Begin a program of a model with these heads and this type."""
+        self._heads = heads
+        self._dtype = dtype
+        self._operations: list[Operation] = []
+        self._buffers = [Buffer(0, Extent.SELECTED)]
+        self._layers = 0
+
+    def embed(self, table: Tensor) -> int:
+        """The rows of ``table`` ``[V, hidden]`` for the tokens: the residual stream."""
+        return self._add(Kind.EMBED, table.shape[1], Extent.ALL, table=table.contiguous())
+
+    def add_norm(self, x: int, delta: int, norm: Norm) -> int:
+        """``x += delta`` (0: nothing), then the norm of it."""
+        extent = Extent(max(self._buffers[x].extent, Extent.SLICE))
+        width = self._buffers[x].width
+        return self._add(Kind.ADD_NORM, width, extent, source=x, delta=delta, norms=(norm,))
+
+    def multiply(self, x: int, matrix: Matrix) -> int:
+        """A linear layer."""
+        extent = self._buffers[x].extent
+        return self._add(Kind.MULTIPLY, matrix.out_features, extent, source=x, matrix=matrix)
+
+    def rotate(self, heads: int, norms: tuple[Norm, Norm] | None, layer: int) -> int:
+        """Queries, keys and values: queries after RoPE; keys and values go to the caches."""
+        width = self._heads.q_heads * self._heads.dim
+        self._layers = max(self._layers, layer + 1)
+        return self._add(
+            Kind.ROTATE, width, Extent.SLICE, source=heads, norms=norms or (), layer=layer
+        )
+
+    def attend(self, q: int, layer: int, window: int | None) -> int:
+        """Tree attention over the caches of a layer."""
+        width = self._buffers[q].width
+        return self._add(
+            Kind.ATTEND, width, Extent.SLICE, source=q, layer=layer, window=window or 0
+        )
+
+    def gate(self, gate_up: int) -> int:
+        """``silu(gate) * up``."""
+        return self._add(
+            Kind.GATE, self._buffers[gate_up].width // 2, Extent.SLICE, source=gate_up
+        )
+
+    def add(self, x: int, delta: int) -> None:
+        """``x += delta``."""
+        self._operations.append(Operation(Kind.ADD, source=x, delta=delta))
+
+    def tap(self, x: int, layer: int) -> None:
+        """``x`` as the output of a layer, where a run wants it."""
+        self._operations.append(Operation(Kind.TAP, source=x, layer=layer))
+
+    def select(self, x: int) -> int:
+        """The rows that need logits; all operations after it work on these."""
+        return self._add(Kind.SELECT, self._buffers[x].width, Extent.SELECTED, source=x)
+
+    def finish(self) -> Program:
+        """The program; its last operation writes the logits."""
+        operations, buffers = self._share_buffers()
+        return Program(
+            operations=tuple(operations),
+            selecting=next(i for i, o in enumerate(operations) if o.kind == Kind.SELECT),
+            buffers=tuple(buffers),
+            heads=self._heads,
+            layers=self._layers,
+            dtype=self._dtype,
+        )
+
+    def _add(self, kind: Kind, width: int, extent: Extent, **fields: object) -> int:
+        self._buffers.append(Buffer(width, extent))
+        out = len(self._buffers) - 1
+        self._operations.append(Operation(kind, out=out, **fields))  # type: ignore[arg-type]
+        return out
+
+    def _share_buffers(self) -> tuple[list[Operation], list[Buffer]]:
+        """The operations with the fewest buffers, and these; what the last one writes is 0."""
+        last = {b: i for i, o in enumerate(self._operations) for b in (o.source, o.delta, o.out)}
+        operations: list[Operation] = []
+        buffers, free = [self._buffers[0]], list[int]()
+        number = {0: 0, self._operations[-1].out: 0}
+        for index, op in enumerate(self._operations):
+            if op.out not in number:
+                wanted = self._buffers[op.out]
+                found = next((f for f in free if buffers[f] == wanted), None)
+                if found is None:
+                    buffers.append(wanted)
+                    found = len(buffers) - 1
+                else:
+                    free.remove(found)
+                number[op.out] = found
+            operations.append(
+                replace(op, source=number[op.source], delta=number[op.delta], out=number[op.out])
+            )
+            used = {op.source, op.delta, op.out} - {0}
+            free += [number[b] for b in used if last[b] == index]
+        buffers[0] = self._buffers[self._operations[-1].out]
+        return operations, buffers
