@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from paceline.decoder.onednn import multiplies_bfloat16
+from paceline.decoder.quantised import Weight
+from paceline.kernels.blocks import Blocks
 
 _PACK_ROWS = 64  # batch size that the packed layout is chosen for; the bits do not depend on it
 MOST_ROWS = 513
@@ -62,8 +64,9 @@ class Linear:
     A packed product is faster for few rows, and the bits of a row do not depend on their number.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, matrix: Weight, bias: Tensor | None = None) -> None:
         """Make a layer from a weight ``[out, in]``, packed or not, and a bias ``[out]``."""
+        weight = matrix.dequantise() if isinstance(matrix, Blocks) else matrix
         self.out_features, self.in_features = weight.shape
         dtype = product_type(weight)
         self.packed = dtype is not None

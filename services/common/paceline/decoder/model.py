@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from paceline.decoder.cache import KVCacheView
-from paceline.decoder.config import DecoderConfig, load_config
+from paceline.decoder.config import DecoderConfig
 from paceline.decoder.linear import Linear, pad_rows
 from paceline.decoder.packed import PackedWeights
+from paceline.decoder.quantised import Weight, fuse, plain
 from paceline.decoder.rope import Rope
-from paceline.decoder.weights import Checkpoint, take
+from paceline.decoder.sources import ModelSource, open_model
+from paceline.decoder.weights import take
 from paceline.kernels import Norm, Plane, Probe, TreePlan, row_kernels, tree_attention
 
 
@@ -75,7 +77,7 @@ class Decoder:
     def __init__(
         self,
         config: DecoderConfig,
-        weights: Mapping[str, Tensor],
+        weights: Mapping[str, Weight],
         device: torch.device | str,
         shared: PackedWeights | None = None,
     ) -> None:
@@ -84,16 +86,17 @@ class Decoder:
         self.device = torch.device(device)
         self._shared = shared  # keeps the memory that weights point into
 
-        def head() -> Tensor:
+        def head() -> Weight:
             if config.tied:
-                return self._embedding
+                return embedding
             return take(weights, "lm_head.weight", (config.vocab_size, config.hidden))
 
         self._norm = _norm(config, weights, "model.norm", config.hidden)
         if shared is None:
-            self._embedding = take(
+            embedding = take(
                 weights, "model.embed_tokens.weight", (config.vocab_size, config.hidden)
             )
+            self._embedding = plain(embedding, config.dtype)
         else:
             self._embedding = shared.tensor("embedding")
         self._head = Linear(head() if shared is None else shared.tensor("head"))
@@ -104,27 +107,30 @@ class Decoder:
 
     @staticmethod
     def load(
-        folder: str | Path,
-        dtype: torch.dtype | str = "auto",
+        source: str | Path | ModelSource,
+        weights: torch.dtype | str = "auto",
         device: torch.device | str = "cpu",
         shared: PackedWeights | None = None,
     ) -> Decoder:
-        """Load a Hugging Face folder with safetensors weights.
+        """Load a Hugging Face folder with safetensors weights, or a GGUF file.
 
         Args:
-            folder: The model folder.
-            dtype: float32, bfloat16, or "auto" for the folder's own (bfloat16 for float16).
+            source: The folder or file.
+            weights: float32, bfloat16, int8, int4, or "auto" for the stored format (bfloat16 for
+                float16). int8 and int4 quantise in blocks of 32.
             device: Where to run.
-            shared: The ``large_tensors`` that a decoder of the same folder and type has published,
+            shared: The ``large_tensors`` that a decoder of the same model and format has published,
                 mapped instead of loaded. None: all tensors are loaded.
 
         Raises:
-            UnsupportedModelError: The model needs a feature that the decoder does not support.
-            FileNotFoundError: There is no config.json.
+            UnsupportedModelError: The model needs a feature that the decoder does not support, or
+                a file is damaged.
+            FileNotFoundError: There is no such file, or the folder has no config.json.
         """
-        config = load_config(folder, dtype)
+        found = source if isinstance(source, ModelSource) else open_model(source)
+        config = found.config(weights)
         with torch.inference_mode():
-            return Decoder(config, Checkpoint(folder, config.dtype, device), device, shared)
+            return Decoder(config, found.weights(config, device), device, shared)
 
     def large_tensors(self) -> dict[str, Tensor]:
         """Embedding and matrices by name, packed as in memory; no norms and biases."""
@@ -238,12 +244,12 @@ class Decoder:
         return layer.out(attended)
 
 
-def _norm(config: DecoderConfig, weights: Mapping[str, Tensor], name: str, width: int) -> Norm:
-    return Norm(take(weights, f"{name}.weight", (width,)).float(), config.norm_eps)
+def _norm(config: DecoderConfig, weights: Mapping[str, Weight], name: str, width: int) -> Norm:
+    return Norm(plain(take(weights, f"{name}.weight", (width,)), torch.float32), config.norm_eps)
 
 
 def _layer(
-    config: DecoderConfig, weights: Mapping[str, Tensor], index: int, shared: PackedWeights | None
+    config: DecoderConfig, weights: Mapping[str, Weight], index: int, shared: PackedWeights | None
 ) -> _Layer:
     base = f"model.layers.{index}."
     dim = config.head_dim
@@ -254,15 +260,15 @@ def _layer(
     def fused(
         matrix: str, names: Sequence[str], outs: Sequence[int], ins: int, bias: bool
     ) -> Linear:
-        def parts(kind: str, *tail: int) -> Tensor:
+        def parts(kind: str, *tail: int) -> Weight:
             each = zip(names, outs, strict=True)
-            return torch.cat([take(weights, f"{base}{n}.{kind}", (o, *tail)) for n, o in each])
+            return fuse([take(weights, f"{base}{n}.{kind}", (o, *tail)) for n, o in each])
 
         if shared is not None:
-            weight = shared.tensor(f"layers.{index}.{matrix}")
+            weight: Weight = shared.tensor(f"layers.{index}.{matrix}")
         else:
             weight = parts("weight", ins)
-        return Linear(weight, parts("bias") if bias else None)
+        return Linear(weight, plain(parts("bias"), torch.float32) if bias else None)
 
     def norm(name: str, width: int) -> Norm:
         return _norm(config, weights, base + name, width)

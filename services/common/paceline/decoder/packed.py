@@ -30,14 +30,14 @@ _ALIGNMENT = 64
 _LENGTH_BYTES = 8
 
 
-def packed_path(fingerprint: str, dtype: torch.dtype) -> Path:
+def packed_path(fingerprint: str, weights: str) -> Path:
     """File of the packed weights of a model, if a process shares them.
 
     Args:
         fingerprint: Of the model (:func:`paceline.decoder.weights_fingerprint`).
-        dtype: Of its weights.
+        weights: Format of its weights (:class:`paceline.decoder.DecoderConfig`).
     """
-    return SHM / f"{PREFIX}weights-{fingerprint[:32]}-{_name(dtype)}"
+    return SHM / f"{PREFIX}weights-{fingerprint[:32]}-{weights}"
 
 
 class PackedWeights:
