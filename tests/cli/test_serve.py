@@ -122,7 +122,7 @@ def test_a_dead_drafter_restarts_and_a_dead_verifier_ends_the_command(
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--drafter", "lm:/nowhere"), ("--dtype", "auto", "--max-context", "-5")]
+    "arguments", [("--drafter", "lm:/nowhere"), ("--weights", "auto", "--max-context", "-5")]
 )
 def test_a_failed_start_ends_with_code_2(
     serve: Callable[..., Serve], arguments: tuple[str, ...]

@@ -25,7 +25,7 @@ def test_a_model_over_published_weights_has_the_same_bits(
     models: dict[str, Path], name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = Decoder.load(models[name], dtype)
-    path = packed_path(FINGERPRINT, dtype)
+    path = packed_path(FINGERPRINT, own.config.weights)
     assert PackedWeights.open(path) is None
     published = publish(path, own.large_tensors())
     assert published is not None

@@ -60,6 +60,7 @@ def hashing_drafter(**options: str) -> LmDrafter:
         head_dim=1, vocab_size=VOCAB, max_position=1 << 20, norm_eps=1.0, rope_inv_freq=(),
         rope_scaling=1.0, windows=(None,), qkv_bias=False, o_bias=False, mlp_bias=False,
         qk_norm=False, tied=True, eos_token_ids=(), bos_token_id=None, dtype=torch.float32,
+        weights="float32",
     )  # fmt: skip
     decoder = HashingDecoder(config)
     return LmDrafter(decoder, parse_options(LmOptions, options), Fit(), 0)  # type: ignore[arg-type]

@@ -164,5 +164,5 @@ def test_candidates_are_selected_on_the_device() -> None:
 
 
 def test_shared_weights_need_the_cpu(folders: dict[str, Path]) -> None:
-    with pytest.raises(LoadError, match="weights=own"):
-        drafter_of("selfspec", folders, "other:0", weights="shared")
+    with pytest.raises(LoadError, match="share_weights=never"):
+        drafter_of("selfspec", folders, "other:0", share_weights="always")

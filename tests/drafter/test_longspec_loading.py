@@ -58,7 +58,7 @@ def test_needs_fit_and_limits(folder: Path, target: Path) -> None:
         ({"depth": "64"}, "at most 255"),
         ({"context": "4"}, "expected more than 4"),
         ({"context": "-1"}, "out of range"),
-        ({"dtype": "float16"}, "one of auto"),
+        ({"weights": "float16"}, "one of auto"),
         ({"target": ""}, "option target=DIR"),
         ({"target": "/nowhere"}, "cannot load"),
     ],

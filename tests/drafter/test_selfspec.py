@@ -108,7 +108,13 @@ def test_nothing_is_drafted_without_kv_or_far_behind_it(folder: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        *({"context": 3}, {"ratio": 1.5}, {"depth": 65}, {"weights": "theirs"}),
+        *(
+            {"context": 3},
+            {"ratio": 1.5},
+            {"depth": 65},
+            {"share_weights": "theirs"},
+            {"weights": "int7"},
+        ),
         *({"kv": "fast"}, {"kv_policy": "luck"}, {"kv_wire": "x"}),
     ],
 )
@@ -131,5 +137,5 @@ def test_the_budget_may_be_a_share_of_the_text(folder: Path) -> None:
 def test_shared_weights_that_do_not_exist(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selfspec_drafter, "_SHARED_WEIGHTS_TIMEOUT", 0.2)
     with pytest.raises(LoadError, match="--share-weights"):
-        load(folder, weights="shared")
-    assert load(folder, weights="auto").weight_bytes > 0
+        load(folder, share_weights="always")
+    assert load(folder, share_weights="auto").weight_bytes > 0

@@ -75,7 +75,7 @@ async def test_random_requests_do_no_harm(tmp_path: Path) -> None:
         write_model("llama" if folder == "target" else "small", tmp_path / folder)
         write_tokenizer(tmp_path / folder)
     target, prompt = str(tmp_path / "target"), make_prompts(1)[0]
-    arguments = ["--target", target, "--dtype", "float32", "--kv-bytes", "64MiB"]
+    arguments = ["--target", target, "--weights", "float32", "--kv-bytes", "64MiB"]
     drafting = ["--load", "ngram", "--load", f"lm=lm:{tmp_path}/small", "--state-dir", tmp_path]
     with (
         ServiceProcess("verifier", [*arguments, "--lease-seconds", "3"]) as verifier,

@@ -43,7 +43,14 @@ def verifiers(models: dict[str, Path]) -> Iterator[Callable[[str], ServiceProces
 
         @cache
         def verifier(family: str) -> ServiceProcess:
-            arguments = ["--target", str(models[family]), "--dtype", "float32", "--schedule", "off"]
+            arguments = [
+                "--target",
+                str(models[family]),
+                "--weights",
+                "float32",
+                "--schedule",
+                "off",
+            ]
             process = ServiceProcess("verifier", arguments, environment=THREADS)
             return running.enter_context(process)
 

@@ -42,7 +42,7 @@ def services(
     models: dict[str, Path], sockets: Path
 ) -> Iterator[tuple[ServiceProcess, ServiceProcess]]:
     """A verifier and a drafter, which run again after each test."""
-    arguments = ["--target", str(models["llama"]), "--dtype", "float32", "--lease-seconds", "5"]
+    arguments = ["--target", str(models["llama"]), "--weights", "float32", "--lease-seconds", "5"]
     loads = {"lm": f"lm:{models['small']}", "ngram": "ngram"}
     for name, way in SELFSPEC.items():
         loads[name] = f"selfspec:{models['llama']},context=24,{way}"

@@ -199,7 +199,7 @@ async def test_json_by_a_schema_with_any_drafter(models: dict[str, Path], tmp_pa
     texts = list[str]()
     load = ["--load", f"lm=lm:{folder}", "--load", "ngram=ngram"]
     # Drafting pays for no model so small: the scheduler would stop it.
-    arguments = ["--target", str(folder), "--dtype", "float32", "--schedule", "off"]
+    arguments = ["--target", str(folder), "--weights", "float32", "--schedule", "off"]
     async with (
         ServiceProcess("verifier", arguments) as verifier,
         ServiceProcess("drafter", load) as drafter,

@@ -68,7 +68,7 @@ async def test_greedy_equals_transformers(
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def verifier(request: pytest.FixtureRequest, models: dict[str, Path]) -> Iterator[ServiceProcess]:
     """One that schedules speculation, of a dtype."""
-    arguments = ["--target", str(models["qwen3"]), "--dtype", request.param]
+    arguments = ["--target", str(models["qwen3"]), "--weights", request.param]
     with ServiceProcess("verifier", arguments, environment=THREADS) as served:
         yield served
 

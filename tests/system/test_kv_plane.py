@@ -33,7 +33,7 @@ def services(
     models: dict[str, Path], sockets: Path
 ) -> Iterator[tuple[ServiceProcess, ServiceProcess]]:
     """A verifier, and a drafter that maps its KV; both run again after each test."""
-    target = ["--target", str(models["llama"]), "--dtype", "float32"]
+    target = ["--target", str(models["llama"]), "--weights", "float32"]
     methods = str(Path(__file__).parent.parent / "drafter")
     paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), methods]))
     with (

@@ -27,7 +27,7 @@ async def test_a_policy_of_another_package(
     environment = {**THREADS, "PYTHONPATH": str(tmp_path)}
     target = models["llama"]
     load = f"--load=own=selfspec:{target},context=48,kv={transport},kv_policy=newest"
-    served = [f"--target={target}", "--dtype=float32", "--schedule=off"]
+    served = [f"--target={target}", "--weights=float32", "--schedule=off"]
     prompts = [prompt * 3 for prompt in make_prompts(2, seed=2)]
     with (
         ServiceProcess("verifier", served, environment=environment) as verifier,

@@ -60,7 +60,7 @@ class Endpoint:
 
 async def test_numbers_equal_the_clients(models: dict[str, Path]) -> None:
     verifier, drafter = Endpoint(), Endpoint()
-    target = ["--target", str(models["llama"]), "--dtype", "float32", "--kv-bytes", "64MiB"]
+    target = ["--target", str(models["llama"]), "--weights", "float32", "--kv-bytes", "64MiB"]
     target += ["--schedule", "auto"]
     # The target drafts for itself, so that much is accepted, at every depth.
     load = ["--load", f"lm=lm:{models['llama']}", "--load", "ngram=ngram"]

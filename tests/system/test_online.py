@@ -81,7 +81,7 @@ def test_a_drafter_learns_from_what_it_drafted(
     monkeypatch.setattr(heldout, "TEXTS", 2)
     monkeypatch.setattr(heldout, "TOKENS", 16)
     texts, work, out = tmp_path / "texts", tmp_path / "work", tmp_path / "lm-2"
-    target = ["--target", str(folders["target"]), "--dtype", "float32"]
+    target = ["--target", str(folders["target"]), "--weights", "float32"]
     load = ["--load", f"lm=lm:{folders['lm']}", "--record", str(texts)]
     with (
         ServiceProcess("verifier", target) as verifier,

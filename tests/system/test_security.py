@@ -57,7 +57,7 @@ def secured(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     def verifier(pair: Pair) -> ServiceProcess:
         security = ["--tls-cert", pair.cert, "--tls-key", pair.key]
         security += ["--tls-client-ca", authority.cert, "--token-file", folder / "token"]
-        arguments = ["--target", models["llama"], "--dtype", "float32", *security]
+        arguments = ["--target", models["llama"], "--weights", "float32", *security]
         return ServiceProcess("verifier", list(map(str, arguments)))
 
     served, late = (

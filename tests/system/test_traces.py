@@ -26,7 +26,7 @@ def services(
     """A verifier, and a drafter with the target as draft model and a method that reads KV."""
     methods = str(Path(__file__).parent.parent / "drafter")
     paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), methods]))
-    target = ["--target", str(models["llama"]), "--dtype", "float32", "--schedule", "off"]
+    target = ["--target", str(models["llama"]), "--weights", "float32", "--schedule", "off"]
     load = ["--load", f"lm=lm:{models['llama']}", "--load=kv-reader"]
     return (
         ServiceProcess("verifier", target, environment=environment),

@@ -158,7 +158,7 @@ async def test_tokenizer(model: Path, tmp_path: Path) -> None:
         {"node_budget": 256},
         {"device": "cuda:99"},
         {"device": "tpu"},
-        {"dtype": "int7"},
+        {"weights": "int7"},
     ],
 )
 def test_bad_options(options: dict[str, Any], model: Path) -> None:

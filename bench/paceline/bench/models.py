@@ -13,7 +13,7 @@ from paceline.decoder import weights_fingerprint
 
 _CONFIG = "config.json"
 _TRAINED = ("lm", "longspec", "dspark")
-_SELFSPEC = "kv_policy=verified,ratio=0.07,context=64,weights=shared"
+_SELFSPEC = "kv_policy=verified,ratio=0.07,context=64,share_weights=always"
 
 
 @dataclass(frozen=True)

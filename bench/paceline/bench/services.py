@@ -50,7 +50,7 @@ def services(
     load = [
         argument for name, spec in drafters.items() for argument in ("--load", f"{name}={spec}")
     ]
-    given = ["--device=cpu", "--target", str(target), "--dtype", dtype, *verifier]
+    given = ["--device=cpu", "--target", str(target), "--weights", dtype, *verifier]
     with (
         ServiceProcess("verifier", given, environment=environment) as first,
         ServiceProcess(

@@ -63,8 +63,8 @@ def run(args: argparse.Namespace) -> int:
         target = args.target or models / "target"
         load = args.load or _drafters(models, target)
         prompt = _prompt(args.prompts or models / _PROMPTS, args.prompt_id)
-        if not (target / "config.json").is_file():
-            raise FileNotFoundError(f"{target} holds no model: give --target a model folder")
+        if not (target.is_file() or (target / "config.json").is_file()):
+            raise FileNotFoundError(f"{target} is no model: give --target a folder or GGUF file")
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     console.print(f"Starting verifier ({target}) and drafter ({', '.join(load)}) ...", style="dim")
     loads = [f"--load={spec}" for spec in load]

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from paceline.cli.errors import CommandError, exit_with
 from paceline.cli.service_process import run_async
+from paceline.cli.verifier import WEIGHTS
 from paceline.client import Client, GenerationResult, PacelineError
 from paceline.harness import PROMPT_FILE, ProcessFailed, local_services, read_prompts
 
@@ -79,7 +80,7 @@ class Report:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the models, the prompts and the sampling."""
     add = parser.add_argument
-    add("--target", type=Path, required=True, metavar="DIR", help="HF folder of the target")
+    add("--target", type=Path, required=True, metavar="PATH", help="HF folder or GGUF file")
     add(
         "--drafter",
         action="append",
@@ -97,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="repeatable (default: 0 and 1)",
     )
     add("--seed", type=int, default=1, metavar="S", help="of the first prompt; the next has S + 1")
-    add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
+    add("--weights", choices=WEIGHTS, default="auto", help="of the target (default: auto)")
     add(
         "--concurrency",
         type=int,
@@ -120,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
         exit_with(2, ProcessFailed),
         exit_with(1, PacelineError),
         local_services(
-            [cpu, f"--target={args.target}", f"--dtype={args.dtype}"], [cpu, *loads]
+            [cpu, f"--target={args.target}", f"--weights={args.weights}"], [cpu, *loads]
         ) as (verifier, drafter),
     ):
         report = run_async(_compare(verifier.address, drafter.address, prompts, args))

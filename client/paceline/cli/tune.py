@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from paceline.cli.errors import CommandError, exit_with
 from paceline.cli.service_process import run_async
 from paceline.cli.tables import write_html
+from paceline.cli.verifier import WEIGHTS
 from paceline.client import PacelineError
 from paceline.harness import PROMPT_FILE, ProcessFailed, read_prompts
 from paceline.tune import (
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the drafter, the prompts and the output."""
     add = parser.add_argument
-    add("--target", type=Path, required=True, metavar="DIR", help="HF model folder")
+    add("--target", type=Path, required=True, metavar="PATH", help="HF folder or GGUF file")
     add(
         "--drafter",
         required=True,
@@ -45,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--count", type=int, default=8, metavar="N", help="most prompts used")
     add("--tokens", type=int, default=128, metavar="N", help="new tokens per prompt and run")
     add("--temperature", type=float, default=0.0, help="default: %(default)s")
-    add("--dtype", choices=["auto", "float32", "bfloat16"], help="of the target")
+    add("--weights", choices=WEIGHTS, help="format of the target's weights (default: auto)")
     add(
         "--output",
         type=Path,
@@ -68,8 +69,8 @@ def run(args: argparse.Namespace) -> int:
             )
         folder = spec.folder.resolve()
         verifier: dict[str, str | bool] = {"target": str(args.target.resolve())}
-        if args.dtype is not None:
-            verifier["dtype"] = args.dtype
+        if args.weights is not None:
+            verifier["weights"] = args.weights
         if spec.method == "selfspec":
             verifier["share-weights"] = True
         prompts = read_prompts(args.prompts)[: args.count]

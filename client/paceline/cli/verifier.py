@@ -13,8 +13,11 @@ from paceline.service import Service
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
+WEIGHTS = ("auto", "float32", "bfloat16", "int8", "int4")
+"""Formats of the target's weights."""
+
 OPTIONS = (
-    *("device", "dtype", "kv_bytes", "max_context", "max_sequences", "lease_seconds"),
+    *("device", "weights", "kv_bytes", "max_context", "max_sequences", "lease_seconds"),
     *("node_budget", "step_token_limit", "prefill_token_limit", "share_weights", "schedule"),
 )
 """Options of the service that `paceline serve` passes on, besides the target."""
@@ -29,8 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_target_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the target and OPTIONS. Without a default, the service's own default applies."""
     add = parser.add_argument_group("verifier").add_argument
-    add("--target", type=Path, required=True, metavar="DIR", help="HF model folder")
-    add("--dtype", choices=["auto", "float32", "bfloat16"], help="of weights and KV cache")
+    add("--target", type=Path, required=True, metavar="PATH", help="HF folder or GGUF file")
+    add(
+        "--weights",
+        choices=WEIGHTS,
+        help="auto (default): as stored; int8 and int4: quantised when loaded, in blocks of 32; "
+        "float32 and bfloat16 are also the type of the KV",
+    )
     add(
         "--device",
         default="auto",

@@ -113,9 +113,18 @@ def quantise(weight: Tensor, bits: int) -> Blocks:
             minimum[part] = m.view(shape)
         scale[part] = d.view(shape)
         values[part] = q.T.reshape(-1, ins)
+    check_finite(scale, minimum)
+    return Blocks(values, scale, minimum, bits, 128 if bits == 8 else 0)
+
+
+def check_finite(scale: Tensor, minimum: Tensor | None) -> None:
+    """Refuse scales and minima that are not finite.
+
+    Raises:
+        ValueError: One is not.
+    """
     if not (scale.isfinite().all() and (minimum is None or minimum.isfinite().all())):
         raise ValueError("a weight is not finite or too large for a float16 scale")
-    return Blocks(values, scale, minimum, bits, 128 if bits == 8 else 0)
 
 
 def _quantise8(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -96,7 +96,7 @@ def pair(
     verifier = ServiceProcess(
         "verifier",
         [
-            *("--target", str(target), "--dtype", "float32"),
+            *("--target", str(target), "--weights", "float32"),
             *("--device", verifier_device, "--kv-bytes", "256MiB"),
         ],
     )

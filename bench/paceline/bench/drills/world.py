@@ -133,7 +133,7 @@ class World:
         wrapper: Sequence[str] = (),
     ) -> ServiceProcess:
         """A verifier, not yet started; a later argument overrides a default one."""
-        given = ["--device=cpu", f"--target={self.target}", "--dtype=float32"]
+        given = ["--device=cpu", f"--target={self.target}", "--weights=float32"]
         return ServiceProcess(
             "verifier",
             [*given, f"--lease-seconds={_LEASE_SECONDS}", *arguments],

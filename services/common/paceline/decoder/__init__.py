@@ -1,18 +1,19 @@
-"""The decoder-only transformer of verifier and drafter, loaded from Hugging Face weights."""
+"""The decoder-only transformer of verifier and drafter, from Hugging Face folders or GGUF files."""
 
 from paceline.decoder.cache import LocalCache
-from paceline.decoder.config import DecoderConfig, load_config
+from paceline.decoder.config import WEIGHTS, DecoderConfig
 from paceline.decoder.device import ACCELERATORS, find_device, use_device
 from paceline.decoder.errors import UnsupportedModelError
 from paceline.decoder.graphs import GraphRunner
 from paceline.decoder.invariance import BatchInvariance, check_batch_invariance
 from paceline.decoder.model import AttentionObserver, Decoder, ForwardResult
 from paceline.decoder.packed import PackedWeights, Publication, packed_path, publish
-from paceline.decoder.weights import weights_fingerprint
+from paceline.decoder.sources import ModelSource, load_config, open_model, weights_fingerprint
 from paceline.kernels import KVCacheView
 
 __all__ = [
     "ACCELERATORS",
+    "WEIGHTS",
     "AttentionObserver",
     "BatchInvariance",
     "Decoder",
@@ -21,12 +22,14 @@ __all__ = [
     "GraphRunner",
     "KVCacheView",
     "LocalCache",
+    "ModelSource",
     "PackedWeights",
     "Publication",
     "UnsupportedModelError",
     "check_batch_invariance",
     "find_device",
     "load_config",
+    "open_model",
     "packed_path",
     "publish",
     "use_device",

@@ -1,9 +1,8 @@
-"""Configuration of a model, read from a Hugging Face folder."""
+"""Configuration of a model, from that of transformers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -12,7 +11,9 @@ from torch import Tensor
 from paceline.decoder.errors import UnsupportedModelError
 
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
-SUPPORTED_DTYPES = (torch.float32, torch.bfloat16)
+_FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+WEIGHTS = ("auto", *_FLOATS, "int8", "int4")
+"""Formats of weights that can be asked for. auto: as they are stored, bfloat16 for float16."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,9 @@ class DecoderConfig:
         tied: Whether the LM head is the embedding.
         eos_token_ids: Tokens that end a text, from the generation config if there is one.
         bos_token_id: Token that starts a text, or None.
-        dtype: Data type of weights, activations and cache.
+        dtype: Data type of cache and hidden states, and of weights that are not quantised.
+        weights: Format of the matrices: float32, bfloat16, int8, int4, or gguf, each as in its
+            GGUF file.
     """
 
     model_type: str
@@ -93,6 +96,7 @@ class DecoderConfig:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     dtype: torch.dtype
+    weights: str
 
     @property
     def group(self) -> int:
@@ -105,29 +109,33 @@ class DecoderConfig:
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
-def load_config(folder: str | Path, dtype: torch.dtype | str = "auto") -> DecoderConfig:
-    """Read the configuration of a model folder.
+def decoder_config(
+    hf: Any,
+    eos_token_ids: tuple[int, ...],
+    weights: torch.dtype | str,
+    stored: str | None = None,
+) -> DecoderConfig:
+    """The decoder's configuration from one of transformers.
 
     Args:
-        folder: Hugging Face model folder.
-        dtype: float32 or bfloat16, or "auto" for the folder's own (bfloat16 for float16).
+        hf: The transformers config.
+        eos_token_ids: Tokens that end a text.
+        weights: One of ``WEIGHTS``, or a torch type.
+        stored: Format of the weights as they are stored; None: that of the model's type.
 
     Raises:
-        UnsupportedModelError: Architecture, feature or data type that is not supported.
-        FileNotFoundError: The folder has no config.json.
+        UnsupportedModelError: Architecture, feature or format that is not supported.
     """
-    from transformers import AutoConfig
-
-    if not (Path(folder) / "config.json").is_file():
-        raise FileNotFoundError(f"{folder} has no config.json; expected a Hugging Face folder")
-    try:
-        hf = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
-    except (ValueError, KeyError) as error:
-        raise UnsupportedModelError(f"cannot read {folder}/config.json: {error}") from error
+    requested = str(weights).removeprefix("torch.")
+    if requested not in WEIGHTS:
+        raise UnsupportedModelError(
+            f"weights are {requested!r}, expected one of {', '.join(WEIGHTS)}"
+        )
     _refuse_unsupported(hf)
     family, attention_bias = FAMILIES[hf.model_type], bool(getattr(hf, "attention_bias", False))
     inv_freq, rope_scaling = rope_frequencies(hf)
-    head_dim = _head_dim(hf)
+    dtype = _dtype(hf, requested)
+    own = stored or str(dtype).removeprefix("torch.")
     return DecoderConfig(
         model_type=hf.model_type,
         layers=hf.num_hidden_layers,
@@ -135,7 +143,7 @@ def load_config(folder: str | Path, dtype: torch.dtype | str = "auto") -> Decode
         intermediate=hf.intermediate_size,
         q_heads=hf.num_attention_heads,
         kv_heads=hf.num_key_value_heads,
-        head_dim=head_dim,
+        head_dim=_head_dim(hf),
         vocab_size=hf.vocab_size,
         max_position=hf.max_position_embeddings,
         norm_eps=hf.rms_norm_eps,
@@ -147,9 +155,10 @@ def load_config(folder: str | Path, dtype: torch.dtype | str = "auto") -> Decode
         mlp_bias=bool(getattr(hf, "mlp_bias", False)),
         qk_norm=family.qk_norm,
         tied=bool(hf.tie_word_embeddings),
-        eos_token_ids=_eos(folder, hf),
+        eos_token_ids=eos_token_ids,
         bos_token_id=hf.bos_token_id,
-        dtype=_dtype(hf, dtype),
+        dtype=dtype,
+        weights=own if requested == "auto" else requested,
     )
 
 
@@ -163,7 +172,7 @@ def _refuse_unsupported(hf: Any) -> None:
     check_rope(hf)
     if getattr(hf, "quantization_config", None):
         raise UnsupportedModelError(
-            "quantised checkpoints are not supported; use a float32 or bfloat16 one"
+            "quantised checkpoints are not supported; use a float32 or bfloat16 one, or a GGUF file"
         )
     if hf.num_attention_heads % hf.num_key_value_heads:
         raise UnsupportedModelError(
@@ -230,29 +239,14 @@ def _windows(hf: Any, family: ModelFamily) -> tuple[int | None, ...]:
     return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _eos(folder: str | Path, hf: Any) -> tuple[int, ...]:
-    from transformers import GenerationConfig
-
-    found = hf.eos_token_id
-    if (Path(folder) / "generation_config.json").is_file():
-        generation = GenerationConfig.from_pretrained(str(folder))
-        found = generation.eos_token_id if generation.eos_token_id is not None else found
+def _dtype(hf: Any, weights: str) -> torch.dtype:
+    """The type that ``weights`` names, otherwise the model's own; bfloat16 for float16."""
+    if weights in _FLOATS:
+        return _FLOATS[weights]
+    own = str(getattr(hf, "dtype", None) or torch.float32).removeprefix("torch.")
+    found = _FLOATS.get("bfloat16" if own == "float16" else own)
     if found is None:
-        return ()
-    return (found,) if isinstance(found, int) else tuple(found)
-
-
-def _dtype(hf: Any, requested: torch.dtype | str) -> torch.dtype:
-    found = requested
-    if requested == "auto":
-        found = getattr(hf, "dtype", None) or torch.float32
-    if isinstance(found, str):
-        found = getattr(torch, found, found)
-    if found == torch.float16 and requested == "auto":
-        found = torch.bfloat16
-    if found not in SUPPORTED_DTYPES:
         raise UnsupportedModelError(
-            f"dtype {found!r} is not supported, expected float32 or bfloat16"
+            f"the model's dtype {own!r} is not supported, expected {', '.join(_FLOATS)} or float16"
         )
-    assert isinstance(found, torch.dtype)
     return found

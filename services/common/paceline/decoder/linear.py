@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
+from paceline.decoder.quantised import Weight
 from paceline.kernels import cpu_kernels
-from paceline.kernels.linear import PackedMatrix, multiply, pack
+from paceline.kernels.blocks import Blocks
+from paceline.kernels.linear import PackedMatrix, multiply, pack, pack_blocks
 
 _ROWS = 64
 """Rows of a product by torch on the CPU. A fixed number, so that all rows are summed alike."""
@@ -20,10 +22,12 @@ class Linear:
         packed: The packed weight of the compiled kernels; None: torch multiplies.
     """
 
-    def __init__(self, weight: Tensor | PackedMatrix, bias: Tensor | None = None) -> None:
-        """Make a layer from a weight ``[out, in]``, float32 or bfloat16, and a bias ``[out]``.
+    def __init__(self, weight: Weight | PackedMatrix, bias: Tensor | None = None) -> None:
+        """Make a layer.
 
-        A packed weight contains its bias.
+        Args:
+            weight: ``[out, in]`` in float32, bfloat16 or blocks. A packed one contains its bias.
+            bias: ``[out]``, or None.
         """
         self.packed: PackedMatrix | None = None
         if isinstance(weight, PackedMatrix):
@@ -31,7 +35,9 @@ class Linear:
             self.out_features, self.in_features = weight.outs, weight.ins
             return
         self.out_features, self.in_features = weight.shape
-        if weight.device.type == "cpu" and cpu_kernels().library is not None:
+        if isinstance(weight, Blocks):
+            self.packed = pack_blocks(weight, bias)
+        elif weight.device.type == "cpu" and cpu_kernels().library is not None:
             self.packed = pack(weight, bias, str(weight.dtype).removeprefix("torch."))
         else:
             self._weight = weight

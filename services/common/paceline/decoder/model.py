@@ -15,13 +15,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from paceline.decoder.config import DecoderConfig, load_config
+from paceline.decoder.config import DecoderConfig
 from paceline.decoder.linear import Linear
 from paceline.decoder.packed import PackedWeights
+from paceline.decoder.quantised import Weight, fuse, plain
 from paceline.decoder.rope import Rope
-from paceline.decoder.weights import Checkpoint, take
-from paceline.kernels.linear import PackedMatrix
+from paceline.decoder.sources import ModelSource, open_model
+from paceline.decoder.weights import take
 from paceline.kernels import Heads, KVCacheView, Norm, Pass, Probe, Program, Recorder, TreePlan
+from paceline.kernels.linear import PackedMatrix
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Decoder:
     def __init__(
         self,
         config: DecoderConfig,
-        weights: Mapping[str, Tensor],
+        weights: Mapping[str, Weight],
         device: torch.device | str,
         shared: PackedWeights | None = None,
     ) -> None:
@@ -94,15 +96,15 @@ class Decoder:
         self.config = config
         self.device = torch.device(device)
 
-        def large(name: str, key: str) -> Tensor | PackedMatrix:
+        def large(name: str, key: str) -> Weight | PackedMatrix:
             if shared is not None:
                 return shared.get(name)
             return take(weights, key, (config.vocab_size, config.hidden))
 
         self._norm = _norm(config, weights, "model.norm", config.hidden)
         embedding = large("embedding", _EMBEDDING)
-        assert isinstance(embedding, Tensor)
-        self._embedding = embedding
+        assert not isinstance(embedding, PackedMatrix)
+        self._embedding = plain(embedding, config.dtype)
         self._head = Linear(large("head", _EMBEDDING if config.tied else "lm_head.weight"))
         self._layers = [_layer(config, weights, index, shared) for index in range(config.layers)]
         self._rope = Rope(config, device)
@@ -110,27 +112,30 @@ class Decoder:
 
     @staticmethod
     def load(
-        folder: str | Path,
-        dtype: torch.dtype | str = "auto",
+        source: str | Path | ModelSource,
+        weights: torch.dtype | str = "auto",
         device: torch.device | str = "cpu",
         shared: PackedWeights | None = None,
     ) -> Decoder:
-        """Load a Hugging Face folder with safetensors weights.
+        """Load a Hugging Face folder with safetensors weights, or a GGUF file.
 
         Args:
-            folder: The model folder.
-            dtype: float32, bfloat16, or "auto" for the folder's own (bfloat16 for float16).
+            source: The folder or file.
+            weights: float32, bfloat16, int8, int4, or "auto" for the stored format (bfloat16 for
+                float16). int8 and int4 quantise in blocks of 32.
             device: Where to run.
-            shared: The ``large_tensors`` that a decoder of the same folder and type has published,
+            shared: The ``large_tensors`` that a decoder of the same model and format has published,
                 mapped instead of loaded. None: all tensors are loaded.
 
         Raises:
-            UnsupportedModelError: The model needs a feature that the decoder does not support.
-            FileNotFoundError: There is no config.json.
+            UnsupportedModelError: The model needs a feature that the decoder does not support, or
+                a file is damaged.
+            FileNotFoundError: There is no such file, or the folder has no config.json.
         """
-        config = load_config(folder, dtype)
+        found = source if isinstance(source, ModelSource) else open_model(source)
+        config = found.config(weights)
         with torch.inference_mode():
-            return Decoder(config, Checkpoint(folder, config.dtype, device), device, shared)
+            return Decoder(config, found.weights(config, device), device, shared)
 
     def large_tensors(self) -> dict[str, Tensor | PackedMatrix]:
         """Embedding and matrices by name, packed as in memory; no norms."""
@@ -227,12 +232,12 @@ class Decoder:
         return program.finish()
 
 
-def _norm(config: DecoderConfig, weights: Mapping[str, Tensor], name: str, width: int) -> Norm:
-    return Norm(take(weights, f"{name}.weight", (width,)).float(), config.norm_eps)
+def _norm(config: DecoderConfig, weights: Mapping[str, Weight], name: str, width: int) -> Norm:
+    return Norm(plain(take(weights, f"{name}.weight", (width,)), torch.float32), config.norm_eps)
 
 
 def _layer(
-    config: DecoderConfig, weights: Mapping[str, Tensor], index: int, shared: PackedWeights | None
+    config: DecoderConfig, weights: Mapping[str, Weight], index: int, shared: PackedWeights | None
 ) -> _Layer:
     base = f"model.layers.{index}."
     dim = config.head_dim
@@ -243,13 +248,13 @@ def _layer(
     def fused(
         matrix: str, names: Sequence[str], outs: Sequence[int], ins: int, bias: bool
     ) -> Linear:
-        def parts(kind: str, *tail: int) -> Tensor:
+        def parts(kind: str, *tail: int) -> Weight:
             each = zip(names, outs, strict=True)
-            return torch.cat([take(weights, f"{base}{n}.{kind}", (o, *tail)) for n, o in each])
+            return fuse([take(weights, f"{base}{n}.{kind}", (o, *tail)) for n, o in each])
 
         name = f"layers.{index}.{matrix}"
         weight = parts("weight", ins) if shared is None else shared.get(name)
-        return Linear(weight, parts("bias") if bias else None)
+        return Linear(weight, plain(parts("bias"), torch.float32) if bias else None)
 
     def norm(name: str, width: int) -> Norm:
         return _norm(config, weights, base + name, width)

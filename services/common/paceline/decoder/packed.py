@@ -32,14 +32,14 @@ _FORMAT = 2
 _MATRIX_FIELDS = ("format", "outs", "ins", "offset")
 
 
-def packed_path(fingerprint: str, dtype: torch.dtype) -> Path:
+def packed_path(fingerprint: str, weights: str) -> Path:
     """File of the packed weights of a model, if a process shares them.
 
     Args:
         fingerprint: Of the model (:func:`paceline.decoder.weights_fingerprint`).
-        dtype: Of its weights.
+        weights: Format of its weights (:class:`paceline.decoder.DecoderConfig`).
     """
-    return SHM / f"{PREFIX}weights-{fingerprint[:32]}-{_name(dtype)}"
+    return SHM / f"{PREFIX}weights-{fingerprint[:32]}-{weights}"
 
 
 class PackedWeights:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from paceline.decoder.errors import UnsupportedModelError
+from paceline.decoder.quantised import Weight
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -71,6 +72,9 @@ class Checkpoint(Mapping[str, Tensor]):
         found: Tensor = self._files[name].get_tensor(name)
         return found.to(self._device, self._dtype)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._files  # without reading it
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
 
@@ -78,7 +82,10 @@ class Checkpoint(Mapping[str, Tensor]):
         return len(self._files)
 
 
-def take(weights: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
+W = TypeVar("W", bound=Weight)
+
+
+def take(weights: Mapping[str, W], name: str, shape: tuple[int, ...]) -> W:
     """One tensor, its presence and shape checked.
 
     Raises:
@@ -89,22 +96,15 @@ def take(weights: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Te
     found = weights[name]
     if tuple(found.shape) != shape:
         raise UnsupportedModelError(
-            f"tensor {name!r} has shape {tuple(found.shape)}, expected {shape} by config.json"
+            f"tensor {name!r} has shape {tuple(found.shape)}, expected {shape} by the config"
         )
     return found
 
 
-def weights_fingerprint(folder: str | Path) -> str:
-    """SHA-256 (hex) of a model: its config.json and the bytes of its weight files, in order.
-
-    The config is hashed as canonical JSON without fields that tools rewrite. So copying or
-    reformatting a folder does not change the fingerprint; any change of a weight does.
-    """
-    config = json.loads((Path(folder) / "config.json").read_text())
-    for volatile in ("transformers_version", "_name_or_path", "torch_dtype", "dtype"):
-        config.pop(volatile, None)
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    for path in weight_files(folder):
+def fingerprint_files(head: bytes, files: Iterable[Path]) -> str:
+    """SHA-256 (hex) of some bytes and the content of files, in order."""
+    digest = hashlib.sha256(head)
+    for path in files:
         with path.open("rb") as file:
             while block := file.read(_READ_BYTES):
                 digest.update(block)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
-import json
 import logging
 import secrets
 from dataclasses import dataclass
-from pathlib import Path
 
-from paceline.decoder import Decoder, check_batch_invariance, weights_fingerprint
+from paceline.decoder import Decoder, ModelSource, check_batch_invariance
 from paceline.tree import MAX_NODES
 from paceline.v1 import verifier_pb2
 from paceline.verifier.grammar import Grammars
@@ -42,7 +39,7 @@ class ModelInfo:
     Attributes:
         limits: Limits that requests are checked against.
         message: The GetModel response without the tokenizer.
-        tokenizer_gzip: tokenizer.json, compressed; empty if the folder has none.
+        tokenizer_gzip: tokenizer.json, compressed; empty if the model has none.
     """
 
     limits: Limits
@@ -65,12 +62,12 @@ class ModelInfo:
 
 
 def read_model_info(
-    folder: Path, decoder: Decoder, *, max_context: int | None, lease_seconds: float
+    source: ModelSource, decoder: Decoder, *, max_context: int | None, lease_seconds: float
 ) -> ModelInfo:
     """Describe a loaded model. Reads all weight files once for the fingerprint.
 
     Args:
-        folder: The model folder.
+        source: The model on disk.
         decoder: The model.
         max_context: Most tokens of prompt and output together; None: the model's own limit.
         lease_seconds: Lifetime of a cache without use.
@@ -84,7 +81,7 @@ def read_model_info(
         raise ValueError(
             f"max_context is {context}, expected 2 to {config.max_position}, the model's own limit"
         )
-    tokenizer = _read_bytes(folder / "tokenizer.json")
+    tokenizer = source.tokenizer
     invariance = check_batch_invariance(decoder)
     if not invariance.holds:
         _log.warning(
@@ -92,16 +89,16 @@ def read_model_info(
             invariance.reason,
         )
     message = verifier_pb2.GetModelResponse(
-        name=folder.resolve().name,
-        architecture=_architecture(folder),
+        name=source.name,
+        architecture="".join(source.architectures[:1]),
         vocab_size=config.vocab_size,
         max_context=context,
         eos_token_ids=config.eos_token_ids,
         bos_token_id=config.bos_token_id,
         dtype=str(config.dtype).removeprefix("torch."),
-        target_fingerprint=weights_fingerprint(folder),
-        tokenizer_digest=hashlib.sha256(tokenizer).hexdigest() if tokenizer else "",
-        chat_template=_chat_template(folder),
+        target_fingerprint=source.fingerprint(),
+        tokenizer_digest=source.tokenizer_digest,
+        chat_template=source.chat_template,
         max_tree_nodes=MAX_NODES,
         layers=config.layers,
         kv_heads=config.kv_heads,
@@ -119,25 +116,3 @@ def read_model_info(
         message=message,
         tokenizer_gzip=gzip.compress(tokenizer, mtime=0) if tokenizer else b"",
     )
-
-
-def _read_bytes(path: Path) -> bytes:
-    return path.read_bytes() if path.is_file() else b""
-
-
-def _architecture(folder: Path) -> str:
-    names = json.loads((folder / "config.json").read_text()).get("architectures") or [""]
-    return str(names[0])
-
-
-def _chat_template(folder: Path) -> str:
-    """The template of chat_template.jinja, else of tokenizer_config.json, else empty."""
-    own = _read_bytes(folder / "chat_template.jinja")
-    if own:
-        return own.decode()
-    config = json.loads(_read_bytes(folder / "tokenizer_config.json") or b"{}")
-    template = config.get("chat_template") or ""
-    if isinstance(template, list):  # several named ones
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default", "")
-    return str(template)

@@ -17,8 +17,9 @@ class VerifierOptions:
         ValueError: An option is out of range.
     """
 
-    dtype: str = "auto"
-    """float32, bfloat16, or auto for the dtype of the model folder."""
+    weights: str = "auto"
+    """Format of the weights: float32, bfloat16, int8 and int4 (quantised in blocks of 32), or auto:
+    as they are stored."""
     kv_bytes: int | None = None
     """Memory for all KV caches, each counted at its largest; None: a share of what is free."""
     max_context: int | None = None

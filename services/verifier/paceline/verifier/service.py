@@ -21,6 +21,7 @@ from paceline.decoder import (
     PackedWeights,
     Publication,
     find_device,
+    open_model,
     packed_path,
     publish,
     use_device,
@@ -127,20 +128,21 @@ class VerifierService:
         self, target: Path, options: VerifierOptions, device: torch.device
     ) -> tuple[Decoder, ModelInfo]:
         """Load the model, publish its weights if they are shared, and profile its steps."""
-        decoder = Decoder.load(target, options.dtype, device)
+        source = open_model(target)
+        decoder = Decoder.load(source, options.weights, device)
         model = read_model_info(
-            target,
+            source,
             decoder,
             max_context=options.max_context,
             lease_seconds=options.lease_seconds,
         )
         if options.share_weights:
             sweep_orphans()  # segments of a dead verifier have the same names
-            path = packed_path(model.message.target_fingerprint, decoder.config.dtype)
+            path = packed_path(model.message.target_fingerprint, decoder.config.weights)
             self._publication = publish(path, decoder.large_tensors())
             if self._publication is not None:  # load again, from the shared weights
                 packed = PackedWeights.open(path)
-                decoder = Decoder.load(target, options.dtype, device, shared=packed)
+                decoder = Decoder.load(source, options.weights, device, shared=packed)
                 trim()
         if options.schedule != "off":
             self._scheduler = _scheduler(decoder, options, model.limits.max_context)
@@ -273,13 +275,13 @@ def build_service(
     """Load a model and build a verifier for ``paceline.service.run_server``.
 
     Args:
-        target: Hugging Face folder of the target model.
+        target: Hugging Face folder or GGUF file of the target model.
         metrics: Registry for its metrics; None: it keeps none.
         options: Fields of :class:`VerifierOptions`.
 
     Raises:
         ValueError: An option is out of range, or the model is not supported.
-        FileNotFoundError: ``target`` has no config.json.
+        FileNotFoundError: ``target`` does not exist, or is a folder without a config.json.
         TypeError: An option is unknown.
     """
     return VerifierService(target, VerifierOptions(**options), metrics)

@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from paceline.decoder import Decoder, LocalCache
-from paceline.decoder.weights import Checkpoint
+from paceline.decoder import Decoder, LocalCache, open_model
 from paceline.kernels import CHUNK, TreeSegment, plan_trees
 
 
@@ -21,10 +20,11 @@ class TappedTarget:
 
     def __init__(self, folder: Path, device: str, taps: Sequence[int]) -> None:
         """Load it; `taps` are layers, 0 for the first."""
-        self.decoder = Decoder.load(folder, device=device)
+        source = open_model(folder)
+        self.decoder = Decoder.load(source, device=device)
         config = self.decoder.config
         name = "model.embed_tokens.weight" if config.tied else "lm_head.weight"
-        self.head = Checkpoint(folder, config.dtype, device)[name]
+        self.head = source.tensor(name, config.dtype, device)
         """LM head `[V, hidden]`."""
         self._taps = tuple(taps)
         self._caches: list[LocalCache] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import ClassVar, TypeVar, cast
 
 import torch
 
@@ -37,8 +37,12 @@ class BeamOptions:
     candidates: int = 256
     """At temperatures above 0, the shared noise is added to this many likeliest tokens."""
 
-    dtype: str = "auto"
-    """Type of weights and KV: auto (the folder's), float32 or bfloat16."""
+    weights: str = "auto"
+    """Format of the weights: auto (as stored), float32 or bfloat16, also the type of the KV; for
+    ``lm`` and ``selfspec`` also int8 or int4."""
+
+    formats: ClassVar[tuple[str, ...]] = ("auto", "float32", "bfloat16")
+    """Known values of ``weights``."""
 
     @property
     def levels(self) -> int:
@@ -52,8 +56,8 @@ class BeamOptions:
         return sum(self.widths[: self.levels]) + more
 
     def torch_dtype(self, auto: T) -> T | torch.dtype:
-        """Returns the torch type of ``dtype``, or ``auto`` if that is the option's value."""
-        return auto if self.dtype == "auto" else cast(torch.dtype, getattr(torch, self.dtype))
+        """Returns the torch type of ``weights``, or ``auto`` if that is the option's value."""
+        return auto if self.weights == "auto" else cast(torch.dtype, getattr(torch, self.weights))
 
     def __post_init__(self) -> None:
         for width in self.widths:
@@ -62,7 +66,7 @@ class BeamOptions:
         check_range("max_nodes", self.max_nodes, 0, MAX_TREE_NODES - 1)
         check_range("min_survival", self.min_survival, 0.0, 1.0)
         check_range("candidates", self.candidates, 1, 1 << 20)
-        check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        check_choice("weights", self.weights, self.formats)
 
     def check_drafted(self) -> None:
         """Raises ``ValueError`` if a round drafts more nodes than one forward pass takes."""

@@ -14,15 +14,17 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 def read_fit(folder: Path) -> Fit:
-    """Read which targets the drafter in a model folder fits.
+    """Read which targets the drafter in a model folder or GGUF file fits.
 
     The ``paceline`` section of config.json may have a ``target_fingerprint`` and a
     ``tokenizer_digest``. Without the latter, the digest is that of the folder's tokenizer.json.
 
     Raises:
-        LoadError: There is no valid config.json or no safetensors file, or the digest in
-            config.json is not that of tokenizer.json.
+        LoadError: There is no valid config.json or no safetensors file, the digest in
+            config.json is not that of tokenizer.json, or a GGUF file is damaged.
     """
+    if folder.is_file():
+        return _read_gguf_fit(folder)
     config = _read_config(folder)
     if not any(folder.glob("*.safetensors")):
         raise LoadError(
@@ -46,25 +48,36 @@ def read_fit(folder: Path) -> Fit:
     )
 
 
+def _read_gguf_fit(file: Path) -> Fit:
+    from paceline.decoder import UnsupportedModelError, open_model
+
+    try:
+        source = open_model(file)
+        vocab_size = source.config().vocab_size
+        return Fit(tokenizer_digest=source.tokenizer_digest, vocab_size=vocab_size)
+    except UnsupportedModelError as error:
+        raise LoadError("UNSUPPORTED_MODEL", str(error)) from error
+
+
 def check_target(folder: Path, target: Path, fit: Fit) -> None:
     """Check that the drafter in ``folder`` was trained for the target in ``target``.
 
     Raises:
         LoadError: TARGET_MISMATCH or TOKENIZER_MISMATCH.
     """
-    from paceline.decoder import weights_fingerprint  # here, since other methods need no torch
-    from paceline.drafter.methods.target import tokenizer_digest
+    from paceline.decoder import open_model  # here, since other methods need no torch
 
+    source = open_model(target)
     pairs = (
-        ("TARGET_MISMATCH", "weights", fit.target_fingerprint, weights_fingerprint(target)),
-        ("TOKENIZER_MISMATCH", "the tokenizer", fit.tokenizer_digest, tokenizer_digest(target)),
+        ("TARGET_MISMATCH", "weights", fit.target_fingerprint, source.fingerprint()),
+        ("TOKENIZER_MISMATCH", "the tokenizer", fit.tokenizer_digest, source.tokenizer_digest),
     )
     for reason, what, expected, found in pairs:
         if expected and expected != found:
             raise LoadError(
                 reason,
                 f"{folder} was made for a target with {what} {expected}, but {target} has "
-                f"{found or 'none'}; give the folder of the target it was trained for",
+                f"{found or 'none'}; give the target it was trained for",
             )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.decoder import UnsupportedModelError, load_config
+from paceline.decoder import UnsupportedModelError, open_model
 from paceline.decoder.config import check_rope, rope_frequencies
 
 
@@ -122,11 +122,11 @@ class LayerShape:
         return tuple(frequencies.tolist()), scaling
 
 
-def target_fields(folder: str | Path, fields: Mapping[str, Any]) -> dict[str, Any]:
+def target_fields(path: str | Path, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of a drafter's configuration that follow from its target.
 
     Args:
-        folder: The target's Hugging Face folder.
+        path: The target's Hugging Face folder or GGUF file.
         fields: Fields that replace the target's, unless they are None, or that it does not have.
 
     Returns:
@@ -134,16 +134,14 @@ def target_fields(folder: str | Path, fields: Mapping[str, Any]) -> dict[str, An
 
     Raises:
         UnsupportedModelError: The decoder does not support the target.
-        FileNotFoundError: The folder has no config.json.
+        FileNotFoundError: There is no such file, or the folder has no config.json.
     """
-    from transformers import AutoConfig
-
-    target = load_config(folder)
-    hf = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+    source = open_model(path)
+    target = source.config()
     return {
         **{name: getattr(target, name) for name in LayerShape.HF_FIELDS},
         "norm_eps": target.norm_eps,
-        "rope_parameters": dict(hf.rope_parameters),
+        "rope_parameters": dict(source.hf_config.rope_parameters),
         "target_layers": target.layers,
         **{name: value for name, value in fields.items() if value is not None},
     }

@@ -9,7 +9,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from paceline.decoder import use_device
+from paceline.decoder import open_model, use_device
 from paceline.drafter.methods.base import LoadError, Resources
 
 P = ParamSpec("P")
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def required_folder(method: str, folder: Path | None) -> Path:
-    """Returns the folder of a method with weights.
+    """Returns the folder or GGUF file of a method with weights.
 
     Raises:
         LoadError: FOLDER_MISSING: None was given.
@@ -53,6 +53,6 @@ def load_model(
         raise LoadError("UNSUPPORTED_MODEL", f"cannot load {folder}: {error}") from error
 
 
-def weight_bytes(folder: Path) -> int:
-    """Returns the size of a folder's weight files. Unit: bytes."""
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+def weight_bytes(path: Path) -> int:
+    """Returns the size of a model's weight files. Unit: bytes."""
+    return open_model(path).weight_bytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from paceline.decoder import UnsupportedModelError, load_config, weights_fingerprint
+from paceline.decoder import ModelSource, UnsupportedModelError, open_model
 from paceline.decoder.linear import Linear
+from paceline.decoder.sources import ModelFolder
 from paceline.decoder.weights import Checkpoint
 
 CONFIG_FILE = "config.json"
@@ -40,7 +40,7 @@ class TargetRef:
     """The target that a drafter was made for.
 
     Attributes:
-        name: Name of its folder, without the path.
+        name: Name of its folder or file, without the path.
         architectures: From its config.json.
         fingerprint: See :func:`paceline.decoder.weights_fingerprint`.
         tokenizer_digest: SHA-256 hex of its tokenizer.json; empty if it has none.
@@ -52,27 +52,20 @@ class TargetRef:
     tokenizer_digest: str
 
     @classmethod
-    def of(cls, folder: str | Path) -> TargetRef:
-        """Reads a target's folder, including all its weights.
+    def of(cls, path: str | Path) -> TargetRef:
+        """Reads a target, including all its weights.
 
         Raises:
-            UnsupportedModelError: There are no safetensors weights.
-            FileNotFoundError: There is no config.json.
+            UnsupportedModelError: A folder without safetensors weights, or a damaged file.
+            FileNotFoundError: There is no such file, or a folder has no config.json.
         """
-        base = Path(folder)
-        config = json.loads((base / CONFIG_FILE).read_text(encoding="utf-8"))
+        source = open_model(path)
         return cls(
-            name=base.resolve().name,
-            architectures=tuple(config.get("architectures") or ()),
-            fingerprint=weights_fingerprint(base),
-            tokenizer_digest=tokenizer_digest(base),
+            name=source.name,
+            architectures=source.architectures,
+            fingerprint=source.fingerprint(),
+            tokenizer_digest=source.tokenizer_digest,
         )
-
-
-def tokenizer_digest(folder: str | Path) -> str:
-    """Returns the SHA-256 hex of a folder's tokenizer.json; empty if there is none."""
-    path = Path(folder) / "tokenizer.json"
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
 
 def speculators_fields(
@@ -214,7 +207,7 @@ class TargetEmbedding:
 
         Args:
             folder: The drafter's.
-            target: The target's, if given.
+            target: The target's folder or file, if given.
             shape: Expected shape.
             dtype: Type of the model.
             device: Device of the model.
@@ -224,24 +217,22 @@ class TargetEmbedding:
             UnsupportedModelError: Neither folder has them, or they have another shape.
         """
         names = (EMBEDDING, HEAD)
-        weights = Checkpoint(folder, dtype, device)
-        if EMBEDDING not in weights:
+        source: ModelSource = ModelFolder(folder)
+        if EMBEDDING not in Checkpoint(folder, dtype, device):
             if target is None:
                 raise UnsupportedModelError(
                     f"{folder} has no {EMBEDDING}: it shares the target's; give the target's "
-                    "folder as the option target=DIR"
+                    "folder or GGUF file as the option target=PATH"
                 )
-            weights = Checkpoint(target, dtype, device)
-            tied = load_config(target).tied
+            source = open_model(target)
+            tied = source.config().tied
             names = (_TARGET_EMBEDDING, _TARGET_EMBEDDING if tied else HEAD)
         found: list[Tensor] = []
         for name in names:
-            if name not in weights:
-                raise UnsupportedModelError(f"{target or folder} lacks the tensor {name!r}")
-            found.append(weights.mapped(name))
+            found.append(source.tensor(name, dtype, device))
             if found[-1].shape != (shape.vocab_size, shape.hidden):
                 raise UnsupportedModelError(
-                    f"{name!r} of {target or folder} has shape {tuple(found[-1].shape)}, expected "
+                    f"{name!r} of {source.path} has shape {tuple(found[-1].shape)}, expected "
                     f"{(shape.vocab_size, shape.hidden)}"
                 )
         return cls(found[0], found[1], pack_bytes)

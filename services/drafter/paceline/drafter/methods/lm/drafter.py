@@ -14,7 +14,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import ClassVar
 
-from paceline.decoder import Decoder
+from paceline.decoder import WEIGHTS, Decoder
 from paceline.drafter.methods.base import Fit, Generation, Resources
 from paceline.drafter.methods.beam import BeamOptions, check_context
 from paceline.drafter.methods.beam_drafter import BeamDrafter
@@ -33,6 +33,7 @@ class LmOptions(BeamOptions):
     widths: tuple[int, ...] = (4, 4, 4, 4)
     max_nodes: int = 16
     min_survival: float = 0.03
+    formats: ClassVar[tuple[str, ...]] = WEIGHTS
 
     context: int = 0
     """KV budget: most positions of the text that a round attends to; 0: all. The tokens since the
@@ -72,8 +73,9 @@ class LmDrafter(BeamDrafter[LmSequence]):
         folder = required_folder(cls.method, folder)
         parsed = parse_options(LmOptions, options)
         fit = read_fit(folder)
-        dtype = parsed.torch_dtype("auto")
-        decoder = load_model(folder, resources, Decoder.load, folder, dtype, resources.device)
+        decoder = load_model(
+            folder, resources, Decoder.load, folder, parsed.weights, resources.device
+        )
         return cls(decoder, parsed, fit, weight_bytes(folder))
 
     def start(self, generation: Generation) -> LmSequence:

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import ClassVar
 
 from paceline.decoder import (
+    WEIGHTS,
     Decoder,
-    DecoderConfig,
     PackedWeights,
-    load_config,
+    open_model,
     packed_path,
     weights_fingerprint,
 )
@@ -43,6 +43,7 @@ class SelfSpecOptions(BeamOptions, KvOptions):
     widths: tuple[int, ...] = (1,)
     depth: int = 5
     min_survival: float = 0.05
+    formats: ClassVar[tuple[str, ...]] = WEIGHTS
 
     context: int = 512
     """KV budget: most positions of the target's KV that a round reads per layer; 0: all."""
@@ -50,9 +51,9 @@ class SelfSpecOptions(BeamOptions, KvOptions):
     ratio: float = 0.0
     """KV budget as a share of the text, where that is more than ``context``. SpecAttn uses 0.07."""
 
-    weights: str = "auto"
-    """Source of the weights: shared (those of a verifier on this machine with --share-weights,
-    which the drafter waits for), own, or auto: shared if available at once, else own."""
+    share_weights: str = "auto"
+    """Whether to use the weights of a verifier on this machine with --share-weights: always (the
+    drafter waits for them), never, or auto: if they are available at once."""
 
     def __post_init__(self) -> None:
         BeamOptions.__post_init__(self)
@@ -60,7 +61,7 @@ class SelfSpecOptions(BeamOptions, KvOptions):
         self.check_drafted()
         check_context(self.context)
         check_range("ratio", self.ratio, 0.0, 1.0)
-        check_choice("weights", self.weights, ("auto", "shared", "own"))
+        check_choice("share_weights", self.share_weights, ("auto", "always", "never"))
 
 
 class SelfSpecDrafter(BeamDrafter[SelfSpecSequence]):
@@ -110,36 +111,39 @@ def _load_decoder(
     folder: Path, fingerprint: str, options: SelfSpecOptions, resources: Resources
 ) -> tuple[Decoder, bool]:
     """Returns the model, and whether its weights are the verifier's own."""
-    dtype = options.torch_dtype("auto")
-    shared = _shared_weights(fingerprint, load_config(folder, dtype), options, resources.device)
-    return Decoder.load(folder, dtype, resources.device, shared=shared), shared is not None
+    source = open_model(folder)
+    config = source.config(options.weights)
+    shared = _shared_weights(fingerprint, config.weights, options, resources.device)
+    decoder = Decoder.load(source, options.weights, resources.device, shared=shared)
+    return decoder, shared is not None
 
 
 def _shared_weights(
-    fingerprint: str, config: DecoderConfig, options: SelfSpecOptions, device: str
+    fingerprint: str, weights: str, options: SelfSpecOptions, device: str
 ) -> PackedWeights | None:
     """Opens the verifier's weights, if the options allow it and they exist.
 
     Raises:
-        LoadError: ``weights=shared``, but no verifier shares them or the device cannot use them.
+        LoadError: ``share_weights=always``, but no verifier shares them or the device cannot use
+            them.
     """
-    if options.weights == "shared" and device != "cpu":
+    if options.share_weights == "always" and device != "cpu":
         raise LoadError(
             "INVALID_OPTION",
             f"weights are shared in main memory, and this drafter runs on {device}; use "
-            "weights=own",
+            "share_weights=never",
         )
-    if options.weights == "own" or device != "cpu":
+    if options.share_weights == "never" or device != "cpu":
         return None
-    path = packed_path(fingerprint, config.dtype)
-    wait = _SHARED_WEIGHTS_TIMEOUT if options.weights == "shared" else 0.0
+    path = packed_path(fingerprint, weights)
+    wait = _SHARED_WEIGHTS_TIMEOUT if options.share_weights == "always" else 0.0
     deadline = time.monotonic() + wait
     while (found := PackedWeights.open(path)) is None and time.monotonic() < deadline:
         time.sleep(0.1)
-    if found is None and options.weights == "shared":
+    if found is None and options.share_weights == "always":
         raise LoadError(
             "WEIGHTS_NOT_SHARED",
-            f"no verifier on this machine shares weights of this model as {config.dtype}; start it "
-            "with --share-weights, or use weights=own",
+            f"no verifier on this machine shares weights of this model as {weights}; start it "
+            "with --share-weights, or use share_weights=never",
         )
     return found
