@@ -84,7 +84,9 @@ class NativeProgram:
         self._kept: list[Any] = [program]
         self._hidden = program.buffers[program.operations[0].out].width
         self._vocabulary = program.buffers[0].width
-        operations = (_Operation * len(program.operations))(*map(self._translate, program.operations))
+        operations = (_Operation * len(program.operations))(
+            *map(self._translate, program.operations)
+        )
         buffers = (_Buffer * len(program.buffers))(*((b.width, b.extent) for b in program.buffers))
         table = program.operations[0].table
         assert table is not None
@@ -214,9 +216,7 @@ class NativeProgram:
         kept.append(table)
         return ctypes.addressof(table)
 
-    def _probe_table(
-        self, probes: Mapping[int, Sequence[Probe]], kept: list[Any]
-    ) -> int | None:
+    def _probe_table(self, probes: Mapping[int, Sequence[Probe]], kept: list[Any]) -> int | None:
         if not probes:
             return None
         table = (CProbes * self._layers)()

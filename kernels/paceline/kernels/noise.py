@@ -10,6 +10,10 @@ The exact layout, with which any implementation gives the same bits:
 - ``u = (k + 0.5) * 2**-52``, exact in float64 and strictly between 0 and 1, so that both logarithms
   are finite and the tail near 1 is kept (largest g: 36.7).
 - ``g = float32(-log(-log(u)))``, both logarithms in float64.
+
+The compiled kernels take the logarithms of ``native/logs.h``, which have the same bits on every
+machine. numpy's and a GPU's may differ from them in the last bit of a float64, and after rounding
+to float32 in about one of 10^8 values.
 """
 
 from __future__ import annotations
@@ -82,11 +86,7 @@ def gumbel_noise(seed: int, position: int, vocab: int) -> Tensor:
         ValueError: Seed or position out of range.
     """
     _check(seed, position)
-    out = np.empty(vocab, dtype=np.float32)
-    for begin in range(0, vocab, _BLOCK):
-        ids = np.arange(begin, min(begin + _BLOCK, vocab))
-        out[begin : begin + _BLOCK] = _gumbel(_mantissas(seed, position, ids))
-    return torch.from_numpy(out)
+    return torch.from_numpy(_gumbel(seed, position, np.arange(vocab)))
 
 
 def gumbel_noise_at(seed: int, position: int, ids: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def gumbel_noise_at(seed: int, position: int, ids: Tensor) -> Tensor:
     """
     _check(seed, position)
     tokens = np.ascontiguousarray(ids.cpu().numpy())
-    return torch.from_numpy(_gumbel(_mantissas(seed, position, tokens)).astype(np.float32))
+    return torch.from_numpy(_gumbel(seed, position, tokens))
 
 
 def _check(seed: int, position: int) -> None:
@@ -115,13 +115,15 @@ def _check(seed: int, position: int) -> None:
         raise ValueError(f"position is {position}, expected 0 to 2**64 - 1")
 
 
-def _mantissas(seed: int, position: int, ids: NDArray[np.int64]) -> _U64:
-    """The 52-bit integers k of token ids."""
+def _gumbel(seed: int, position: int, ids: NDArray[np.int64]) -> NDArray[np.float32]:
     native = library()
+    out = np.empty(ids.size, dtype=np.float32)
     if native is None:
-        return _slow_mantissas(seed, position, ids)
-    out = np.empty(ids.size, dtype=np.uint64)
-    native.paceline_mantissas(
+        for begin in range(0, ids.size, _BLOCK):
+            block = slice(begin, begin + _BLOCK)
+            out[block] = _slow_gumbel(_slow_mantissas(seed, position, ids[block]))
+        return out
+    native.paceline_gumbel(
         *map(ctypes.c_uint64, (seed, position)),
         ctypes.c_void_p(ids.ctypes.data),
         ctypes.c_int64(ids.size),
@@ -131,7 +133,7 @@ def _mantissas(seed: int, position: int, ids: NDArray[np.int64]) -> _U64:
 
 
 def _slow_mantissas(seed: int, position: int, ids: NDArray[np.int64]) -> _U64:
-    """The same in numpy, without compiled kernels."""
+    """The 52-bit integers k of token ids, in numpy."""
     even = np.empty((2, ids.size), dtype=np.uint64)
     even[0] = position & 0xFFFFFFFF
     even[1] = ids >> 1
@@ -165,7 +167,7 @@ def _rounds(even: _U64, odd: _U64, key: tuple[int, int]) -> tuple[_U64, _U64]:
     return even, odd
 
 
-def _gumbel(mantissas: _U64) -> NDArray[np.float64]:
+def _slow_gumbel(mantissas: _U64) -> NDArray[np.float64]:
     u = mantissas.astype(np.float64)
     u += 0.5
     u *= 2.0**-52

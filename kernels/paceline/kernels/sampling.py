@@ -9,15 +9,20 @@ top_p, each to the tokens that remain. Ties go to the lower token id. All arithm
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.kernels._native import library
 from paceline.kernels.history import History
 from paceline.kernels.noise import gumbel_noise, gumbel_noise_at
 
@@ -209,12 +214,12 @@ def raw_logprobs(logits: Tensor, token: int, top_n: int) -> tuple[float, list[tu
         likely tokens, best first, ties by lower id.
     """
     raw = logits.float()
-    total = raw.logsumexp(0)
+    total = _logsumexp(raw)
     best: list[tuple[int, float]] = []
     if top_n > 0:
         ids = _ranked(raw, min(top_n, raw.numel()))[:top_n]
-        best = list(zip(ids.tolist(), (raw[ids] - total).tolist(), strict=True))
-    return float(raw[token] - total), best
+        best = list(zip(ids.tolist(), (raw[ids].double() - total).tolist(), strict=True))
+    return float(raw[token]) - total, best
 
 
 def _largest(values: Tensor) -> int:
@@ -249,13 +254,53 @@ def _ranked(values: Tensor, count: int) -> Tensor:
 
 def _nucleus(values: Tensor, mass: float) -> Tensor:
     """Smallest prefix of the ranking whose probability reaches ``mass``; at least one token."""
-    total = values.logsumexp(0).double()
+    weights, total = _exponentials(values)
     count = min(_FIRST_TOP_P_GUESS, values.numel())
     while True:
         ids = _ranked(values, count)
-        reached = (values[ids].double() - total).exp().cumsum(0)
-        if count == values.numel() or reached[-1] >= mass:
+        reached = np.cumsum(weights[ids.numpy()], dtype=np.float64)
+        if count == values.numel() or reached[-1] >= mass * total:
             break
         count = min(count * 8, values.numel())
-    keep = int((reached < mass).sum()) + 1
+    keep = int((reached < mass * total).sum()) + 1
     return ids[:keep]
+
+
+def _logsumexp(values: Tensor) -> float:
+    """Log of the sum of exponentials of float32 ``[n]``."""
+    native = library()
+    if native is None:
+        return float(values.double().logsumexp(0))
+    dense = values.contiguous()
+    total: float = _logsumexp_of(native)(dense.data_ptr(), dense.numel())
+    return total
+
+
+def _exponentials(values: Tensor) -> tuple[NDArray[np.float32], float]:
+    """Exponentials of float32 ``[n]`` less their maximum, and their sum."""
+    native = library()
+    if native is None:
+        weights = (values - values.max()).exp().numpy()
+        return weights, float(weights.sum(dtype=np.float64))
+    dense = values.contiguous()
+    out = np.empty(dense.numel(), np.float32)
+    peak = ctypes.c_float()
+    total: float = _exponentials_of(native)(
+        dense.data_ptr(), dense.numel(), ctypes.byref(peak), out.ctypes.data
+    )
+    return out, total
+
+
+@cache
+def _logsumexp_of(native: ctypes.CDLL) -> Any:
+    function = native.paceline_logsumexp
+    function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_int64), ctypes.c_double
+    return function
+
+
+@cache
+def _exponentials_of(native: ctypes.CDLL) -> Any:
+    function = native.paceline_exponentials
+    function.argtypes = (*[ctypes.c_void_p, ctypes.c_int64], *[ctypes.c_void_p] * 2)
+    function.restype = ctypes.c_double
+    return function

@@ -214,8 +214,8 @@ def rope_frequencies(hf: Any) -> tuple[Tensor, float]:
     kind = hf.rope_parameters.get("rope_type", "default")
     if kind == "default":
         dim = _head_dim(hf)
-        exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
-        return 1.0 / hf.rope_parameters["rope_theta"] ** exponents, 1.0
+        exponents = torch.arange(0, dim, 2, dtype=torch.float64) / dim
+        return (1.0 / hf.rope_parameters["rope_theta"] ** exponents).float(), 1.0
     inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](hf)
     return inv_freq, float(scaling)
 

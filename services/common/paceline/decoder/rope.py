@@ -24,7 +24,11 @@ class RopeShape(Protocol):
 
 
 class Rope:
-    """The table of a model, extended on demand; angles in float32 as in transformers."""
+    """The table of a model, extended on demand.
+
+    Angles are float32 as in transformers. Their cosines are taken in float64 and then rounded, so
+    that processors with different float32 functions have the same table.
+    """
 
     def __init__(self, config: RopeShape, device: torch.device | str) -> None:
         """Prepare the table of a model."""
@@ -42,5 +46,5 @@ class Rope:
 
     def _rows(self, count: int) -> Tensor:
         positions = torch.arange(count, dtype=torch.float32, device=self._inv_freq.device)
-        angles = positions[:, None] * self._inv_freq
-        return torch.cat([angles.cos(), angles.sin()], dim=-1).mul_(self._scaling)
+        angles = (positions[:, None] * self._inv_freq).double()
+        return torch.cat([angles.cos(), angles.sin()], dim=-1).mul_(self._scaling).float()
