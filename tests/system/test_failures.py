@@ -152,6 +152,40 @@ async def test_connections_dropped_and_delayed(
     expect_integrity(verifier)
 
 
+async def test_a_bad_link_between_drafter_and_verifier(
+    services: tuple[ServiceProcess, ServiceProcess], models: dict[str, Path]
+) -> None:
+    """A drafter that follows KV over a slow link, which breaks, goes down and comes back."""
+    verifier, _ = services
+    prompts = make_prompts(3, seed=4)
+    names = [name for name, way in SELFSPEC.items() if "kv=follow" in way]
+    loads = [f"--load={n}=selfspec:{models['llama']},context=24,{SELFSPEC[n]}" for n in names]
+    loop = asyncio.get_running_loop()
+    async with Proxy(verifier.address) as link:
+        arguments = [*loads, "--kv-address", link.address]
+        async with (
+            ServiceProcess("drafter", arguments, environment=THREADS) as drafter,
+            client_of(verifier.address, drafter.address, EAGER) as client,
+        ):
+            expected, _ = await outputs(client, prompts, ["none"])
+
+            def go_down() -> None:
+                link.down = True
+                loop.call_soon_threadsafe(link.cut)
+
+            def come_back() -> None:
+                link.down = False
+
+            link.delay = 0.02
+            output, failures = await outputs(client, prompts, names)
+            assert (output, failures) == (expected, {})
+            output, failures = await outputs(client, prompts, names, go_down, come_back)
+            assert output == expected
+            assert failures
+            output, _ = await outputs(client, prompts, names)
+            assert output == expected
+
+
 @pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
 async def test_many_rough_generations(
     count: int, services: tuple[ServiceProcess, ServiceProcess]

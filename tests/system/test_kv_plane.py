@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 from collections.abc import Iterator
@@ -65,23 +64,6 @@ def client_of(
     )
 
 
-async def test_a_drafter_in_its_own_process_reads_it(
-    services: tuple[ServiceProcess, ServiceProcess],
-) -> None:
-    """Many texts at once; as each ends, so do its mapping and its memory."""
-    prompts = make_prompts(6, seed=5)
-    async with client_of(services) as client:
-        plain = [await generate_and(client, prompt, "none", TOKENS) for prompt in prompts]
-        texts = await asyncio.gather(
-            *(generate_and(client, prompt, "kv-reader", TOKENS) for prompt in prompts)
-        )
-        for text, expected in zip(texts, plain, strict=True):
-            assert text.token_ids == expected.token_ids
-            assert text.stats.drafter_versions == ["kv-reader@1"]
-            assert not text.stats.fallbacks
-            assert text.stats.drafted > 0
-
-
 async def test_the_drafter_stalls_or_dies(services: tuple[ServiceProcess, ServiceProcess]) -> None:
     """Stopped while it maps a cache, then killed: the verifier frees the memory."""
     _, drafter = services
@@ -102,31 +84,6 @@ async def test_the_drafter_stalls_or_dies(services: tuple[ServiceProcess, Servic
         assert text.token_ids == expected.token_ids
         assert shared_memory_segments() == before
     drafter.start()
-
-
-@pytest.mark.slow
-async def test_the_verifier_dies_and_comes_back(
-    services: tuple[ServiceProcess, ServiceProcess],
-) -> None:
-    """The drafter lives on, and reads the new verifier's memory."""
-    verifier, drafter = services
-    assert verifier.terminate() == 0, "the integrity check failed"
-    verifier.start()
-    (prompt,) = make_prompts(1, seed=6)
-    async with client_of(services) as client:
-        expected = await generate_and(client, prompt, "none", TOKENS)
-
-        def kill_and_restart() -> None:
-            verifier.kill()
-            verifier.start()
-
-        text = await generate_and(client, prompt, "kv-reader", TOKENS, kill_and_restart)
-        assert text.token_ids == expected.token_ids
-        assert text.stats.fallbacks["verifier_restarted"] == 1
-        again = await generate_and(client, prompt, "kv-reader", TOKENS)
-        assert again.token_ids == expected.token_ids
-        assert again.stats.drafter_versions == ["kv-reader@1"]
-        assert drafter.returncode is None
 
 
 async def test_a_mapping_outlives_its_verifier(

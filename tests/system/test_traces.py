@@ -135,7 +135,13 @@ def test_three_processes_make_one_tree(
     collector.wait(complete)
     tree = Tree(collector.spans)
     assert tree.root.name == "text_completion llama"
-    assert tree.root.attributes["gen_ai.usage.output_tokens"] == TOKENS
+    facts = tree.root.attributes
+    assert facts["gen_ai.usage.output_tokens"] == TOKENS
+    assert facts["gen_ai.usage.input_tokens"] == result["usage"]["prompt_tokens"]
+    assert facts["gen_ai.response.finish_reasons"] == ["length"]
+    assert facts["gen_ai.provider.name"] == "paceline"
+    assert facts["gen_ai.request.model"] == "llama"
+    assert PROMPT not in str(facts)
     children = Counter(span.name for span in tree.children(tree.root))
     assert children.pop("paceline.v1.VerifierService/GetModel") > 0
     assert children == {
@@ -160,7 +166,10 @@ def test_three_processes_make_one_tree(
 def expect_numbers(tree: "Tree", stats: dict[str, Any]) -> None:
     """Client and verifier report the same rounds, which add up to the client's statistics."""
     drafted = accepted = 0
-    for span in tree.named("specdec.round"):
+    rounds = sorted(tree.named("specdec.round"), key=lambda span: span.began_ns)
+    indices = [span.attributes["specdec.round.index"] for span in rounds]
+    assert indices == list(range(1, 1 + stats["rounds"]))
+    for span in rounds:
         facts = span.attributes
         (verify,) = (s for s in tree.children(span) if s.name == "specdec.verify")
         (seen,) = tree.children(verify)
