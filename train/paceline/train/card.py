@@ -1,7 +1,5 @@
 """Model cards, written from measured numbers."""
 
-from dataclasses import dataclass
-
 from torch import nn
 
 from paceline.train.checkpoint import Progress
@@ -34,46 +32,41 @@ _SPLITS = {
 }
 
 
-@dataclass(frozen=True)
-class Facts:
-    """How a model was made, for its card."""
-
-    model: nn.Module
-    corpus: Corpus
-    preset: Preset
-    progress: Progress
-    stream: int
-    """Tokens of the training text, separators included."""
-
-
-def target_card(facts: Facts, numbers: TargetNumbers) -> str:
-    """The README.md of a target's folder."""
+def target_card(
+    model: nn.Module,
+    corpus: Corpus,
+    preset: Preset,
+    progress: Progress,
+    tokens: int,
+    numbers: TargetNumbers,
+) -> str:
+    """The README.md of a target's folder; `tokens` is the length of the training text."""
     losses = "\n".join(
         f"| {_SPLITS[s]} | {value:.2f} | {_shown(numbers.long_loss.get(s))} |"
         for s, value in numbers.loss.items()
     )
     distinct = "\n".join(f"| {_SPLITS[s]} | {value:.2f} |" for s, value in numbers.distinct.items())
-    return f"""{STDLIB_HEADER if facts.corpus.is_stdlib else ""}# Paceline demo target
+    return f"""{STDLIB_HEADER if corpus.is_stdlib else ""}# Paceline demo target
 
 A small Llama-type language model that writes Python source. It exists so that speculative
 decoding can be shown and measured on a laptop with no download. It was trained on its corpus alone,
 and has memorised parts of it; use it for nothing else.
 
-{shape_text(facts.preset, facts.model)}
+{shape_text(preset, model)}
 ## Data and licence
 
-{len(facts.corpus.train)} files of the {facts.corpus.source}: {facts.stream:,} tokens.
-{len(facts.corpus.heldout)} files are held out. `corpus.json` lists all files with digests.
-{LICENCES[facts.corpus.is_stdlib]}
+{len(corpus.train)} files of the {corpus.source}: {tokens:,} tokens.
+{len(corpus.heldout)} files are held out. `corpus.json` lists all files with digests.
+{LICENCES[corpus.is_stdlib]}
 
 ## Training
 
 Muon for the matrices of the layers, AdamW for the rest, bf16 autocast, constant learning rates
 and then a linear fall.
-{schedule_text(facts.preset, facts.progress)}
+{schedule_text(preset, progress)}
 ## Measured
 
-| text | loss, nats per token, windows of 1024 tokens | windows of {facts.preset.context} |
+| text | loss, nats per token, windows of 1024 tokens | windows of {preset.context} |
 | --- | --- | --- |
 {losses}
 

@@ -8,7 +8,7 @@ from transformers import LlamaForCausalLM
 
 from paceline.decoder import Decoder
 from paceline.train.batches import Batches
-from paceline.train.card import Facts, target_card
+from paceline.train.card import target_card
 from paceline.train.checkpoint import save_model
 from paceline.train.corpus import Corpus
 from paceline.train.evaluate import next_token_loss, text_loss
@@ -58,6 +58,6 @@ def train_target(corpus: Corpus, preset: Preset, run: Run, out: Path) -> LlamaFo
     focus = preset.focus_files or len(trained)
     texts = {TRAINED: trained[:focus], EARLY: trained[focus:], HELDOUT: heldout}
     measured = measure_target(model, Decoder.load(out), tokenizer.eos_token_id, texts)
-    facts = Facts(model, corpus, preset, progress, len(stream))
-    (out / "README.md").write_text(target_card(facts, measured))
+    card = target_card(model, corpus, preset, progress, len(stream), measured)
+    (out / "README.md").write_text(card)
     return model
