@@ -1,4 +1,3 @@
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,13 +18,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model("small", folder)
     write_tokenizer(folder)
     return folder
-
-
-@pytest.fixture
-def short_folder() -> Iterator[Path]:
-    """A folder whose path is short enough for unix sockets."""
-    with tempfile.TemporaryDirectory(prefix="pl") as folder:
-        yield Path(folder)
 
 
 @pytest.fixture(scope="session")
