@@ -1,16 +1,21 @@
 """No failure of a process or connection changes a text."""
 
 import asyncio
+import os
 import random
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from proxy import Proxy
-from system_support import EAGER, THREADS, make_prompts, shared_memory_segments
+from system_support import EAGER, THREADS, generate_and, make_prompts, shared_memory_segments
 
 from paceline.client import Client, DraftOptions, RetryOptions
+from paceline.drafter.kv.access import VerifierAccess
+from paceline.drafter.kv.errors import KvGone
+from paceline.drafter.kv.exchange import KvExchange
 from paceline.harness import ServiceProcess
 
 TOKENS = 96
@@ -122,6 +127,53 @@ async def test_drafter_killed_and_back(services: tuple[ServiceProcess, ServicePr
         assert failures
         again, _ = await outputs(client, prompts, DRAFTERS)
         assert again == expected
+
+
+async def test_a_drafter_stalls_while_it_maps_a_cache(
+    services: tuple[ServiceProcess, ServiceProcess],
+) -> None:
+    """The verifier frees the memory of an ended text that a stopped drafter still maps."""
+    verifier, drafter = services
+    (prompt,) = make_prompts(1, seed=7)
+    before = shared_memory_segments()
+    impatient = DraftOptions(first_delay=0.01, longest_delay=0.05, adaptive=False)
+    async with client_of(verifier.address, drafter.address, impatient) as client:
+        expected = await generate_and(client, prompt, "none", 256)
+
+        def stall() -> None:
+            os.kill(drafter.pid, signal.SIGSTOP)
+
+        try:
+            text = await generate_and(client, prompt, "mapped", 256, stall)
+            assert shared_memory_segments() == before
+        finally:
+            os.kill(drafter.pid, signal.SIGCONT)
+        assert text.token_ids == expected.token_ids
+
+
+async def test_a_mapping_outlives_its_verifier(
+    services: tuple[ServiceProcess, ServiceProcess],
+) -> None:
+    verifier, _ = services
+    (prompt,) = make_prompts(1, seed=8)
+    async with Client(verifier.address) as client:
+        kept = client.generate(prompt, max_new_tokens=1, keep_cache=True)
+        await kept
+        assert kept._verifier is not None
+        exchange = KvExchange(VerifierAccess())
+        kv = await exchange.map_cache(verifier.address, kept._verifier.read_grant, (0, -1))
+        await exchange.close()
+        kv.check()
+        keys, _ = kv.layer(-1)
+        assert kv.committed == len(prompt)
+        copy = keys[:, : kv.committed].clone()
+        verifier.kill()
+        with pytest.raises(KvGone, match="verifier of the cache has ended"):
+            kv.check()
+        verifier.start()  # it sweeps what the dead one left
+    assert kv.committed == len(prompt)
+    assert keys[:, : kv.committed].equal(copy)
+    kv.close()
 
 
 async def test_connections_dropped_and_delayed(
