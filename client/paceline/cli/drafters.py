@@ -14,17 +14,17 @@ from rich.table import Table
 
 from paceline.cli.connection import (
     add_connection_arguments,
+    client_of,
     drafter_address,
     metadata_of,
     open_channel,
-    tls_of,
     verifier_address,
 )
 from paceline.cli.errors import CommandError, exit_with
-from paceline.client import Client, DraftOptions, PacelineError
+from paceline.client import DraftOptions, PacelineError
 from paceline.client._errors import from_rpc_error
 from paceline.harness import read_prompts
-from paceline.service.options import OptionsError, read_token
+from paceline.service.options import OptionsError
 from paceline.v1 import drafter_pb2, drafter_pb2_grpc
 
 _CHECK_TOKENS = 32
@@ -190,19 +190,14 @@ async def _check(
         PacelineError: The verifier cannot be reached or refuses a prompt.
     """
     rounds, accepted, draft_ms, why = 0, 0, 0.0, ""
-    async with Client(
-        args.verifier_address,
-        drafter=args.address,
-        token=read_token(args.token_file),
-        tls=tls_of(args),
-        drafting=DraftOptions(timeout=_CHECK_TIMEOUT, adaptive=False),
-    ) as client:
+    services = argparse.Namespace(**vars(args), drafter_address=args.address)
+    drafting = DraftOptions(timeout=_CHECK_TIMEOUT, adaptive=False)
+    async with client_of(services, drafting=drafting) as client:
         for prompt in prompts:
-            stats = (
-                await client.generate(
-                    prompt, max_new_tokens=_CHECK_TOKENS, drafter=drafter, deadline=args.timeout
-                )
-            ).stats
+            result = await client.generate(
+                prompt, max_new_tokens=_CHECK_TOKENS, drafter=drafter, deadline=args.timeout
+            )
+            stats = result.stats
             if stats.fallbacks:
                 why = f"failures while drafting: {dict(stats.fallbacks)}"
                 break
