@@ -42,11 +42,10 @@ class Authority:
                       "-keyout", "authority.key", "-out", "authority.pem")  # fmt: skip
         self.cert = folder / "authority.pem"
 
-    def sign(self, name: str, *ips: str, expired: bool = False) -> Pair:
-        """A certificate for a name and for IP addresses, by default 127.0.0.1."""
-        hosts = ",".join(f"IP:{ip}" for ip in ips or ("127.0.0.1",))
+    def sign(self, name: str, host: str = "IP:127.0.0.1", *, expired: bool = False) -> Pair:
+        """A certificate for a name and a host."""
         self._openssl("req", *_CURVE, "-subj", f"/CN={name}",
-                      "-addext", f"subjectAltName={hosts}",
+                      "-addext", f"subjectAltName={host}",
                       "-keyout", f"{name}.key", "-out", f"{name}.csr")  # fmt: skip
         dates = _LONG_AGO if expired else ("-days", "2")
         self._openssl("ca", "-batch", "-notext", "-config", "ca.cnf", "-cert", "authority.pem",

@@ -2,6 +2,8 @@
 
 import os
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,13 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 # How long an example takes depends on the machine: that is no failure.
 settings.register_profile("paceline", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("paceline")
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder whose path is short enough for unix sockets."""
+    with tempfile.TemporaryDirectory(prefix="pl") as folder:
+        yield Path(folder)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,4 +1,3 @@
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,29 +11,13 @@ from paceline.harness import ServiceProcess
 
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a tiny random target."""
-    import transformers
+    """Folder of a tiny random target with a tokenizer."""
+    from tiny_models import write_model, write_tokenizer
 
     folder = tmp_path_factory.mktemp("target")
-    config = transformers.LlamaConfig(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=512,
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    write_model("small", folder)
+    write_tokenizer(folder)
     return folder
-
-
-@pytest.fixture
-def short_folder() -> Iterator[Path]:
-    """A folder whose path is short enough for unix sockets."""
-    with tempfile.TemporaryDirectory(prefix="pl") as folder:
-        yield Path(folder)
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from paceline.cli import waterfall
 from paceline.cli.main import main
@@ -94,16 +93,6 @@ def test_terminal_and_page_show_the_same(
         assert part in text
     assert "src=" not in text
     assert "http" not in text
-
-
-def test_rounding_errors_do_not_add_up() -> None:
-    """Bars of equal length have equal widths, with any number of parts."""
-    small = tuple(("transport", 0.3) for _ in range(100))
-    many = waterfall.Row("1", 0, small, 0, 0, 1)
-    one = waterfall.Row("2", 0, (("verify", many.total),), 0, 0, 1)
-    widths = [sum(width for _, width in waterfall._widths(row, 40)) for row in (many, one)]
-    assert widths[0] == widths[1] == round(30 / 40 * 56)
-    Console(file=None, quiet=True).print(waterfall.table([many, one], "x"))
 
 
 @pytest.mark.parametrize("content", ["{", '{"resourceSpans": [{}]}', "[]", '{"resourceSpans": 3}'])

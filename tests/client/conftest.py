@@ -1,5 +1,4 @@
-import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -10,15 +9,8 @@ from .world import World, running
 
 
 @pytest.fixture
-def socket_folder() -> Iterator[Path]:
-    """A folder whose path is short enough for unix sockets."""
-    with tempfile.TemporaryDirectory(prefix="pl") as folder:
-        yield Path(folder)
-
-
-@pytest.fixture
-async def world(socket_folder: Path) -> AsyncIterator[World]:
-    async with running(socket_folder) as world:
+async def world(short_folder: Path) -> AsyncIterator[World]:
+    async with running(short_folder) as world:
         yield world
 
 

@@ -47,7 +47,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
     """Implements the contract of the real one, with faults.
 
     `fault(round_id, messages)` is called before each response with the number of responses sent in
-    this round. Sequences pause at `hold_at` tokens until the service is stopped.
+    this round.
     """
 
     def __init__(self) -> None:
@@ -59,8 +59,6 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         self.full = 0
         self.retry_after: float | None = 0.01
         self.step_seconds = 0.0
-        self.hold_at: int | None = None
-        self.prefill_seconds = 0.0
         self.renewals = 0
         self.strays = False
         self.create_faults: list[grpc.Status] = []
@@ -108,12 +106,6 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         async with self.arrival:
             await self.arrival.wait_for(lambda: len(self.rounds) >= count)
 
-    async def wait_for_texts(self, count: int) -> None:
-        """Waits until so many sequences pause at `hold_at` tokens."""
-        assert self.hold_at is not None
-        while sum(cache.emitted >= self.hold_at for cache in self.caches.values()) < count:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
     async def wait_for_renewals(self, count: int) -> None:
         """Waits until leases were renewed so many times in all."""
         async with self.arrival:
@@ -156,7 +148,6 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             )
         tokens = [*request.prompt_tokens, *request.output_tokens]
         for done in (len(tokens) // 2, len(tokens)):
-            await asyncio.sleep(self.prefill_seconds / 2)
             yield verifier_pb2.CreateCacheResponse(
                 progress=verifier_pb2.PrefillProgress(
                     prefilled_tokens=done, total_tokens=len(tokens)
@@ -248,7 +239,6 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             verify_us=int(self.step_seconds * 1e6),
         )
         if nodes:
-            await self._hold(cache)
             await asyncio.sleep(self.step_seconds)
             node, reason = -1, 0
             while not reason:
@@ -274,7 +264,6 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             answer.result.CopyFrom(cache.round_result)
             yield answer
         for step in range(len(cache.round_result.tokens), steps):
-            await self._hold(cache)
             await asyncio.sleep(self.step_seconds)
             answer.ClearField("result")
             reason = self._emit(cache, answer.result)
@@ -287,10 +276,6 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             yield answer
             if reason:
                 return
-
-    async def _hold(self, cache: Cache) -> None:
-        if self.hold_at is not None and cache.emitted >= self.hold_at:
-            await asyncio.Event().wait()
 
     async def RenewLease(self, request: Any, context: Any) -> Any:
         self._called("RenewLease", context)

@@ -5,7 +5,7 @@ import gc
 
 import pytest
 
-from paceline.client import Client, ClientClosedError, DeadlineError, Generation
+from paceline.client import Client, ClientClosedError, Generation
 
 from .fake_target import continuation
 from .world import World
@@ -125,10 +125,3 @@ async def test_closing_the_client_ends_all(world: World) -> None:
     with pytest.raises(ClientClosedError):
         await client.model()
     await client.aclose()
-
-
-async def test_an_error_reaches_the_reader(world: World, client: Client) -> None:
-    world.verifier.step_seconds = 0.02
-    with pytest.raises(DeadlineError):
-        async for _ in client.generate(PROMPT, max_new_tokens=LONG, deadline=0.2):
-            pass

@@ -54,18 +54,18 @@ def test_invalid_trailers_do_not_hide_the_code() -> None:
 
 
 def test_nothing_else_is_touched() -> None:
-    with pytest.raises(ZeroDivisionError), rpc_errors:
+    with pytest.raises(ZeroDivisionError), rpc_errors():
         raise ZeroDivisionError
-    with pytest.raises(UnavailableError), rpc_errors:
+    with pytest.raises(UnavailableError), rpc_errors():
         raise asyncio.InvalidStateError("finished")
 
 
 async def test_a_peers_cancellation_is_a_broken_stream_ours_is_not() -> None:
-    with pytest.raises(UnavailableError), rpc_errors:
+    with pytest.raises(UnavailableError), rpc_errors():
         raise asyncio.CancelledError
 
     async def sleep() -> None:
-        with rpc_errors:
+        with rpc_errors():
             await asyncio.sleep(60)
 
     task = asyncio.create_task(sleep())

@@ -3,6 +3,7 @@
 import pytest
 
 from paceline.client import Client, InvalidRequestError
+from paceline.v1 import sampling_pb2
 
 from .fake_target import continuation
 from .world import World
@@ -165,31 +166,16 @@ async def test_an_unknown_parent_is_prefilled_again(client: Client) -> None:
 
 
 async def test_parameters_reach_the_verifier(world: World, client: Client) -> None:
-    await client.generate(
-        PROMPT,
-        max_new_tokens=5,
-        temperature=0.5,
-        top_k=3,
-        top_p=0.75,
-        min_p=0.25,
-        repetition_penalty=1.5,
-        presence_penalty=-0.5,
-        frequency_penalty=0.5,
-        logit_bias={7: -2.0},
-        seed=2**64 - 1,
-        stop_token_ids=[9],
-        ignore_eos=True,
-        logprobs=4,
+    sampling = {
+        "temperature": 0.5, "top_k": 3, "top_p": 0.75, "min_p": 0.25, "repetition_penalty": 1.5,
+        "presence_penalty": -0.5, "frequency_penalty": 0.5, "logit_bias": {7: -2.0},
+        "seed": 2**64 - 1,
+    }  # fmt: skip
+    others = {"max_new_tokens": 5, "stop_token_ids": [9], "ignore_eos": True}
+    await client.generate(PROMPT, logprobs=4, **sampling, **others)  # type: ignore[arg-type]
+    (request,) = world.verifier.creates
+    assert request.sampling == sampling_pb2.SamplingParams(
+        **sampling, mode=sampling_pb2.ACCEPTANCE_MODE_INVARIANT
     )
-    request = world.verifier.creates[0]
-    sampling = request.sampling
-    assert (sampling.temperature, sampling.top_k) == (0.5, 3)
-    assert (sampling.top_p, sampling.min_p) == (0.75, 0.25)
-    assert (sampling.repetition_penalty, sampling.presence_penalty) == (1.5, -0.5)
-    assert (sampling.frequency_penalty, dict(sampling.logit_bias)) == (0.5, {7: -2.0})
-    assert sampling.seed == 2**64 - 1
-    assert list(request.stop_token_ids) == [9]
-    assert request.ignore_eos
-    assert request.logprobs
-    assert request.top_logprobs == 4
-    assert request.max_new_tokens == 5
+    assert {name: getattr(request, name) for name in others} == others
+    assert (request.logprobs, request.top_logprobs) == (True, 4)

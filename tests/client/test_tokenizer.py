@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from paceline.client import Client, PreconditionError, _tokenizer
-from paceline.client._options import user_cache_dir
 from paceline.client._tokenizer import TokenizerCache
 
 from .fake_target import DIGEST, TOKENIZER
@@ -75,13 +74,3 @@ async def test_a_folder_that_cannot_be_written_is_no_error(world: World, tmp_pat
 def test_content_must_have_its_digest() -> None:
     with pytest.raises(PreconditionError, match="digest"):
         TokenizerCache(None).add(DIGEST, gzip.compress(TOKENIZER + b" "))
-
-
-def test_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("sys.platform", "linux")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert user_cache_dir() == tmp_path / "paceline"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert user_cache_dir() == Path.home() / ".cache" / "paceline"
-    monkeypatch.setattr("sys.platform", "darwin")
-    assert user_cache_dir() == Path.home() / "Library" / "Caches" / "paceline"

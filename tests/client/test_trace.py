@@ -12,8 +12,6 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import StatusCode
 
 from paceline.client import Client, InvalidRequestError, PacelineError
-from paceline.client._trace import _depth
-from paceline.v1 import tree_pb2
 
 from .conftest import quick_client
 from .fake_target import continuation
@@ -54,42 +52,6 @@ def span_id(span: ReadableSpan) -> str:
 
 def facts(span: ReadableSpan) -> dict[str, object]:
     return dict(span.attributes or {})
-
-
-async def test_every_message_names_the_span_it_belongs_to(
-    world: World, eager: Client, recording: Recording
-) -> None:
-    result = await eager.generate(PROMPT, max_new_tokens=40, seed=SEED, drafter="fake")
-    (root,) = recording.named("text_completion fake")
-    rounds = recording.named("specdec.round")
-    drafts, verifies = recording.named("specdec.draft"), recording.named("specdec.verify")
-    (prefill,) = recording.named("specdec.prefill")
-    assert [r.traceparent[36:52] for r in world.verifier.rounds] == [span_id(s) for s in verifies]
-    assert [c.traceparent[36:52] for c in world.verifier.creates] == [span_id(prefill)]
-    assert [r.traceparent[36:52] for r in world.drafter.rounds] == [span_id(s) for s in drafts]
-    assert [a.traceparent[36:52] for a in world.drafter.attaches] == [span_id(root)]
-    unary = {metadata["traceparent"][36:52] for metadata in world.verifier.metadata}
-    assert span_id(root) in unary
-    ids = {span_id(span) for span in rounds}
-    assert {f"{span.parent.span_id:016x}" for span in (*drafts, *verifies)} <= ids
-    assert {f"{span.parent.span_id:016x}" for span in (*rounds, prefill)} == {span_id(root)}
-    assert [facts(span)["specdec.round.index"] for span in rounds] == list(
-        range(1, len(result.stats.rounds) + 1)
-    )
-    for span, entry in zip(rounds, result.stats.rounds, strict=True):
-        assert facts(span)["specdec.num_draft_tokens"] == entry.drafted
-        assert facts(span)["specdec.num_accepted_draft_tokens"] == entry.accepted
-        assert facts(span)["specdec.num_emitted_tokens"] == entry.emitted
-        if entry.drafted:
-            assert facts(span)["specdec.drafter.version"] == "1"
-    said = facts(root)
-    assert said["gen_ai.usage.output_tokens"] == 40
-    assert said["gen_ai.usage.input_tokens"] == len(PROMPT)
-    assert said["gen_ai.response.finish_reasons"] == ("length",)
-    assert said["gen_ai.provider.name"] == "paceline"
-    assert said["gen_ai.request.model"] == "fake"
-    assert root.status.status_code is StatusCode.UNSET
-    assert not [name for name in map(str, said) if "prompt" in name]
 
 
 async def test_it_is_part_of_the_callers_trace(
@@ -176,13 +138,3 @@ async def test_a_generation_cut_short_ends_its_spans(
     (root,) = recording.named("text_completion fake")
     assert root.status.status_code is StatusCode.UNSET
     assert facts(root)["gen_ai.response.finish_reasons"] == ("cancelled",)
-
-
-def test_depth_of_any_tree() -> None:
-    def depth(*parents: int) -> int:
-        return _depth(tree_pb2.TokenTree(parents=parents))
-
-    assert depth() == 0
-    assert depth(-1, -1) == 1
-    assert depth(-1, 0, 1, 0) == 3
-    assert depth(7, -9, 0) == 2  # of a tree that nobody checked

@@ -1,11 +1,11 @@
 """Tokens and TLS on the way to the services."""
 
-import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
 import pytest
+from certificates import Authority, Pair
 
 from paceline.client import (
     Client,
@@ -25,27 +25,22 @@ QUICK = RetryOptions(budget=0.3, first_delay=0.05)
 
 
 @pytest.fixture(scope="module")
-def pki(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An authority, and a server and a client that it signed."""
-    folder = tmp_path_factory.mktemp("pki")
-    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
-    signed = ["-CA", "authority.pem", "-CAkey", "authority.key"]
-    host = ["-addext", "subjectAltName=DNS:verifier.example"]
-    for name, more in (("authority", []), ("server", signed + host), ("client", signed)):
-        command = ["openssl", "req", "-x509", *key, "-subj", f"/CN={name}", *more]
-        command += ["-keyout", f"{name}.key", "-out", f"{name}.pem"]
-        subprocess.run(command, cwd=folder, check=True, capture_output=True)
-    return folder
+def pki(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Pair, Pair]:
+    """An authority's certificate, and a server and a client that it signed."""
+    authority = Authority(tmp_path_factory.mktemp("pki") / "authority")
+    server = authority.sign("server", "DNS:verifier.example")
+    return authority.cert, server, authority.sign("client")
 
 
 @pytest.fixture
-async def secure(pki: Path) -> AsyncIterator[tuple[str, FakeVerifier]]:
+async def secure(pki: tuple[Path, Pair, Pair]) -> AsyncIterator[tuple[str, FakeVerifier]]:
     """A verifier that demands certificates."""
     verifier, server = FakeVerifier(), grpc.aio.server()
+    authority, pair, _ = pki
     verifier_pb2_grpc.add_VerifierServiceServicer_to_server(verifier, server)
     credentials = grpc.ssl_server_credentials(
-        [((pki / "server.key").read_bytes(), (pki / "server.pem").read_bytes())],
-        root_certificates=(pki / "authority.pem").read_bytes(),
+        [(pair.key.read_bytes(), pair.cert.read_bytes())],
+        root_certificates=authority.read_bytes(),
         require_client_auth=True,
     )
     port = server.add_secure_port("127.0.0.1:0", credentials)
@@ -54,14 +49,11 @@ async def secure(pki: Path) -> AsyncIterator[tuple[str, FakeVerifier]]:
     await server.stop(None)
 
 
-async def test_mutual_tls_and_a_token(pki: Path, secure: tuple[str, FakeVerifier]) -> None:
-    address, verifier = secure
-    tls = TlsOptions(
-        ca=pki / "authority.pem",
-        cert=pki / "client.pem",
-        key=pki / "client.key",
-        server_name="verifier.example",
-    )
+async def test_mutual_tls_and_a_token(
+    pki: tuple[Path, Pair, Pair], secure: tuple[str, FakeVerifier]
+) -> None:
+    (address, verifier), (authority, _, own) = secure, pki
+    tls = TlsOptions(authority, own.cert, own.key, server_name="verifier.example")
     async with Client(address, tls=tls, token="secret", cache_dir=None) as client:
         result = await client.generate(PROMPT, max_new_tokens=20, seed=5)
     assert result.token_ids == continuation(PROMPT, 20, 5)
@@ -69,10 +61,10 @@ async def test_mutual_tls_and_a_token(pki: Path, secure: tuple[str, FakeVerifier
 
 
 async def test_a_client_without_certificate_is_refused(
-    pki: Path, secure: tuple[str, FakeVerifier]
+    pki: tuple[Path, Pair, Pair], secure: tuple[str, FakeVerifier]
 ) -> None:
     address, verifier = secure
-    anonymous = TlsOptions(ca=pki / "authority.pem", server_name="verifier.example")
+    anonymous = TlsOptions(ca=pki[0], server_name="verifier.example")
     for tls in (None, anonymous):
         async with Client(address, tls=tls, cache_dir=None, retry=QUICK) as client:
             with pytest.raises(UnavailableError):

@@ -18,7 +18,8 @@ import pytest
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
 from mutations import Fuzzer
-from system_support import VOCABULARY, make_prompts, write_model, write_tokenizer
+from system_support import make_prompts
+from tiny_models import VOCABULARY, write_model, write_tokenizer
 
 from paceline.client import Client
 from paceline.client._errors import from_rpc_error

@@ -1,7 +1,6 @@
 import asyncio
 import subprocess
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -79,13 +78,6 @@ async def serve() -> AsyncIterator[Serve]:
             return await stack.enter_async_context(served(ServerOptions(address, **options)))
 
         yield start
-
-
-@pytest.fixture
-def short_folder() -> Iterator[Path]:
-    """A folder whose path is short enough for unix sockets."""
-    with tempfile.TemporaryDirectory(prefix="pl") as folder:
-        yield Path(folder)
 
 
 class ToyProcess:

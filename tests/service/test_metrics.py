@@ -4,9 +4,6 @@ import asyncio
 import http.client
 import socket
 import ssl
-import sys
-from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -148,25 +145,3 @@ async def test_an_address_in_use_is_refused(serve: Serve) -> None:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(OptionsError, match=f"cannot serve metrics on {address}: .*in use"):
             await serve(metrics_address=address)
-
-
-async def test_without_an_address_nothing_is_imported(tmp_path: Path) -> None:
-    """Neither the endpoint nor the Prometheus client."""
-    program = """
-import asyncio, sys
-from paceline.service import ServerOptions, run_server
-from service.toy import Toy
-async def main():
-    stop = asyncio.Event()
-    await run_server(Toy(), ServerOptions("127.0.0.1:0"), on_ready=lambda _: stop.set(),
-                     stop_event=stop)
-asyncio.run(main())
-print([name for name in sys.modules if name.startswith(("prometheus", "opentelemetry"))])
-"""
-    run: Any = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", program),
-        stdout=asyncio.subprocess.PIPE,
-        cwd=Path(__file__).parents[1],
-    )
-    output, _ = await run.communicate()
-    assert output.decode().strip() == "[]"

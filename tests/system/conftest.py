@@ -11,15 +11,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from system_support import (
-    FAMILIES,
-    HOSTILE,
-    SPAWNED,
-    THREADS,
-    shared_memory_segments,
-    write_model,
-    write_tokenizer,
-)
+from system_support import HOSTILE, SPAWNED, THREADS, shared_memory_segments
+from tiny_models import FAMILIES, write_model, write_tokenizer
 
 from paceline.harness import ServiceProcess
 

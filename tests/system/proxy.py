@@ -6,11 +6,17 @@ from typing import Self
 
 
 class Proxy:
-    """Forwards a loopback port to `target` ("unix:path"); `cut` breaks what is connected."""
+    """Forwards a loopback port to `target` ("unix:path"); `cut` breaks what is connected.
+
+    Attributes:
+        delay: Of everything that is sent, one way. Unit: seconds.
+        down: Whether new connections are refused.
+    """
 
     def __init__(self, target: str, delay: float = 0.0) -> None:
         self._path = target.removeprefix("unix:")
         self.delay = delay
+        self.down = False
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
@@ -44,6 +50,9 @@ class Proxy:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.down:
+            writer.transport.abort()
+            return
         try:
             far_reader, far_writer = await asyncio.open_unix_connection(self._path)
         except OSError:

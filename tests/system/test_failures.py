@@ -1,16 +1,21 @@
 """No failure of a process or connection changes a text."""
 
 import asyncio
+import os
 import random
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from proxy import Proxy
-from system_support import EAGER, THREADS, make_prompts, shared_memory_segments
+from system_support import EAGER, THREADS, generate_and, make_prompts, shared_memory_segments
 
 from paceline.client import Client, DraftOptions, RetryOptions
+from paceline.drafter.kv.access import VerifierAccess
+from paceline.drafter.kv.errors import KvGone
+from paceline.drafter.kv.exchange import KvExchange
 from paceline.harness import ServiceProcess
 
 TOKENS = 96
@@ -124,6 +129,53 @@ async def test_drafter_killed_and_back(services: tuple[ServiceProcess, ServicePr
         assert again == expected
 
 
+async def test_a_drafter_stalls_while_it_maps_a_cache(
+    services: tuple[ServiceProcess, ServiceProcess],
+) -> None:
+    """The verifier frees the memory of an ended text that a stopped drafter still maps."""
+    verifier, drafter = services
+    (prompt,) = make_prompts(1, seed=7)
+    before = shared_memory_segments()
+    impatient = DraftOptions(first_delay=0.01, longest_delay=0.05, adaptive=False)
+    async with client_of(verifier.address, drafter.address, impatient) as client:
+        expected = await generate_and(client, prompt, "none", 256)
+
+        def stall() -> None:
+            os.kill(drafter.pid, signal.SIGSTOP)
+
+        try:
+            text = await generate_and(client, prompt, "mapped", 256, stall)
+            assert shared_memory_segments() == before
+        finally:
+            os.kill(drafter.pid, signal.SIGCONT)
+        assert text.token_ids == expected.token_ids
+
+
+async def test_a_mapping_outlives_its_verifier(
+    services: tuple[ServiceProcess, ServiceProcess],
+) -> None:
+    verifier, _ = services
+    (prompt,) = make_prompts(1, seed=8)
+    async with Client(verifier.address) as client:
+        kept = client.generate(prompt, max_new_tokens=1, keep_cache=True)
+        await kept
+        assert kept._verifier is not None
+        exchange = KvExchange(VerifierAccess())
+        kv = await exchange.map_cache(verifier.address, kept._verifier.read_grant, (0, -1))
+        await exchange.close()
+        kv.check()
+        keys, _ = kv.layer(-1)
+        assert kv.committed == len(prompt)
+        copy = keys[:, : kv.committed].clone()
+        verifier.kill()
+        with pytest.raises(KvGone, match="verifier of the cache has ended"):
+            kv.check()
+        verifier.start()  # it sweeps what the dead one left
+    assert kv.committed == len(prompt)
+    assert keys[:, : kv.committed].equal(copy)
+    kv.close()
+
+
 async def test_connections_dropped_and_delayed(
     services: tuple[ServiceProcess, ServiceProcess],
 ) -> None:
@@ -150,6 +202,39 @@ async def test_connections_dropped_and_delayed(
             output, _ = await outputs(client, prompts, DRAFTERS)
             assert output == expected
     expect_integrity(verifier)
+
+
+async def test_a_bad_link_between_drafter_and_verifier(
+    services: tuple[ServiceProcess, ServiceProcess], models: dict[str, Path]
+) -> None:
+    """A drafter that follows KV over a slow link, which breaks, goes down and comes back."""
+    verifier, _ = services
+    prompts = make_prompts(3, seed=4)
+    names = [name for name, way in SELFSPEC.items() if "kv=follow" in way]
+    loads = [f"--load={n}=selfspec:{models['llama']},context=24,{SELFSPEC[n]}" for n in names]
+    loop = asyncio.get_running_loop()
+    async with Proxy(verifier.address) as link:
+        arguments = [*loads, "--kv-address", link.address]
+        async with (
+            ServiceProcess("drafter", arguments, environment=THREADS) as drafter,
+            client_of(verifier.address, drafter.address, EAGER) as client,
+        ):
+            expected, _ = await outputs(client, prompts, ["none"])
+
+            def go_down() -> None:
+                link.down = True
+                loop.call_soon_threadsafe(link.cut)
+
+            link.delay = 0.02
+            assert await outputs(client, prompts, names) == (expected, {})
+            output, _ = await outputs(client, prompts, names, go_down)
+            assert output == expected
+            output, failures = await outputs(client, prompts, names)
+            assert output == expected
+            assert failures
+            link.down = False
+            output, _ = await outputs(client, prompts, names)
+            assert output == expected
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])

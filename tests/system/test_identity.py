@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from system_support import (
     EAGER,
-    FAMILIES,
     HOSTILE,
     THREADS,
     generate_all,
@@ -15,6 +14,7 @@ from system_support import (
     make_prompts,
     reference,
 )
+from tiny_models import FAMILIES
 
 from paceline.client import Client
 from paceline.harness import ServiceProcess

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from system_support import (
     EAGER,
-    FAMILIES,
     THREADS,
     generate_all,
     ids_of,
@@ -16,6 +15,7 @@ from system_support import (
     write_block,
     write_layer,
 )
+from tiny_models import FAMILIES
 
 from paceline.client import Client
 from paceline.harness import ServiceProcess

@@ -11,7 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from system_support import EAGER, VOCABULARY, make_prompts
+from system_support import EAGER, make_prompts
+from tiny_models import VOCABULARY
 
 from paceline.cli.main import main
 from paceline.client import Client, GenerationResult

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from system_support import EAGER, VOCABULARY, make_prompts, write_tokenizer
+from system_support import EAGER, make_prompts
+from tiny_models import VOCABULARY, write_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline.client import Client

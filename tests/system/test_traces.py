@@ -45,37 +45,37 @@ def traced(
             yield collector, verifier, drafter
 
 
-GENERATE = """
-import json, sys, uvloop
-from paceline.cli.generate import as_json
-from paceline.client import Client, DraftOptions
-from paceline.telemetry.exporters import traced
-verifier, drafter, name, prompt = sys.argv[1:]
-async def main():
-    # Every round drafts, however slow the machine is.
-    patient = DraftOptions(timeout=60, adaptive=False)
-    async with Client(verifier, drafter=drafter, drafting=patient, cache_dir=None) as client:
-        return await client.generate(prompt, max_new_tokens=40, drafter=name, seed=1)
-with traced("paceline-client"):
-    print(json.dumps(as_json(uvloop.run(main()))))
-"""
-
-
 def generate(
     verifier: ServiceProcess, drafter: ServiceProcess, name: str, environment: dict[str, str]
 ) -> dict[str, Any]:
-    """A generation by a client in a process of its own, as `paceline generate --json` has it."""
+    """A generation of `paceline generate`, which drafts in every round."""
+    options = ["--seed", "1", "--json", "--draft-always", "--draft-timeout", "60"]
+    shown = paceline("generate", verifier, drafter, name, environment, *options)
+    result: dict[str, Any] = json.loads(shown)
+    return result
+
+
+def paceline(
+    command: str,
+    verifier: ServiceProcess,
+    drafter: ServiceProcess,
+    name: str,
+    environment: dict[str, str],
+    *options: str,
+) -> str:
+    """What a command prints, in a process of its own, after generating with a drafter."""
+    words = [command, PROMPT, "--max-new-tokens", str(TOKENS), "--drafter", name, *options]
+    words += ["--verifier-address", verifier.address, "--drafter-address", drafter.address]
     done = subprocess.run(
-        [sys.executable, "-c", GENERATE, verifier.address, drafter.address, name, PROMPT],
+        [sys.executable, "-m", "paceline.cli.main", *words],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
+    return done.stdout
 
 
 def released(spans: list[Received]) -> bool:
@@ -135,7 +135,13 @@ def test_three_processes_make_one_tree(
     collector.wait(complete)
     tree = Tree(collector.spans)
     assert tree.root.name == "text_completion llama"
-    assert tree.root.attributes["gen_ai.usage.output_tokens"] == TOKENS
+    facts = tree.root.attributes
+    assert facts["gen_ai.usage.output_tokens"] == TOKENS
+    assert facts["gen_ai.usage.input_tokens"] == result["usage"]["prompt_tokens"]
+    assert facts["gen_ai.response.finish_reasons"] == ["length"]
+    assert facts["gen_ai.provider.name"] == "paceline"
+    assert facts["gen_ai.request.model"] == "llama"
+    assert PROMPT not in str(facts)
     children = Counter(span.name for span in tree.children(tree.root))
     assert children.pop("paceline.v1.VerifierService/GetModel") > 0
     assert children == {
@@ -160,7 +166,10 @@ def test_three_processes_make_one_tree(
 def expect_numbers(tree: "Tree", stats: dict[str, Any]) -> None:
     """Client and verifier report the same rounds, which add up to the client's statistics."""
     drafted = accepted = 0
-    for span in tree.named("specdec.round"):
+    rounds = sorted(tree.named("specdec.round"), key=lambda span: span.began_ns)
+    indices = [span.attributes["specdec.round.index"] for span in rounds]
+    assert indices == list(range(1, 1 + stats["rounds"]))
+    for span in rounds:
         facts = span.attributes
         (verify,) = (s for s in tree.children(span) if s.name == "specdec.verify")
         (seen,) = tree.children(verify)
@@ -248,34 +257,14 @@ class Tree:
         return {self._spans[span.parent].name for span in spans}
 
 
-# If it hangs, it prints its stack.
-TRACE = """
-import faulthandler, sys
-faulthandler.dump_traceback_later(500, exit=True)
-from paceline.cli.main import main
-sys.exit(main(["trace", *sys.argv[1:]]))
-"""
-
-
 def test_paceline_trace_shows_a_generation_of_its_own(
     traced: tuple[Collector, ServiceProcess, ServiceProcess], tmp_path: Path
 ) -> None:
     """Whatever the services export, and to whom."""
     _, verifier, drafter = traced
     page = tmp_path / "page.html"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-c", TRACE, PROMPT, "--html", str(page)),
-            *("--max-new-tokens", "20", "--drafter", "lm"),
-            *("--verifier-address", verifier.address, "--drafter-address", drafter.address),
-        ],
-        env={**os.environ, "COLUMNS": "170"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "20 tokens" in done.stdout
-    assert "prefill" in done.stdout
+    html, wide = ("--html", str(page)), {"COLUMNS": "170"}
+    shown = paceline("trace", verifier, drafter, "lm", wide, *html)
+    assert f"{TOKENS} tokens" in shown
+    assert "prefill" in shown
     assert "prefill" in page.read_text()

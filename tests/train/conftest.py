@@ -20,6 +20,7 @@ from paceline.train.corpus import Corpus, load_corpus
 from paceline.train.loop import Run
 from paceline.train.model import build_model
 from paceline.train.preset import PRESETS, Preset
+from paceline.train.schedule import Stage
 from paceline.train.tokenizer import load_tokenizer, train_tokenizer
 
 
@@ -44,7 +45,7 @@ def preset() -> Preset:
         context=128,
         files=6,
         heldout_files=2,
-        shapes=((0, 4, 32), (0.9, 1, 128)),
+        stages=(Stage("short", 0.9, rows=4, length=32), Stage("long", 0.1, rows=1, length=128)),
         vocabulary=320,
     )
 

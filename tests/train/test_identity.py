@@ -110,7 +110,6 @@ def test_a_model_is_replaced_only_with_force(
     train_target(corpus, preset, replace(run, force=True), out)
     assert not (out / "calibration.json").exists(), "of the model that was there"
     assert (out / "kept").is_dir()
-    assert (out / "training.json").is_file()
 
 
 def test_what_is_no_model_is_never_replaced(

@@ -47,13 +47,13 @@ def test_own_texts_are_what_the_target_emits(target: Path, tmp_path: Path) -> No
     """Each text is the same as when it is written alone."""
     decoder = Decoder.load(target)
     document, path = list(range(1, 201)), tmp_path / "own.safetensors"
-    texts = own_texts(decoder, [document], 6, 0, path)
+    texts = own_texts(decoder, [document], 3, 0, path)
     for number, text in enumerate(texts):
         assert text[:128] == list(range(text[0], text[0] + 128))
         task = Task(text[:128], SamplingParams(temperature=number % 2, seed=number), 384)
         [(_, alone)] = write_texts(decoder, [task], stop=0)
         assert text[128:] == [token for token in alone if token]
-    assert own_texts(decoder, [], 6, 0, path) == texts, "read from the file"
+    assert own_texts(decoder, [], 3, 0, path) == texts, "read from the file"
     with pytest.raises(ValueError, match="no document has 128 tokens"):
         own_texts(decoder, [[1, 2]], 1, 0, tmp_path / "other.safetensors")
 

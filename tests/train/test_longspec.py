@@ -14,7 +14,7 @@ from paceline.drafter.methods.longspec import LongSpecConfig, LongSpecModel, lag
 from paceline.train.longspec.lagged import LaggedLayer
 from paceline.train.longspec.objective import CHUNK, SINKS, divergence, offset_positions
 from paceline.train.longspec.preset import PRESETS
-from paceline.train.schedule import StagePlan
+from paceline.train.schedule import Plan
 
 _WINDOW = 8
 
@@ -100,7 +100,7 @@ def test_the_fused_loss_is_the_divergence_and_so_is_its_gradient(rows: int) -> N
 @pytest.mark.parametrize("name", PRESETS)
 def test_stages_follow_one_another_at_falling_rates(name: str) -> None:
     preset = PRESETS[name]
-    plan = StagePlan(preset.stages, minutes=10, steps=1000, own=7)
+    plan = Plan(preset.stages, minutes=10, steps=1000, focus=7)
     begun = 0.0
     for stage in preset.stages:
         assert plan.stage(begun + 1e-9)[0] is stage
@@ -109,7 +109,7 @@ def test_stages_follow_one_another_at_falling_rates(name: str) -> None:
         assert plan.rate(500, middle) == pytest.approx(stage.rate * 0.55)
         assert plan.rate(500, end) == pytest.approx(stage.rate * 0.1, rel=0.01)
         assert plan.shape(middle) == (stage.rows, stage.length)
-        assert plan.documents(middle) == (7 if stage.own else None)
+        assert plan.documents(middle) == (7 if stage.focus else None)
         begun += stage.share
     assert plan.rate(0, 0.0) < 0.1 * preset.stages[0].rate
     assert plan.progress(step=500, elapsed=0) == 0.5

@@ -18,8 +18,6 @@ from paceline.train.loop import Run, train
 from paceline.train.model import build_model
 from paceline.train.optim import Optimizer
 from paceline.train.preset import Preset
-from paceline.train.prompts import Prompt
-from paceline.train.schedule import Schedule
 from paceline.train.target import train_target
 
 MakeRun = Callable[..., Run]
@@ -38,7 +36,7 @@ def fit(
         at_step(next(steps))
         return next_token_loss(forward, batches.stream[places])
 
-    plan = Schedule(preset, run.minutes, run.steps)
+    plan = preset.plan(run.minutes, run.steps)
     optimizer = Optimizer(model, preset.muon_rate, preset.adamw_rate)
     progress = train(model, loss, batches, optimizer, plan, run)
     return model, [row["loss"] for row in progress.log if "loss" in row]
@@ -69,16 +67,14 @@ def test_the_model_folder_is_what_transformers_reads(
     corpus: Corpus, preset: Preset, make_run: MakeRun, tmp_path: Path
 ) -> None:
     out = tmp_path / "target"
-    prompt = Prompt("sum", "heldout", "def add_1(a, b):\n")
-    trained = train_target(corpus, preset, make_run("run", steps=4), out, [prompt])
+    trained = train_target(corpus, preset, make_run("run", steps=4), out)
     assert {t.dtype for t in load_file(out / "model.safetensors").values()} == {torch.bfloat16}
     tokenizer = AutoTokenizer.from_pretrained(out)
     model = AutoModelForCausalLM.from_pretrained(out)
-    ids = torch.tensor([tokenizer.encode(prompt.text)])
+    ids = torch.tensor([tokenizer.encode("def add_1(a, b):\n")])
     assert torch.equal(model(ids).logits, trained(ids).logits)
     assert model.config.max_position_embeddings == preset.context
     card = (out / "README.md").read_text()
-    assert "| sum | held-out files |" in card
-    assert "32 random positions" in card
+    assert "32 random\npositions" in card
     assert str(tmp_path) not in card
     assert len(json.loads((out / "corpus.json").read_text())["heldout"]) == 2

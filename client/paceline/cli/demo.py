@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -18,7 +17,7 @@ from rich.text import Text
 from paceline.cli.errors import exit_with
 from paceline.cli.service_process import run_async
 from paceline.client import Client, Generation, GenerationResult, PacelineError
-from paceline.harness import ProcessFailed, local_services
+from paceline.harness import ProcessFailed, local_services, read_prompts
 
 _DRAFTED = "bold green"
 _CPU = "--device=cpu"  # on the CPU, tokens are bit-identical
@@ -49,8 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=METHOD[:DIR]",
         help="drafter to run, repeatable; default: ngram, and those in MODELS",
     )
-    add("--prompts", type=Path, metavar="FILE", help="JSON lines with a text field")
-    add("--prompt-id", metavar="ID", help="id of the prompt; default: the first")
+    add("--prompts", type=Path, metavar="FILE", help="its first prompt is used")
     add("--max-new-tokens", type=int, default=192, metavar="N", help="default: %(default)s")
     add("--temperature", type=float, default=0.0, metavar="T", help="0: greedy (default)")
     add("--seed", type=int, default=1, metavar="S", help="default: %(default)s")
@@ -62,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         models = args.models or _demo_models()
         target = args.target or models / "target"
         load = args.load or _drafters(models, target)
-        prompt = _prompt(args.prompts or models / _PROMPTS, args.prompt_id)
+        prompt = str(read_prompts(args.prompts or models / _PROMPTS)[0])
         if not (target.is_file() or (target / "config.json").is_file()):
             raise FileNotFoundError(f"{target} is no model: give --target a folder or GGUF file")
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
@@ -176,13 +174,3 @@ def _drafters(models: Path, target: Path) -> list[str]:
         if (models / name / "config.json").is_file():
             load.append(f"{name}={name}:{models / name}{options}")
     return load
-
-
-def _prompt(file: Path, prompt_id: str | None) -> str:
-    """Text of the prompt with this id, or of the first one."""
-    entries = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line]
-    for entry in entries:
-        if prompt_id is None or entry.get("id") == prompt_id:
-            return str(entry["text"])
-    known = ", ".join(str(entry.get("id")) for entry in entries)
-    raise ValueError(f"{file} has no prompt {prompt_id!r}; it has: {known or 'none'}")

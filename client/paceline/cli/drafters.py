@@ -1,8 +1,8 @@
 """`paceline drafters`: manages the drafters of a running drafter service."""
 
 import argparse
+import asyncio
 import json
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -14,15 +14,24 @@ from rich.table import Table
 
 from paceline.cli.connection import (
     add_connection_arguments,
+    client_of,
     drafter_address,
     metadata_of,
     open_channel,
     verifier_address,
 )
-from paceline.cli.drafter_check import CheckFailedError, check, checked_prompts
-from paceline.client._errors import PacelineError, from_rpc_error
+from paceline.cli.errors import CommandError, exit_with
+from paceline.client import DraftOptions, PacelineError
+from paceline.client._errors import from_rpc_error
+from paceline.harness import read_prompts
 from paceline.service.options import OptionsError
 from paceline.v1 import drafter_pb2, drafter_pb2_grpc
+
+_CHECK_TOKENS = 32
+"""New tokens of each prompt of a check."""
+
+_CHECK_TIMEOUT = 30.0
+"""Longest wait for a tree in a check. Speed is for a canary to judge. Unit: seconds."""
 
 Call = Callable[[str, Any], Any]
 """Calls the registry's RPC of this name with a request; its response."""
@@ -94,8 +103,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Call the registry. Returns 0 on success, 1 if the service refused, 2 for bad arguments."""
-    try:
+    """Call the registry; fails with code 1 if the service refuses, 2 for bad arguments."""
+    with exit_with(2, OptionsError, PacelineError):
         metadata = metadata_of(args)
         with open_channel(args.address, args) as channel:
             stub: Any = drafter_pb2_grpc.DrafterRegistryServiceStub
@@ -104,16 +113,13 @@ def run(args: argparse.Namespace) -> int:
             def call(rpc: str, request: Any) -> Any:
                 return getattr(registry, rpc)(request, timeout=args.timeout, metadata=metadata)
 
-            args.action(args, call)
-    except CheckFailedError as error:
-        return _fail(str(error), code=1)
-    except (OptionsError, PacelineError) as error:
-        return _fail(str(error), code=2)
-    except grpc.RpcError as error:
-        # The error of a blocking call has the same methods as that of an async one.
-        failure = from_rpc_error(cast(Any, error))
-        reason = f" [{failure.reason}]" if failure.reason else ""
-        return _fail(f"{args.address}: {failure.message}{reason}", code=1)
+            try:
+                args.action(args, call)
+            except grpc.RpcError as error:
+                # The error of a blocking call has the same methods as that of an async one.
+                failure = from_rpc_error(cast(Any, error))
+                reason = f" [{failure.reason}]" if failure.reason else ""
+                raise CommandError(f"{args.address}: {failure.message}{reason}", 1) from error
     return 0
 
 
@@ -154,13 +160,14 @@ def _load(args: argparse.Namespace, call: Call) -> None:
         options=dict(args.option),
         activate=args.activate and args.check is None,
     )
-    prompts = [] if args.check is None else checked_prompts(args.check)
+    with exit_with(2, OSError, ValueError):
+        prompts = [] if args.check is None else read_prompts(args.check)
     info = call("LoadDrafter", request).drafter
     if args.check is not None:
         which = {"name": info.name, "version": info.version}
         try:
-            checked = check(args, f"{info.name}@{info.version}", prompts)
-        except PacelineError:
+            checked = asyncio.run(_check(args, f"{info.name}@{info.version}", prompts))
+        except (CommandError, PacelineError):
             call("UnloadDrafter", drafter_pb2.UnloadDrafterRequest(**which, force=True))
             raise
         if args.activate:
@@ -168,6 +175,44 @@ def _load(args: argparse.Namespace, call: Call) -> None:
             info = call("ActivateDrafter", activate).drafter
         info.check.CopyFrom(checked)
     _show([info], "", args.json)
+
+
+async def _check(
+    args: argparse.Namespace, drafter: str, prompts: list[str | list[int]]
+) -> drafter_pb2.DrafterCheck:
+    """Generates greedily for every prompt with a loaded version, `NAME@VERSION`, of a drafter.
+
+    It works for methods of every kind. The check of the drafter service (`paceline drafter
+    --recordings`) does not run methods that read the target's KV or hidden states.
+
+    Raises:
+        CommandError: The drafter failed, timed out, or drafted an invalid tree or none.
+        PacelineError: The verifier cannot be reached or refuses a prompt.
+    """
+    rounds, accepted, draft_ms, why = 0, 0, 0.0, ""
+    services = argparse.Namespace(**vars(args), drafter_address=args.address)
+    drafting = DraftOptions(timeout=_CHECK_TIMEOUT, adaptive=False)
+    async with client_of(services, drafting=drafting) as client:
+        for prompt in prompts:
+            result = await client.generate(
+                prompt, max_new_tokens=_CHECK_TOKENS, drafter=drafter, deadline=args.timeout
+            )
+            stats = result.stats
+            if stats.fallbacks:
+                why = f"failures while drafting: {dict(stats.fallbacks)}"
+                break
+            rounds += stats.drafted_rounds
+            accepted += stats.accepted
+            draft_ms += stats.draft_ms
+    if why or not rounds:
+        why = why or "it drafted no tree"
+        raise CommandError(f"{drafter} was loaded, failed the check and was unloaded: {why}", 1)
+    return drafter_pb2.DrafterCheck(
+        texts=len(prompts),
+        rounds=rounds,
+        accepted_length=accepted / rounds,
+        draft_us=round(draft_ms / rounds * 1e3),
+    )
 
 
 def _activate(args: argparse.Namespace, call: Call) -> None:
@@ -263,8 +308,3 @@ def _as_dict(message: Message) -> dict[str, object]:
         else:
             found[field.name] = list(value) if field.is_repeated else value
     return found
-
-
-def _fail(message: str, code: int) -> int:
-    print(f"paceline drafters: {message}", file=sys.stderr)
-    return code

@@ -118,16 +118,7 @@ def run(args: argparse.Namespace) -> int:
 
 def as_json(result: GenerationResult) -> dict[str, object]:
     """A result as JSON-ready values."""
-    return {
-        "text": result.text,
-        "token_ids": result.token_ids,
-        "logprobs": result.logprobs and list(map(dataclasses.asdict, result.logprobs)),
-        "finish_reason": result.finish_reason,
-        "stop_string": result.stop_string,
-        "seed": result.seed,
-        "usage": dataclasses.asdict(result.usage),
-        "stats": result.stats.summary(),
-    }
+    return {**dataclasses.asdict(result), "stats": result.stats.summary()}
 
 
 async def _generate(client: Client, generation: Generation, *, show: bool) -> GenerationResult:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from paceline.cli.errors import CommandError, exit_with
 from paceline.cli.service_process import run_async
@@ -22,14 +20,11 @@ from paceline.tune import (
     TuneError,
     TuningRun,
     TuningServices,
-    run_count,
     to_table,
     to_toml,
     tune,
 )
-
-if TYPE_CHECKING:
-    from paceline.drafter import DrafterSpec
+from paceline.v1.drafter_pb2 import LoadDrafterRequest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,67 +66,45 @@ def run(args: argparse.Namespace) -> int:
         verifier: dict[str, str | bool] = {"target": str(args.target.resolve())}
         if args.weights is not None:
             verifier["weights"] = args.weights
+        options = dict(spec.options)
         if spec.method == "selfspec":
             verifier["share-weights"] = True
-        prompts = read_prompts(args.prompts)[: args.count]
-        steps, baseline = run_async(_measure(args, spec, folder, verifier, prompts))
-        _write(args, spec, folder, verifier, steps, baseline)
-    return 0
-
-
-async def _measure(
-    args: argparse.Namespace,
-    spec: DrafterSpec,
-    folder: Path,
-    verifier: Mapping[str, str | bool],
-    prompts: Sequence[str | list[int]],
-) -> tuple[list[Step], float]:
-    """All steps, and the speed without a drafter in tokens/s."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
-        task = progress.add_task("starting", total=run_count(spec.method))
-
-        def show(run: TuningRun) -> None:
-            speed = f"{run.accepted_length:.2f} accepted, {run.tokens_per_second:.1f} tokens/s"
-            progress.update(task, advance=1, description=f"{run.label}: {speed}")
-
         services = TuningServices(
             [
                 f"--{name}" if value is True else f"--{name}={value}"
                 for name, value in verifier.items()
             ],
-            spec.method,
-            folder,
-            spec.options,
-            prompts,
+            LoadDrafterRequest(method=spec.method, folder=str(folder), options=options),
+            read_prompts(args.prompts)[: args.count],
             tokens=args.tokens,
             temperature=args.temperature,
-            roots=spec.folders,
-            on_run=show,
+            roots=[folder, *spec.folders],
+            on_run=_show,
         )
-        async with services:
-            return await tune(spec.method, services.measure), services.baseline
-
-
-def _write(
-    args: argparse.Namespace,
-    spec: DrafterSpec,
-    folder: Path,
-    verifier: Mapping[str, str | bool],
-    steps: Sequence[Step],
-    baseline: float,
-) -> None:
-    """Writes the config file, the page and the terminal's tables."""
-    options = {**spec.options, **steps[-1].chosen.options}
-    if "share-weights" in verifier:
-        # `serve` starts both services at once: the drafter must wait for the shared weights.
-        options.setdefault("weights", "shared")
-    tail = "".join(f",{name}={value}" for name, value in options.items())
-    load = f"{spec.name}={spec.method}:{folder}{tail}"
-    page: Path = args.html or args.output.with_suffix(".html")
-    args.output.write_text(to_toml(verifier, load, steps, baseline), encoding="utf-8")
-    tables = [to_table(step, baseline) for step in steps]
-    title = f"paceline tune {spec.method}: {baseline:.1f} tokens/s without a drafter"
-    write_html(page, title, *tables)
+        steps, baseline = run_async(_measure(services, spec.method))
+        options |= steps[-1].chosen.options
+        if spec.method == "selfspec":
+            # `serve` starts both services at once: the drafter must wait for the shared weights.
+            options.setdefault("weights", "shared")
+        tail = "".join(f",{name}={value}" for name, value in options.items())
+        load = f"{spec.name}={spec.method}:{folder}{tail}"
+        args.output.write_text(to_toml(verifier, load, steps, baseline), encoding="utf-8")
+        page = args.html or args.output.with_suffix(".html")
+        tables = [to_table(step, baseline) for step in steps]
+        title = f"paceline tune {spec.method}: {baseline:.1f} tokens/s without a drafter"
+        write_html(page, title, *tables)
     Console().print(*tables)
     print(f"written: {args.output} (paceline serve --config {args.output}), {page}")
+    return 0
+
+
+async def _measure(services: TuningServices, method: str) -> tuple[list[Step], float]:
+    """All steps, and the speed without a drafter in tokens/s."""
+    async with services:
+        return await tune(method, services.measure), services.baseline
+
+
+def _show(run: TuningRun) -> None:
+    """Prints a run as it ends; there are about twenty of them."""
+    speed = f"{run.accepted_length:.2f} accepted, {run.tokens_per_second:.1f} tokens/s"
+    print(f"{run.label}: {speed}", file=sys.stderr, flush=True)

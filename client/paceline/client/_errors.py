@@ -17,8 +17,8 @@ PacelineError
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import grpc
@@ -147,34 +147,21 @@ def _details(
     return info, retry_after
 
 
-class _RpcErrors:
+@contextmanager
+def rpc_errors() -> Iterator[None]:
     """Context manager around a gRPC call that raises exceptions of this module only.
 
     grpc.aio raises `asyncio.CancelledError` for a status CANCELLED of the peer. Unless the running
     task was cancelled, that is a broken connection.
     """
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is None:
-            return
-        if isinstance(error, grpc.aio.AioRpcError):
-            raise from_rpc_error(error) from None
-        if isinstance(error, asyncio.CancelledError):
-            task = asyncio.current_task()
-            if task is not None and not task.cancelling():
-                raise UnavailableError("the peer cancelled the call") from None
-        if isinstance(error, (asyncio.InvalidStateError, grpc.aio.UsageError)):
-            raise UnavailableError(f"the call has ended: {error}") from None
-
-
-rpc_errors = _RpcErrors()
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from None
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise UnavailableError("the peer cancelled the call") from None
+    except (asyncio.InvalidStateError, grpc.aio.UsageError) as error:
+        raise UnavailableError(f"the call has ended: {error}") from None

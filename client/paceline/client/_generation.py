@@ -254,10 +254,7 @@ class Generation:
             self._drafter,
             self._output,
             self._chunks,
-            options,
-            model.facts,
-            self.stats,
-            self._trace,
+            context,
             eager=not shared.drafting.adaptive,
         )
 

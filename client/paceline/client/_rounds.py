@@ -8,11 +8,10 @@ from paceline.telemetry.names import Span
 from paceline.v1 import drafter_pb2, tree_pb2, verifier_pb2
 
 from ._chunks import ChunkQueue
+from ._context import GenerationContext
 from ._drafter import DrafterSession
-from ._options import GenerationOptions
 from ._output import Output
-from ._stats import RoundStats, Stats
-from ._trace import GenerationTrace
+from ._stats import RoundStats
 from ._verifier import VerifierSession
 
 # Steps of a free run: where drafting is off or does not pay, where the drafter is not ready or
@@ -38,23 +37,18 @@ class Rounds:
         drafter: DrafterSession | None,
         output: Output,
         chunks: ChunkQueue,
-        options: GenerationOptions,
-        facts: verifier_pb2.GetModelResponse,
-        stats: Stats,
-        trace: GenerationTrace | None = None,
+        context: GenerationContext,
         *,
-        eager: bool = False,
+        eager: bool,
     ) -> None:
         self._verifier = verifier
         self._drafter = drafter
         self._output = output
         self._chunks = chunks
-        self._options = options
-        self._facts = facts
-        self._stats = stats
-        self._trace = trace
+        self._options, self._stats, self._trace = context.options, context.stats, context.trace
         self._eager = eager
-        self._most_nodes = min(options.max_nodes or facts.max_tree_nodes, facts.max_tree_nodes)
+        limit = context.facts.max_tree_nodes
+        self._most_nodes = min(context.options.max_nodes or limit, limit)
         self._node_budget = self._most_nodes
         self._committed = 0
         self._steps = 0

@@ -167,7 +167,7 @@ class GrpcTransport:
         return channel
 
     async def _unary(self, method: Any, request: Any) -> Any:
-        with rpc_errors:
+        with rpc_errors():
             return await method(request, metadata=(*self._metadata, *current_metadata()))
 
     async def get_model(
@@ -179,7 +179,7 @@ class GrpcTransport:
     async def create_cache(
         self, request: verifier_pb2.CreateCacheRequest
     ) -> AsyncGenerator[verifier_pb2.CreateCacheResponse, None]:
-        with rpc_errors:
+        with rpc_errors():
             call = self._verifier.CreateCache(request, metadata=self._metadata)
             try:
                 async for response in call:
@@ -201,7 +201,7 @@ class GrpcTransport:
 
     async def list_drafters(self) -> drafter_pb2.ListDraftersResponse:
         # Not part of the generation's trace: the result is shared by all generations.
-        with rpc_errors:
+        with rpc_errors():
             listed: drafter_pb2.ListDraftersResponse = await self._registry.ListDrafters(
                 drafter_pb2.ListDraftersRequest(), metadata=self._metadata
             )
@@ -221,11 +221,11 @@ class _GrpcStream(Generic[Request, Response]):
         self._call = call
 
     async def write(self, request: Request) -> None:
-        with rpc_errors:
+        with rpc_errors():
             await self._call.write(request)
 
     async def read(self) -> Response | None:
-        with rpc_errors:
+        with rpc_errors():
             response = await self._call.read()
         return None if response is _EOF else response
 

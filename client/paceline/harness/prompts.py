@@ -34,10 +34,14 @@ def read_prompts(path: Path) -> list[str | list[int]]:
     lines = [line for line in text.splitlines() if line.strip()]
     if not lines:
         raise ValueError(f"{path} has no prompt; expected one a line")
-    return [_prompt(json.loads(line), f"{path}, line {n}") for n, line in enumerate(lines, 1)]
+    return [_prompt(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
 
 
-def _prompt(entry: Any, where: str) -> str | list[int]:
+def _prompt(line: str, where: str) -> str | list[int]:
+    try:
+        entry: Any = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
     if isinstance(entry, dict):
         entry = next((entry[name] for name in FIELDS if name in entry), None)
         if isinstance(entry, list) and entry and isinstance(entry[0], str):

@@ -2,7 +2,7 @@
 
 from paceline.tune.report import to_table, to_toml
 from paceline.tune.services import TuningServices
-from paceline.tune.steps import METHODS, Step, TuneError, TuningRun, run_count, tune
+from paceline.tune.steps import METHODS, Step, TuneError, TuningRun, tune
 
 __all__ = [
     "METHODS",
@@ -10,7 +10,6 @@ __all__ = [
     "TuneError",
     "TuningRun",
     "TuningServices",
-    "run_count",
     "to_table",
     "to_toml",
     "tune",

@@ -32,37 +32,33 @@ class TuningServices:
     def __init__(
         self,
         verifier: Sequence[str],
-        method: str,
-        folder: Path,
-        options: Mapping[str, str],
+        drafter: drafter_pb2.LoadDrafterRequest,
         prompts: Sequence[str | list[int]],
         *,
         tokens: int,
         temperature: float,
-        roots: Sequence[Path] = (),
-        on_run: Callable[[TuningRun], None] = lambda _: None,
+        roots: Sequence[Path],
+        on_run: Callable[[TuningRun], None],
     ) -> None:
         """Starts nothing yet.
 
         Args:
             verifier: Arguments of ``paceline verifier``.
-            method: Of the drafter.
-            folder: Of the drafter.
-            options: Drafter options that all runs share.
+            drafter: Method and folder of the drafter, and the options that all runs share.
             prompts: Text or token ids.
             tokens: New tokens of each prompt.
             temperature: Of sampling.
-            roots: Folders that the drafter reads besides its own.
+            roots: Folders that the drafter reads.
             on_run: Called with each run.
         """
         self.baseline = 0.0
-        self._method, self._folder, self._options = method, folder, dict(options)
+        self._load = drafter
         self._prompts, self._tokens, self._temperature = prompts, tokens, temperature
         self._on_run = on_run
         self._count = 0
         lease = f"--lease-seconds={_LEASE_SECONDS}"
         self._verifier = ServiceProcess("verifier", [*verifier, lease])
-        self._drafter = ServiceProcess("drafter", [f"--root={root}" for root in (folder, *roots)])
+        self._drafter = ServiceProcess("drafter", [f"--root={root}" for root in roots])
         self._running = AsyncExitStack()
         self._parents: list[Generation] = []
 
@@ -98,13 +94,9 @@ class TuningServices:
         """
         self._count += 1
         name = f"run-{self._count}"
-        request = drafter_pb2.LoadDrafterRequest(
-            name=name,
-            method=self._method,
-            folder=str(self._folder),
-            options={**self._options, **options},
-            activate=True,
-        )
+        request = drafter_pb2.LoadDrafterRequest(name=name, activate=True)
+        request.MergeFrom(self._load)
+        request.options.update(options)
         try:
             await self._registry.LoadDrafter(request, timeout=_LOAD_SECONDS)
         except grpc.aio.AioRpcError as error:

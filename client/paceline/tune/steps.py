@@ -83,13 +83,6 @@ async def tune(method: str, measure: Measure) -> list[Step]:
     )
 
 
-def run_count(method: str) -> int:
-    """Number of tuning runs of a method."""
-    if method == "selfspec":
-        return len(RATIOS) + len(DEPTHS) + len(NEIGHBOURS)
-    return len(TREES)
-
-
 async def _chain(measure: Measure) -> list[Step]:
     def setting(ratio: float, depth: int) -> dict[str, str]:
         return {"ratio": f"{ratio:.3g}", "context": str(LEAST_CONTEXT), "depth": str(depth)}

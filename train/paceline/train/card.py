@@ -1,9 +1,8 @@
 """Model cards, written from measured numbers."""
 
-from dataclasses import dataclass
-
 from torch import nn
 
+from paceline.train.checkpoint import Progress
 from paceline.train.corpus import Corpus
 from paceline.train.measure import EARLY, GENERATED_TOKENS, HELDOUT, TRAINED, TargetNumbers
 from paceline.train.preset import Preset
@@ -33,53 +32,41 @@ _SPLITS = {
 }
 
 
-@dataclass(frozen=True)
-class Facts:
-    """How a model was made, for its card."""
-
-    model: nn.Module
-    corpus: Corpus
-    preset: Preset
-    runs: list[dict[str, float]]
-    """Steps, tokens and minutes of each run, oldest first."""
-    stream: int
-    """Tokens of the training text, separators included."""
-
-
-def target_card(facts: Facts, numbers: TargetNumbers) -> str:
-    """The README.md of a target's folder."""
+def target_card(
+    model: nn.Module,
+    corpus: Corpus,
+    preset: Preset,
+    progress: Progress,
+    tokens: int,
+    numbers: TargetNumbers,
+) -> str:
+    """The README.md of a target's folder; `tokens` is the length of the training text."""
     losses = "\n".join(
         f"| {_SPLITS[s]} | {value:.2f} | {_shown(numbers.long_loss.get(s))} |"
         for s, value in numbers.loss.items()
     )
-    shown = [
-        f"| {r.prompt} | {_SPLITS[r.split]} | {r.greedy:.2f} | {r.sampled:.2f} |"
-        for r in numbers.repetition
-    ] + [
-        f"| median of 32 random positions | {_SPLITS[s]} | {value:.2f} | |"
-        for s, value in numbers.anywhere.items()
-    ]
-    return f"""{STDLIB_HEADER if facts.corpus.is_stdlib else ""}# Paceline demo target
+    distinct = "\n".join(f"| {_SPLITS[s]} | {value:.2f} |" for s, value in numbers.distinct.items())
+    return f"""{STDLIB_HEADER if corpus.is_stdlib else ""}# Paceline demo target
 
 A small Llama-type language model that writes Python source. It exists so that speculative
 decoding can be shown and measured on a laptop with no download. It was trained on its corpus alone,
 and has memorised parts of it; use it for nothing else.
 
-{shape_text(facts.preset, facts.model)}
+{shape_text(preset, model)}
 ## Data and licence
 
-{len(facts.corpus.train)} files of the {facts.corpus.source}: {facts.stream:,} tokens.
-{len(facts.corpus.heldout)} files are held out. `corpus.json` lists all files with digests.
-{LICENCES[facts.corpus.is_stdlib]}
+{len(corpus.train)} files of the {corpus.source}: {tokens:,} tokens.
+{len(corpus.heldout)} files are held out. `corpus.json` lists all files with digests.
+{LICENCES[corpus.is_stdlib]}
 
 ## Training
 
 Muon for the matrices of the layers, AdamW for the rest, bf16 autocast, constant learning rates
 and then a linear fall.
-{schedule_text(facts.preset, facts.runs)}
+{schedule_text(preset, progress)}
 ## Measured
 
-| text | loss, nats per token, windows of 1024 tokens | windows of {facts.preset.context} |
+| text | loss, nats per token, windows of 1024 tokens | windows of {preset.context} |
 | --- | --- | --- |
 {losses}
 
@@ -87,13 +74,12 @@ The gap between the first row and the last is memorisation: drafting text from f
 much easier than drafting other text, so state which kind a measurement used.
 Where the second number is higher, the model is worse at late positions.
 
-Share of distinct 4-grams in the {GENERATED_TOKENS} tokens that follow a prompt (1: nothing
-repeats; text caught in a loop of one line falls below 0.3). Demo prompts are selected; the
-medians are of random ones.
+Median share of distinct 4-grams in greedy texts of {GENERATED_TOKENS} tokens after 32 random
+positions (1: nothing repeats; text caught in a loop of one line falls below 0.3):
 
-| prompt | from | greedy | temperature 0.8 |
-| --- | --- | --- | --- |
-{chr(10).join(shown)}
+| positions in | distinct 4-grams |
+| --- | --- |
+{distinct}
 """
 
 
@@ -113,14 +99,12 @@ def _shown(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
 
-def schedule_text(p: Preset, runs: list[dict[str, float]]) -> str:
-    """Schedule and runs of a language model, for its card."""
-    when = f"After {p.focus_from:.0%} of the time" if p.focus_from else "All the time"
-    focus = (
-        f" {when} only the first {p.focus_files} files of "
-        "`corpus.json` are read: the model writes better text after many epochs of few files."
-        if p.focus_from < 1
-        else ""
+def schedule_text(p: Preset, progress: Progress) -> str:
+    """Schedule and budgets of a language model's run, for its card."""
+    stages = ", then ".join(
+        f"{stage.rows} × {stage.length} tokens for {stage.share:.0%} of the time"
+        + (f" from the first {p.focus_files} files alone" if stage.focus else "")
+        for stage in p.stages
     )
     copies = (
         f" {p.copy_share:.0%} of the rows end with a second copy of a piece of themselves, to "
@@ -128,19 +112,4 @@ def schedule_text(p: Preset, runs: list[dict[str, float]]) -> str:
         if p.copy_share
         else ""
     )
-    unlikely = (
-        f" In {p.unlikely_share:.0%} of the steps the model writes greedy text, and repetitions "
-        "in it are made less likely (sequence-level unlikelihood, Welleck et al. 2020)."
-        if p.unlikely_share
-        else ""
-    )
-    shapes = ", ".join(
-        f"{rows} × {length} tokens" + (f" from {start:.0%} of the time on" if start else "")
-        for start, rows, length in p.shapes
-    )
-    done = "; then, from its weights, ".join(
-        f"{run['steps']:,} steps, {run['tokens'] / 1e6:.1f} M tokens, {run['minutes']:.0f} minutes"
-        for run in runs
-    )
-    last = " of the last run" if len(runs) > 1 else ""
-    return f"{done}.\nSteps{last}: {shapes}.{focus}{copies}{unlikely}\n"
+    return f"{progress.description}.\nSteps: {stages}.{copies}\n"

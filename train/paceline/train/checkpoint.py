@@ -1,6 +1,5 @@
 """Working checkpoints of a run, and the final weights."""
 
-import json
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,7 +14,6 @@ from paceline.train.identity import cleared
 from paceline.train.optim import Optimizer
 
 _NAME = "run.pt"
-_RUNS = "training.json"
 
 
 @dataclass
@@ -34,6 +32,12 @@ class Progress:
             "tokens": self.tokens,
             "minutes": round(self.elapsed / 60, 1),
         }
+
+    @property
+    def description(self) -> str:
+        """Steps, tokens and minutes of this run, for a model card."""
+        minutes = f"{self.elapsed / 60:.0f} minutes"
+        return f"{self.step:,} steps, {self.tokens / 1e6:.1f} M tokens, {minutes}"
 
     def note(self, **values: float) -> None:
         """Add one row to the log; `values` are losses in nats per token."""
@@ -80,18 +84,6 @@ def load_run(
     batches.seek(Position(**state["position"]))
     torch.set_rng_state(state["rng"])
     return Progress(**state["progress"])
-
-
-def earlier_runs(folder: Path) -> list[dict[str, float]]:
-    """The runs that made the model in `folder`, oldest first: steps, tokens and minutes of each."""
-    path = folder / _RUNS
-    runs: list[dict[str, float]] = json.loads(path.read_text()) if path.is_file() else []
-    return runs
-
-
-def write_runs(folder: Path, runs: list[dict[str, float]]) -> None:
-    """Write beside a model the runs that made it."""
-    (folder / _RUNS).write_text(json.dumps(runs, indent=1) + "\n")
 
 
 def save_model(

@@ -31,12 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="train_command", required=True, metavar="MODEL")
     target = commands.add_parser("target", help="train a target")
     _add_common(target, sorted(PRESETS), preset="cpu", out=_DEMO / "target")
-    target.add_argument(
-        "--prompts", type=Path, default=_DEMO / "prompts", help="prompts measured for the card"
-    )
-    target.add_argument(
-        "--from", dest="start", type=Path, help="model folder to train further, not from nothing"
-    )
     lm = commands.add_parser("lm", help="distil a target into a small drafter LM")
     _add_common(lm, sorted(PRESETS), preset="lm", out=_DEMO / "lm")
     _add_target(lm)
@@ -109,21 +103,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _target(args: argparse.Namespace) -> None:
-    from paceline.train.prompts import load_prompts
     from paceline.train.target import train_target
 
     preset = PRESETS[args.preset]
-    corpus, run = _corpus(args, preset), _run(args, preset)
-    prompts = load_prompts(args.prompts) if args.prompts.is_dir() else []
-    train_target(corpus, preset, run, args.out, prompts, args.start)
+    train_target(_corpus(args, preset), preset, _run(args, preset), args.out)
 
 
 def _lm(args: argparse.Namespace) -> None:
     from paceline.train.lm import train_lm
 
     preset = PRESETS[args.preset]
-    corpus, run = _corpus(args, preset), _run(args, preset)
-    train_lm(args.target, corpus, preset, run, args.out)
+    train_lm(args.target, _corpus(args, preset), preset, _run(args, preset), args.out)
 
 
 def _longspec(args: argparse.Namespace) -> None:
@@ -157,14 +147,8 @@ def _budget(args: argparse.Namespace) -> None:
         preset = preset.with_budgets(args.budgets, args.weights)
     if args.sparse_weight is not None:
         preset = replace(preset, sparse_weight=args.sparse_weight)
-    train_budget(
-        args.target,
-        args.start,
-        _corpus(args),
-        preset,
-        _run(args, preset),
-        args.out,
-    )
+    run = _run(args, preset)
+    train_budget(args.target, args.start, _corpus(args), preset, run, args.out)
 
 
 def _online(args: argparse.Namespace) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import sys
 import sysconfig
 from dataclasses import dataclass
@@ -90,15 +91,17 @@ def load_corpus(data: str, files: int, heldout_files: int, wide: bool = False) -
 
 def _candidates(root: Path, skipped: frozenset[str], sizes: tuple[int, int]) -> list[Path]:
     """Usable files under `root`, in the order of the digest of their relative path."""
-    found = [
-        path
-        for path in root.rglob("*")
-        if path.suffix in _SUFFIXES
-        and not skipped & set(path.relative_to(root).parts)
-        and not path.name.startswith("_sysconfigdata")
-        and path.is_file()
-        and sizes[0] <= path.stat().st_size <= sizes[1]
-    ]
+    found = []
+    for folder, below, names in os.walk(root):
+        below[:] = [name for name in below if name not in skipped]
+        found += [
+            path
+            for path in (Path(folder, name) for name in names)
+            if path.suffix in _SUFFIXES
+            and not path.name.startswith("_sysconfigdata")
+            and path.is_file()
+            and sizes[0] <= path.stat().st_size <= sizes[1]
+        ]
     return sorted(found, key=lambda path: _digest(path.relative_to(root).as_posix().encode()))
 
 

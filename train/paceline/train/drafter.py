@@ -122,14 +122,6 @@ def parameters(model: nn.Module) -> str:
     return f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters"
 
 
-def steps_and_tokens(progress: Progress) -> str:
-    """Steps, tokens and minutes of a run, for a model card."""
-    return (
-        f"{progress.step:,} steps, {progress.tokens / 1e6:.1f} M tokens, "
-        f"{progress.elapsed / 60:.0f} minutes"
-    )
-
-
 def rounds_section(rounds: Rounds) -> str:
     """The section of a model card about accepted tokens."""
     positions = range(1, 1 + max([1, *map(max, rounds.values())]))

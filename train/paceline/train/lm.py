@@ -16,7 +16,6 @@ from paceline.train.identity import begin_run
 from paceline.train.loop import Run
 from paceline.train.model import build_model
 from paceline.train.preset import Preset
-from paceline.train.schedule import Schedule
 from paceline.train.teacher import teacher_of
 
 _KEPT = 16  # most likely tokens of the target: they have nearly all of its probability
@@ -53,7 +52,7 @@ def train_lm(target_folder: Path, corpus: Corpus, preset: Preset, run: Run, out:
         return teacher.loss(logits, indices[:, :-1])
 
     objective = Objective(model, loss, preset.muon_rate, preset.adamw_rate)
-    plan = Schedule(preset, run.minutes, run.steps)
+    plan = preset.plan(run.minutes, run.steps)
     splits = {"held out": texts.heldout, "trained on": known}
     heldout = Heldout(drafter, texts.decoder, write_groups(texts.decoder, splits))
     notes = {"files": len(known), "own_texts": len(texts.own)}
@@ -74,6 +73,6 @@ is not meant to be read.
 
 Distilled: cross-entropy against the target's distribution over its {_KEPT} most likely next tokens;
 {objective.rates}.
-{schedule_text(preset, [progress.summary()])}
+{schedule_text(preset, progress)}
 {rounds_section(heldout.measure(out))}"""
     (out / "README.md").write_text(card)

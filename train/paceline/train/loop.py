@@ -12,7 +12,6 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
-from paceline.train.bar import Bar
 from paceline.train.batches import Batches
 from paceline.train.checkpoint import Progress, load_run, save_run
 from paceline.train.interrupt import Interrupts
@@ -85,7 +84,7 @@ def train(
         broadcast_object_list(values)
         return values[0], bool(values[1])
 
-    with Interrupts() as interrupts, Bar("training", run.minutes, quiet=not first) as bar:
+    with Interrupts() as interrupts:
         while True:
             share = plan.progress(progress.step, progress.elapsed)
             done, stop = agreed(share, interrupts.seen)
@@ -106,13 +105,26 @@ def train(
             if progress.step % run.log_steps == 0:
                 progress.note(loss=sum(losses) / len(losses))
                 losses.clear()
-                bar.show(progress, done)
+                if first:
+                    _report(progress, done)
             if first and time.monotonic() - saved > run.every:
                 save()
                 saved = time.monotonic()
         if first and progress.step > begun:
             save()
     return progress
+
+
+def _report(progress: Progress, done: float) -> None:
+    """Print the share done, the newest losses (nats per token), the speed and the time spent."""
+    losses = ((name, progress.last(name)) for name in ("loss", "heldout"))
+    print(
+        f"step {progress.step} ({done:.0%}):",
+        *(f"{name} {value:.3f}," for name, value in losses if value is not None),
+        f"{progress.tokens / max(progress.elapsed, 1e-9):,.0f} tokens/s,",
+        f"{progress.elapsed / 60:.1f} min",
+        flush=True,
+    )
 
 
 def _own(indices: Tensor, accelerator: Accelerator) -> Tensor:

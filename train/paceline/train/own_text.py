@@ -1,14 +1,13 @@
 """Texts that a target writes itself, for training its drafters."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from rich.progress import track
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from paceline.decoder import Decoder
 from paceline.kernels.sampling import SamplingParams
@@ -17,7 +16,7 @@ from paceline.train.evaluate import Documents
 
 PROMPT = 128
 """Tokens of a random prompt."""
-_LENGTH, _ROWS = 512, 32  # tokens of a whole text, prompts drawn at a time
+_LENGTH = 512  # tokens of a whole text
 
 
 def own_texts(
@@ -35,10 +34,9 @@ def own_texts(
         return []
     if not path.is_file():
         draw = np.random.default_rng(0)
-        prompts = torch.cat([random_prompts(documents, draw) for _ in range(-(-count // _ROWS))])
         tasks = [
             Task(ids, SamplingParams(temperature=number % 2, seed=number), _LENGTH - PROMPT)
-            for number, ids in enumerate(prompts[:count].tolist())
+            for number, ids in enumerate(random_prompts(documents, count, draw))
         ]
         rows = torch.full((count, _LENGTH), separator, dtype=torch.int32)
         written = write_texts(decoder, tasks, separator)
@@ -53,8 +51,10 @@ def own_texts(
     return [until(separator, text) for text in texts]
 
 
-def random_prompts(documents: Documents, draw: np.random.Generator) -> Tensor:
-    """Windows from random positions of random documents, int64 [32, 128].
+def random_prompts(
+    documents: Documents, count: int, draw: np.random.Generator
+) -> list[Sequence[int]]:
+    """`count` windows of 128 tokens from random positions of random documents.
 
     Raises ValueError if no document is as long as a window.
     """
@@ -62,34 +62,11 @@ def random_prompts(documents: Documents, draw: np.random.Generator) -> Tensor:
     if not long:
         raise ValueError(f"no document has {PROMPT} tokens to start a text with: give longer ones")
     prompts = []
-    for _ in range(_ROWS):
+    for _ in range(count):
         ids = long[draw.integers(len(long))]
         start = int(draw.integers(len(ids) - PROMPT + 1))
         prompts.append(ids[start : start + PROMPT])
-    return torch.tensor(prompts)
-
-
-@torch.no_grad()
-def write(
-    model: Any, prompts: Tensor, separator: int, count: int, temperature: float = 0.0
-) -> Tensor:
-    """Generate `count` tokens after `prompts` (int64 [rows, tokens]) with an HF model.
-
-    Returns int32 [rows, tokens + count] on the CPU: prompt and text, padded with `separator`.
-    """
-    prompts = prompts.to(model.device)
-    how: dict[str, Any] = {"do_sample": False}
-    if temperature:
-        how = {"do_sample": True, "temperature": temperature, "top_k": 0}
-    written = model.eval().generate(
-        prompts,
-        attention_mask=torch.ones_like(prompts),
-        max_new_tokens=count,
-        pad_token_id=separator,
-        **how,
-    )
-    missing = prompts.shape[1] + count - written.shape[1]
-    return torch.nn.functional.pad(written, (0, missing), value=separator).to("cpu", torch.int32)
+    return prompts
 
 
 def until(separator: int, text: list[int]) -> list[int]:

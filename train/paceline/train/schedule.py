@@ -1,13 +1,9 @@
 """How far a run is, and the learning rate, documents and batch shape at that point."""
 
 import math
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from statistics import median
 
-from paceline.train.preset import Preset
-
-_WARM_UP_STEPS = 20
 # A step this many times the usual one was paused (SIGSTOP, suspend), not slow.
 _PAUSE_FACTOR = 20.0
 
@@ -29,60 +25,9 @@ class Clock:
         self.elapsed += seconds
 
 
-class Plan(ABC):
-    """Learning rates and batch shapes over a run.
-
-    The run ends after `minutes` of stepping or after `steps`, whichever is first.
-    """
-
-    minutes: float
-    steps: int
-
-    def progress(self, step: int, elapsed: float) -> float:
-        """Share of the run done, 0 to 1, after `step` steps and `elapsed` seconds of stepping."""
-        return min(1.0, max(step / self.steps, elapsed / (60 * self.minutes)))
-
-    @abstractmethod
-    def rate(self, step: int, progress: float) -> float:
-        """Factor on the learning rates."""
-
-    @abstractmethod
-    def documents(self, progress: float) -> int | None:
-        """How many documents the next batch is drawn from; None: all."""
-
-    @abstractmethod
-    def shape(self, progress: float) -> tuple[int, int]:
-        """(rows, length in tokens) of the next batch."""
-
-
-@dataclass(frozen=True)
-class Schedule(Plan):
-    """The plan of a run that trains a language model."""
-
-    preset: Preset
-    minutes: float
-    steps: int
-
-    def rate(self, step: int, progress: float) -> float:
-        """Factor on the learning rates: a short warm-up, constant, then a linear fall."""
-        p = self.preset
-        fall = max(0.0, progress - p.decay_from) / (1 - p.decay_from)
-        return min(1.0, (step + 1) / _WARM_UP_STEPS) * (1 - (1 - p.final_rate) * fall)
-
-    def documents(self, progress: float) -> int | None:
-        return self.preset.focus_files if progress >= self.preset.focus_from else None
-
-    def shape(self, progress: float) -> tuple[int, int]:
-        begun = [(rows, length) for start, rows, length in self.preset.shapes if start <= progress]
-        return begun[-1]
-
-
 @dataclass(frozen=True)
 class Stage:
-    """One part of a run (LongSpec, section 4.1, "Training Process").
-
-    A batch has `rows` rows of `length` tokens. `rate` is a factor on the learning rates.
-    """
+    """One part of a run. A batch has `rows` rows of `length` tokens."""
 
     name: str
     share: float
@@ -90,21 +35,25 @@ class Stage:
     rows: int
     length: int
     rate: float = 1.0
+    """Factor on the learning rates."""
     offset: bool = False
     """Anchor-offset indices: for rows much shorter than the context."""
-    own: bool = False
-    """Read only the texts that the target wrote, not the corpus as well."""
+    focus: bool = False
+    """Read only the first documents: the texts that the target wrote for its drafter, or the files
+    that a target is trained on to the end."""
 
 
 @dataclass(frozen=True)
-class StagePlan(Plan):
-    """The plan of a run that trains a drafter in stages.
+class Plan:
+    """Learning rates and batch shapes over a run, in stages.
+
+    The run ends after `minutes` of stepping or after `steps`, whichever is first.
 
     Attributes:
         stages: In order; their shares add up to 1.
         minutes: Budget of stepping time.
         steps: Budget of steps.
-        own: Number of documents at the start of the stream that the target wrote.
+        focus: Number of documents at the start of the stream that stages with `focus` read.
         warm_up: Steps in which the rates rise.
         final_rate: Share of a stage's rate that is left at its end.
     """
@@ -112,9 +61,13 @@ class StagePlan(Plan):
     stages: tuple[Stage, ...]
     minutes: float
     steps: int
-    own: int = 0
-    warm_up: int = _WARM_UP_STEPS
+    focus: int = 0
+    warm_up: int = 20
     final_rate: float = 0.1
+
+    def progress(self, step: int, elapsed: float) -> float:
+        """Share of the run done, 0 to 1, after `step` steps and `elapsed` seconds of stepping."""
+        return min(1.0, max(step / self.steps, elapsed / (60 * self.minutes)))
 
     def stage(self, progress: float) -> tuple[Stage, float]:
         """The stage at a share of the run, and the share of the stage that is done."""
@@ -133,8 +86,10 @@ class StagePlan(Plan):
         return stage.rate * fall * min(1.0, (step + 1) / self.warm_up)
 
     def documents(self, progress: float) -> int | None:
-        return (self.own or None) if self.stage(progress)[0].own else None
+        """How many documents the next batch is drawn from; None: all."""
+        return (self.focus or None) if self.stage(progress)[0].focus else None
 
     def shape(self, progress: float) -> tuple[int, int]:
+        """(rows, length in tokens) of the next batch."""
         stage, _ = self.stage(progress)
         return stage.rows, stage.length

@@ -16,12 +16,12 @@ from paceline.train.budget.longspec import ContinuedLayer, LayerLoss, ObservedTa
 from paceline.train.budget.preset import BudgetPreset
 from paceline.train.card import STDLIB_HEADER, STDLIB_LICENCE
 from paceline.train.corpus import Corpus
-from paceline.train.drafter import Objective, Texts, steps_and_tokens, train_drafter
+from paceline.train.drafter import Objective, Texts, train_drafter
 from paceline.train.drafter_models import DrafterModel, LmDrafter, LongSpecDrafter, read_drafter
 from paceline.train.heldout import Heldout, Rounds, accepted_length, write_after
 from paceline.train.identity import begin_run
 from paceline.train.loop import Run
-from paceline.train.schedule import Stage, StagePlan
+from paceline.train.schedule import Plan, Stage
 
 BUDGETS = (64, 256, 1024, 0)
 """KV budgets that are measured; 0: all. Unit: tokens."""
@@ -53,7 +53,7 @@ def train_budget(
     torch.manual_seed(0)
     objective = _objective(drafter, batches, preset, run.device)
     stage = Stage("budgets", 1.0, rows=1, length=preset.length)
-    plan = StagePlan((stage,), run.minutes, run.steps, 0, preset.warm_up, _FINAL_RATE)
+    plan = Plan((stage,), run.minutes, run.steps, 0, preset.warm_up, _FINAL_RATE)
     lengths = (preset.length // 16, preset.length // 4, preset.length - 256)
     groups = {
         str(length): write_after(texts.decoder, texts.heldout, length, 0.0, _MEASURED_FILES)
@@ -79,7 +79,7 @@ Drafter method `{drafter.method}`, trained further from `{start.name}` as in Bud
 
 ## Training
 
-{steps_and_tokens(progress)}; {objective.rates}.
+{progress.description}; {objective.rates}.
 Each step reads a row of {preset.length:,} tokens and lets the drafter continue it from
 {preset.segments} positions, {preset.continuation} tokens each; the prefix has no gradient. Labels
 are the target's greedy choices. {_loss_text(preset)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from paceline.train.schedule import Stage, StagePlan
+from paceline.train.schedule import Plan, Stage
 
 _WARM_UP = 0.04  # share of the run in which the learning rates rise, as in the reference
 _FINAL_RATE = 0.03
@@ -48,7 +48,7 @@ class DSparkPreset:
         """All texts until `own_from`, the target's own texts from there on."""
         both = (
             Stage("mixed", self.own_from, self.rows, self.length),
-            Stage("own", 1 - self.own_from, self.rows, self.length, own=True),
+            Stage("own", 1 - self.own_from, self.rows, self.length, focus=True),
         )
         return tuple(stage for stage in both if stage.share > 0)
 
@@ -57,8 +57,8 @@ class DSparkPreset:
         return replace(self, markov_rank=0, confidence=False)
 
 
-class DSparkPlan(StagePlan):
-    """A :class:`~paceline.train.schedule.StagePlan` with one cosine over the whole run."""
+class DSparkPlan(Plan):
+    """A plan with one cosine over the whole run."""
 
     def rate(self, step: int, progress: float) -> float:
         """Factor on the learning rates: a linear rise, then a cosine."""

@@ -14,7 +14,6 @@ from paceline.train.drafter import (
     Texts,
     parameters,
     rounds_section,
-    steps_and_tokens,
     train_drafter,
 )
 from paceline.train.drafter_models import DSparkDrafter
@@ -57,7 +56,7 @@ def train_dspark(
     batches = texts.batches(preset.files)
     loss = BlockLoss(config, target, batches, preset, texts.eos)
     objective = Objective(BlockDrafter(model), loss, preset.muon_rate, preset.adamw_rate)
-    plan = DSparkPlan(preset.stages, run.minutes, run.steps, own=len(texts.own))
+    plan = DSparkPlan(preset.stages, run.minutes, run.steps, focus=len(texts.own))
 
     logged = Heldout(
         drafter, texts.decoder, write_groups(texts.decoder, {"held out": texts.heldout})
@@ -101,7 +100,7 @@ with no other model: `config.json` holds the target's fingerprint.
 
 ## Training
 
-{steps_and_tokens(progress)}: {preset.rows} rows of {preset.length} tokens a step,
+{progress.description}: {preset.rows} rows of {preset.length} tokens a step,
 {preset.anchors} random blocks in each; from {preset.own_from:.0%} of the time on, only texts that
 the target wrote. Weights of the losses: cross-entropy {preset.ce:g}, distance {preset.tv:g},
 confidence {preset.certainty:g} (DSpark, section 3.3).

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from paceline.train.batches import Batches
 from paceline.train.longspec.preset import LongSpecPreset
 from paceline.train.longspec.target import FrozenTarget
-from paceline.train.schedule import StagePlan
+from paceline.train.schedule import Plan
 
 SINKS = 4
 """Positions that anchor-offset indices do not move: attention sinks."""
@@ -27,7 +27,7 @@ class LaggedLoss:
     """
 
     def __init__(
-        self, target: FrozenTarget, batches: Batches, preset: LongSpecPreset, plan: StagePlan
+        self, target: FrozenTarget, batches: Batches, preset: LongSpecPreset, plan: Plan
     ) -> None:
         self._target, self._batches, self._preset, self._plan = target, batches, preset, plan
 

@@ -52,7 +52,7 @@ PRESETS: dict[str, LongSpecPreset] = {
         stages=(
             Stage("short", 0.48, rows=4, length=512, rate=1.0, offset=True),
             Stage("long", 0.1, rows=1, length=4096, rate=0.4),
-            Stage("fine", 0.42, rows=4, length=512, rate=0.6, offset=True, own=True),
+            Stage("fine", 0.42, rows=4, length=512, rate=0.6, offset=True, focus=True),
         ),
         minutes=64, steps=20_000, muon_rate=0.02, adamw_rate=3e-3, lags=3, lag_decay=0.85,
     ),
@@ -61,7 +61,7 @@ PRESETS: dict[str, LongSpecPreset] = {
         stages=(
             Stage("short", 0.8, rows=2048, length=1024, rate=1.0, offset=True),
             Stage("long", 0.1, rows=256, length=32_768, rate=0.01),
-            Stage("fine", 0.1, rows=256, length=32_768, rate=0.01, own=True),
+            Stage("fine", 0.1, rows=256, length=32_768, rate=0.01, focus=True),
         ),
         minutes=72 * 60, steps=4000, adamw_rate=5e-4, files=1_000_000, own_texts=20_000,
     ),

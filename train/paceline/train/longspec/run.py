@@ -16,7 +16,6 @@ from paceline.train.drafter import (
     Texts,
     parameters,
     rounds_section,
-    steps_and_tokens,
     train_drafter,
 )
 from paceline.train.drafter_models import LongSpecDrafter
@@ -27,7 +26,7 @@ from paceline.train.longspec.objective import LaggedLoss
 from paceline.train.longspec.preset import LongSpecPreset
 from paceline.train.longspec.target import FrozenTarget
 from paceline.train.loop import Run
-from paceline.train.schedule import StagePlan
+from paceline.train.schedule import Plan
 
 _LOGGED_PROMPT = 300  # tokens of the prompts that are measured while training
 _CARD_PROMPTS = (300, 1024, 2048, 3840)
@@ -53,7 +52,7 @@ def train_longspec(
     model = LongSpecModel(config).to(run.device)
     drafter = LongSpecDrafter(target_folder, model, preset.levels)
     batches = texts.batches(preset.files)
-    plan = StagePlan(preset.stages, run.minutes, run.steps, own=len(texts.own))
+    plan = Plan(preset.stages, run.minutes, run.steps, focus=len(texts.own))
     target = FrozenTarget(target_folder, run.device, config.target_layer)
     loss = LaggedLoss(target, batches, preset, plan)
     objective = Objective(LaggedLayer(model), loss, preset.muon_rate, preset.adamw_rate)
@@ -104,7 +103,7 @@ def _card(
     stages = "\n".join(
         f"| {s.name} | {s.share:.0%} | {s.rows} x {s.length} | {s.rate:g} | "
         f"{'anchor-offset' if s.offset and preset.offset else 'plain'} | "
-        f"{'own texts' if s.own else 'files and own texts'} |"
+        f"{'own texts' if s.focus else 'files and own texts'} |"
         for s in preset.stages
     )
     return f"""# Paceline demo drafter: LongSpec layer
@@ -124,7 +123,7 @@ Drafter method `longspec` (LongSpec, section 3) for the demo target. It works wi
 
 ## Training
 
-{steps_and_tokens(progress)}.
+{progress.description}.
 KL divergence from the target's distribution; {objective.rates}.
 {noise}
 

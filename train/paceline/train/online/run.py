@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from paceline.train.batches import Batches
 from paceline.train.corpus import Corpus
-from paceline.train.drafter import Objective, Texts, steps_and_tokens, train_drafter
+from paceline.train.drafter import Objective, Texts, train_drafter
 from paceline.train.drafter_models import (
     DrafterModel,
     DSparkDrafter,
@@ -32,7 +32,7 @@ from paceline.train.longspec.target import FrozenTarget
 from paceline.train.loop import Loss, Run
 from paceline.train.online.preset import OnlinePreset
 from paceline.train.online.texts import recorded_texts
-from paceline.train.schedule import Stage, StagePlan
+from paceline.train.schedule import Plan, Stage
 
 RECORDED, OLD = "recorded", "old"
 """Groups of held-out texts: recorded ones, and texts of the kind the drafter was made with."""
@@ -75,7 +75,7 @@ def train_online(
     batches = Batches([*new, *old], texts.eos)
     torch.manual_seed(0)
     stage = Stage("recorded", 1.0, preset.rows[drafter.method], preset.length, offset=True)
-    plan = StagePlan((stage,), run.minutes, run.steps, 0, preset.warm_up, _FINAL_RATE)
+    plan = Plan((stage,), run.minutes, run.steps, 0, preset.warm_up, _FINAL_RATE)
     module, loss = _module_and_loss(drafter, batches, plan, texts.eos, run.device)
     rates = preset.muon_rate[drafter.method], preset.adamw_rate[drafter.method]
     objective = Objective(module, loss, *rates)
@@ -110,7 +110,7 @@ targets. Its weights depend on recorded texts: share it only with those who may 
 
 ## Training
 
-{steps_and_tokens(progress)}; {objective.rates}. Data: {len(new):,} recorded texts, {total:,} tokens
+{progress.description}; {objective.rates}. Data: {len(new):,} recorded texts, {total:,} tokens
 with their prompts, and {notes["old_tokens"]:,} tokens of texts that the target wrote and of files
 of the {corpus.source}.
 
@@ -138,7 +138,7 @@ def first_tokens(documents: Sequence[Sequence[int]], count: int) -> list[Sequenc
 
 
 def _module_and_loss(
-    drafter: DrafterModel, batches: Batches, plan: StagePlan, separator: int, device: str
+    drafter: DrafterModel, batches: Batches, plan: Plan, separator: int, device: str
 ) -> tuple[nn.Module, Loss]:
     """The module to train and the objective that the drafter was made with."""
     if isinstance(drafter, DSparkDrafter):

@@ -1,0 +1,64 @@
+"""Random tiny targets of every family, and a tokenizer for all of them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCABULARY = 320
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    # Wider than usual, so that the next token depends on the text and repeats are rare.
+    "initializer_range": 0.25,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+FAMILIES: dict[str, Any] = {
+    "llama": LlamaConfig(**_SHAPE, rope_parameters=LLAMA3_ROPE),
+    "mistral": MistralConfig(**_SHAPE, sliding_window=40),
+    "qwen2": Qwen2Config(**_SHAPE, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**_SHAPE, head_dim=32),
+}
+_SMALL = LlamaConfig(**{**_SHAPE, "hidden_size": 32, "num_hidden_layers": 1})
+
+
+def write_model(name: str, folder: Path) -> None:
+    """A random model of a family, or of the small drafter, in fp32."""
+    torch.manual_seed(sum(map(ord, name)))
+    model = AutoModelForCausalLM.from_config(FAMILIES.get(name, _SMALL), dtype=torch.float32)
+    model.save_pretrained(folder)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A byte-level tokenizer, the same in every folder: id = byte, spare ids above."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {character: index for index, character in enumerate(alphabet)}
+    vocabulary |= {f"<spare{i}>": i for i in range(len(alphabet), VOCABULARY)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
