@@ -301,6 +301,7 @@ def _logsumexp_of(native: ctypes.CDLL) -> Any:
 @cache
 def _exponentials_of(native: ctypes.CDLL) -> Any:
     function = native.paceline_exponentials
-    function.argtypes = (*[ctypes.c_void_p, ctypes.c_int64], *[ctypes.c_void_p] * 2)
+    pointer = ctypes.c_void_p
+    function.argtypes = (pointer, ctypes.c_int64, pointer, pointer)
     function.restype = ctypes.c_double
     return function
