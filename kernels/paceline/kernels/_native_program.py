@@ -114,7 +114,7 @@ class NativeProgram:
         self._memory = threading.local()
 
     def run(self, call: Pass) -> PassResult:
-        """See :meth:`Program.run`."""
+        """See :meth:`paceline.kernels.Executor.run`."""
         plan = call.plan
         tables = self._check_caches(call)
         blocks = BlockTables.of(plan, self._heads.q_heads // self._heads.kv_heads)
