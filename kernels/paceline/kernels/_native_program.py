@@ -14,7 +14,7 @@ from paceline.kernels._native import LANES
 from paceline.kernels._native_attention import BlockTables, CProbes, probe_rows
 from paceline.kernels.caches import LayerTable
 from paceline.kernels.probes import Probe
-from paceline.kernels.program import Kind, Operation, Pass, PassResult, Program
+from paceline.kernels.program import Operation, Pass, PassResult, Program
 
 _WIDEST_HEAD = 512
 _OUT_OF_MEMORY = 1
@@ -87,7 +87,9 @@ class NativeProgram:
         operations = (_Operation * len(program.operations))(
             *map(self._translate, program.operations)
         )
-        buffers = (_Buffer * len(program.buffers))(*((b.width, b.extent) for b in program.buffers))
+        buffers = (_Buffer * len(program.buffers))(
+            *(_Buffer(b.width, b.extent) for b in program.buffers)
+        )
         table = program.operations[0].table
         assert table is not None
         self._program = _Program(
@@ -112,7 +114,7 @@ class NativeProgram:
         self._memory = threading.local()
 
     def run(self, call: Pass) -> PassResult:
-        """See :meth:`Program.run`."""
+        """See :meth:`paceline.kernels.Executor.run`."""
         plan = call.plan
         tables = self._check_caches(call)
         blocks = BlockTables.of(plan, self._heads.q_heads // self._heads.kv_heads)
@@ -156,8 +158,8 @@ class NativeProgram:
             raise MemoryError(f"no memory for the scores of {plan.rows} rows: send smaller batches")
         if failed:
             raise IndexError(
-                f"a token is outside of the vocabulary of {self._program.vocabulary}, or a selected "
-                f"row outside of the batch of {plan.rows} rows"
+                f"a token is outside of the vocabulary of {self._program.vocabulary}, or a "
+                f"selected row outside of the batch of {plan.rows} rows"
             )
         return PassResult(logits, taps, queries)
 
@@ -190,8 +192,7 @@ class NativeProgram:
         kv_heads, dim = self._heads.kv_heads, self._heads.dim
         found = [table for table in tables if table is not None]
         for index, table in enumerate(found):
-            heads, capacity, wide = table.shape
-            if (heads, wide, table.dtype) != (kv_heads, dim, found[0].dtype) or (
+            if (table.shape[0], table.shape[2], table.dtype) != (kv_heads, dim, found[0].dtype) or (
                 table.layers < self._layers or table.dtype not in (torch.float32, torch.bfloat16)
             ):
                 raise ValueError(

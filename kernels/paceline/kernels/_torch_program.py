@@ -11,7 +11,7 @@ from paceline.kernels.rows import row_kernels
 
 
 def run_one_by_one(program: Program, call: Pass) -> PassResult:
-    """See :meth:`Program.run`."""
+    """See :meth:`paceline.kernels.Executor.run`."""
     kernels, plan = row_kernels(call.plan.device), call.plan
     buffers: dict[int, Tensor] = {}
     taps: dict[int, Tensor] = {}

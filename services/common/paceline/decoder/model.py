@@ -1,7 +1,7 @@
 """The packed decoder: one forward pass over the query blocks of many sequences.
 
-The pass is recorded once as a :class:`paceline.kernels.Program`. The residual stream, norms and RoPE
-are float32 for bfloat16 weights too; the compiled kernels keep all activations in float32.
+The pass is recorded once as a :class:`paceline.kernels.Program`. The residual stream, norms and
+RoPE are float32 for bfloat16 weights too; the compiled kernels keep all activations in float32.
 """
 
 from __future__ import annotations
@@ -22,7 +22,17 @@ from paceline.decoder.quantised import Weight, fuse, plain
 from paceline.decoder.rope import Rope
 from paceline.decoder.sources import ModelSource, open_model
 from paceline.decoder.weights import take
-from paceline.kernels import Heads, KVCacheView, Norm, Pass, Probe, Program, Recorder, TreePlan
+from paceline.kernels import (
+    Executor,
+    Heads,
+    KVCacheView,
+    Norm,
+    Pass,
+    Probe,
+    Program,
+    Recorder,
+    TreePlan,
+)
 from paceline.kernels.linear import PackedMatrix
 
 
@@ -108,7 +118,7 @@ class Decoder:
         self._head = Linear(large("head", _EMBEDDING if config.tied else "lm_head.weight"))
         self._layers = [_layer(config, weights, index, shared) for index in range(config.layers)]
         self._rope = Rope(config, device)
-        self._program = self._record()
+        self._executor = Executor(self._record())
 
     @staticmethod
     def load(
@@ -179,14 +189,14 @@ class Decoder:
         """
         if tokens.shape != (plan.rows,):
             raise ValueError(f"tokens have shape {tuple(tokens.shape)}, plan has {plan.rows} rows")
-        layers = range(self.config.layers) if observer is not None else ()
-        done = self._program.run(
-            Pass(
-                tokens, plan, caches, self._rope.table(plan.longest), logit_rows, taps,
-                probes={i: found for i in layers if (found := observer.probes(i))},
-                queries={i: found for i in layers if (found := observer.rows(i))},
-            )
-        )  # fmt: skip
+        table = self._rope.table(plan.longest)
+        call = Pass(tokens, plan, caches, table, logit_rows, taps)
+        if observer is not None:
+            layers = range(self.config.layers)
+            probes = {layer: found for layer in layers if (found := observer.probes(layer))}
+            rows = {layer: wanted for layer in layers if (wanted := observer.rows(layer))}
+            call = replace(call, probes=probes, queries=rows)
+        done = self._executor.run(call)
         if observer is not None:
             for layer, q in done.queries.items():
                 observer.attended(layer, q)
@@ -203,7 +213,7 @@ class Decoder:
         part = copy(self)
         part.config = replace(self.config, layers=len(windows), windows=windows)
         part._layers = [self._layers[index] for index in indices]
-        part._program = part._record()
+        part._executor = Executor(part._record())
         return part
 
     def head(self, hidden: Tensor) -> Tensor:
