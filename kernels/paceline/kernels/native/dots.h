@@ -87,7 +87,9 @@ INLINE ivec odd_bytes(ivec x) { return _mm256_srli_epi16(x, 8); }
 #endif
 INLINE ivec dot(ivec sum, ivec weights, const activation *a) {
   sum = add_pairs(sum, even_bytes(weights), splat_i32(word_at(a)));
-  return add_pairs(sum, odd_bytes(weights), splat_i32(word_at(a + 2)));
+  sum = add_pairs(sum, odd_bytes(weights), splat_i32(word_at(a + 2)));
+  __asm__("" : "+v"(sum)); /* in this order: other sums need more registers */
+  return sum;
 }
 #elif defined(__ARM_FEATURE_DOTPROD)
 #include <arm_neon.h>

@@ -7,8 +7,10 @@
 #include "linear_units.h"
 
 #define BLOCK_INS 32
-#if LANES == 16
+#if LANES == 16 && !defined(SPLIT_ACTIVATIONS)
 #define BLOCK_ROWS 6 /* integer and float sums of two vectors fill 32 registers */
+#elif LANES == 16
+#define BLOCK_ROWS 4
 #elif LANES == 8
 #define BLOCK_ROWS 2
 #else
@@ -82,6 +84,7 @@ INLINE void quantised_block(const int rows, const int four, const Matrix *m, con
   const int f16 = (int)m->scales_f16, factor = f16 ? 2 : 4;
   const char *weights[VECTORS], *scales[VECTORS], *minima[VECTORS];
   vec total[BLOCK_ROWS][VECTORS];
+  float sums[BLOCK_ROWS * UNIT];
 #pragma GCC unroll 4
   for (int v = 0; v < VECTORS; v++) {
     const int64_t at = first + v * LANES, factors = blocks * PANEL * factor;
@@ -102,21 +105,25 @@ INLINE void quantised_block(const int rows, const int four, const Matrix *m, con
       for (int v = 0; v < VECTORS; v++) sum[r][v] = splat_i32(a[r].start);
 #pragma GCC unroll 1
     for (int i = 0; i < BLOCK_INS; i += 8) {
-      ivec low[VECTORS], high[VECTORS];
+      ivec line[VECTORS];
 #pragma GCC unroll 4
-      for (int v = 0; v < VECTORS; v++) {
-        const ivec line = load_i32(weights[v]);
-        low[v] = four ? low_halves(line) : line;
-        high[v] = four ? high_halves(line) : load_i32(weights[v] + 64);
-        weights[v] += four ? 64 : 128;
-      }
-#pragma GCC unroll 6
-      for (int r = 0; r < rows; r++)
+      for (int v = 0; v < VECTORS; v++) line[v] = load_i32(weights[v]);
+#pragma GCC unroll 2
+      for (int next = 0; next < 2; next++) { /* 4 inputs after the other */
+        ivec w[VECTORS];
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++) {
-          sum[r][v] = dot(sum[r][v], low[v], a[r].values + i);
-          sum[r][v] = dot(sum[r][v], high[v], a[r].values + i + 4);
+          w[v] = next ? load_i32(weights[v] + 64) : line[v];
+          if (four) w[v] = next ? high_halves(line[v]) : low_halves(line[v]);
         }
+#pragma GCC unroll 6
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+          for (int v = 0; v < VECTORS; v++)
+            sum[r][v] = dot(sum[r][v], w[v], a[r].values + i + 4 * next);
+      }
+#pragma GCC unroll 4
+      for (int v = 0; v < VECTORS; v++) weights[v] += four ? 64 : 128;
     }
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; v++) {
@@ -135,7 +142,10 @@ INLINE void quantised_block(const int rows, const int four, const Matrix *m, con
       }
   }
 #pragma GCC unroll 6
-  for (int r = 0; r < rows; r++) finish_row(m, total[r], out + r * m->outs, first);
+  for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; v++) store_f32(sums + r * UNIT + v * LANES, total[r][v]);
+  finish(m, rows, sums, out, first);
 }
 
 #define QUANTISED_CASE(n) \
@@ -148,8 +158,11 @@ INLINE void quantised_rows(int64_t rows, const int four, const Matrix *m, const 
 #if BLOCK_ROWS >= 3
     QUANTISED_CASE(3)
 #endif
+#if BLOCK_ROWS >= 4
+    QUANTISED_CASE(4)
+#endif
 #if BLOCK_ROWS == 6
-    QUANTISED_CASE(4) QUANTISED_CASE(5) QUANTISED_CASE(6)
+    QUANTISED_CASE(5) QUANTISED_CASE(6)
 #endif
   }
 }

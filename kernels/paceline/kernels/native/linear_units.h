@@ -27,15 +27,17 @@ INLINE const char *place(const void *base, int64_t panel_bytes, int64_t line_byt
   return (const char *)base + out / PANEL * panel_bytes + out % PANEL * (line_bytes / PANEL);
 }
 
-/* Adds the bias to UNIT sums of a row and stores them; `out` is the row. */
-INLINE void finish_row(const Matrix *m, const vec sum[VECTORS], float *out, int64_t first) {
-#pragma GCC unroll 4
-  for (int v = 0; v < VECTORS; v++) {
-    const int64_t at = first + v * LANES, left = m->outs - at;
-    if (left <= 0) return;
-    vec total = sum[v];
-    if (m->bias) total += load_part(m->bias, at, left, 0);
-    store_part(out, at, left, 0, total);
-  }
+/* Adds the bias to `rows` rows of UNIT sums and stores them; `out` is the first row. Not inlined:
+ * the blocks of all sizes share it. */
+static __attribute__((noinline)) void finish(const Matrix *m, int64_t rows, const float *sums,
+                                             float *out, int64_t first) {
+  for (int64_t r = 0; r < rows; r++, sums += UNIT, out += m->outs)
+    for (int64_t v = 0; v < UNIT; v += LANES) {
+      const int64_t at = first + v, left = m->outs - at;
+      if (left <= 0) continue;
+      vec total = load_f32(sums + v);
+      if (m->bias) total += load_part(m->bias, at, left, 0);
+      store_part(out, at, left, 0, total);
+    }
 }
 #endif
