@@ -364,6 +364,7 @@ int64_t paceline_attend(const Plan *p, const Cache *keys, const Cache *values, c
                         void *out, float *lse, const Probes *probes) {
   Attention a = {.plan = p, .keys = keys, .values = values, .probes = probes,
                  .q = q, .out = out, .lse = lse};
+  const int parallel = attention_work(p) > SMALL_WORK;
   if (attention_begin(&a, omp_get_max_threads())) return 1;
   int64_t failed = 0;
 #pragma omp parallel for schedule(dynamic, 1) reduction(| : failed) if (parallel)
