@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
     from paceline.kernels.attention import AttentionBackend
 
 _TYPES = (torch.float32, torch.bfloat16)
-# Rows of a tile: its scores of a chunk fit a core's cache, and keys are rarely transposed again.
-_TILE_ROWS = 96
+# Most rows of a tile: its scores of a chunk fit a core's cache, and keys are converted once for
+# many rows.
+_TILE_ROWS = 128
 
 
 class _Block(ctypes.Structure):
@@ -181,11 +183,9 @@ def _prepare(
         block.length, block.row = segment.length, row
         if not segment.is_chain:
             kept.append(_fill_tree(block, segment))
-        most = max(1, _TILE_ROWS // (heads // kv_heads))
-        tiles += [
-            (index, node, min(most, segment.length - node))
-            for node in range(0, segment.length, most)
-        ]
+        count = -(-segment.length // max(1, _TILE_ROWS // (heads // kv_heads)))
+        bounds = [segment.length * i // count for i in range(count + 1)]
+        tiles += [(index, node, end - node) for node, end in pairwise(bounds)]
     table = np.array(tiles, np.int64)
     made = _Plan(
         q_heads=heads,

@@ -5,9 +5,14 @@
 #include "vectors.h"
 
 #define CHUNK 256
-#define KEYS (BLOCK * LANES)   /* keys of a tile of scores */
-#define ROWS 6                 /* rows worked on at once */
+#define ROWS 6                 /* rows of a block of a product */
+#define COLUMNS (BLOCK * LANES) /* its columns */
+#define DEPTH 64               /* values of a panel */
 #define STRIDE (CHUNK + WIDTH) /* of a row of scores */
+
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
 typedef struct {
   int64_t sequence, start, length, row; /* `row` is the block's first among all packed rows */
@@ -49,8 +54,9 @@ typedef struct {
   const void *q;
   void *out;
   float *lse;
-  float *parts;   /* results of all chunks, in memory of the thread that began the call ... */
-  int64_t ranges; /* ... if the chunks of a tile and head are divided into so many items, else 0 */
+  int64_t ranges; /* items into which the chunks of a tile and head are divided; 0: one item */
+  float *parts;   /* results of all chunks, if they are divided */
+  float *raw;     /* scores kept for probes; both in memory of the thread that began the call */
 } Attention;
 
 /* Products of queries and keys; a measure of time. */
@@ -74,6 +80,7 @@ typedef struct {
   const Block *block;
   const Cache *k, *v;
   const Probes *probes;
+  float *raw;
   int64_t head, node, rows, group, width;
   int64_t first, chunks; /* the first chunk that any row attends to, and one past the last */
   int64_t prefix;        /* slots that are their own position */
@@ -82,7 +89,7 @@ typedef struct {
 
 /* Scratch buffers of a thread for a tile. */
 typedef struct {
-  float *q, *keys, *scores, *tree, *part, *total, *raw;
+  float *q, *panel, *scores, *tree, *part, *total;
 } Buffers;
 
 #endif
