@@ -9,10 +9,12 @@
  * - Weights of a chunk are relative to the row's largest score in it. Weighted values are one chain
  *   of FMAs over the chunk's positions; weights are summed in WIDTH partial sums.
  * - The results of the chunks are merged one after the other. A hidden position has weight exactly 0
- *   and changes nothing; a chunk without visible positions is skipped. */
+ *   and changes nothing; a chunk without visible positions is skipped.
+ * attention_tiles.h takes the two products in another order, with the same property. */
 #include <omp.h>
 #include <stdlib.h>
 
+#include "attention_tiles.h"
 #include "products.h"
 
 #define SMALL_WORK 200000      /* products below which another thread costs more than it saves */
@@ -35,16 +37,6 @@ static float *take(Scratch *scratch, size_t floats) {
     if (scratch->memory) scratch->floats = floats;
   }
   return scratch->memory;
-}
-
-static int64_t position(const Tile *t, int64_t n) {
-  return t->block->start + (t->block->depths ? t->block->depths[n] : n);
-}
-
-/* Index of a row of the tile in [M, Hq]. */
-static int64_t packed_row(const Tile *t, int64_t r) {
-  return (t->block->row + t->node + r / t->group) * t->plan->q_heads + t->head * t->group +
-         r % t->group;
 }
 
 static Tile tile_of(const Attention *a, int64_t item) {
@@ -74,9 +66,9 @@ static int64_t kept_row(const Plan *p, const Probe *probe) {
 
 /* Buffers for a tile in this thread's scratch memory; `q` is null when out of memory. */
 static Buffers reserve(const Tile *t) {
-  const int64_t dim = t->plan->dim;
-  const size_t q = (size_t)(t->rows * dim), panel = (size_t)(COLUMNS * most(dim, DEPTH)),
-               scores = (size_t)(t->rows * STRIDE), tree = (size_t)(t->rows * t->tree_columns),
+  const int64_t dim = t->plan->dim, rows = round_up(t->rows, SIDE);
+  const size_t q = (size_t)(rows * round_up(dim, DOT)), panel = (size_t)(CHUNK * round_up(dim, DOT)),
+               scores = (size_t)(rows * STRIDE), tree = (size_t)(rows * t->tree_columns),
                results = (size_t)(t->rows * t->width);
   Buffers m = {.q = take(&own, q + panel + scores + tree + 2 * results)};
   if (!m.q) return m;
@@ -142,12 +134,40 @@ static void note(const Tile *t, const float *row, int64_t r, int64_t base, int64
   }
 }
 
+static void score_any(const Tile *t, const Buffers *m, int64_t first, int64_t stop, float *out,
+                      int64_t stride) {
+  if (in_tiles(t->plan))
+    score_tiles(t, m, first, stop, out, stride);
+  else
+    score(t, m, first, stop, out, stride);
+}
+
+/* Adds the weighted values of every row's own path. */
+static void weigh_paths(const Tile *t, const Buffers *m, int64_t base, float *part) {
+  const Block *b = t->block;
+  const int64_t dim = t->plan->dim;
+  for (int64_t r = 0; r < t->rows; r++) {
+    const int64_t n = t->node + r / t->group, at = position(t, n);
+    const int32_t *path = b->paths + b->path_starts[n];
+    for (int64_t c = most(base, b->start); c < least(base + CHUNK, at + 1); c++) {
+      const vec w = splat(m->scores[r * STRIDE + c - base]);
+      const int64_t slot = t->head * t->v->head_stride +
+                           (b->start + path[c - b->start]) * t->v->slot_stride;
+      for (int64_t d = 0; d < dim; d += LANES) {
+        float *sum = part + r * t->width + d;
+        store_f32(sum, fma_(w, load_any(t->v->data, slot + d, (int)t->plan->kv_bf16),
+                            load_f32(sum)));
+      }
+    }
+  }
+}
+
 /* Results of all rows for one chunk, to part [rows][width]. */
 static void attend_chunk(const Tile *t, const Buffers *m, int64_t chunk, float *part) {
   const Plan *p = t->plan;
   const Block *b = t->block;
   const int64_t base = chunk * CHUNK, stop = most(base, least(base + CHUNK, t->prefix));
-  score(t, m, base, stop, m->scores, STRIDE);
+  score_any(t, m, base, stop, m->scores, STRIDE);
   for (int64_t r = 0; r < t->rows; r++) {
     const int64_t n = t->node + r / t->group, at = position(t, n);
     float *row = m->scores + r * STRIDE, *result = part + r * t->width;
@@ -161,26 +181,17 @@ static void attend_chunk(const Tile *t, const Buffers *m, int64_t chunk, float *
     if (t->probes->count) note(t, row, r, base, from, to);
     result[p->dim] = 0.0f;
     result[p->dim + 1] = -INFINITY;
-    const int64_t columns = round_up(most(to, stop - base), WIDTH);
+    const int64_t columns = round_up(most(to, stop - base), DOT);
     if (from < to)
       result[p->dim] = exponentiate(row, from, to, columns, result + p->dim + 1);
     else
-      memset(row, 0, (size_t)(stop - base) * sizeof(float));
+      memset(row, 0, (size_t)columns * sizeof(float));
   }
-  weigh_values(t, m, base, stop, part);
-  if (!b->depths) return;
-  for (int64_t r = 0; r < t->rows; r++) {
-    const int64_t n = t->node + r / t->group, at = position(t, n);
-    const int32_t *path = b->paths + b->path_starts[n];
-    for (int64_t c = most(base, b->start); c < least(base + CHUNK, at + 1); c++) {
-      const vec w = splat(m->scores[r * STRIDE + c - base]);
-      const int64_t slot = t->head * t->v->head_stride +
-                           (b->start + path[c - b->start]) * t->v->slot_stride;
-      for (int64_t d = 0; d < p->dim; d += LANES) {
-        float *sum = part + r * t->width + d;
-        store_f32(sum, fma_(w, load_any(t->v->data, slot + d, (int)p->kv_bf16), load_f32(sum)));
-      }
-    }
+  if (in_tiles(p)) {
+    weigh_tiles(t, m, base, stop, part);
+  } else {
+    weigh_values(t, m, base, stop, part);
+    if (b->depths) weigh_paths(t, m, base, part);
   }
 }
 
@@ -250,14 +261,19 @@ static void finish(const Tile *t, const float *total, void *out, float *lse) {
 static int begin(const Tile *t, Buffers *m, const void *q) {
   *m = reserve(t);
   if (!m->q) return 1;
-  load_queries(t, q, m->q);
+  if (in_tiles(t->plan)) {
+    configure_tiles();
+    round_queries(t, q, (uint16_t *)m->q);
+  } else {
+    load_queries(t, q, m->q);
+  }
   return 0;
 }
 
 /* Scores of the tree's nodes, from which each row gathers those of its path. */
 static void score_tree(const Tile *t, const Buffers *m) {
   const int64_t start = t->block->start;
-  if (t->block->depths) score(t, m, start, start + t->block->length, m->tree, t->tree_columns);
+  if (t->block->depths) score_any(t, m, start, start + t->block->length, m->tree, t->tree_columns);
 }
 
 static int attend_tile(const Tile *t, const void *q, void *out, float *lse) {

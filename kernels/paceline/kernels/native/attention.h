@@ -8,6 +8,7 @@
 #define ROWS 6                 /* rows of a block of a product */
 #define COLUMNS (BLOCK * LANES) /* its columns */
 #define DEPTH 64               /* values of a panel */
+#define AHEAD 64 /* keys are fetched so many slots ahead: hardware does not follow their order */
 #define STRIDE (CHUNK + WIDTH) /* of a row of scores */
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -24,6 +25,7 @@ typedef struct {
 typedef struct {
   int64_t q_heads, kv_heads, dim, window; /* window 0: none */
   int64_t q_bf16, kv_bf16, out_bf16;
+  int64_t amx; /* bfloat16 caches are multiplied in tiles, with other bits */
   int64_t blocks;
   const Block *block;
   int64_t tiles;
@@ -91,5 +93,18 @@ typedef struct {
 typedef struct {
   float *q, *panel, *scores, *tree, *part, *total;
 } Buffers;
+
+INLINE int in_tiles(const Plan *p) { return p->amx && p->kv_bf16; }
+
+/* Position of a node. */
+INLINE int64_t position(const Tile *t, int64_t n) {
+  return t->block->start + (t->block->depths ? t->block->depths[n] : n);
+}
+
+/* Index of a row of the tile in [M, Hq]. */
+INLINE int64_t packed_row(const Tile *t, int64_t r) {
+  return (t->block->row + t->node + r / t->group) * t->plan->q_heads + t->head * t->group +
+         r % t->group;
+}
 
 #endif

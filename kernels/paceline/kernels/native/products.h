@@ -8,8 +8,6 @@
 
 #include "attention.h"
 
-#define AHEAD 64 /* keys are fetched so many slots ahead: hardware does not follow their order */
-
 typedef struct {
   const void *data; /* element (k, n) at k * stride + n */
   int64_t stride;
