@@ -6,6 +6,7 @@ imports this file by its path, without torch.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import platform
@@ -42,7 +43,8 @@ _FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-std=gnu11", 
 
 def levels_here() -> tuple[str, ...]:
     """Levels that this processor can run, fastest first."""
-    return tuple(level for level, needed in LEVELS.items() if cpu_flags().issuperset(needed))
+    here = (level for level, needed in LEVELS.items() if cpu_flags().issuperset(needed))
+    return tuple(level for level in here if level != "amx" or _tiles_permitted())
 
 
 def cpu_flags() -> frozenset[str]:
@@ -53,6 +55,12 @@ def cpu_flags() -> frozenset[str]:
         return frozenset()
     named = (line.partition(":")[2] for line in lines if line.startswith(("flags", "Features")))
     return frozenset(next(named, "").split())
+
+
+def _tiles_permitted() -> bool:
+    """Ask Linux for tiles, once a process; older kernels list the instructions but refuse."""
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
 
 
 def file_name(level: str) -> str:

@@ -2,8 +2,8 @@
 
 A platform wheel contains them for all levels of x86-64. A source install compiles them with gcc
 into the user's cache folder, once, in some seconds; they need no headers of Python or torch.
-Without either, torch operations replace them: several times slower, and the bits of a row may depend on the
-batch.
+Without either, torch operations replace them: several times slower, and the bits of a row may
+depend on the batch.
 
 Before a level is used, its linear layers are compared with plain C on random data, bit by bit. The
 next level replaces one that differs.

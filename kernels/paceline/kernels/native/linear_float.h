@@ -55,7 +55,7 @@ INLINE void float_block(const int rows, const int bf16, const Matrix *m, const f
   for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; v++) store_f32(sums + r * UNIT + v * LANES, sum[r][v]);
-  finish(m, rows, sums, out, first);
+  finish(m, rows, sums, UNIT, out, first);
 }
 
 #define FLOAT_CASE(n) \
