@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,15 +16,20 @@ from paceline.kernels._native_attention import NativeBackend
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from kernel_cases import compiled
+from kernel_cases import compiled, in_tiles
 
 
-@pytest.fixture(params=levels_here(), scope="module")
+@pytest.fixture(params=[*levels_here(), "tiles"], scope="module")
 def native_backend(request: pytest.FixtureRequest) -> Iterator[AttentionBackend]:
-    """The compiled attention of each level, in its turn the one that ``tree_attention`` uses."""
-    library = compiled(request.param).library
+    """The compiled attention of each level, in its turn the one that ``tree_attention`` uses.
+
+    Tiles are those of the fastest level: instructions of the processor, or their emulation.
+    """
+    tiles = request.param == "tiles"
+    library = compiled(levels_here()[0] if tiles else request.param).library
     assert library is not None
-    yield from _serving(NativeBackend(library, fallback=DenseBackend()))
+    with in_tiles(library) if tiles else nullcontext():
+        yield from _serving(NativeBackend(library, fallback=DenseBackend()))
 
 
 @pytest.fixture(params=[*levels_here(), "none"], scope="module")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
@@ -21,6 +24,16 @@ def compiled(level: str) -> CpuKernels:
     if cpu_kernels().library is None:
         pytest.skip(f"no compiled kernels: {cpu_kernels().origin}")
     return load(level)
+
+
+@contextmanager
+def in_tiles(library: ctypes.CDLL) -> Iterator[None]:
+    """bfloat16 is multiplied in tiles: of the processor, or emulated ones."""
+    library.paceline_set_numerics(1)
+    try:
+        yield
+    finally:
+        library.paceline_set_numerics(0)
 
 
 @st.composite

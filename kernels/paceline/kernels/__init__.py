@@ -14,6 +14,7 @@ from paceline.kernels.caches import KVCacheView, LayerTable
 from paceline.kernels.executor import Executor
 from paceline.kernels.history import History
 from paceline.kernels.noise import gumbel_noise, gumbel_noise_at, philox
+from paceline.kernels.numerics import NUMERICS, get_numerics, set_numerics
 from paceline.kernels.paged import PagedPlane, Plane
 from paceline.kernels.probes import MOST_NOTED, NotedBlock, PlannedProbes, Probe
 from paceline.kernels.program import Heads, Pass, Program, Recorder
@@ -40,6 +41,7 @@ __all__ = [
     "CHUNK",
     "MAX_TREE_NODES",
     "MOST_NOTED",
+    "NUMERICS",
     "SELECTION_CHUNK",
     "SINKS",
     "AttentionBackend",
@@ -72,6 +74,7 @@ __all__ = [
     "choose_tokens",
     "cpu_kernels",
     "filter_logits",
+    "get_numerics",
     "gumbel_noise",
     "gumbel_noise_at",
     "philox",
@@ -79,6 +82,7 @@ __all__ = [
     "raw_logprobs",
     "register_backend",
     "row_kernels",
+    "set_numerics",
     "streaming",
     "tree_attention",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
     from paceline.kernels.attention import AttentionBackend
 
 _TYPES = (torch.float32, torch.bfloat16)
-# Rows of a tile: its scores of a chunk fit a core's cache, and keys are rarely transposed again.
-_TILE_ROWS = 96
+# Most rows of a tile: its scores of a chunk fit a core's cache, and keys are converted once for
+# many rows.
+_TILE_ROWS = 128
 
 
 class _Block(ctypes.Structure):
@@ -219,8 +221,10 @@ class BlockTables:
             block.length, block.row = length, row
             if not segment.is_chain:
                 self._kept += _fill_tree(block, segment)
-            for node in range(0, length, most):
-                tiles += (index, node, min(most, length - node))
+            count = -(-length // most)  # tiles of almost equal sizes
+            bounds = [length * i // count for i in range(count + 1)]
+            for node, stop in pairwise(bounds):
+                tiles += (index, node, stop - node)
         table = (ctypes.c_int64 * len(tiles))(*tiles)
         self._kept.append(table)
         self.blocks, self.tiles = len(rows), len(tiles) // 3

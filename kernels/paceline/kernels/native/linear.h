@@ -12,6 +12,8 @@
  * Arithmetic: the bits of an output depend on its row of x and its weights alone, not on the other
  * rows, their number, the threads or the level.
  *   float32, bfloat16: one chain of FMAs over the inputs in rising order, starting from 0; + bias.
+ *   bfloat16 with numerics amx: activations rounded to bfloat16, the sums of TDPBF16PS; + bias. These
+ *   are the bits of processors with AMX.
  *   8 and 4 bit, w = scale * (value - offset) + minimum in blocks of 32 inputs: activations are
  *   quantised block by block (below), the sum of a block is exact in int32. In rising order of the
  *   blocks
