@@ -104,7 +104,9 @@ def test_scales_that_are_not_finite(kind: Kind, bad: float) -> None:
     tensor = stored(kind, 2, 2, 0)
     at = HALVES[kind][-1]
     tensor.data[at : at + 2] = np.array([bad], np.float16).view(np.uint8)
-    with pytest.raises(UnsupportedModelError, match=r"model.gguf.*'blk.0.ffn_up.weight' is damaged"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"model.gguf.*'blk.0.ffn_up.weight' is damaged"
+    ):
         decode(FILE, tensor)
 
 
