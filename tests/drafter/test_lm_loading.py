@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 import torch
+from gguf_files import write_gguf
 
-from paceline.drafter.methods.base import LoadError
+from paceline.drafter.methods.base import Budget, LoadError
 from paceline.drafter.methods.lm.drafter import LmDrafter
 
 from .conftest import drafting, failure
-from .models import VOCAB, change_config, load, write_model
+from .models import VOCAB, change_config, load, start, write_model
 
 
 @pytest.mark.parametrize(
@@ -95,3 +97,23 @@ async def test_another_target_or_tokenizer_is_refused(tmp_path: Path, folder: Pa
     change_config(bound, paceline={"tokenizer_digest": digest})
     with pytest.raises(LoadError, match="restore"):
         load(bound)
+
+
+@pytest.mark.parametrize("weights", ["auto", "int8", "int4"])
+def test_a_gguf_file_is_loaded(weights: str, folder: Path, tmp_path: Path) -> None:
+    (bare := shutil.copytree(folder, tmp_path / "bare") / "tokenizer.json").unlink()
+    file = write_gguf(tmp_path / "tiny.gguf", bare.parent)
+    drafter = load(file, weights=weights)
+    assert (drafter.fit.vocab_size, drafter.fit.tokenizer_digest) == (VOCAB, "")
+    assert drafter.weight_bytes == file.stat().st_size
+    assert drafter.decoder.config.weights == ("float32" if weights == "auto" else weights)
+    if weights == "auto":
+        trees = [start(each, [1, 2, 3]).draft(Budget(8, 8)) for each in (drafter, load(folder))]
+        assert trees[0].tokens == trees[1].tokens
+
+
+def test_a_damaged_gguf_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    file.write_bytes(b"GGUF\3\0\0\0")
+    with pytest.raises(LoadError, match=r"tiny\.gguf: the header ends"):
+        load(file)

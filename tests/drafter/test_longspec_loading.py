@@ -59,7 +59,7 @@ def test_needs_fit_and_limits(folder: Path, target: Path) -> None:
         ({"context": "4"}, "expected more than 4"),
         ({"context": "-1"}, "out of range"),
         ({"weights": "float16"}, "one of auto"),
-        ({"target": ""}, "option target=DIR"),
+        ({"target": ""}, "option target=PATH"),
         ({"target": "/nowhere"}, "cannot load"),
     ],
 )

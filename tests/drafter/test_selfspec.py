@@ -108,13 +108,8 @@ def test_nothing_is_drafted_without_kv_or_far_behind_it(folder: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        *(
-            {"context": 3},
-            {"ratio": 1.5},
-            {"depth": 65},
-            {"share_weights": "theirs"},
-            {"weights": "int7"},
-        ),
+        *({"context": 3}, {"ratio": 1.5}, {"depth": 65}),
+        *({"share_weights": "theirs"}, {"weights": "int7"}),
         *({"kv": "fast"}, {"kv_policy": "luck"}, {"kv_wire": "x"}),
     ],
 )

@@ -36,14 +36,8 @@ def verifiers(models: dict[str, Path]) -> Iterator[Callable[[str], ServiceProces
 
         @cache
         def verifier(family: str) -> ServiceProcess:
-            arguments = [
-                "--target",
-                str(models[family]),
-                "--weights",
-                "float32",
-                "--schedule",
-                "off",
-            ]
+            target = ["--target", str(models[family]), "--weights", "float32"]
+            arguments = [*target, "--schedule", "off"]
             process = ServiceProcess("verifier", arguments, environment=THREADS)
             return running.enter_context(process)
 

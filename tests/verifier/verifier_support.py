@@ -32,7 +32,9 @@ Drafter = Callable[[list[int], random.Random], TokenTree | int]
 """Gives a tree for a text, or a number of free-run steps."""
 
 
-def make_model(folder: Path, family: str, *, dtype: str = "float32", seed: int = 0) -> Path:
+def make_model(
+    folder: Path, family: str, *, dtype: str = "float32", seed: int = 0, **changes: Any
+) -> Path:
     """A random model with spread-out logits, so that its argmax does not depend on rounding."""
     import transformers
 
@@ -51,6 +53,7 @@ def make_model(folder: Path, family: str, *, dtype: str = "float32", seed: int =
         "eos_token_id": 0,
         "bos_token_id": 1,
         "pad_token_id": None,
+        **changes,
     }
     config = getattr(transformers, f"{family}Config")(**shape)
     model = getattr(transformers, f"{family}ForCausalLM")(config)

@@ -129,8 +129,10 @@ class GgufModel(ModelSource):
         """As transformers builds it from the file.
 
         Raises:
-            UnsupportedModelError: The file has none, or one that transformers cannot build.
+            UnsupportedModelError: transformers cannot build it.
         """
+        if "tokenizer.ggml.tokens" not in self._file.metadata:
+            return b""
         from transformers import PreTrainedTokenizerFast
 
         try:

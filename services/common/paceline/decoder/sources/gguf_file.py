@@ -61,7 +61,7 @@ class GgufFile:
 
     Attributes:
         path: The file.
-        metadata: Values by key; an array is its number of elements.
+        metadata: Values by key; None for an array, whose values no caller needs.
         tensors: Tensors by name.
     """
 
@@ -183,23 +183,24 @@ class _Reader:
                 "damaged"
             )
 
-    def value(self) -> Any:
-        """The next metadata value; for an array, its number of elements."""
+    def value(self) -> str | float | None:
+        """The next metadata value; None for an array."""
         kind = self._kind()
         if kind == GGUFValueType.STRING:
             return self.text("a metadata value")
         if kind != GGUFValueType.ARRAY:
-            return self.number(_SCALARS[kind])
+            scalar: float = self.number(_SCALARS[kind])
+            return scalar
         kind, count = self._kind(), self.number("<Q")
         if kind == GGUFValueType.ARRAY:
             raise self.damaged("arrays of arrays are not supported")
         if kind != GGUFValueType.STRING:
             self.take(count * struct.calcsize(_SCALARS[kind]))
-            return count
+            return None
         self.expect_items(count, 8, "strings")
         for _ in range(count):
             self.take(int.from_bytes(self.take(8), "little"))
-        return count
+        return None
 
     def _kind(self) -> GGUFValueType:
         number = self.number("<I")

@@ -1,0 +1,123 @@
+"""Writes GGUF files of tiny models as llama.cpp's converter does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Kind
+from safetensors.torch import load_file
+
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+
+
+def write_gguf(
+    path: Path, folder: Path, kind: Kind = Kind.F32, kinds: Mapping[str, Kind] | None = None
+) -> Path:
+    """Write the model of a folder, and its tokenizer.json if it has one.
+
+    Args:
+        path: The file to write.
+        folder: A Hugging Face folder.
+        kind: Format of all matrices.
+        kinds: Formats of some tensors, by their names in the file.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    architecture = ARCHITECTURES[config["model_type"]]
+    writer = gguf.GGUFWriter(path, architecture)
+    _add_config(writer, config)
+    if (folder / "tokenizer.json").is_file():
+        _add_tokenizer(writer, folder)
+    names = gguf.get_tensor_name_map(
+        gguf.MODEL_ARCH[architecture.upper()], config["num_hidden_layers"]
+    )
+    for hf_name, tensor in load_file(folder / "model.safetensors").items():
+        name = names.get_name(hf_name, (".weight", ".bias"))
+        assert name is not None, hf_name
+        values = tensor.float().numpy()
+        heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+        part = hf_name.split(".")[-2]
+        if architecture == "llama" and part in heads:
+            values = _interleave(values, config[heads[part]])
+        stored = (kinds or {}).get(name, kind if values.ndim == 2 else Kind.F32)
+        writer.add_tensor(name, gguf.quants.quantize(values, stored), raw_dtype=stored)
+    rope = config["rope_parameters"]
+    if rope["rope_type"] == "llama3":
+        writer.add_tensor("rope_freqs.weight", _llama3_factors(config, rope))
+    _write(writer)
+    return path
+
+
+def _write(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    rope = config["rope_parameters"]
+    heads = config["num_attention_heads"]
+    width = config.get("head_dim") or config["hidden_size"] // heads
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(width)
+    writer.add_value_length(width)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_dimension_count(width)
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    writer.add_bos_token_id(config["bos_token_id"])
+    writer.add_eos_token_id(config["eos_token_id"])
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
+    """A byte-level BPE tokenizer."""
+    found = json.loads((folder / "tokenizer.json").read_text())
+    vocab = {**found["model"]["vocab"], **{t["content"]: t["id"] for t in found["added_tokens"]}}
+    special = {token["content"] for token in found["added_tokens"] if token["special"]}
+    tokens = sorted(vocab, key=vocab.__getitem__)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    kinds = (gguf.TokenType.NORMAL, gguf.TokenType.CONTROL)
+    writer.add_token_types([kinds[token in special] for token in tokens])
+    writer.add_token_merges([" ".join(pair) for pair in found["model"]["merges"]])
+    template = folder / "chat_template.jinja"
+    if template.is_file():
+        writer.add_chat_template(template.read_text())
+
+
+def _interleave(values: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
+    """Rows of llama's q and k in llama.cpp's order: dimensions that turn together side by side."""
+    split = values.reshape(heads, 2, len(values) // heads // 2, -1)
+    return np.ascontiguousarray(split.swapaxes(1, 2).reshape(values.shape))
+
+
+def _llama3_factors(config: dict[str, Any], rope: dict[str, Any]) -> np.ndarray[Any, Any]:
+    """What scaled frequencies are divided by, after llama.cpp's converter."""
+    width = config["head_dim"]
+    base = rope["rope_theta"] ** (-np.arange(0, width, 2) / width)
+    long, short = (
+        rope["original_max_position_embeddings"] / rope[name]
+        for name in ("low_freq_factor", "high_freq_factor")
+    )
+    waves = 2 * np.pi / base
+    smooth = (rope["original_max_position_embeddings"] / waves - rope["low_freq_factor"]) / (
+        rope["high_freq_factor"] - rope["low_freq_factor"]
+    )
+    between = 1 / ((1 - smooth) / rope["factor"] + smooth)
+    factors = np.where(waves < short, 1.0, np.where(waves > long, rope["factor"], between))
+    return factors.astype(np.float32)
