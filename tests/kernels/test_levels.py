@@ -6,13 +6,12 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import nullcontext
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import HEADS, PREFIXES, Case, compiled, in_tiles, make_case, trees
+from kernel_cases import HEADS, PREFIXES, Case, compiled, make_case, trees
 from torch import Tensor
 
 from paceline.kernels import Norm, TreeSegment, plan_trees
@@ -32,15 +31,14 @@ def level(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def attention_at(level: str, case: Case, tiles: bool = False) -> tuple[Tensor, Tensor]:
+def attention_at(level: str, case: Case) -> tuple[Tensor, Tensor]:
     library = compiled(level).library
     assert library is not None
     out, lse = torch.empty(case.q.shape, dtype=case.q.dtype), torch.empty(case.q.shape[:2])
-    with in_tiles(library) if tiles else nullcontext():
-        NativeBackend(library, fallback=DenseBackend()).attend(
-            case.q, [case.key], [case.value], plan_trees([case.segment]),
-            scale=case.scale, window=case.window, out=out, lse=lse,
-        )  # fmt: skip
+    NativeBackend(library, fallback=DenseBackend()).attend(
+        case.q, [case.key], [case.value], plan_trees([case.segment]),
+        scale=case.scale, window=case.window, out=out, lse=lse,
+    )  # fmt: skip
     return out, lse
 
 
