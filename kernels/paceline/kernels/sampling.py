@@ -271,8 +271,8 @@ def _logsumexp(values: Tensor) -> float:
     native = library()
     if native is None:
         return float(values.double().logsumexp(0))
-    dense = values.contiguous()
-    total: float = _logsumexp_of(native)(dense.data_ptr(), dense.numel())
+    dense, memory = values.contiguous(), np.empty(values.numel(), np.float32)
+    total: float = _logsumexp_of(native)(dense.data_ptr(), dense.numel(), memory.ctypes.data)
     return total
 
 
@@ -294,7 +294,8 @@ def _exponentials(values: Tensor) -> tuple[NDArray[np.float32], float]:
 @cache
 def _logsumexp_of(native: ctypes.CDLL) -> Any:
     function = native.paceline_logsumexp
-    function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_int64), ctypes.c_double
+    function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
+    function.restype = ctypes.c_double
     return function
 
 

@@ -3,6 +3,7 @@
 #include <stdlib.h>
 
 #include "dots.h"
+#include "numerics.h"
 #include "linear_units.h"
 
 #define BLOCK_INS 32
@@ -117,7 +118,7 @@ int64_t paceline_linear_check(void) {
   Matrix m = {.outs = OUTS, .ins = INS, .values = values, .bias = bias};
   fill((uint32_t *)x, ROWS * INS, FLOATS, &seed);
   fill((uint32_t *)bias, OUTS, FLOATS, &seed);
-  paceline_linear_numerics(0);
+  amx_numerics = 0;
   for (m.format = LINEAR_F32; m.format <= LINEAR_BF16; m.format++) {
     fill(values, PADDED * INS, m.format == LINEAR_F32 ? FLOATS : BF16_PAIRS, &seed);
     if (differs(&m, x)) return 1 + m.format;
@@ -137,8 +138,8 @@ int64_t paceline_linear_check(void) {
   fill(values, PADDED * INS, WHOLE_PAIRS, &seed);
   for (int i = 0; i < ROWS * INS; i++) x[i] = rintf(x[i]);
   for (int i = 0; i < OUTS; i++) bias[i] = rintf(bias[i]);
-  paceline_linear_numerics(1);
+  amx_numerics = 1;
   const int wrong = differs(&m, x);
-  paceline_linear_numerics(0);
+  amx_numerics = 0;
   return wrong ? 1 + LINEAR_BF16 : 0;
 }

@@ -42,29 +42,24 @@ void paceline_gumbel(uint64_t seed, uint64_t position, const int64_t *ids, int64
 }
 
 /* out[i] = e^(x[i] - the largest x); returns the sum in double: WIDTH partial sums, added up in
- * pairs. The largest x, which goes to *peak, must be finite; `out` may be null. */
+ * pairs. The largest x, which goes to *peak, must be finite. */
 double paceline_exponentials(const float *x, int64_t count, float *peak, float *out) {
   double part[WIDTH] = {0};
-  float block[WIDTH];
   *peak = -INFINITY;
   for (int64_t i = 0; i < count; i++) *peak = x[i] > *peak ? x[i] : *peak;
-  for (int64_t i = 0; i < count; i += WIDTH) {
-    const int64_t n = count - i < WIDTH ? count - i : WIDTH;
-    for (int l = 0; l < WIDTH; l++) block[l] = -INFINITY;
-    memcpy(block, x + i, (size_t)n * sizeof(float));
-    for (int l = 0; l < WIDTH; l += LANES)
-      store_f32(block + l, exp_(load_f32(block + l) - splat(*peak)));
-    for (int l = 0; l < WIDTH; l++) part[l] += (double)block[l];
-    if (out) memcpy(out + i, block, (size_t)n * sizeof(float));
-  }
+  const vec shift = splat(*peak);
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) store_f32(out + i, exp_(load_f32(x + i) - shift));
+  if (i < count) store_part(out, i, count - i, 0, exp_(load_part(x, i, count - i, 0) - shift));
+  for (i = 0; i < count; i++) part[i % WIDTH] += (double)out[i];
   for (int half = WIDTH / 2; half; half /= 2)
     for (int l = 0; l < half; l++) part[l] += part[l + half];
   return part[0];
 }
 
-/* ln of the sum of e^x. The largest x must be finite. */
-double paceline_logsumexp(const float *x, int64_t count) {
+/* ln of the sum of e^x; `memory` is of `count` values. The largest x must be finite. */
+double paceline_logsumexp(const float *x, int64_t count, float *memory) {
   float peak;
-  const double sum = paceline_exponentials(x, count, &peak, NULL);
+  const double sum = paceline_exponentials(x, count, &peak, memory);
   return (double)peak + log_(sum);
 }
