@@ -32,11 +32,11 @@ def level(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def attention_at(level: str, case: Case, tiles: bool = False) -> tuple[Tensor, Tensor]:
+def attention_at(level: str, case: Case) -> tuple[Tensor, Tensor]:
     library = compiled(level).library
     assert library is not None
     out, lse = torch.empty(case.q.shape, dtype=case.q.dtype), torch.empty(case.q.shape[:2])
-    NativeBackend(library, fallback=DenseBackend(), amx=tiles).attend(
+    NativeBackend(library, fallback=DenseBackend()).attend(
         case.q, [case.key], [case.value], plan_trees([case.segment]),
         scale=case.scale, window=case.window, out=out, lse=lse,
     )  # fmt: skip

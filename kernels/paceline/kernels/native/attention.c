@@ -14,6 +14,7 @@
 #include <omp.h>
 #include <stdlib.h>
 
+#include "attention_probes.h"
 #include "attention_tiles.h"
 #include "products.h"
 
@@ -57,11 +58,6 @@ static Tile tile_of(const Attention *a, int64_t item) {
   t.prefix = b->depths ? b->start : b->start + node + nodes;
   t.tree_columns = b->depths ? round_up(b->length, COLUMNS) : 0;
   return t;
-}
-
-/* Floats of the scores of one query head that are kept for a probe, until their largest is known. */
-static int64_t kept_row(const Plan *p, const Probe *probe) {
-  return probe->weights ? round_up(p->block[probe->block].start, WIDTH) : 0;
 }
 
 /* Buffers for a tile in this thread's scratch memory; `q` is null when out of memory. */
@@ -111,27 +107,6 @@ static float exponentiate(float *row, int64_t from, int64_t to, int64_t columns,
     store_f32(lanes + l, sum);
   }
   return add_up(lanes);
-}
-
-/* Records scores of one row and chunk for its probes; hidden positions get -inf. */
-static void note(const Tile *t, const float *row, int64_t r, int64_t base, int64_t from,
-                 int64_t to) {
-  const int64_t start = t->block->start, stop = least(base + CHUNK, start);
-  const int64_t head = t->head * t->group + r % t->group;
-  float *raw = t->raw;
-  for (int64_t i = 0; i < t->probes->count; i++) {
-    const Probe *probe = t->probes->probe + i;
-    float *out = probe->weights ? raw + head * kept_row(t->plan, probe)
-                                : probe->out + t->head * probe->stride;
-    raw += t->plan->q_heads * kept_row(t->plan, probe);
-    if (t->plan->block + probe->block != t->block || probe->node != t->node + r / t->group)
-      continue;
-    const int add = !probe->weights && r % t->group;
-    for (int64_t at = base; at < stop; at++) {
-      const float x = at - base >= from && at - base < to ? row[at - base] : -INFINITY;
-      out[at] = add ? out[at] + x : x;
-    }
-  }
 }
 
 static void score_any(const Tile *t, const Buffers *m, int64_t first, int64_t stop, float *out,
@@ -220,23 +195,6 @@ static void merge(const Tile *t, float *total, const float *part, int first) {
   }
 }
 
-/* Writes the part of a probe that lies before the first chunk, and weights made of kept scores. */
-static void finish_probe(const Tile *t, const Probe *probe, float *kept, const float *total) {
-  const int64_t dim = t->plan->dim, start = t->block->start, stride = kept_row(t->plan, probe);
-  const int64_t before = least(t->first * CHUNK, start);
-  float *out = probe->out + t->head * probe->stride;
-  for (int64_t at = 0; at < before; at++) out[at] = probe->weights ? 0.0f : -INFINITY;
-  if (!probe->weights) return;
-  for (int64_t g = 0; g < t->group; g++) {
-    float *raw = kept + (t->head * t->group + g) * stride;
-    const float *row = total + ((probe->node - t->node) * t->group + g) * t->width;
-    const vec peak = splat(row[dim + 1]), sum = splat(row[dim]);
-    for (int64_t at = before; at < start; at += LANES)
-      store_f32(raw + at, exp_(load_f32(raw + at) - peak) / sum);
-    for (int64_t at = before; at < start; at++) out[at] = g ? out[at] + raw[at] : raw[at];
-  }
-}
-
 /* Writes the rows' results, and what is left of their probes. */
 static void finish(const Tile *t, const float *total, void *out, float *lse) {
   const Plan *p = t->plan;
@@ -247,14 +205,7 @@ static void finish(const Tile *t, const float *total, void *out, float *lse) {
       store_any(out, to * p->dim + d, (int)p->out_bf16, load_f32(row + d) / splat(row[p->dim]));
     if (lse) lse[to] = row[p->dim + 1] + logf(row[p->dim]);
   }
-  float *raw = t->raw;
-  for (int64_t i = 0; i < t->probes->count; i++) {
-    const Probe *probe = t->probes->probe + i;
-    const int64_t node = probe->node - t->node;
-    if (p->block + probe->block == t->block && node >= 0 && node * t->group < t->rows)
-      finish_probe(t, probe, raw, total);
-    raw += p->q_heads * kept_row(p, probe);
-  }
+  finish_probes(t, total);
 }
 
 /* Buffers with the tile's queries. Returns 0, or 1 without memory. */
@@ -321,13 +272,12 @@ int64_t attention_work(const Plan *p) {
 
 int64_t attention_begin(Attention *a, int64_t threads) {
   const int64_t items = a->plan->tiles * a->plan->kv_heads;
-  int64_t floats = 0, kept = 0;
+  const int64_t kept = kept_floats(a->plan, a->probes);
+  int64_t floats = 0;
   for (int64_t i = 0; i < items; i++) {
     const Tile t = tile_of(a, i);
     floats += part_floats(&t);
   }
-  for (int64_t i = 0; i < a->probes->count; i++)
-    kept += a->plan->q_heads * kept_row(a->plan, a->probes->probe + i);
   const int split = threads > 1 && attention_work(a->plan) > SMALL_WORK &&
                     items < SPLIT_ITEMS * threads && floats <= SPLIT_FLOATS;
   a->ranges = split ? SPLIT_ITEMS * threads : 0;

@@ -12,7 +12,11 @@
 #include <unistd.h>
 
 #define TILE_ZERO(t) _tile_zero(t)
-#define TILE_LOAD(t, from, stride) _tile_loadd(t, from, stride)
+/* The intrinsics for reading do not tell gcc that they read memory. */
+#define WRITTEN __asm__ volatile("" ::: "memory")
+#define TILE_LOAD(t, from, stride) \
+  WRITTEN;                         \
+  _tile_loadd(t, from, stride)
 #define TILE_STORE(t, to, stride) _tile_stored(t, to, stride)
 #define TILE_DOT_BF16(c, a, b) _tile_dpbf16ps(c, a, b)
 #define TILE_DOT_SU8(c, a, b) _tile_dpbsud(c, a, b)
@@ -20,7 +24,7 @@
 /* Sets the tiles' shapes in this thread. Linux wants to be asked before the first use. */
 INLINE void configure_tiles(void) {
   static __thread int configured;
-  const struct {
+  static const struct {
     uint8_t palette, start_row, reserved[14];
     uint16_t row_bytes[16];
     uint8_t rows[16];
@@ -28,6 +32,7 @@ INLINE void configure_tiles(void) {
               .row_bytes = {64, 64, 64, 64, 64, 64, 64, 64},
               .rows = {SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE}};
   if (configured) return;
+  WRITTEN;
   syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */);
   _tile_loadconfig(&shapes);
   configured = 1;
