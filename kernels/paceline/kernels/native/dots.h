@@ -59,16 +59,23 @@ INLINE int32_t word_at(const void *p) {
   return word;
 }
 
+/* Keeps GCC from adding in another order, which needs more registers than there are. */
+#define IN_ORDER(sum) __asm__("" : "+v"(sum))
+
 /* dot(sum, weights, a): sum + weights times the 4 activations at `a`. */
 #if LANES == 16 && defined(__AVX512VNNI__)
 typedef int8_t activation;
 INLINE ivec dot(ivec sum, ivec weights, const activation *a) {
-  return _mm512_dpbusd_epi32(sum, weights, splat_i32(word_at(a)));
+  sum = _mm512_dpbusd_epi32(sum, weights, splat_i32(word_at(a)));
+  IN_ORDER(sum);
+  return sum;
 }
 #elif LANES == 8 && defined(__AVXVNNI__)
 typedef int8_t activation;
 INLINE ivec dot(ivec sum, ivec weights, const activation *a) {
-  return _mm256_dpbusd_avx_epi32(sum, weights, splat_i32(word_at(a)));
+  sum = _mm256_dpbusd_avx_epi32(sum, weights, splat_i32(word_at(a)));
+  IN_ORDER(sum);
+  return sum;
 }
 #elif LANES >= 8
 /* Without VNNI: bytes become 16 bits, since products of bytes are added with saturation. The
@@ -87,7 +94,7 @@ INLINE ivec odd_bytes(ivec x) { return _mm256_srli_epi16(x, 8); }
 INLINE ivec dot(ivec sum, ivec weights, const activation *a) {
   sum = add_i32(sum, multiply_pairs(even_bytes(weights), splat_i32(word_at(a))));
   sum = add_i32(sum, multiply_pairs(odd_bytes(weights), splat_i32(word_at(a + 2))));
-  __asm__("" : "+v"(sum)); /* in this order: other sums need more registers */
+  IN_ORDER(sum);
   return sum;
 }
 #elif defined(__ARM_FEATURE_DOTPROD)
