@@ -151,7 +151,7 @@ def test_embedding_and_head_stay_in_the_target_s_file(
 
 
 def test_bfloat16_is_close_to_float32(folder: Path, target: Path) -> None:
-    exact, rough = (load(folder, target, dtype=d, widths="1") for d in ("float32", "bfloat16"))
+    exact, rough = (load(folder, target, weights=d, widths="1") for d in ("float32", "bfloat16"))
     assert rough.layer.dtype == torch.bfloat16
     text = text_of(40)
     kv = made_up_kv(exact.layer.config, 39)

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 Weight = Tensor | Blocks
 
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
-"""Matrices that keep 8 bits in a 4-bit model: 4 bits there double the error of the whole model."""
+"""Matrices that keep 8 bits in a 4-bit model: 4 bits there alone cost as
+much as Q4_1 of everything (on SmolLM2-135M a KL divergence of 0.06)."""
 
 _BITS = {"int8": 8, "int4": 4}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -20,17 +19,17 @@ from paceline.decoder.quantised import Weight, plain
 from paceline.decoder.sources.base import ModelSource
 from paceline.decoder.sources.gguf_blocks import check_format, converts, decode
 from paceline.decoder.sources.gguf_file import GgufFile, GgufTensor, read_gguf
+from paceline.decoder.sources.gguf_metadata import (
+    ARCHITECTURES,
+    EMBEDDING,
+    NORM,
+    Metadata,
+    expected_tensors,
+)
 from paceline.decoder.weights import fingerprint_files
 from paceline.kernels.blocks import Blocks
 
 _log = logging.getLogger(__name__)
-
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-"""Supported architectures, and the classes of transformers. Mistral files say llama."""
 
 _PARTS = {
     "attn_norm": "input_layernorm",
@@ -45,12 +44,11 @@ _PARTS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_EMBEDDING, _NORM, _HEAD = "token_embd.weight", "output_norm.weight", "output.weight"
+_HEAD = "output.weight"
 _ROPE_FACTORS = "rope_freqs.weight"
 _END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA3_CONTEXT = 8192  # original context of all Llama 3 models with scaled frequencies
-_MAX_NUMBER = (1 << 31) - 1
 
 
 class GgufModel(ModelSource):
@@ -65,7 +63,7 @@ class GgufModel(ModelSource):
         """
         self.path = path
         self._file = read_gguf(path)
-        self._metadata = _Metadata(self._file)
+        self._metadata = Metadata(self._file)
         self._check_tensors()
 
     @property
@@ -163,7 +161,7 @@ class GgufModel(ModelSource):
         return "float32" if set(self._formats()) == {GGMLQuantizationType.F32} else "bfloat16"
 
     def _check_tensors(self) -> None:
-        expected = dict(_expected(self._metadata))
+        expected = dict(expected_tensors(self._metadata))
         extra = self._file.tensors.keys() - expected.keys() - {_HEAD, _ROPE_FACTORS}
         if extra:
             raise UnsupportedModelError(
@@ -171,7 +169,7 @@ class GgufModel(ModelSource):
                 f"{self._metadata.architecture} model"
             )
         if _HEAD in self._file.tensors:
-            expected[_HEAD] = expected[_EMBEDDING]
+            expected[_HEAD] = expected[EMBEDDING]
         for name, shape in expected.items():
             found = self._file.tensors.get(name)
             if found is None:
@@ -224,123 +222,13 @@ class GgufModel(ModelSource):
             )
 
 
-class _Metadata:
-    """Checked values of a file's metadata.
-
-    Raises:
-        UnsupportedModelError: A value is missing, of another type or out of range.
-    """
-
-    def __init__(self, file: GgufFile) -> None:
-        self._file = file
-        self._values = file.metadata
-        self.architecture = str(self._values.get("general.architecture"))
-        if self.architecture not in ARCHITECTURES:
-            raise self._error(
-                f"architecture {self.architecture!r} is not supported, expected one of "
-                f"{', '.join(ARCHITECTURES)}"
-            )
-        if self._values.get("split.count", 1) not in (0, 1):
-            raise self._error("one part of a split model; merge the parts to one file")
-        if self.get("expert_count", 0):
-            raise self._error("mixtures of experts are not supported")
-        tensors = file.tensors
-        self.layers = self.count("block_count")
-        self.hidden = self.count("embedding_length")
-        self.intermediate = self.count("feed_forward_length")
-        self.q_heads = self.count("attention.head_count")
-        self.kv_heads = self.count("attention.head_count_kv", self.q_heads)
-        if self.q_heads % self.kv_heads:
-            raise self._error(f"{self.q_heads} heads are no multiple of {self.kv_heads} kv heads")
-        self.head_dim = self.count("attention.key_length", max(1, self.hidden // self.q_heads))
-        for name in ("attention.value_length", "rope.dimension_count"):
-            if self.count(name, self.head_dim) != self.head_dim:
-                raise self._error(f"{name} differs from the width of keys, {self.head_dim}")
-        if self.head_dim % 2:
-            raise self._error(f"heads have an odd width, {self.head_dim}")
-        if _EMBEDDING not in tensors or len(tensors[_EMBEDDING].shape) != 2:
-            raise self._error(f"lacks the tensor {_EMBEDDING!r}, or it is no matrix")
-        self.vocab_size = tensors[_EMBEDDING].shape[0]
-        if self.layers > len(tensors):
-            raise self._error(f"{self.layers} layers in {len(tensors)} tensors")
-        self.attention_bias = self.architecture == "qwen2" or "blk.0.attn_q.bias" in tensors
-        self.mlp_bias = "blk.0.ffn_gate.bias" in tensors
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """A value of the architecture."""
-        return self._values.get(f"{self.architecture}.{key}", default)
-
-    def count(self, key: str, default: int | None = None) -> int:
-        """An integer from 1 to 2^31 - 1."""
-        found = self.get(key, default)
-        if not isinstance(found, int) or not 0 < found <= _MAX_NUMBER:
-            raise self._error(
-                f"{self.architecture}.{key} is {found!r}, expected a number from 1 to {_MAX_NUMBER}"
-            )
-        return found
-
-    def real(self, key: str, default: float | None = None) -> float:
-        """A finite number above 0."""
-        found = self.get(key, default)
-        if not isinstance(found, float) or not 0 < found < math.inf:
-            raise self._error(
-                f"{self.architecture}.{key} is {found!r}, expected a finite number above 0"
-            )
-        return found
-
-    def token(self, name: str) -> int | None:
-        """A token id of the tokenizer, None if it has none."""
-        found = self._values.get(f"tokenizer.ggml.{name}")
-        if found is not None and not (isinstance(found, int) and 0 <= found < self.vocab_size):
-            raise self._error(f"tokenizer.ggml.{name} is {found!r}, expected a token id")
-        return found
-
-    def _error(self, what: str) -> UnsupportedModelError:
-        return UnsupportedModelError(f"{self._file.path}: {what}")
-
-
-def _expected(values: _Metadata) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of the tensors of a model, without the LM head."""
-    hidden, wide, dim = values.hidden, values.intermediate, values.head_dim
-    q, kv = values.q_heads * dim, values.kv_heads * dim
-    matrices = {
-        "attn_q": (q, hidden),
-        "attn_k": (kv, hidden),
-        "attn_v": (kv, hidden),
-        "attn_output": (hidden, q),
-        "ffn_gate": (wide, hidden),
-        "ffn_up": (wide, hidden),
-        "ffn_down": (hidden, wide),
-    }
-    vectors = {"attn_norm": hidden, "ffn_norm": hidden}
-    if values.architecture == "qwen3":
-        vectors |= {"attn_q_norm": dim, "attn_k_norm": dim}
-    biases: list[str] = []
-    if values.attention_bias:
-        biases += ["attn_q", "attn_k", "attn_v"]
-        if values.architecture != "qwen2":
-            biases.append("attn_output")
-    if values.mlp_bias:
-        biases += ["ffn_gate", "ffn_up", "ffn_down"]
-    yield _EMBEDDING, (values.vocab_size, hidden)
-    yield _NORM, (hidden,)
-    for layer in range(values.layers):
-        base = f"blk.{layer}."
-        for part, shape in matrices.items():
-            yield f"{base}{part}.weight", shape
-        for part, width in vectors.items():
-            yield f"{base}{part}.weight", (width,)
-        for part in biases:
-            yield f"{base}{part}.bias", (matrices[part][0],)
-
-
 class _Tensors(Mapping[str, Weight]):
     """Tensors of a file by their Hugging Face names, each decoded on access."""
 
     def __init__(
         self,
         file: GgufFile,
-        values: _Metadata,
+        values: Metadata,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
@@ -348,7 +236,7 @@ class _Tensors(Mapping[str, Weight]):
         self._heads: dict[str, int] = {}
         if values.architecture == "llama":
             self._heads = {"attn_q": values.q_heads, "attn_k": values.kv_heads}
-        names = {_EMBEDDING: "model.embed_tokens.weight", _NORM: "model.norm.weight"}
+        names = {EMBEDDING: "model.embed_tokens.weight", NORM: "model.norm.weight"}
         names[_HEAD] = "lm_head.weight"
         self._names = {_hf_name(name, names): name for name in file.tensors}
 
