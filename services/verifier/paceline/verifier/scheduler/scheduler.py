@@ -219,7 +219,7 @@ class Scheduler:
         fixed = self._idle + self._costs.sequence_seconds(
             step.emitted, step.attended / step.tokens
         )  # whatever the step's size
-        admission = admit(
+        counts = admit(
             [
                 _parents_survivals(tree.survivals) if causal else tree.survivals
                 for tree, causal in zip(trees, drawn, strict=True)
@@ -235,10 +235,10 @@ class Scheduler:
             ],
             causal=any(causal and len(tree) > 0 for causal, tree in zip(drawn, trees, strict=True)),
         )
-        for state, tree, count, causal in zip(states, trees, admission.counts, drawn, strict=True):
+        for state, tree, count, causal in zip(states, trees, counts, drawn, strict=True):
             if len(tree) > 0 and not causal:
                 state.admitted(len(tree), count)
-        return [tree.first(count) for tree, count in zip(trees, admission.counts, strict=True)]
+        return [tree.first(count) for tree, count in zip(trees, counts, strict=True)]
 
     def _plain_step(self, rounds: Items[Round], step: Step, now: float) -> float:
         """Predicted time of a plain step of the load, which includes drafting sequences away."""
