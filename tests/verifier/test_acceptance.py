@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 from paceline.kernels import SamplingParams
 from paceline.service import ServiceError
 from paceline.tree import TokenTree
-from paceline.v1 import tree_pb2
+from paceline.v1 import tree_pb2, verifier_pb2
 from paceline.verifier.engine.acceptance import walk
 from paceline.verifier.engine.job import Round
 from paceline.verifier.engine.output import FinishReason
-from paceline.verifier.model import Limits
 from paceline.verifier.rpc.messages import read_tree
 
-LIMITS = Limits(vocab_size=8, max_context=100, eos_token_ids=())
+MODEL = verifier_pb2.GetModelResponse(vocab_size=8, max_context=100)
 
 
 @st.composite
@@ -94,13 +93,13 @@ def test_read_tree_takes_exactly_the_well_formed_ones(
     well_formed = (
         len(tokens) == len(parents)
         and len(confidences) in (0, len(tokens))
-        and all(token < LIMITS.vocab_size for token in tokens)
+        and all(token < MODEL.vocab_size for token in tokens)
         and all(-1 <= parent < node for node, parent in enumerate(parents))
         and all(0 <= confidence <= 1 for confidence in confidences)
     )
     message = tree_pb2.TokenTree(tokens=tokens, parents=parents, confidences=confidences)
     if well_formed:
-        assert read_tree(message, LIMITS, SamplingParams(), 1) == TokenTree.from_proto(message)
+        assert read_tree(message, MODEL, SamplingParams(), 1) == TokenTree.from_proto(message)
     else:
         with pytest.raises(ServiceError, match=r"expected|send|tokens"):
-            read_tree(message, LIMITS, SamplingParams(), 1)
+            read_tree(message, MODEL, SamplingParams(), 1)
