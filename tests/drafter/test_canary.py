@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.drafter import session
-from paceline.drafter.methods.replay import write_records
 from paceline.drafter.registry.canary import Canary, CanarySettings
 from paceline.drafter.registry.comparison import (
     Mean,
@@ -29,6 +28,7 @@ from paceline.v1 import drafter_pb2
 
 from .conftest import VOCAB, Drafting, drafting, failure
 from .test_registry_servicer import listed, load, unload
+from .test_replay import write_records
 
 RUNNING, PROMOTED = drafter_pb2.CANARY_STATE_RUNNING, drafter_pb2.CANARY_STATE_PROMOTED
 ROLLED_BACK, CANCELLED = (
@@ -165,9 +165,7 @@ TEXT = [(7 * i) % VOCAB for i in range(1, 120)]
 @pytest.fixture
 def record(tmp_path: Path) -> Path:
     """The text, for the method `replay`."""
-    path = tmp_path / "record.jsonl"
-    write_records(path, [(PROMPT, TEXT)])
-    return path
+    return write_records(tmp_path / "record.jsonl", (PROMPT, TEXT))
 
 
 async def generate(service: Drafting) -> list[str]:

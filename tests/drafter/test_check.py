@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import grpc
 import pytest
 
 from paceline.drafter import LoadError, build_service
-from paceline.drafter.methods.replay import write_records
 
 from .conftest import drafting, failure
 from .fakes import FakeDrafter
 from .test_registry_servicer import listed, load
+from .test_replay import write_records
 
 TEXTS = [([1, 2, 3], list(range(4, 40))), ([9], [8, 7, 6, 5, 8, 7, 6, 5, 8, 7, 6, 5])]
 
 
 @pytest.fixture
 def recordings(tmp_path: Path) -> Path:
-    path = tmp_path / "texts.jsonl"
-    lines = (json.dumps({"prompt": prompt, "tokens": tokens}) for prompt, tokens in TEXTS)
-    path.write_text("\n".join(lines))
-    return path
+    return write_records(tmp_path / "texts.jsonl", *TEXTS)
 
 
 async def test_the_result_is_listed(recordings: Path, tmp_path: Path) -> None:
-    record = tmp_path / "record.jsonl"
-    write_records(record, TEXTS)
     async with drafting("ngram", recordings=recordings, roots=[tmp_path]) as service:
         info = await load(
-            service, "x", "replay", folder=str(record), options={"p": "1", "max_nodes": "4"}
+            service, "x", "replay", folder=str(recordings), options={"p": "1", "max_nodes": "4"}
         )
         assert info.check.texts == 2
         # Five tokens per round; the first of each text is its anchor, which leaves 35 and 11.
@@ -75,7 +69,8 @@ async def test_a_failing_drafter_of_the_command_line_fails_the_start(recordings:
 @pytest.mark.parametrize(
     "text",
     ["", "[]", '{"prompt": [1]}', '{"prompt": [], "tokens": [1]}', '{"prompt": [1], "tokens": []}',
-     '{"prompt": [-1], "tokens": [1]}', '{"prompt": ["a"], "tokens": [1]}', "\xff"],
+     '{"prompt": [-1], "tokens": [1]}', '{"prompt": ["a"], "tokens": [1]}', "\xff",
+     '{"prompt": "x", "tokens": [1]}', '{"prompt": [1], "tokens": [5000000000]}'],
 )  # fmt: skip
 def test_invalid_recordings_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "texts.jsonl"
