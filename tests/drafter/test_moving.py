@@ -4,27 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from .conftest import drafting, until
-from .fakes import FakeDrafter
+from .conftest import drafting
 from .test_registry_servicer import listed, load, unload
-
-
-async def test_a_stream_moves_with_its_whole_text() -> None:
-    FakeDrafter.loaded.clear()
-    async with drafting("x=fake") as service:
-        stream = await service.attach([1, 2])
-        await stream.round([3, 4])
-        await load(service, "x", "inline-fake", activate=True)
-        assert (await stream.round([5])).version == "1", "activating moves no stream"
-        await unload(service, "x", "1")
-        tree = await stream.round([6, 7])
-        assert (tree.version, list(tree.tree.tokens)) == ("2", [7])
-        assert FakeDrafter.loaded[1].sequences[0].text == [1, 2, 3, 4, 5, 6, 7]
-        await stream.end()
-        assert [(v[1], v[3]) for v in await listed(service)] == [("2", 0)]
-        old = FakeDrafter.loaded[0]
-        await until(lambda: bool(old.closed))  # on its worker, after the last stream has left
-        assert old.closed == 1
 
 
 @pytest.mark.parametrize(

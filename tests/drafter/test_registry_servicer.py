@@ -58,6 +58,8 @@ async def test_versions_come_and_go_while_text_streams() -> None:
         assert await listed(service) == [("x", "1", 0.0, 1, True), ("x", "2", 1.0, 1, False)]
         assert (await old.round([31])).version == "2"
         assert await listed(service) == [("x", "2", 1.0, 2, False)]
+        moved = FakeDrafter.loaded[1].sequences[-1]
+        assert moved.text == [*range(1, 20), 30, 31], "it moved with its whole text"
         await old.end()
         await new.end()
         assert await unload(service, "x") is True

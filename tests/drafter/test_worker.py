@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -85,16 +84,6 @@ async def test_without_nodes_the_tokens_are_appended(worker: DraftWorker) -> Non
     assert not drafted.tree
     assert sequence.text == [1, 1, 1, 4]
     assert drafter.batches == []
-
-
-async def test_a_round_behind_a_long_backlog_ends_at_its_deadline(worker: DraftWorker) -> None:
-    drafter = FakeDrafter()
-    sequence = started(drafter, tokens=10**9)
-    deadline = time.monotonic() + 0.05
-    drafted = await worker.submit(drafter, sequence, Update([4]), Budget(8, 8, deadline))
-    assert not drafted.tree
-    assert time.monotonic() >= deadline
-    worker.close(sequence)
 
 
 async def test_only_the_failing_round_of_a_batch_fails(worker: DraftWorker) -> None:

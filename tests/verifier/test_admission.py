@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.tree import TokenTree
-from paceline.verifier.engine.acceptance import walk
 from paceline.verifier.engine.job import rank
 from paceline.verifier.scheduler.admission import Floats, Step, admit
 
@@ -175,44 +174,15 @@ class AppendixA:
         left = {x: max(0.0, p - self.drafter[x]) for x, p in self.target.items()}
         return _draw(left, chance)
 
-    def by_noise(self, chance: random.Random, *, causal: bool) -> tuple[str, str]:
-        """The first token under the drafter-invariant contract, drafted for and not."""
-        noise = {x: -math.log(-math.log(chance.random())) for x in "AB"}
-
-        def best(weights: dict[str, float]) -> str:
-            return max(weights, key=lambda x: math.log(weights[x]) + noise[x])
-
-        tree = self.admitted(best(self.drafter), causal=causal)
-        walked = walk(tree, lambda node: ord(best(self.target)), (), 1)
-        return chr(walked.tokens[0]), best(self.target)
-
 
 def _draw(weights: dict[str, float], chance: random.Random) -> str:
     return chance.choices(list(weights), list(weights.values()))[0]
 
 
-def _deviations(seen: Counter[str], share: float) -> float:
-    """Of the count of A from the expected one. Unit: standard deviations."""
-    return abs(seen["A"] - share * DRAWS) / math.sqrt(DRAWS * share * (1 - share))
-
-
-def test_appendix_a_the_full_search_biases_rejection_sampling() -> None:
-    chance = random.Random(1)
-    seen = Counter(AppendixA().by_rejection(chance, causal=False) for _ in range(DRAWS))
-    assert _deviations(seen, 0.85) < FALSE_ALARM, "as the paper works out"
-    assert _deviations(seen, 0.7) > FALSE_ALARM
-
-
 def test_appendix_a_early_stopping_keeps_rejection_sampling_exact() -> None:
-    chance = random.Random(1)
-    seen = Counter(AppendixA().by_rejection(chance, causal=True) for _ in range(DRAWS))
-    assert _deviations(seen, 0.7) < FALSE_ALARM
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_appendix_a_the_invariant_mode_is_exact_with_any_search(causal: bool) -> None:
-    chance = random.Random(1)
-    pairs = [AppendixA().by_noise(chance, causal=causal) for _ in range(DRAWS)]
-    assert all(emitted == undrafted for emitted, undrafted in pairs)
-    seen = Counter(emitted for emitted, _ in pairs)
-    assert _deviations(seen, 0.7) < FALSE_ALARM
+    """And the full search does not: it biases the first token, as the paper works out."""
+    for causal, share in ((True, 0.7), (False, 0.85)):
+        chance = random.Random(1)
+        seen = Counter(AppendixA().by_rejection(chance, causal=causal) for _ in range(DRAWS))
+        deviation = abs(seen["A"] - share * DRAWS) / math.sqrt(DRAWS * share * (1 - share))
+        assert deviation < FALSE_ALARM
