@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.drafter import LoadError
-from paceline.drafter.recordings import Recorder, Recording, read_recordings
-from paceline.drafter.recordings.recorder import MIN_BYTES
+from paceline.drafter.recordings import MIN_BYTES, Recorder, Recording, read_recordings
 from paceline.v1 import drafter_pb2, sampling_pb2
 
 from .conftest import Drafting, drafting, until
@@ -86,7 +85,7 @@ async def test_a_full_disk_ends_the_recording_but_no_generation(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     async with drafting("ngram", record=tmp_path) as service:
-        monkeypatch.setattr("paceline.drafter.recordings.recorder.os.write", full)
+        monkeypatch.setattr("paceline.drafter.recordings.os.write", full)
         for _ in range(3):
             await generate(service)
         while await records_texts(service):

@@ -23,6 +23,22 @@ from paceline.kernels import MAX_TREE_NODES
 from paceline.service.sampling import sampling_params
 from paceline.tree import EMPTY, TokenTree
 
+Source = TypeVar("Source")
+
+
+def required(source: Source | None, method: str, what: str) -> Source:
+    """Returns the target's data of a generation.
+
+    Raises:
+        ValueError: The generation comes without it.
+    """
+    if source is None:
+        raise ValueError(
+            f"{method} reads the target's {what}, but the generation has none; attach with "
+            "read_grant and verifier_address"
+        )
+    return source
+
 
 class ModelShape(Protocol):
     """What a beam needs of a model's configuration."""

@@ -19,24 +19,19 @@ import torch
 from paceline.decoder import load_config
 from paceline.drafter.kv.options import TRANSPORTS
 from paceline.drafter.methods.base import Fit, Generation, Needs, Resources
-from paceline.drafter.methods.beam import BeamOptions
-from paceline.drafter.methods.beam_drafter import BeamDrafter
-from paceline.drafter.methods.checkpoint import check_target, read_fit
+from paceline.drafter.methods.beam_drafter import BeamDrafter, required
+from paceline.drafter.methods.checkpoint import load_model, read_fit, required_folder
 from paceline.drafter.methods.dspark.backbone import DSparkBackbone
 from paceline.drafter.methods.dspark.checkpoint import load_weights, read_dspark
 from paceline.drafter.methods.dspark.heads import DSparkHeads
 from paceline.drafter.methods.dspark.sequence import DSparkSequence
-from paceline.drafter.methods.loading import load_model, required_folder
-from paceline.drafter.methods.options import check_choice, check_range, parse_options
-from paceline.drafter.methods.target import TargetEmbedding
+from paceline.drafter.methods.options import check_choice, parse_options
+from paceline.drafter.methods.target import TargetOptions
 
 
 @dataclass(frozen=True)
-class DSparkOptions(BeamOptions):
+class DSparkOptions(TargetOptions):
     """Options of ``dspark``. By default ``depth`` is the length of the drafter's block."""
-
-    target: str = ""
-    """Folder of the target, for its embedding and LM head; empty: the drafter's folder has them."""
 
     widths: tuple[int, ...] = (4, 8)
     max_nodes: int = 16
@@ -45,14 +40,10 @@ class DSparkOptions(BeamOptions):
     """Transport of hidden states: map (shared memory), follow (copies over gRPC), or auto: map if
     drafter and verifier share a machine and a user, otherwise follow."""
 
-    pack_head_mib: float = 16.0
-    """Largest LM head that is repacked: faster, but private to the process. Unit: MiB."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.widths:
             raise ValueError("option widths is empty, expected at least one number")
-        check_range("pack_head_mib", self.pack_head_mib, 0.0, 1 << 20)
         check_choice("states", self.states, TRANSPORTS)
 
 
@@ -91,17 +82,8 @@ class DSparkDrafter(BeamDrafter[DSparkSequence]):
         return load_model(folder, resources, _read, folder, fit, parsed, resources.device)
 
     def start(self, generation: Generation) -> DSparkSequence:
-        """See :meth:`Drafter.start`.
-
-        Raises:
-            ValueError: The generation comes without the target's hidden states.
-        """
-        if generation.states is None:
-            raise ValueError(
-                f"dspark reads the outputs of target layers {list(self.needs.hidden_state_layers)},"
-                " but the generation has none; attach with read_grant and verifier_address"
-            )
-        return DSparkSequence(self, generation, generation.states)
+        states = required(generation.states, "dspark", "hidden states")
+        return DSparkSequence(self, generation, states)
 
     def grow_level(self, growing: Sequence[DSparkSequence]) -> None:
         if growing[0].tree.level == 0:
@@ -121,13 +103,10 @@ class DSparkDrafter(BeamDrafter[DSparkSequence]):
 
 
 def _read(folder: Path, fit: Fit, options: DSparkOptions, device: str) -> DSparkDrafter:
-    target = Path(options.target) if options.target else None
+    target = options.target_folder
     config, dtype = read_dspark(folder, load_config(target).layers if target else 0)
     dtype = options.torch_dtype(dtype)
-    if target is not None:
-        check_target(folder, target, fit)
-    pack_bytes = int(options.pack_head_mib * (1 << 20))
-    embedding = TargetEmbedding.read(folder, target, config, dtype, device, pack_bytes)
+    embedding = options.read_embedding(folder, fit, config, dtype, device)
     weights = load_weights(folder, config, dtype, device)
     with torch.inference_mode():
         backbone = DSparkBackbone(config, weights, embedding, dtype, device)

@@ -18,11 +18,10 @@ from paceline.decoder import Decoder
 from paceline.drafter.methods.base import Fit, Generation, Resources
 from paceline.drafter.methods.beam import BeamOptions, check_context
 from paceline.drafter.methods.beam_drafter import BeamDrafter
-from paceline.drafter.methods.checkpoint import read_fit
+from paceline.drafter.methods.checkpoint import load_model, read_fit, required_folder, weight_bytes
 from paceline.drafter.methods.decoder_sequence import forward_blocks
 from paceline.drafter.methods.lm.selection import POLICIES, ScoreObserver
 from paceline.drafter.methods.lm.sequence import KvSlots, LmSequence
-from paceline.drafter.methods.loading import load_model, required_folder, weight_bytes
 from paceline.drafter.methods.options import check_choice, check_range, parse_options
 
 

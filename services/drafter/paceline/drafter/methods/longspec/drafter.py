@@ -21,15 +21,14 @@ import torch
 from paceline.decoder.weights import Checkpoint
 from paceline.drafter.kv.options import KvOptions
 from paceline.drafter.methods.base import Fit, Generation, LoadError, Needs, Resources
-from paceline.drafter.methods.beam import BeamOptions, check_context
-from paceline.drafter.methods.beam_drafter import BeamDrafter
-from paceline.drafter.methods.checkpoint import check_target, read_fit
-from paceline.drafter.methods.loading import load_model, required_folder, weight_bytes
+from paceline.drafter.methods.beam import check_context
+from paceline.drafter.methods.beam_drafter import BeamDrafter, required
+from paceline.drafter.methods.checkpoint import load_model, read_fit, required_folder, weight_bytes
 from paceline.drafter.methods.longspec.checkpoint import read_longspec
 from paceline.drafter.methods.longspec.layer import LongSpecLayer
 from paceline.drafter.methods.longspec.sequence import LongSpecSequence
-from paceline.drafter.methods.options import check_range, parse_options
-from paceline.drafter.methods.target import TargetEmbedding
+from paceline.drafter.methods.options import parse_options
+from paceline.drafter.methods.target import TargetEmbedding, TargetOptions
 
 GPU_WIDTHS = (4, 16, 16, 16, 16)
 """The paper's (LongSpec, appendix D)."""
@@ -40,22 +39,16 @@ more of a round's time a deeper tree is better, such as 4,8,8,8 with 16 nodes.""
 
 
 @dataclass(frozen=True)
-class LongSpecOptions(BeamOptions, KvOptions):
+class LongSpecOptions(TargetOptions, KvOptions):
     """Options of ``longspec``.
 
     By default ``widths`` is 8,8 on a CPU and 4,16,16,16,16 on other devices, and ``max_nodes`` is
     10 on a CPU if no widths are given.
     """
 
-    target: str = ""
-    """Folder of the target, for its embedding and LM head; empty: the drafter's folder has them."""
-
     context: int = 512
     """KV budget: most target positions that a round reads, the first 4 and the newest; 0: all.
     With a budget, a draft takes as long at 128k tokens as at 1k. Unit: tokens."""
-
-    pack_head_mib: float = 16.0
-    """Largest LM head that is repacked: faster, but private to the process. Unit: MiB."""
 
     def for_device(self, device: str) -> LongSpecOptions:
         """Returns the options with the defaults of a device, by its torch name.
@@ -70,11 +63,10 @@ class LongSpecOptions(BeamOptions, KvOptions):
         return replace(filled, max_nodes=self.max_nodes or (CPU_NODES if cpu else 0))
 
     def __post_init__(self) -> None:
-        BeamOptions.__post_init__(self)
+        TargetOptions.__post_init__(self)
         KvOptions.__post_init__(self)
         self.check_drafted()
         check_context(self.context)
-        check_range("pack_head_mib", self.pack_head_mib, 0.0, 1 << 20)
 
 
 class LongSpecDrafter(BeamDrafter[LongSpecSequence]):
@@ -104,17 +96,7 @@ class LongSpecDrafter(BeamDrafter[LongSpecSequence]):
         return cls(layer, parsed, fit, weight_bytes(folder) + shared.private_bytes)
 
     def start(self, generation: Generation) -> LongSpecSequence:
-        """See :meth:`Drafter.start`.
-
-        Raises:
-            ValueError: The generation comes without the target's KV.
-        """
-        if generation.kv is None:
-            raise ValueError(
-                f"longspec reads K and V of target layer {self.layer.config.target_layer}, but the "
-                "generation has no kv; attach with read_grant and verifier_address"
-            )
-        return LongSpecSequence(self, generation, generation.kv)
+        return LongSpecSequence(self, generation, required(generation.kv, "longspec", "KV"))
 
     def grow_level(self, growing: Sequence[LongSpecSequence]) -> None:
         batch = [sequence.step() for sequence in growing]
@@ -128,11 +110,7 @@ def _read(
 ) -> tuple[LongSpecLayer, TargetEmbedding]:
     config, dtype = read_longspec(folder)
     dtype = options.torch_dtype(dtype)
-    target = Path(options.target) if options.target else None
-    if target is not None:
-        check_target(folder, target, fit)
-    pack_bytes = int(options.pack_head_mib * (1 << 20))
-    embedding = TargetEmbedding.read(folder, target, config, dtype, device, pack_bytes)
+    embedding = options.read_embedding(folder, fit, config, dtype, device)
     weights = Checkpoint(folder, dtype, device)
     with torch.inference_mode():
         return LongSpecLayer(config, weights, embedding, dtype, device), embedding

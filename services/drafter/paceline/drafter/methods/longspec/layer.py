@@ -15,9 +15,8 @@ from paceline.decoder.rope import Rope
 from paceline.decoder.weights import take
 from paceline.drafter.methods.layers import apply_rope
 from paceline.drafter.methods.longspec.config import LongSpecConfig
-from paceline.drafter.methods.slots import SlotRun, plan_slots, ring_slots
+from paceline.drafter.methods.slots import SlotRun, WindowCache, plan_slots, ring_slots
 from paceline.drafter.methods.target import TargetEmbedding
-from paceline.drafter.methods.window_cache import WindowCache
 from paceline.kernels import Norm, TreePlan, TreeSegment, plan_trees, row_kernels, tree_attention
 
 

@@ -25,10 +25,9 @@ from paceline.decoder import (
 from paceline.drafter.kv.options import KvOptions
 from paceline.drafter.methods.base import Fit, Generation, LoadError, Needs, Resources
 from paceline.drafter.methods.beam import BeamOptions, check_context
-from paceline.drafter.methods.beam_drafter import BeamDrafter
-from paceline.drafter.methods.checkpoint import read_fit
+from paceline.drafter.methods.beam_drafter import BeamDrafter, required
+from paceline.drafter.methods.checkpoint import load_model, read_fit, required_folder, weight_bytes
 from paceline.drafter.methods.decoder_sequence import forward_blocks
-from paceline.drafter.methods.loading import load_model, required_folder, weight_bytes
 from paceline.drafter.methods.options import check_choice, check_range, parse_options
 from paceline.drafter.methods.selfspec.sequence import SelfSpecSequence
 
@@ -87,17 +86,7 @@ class SelfSpecDrafter(BeamDrafter[SelfSpecSequence]):
         return cls(decoder, parsed, fit, 0 if shared else weight_bytes(folder))
 
     def start(self, generation: Generation) -> SelfSpecSequence:
-        """See :meth:`Drafter.start`.
-
-        Raises:
-            ValueError: The generation comes without the target's KV.
-        """
-        if generation.kv is None:
-            raise ValueError(
-                "selfspec reads K and V of all target layers, but the generation has no kv; attach "
-                "with read_grant and verifier_address"
-            )
-        return SelfSpecSequence(self, generation, generation.kv)
+        return SelfSpecSequence(self, generation, required(generation.kv, "selfspec", "KV"))
 
     def grow_level(self, growing: Sequence[SelfSpecSequence]) -> None:
         blocks = [sequence.block(index) for index, sequence in enumerate(growing)]
