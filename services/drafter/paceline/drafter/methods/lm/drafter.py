@@ -21,7 +21,7 @@ from paceline.drafter.methods.beam_drafter import BeamDrafter
 from paceline.drafter.methods.checkpoint import load_model, read_fit, required_folder, weight_bytes
 from paceline.drafter.methods.decoder_sequence import forward_blocks
 from paceline.drafter.methods.lm.selection import POLICIES, ScoreObserver
-from paceline.drafter.methods.lm.sequence import KvSlots, LmSequence
+from paceline.drafter.methods.lm.sequence import LmSequence
 from paceline.drafter.methods.options import check_choice, check_range, parse_options
 
 
@@ -62,7 +62,10 @@ class LmDrafter(BeamDrafter[LmSequence]):
     def __init__(self, decoder: Decoder, options: LmOptions, fit: Fit, size: int) -> None:
         super().__init__(decoder.config, options, fit, size)
         self.decoder = decoder
-        self.kv = KvSlots(int(options.kv_gib * (1 << 30) / decoder.config.kv_bytes_per_token))
+        self.kv_limit = int(options.kv_gib * (1 << 30) / decoder.config.kv_bytes_per_token)
+        """Most KV slots of all sequences."""
+        self.kv_slots = 0
+        """KV slots that they occupy."""
 
     @classmethod
     def load(

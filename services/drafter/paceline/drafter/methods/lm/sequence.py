@@ -12,26 +12,16 @@ from paceline.drafter.methods.base import Generation, Update
 from paceline.drafter.methods.decoder_sequence import Block, DecoderSequence, forward_blocks
 from paceline.drafter.methods.lm.selection import (
     OBSERVED,
-    POLICIES,
     ObservedRows,
     ScoreObserver,
-    SelectionPolicy,
     TopChunks,
+    streaming_positions,
 )
 from paceline.drafter.methods.slots import chain_segments
 from paceline.kernels import CHUNK
 
 if TYPE_CHECKING:
     from paceline.drafter.methods.lm.drafter import LmDrafter
-
-
-class KvSlots:
-    """Count of the KV slots of all sequences of a drafter. Used on one thread."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        """Most slots."""
-        self.used = 0
 
 
 class LmSequence(DecoderSequence):
@@ -54,7 +44,7 @@ class LmSequence(DecoderSequence):
         self._sparse: LocalCache | None = None
         self.selected = torch.empty(0, dtype=torch.int64)
         """Positions of the text in the first slots of the sparse cache."""
-        self._policy: SelectionPolicy = POLICIES[drafter.options.kv_policy]()
+        self._scores = TopChunks() if drafter.options.kv_policy == "chunk_topk" else None
         self._given_up = False
 
     @property
@@ -99,11 +89,10 @@ class LmSequence(DecoderSequence):
             return
         begin, end = self.cached, self.cached + count
         observer = None
-        if isinstance(self._policy, TopChunks) and count == self.backlog:
+        if self._scores is not None and count == self.backlog:
             rows = range(max(0, count - OBSERVED), count)
-            observer = ScoreObserver(
-                [ObservedRows(self._policy, rows, self.cache, torch.arange(end))]
-            )
+            observed = ObservedRows(self._scores, rows, self.cache, torch.arange(end))
+            observer = ScoreObserver([observed])
         segments = chain_segments(0, begin, end)
         block = Block(self.text[begin:end], list(range(begin, end)), segments, 1)
         forward_blocks(self._drafter.decoder, [block], [self.cache], observer)
@@ -135,16 +124,16 @@ class LmSequence(DecoderSequence):
 
     def observed_rows(self, stop: int) -> list[ObservedRows]:
         """Returns the rows of its block to be scored; the block ends before row ``stop``."""
-        sparse, policy = self._sparse, self._policy
-        if sparse is None or not isinstance(policy, TopChunks) or self.tree.level > 0:
+        sparse, scores = self._sparse, self._scores
+        if sparse is None or scores is None or self.tree.level > 0:
             return []
         positions = torch.cat([self.selected, torch.arange(self.cached, self.length)])
-        return [ObservedRows(policy, range(stop - 1, stop), sparse, positions)]
+        return [ObservedRows(scores, range(stop - 1, stop), sparse, positions)]
 
     def close(self) -> None:
         super().close()
         self._given_up = True
-        self._drafter.kv.used -= self.slots
+        self._drafter.kv_slots -= self.slots
         self._cache = self._sparse = None
 
     def _commit(self, nodes: Sequence[int]) -> None:
@@ -163,7 +152,8 @@ class LmSequence(DecoderSequence):
         if not 0 < budget < length:
             self._sparse = None
             return self._count(before)
-        self.selected = self._policy.select(length, budget)
+        select = streaming_positions if self._scores is None else self._scores.select
+        self.selected = select(length, budget)
         if self._sparse is None:
             self._sparse = LocalCache(self._drafter.decoder.config, self._drafter.decoder.device)
         self._sparse.truncate(0)
@@ -181,8 +171,8 @@ class LmSequence(DecoderSequence):
 
     def _count(self, before: int) -> bool:
         """Counts the change of slots; over the limit, frees everything and returns False."""
-        self._drafter.kv.used += self.slots - before
-        if self._drafter.kv.used <= self._drafter.kv.limit:
+        self._drafter.kv_slots += self.slots - before
+        if self._drafter.kv_slots <= self._drafter.kv_limit:
             return True
         self.close()
         return False
