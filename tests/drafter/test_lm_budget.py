@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from paceline.drafter.methods.base import Budget, LoadError, Update
+from paceline.drafter.methods.base import Budget, Update
 from paceline.drafter.methods.lm.drafter import LmDrafter
 from paceline.drafter.methods.lm.selection import TopChunks
 from paceline.drafter.methods.lm.sequence import LmSequence
@@ -143,11 +143,3 @@ def test_chunks_with_the_most_attention_are_selected(
         hidden = set(range(len(chunks))) - shown
         assert not hidden or len(chosen) > budget - 8
         assert all(chunks[i] >= chunks[j] - 1e-3 for i in shown for j in hidden)
-
-
-@pytest.mark.parametrize(
-    "options", [{"context": "3"}, {"context": "-1"}, {"kv_policy": "verified"}]
-)
-def test_wrong_options_are_refused(folder: Path, options: dict[str, str]) -> None:
-    with pytest.raises(LoadError, match=next(iter(options))):
-        load(folder, **options)

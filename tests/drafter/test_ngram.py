@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.drafter.methods.base import Budget, Generation, LoadError, Resources, Update
+from paceline.drafter.methods.base import Budget, Generation, Resources, Update
 from paceline.drafter.methods.ngram.drafter import NgramDrafter, NgramSequence
 from paceline.drafter.methods.ngram.index import NgramIndex
 from paceline.tree import EMPTY
@@ -65,10 +65,6 @@ def test_trees_are_valid_and_continue_as_the_text_did(
 def continues_with(text: list[int], place: int, path: tuple[int, ...]) -> bool:
     """Whether the text from `place` on, repeated at its end, begins with the path."""
     return all(text[place + i % (len(text) - place)] == token for i, token in enumerate(path))
-
-
-def test_a_text_without_matches_is_not_drafted() -> None:
-    assert sequence(list(range(100))).draft(LARGE) == EMPTY
 
 
 def test_a_longer_match_drafts_a_longer_continuation() -> None:
@@ -136,18 +132,3 @@ def test_memory_grows_with_the_text_only() -> None:
     index.append([1] * 10_000)
     assert all(len(latest) == 1 for latest in index._latest)
     assert all(len(earlier) == 10_000 for earlier in index._earlier)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_m": "4"}, "known are max_n"),
-        ({"max_n": "four"}, "whole number"),
-        ({"max_n": "0"}, "out of range"),
-        ({"min_n": "6"}, "out of range"),
-        ({"min_survival": "nan"}, "out of range"),
-    ],
-)
-def test_wrong_options_are_refused(options: dict[str, str], message: str) -> None:
-    with pytest.raises(LoadError, match=message):
-        NgramDrafter.load(None, options, Resources())
