@@ -89,8 +89,11 @@ class DSparkSequence(BeamSequence):
             logits = logits + output.bias
         ranked = self.rank(logits)
         if output.log_confidence is not None:
-            chain = set(self._widths) == {1}
-            logs = apply_confidence(ranked.logs, output.log_confidence.cpu(), chain=chain)
+            logs, head = ranked.logs, output.log_confidence.cpu()[:, None]
+            if set(self._widths) == {1}:  # a chain's only child gets it as it is (equation 7)
+                logs = torch.where(logs == -torch.inf, logs, head)
+            else:  # siblings are scaled together: the likeliest is no more confident than the head
+                logs = logs + (head - logs[:, :1]).clamp(max=0.0)
             ranked = ranked._replace(logs=logs)
         beam.add_level(ranked)
         if output.state is not None:
@@ -112,22 +115,3 @@ class DSparkSequence(BeamSequence):
     def _readable(self) -> int:
         """Positions below this are read: committed ones, and none beyond this text's anchor."""
         return min(self.states.committed, self.length - 1)
-
-
-def apply_confidence(logs: Tensor, log_confidence: Tensor, *, chain: bool) -> Tensor:
-    """Applies the confidence head's output for a level to the confidences of its tokens.
-
-    In a chain the head's output replaces the only child's confidence (DSpark, equation 7). Siblings
-    are scaled together, so that the likeliest is no more confident than the head.
-
-    Args:
-        logs: Logs of the ranker's confidences, ``[R, w]``, best first.
-        log_confidence: Log of the head's, ``[R]``.
-        chain: Whether no node has a sibling.
-
-    Returns:
-        Logs, ``[R, w]``; the confidences of siblings still sum to at most 1.
-    """
-    if chain:
-        return torch.where(logs == -torch.inf, logs, log_confidence[:, None])
-    return logs + (log_confidence[:, None] - logs[:, :1]).clamp(max=0.0)

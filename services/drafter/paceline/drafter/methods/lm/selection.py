@@ -9,18 +9,13 @@ import torch
 from torch import Tensor
 
 from paceline.decoder import KVCacheView
-from paceline.kernels import SELECTION_CHUNK, Probe, attention_weights, best_chunks, streaming
+from paceline.kernels import SELECTION_CHUNK, Probe, attention_weights, best_chunks
 from paceline.kernels.paged import span
 
 POLICIES = ("streaming", "chunk_topk")
 
 OBSERVED = 64
 """Newest rows of a pass over text whose attention is scored. Unit: tokens."""
-
-
-def streaming_positions(length: int, budget: int) -> Tensor:
-    """Returns the first of ``length`` positions and the newest, at most ``budget``: int64."""
-    return torch.cat([torch.arange(p.start, p.stop) for p in streaming(length, budget)])
 
 
 class TopChunks:

@@ -15,10 +15,10 @@ from paceline.drafter.methods.lm.selection import (
     ObservedRows,
     ScoreObserver,
     TopChunks,
-    streaming_positions,
 )
 from paceline.drafter.methods.slots import chain_segments
 from paceline.kernels import CHUNK
+from paceline.kv.selection import streaming_positions
 
 if TYPE_CHECKING:
     from paceline.drafter.methods.lm.drafter import LmDrafter

@@ -236,11 +236,6 @@ def _logit_rows(batch: Sequence[StepInput]) -> list[int]:
     return rows
 
 
-def node_slots(window: int, nodes: range) -> SlotRun:
-    """Returns the ring's slots of consecutive nodes of the tree."""
-    return window + nodes.start, len(nodes)
-
-
 def ring_mask(window: int, position: int, length: int, paths: Sequence[Sequence[int]]) -> Tensor:
     """Returns the additive attention mask over the ring, of tokens at one position.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from paceline.drafter.kv.reader import KvReader
 from paceline.drafter.methods.base import Generation, Update
 from paceline.drafter.methods.beam_drafter import BeamSequence
-from paceline.drafter.methods.longspec.layer import Context, StepInput, node_slots, ring_mask
+from paceline.drafter.methods.longspec.layer import Context, StepInput, ring_mask
 
 if TYPE_CHECKING:
     from paceline.drafter.methods.longspec.drafter import LongSpecDrafter
@@ -71,7 +71,7 @@ class LongSpecSequence(BeamSequence):
         return StepInput(
             tokens=beam.tokens[nodes.start : nodes.stop],
             positions=[position] * len(nodes),
-            slots=[node_slots(ring.window, nodes)],
+            slots=[(ring.window + nodes.start, len(nodes))],  # after those of the text
             ring=ring,
             mask=ring_mask(ring.window, position, self.length, [beam.path(n) for n in nodes]),
             context=self._context,
