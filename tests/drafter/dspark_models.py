@@ -20,8 +20,7 @@ from paceline.drafter.methods.dspark import (
     read_dspark,
     save_dspark,
 )
-from paceline.drafter.methods.dspark.drafter import DSparkDrafter
-from paceline.drafter.methods.dspark.sequence import DSparkSequence
+from paceline.drafter.methods.dspark.drafter import DSparkDrafter, DSparkSequence
 from paceline.drafter.methods.target import TargetRef
 from paceline.v1 import sampling_pb2
 

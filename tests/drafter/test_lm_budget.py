@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from paceline.drafter.methods.base import Budget, Update
-from paceline.drafter.methods.lm.drafter import LmDrafter
+from paceline.drafter.methods.lm.drafter import LmDrafter, LmSequence
 from paceline.drafter.methods.lm.selection import TopChunks
-from paceline.drafter.methods.lm.sequence import LmSequence
 
 from .hashing import check_hashes, hashing_drafter
 from .models import VOCAB, load, start, text_of, write_model

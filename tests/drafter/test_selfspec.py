@@ -13,8 +13,11 @@ from paceline.decoder import Decoder, LocalCache, weights_fingerprint
 from paceline.drafter.acceptance import RecordedKv
 from paceline.drafter.methods.base import Budget, Generation, LoadError, Resources, Update
 from paceline.drafter.methods.selfspec import drafter as selfspec_drafter
-from paceline.drafter.methods.selfspec.drafter import SelfSpecDrafter
-from paceline.drafter.methods.selfspec.sequence import MAX_NEW_TOKENS, SelfSpecSequence
+from paceline.drafter.methods.selfspec.drafter import (
+    MAX_NEW_TOKENS,
+    SelfSpecDrafter,
+    SelfSpecSequence,
+)
 from paceline.drafter.methods.slots import chain_segments
 from paceline.kernels import plan_trees, streaming
 
