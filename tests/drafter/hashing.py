@@ -10,8 +10,7 @@ from torch import Tensor
 
 from paceline.decoder import DecoderConfig, ForwardResult, KVCacheView
 from paceline.drafter.methods.base import Fit
-from paceline.drafter.methods.lm.drafter import LmDrafter, LmOptions
-from paceline.drafter.methods.lm.sequence import LmSequence
+from paceline.drafter.methods.lm.drafter import LmDrafter, LmOptions, LmSequence
 from paceline.drafter.methods.options import parse_options
 from paceline.kernels import TreePlan
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline.drafter.methods.base import Budget, Update
-from paceline.drafter.methods.lm.sequence import LmSequence
+from paceline.drafter.methods.lm.drafter import LmSequence
 
 from .hashing import check_hashes, hashing_drafter
 from .models import VOCAB, forward, load, start, text_of, write_model
@@ -64,17 +64,17 @@ def test_after_thousands_of_rounds_the_kv_is_that_of_the_text(widths: str, round
 
 def test_kv_beyond_the_limit_is_freed(folder: Path) -> None:
     drafter = load(folder, kv_gib="0.001")
-    assert drafter.kv.limit == 2**30 // 1000 // drafter.decoder.config.kv_bytes_per_token
-    drafter.kv.limit = limit = 2048
+    assert drafter.kv_limit == 2**30 // 1000 // drafter.decoder.config.kv_bytes_per_token
+    drafter.kv_limit = limit = 2048
     first, second = start(drafter, text_of(1000)), start(drafter, text_of(1500, 1))
     assert first.draft(Budget(16, 4))
-    assert drafter.kv.used == first.cache.capacity
+    assert drafter.kv_slots == first.cache.capacity
     assert not second.draft(Budget(16, 4))
     second.extend(Update([1]))
     assert not second.draft(Budget(16, 4))
-    assert 0 < drafter.kv.used <= limit
+    assert 0 < drafter.kv_slots <= limit
     first.extend(Update([1]))
     assert first.draft(Budget(16, 4))
     first.close()
     second.close()
-    assert drafter.kv.used == 0
+    assert drafter.kv_slots == 0

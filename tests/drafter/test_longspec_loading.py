@@ -49,28 +49,6 @@ def test_needs_fit_and_limits(folder: Path, target: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"width": "4"}, "known are kv"),
-        ({"widths": "4,x"}, "list of whole numbers"),
-        ({"widths": "0"}, "out of range"),
-        ({"widths": "64,64,64,64,64"}, "at most 255"),
-        ({"depth": "64"}, "at most 255"),
-        ({"context": "4"}, "expected more than 4"),
-        ({"context": "-1"}, "out of range"),
-        ({"dtype": "float16"}, "one of auto"),
-        ({"target": ""}, "option target=DIR"),
-        ({"target": "/nowhere"}, "cannot load"),
-    ],
-)
-def test_wrong_options_are_refused(
-    folder: Path, target: Path, options: dict[str, str], message: str
-) -> None:
-    with pytest.raises(LoadError, match=message):
-        load(folder, target, **options)
-
-
-@pytest.mark.parametrize(
     ("section", "fields", "message"),
     [
         ("paceline", {"method": "dspark"}, "method 'dspark'"),
@@ -107,6 +85,14 @@ def test_damaged_weights_are_refused(folder: Path, target: Path) -> None:
         load(folder, target)
     with pytest.raises(LoadError, match="longspec:DIR"):
         LongSpecDrafter.load(None, {}, Resources())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"), [("", "option target=DIR"), ("/nowhere", "cannot load")]
+)
+def test_the_target_s_folder_is_needed(folder: Path, given: str, message: str) -> None:
+    with pytest.raises(LoadError, match=message):
+        LongSpecDrafter.load(folder, {"target": given}, Resources())
 
 
 def test_another_target_is_refused(folder: Path, tmp_path: Path) -> None:

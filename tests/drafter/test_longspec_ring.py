@@ -17,9 +17,8 @@ from torch import Tensor
 
 from paceline.drafter.methods.base import Budget, Update
 from paceline.drafter.methods.longspec import LongSpecConfig
-from paceline.drafter.methods.longspec.drafter import LongSpecDrafter
+from paceline.drafter.methods.longspec.drafter import LongSpecDrafter, LongSpecSequence
 from paceline.drafter.methods.longspec.layer import ring_mask
-from paceline.drafter.methods.longspec.sequence import LongSpecSequence
 from paceline.drafter.methods.slots import ring_slots
 
 from .longspec_models import FakeKv, load, made_up_kv, start, write_longspec

@@ -120,22 +120,18 @@ async def test_an_invalid_round_ends_only_its_stream(
 
 
 async def test_messages_must_come_in_order(ngram: Drafting) -> None:
-    empty = Stream(ngram.drafter.Draft(), 0)
-    await empty.send(drafter_pb2.DraftRequest())
-    with pytest.raises(grpc.aio.AioRpcError) as error:
-        await empty.read()
-    assert failure(error) == (CODE.INVALID_ARGUMENT, "NOT_ATTACHED")
-    round_first = Stream(ngram.drafter.Draft(), 0)
-    with pytest.raises(grpc.aio.AioRpcError) as error:
-        await round_first.round()
-    assert failure(error) == (CODE.INVALID_ARGUMENT, "NOT_ATTACHED")
-    twice = await ngram.attach(TEXT)
-    await twice.send(drafter_pb2.DraftRequest(attach=drafter_pb2.DraftAttach(**ATTACH)))
-    with pytest.raises(grpc.aio.AioRpcError) as error:
-        await twice.read()
-    assert failure(error) == (CODE.INVALID_ARGUMENT, "ALREADY_ATTACHED")
-    nothing = Stream(ngram.drafter.Draft(), 0)
-    await nothing.end()
+    attach = drafter_pb2.DraftRequest(attach=drafter_pb2.DraftAttach(**ATTACH))
+    round_ = drafter_pb2.DraftRequest(round=drafter_pb2.DraftRound())
+    for stream, request, reason in (
+        (Stream(ngram.drafter.Draft(), 0), drafter_pb2.DraftRequest(), "NOT_ATTACHED"),
+        (Stream(ngram.drafter.Draft(), 0), round_, "NOT_ATTACHED"),
+        (await ngram.attach(TEXT), attach, "ALREADY_ATTACHED"),
+    ):
+        await stream.send(request)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await stream.read()
+        assert failure(error) == (CODE.INVALID_ARGUMENT, reason)
+    await Stream(ngram.drafter.Draft(), 0).end()
 
 
 @pytest.mark.parametrize("name", ["threaded", "inline"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +15,10 @@ from torch.nn.functional import linear
 from paceline.decoder import UnsupportedModelError, load_config, weights_fingerprint
 from paceline.decoder.linear import Linear
 from paceline.decoder.weights import Checkpoint
+from paceline.drafter.methods.base import Fit
+from paceline.drafter.methods.beam import BeamOptions
+from paceline.drafter.methods.checkpoint import check_target, tokenizer_digest
+from paceline.drafter.methods.options import check_range
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -67,12 +70,6 @@ class TargetRef:
             fingerprint=weights_fingerprint(base),
             tokenizer_digest=tokenizer_digest(base),
         )
-
-
-def tokenizer_digest(folder: str | Path) -> str:
-    """Returns the SHA-256 hex of a folder's tokenizer.json; empty if there is none."""
-    path = Path(folder) / "tokenizer.json"
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
 
 def speculators_fields(
@@ -245,3 +242,37 @@ class TargetEmbedding:
                     f"{(shape.vocab_size, shape.hidden)}"
                 )
         return cls(found[0], found[1], pack_bytes)
+
+
+@dataclass(frozen=True)
+class TargetOptions(BeamOptions):
+    """Options of every method whose drafters share a target's embedding and LM head."""
+
+    target: str = ""
+    """Folder of the target, for its embedding and LM head; empty: the drafter's folder has them."""
+
+    pack_head_mib: float = 16.0
+    """Largest LM head that is repacked: faster, but private to the process. Unit: MiB."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("pack_head_mib", self.pack_head_mib, 0.0, 1 << 20)
+
+    @property
+    def target_folder(self) -> Path | None:
+        """Folder of the target, if given."""
+        return Path(self.target) if self.target else None
+
+    def read_embedding(
+        self, folder: Path, fit: Fit, shape: EmbeddingShape, dtype: torch.dtype, device: str
+    ) -> TargetEmbedding:
+        """Checks the target, then reads its embedding and LM head (:class:`TargetEmbedding`).
+
+        Raises:
+            LoadError: The drafter in ``folder`` was made for another target.
+            UnsupportedModelError: See :meth:`TargetEmbedding.read`.
+        """
+        if self.target_folder is not None:
+            check_target(folder, self.target_folder, fit)
+        pack_bytes = int(self.pack_head_mib * (1 << 20))
+        return TargetEmbedding.read(folder, self.target_folder, shape, dtype, device, pack_bytes)

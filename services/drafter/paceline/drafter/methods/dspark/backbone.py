@@ -12,9 +12,8 @@ from torch.nn.functional import pad
 from paceline.decoder.linear import Linear
 from paceline.decoder.rope import Rope
 from paceline.drafter.methods.dspark.config import DSparkConfig
-from paceline.drafter.methods.slots import plan_slots
+from paceline.drafter.methods.slots import WindowCache, plan_slots
 from paceline.drafter.methods.target import TargetEmbedding
-from paceline.drafter.methods.window_cache import WindowCache
 from paceline.kernels import Norm, TreePlan, TreeSegment, plan_trees, row_kernels, tree_attention
 
 

@@ -11,25 +11,114 @@ grow as in :mod:`paceline.drafter.methods.beam`.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from paceline.decoder.weights import Checkpoint
 from paceline.drafter.kv.options import KvOptions
-from paceline.drafter.methods.base import Fit, Generation, LoadError, Needs, Resources
-from paceline.drafter.methods.beam import BeamOptions, check_context
-from paceline.drafter.methods.beam_drafter import BeamDrafter
-from paceline.drafter.methods.checkpoint import check_target, read_fit
-from paceline.drafter.methods.loading import load_model, required_folder, weight_bytes
+from paceline.drafter.kv.reader import KvReader
+from paceline.drafter.methods.base import Fit, Generation, LoadError, Needs, Resources, Update
+from paceline.drafter.methods.beam import check_context
+from paceline.drafter.methods.beam_drafter import BeamDrafter, BeamSequence, required
+from paceline.drafter.methods.checkpoint import load_model, read_fit, required_folder, weight_bytes
 from paceline.drafter.methods.longspec.checkpoint import read_longspec
-from paceline.drafter.methods.longspec.layer import LongSpecLayer
-from paceline.drafter.methods.longspec.sequence import LongSpecSequence
-from paceline.drafter.methods.options import check_range, parse_options
-from paceline.drafter.methods.target import TargetEmbedding
+from paceline.drafter.methods.longspec.layer import Context, LongSpecLayer, StepInput, ring_mask
+from paceline.drafter.methods.options import parse_options
+from paceline.drafter.methods.target import TargetEmbedding, TargetOptions
+
+
+class LongSpecSequence(BeamSequence):
+    """One generation of ``longspec``.
+
+    Its memory does not depend on the context: a ring of keys and values and as many tokens. (Only
+    the history of a generation with penalties grows, with its distinct tokens.) A round feeds the
+    tokens since the last round, then its tree level by level.
+    """
+
+    _drafter: LongSpecDrafter
+
+    def __init__(self, drafter: LongSpecDrafter, generation: Generation, kv: KvReader) -> None:
+        super().__init__(drafter, generation)
+        self.kv = kv
+        self.ring = drafter.layer.new_ring(drafter.options.drafted)
+        self._tail = deque(generation.tokens, maxlen=self.ring.window)
+        self._context: Context | None = None
+
+    @property
+    def backlog(self) -> int:
+        return max(0, self.length - 1 - self.ring.next_position(self.length))
+
+    def extend(self, update: Update) -> None:
+        self._tail.extend(update.tokens)
+        super().extend(update)
+
+    def warm(self, limit: int) -> None:
+        begin = self.ring.next_position(self.length)
+        end = begin + min(limit, self.backlog)
+        if begin < end:
+            self._drafter.layer.write_kv(self._text_input(begin, end, torch.empty(0, 0), None))
+            self.ring.length = end
+
+    def prepare(self) -> bool:
+        self.kv.check()
+        below = self.length - 1  # the verifier may have committed more than this text
+        layer = self._drafter.layer
+        self.kv.refresh(below, self._drafter.options.context)
+        parts = self.kv.parts(layer.config.target_layer)
+        self._context = Context.of(parts, layer.device)
+        return True
+
+    def step(self) -> StepInput:
+        """Returns what to feed for the next level."""
+        beam, ring = self.tree, self.ring
+        if beam.level == 0:
+            begin = min(ring.next_position(self.length), self.length - 1)
+            mask = ring_mask(ring.window, self.length - 1, self.length, [()])
+            return self._text_input(begin, self.length, mask, self._context)
+        position = self.length - 1 + beam.level
+        nodes = beam.frontier
+        return StepInput(
+            tokens=beam.tokens[nodes.start : nodes.stop],
+            positions=[position] * len(nodes),
+            slots=[(ring.window + nodes.start, len(nodes))],  # after those of the text
+            ring=ring,
+            mask=ring_mask(ring.window, position, self.length, [beam.path(n) for n in nodes]),
+            context=self._context,
+        )
+
+    def add_level(self, logits: Tensor) -> None:
+        """Adds a level to the tree from the logits of :meth:`step`, ``[frontier, V]``."""
+        if self.tree.level == 0:
+            self.ring.length = self.length
+        self.tree.add_level(self.rank(logits))
+
+    def finish(self) -> None:
+        if self._context is not None:
+            self._context = None
+            self.kv.check()
+
+    def close(self) -> None:
+        super().close()
+        self._context = None
+
+    def _text_input(self, begin: int, end: int, mask: Tensor, context: Context | None) -> StepInput:
+        first = begin - (self.length - len(self._tail))
+        return StepInput(
+            tokens=list(islice(self._tail, first, first + end - begin)),
+            positions=range(begin, end),
+            slots=self.ring.slots(begin, end),
+            ring=self.ring,
+            mask=mask,
+            context=context,
+        )
+
 
 GPU_WIDTHS = (4, 16, 16, 16, 16)
 """The paper's (LongSpec, appendix D)."""
@@ -40,22 +129,16 @@ more of a round's time a deeper tree is better, such as 4,8,8,8 with 16 nodes.""
 
 
 @dataclass(frozen=True)
-class LongSpecOptions(BeamOptions, KvOptions):
+class LongSpecOptions(TargetOptions, KvOptions):
     """Options of ``longspec``.
 
     By default ``widths`` is 8,8 on a CPU and 4,16,16,16,16 on other devices, and ``max_nodes`` is
     10 on a CPU if no widths are given.
     """
 
-    target: str = ""
-    """Folder of the target, for its embedding and LM head; empty: the drafter's folder has them."""
-
     context: int = 512
     """KV budget: most target positions that a round reads, the first 4 and the newest; 0: all.
     With a budget, a draft takes as long at 128k tokens as at 1k. Unit: tokens."""
-
-    pack_head_mib: float = 16.0
-    """Largest LM head that is repacked: faster, but private to the process. Unit: MiB."""
 
     def for_device(self, device: str) -> LongSpecOptions:
         """Returns the options with the defaults of a device, by its torch name.
@@ -70,11 +153,10 @@ class LongSpecOptions(BeamOptions, KvOptions):
         return replace(filled, max_nodes=self.max_nodes or (CPU_NODES if cpu else 0))
 
     def __post_init__(self) -> None:
-        BeamOptions.__post_init__(self)
+        TargetOptions.__post_init__(self)
         KvOptions.__post_init__(self)
         self.check_drafted()
         check_context(self.context)
-        check_range("pack_head_mib", self.pack_head_mib, 0.0, 1 << 20)
 
 
 class LongSpecDrafter(BeamDrafter[LongSpecSequence]):
@@ -104,17 +186,7 @@ class LongSpecDrafter(BeamDrafter[LongSpecSequence]):
         return cls(layer, parsed, fit, weight_bytes(folder) + shared.private_bytes)
 
     def start(self, generation: Generation) -> LongSpecSequence:
-        """See :meth:`Drafter.start`.
-
-        Raises:
-            ValueError: The generation comes without the target's KV.
-        """
-        if generation.kv is None:
-            raise ValueError(
-                f"longspec reads K and V of target layer {self.layer.config.target_layer}, but the "
-                "generation has no kv; attach with read_grant and verifier_address"
-            )
-        return LongSpecSequence(self, generation, generation.kv)
+        return LongSpecSequence(self, generation, required(generation.kv, "longspec", "KV"))
 
     def grow_level(self, growing: Sequence[LongSpecSequence]) -> None:
         batch = [sequence.step() for sequence in growing]
@@ -128,11 +200,7 @@ def _read(
 ) -> tuple[LongSpecLayer, TargetEmbedding]:
     config, dtype = read_longspec(folder)
     dtype = options.torch_dtype(dtype)
-    target = Path(options.target) if options.target else None
-    if target is not None:
-        check_target(folder, target, fit)
-    pack_bytes = int(options.pack_head_mib * (1 << 20))
-    embedding = TargetEmbedding.read(folder, target, config, dtype, device, pack_bytes)
+    embedding = options.read_embedding(folder, fit, config, dtype, device)
     weights = Checkpoint(folder, dtype, device)
     with torch.inference_mode():
         return LongSpecLayer(config, weights, embedding, dtype, device), embedding

@@ -15,9 +15,8 @@ from paceline.decoder.rope import Rope
 from paceline.decoder.weights import take
 from paceline.drafter.methods.layers import apply_rope
 from paceline.drafter.methods.longspec.config import LongSpecConfig
-from paceline.drafter.methods.slots import SlotRun, plan_slots, ring_slots
+from paceline.drafter.methods.slots import SlotRun, WindowCache, plan_slots, ring_slots
 from paceline.drafter.methods.target import TargetEmbedding
-from paceline.drafter.methods.window_cache import WindowCache
 from paceline.kernels import Norm, TreePlan, TreeSegment, plan_trees, row_kernels, tree_attention
 
 
@@ -235,11 +234,6 @@ def _logit_rows(batch: Sequence[StepInput]) -> list[int]:
         stop += len(each.tokens)
         rows += range(stop - len(each.mask), stop)
     return rows
-
-
-def node_slots(window: int, nodes: range) -> SlotRun:
-    """Returns the ring's slots of consecutive nodes of the tree."""
-    return window + nodes.start, len(nodes)
 
 
 def ring_mask(window: int, position: int, length: int, paths: Sequence[Sequence[int]]) -> Tensor:
