@@ -10,8 +10,6 @@ import json
 import os
 import platform
 import shutil
-import subprocess
-import sys
 from collections.abc import Mapping
 from importlib import metadata
 from importlib.util import find_spec
@@ -34,16 +32,12 @@ _EXTRAS: Mapping[str, tuple[tuple[str, ...], str]] = {
 
 _PACKAGES = ("torch", "triton", "transformers", "numpy", "grpcio", "protobuf", "tokenizers")
 _VARIABLES = (
-    *("PACELINE_CPU_LEVEL", "PACELINE_ATTENTION", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"),
-    *("ATEN_CPU_CAPABILITY", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "THP_MEM_ALLOC_ENABLE"),
-    *("CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET", "CC"),
+    *("PACELINE_CPU_LEVEL", "PACELINE_ATTENTION", "ATEN_CPU_CAPABILITY", "OMP_NUM_THREADS"),
+    *("MKL_NUM_THREADS", "THP_MEM_ALLOC_ENABLE", "CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET", "CC"),
 )
 """Environment variables that change how models are computed; none is a secret."""
 
 _INSTRUCTIONS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile")
-_ONEDNN_PROGRAM = (
-    "import torch, paceline.decoder; torch.ops.mkldnn._reorder_linear_weight(torch.ones(1, 1), 64)"
-)
 _SMALL_SHM = 1 << 30
 
 
@@ -89,7 +83,6 @@ def examine() -> Facts:
 def _with_torch() -> Facts:
     import torch
 
-    from paceline.decoder.onednn import current_limit, multiplies_bfloat16
     from paceline.kernels import cpu_kernels
 
     try:
@@ -101,11 +94,6 @@ def _with_torch() -> Facts:
     return {
         "threads": torch.get_num_threads(),
         "kernels": found,
-        "onednn": {
-            "instructions": _onednn_instructions(),
-            "limit": current_limit(),
-            "multiplies_bfloat16": torch.backends.mkldnn.is_available() and multiplies_bfloat16(),
-        },
         "cuda": torch.version.cuda,
         "gpus": [
             {
@@ -116,19 +104,6 @@ def _with_torch() -> Facts:
             for gpu in gpus
         ],
     }
-
-
-def _onednn_instructions() -> str:
-    """The instruction set that oneDNN logs when it starts, in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-c", _ONEDNN_PROGRAM],
-        env=os.environ | {"ONEDNN_VERBOSE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    logged = (line.partition("cpu,isa:")[2] for line in done.stdout.splitlines())
-    return next(filter(None, logged), "unknown")
 
 
 def _processor() -> Facts:
@@ -166,7 +141,7 @@ def _notes(facts: Facts) -> list[str]:
         for extra, missing in facts["missing"].items()
         if extra != "cuda" or facts["gpu_driver"]
     ]
-    kernels, onednn, shm = facts.get("kernels"), facts.get("onednn"), facts["memory"]["shm"]
+    kernels, shm = facts.get("kernels"), facts["memory"]["shm"]
     if kernels and kernels["error"]:
         notes.append(f"no service starts: {kernels['error']}")
     elif kernels and kernels["level"] == "none":
@@ -174,11 +149,6 @@ def _notes(facts: Facts) -> list[str]:
             f"no compiled CPU kernels ({kernels['origin']}): attention runs several times slower "
             "and texts may differ with the drafter at numeric ties; install gcc, or a wheel for "
             "x86-64 Linux"
-        )
-    if onednn and not onednn["multiplies_bfloat16"]:
-        notes.append(
-            "oneDNN has no bfloat16 products here: bfloat16 models are multiplied in float32 and "
-            "take twice the memory"
         )
     if facts.get("threads", 1) > facts["processor"]["usable_cores"]:
         notes.append("more threads than cores: set OMP_NUM_THREADS to the number of cores")

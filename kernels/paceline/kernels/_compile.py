@@ -19,14 +19,22 @@ _SOURCES = Path(__file__).parent / "native"
 PREBUILT = Path(__file__).parent / "prebuilt"
 """Folder of the libraries in a platform wheel."""
 
-_AVX2 = ("avx2", "fma", "bmi2")
+_AVX2 = ("avx2", "fma", "bmi2", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
+_VNNI = (*_AVX512, "avx512_vnni")
 _X86 = platform.machine() in ("x86_64", "AMD64")
 
-LEVELS: dict[str, tuple[str, ...]] = (
-    {"avx512": _AVX512, "avx2": _AVX2, "generic": ()} if _X86 else {"generic": ()}
-)
-"""Instruction sets of each level, fastest first, as in /proc/cpuinfo and gcc's -m flags."""
+LEVELS: dict[str, tuple[str, ...]] = {
+    "amx": (*_VNNI, "amx_tile", "amx_int8", "amx_bf16"),
+    "avx512vnni": _VNNI,
+    "avx512": _AVX512,
+    "avxvnni": (*_AVX2, "avx_vnni"),
+    "avx2": _AVX2,
+    "generic": (),
+}
+"""Instruction sets of each level, fastest first, as in /proc/cpuinfo."""
+if not _X86:
+    LEVELS = {"generic": ()}
 
 # No contraction: only explicit FMAs are fused, so that all levels and compilers give the same bits.
 _FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-std=gnu11", "-fopenmp")
@@ -82,7 +90,9 @@ def build_ahead(folder: Path) -> list[Path]:
 
 
 def _flags(level: str) -> tuple[str, ...]:
-    return (*_FLAGS, *(f"-m{name}" for name in LEVELS[level]))
+    # gcc writes amx-int8 and avx512vnni for amx_int8 and avx512_vnni.
+    named = (name.replace("amx_", "amx-").replace("_", "") for name in LEVELS[level])
+    return (*_FLAGS, *(f"-m{name}" for name in named))
 
 
 def _compiler() -> str:

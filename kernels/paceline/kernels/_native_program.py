@@ -14,7 +14,7 @@ from paceline.kernels._native import LANES
 from paceline.kernels._native_attention import BlockTables, CProbes, probe_rows
 from paceline.kernels.caches import LayerTable
 from paceline.kernels.probes import Probe
-from paceline.kernels.program import Kind, Operation, Pass, PassResult, Program
+from paceline.kernels.program import Operation, Pass, PassResult, Program
 
 _WIDEST_HEAD = 512
 _OUT_OF_MEMORY = 1
@@ -84,8 +84,12 @@ class NativeProgram:
         self._kept: list[Any] = [program]
         self._hidden = program.buffers[program.operations[0].out].width
         self._vocabulary = program.buffers[0].width
-        operations = (_Operation * len(program.operations))(*map(self._translate, program.operations))
-        buffers = (_Buffer * len(program.buffers))(*((b.width, b.extent) for b in program.buffers))
+        operations = (_Operation * len(program.operations))(
+            *map(self._translate, program.operations)
+        )
+        buffers = (_Buffer * len(program.buffers))(
+            *(_Buffer(b.width, b.extent) for b in program.buffers)
+        )
         table = program.operations[0].table
         assert table is not None
         self._program = _Program(
@@ -154,8 +158,8 @@ class NativeProgram:
             raise MemoryError(f"no memory for the scores of {plan.rows} rows: send smaller batches")
         if failed:
             raise IndexError(
-                f"a token is outside of the vocabulary of {self._program.vocabulary}, or a selected "
-                f"row outside of the batch of {plan.rows} rows"
+                f"a token is outside of the vocabulary of {self._program.vocabulary}, or a "
+                f"selected row outside of the batch of {plan.rows} rows"
             )
         return PassResult(logits, taps, queries)
 
@@ -188,8 +192,7 @@ class NativeProgram:
         kv_heads, dim = self._heads.kv_heads, self._heads.dim
         found = [table for table in tables if table is not None]
         for index, table in enumerate(found):
-            heads, capacity, wide = table.shape
-            if (heads, wide, table.dtype) != (kv_heads, dim, found[0].dtype) or (
+            if (table.shape[0], table.shape[2], table.dtype) != (kv_heads, dim, found[0].dtype) or (
                 table.layers < self._layers or table.dtype not in (torch.float32, torch.bfloat16)
             ):
                 raise ValueError(
@@ -214,9 +217,7 @@ class NativeProgram:
         kept.append(table)
         return ctypes.addressof(table)
 
-    def _probe_table(
-        self, probes: Mapping[int, Sequence[Probe]], kept: list[Any]
-    ) -> int | None:
+    def _probe_table(self, probes: Mapping[int, Sequence[Probe]], kept: list[Any]) -> int | None:
         if not probes:
             return None
         table = (CProbes * self._layers)()

@@ -50,12 +50,11 @@ class LayerTable:
         self.layers, self.shape, self.dtype = len(layers), tuple(first.shape), first.dtype
         self._rows = (ctypes.c_int64 * (6 * len(layers)))()
         self.address = ctypes.addressof(self._rows)
-        at = 0
-        for plane in (plane for both in layers for plane in both):
+        for index, plane in enumerate(plane for both in layers for plane in both):
             if (tuple(plane.shape), plane.dtype, plane.stride(2)) != (self.shape, self.dtype, 1):
                 raise ValueError(
                     f"a plane is {plane.dtype} {tuple(plane.shape)} with strides {plane.stride()}, "
                     f"expected {self.dtype} {self.shape} with a dense last dimension"
                 )
-            self._rows[at : at + 3] = (plane.data_ptr(), plane.stride(0), plane.stride(1))
-            at += 3
+            numbers = [plane.data_ptr(), plane.stride(0), plane.stride(1)]
+            self._rows[3 * index : 3 * index + 3] = numbers

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
 
 from paceline.kernels._native import library
 from paceline.kernels._native_linear import Matrix, NativeLinear
+from paceline.kernels._torch_linear import multiply_blocks, multiply_floats
 from paceline.kernels.blocks import BLOCK, Blocks
 from paceline.kernels.memory import ALIGNMENT, allocate
 
 PANEL = 16
+_PADDED = 2 * PANEL
 FORMATS = ("float32", "bfloat16", "int8", "int4")
 """Formats of packed weights, in the order of the C kernels."""
 
@@ -68,6 +70,25 @@ class PackedMatrix:
         get = tensors.get
         values, scales, minima = tensors["values"], get("scales"), get("minima")
         return replace(self, values=values, scales=scales, minima=minima, bias=get("bias"))
+
+    @cached_property
+    def unpacked(self) -> Tensor | Blocks:
+        """The weights in their usual order: float32 ``[outs, ins]``, or blocks."""
+        words = self._rows(self.values.view(torch.int32))
+        if self.scales is None:
+            return words.view(_TYPES[self.format])[:, : self.ins].float()
+        if self.format == "int4":
+            both = torch.stack([words & 0x0F0F0F0F, words >> 4 & 0x0F0F0F0F], 2)
+            words = both.flatten(1)
+        scale = self._rows(self.scales).float()
+        minimum = None if self.minima is None else self._rows(self.minima).float()
+        bits = 8 if self.format == "int8" else 4
+        return Blocks(words.view(torch.uint8), scale, minimum, bits, self.offset)
+
+    def _rows(self, panels: Tensor) -> Tensor:
+        """``[outs / 16][n][16]`` -> ``[outs, n]``."""
+        found = panels.view(-(-self.outs // _PADDED) * 2, -1, PANEL).transpose(1, 2)
+        return found.flatten(0, 1)[: self.outs]
 
     def matrix(self) -> Matrix:
         """The argument of the C kernels; valid as long as this object lives."""
@@ -143,9 +164,12 @@ def multiply(x: Tensor, packed: PackedMatrix) -> Tensor:
         found = f"{x.dtype} {list(x.shape)}"
         raise ValueError(f"x is {found}, expected dense float32 [rows, {packed.ins}]")
     native = _native()
-    if native is None:
-        return _multiply_in_torch(x, packed)
-    return native.multiply(x, packed.matrix())
+    if native is not None:
+        return native.multiply(x, packed.matrix())
+    weight = packed.unpacked
+    if isinstance(weight, Blocks):
+        return multiply_blocks(x, weight, packed.bias)
+    return multiply_floats(x, weight, packed.bias)
 
 
 @cache
@@ -154,21 +178,10 @@ def _native() -> NativeLinear | None:
     return None if found is None else NativeLinear(found)
 
 
-def _multiply_in_torch(x: Tensor, packed: PackedMatrix) -> Tensor:
-    weight = _rows(packed.values.view(torch.int32), packed).view(_TYPES[packed.format])
-    return torch.nn.functional.linear(x, weight[: packed.outs, : packed.ins].float(), packed.bias)
-
-
-def _rows(panels: Tensor, packed: PackedMatrix) -> Tensor:
-    """``[outs / 16][n][16]`` -> ``[outs, n]``, the added outputs included."""
-    outs = -(-packed.outs // (2 * PANEL)) * 2
-    return panels.view(outs, -1, PANEL).transpose(1, 2).reshape(outs * PANEL, -1)
-
-
 def _padded(rows: Tensor, multiple: int) -> Tensor:
     """Zeros added: rows up to two panels, columns up to ``multiple``."""
     outs, ins = rows.shape
-    return torch.nn.functional.pad(rows, (0, -ins % multiple, 0, -outs % (2 * PANEL)))
+    return torch.nn.functional.pad(rows, (0, -ins % multiple, 0, -outs % _PADDED))
 
 
 def _panels(words: Tensor) -> Tensor:

@@ -243,9 +243,7 @@ class Recorder:
 
     def gate(self, gate_up: int) -> int:
         """``silu(gate) * up``."""
-        return self._add(
-            Kind.GATE, self._buffers[gate_up].width // 2, Extent.SLICE, source=gate_up
-        )
+        return self._add(Kind.GATE, self._buffers[gate_up].width // 2, Extent.SLICE, source=gate_up)
 
     def add(self, x: int, delta: int) -> None:
         """``x += delta``."""

@@ -116,12 +116,11 @@ def test_scores_are_noted_in_a_captured_pass_as_in_a_plain_one(
             layers, noted = batch.scratch(CONFIG.windows)
             found = runner.forward([5, 6, 7, 8], segments, [1, 2], (), layers, noted)
             assert found is not None
-            batch.read_scratch(CONFIG.q_heads)
         else:
             plan = plan_trees(segments)
             tokens = torch.tensor([5, 6, 7, 8])
             decoder.forward(tokens, plan, views, logit_rows=None, observer=batch)
-        batch.publish()
+        batch.publish(CONFIG.q_heads)
         published.append([observer.scores.clone() for observer in observers])
     for plain, replayed, segment in zip(*published, segments, strict=True):
         assert replayed.shape == (1, segment.start)

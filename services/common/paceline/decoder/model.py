@@ -1,7 +1,7 @@
 """The packed decoder: one forward pass over the query blocks of many sequences.
 
-The pass is recorded once as a :class:`paceline.kernels.Program`. The residual stream, norms and RoPE
-are float32 for bfloat16 weights too; the compiled kernels keep all activations in float32.
+The pass is recorded once as a :class:`paceline.kernels.Program`. The residual stream, norms and
+RoPE are float32 for bfloat16 weights too; the compiled kernels keep all activations in float32.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from paceline.decoder.linear import Linear
 from paceline.decoder.packed import PackedWeights
 from paceline.decoder.rope import Rope
 from paceline.decoder.weights import Checkpoint, take
-from paceline.kernels.linear import PackedMatrix
 from paceline.kernels import Heads, KVCacheView, Norm, Pass, Probe, Program, Recorder, TreePlan
+from paceline.kernels.linear import PackedMatrix
 
 
 @dataclass(frozen=True)
@@ -174,14 +174,14 @@ class Decoder:
         """
         if tokens.shape != (plan.rows,):
             raise ValueError(f"tokens have shape {tuple(tokens.shape)}, plan has {plan.rows} rows")
-        layers = range(self.config.layers) if observer is not None else ()
-        done = self._program.run(
-            Pass(
-                tokens, plan, caches, self._rope.table(plan.longest), logit_rows, taps,
-                probes={i: found for i in layers if (found := observer.probes(i))},
-                queries={i: found for i in layers if (found := observer.rows(i))},
-            )
-        )  # fmt: skip
+        table = self._rope.table(plan.longest)
+        call = Pass(tokens, plan, caches, table, logit_rows, taps)
+        if observer is not None:
+            layers = range(self.config.layers)
+            probes = {layer: found for layer in layers if (found := observer.probes(layer))}
+            rows = {layer: wanted for layer in layers if (wanted := observer.rows(layer))}
+            call = replace(call, probes=probes, queries=rows)
+        done = self._program.run(call)
         if observer is not None:
             for layer, q in done.queries.items():
                 observer.attended(layer, q)

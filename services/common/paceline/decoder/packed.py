@@ -1,8 +1,8 @@
 """A model's large weights in shared memory, so that processes on one machine share one copy.
 
 Each process that loads a model packs its weights (:class:`paceline.decoder.linear.Linear`) into
-memory of its own. Here the packed bytes are written to a file in /dev/shm that processes of the same
-user map read-only.
+memory of its own. Here the packed bytes are written to a file in /dev/shm that processes of the
+same user map read-only.
 """
 
 from __future__ import annotations
@@ -84,9 +84,10 @@ class PackedWeights:
             KeyError: There is no weight of this name.
         """
         entry = self._entries[name]
-        tensors = {part["name"]: self._tensor(part) for part in entry["tensors"]}
+        tensors: dict[str, Any] = {p["name"]: self._tensor(p) for p in entry["tensors"]}
         if not entry["matrix"]:
-            return tensors["tensor"]
+            tensor: Tensor = tensors["tensor"]
+            return tensor
         return PackedMatrix(**entry["matrix"], **tensors)
 
     def _tensor(self, part: Mapping[str, Any]) -> Tensor:

@@ -44,9 +44,9 @@ class ObservedCache(Protocol):
 class ScoreObserver(ABC):
     """Scores the committed prefix of one sequence, layer by layer, as a by-product of its steps.
 
-    In each step the engine thread calls :meth:`begin`, runs the model with the observer's probes, or
-    a captured graph with its :meth:`scratch`, calls :meth:`attended` for each layer if queries are
-    wanted, and :meth:`publish` if the step did not fail. The event loop reads :attr:`scores`.
+    In each step the engine thread calls :meth:`begin`, runs the model with the observer's probes,
+    or a captured graph with its :meth:`scratch`, calls :meth:`attended` for each layer if queries
+    are wanted, and :meth:`publish` if the step did not fail. The event loop reads :attr:`scores`.
 
     Attributes:
         layers: Position of each observed layer in :attr:`scores`, by layer.
@@ -95,8 +95,8 @@ class ScoreObserver(ABC):
         """Returns a buffer where a captured CUDA graph can store the scores of all layers.
 
         Returns:
-            float32 ``[layers, MOST_NOTED, Hkv, n]`` with n at least the prefix; None if the observer
-            needs more than a captured graph stores.
+            float32 ``[layers, MOST_NOTED, Hkv, n]`` with n at least the prefix; None if the
+            observer needs more than a captured graph stores.
         """
         return None
 

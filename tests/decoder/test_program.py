@@ -1,0 +1,218 @@
+"""The native call of a forward pass against its operations one by one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from decoder_cases import FAMILIES, extend, random_tokens
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from paceline.decoder import Decoder, LocalCache
+from paceline.kernels import Pass, Probe, Program, TreePlan, TreeSegment, plan_trees
+from paceline.kernels._torch_program import run_one_by_one
+from paceline.kernels.program import PassResult
+
+pytestmark = pytest.mark.bits
+
+_LOADED: dict[tuple[str, torch.dtype], Decoder] = {}
+
+
+def load(models: dict[str, Path], name: str, dtype: torch.dtype = torch.float32) -> Decoder:
+    key = (str(models[name]), dtype)
+    if key not in _LOADED:
+        _LOADED[key] = Decoder.load(models[name], dtype)
+    return _LOADED[key]
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+class Everything:
+    """Wants the queries of some rows, and the scores of the first row of every block."""
+
+    def __init__(self, decoder: Decoder, plan: TreePlan, rows: Sequence[int]) -> None:
+        config = decoder.config
+        self.q: dict[int, Tensor] = {}
+        self._rows = rows
+        self.scores = {
+            (layer, index): torch.zeros(config.kv_heads, max(1, segment.start))
+            for layer in range(config.layers)
+            for index, segment in enumerate(plan.segments)
+        }
+
+    def probes(self, layer: int) -> list[Probe]:
+        return [Probe(i, 0, out) for (at, i), out in self.scores.items() if at == layer]
+
+    def rows(self, layer: int) -> Sequence[int]:
+        return self._rows
+
+    def attended(self, layer: int, q: Tensor) -> None:
+        self.q[layer] = q
+
+
+def batch(
+    decoder: Decoder, blocks: Sequence[tuple[int, tuple[int, ...] | None, int]], seed: int
+) -> tuple[list[LocalCache], list[TreeSegment], Tensor]:
+    """Sequences with random texts, and a block behind each: start, parents, length."""
+    caches, segments = [], []
+    for index, (start, parents, length) in enumerate(blocks):
+        caches.append(LocalCache(decoder.config))
+        if start:
+            extend(decoder, caches[-1], random_tokens(start, seed + index))
+        caches[-1].reserve(length)
+        segments.append(TreeSegment(index, start, parents, length))
+    return caches, segments, random_tokens(sum(each[2] for each in blocks), seed)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    name=st.sampled_from(sorted(FAMILIES)),
+    starts=st.lists(st.sampled_from([0, 1, 60, 256, 300]), min_size=1, max_size=3),
+    steps=st.lists(st.integers(0, 3), min_size=1, max_size=20),
+    selects=st.booleans(),
+    seed=st.integers(0, 100),
+)
+def test_one_call_is_close_to_the_operations_one_by_one(
+    models: dict[str, Path],
+    name: str,
+    starts: list[int],
+    steps: list[int],
+    selects: bool,
+    seed: int,
+) -> None:
+    decoder = load(models, name)
+    parents = tuple(max(-1, node - 1 - step) for node, step in enumerate(steps))
+    blocks = [(s, None if i % 2 else parents, len(parents)) for i, s in enumerate(starts)]
+    caches, segments, tokens = batch(decoder, blocks, seed)
+    rows = torch.tensor([len(tokens) - 1, 0]) if selects else None
+    found, expected = [], []
+    for run, into in ((Program.run, found), (run_one_by_one, expected)):
+        plan = plan_trees(segments)
+        observer = Everything(decoder, plan, [len(tokens) - 1, 0, 0])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Program, "run", run)
+            result = decoder.forward(
+                tokens, plan, caches, logit_rows=rows, taps=(1, 0), observer=observer
+            )
+        keys = [
+            plane[:, segment.start : segment.stop].clone()
+            for cache, segment in zip(caches, segments, strict=True)
+            for plane in cache.layer(1)
+        ]
+        into += [result.logits, *result.taps, *observer.q.values(), *keys]
+        into += observer.scores.values()
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.shape == theirs.shape
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_slices_and_threads_do_not_change_bits(models: dict[str, Path], dtype: torch.dtype) -> None:
+    """More rows than a slice holds, in several sequences, with rows of logits from all of them."""
+    decoder = load(models, "qwen3", dtype)
+    blocks = [(0, None, 200), (130, (-1, 0, 0, 1), 4), (0, None, 256), (3, None, 250), (9, None, 1)]
+    caches, segments, tokens = batch(decoder, blocks, 0)
+    segments += [TreeSegment(2, 256, None, 70), TreeSegment(4, 10, None, 256)]
+    caches[2].reserve(400)
+    caches[4].reserve(400)
+    tokens = torch.cat([tokens, random_tokens(326, 5)])
+    plan = plan_trees(segments)
+    rows = torch.tensor([len(tokens) - 1, 0, 203, 459, 460, 600, 711, 3])
+    alone = torch.cat(
+        [
+            decoder.forward(
+                tokens[first : first + segment.length],
+                plan_trees([segment]),
+                caches,
+                logit_rows=None,
+            ).logits
+            for segment, first in zip(segments, plan.offsets, strict=False)
+        ]
+    )
+    for threads in (1, 2, 3, 7):
+        torch.set_num_threads(threads)
+        result = decoder.forward(tokens, plan_trees(segments), caches, logit_rows=rows, taps=(1,))
+        assert torch.equal(result.logits, alone[rows])
+        assert result.taps[0].shape == (len(tokens), decoder.config.hidden)
+        observer = Everything(decoder, plan, [0, 711])
+        observed = decoder.forward(
+            tokens, plan_trees(segments), caches, logit_rows=rows, observer=observer
+        )
+        assert torch.equal(observed.logits, alone[rows])
+
+
+def test_two_threads_run_one_decoder(models: dict[str, Path]) -> None:
+    decoder = load(models, "llama", torch.bfloat16)
+    tokens = random_tokens(300)
+    expected = extend(decoder, LocalCache(decoder.config), tokens)
+    wrong: list[int] = []
+
+    def generate(most: int) -> None:
+        for _ in range(3):
+            if not torch.equal(extend(decoder, LocalCache(decoder.config), tokens, most), expected):
+                wrong.append(most)
+
+    running = [threading.Thread(target=generate, args=(most,)) for most in (3, 50, 256)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    assert not wrong
+
+
+def test_what_does_not_exist_is_refused(models: dict[str, Path]) -> None:
+    decoder = load(models, "llama")
+    cache = LocalCache(decoder.config)
+    plan = plan_trees([TreeSegment(0, 0, None, 2)])
+    for tokens, rows in (([3, 101], None), ([-1, 3], None), ([3, 3], [2])):
+        selected = None if rows is None else torch.tensor(rows)
+        with pytest.raises(IndexError, match=r"vocabulary of 101.* batch of 2 rows"):
+            decoder.forward(torch.tensor(tokens), plan, [cache], logit_rows=selected)
+    beyond = plan_trees([TreeSegment(0, cache.capacity - 1, None, 2)])
+    with pytest.raises(ValueError, match=f"ends at slot {cache.capacity + 1}"):
+        decoder.forward(torch.tensor([3, 3]), beyond, [cache], logit_rows=None)
+    with pytest.raises(ValueError, match="sequence 0"):
+        decoder.forward(torch.tensor([3, 3]), plan, [], logit_rows=None)
+    other = LocalCache(load(models, "qwen3").config)
+    with pytest.raises(ValueError, match="cache 0 has 2 layers"):
+        decoder.forward(torch.tensor([3, 3]), plan, [other], logit_rows=None)
+
+
+def test_no_rows_of_logits(models: dict[str, Path]) -> None:
+    decoder = load(models, "llama")
+    cache = LocalCache(decoder.config)
+    none = torch.empty(0, dtype=torch.int64)
+    plan = plan_trees([TreeSegment(0, 0, None, 5)])
+    result = decoder.forward(random_tokens(5), plan, [cache], logit_rows=none, taps=(0, 1))
+    assert result.logits.shape == (0, 101)
+    again = decoder.forward(random_tokens(5), plan, [cache], logit_rows=None, taps=(0, 1))
+    assert all(map(torch.equal, result.taps, again.taps))
+
+
+def test_a_model_without_whole_vectors_runs_operation_by_operation(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import paceline.kernels._native_program as native
+
+    def fails(program: Program, call: Pass) -> PassResult:
+        raise AssertionError("must not be called")
+
+    monkeypatch.setattr(native, "LANES", 1 << 10)
+    monkeypatch.setattr(native.NativeProgram, "run", fails)
+    decoder = Decoder.load(models["llama"], torch.float32)
+    tokens = random_tokens(5)
+    found = extend(decoder, LocalCache(decoder.config), tokens)
+    monkeypatch.undo()
+    expected = extend(load(models, "llama"), LocalCache(decoder.config), tokens)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)

@@ -1,0 +1,201 @@
+"""Packed linear layers: the bits of plain C at every level, whatever the shape and the company."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import compiled
+from torch import Tensor
+
+from paceline.kernels import cpu_kernels
+from paceline.kernels._compile import levels_here
+from paceline.kernels._native_linear import NativeLinear
+from paceline.kernels._torch_linear import multiply_blocks, multiply_floats
+from paceline.kernels.blocks import Blocks, quantise
+from paceline.kernels.linear import FORMATS, PackedMatrix, multiply, pack, pack_blocks
+
+FLOATS, QUANTISED = FORMATS[:2], FORMATS[2:]
+
+
+@pytest.fixture(params=levels_here(), scope="module")
+def level(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def random(shape: tuple[int, ...], seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def random_blocks(outs: int, ins: int, bits: int, minima: bool, half: bool, seed: int) -> Blocks:
+    """Every stored value occurs; scales are float16 numbers if ``half``."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(0, 1 << bits, (outs, ins), generator=generator, dtype=torch.uint8)
+    scale, minimum = random((2, outs, ins // 32), seed)
+    if half:
+        scale, minimum = scale.half().float(), minimum.half().float()
+    return Blocks(values, scale, minimum if minima else None, bits, 1 << (bits - 1))
+
+
+def at_level(level: str, x: Tensor, packed: PackedMatrix) -> Tensor:
+    library = compiled(level).library
+    assert library is not None
+    return NativeLinear(library).multiply(x, packed.matrix())
+
+
+def in_plain_c(x: Tensor, packed: PackedMatrix) -> Tensor:
+    library = compiled("generic").library
+    assert library is not None
+    out, pointer = torch.empty(len(x), packed.outs), ctypes.c_void_p
+    matrix = packed.matrix()
+    library.paceline_linear_plain(
+        ctypes.byref(matrix), pointer(x.data_ptr()), ctypes.c_int64(len(x)), pointer(out.data_ptr())
+    )
+    return out
+
+
+@st.composite
+def matrices(draw: st.DrawFn) -> PackedMatrix:
+    """A matrix of any format and shape, with and without bias, minima and float16 scales."""
+    format, seed = draw(st.sampled_from(FORMATS)), draw(st.integers(0, 1000))
+    outs = draw(st.integers(1, 100))
+    bias = draw(st.sampled_from([None, random((outs,), seed)]))
+    if format in FLOATS:
+        return pack(random((outs, draw(st.integers(1, 130))), seed), bias, format)
+    ins, bits = 32 * draw(st.integers(1, 5)), 8 if format == "int8" else 4
+    return pack_blocks(
+        random_blocks(outs, ins, bits, draw(st.booleans()), draw(st.booleans()), seed), bias
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(packed=matrices(), rows=st.integers(1, 150), seed=st.integers(0, 1000))
+def test_every_level_has_the_bits_of_plain_c(
+    level: str, packed: PackedMatrix, rows: int, seed: int
+) -> None:
+    x = random((rows, packed.ins), seed)
+    assert torch.equal(at_level(level, x, packed), in_plain_c(x, packed))
+
+
+@settings(max_examples=40, deadline=None)
+@given(packed=matrices(), rows=st.integers(1, 40), seed=st.integers(0, 1000))
+def test_torch_has_the_same_bits_in_quantised_formats(
+    packed: PackedMatrix, rows: int, seed: int
+) -> None:
+    x, weight = random((rows, packed.ins), seed), packed.unpacked
+    if isinstance(weight, Blocks):
+        assert torch.equal(multiply_blocks(x, weight, packed.bias), in_plain_c(x, packed))
+    else:
+        found = multiply_floats(x, weight, packed.bias)
+        torch.testing.assert_close(found, in_plain_c(x, packed), rtol=1e-4, atol=1e-4)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    packed=matrices(),
+    rows=st.integers(1, 40),
+    before=st.integers(0, 60),
+    after=st.integers(0, 60),
+    threads=st.integers(1, 3),
+)
+def test_the_bits_of_a_row_do_not_depend_on_its_company(
+    level: str, packed: PackedMatrix, rows: int, before: int, after: int, threads: int
+) -> None:
+    x, company = random((rows, packed.ins)), 1e3 * random((before + after, packed.ins), 1)
+    alone = at_level(level, x, packed)
+    among = torch.cat([company[:before], x, company[before:]])
+    default = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = at_level(level, among, packed)
+    finally:
+        torch.set_num_threads(default)
+    assert torch.equal(found[before : before + rows], alone)
+
+
+@pytest.mark.parametrize("format", FLOATS)
+@pytest.mark.parametrize("shape", [(1, 1), (16, 32), (33, 7), (100, 65)])
+def test_floats_are_the_product(format: str, shape: tuple[int, int]) -> None:
+    weight, bias, x = random(shape), random(shape[:1], 1), random((9, shape[1]), 2)
+    kept = weight.to(getattr(torch, format)).double()
+    expected = (x.double() @ kept.T + bias).float()
+    torch.testing.assert_close(multiply(x, pack(weight, bias, format)), expected)
+
+
+@pytest.mark.parametrize(("bits", "error"), [(8, 0.01), (4, 0.1)])
+def test_quantised_is_near_the_product(bits: int, error: float) -> None:
+    weight, x = random((96, 256)), random((9, 256), 2)
+    found, exact = multiply(x, pack_blocks(quantise(weight, bits))), x @ weight.T
+    assert (found - exact).norm() < error * exact.norm()
+
+
+@settings(max_examples=40, deadline=None)
+@given(packed=matrices())
+def test_unpacking_gives_back_what_was_packed(packed: PackedMatrix) -> None:
+    weight = packed.unpacked
+    if isinstance(weight, Blocks):
+        again = pack_blocks(weight, packed.bias)
+    else:
+        again = pack(weight, packed.bias, packed.format)
+    assert again.tensors().keys() == packed.tensors().keys()
+    for name, tensor in packed.tensors().items():
+        assert torch.equal(again.tensors()[name], tensor)
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_scales_are_float16_where_that_is_exact(half: bool) -> None:
+    packed = pack_blocks(random_blocks(40, 64, 4, minima=True, half=half, seed=0))
+    assert packed.scales is not None
+    assert packed.minima is not None
+    assert {packed.scales.dtype, packed.minima.dtype} == {torch.float16 if half else torch.float32}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e-44, 3e38])
+def test_extreme_activations_stay_in_their_row(level: str, format: str, value: float) -> None:
+    weight, x = random((20, 64)), random((8, 64), 1)
+    packed = (
+        pack(weight, format=format) if format in FLOATS
+        else pack_blocks(quantise(weight, 8 if format == "int8" else 4))
+    )  # fmt: skip
+    usual = at_level(level, x, packed)
+    x[3, 40] = value
+    found = at_level(level, x, packed)
+    others = [r for r in range(8) if r != 3]
+    assert torch.equal(found[others], usual[others])
+    if x[3].isfinite().all():
+        assert torch.equal(found, in_plain_c(x, packed))
+    else:
+        assert not found[3].isfinite().any()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_shared_memory_gives_the_same_product(format: str) -> None:
+    weight, bias, x = random((50, 64)), random((50,), 1), random((3, 64), 2)
+    packed = (
+        pack(weight, bias, format) if format in FLOATS
+        else pack_blocks(quantise(weight, 8 if format == "int8" else 4), bias)
+    )  # fmt: skip
+    copies = {name: tensor.clone() for name, tensor in packed.tensors().items()}
+    assert torch.equal(multiply(x, packed.with_tensors(copies)), multiply(x, packed))
+
+
+def test_wrong_arguments_are_clear_errors() -> None:
+    weight = random((20, 64))
+    packed = pack(weight)
+    with pytest.raises(ValueError, match=r"float32 \[3, 60\], expected dense float32 \[rows, 64\]"):
+        multiply(random((3, 60)), packed)
+    with pytest.raises(ValueError, match="format is 'int8', expected float32 or bfloat16"):
+        pack(weight, format="int8")
+    with pytest.raises(ValueError, match="values must be dense at a multiple of 64 bytes"):
+        packed.with_tensors({"values": torch.empty(9999, dtype=torch.uint8)[1:]})
+
+
+def test_this_process_uses_a_level_that_gives_the_bits_of_plain_c() -> None:
+    library = cpu_kernels().library
+    if library is None:
+        pytest.skip(f"no compiled kernels: {cpu_kernels().origin}")
+    assert library.paceline_linear_check() == 0
