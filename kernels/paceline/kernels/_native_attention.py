@@ -22,7 +22,9 @@ _TYPES = (torch.float32, torch.bfloat16)
 _TILE_ROWS = 96
 
 
-class _Block(ctypes.Structure):
+class Block(ctypes.Structure):
+    """``Block`` of ``native/attention.h``."""
+
     _fields_ = [
         *[(name, ctypes.c_int64) for name in ("sequence", "start", "length", "row")],
         *[(name, ctypes.c_void_p) for name in ("depths", "paths", "path_starts")],
@@ -209,7 +211,7 @@ class BlockTables:
 
     def __init__(self, plan: TreePlan, group: int) -> None:
         """Make the tables for ``group`` query heads per kv head."""
-        rows = (_Block * len(plan.segments))()
+        rows = (Block * len(plan.segments))()
         tiles: list[int] = []
         most = max(1, _TILE_ROWS // group)
         self._kept: list[Any] = [rows]
@@ -236,7 +238,7 @@ class BlockTables:
         return tables
 
 
-def _fill_tree(block: _Block, segment: TreeSegment) -> list[Any]:
+def _fill_tree(block: Block, segment: TreeSegment) -> list[Any]:
     """Set the depths and root-first paths of a tree in ``block``; returns the arrays."""
     nodes, ancestors = np.nonzero(segment.ancestors())
     depths = np.array(segment.depths, np.int32)

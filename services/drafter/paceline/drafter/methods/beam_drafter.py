@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -12,7 +13,6 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from paceline.decoder import AttentionObserver, Decoder, KVCacheView
 from paceline.drafter.methods.base import (
     Budget,
     Drafter,
@@ -24,7 +24,7 @@ from paceline.drafter.methods.base import (
 from paceline.drafter.methods.beam import Beam, BeamOptions
 from paceline.drafter.methods.ranking import Ranked, Ranker
 from paceline.drafter.methods.slots import chain_segments
-from paceline.kernels import MAX_TREE_NODES, TreeSegment, plan_trees
+from paceline.kernels import MAX_TREE_NODES, TreePlan, TreeSegment, plan_trees
 from paceline.service.sampling import sampling_params
 from paceline.tree import EMPTY, TokenTree
 
@@ -197,44 +197,37 @@ class Block:
     """
 
     tokens: list[int]
-    positions: list[int]
+    positions: Sequence[int]
     segments: list[TreeSegment]
     logit_rows: int
 
 
-def forward_blocks(
-    decoder: Decoder,
-    blocks: Sequence[Block],
-    caches: Sequence[KVCacheView],
-    observer: AttentionObserver | None = None,
-) -> list[Tensor]:
+Forward = Callable[[Tensor, TreePlan, Tensor], Tensor]
+"""Maps tokens ``[M]``, their plan and the rows that need logits, int64 ``[R]``, to the logits."""
+
+
+def forward_blocks(forward: Forward, blocks: Sequence[Block], device: torch.device) -> list[Tensor]:
     """Runs one forward pass over the blocks of several generations.
 
     Args:
-        decoder: The model.
-        blocks: One per generation; segments refer to ``caches`` by index.
-        caches: One per generation.
-        observer: Receives the queries of the pass.
+        forward: The pass of the model.
+        blocks: One per generation; segments refer to its caches by index.
+        device: Device of the model.
 
     Returns:
         Logits ``[logit_rows, V]`` of each block.
     """
-    stops = list(accumulate(len(block.tokens) for block in blocks))
+    stops = accumulate(len(block.tokens) for block in blocks)
     counts = [block.logit_rows for block in blocks]
     rows = [r for stop, n in zip(stops, counts, strict=True) for r in range(stop - n, stop)]
-    device = decoder.device
-    logits = decoder.forward(
-        torch.tensor([token for block in blocks for token in block.tokens], device=device),
-        plan_trees(
-            [segment for block in blocks for segment in block.segments],
-            positions=[position for block in blocks for position in block.positions],
-            device=device,
-        ),
-        caches,
-        logit_rows=torch.tensor(rows, device=device),
-        observer=observer,
-    ).logits
-    return list(logits.split(counts))
+    plan = plan_trees(
+        [segment for block in blocks for segment in block.segments],
+        positions=[position for block in blocks for position in block.positions],
+        device=device,
+    )
+    tokens = torch.tensor([token for block in blocks for token in block.tokens], device=device)
+    logits = forward(tokens, plan, torch.tensor(rows, device=device))
+    return [logits[stop - n : stop] for stop, n in zip(accumulate(counts), counts, strict=True)]
 
 
 class DecoderSequence(BeamSequence):
@@ -242,7 +235,8 @@ class DecoderSequence(BeamSequence):
 
     def __init__(self, drafter: BeamDrafter[Any], generation: Generation) -> None:
         super().__init__(drafter, generation)
-        self.text = list(generation.tokens)
+        self.text: list[int] | deque[int] = list(generation.tokens)
+        """The text, or its newest tokens."""
 
     def extend(self, update: Update) -> None:
         self.text.extend(update.tokens)
@@ -266,12 +260,17 @@ class DecoderSequence(BeamSequence):
         """
         beam, slot, begin = self.tree, self.begin_slot, self.begin_position
         if beam.level == 0:
-            segments = chain_segments(index, slot, slot + self.length - begin)
-            return Block(self.text[begin:], list(range(begin, self.length)), segments, 1)
+            return self.text_block(index, begin, self.length, slot)
         tokens, parents = beam.block()
         segment = TreeSegment(index, slot + beam.trunk, parents, len(tokens))
         positions = [self.length + beam.trunk + depth for depth in segment.depths]
         return Block(tokens, positions, [segment], len(beam.frontier))
+
+    def text_block(self, index: int, begin: int, end: int, slot: int) -> Block:
+        """Returns positions ``begin`` to ``end`` of the text, in slots from ``slot`` on."""
+        tokens = [self.text[at - self.length] for at in range(begin, end)]
+        segments = chain_segments(index, slot, slot + end - begin)
+        return Block(tokens, range(begin, end), segments, 1)
 
     def add_level(self, logits: Tensor) -> None:
         """Adds a level to the tree from the logits of :meth:`block`, ``[frontier, V]``."""

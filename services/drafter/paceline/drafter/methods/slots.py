@@ -2,54 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from paceline.drafter.methods.layers import LayerShape
-from paceline.kernels import CHUNK, MAX_TREE_NODES, TreePlan, TreeSegment, plan_trees
+from paceline.kernels import CHUNK, LayerTable, TreeSegment
 
 _GROWTH = 512
-
-SlotRun = tuple[int, int]
-"""First slot, and number of tokens in consecutive slots from there on."""
-
-
-def ring_slots(begin: int, end: int, window: int) -> list[SlotRun]:
-    """Returns the slots of positions ``begin`` to ``end`` where position p has slot p % window.
-
-    Args:
-        begin: First position.
-        end: One past the last, at most ``begin + window``.
-        window: Slots of the ring; 0: position p has slot p.
-    """
-    runs: list[SlotRun] = []
-    while begin < end:
-        slot = begin % window if window else begin
-        room = window - slot if window else end - begin
-        count = min(end - begin, room, MAX_TREE_NODES)
-        runs.append((slot, count))
-        begin += count
-    return runs
-
-
-def plan_slots(
-    runs: Sequence[Sequence[SlotRun]], positions: Sequence[int], device: torch.device
-) -> TreePlan:
-    """Plans where keys and values are written.
-
-    Args:
-        runs: Slots of each sequence's tokens.
-        positions: Position in its text of every token, sequence after sequence.
-        device: Device of the caches.
-    """
-    segments = [
-        TreeSegment(index, slot, None, count)
-        for index, each in enumerate(runs)
-        for slot, count in each
-    ]
-    return plan_trees(segments, positions=positions, device=device)
 
 
 def chain_segments(index: int, begin: int, end: int) -> list[TreeSegment]:
@@ -66,11 +25,11 @@ def chain_segments(index: int, begin: int, end: int) -> list[TreeSegment]:
 
 
 class WindowCache:
-    """KV of one generation's text, followed by slots for a tree or a block.
+    """KV of one generation's text, followed by slots for a tree or a block; a ``KVCacheView``.
 
-    With a window, position p of the text has slot ``p % window``: a new token overwrites the one
-    that has just left every window, nothing is ever moved, and memory is constant. Without one,
-    position p has slot p and memory grows with the text.
+    Position p of the text has slot ``p - base``. With a window, the newest positions are moved to
+    the front when the slots are used up, so memory is constant. ``base`` is a multiple of
+    ``CHUNK``: attention has the same bits after any number of moves.
     """
 
     def __init__(
@@ -94,42 +53,46 @@ class WindowCache:
         """
         self.length = 0
         """Positions of the text below this were written."""
+        self.base = 0
+        """Position in the first slot."""
         self.window = window
         self._extra = extra
         self._shape = (layers, 2, shape.kv_heads)
         self._dim, self._dtype, self._device = shape.head_dim, dtype, device
-        self._store = self._allocate(window + extra if window else _GROWTH)
+        self._keep(self._allocate(window + CHUNK + extra if window else _GROWTH))
 
     @property
     def nbytes(self) -> int:
         """Size of the buffer. Unit: bytes."""
         return self._store.nbytes
 
-    @property
-    def extra_slot(self) -> int:
-        """First slot after those of the text."""
-        return min(self.length, self.window) if self.window else self.length
-
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Returns keys and values of a layer, ``[Hkv, slots, D]``; invalid after reserve."""
-        keys, values = self._store[index]
-        return keys, values
+        return self._views[index]
 
     def next_position(self, end: int) -> int:
         """Returns the first position below ``end`` that is to be written, in the newest window."""
         return max(self.length, end - self.window) if self.window else self.length
 
-    def slots(self, begin: int, end: int) -> list[SlotRun]:
-        """Returns the slots of positions ``begin`` to ``end``, at most ``window`` of them."""
-        return ring_slots(begin, end, self.window)
-
     def reserve(self, end: int) -> None:
-        """Allocates slots for the positions below ``end`` and the extra ones."""
-        needed = end + self._extra
-        if not self.window and needed > self._store.shape[3]:
-            grown = self._allocate(max(needed, 2 * self._store.shape[3]))
-            grown[..., : self._store.shape[3], :] = self._store
-            self._store = grown
+        """Makes room for the positions below ``end`` and the extra slots."""
+        slots = self._store.shape[3]
+        if end - self.base + self._extra <= slots:
+            return
+        if not self.window:
+            grown = self._allocate(max(end + self._extra, 2 * slots))
+            grown[..., :slots, :] = self._store
+            self._keep(grown)
+            return
+        base = (end - self.window) // CHUNK * CHUNK
+        kept = self._store[..., base - self.base : max(base, self.length) - self.base, :].clone()
+        self._store[..., : kept.shape[3], :] = kept
+        self.base = base
+
+    def _keep(self, store: Tensor) -> None:
+        self._store = store
+        self._views = [(both[0], both[1]) for both in store]
+        self.table = LayerTable(self._views)
 
     def _allocate(self, slots: int) -> Tensor:
         with torch.inference_mode(False):  # otherwise only inference mode could write to it

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from paceline.decoder import UnsupportedModelError, load_config, weights_fingerprint
 from paceline.decoder.linear import Linear
@@ -18,7 +17,6 @@ from paceline.decoder.weights import Checkpoint
 from paceline.drafter.methods.base import Fit
 from paceline.drafter.methods.beam import BeamOptions
 from paceline.drafter.methods.checkpoint import check_target, tokenizer_digest
-from paceline.drafter.methods.options import check_range
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -177,25 +175,19 @@ class TargetEmbedding:
 
     Where type and device are those of the file, the embedding is mapped from it and not copied. All
     drafters on a machine, and other processes that map the file, then share its memory. The same
-    holds for the head, unless it is small enough to be repacked into a faster, private copy.
+    holds for the head, unless the compiled kernels pack it.
+
+    Attributes:
+        embedding: ``[V, hidden]``.
+        head: The LM head.
     """
 
-    def __init__(self, embedding: Tensor, head: Tensor, pack_bytes: int) -> None:
-        """Takes both tensors, ``[V, hidden]``; heads of at most ``pack_bytes`` are repacked."""
+    def __init__(self, embedding: Tensor, head: Tensor) -> None:
+        """Takes both tensors, ``[V, hidden]``."""
         self.embedding = embedding
-        self._head = head
-        packs = head.device.type == "cpu" and head.nbytes <= pack_bytes
-        self._packed = Linear(head) if packs else None
-        self.private_bytes = head.nbytes if packs else 0
-        """Bytes of the repacked head."""
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Embeds token ids ``[M]``: float32 ``[M, hidden]``."""
-        return self.embedding[tokens].float()
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Applies the LM head: ``[R, hidden]`` to ``[R, V]``, in the weights' type."""
-        return linear(hidden, self._head) if self._packed is None else self._packed(hidden)
+        self.head = Linear(head)
+        self.private_bytes = 0 if self.head.packed is None else head.nbytes
+        """Bytes of the packed head."""
 
     @classmethod
     def read(
@@ -205,7 +197,6 @@ class TargetEmbedding:
         shape: EmbeddingShape,
         dtype: torch.dtype,
         device: torch.device | str,
-        pack_bytes: int,
     ) -> TargetEmbedding:
         """Reads both from the drafter's folder if it holds them, otherwise from the target's.
 
@@ -215,7 +206,6 @@ class TargetEmbedding:
             shape: Expected shape.
             dtype: Type of the model.
             device: Device of the model.
-            pack_bytes: See :meth:`__init__`.
 
         Raises:
             UnsupportedModelError: Neither folder has them, or they have another shape.
@@ -241,7 +231,7 @@ class TargetEmbedding:
                     f"{name!r} of {target or folder} has shape {tuple(found[-1].shape)}, expected "
                     f"{(shape.vocab_size, shape.hidden)}"
                 )
-        return cls(found[0], found[1], pack_bytes)
+        return cls(found[0], found[1])
 
 
 @dataclass(frozen=True)
@@ -250,13 +240,6 @@ class TargetOptions(BeamOptions):
 
     target: str = ""
     """Folder of the target, for its embedding and LM head; empty: the drafter's folder has them."""
-
-    pack_head_mib: float = 16.0
-    """Largest LM head that is repacked: faster, but private to the process. Unit: MiB."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("pack_head_mib", self.pack_head_mib, 0.0, 1 << 20)
 
     @property
     def target_folder(self) -> Path | None:
@@ -274,5 +257,4 @@ class TargetOptions(BeamOptions):
         """
         if self.target_folder is not None:
             check_target(folder, self.target_folder, fit)
-        pack_bytes = int(self.pack_head_mib * (1 << 20))
-        return TargetEmbedding.read(folder, self.target_folder, shape, dtype, device, pack_bytes)
+        return TargetEmbedding.read(folder, self.target_folder, shape, dtype, device)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from paceline.decoder import Decoder, LocalCache
 from paceline.drafter.methods.base import Fit, Generation, Resources, Update
@@ -34,8 +35,7 @@ from paceline.drafter.methods.lm.selection import (
     TopChunks,
 )
 from paceline.drafter.methods.options import check_choice, check_range, parse_options
-from paceline.drafter.methods.slots import chain_segments
-from paceline.kernels import CHUNK
+from paceline.kernels import CHUNK, TreePlan
 from paceline.kv.selection import streaming_positions
 
 
@@ -108,9 +108,8 @@ class LmSequence(DecoderSequence):
             rows = range(max(0, count - OBSERVED), count)
             observed = ObservedRows(self._scores, rows, self.cache, torch.arange(end))
             observer = ScoreObserver([observed])
-        segments = chain_segments(0, begin, end)
-        block = Block(self.text[begin:end], list(range(begin, end)), segments, 1)
-        forward_blocks(self._drafter.decoder, [block], [self.cache], observer)
+        block = self.text_block(0, begin, end, begin)
+        self._drafter.forward([block], [self.cache], observer)
         self.cache.commit(range(count))
 
     def prepare(self) -> bool:
@@ -257,11 +256,21 @@ class LmDrafter(BeamDrafter[LmSequence]):
             for sequence, stop in zip(growing, stops, strict=True)
             for rows in sequence.observed_rows(stop)
         ]
-        logits = forward_blocks(
-            self.decoder,
+        logits = self.forward(
             blocks,
             [sequence.round_cache for sequence in growing],
             ScoreObserver(observed) if observed else None,
         )
         for sequence, part in zip(growing, logits, strict=True):
             sequence.add_level(part)
+
+    def forward(
+        self, blocks: Sequence[Block], caches: Sequence[LocalCache], observer: ScoreObserver | None
+    ) -> list[Tensor]:
+        """Logits of blocks, see :func:`forward_blocks`."""
+
+        def run(tokens: Tensor, plan: TreePlan, rows: Tensor) -> Tensor:
+            decoder = self.decoder
+            return decoder.forward(tokens, plan, caches, logit_rows=rows, observer=observer).logits
+
+        return forward_blocks(run, blocks, self.decoder.device)

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import ClassVar
 
@@ -24,21 +23,27 @@ from torch import Tensor
 from paceline.decoder.weights import Checkpoint
 from paceline.drafter.kv.options import KvOptions
 from paceline.drafter.kv.reader import KvReader
-from paceline.drafter.methods.base import Fit, Generation, LoadError, Needs, Resources, Update
+from paceline.drafter.methods.base import Fit, Generation, LoadError, Needs, Resources
 from paceline.drafter.methods.beam import check_context
-from paceline.drafter.methods.beam_drafter import BeamDrafter, BeamSequence, required
+from paceline.drafter.methods.beam_drafter import (
+    BeamDrafter,
+    DecoderSequence,
+    forward_blocks,
+    required,
+)
 from paceline.drafter.methods.checkpoint import load_model, read_fit, required_folder, weight_bytes
 from paceline.drafter.methods.longspec.checkpoint import read_longspec
-from paceline.drafter.methods.longspec.layer import Context, LongSpecLayer, StepInput, ring_mask
+from paceline.drafter.methods.longspec.layer import LongSpecLayer, TargetKv
 from paceline.drafter.methods.options import parse_options
 from paceline.drafter.methods.target import TargetEmbedding, TargetOptions
+from paceline.kernels import CHUNK, Context, TreePlan, plan_trees
 
 
-class LongSpecSequence(BeamSequence):
+class LongSpecSequence(DecoderSequence):
     """One generation of ``longspec``.
 
-    Its memory does not depend on the context: a ring of keys and values and as many tokens. (Only
-    the history of a generation with penalties grows, with its distinct tokens.) A round feeds the
+    Its memory does not depend on the context: keys, values and tokens of a window. (Only the
+    history of a generation with penalties grows, with its distinct tokens.) A round feeds the
     tokens since the last round, then its tree level by level.
     """
 
@@ -47,78 +52,65 @@ class LongSpecSequence(BeamSequence):
     def __init__(self, drafter: LongSpecDrafter, generation: Generation, kv: KvReader) -> None:
         super().__init__(drafter, generation)
         self.kv = kv
-        self.ring = drafter.layer.new_ring(drafter.options.drafted)
-        self._tail = deque(generation.tokens, maxlen=self.ring.window)
-        self._context: Context | None = None
+        self.cache = drafter.layer.new_cache(drafter.options.drafted)
+        self.text = deque(generation.tokens, maxlen=self.cache.window)
+        layer = drafter.layer
+        self._target = TargetKv(layer.config, layer.dtype, layer.device)
+        self.context: Context | None = None
+        """The target's KV that the round reads; None outside of a round."""
 
     @property
     def backlog(self) -> int:
-        return max(0, self.length - 1 - self.ring.next_position(self.length))
-
-    def extend(self, update: Update) -> None:
-        self._tail.extend(update.tokens)
-        super().extend(update)
+        return max(0, self.length - 1 - self.cache.next_position(self.length))
 
     def warm(self, limit: int) -> None:
-        begin = self.ring.next_position(self.length)
+        cache, layer = self.cache, self._drafter.layer
+        begin = cache.next_position(self.length)
         end = begin + min(limit, self.backlog)
         if begin < end:
-            self._drafter.layer.write_kv(self._text_input(begin, end, torch.empty(0, 0), None))
-            self.ring.length = end
+            cache.reserve(end)
+            block = self.text_block(0, begin, end, begin - cache.base)
+            plan = plan_trees(block.segments, positions=block.positions, device=layer.device)
+            tokens = torch.tensor(block.tokens, device=layer.device)
+            layer.write_kv(tokens, plan, [cache])
+            cache.length = end
 
     def prepare(self) -> bool:
         self.kv.check()
+        while self.backlog > MOST_NEW_TOKENS:
+            self.warm(CHUNK)
+        self.cache.reserve(self.length)
         below = self.length - 1  # the verifier may have committed more than this text
-        layer = self._drafter.layer
         self.kv.refresh(below, self._drafter.options.context)
-        parts = self.kv.parts(layer.config.target_layer)
-        self._context = Context.of(parts, layer.device)
+        parts = self.kv.parts(self._drafter.layer.config.target_layer)
+        self.context = self._target.context(parts)
         return True
 
-    def step(self) -> StepInput:
-        """Returns what to feed for the next level."""
-        beam, ring = self.tree, self.ring
-        if beam.level == 0:
-            begin = min(ring.next_position(self.length), self.length - 1)
-            mask = ring_mask(ring.window, self.length - 1, self.length, [()])
-            return self._text_input(begin, self.length, mask, self._context)
-        position = self.length - 1 + beam.level
-        nodes = beam.frontier
-        return StepInput(
-            tokens=beam.tokens[nodes.start : nodes.stop],
-            positions=[position] * len(nodes),
-            slots=[(ring.window + nodes.start, len(nodes))],  # after those of the text
-            ring=ring,
-            mask=ring_mask(ring.window, position, self.length, [beam.path(n) for n in nodes]),
-            context=self._context,
-        )
+    @property
+    def begin_position(self) -> int:
+        return min(self.cache.next_position(self.length), self.length - 1)
 
-    def add_level(self, logits: Tensor) -> None:
-        """Adds a level to the tree from the logits of :meth:`step`, ``[frontier, V]``."""
-        if self.tree.level == 0:
-            self.ring.length = self.length
-        self.tree.add_level(self.rank(logits))
+    @property
+    def begin_slot(self) -> int:
+        begin = self.length if self.tree.level else self.begin_position
+        return begin - self.cache.base
+
+    def commit_text(self) -> None:
+        self.cache.length = self.length
 
     def finish(self) -> None:
-        if self._context is not None:
-            self._context = None
+        if self.context is not None:
+            self.context = None
             self.kv.check()
 
     def close(self) -> None:
         super().close()
-        self._context = None
+        self.context = None
 
-    def _text_input(self, begin: int, end: int, mask: Tensor, context: Context | None) -> StepInput:
-        first = begin - (self.length - len(self._tail))
-        return StepInput(
-            tokens=list(islice(self._tail, first, first + end - begin)),
-            positions=range(begin, end),
-            slots=self.ring.slots(begin, end),
-            ring=self.ring,
-            mask=mask,
-            context=context,
-        )
 
+MOST_NEW_TOKENS = 16
+"""Most tokens that a round feeds through the whole layer. Of more, as of a prompt, all but the
+newest get keys and values alone."""
 
 GPU_WIDTHS = (4, 16, 16, 16, 16)
 """The paper's (LongSpec, appendix D)."""
@@ -189,8 +181,14 @@ class LongSpecDrafter(BeamDrafter[LongSpecSequence]):
         return LongSpecSequence(self, generation, required(generation.kv, "longspec", "KV"))
 
     def grow_level(self, growing: Sequence[LongSpecSequence]) -> None:
-        batch = [sequence.step() for sequence in growing]
-        logits = self.layer.forward(batch).split([len(step.mask) for step in batch])
+        blocks = [sequence.block(index) for index, sequence in enumerate(growing)]
+        caches = [sequence.cache for sequence in growing]
+        contexts = [sequence.context for sequence in growing if sequence.context is not None]
+
+        def run(tokens: Tensor, plan: TreePlan, rows: Tensor) -> Tensor:
+            return self.layer.forward(tokens, plan, caches, contexts, rows)
+
+        logits = forward_blocks(run, blocks, self.layer.device)
         for sequence, part in zip(growing, logits, strict=True):
             sequence.add_level(part)
 

@@ -37,7 +37,7 @@ from paceline.drafter.methods.beam_drafter import (
 )
 from paceline.drafter.methods.checkpoint import load_model, read_fit, required_folder, weight_bytes
 from paceline.drafter.methods.options import check_choice, check_range, parse_options
-from paceline.kernels import LayerTable
+from paceline.kernels import LayerTable, TreePlan
 
 MAX_NEW_TOKENS = 128
 """Most tokens behind the target's KV that a round feeds. With more of them, as after a lost
@@ -177,7 +177,11 @@ class SelfSpecDrafter(BeamDrafter[SelfSpecSequence]):
 
     def grow_level(self, growing: Sequence[SelfSpecSequence]) -> None:
         blocks = [sequence.block(index) for index, sequence in enumerate(growing)]
-        logits = forward_blocks(self.decoder, blocks, growing)
+
+        def run(tokens: Tensor, plan: TreePlan, rows: Tensor) -> Tensor:
+            return self.decoder.forward(tokens, plan, growing, logit_rows=rows).logits
+
+        logits = forward_blocks(run, blocks, self.decoder.device)
         for sequence, part in zip(growing, logits, strict=True):
             sequence.add_level(part)
 
