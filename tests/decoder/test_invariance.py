@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline.decoder import Decoder, LocalCache, check_batch_invariance
 from paceline.decoder.linear import Linear
-from paceline.kernels import CpuKernels, Pass, Program, TreeSegment, plan_trees
+from paceline.kernels import CpuKernels, Executor, Pass, TreeSegment, plan_trees
 from paceline.kernels.program import PassResult
 
 pytestmark = pytest.mark.bits
@@ -38,12 +38,12 @@ def test_the_self_check_holds(models: dict[str, Path], name: str, dtype: torch.d
 
 
 def test_the_self_check_notices(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    def leaky(program: Program, call: Pass) -> PassResult:
-        found = run(program, call)
+    def leaky(executor: Executor, call: Pass) -> PassResult:
+        found = run(executor, call)
         return replace(found, logits=found.logits.mul_(1 + call.plan.rows * 1e-3))
 
-    run = Program.run
-    monkeypatch.setattr(Program, "run", leaky)
+    run = Executor.run
+    monkeypatch.setattr(Executor, "run", leaky)
     found = check_batch_invariance(load(models, "llama", torch.float32))
     assert not found.holds
     assert "in a tree" in found.reason

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.decoder import Decoder, LocalCache
-from paceline.kernels import Pass, Probe, Program, TreePlan, TreeSegment, plan_trees
+from paceline.kernels import Executor, Pass, Probe, TreePlan, TreeSegment, plan_trees
 from paceline.kernels._torch_program import run_one_by_one
 from paceline.kernels.program import PassResult
 
@@ -96,11 +96,12 @@ def test_one_call_is_close_to_the_operations_one_by_one(
     caches, segments, tokens = batch(decoder, blocks, seed)
     rows = torch.tensor([len(tokens) - 1, 0]) if selects else None
     found, expected = [], []
-    for run, into in ((Program.run, found), (run_one_by_one, expected)):
+    runs = (Executor.run, lambda executor, call: run_one_by_one(executor._program, call))
+    for run, into in zip(runs, (found, expected), strict=True):
         plan = plan_trees(segments)
         observer = Everything(decoder, plan, [len(tokens) - 1, 0, 0])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Program, "run", run)
+            patch.setattr(Executor, "run", run)
             result = decoder.forward(
                 tokens, plan, caches, logit_rows=rows, taps=(1, 0), observer=observer
             )
@@ -205,7 +206,7 @@ def test_a_model_without_whole_vectors_runs_operation_by_operation(
 ) -> None:
     import paceline.kernels._native_program as native
 
-    def fails(program: Program, call: Pass) -> PassResult:
+    def fails(program: native.NativeProgram, call: Pass) -> PassResult:
         raise AssertionError("must not be called")
 
     monkeypatch.setattr(native, "LANES", 1 << 10)

@@ -11,6 +11,7 @@ from paceline.kernels.attention import (
     tree_attention,
 )
 from paceline.kernels.caches import KVCacheView, LayerTable
+from paceline.kernels.executor import Executor
 from paceline.kernels.history import History
 from paceline.kernels.noise import gumbel_noise, gumbel_noise_at, philox
 from paceline.kernels.paged import PagedPlane, Plane
@@ -44,6 +45,7 @@ __all__ = [
     "AttentionBackend",
     "Context",
     "CpuKernels",
+    "Executor",
     "Heads",
     "History",
     "KVCacheView",

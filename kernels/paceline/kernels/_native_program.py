@@ -124,7 +124,7 @@ class NativeProgram:
         self._memory = threading.local()
 
     def run(self, call: Pass) -> PassResult:
-        """See :meth:`Program.run`."""
+        """See :meth:`paceline.kernels.Executor.run`."""
         plan = call.plan
         tables = self._check_caches([cache.table for cache in call.caches], self._layers)
         self._check_segments(plan, tables)

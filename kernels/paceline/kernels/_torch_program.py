@@ -13,7 +13,7 @@ from paceline.kernels.trees import TreeSegment, plan_trees
 
 
 def run_one_by_one(program: Program, call: Pass) -> PassResult:
-    """See :meth:`Program.run`."""
+    """See :meth:`paceline.kernels.Executor.run`."""
     kernels = row_kernels(call.plan.device)
     buffers: dict[int, Tensor] = {}
     taps: dict[int, Tensor] = {}

@@ -56,5 +56,5 @@ class LayerTable:
                     f"a plane is {plane.dtype} {tuple(plane.shape)} with strides {plane.stride()}, "
                     f"expected {self.dtype} {self.shape} with a dense last dimension"
                 )
-            numbers = [plane.data_ptr(), plane.stride(0), plane.stride(1)]
-            self._rows[3 * index : 3 * index + 3] = numbers
+            for at, number in enumerate((plane.data_ptr(), plane.stride(0), plane.stride(1))):
+                self._rows[3 * index + at] = number

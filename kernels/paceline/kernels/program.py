@@ -1,15 +1,10 @@
-"""A forward pass as a program: operations over packed rows, recorded once and run many times.
-
-On the CPU one native call runs all operations (``native/program.c``). Elsewhere, and where there
-are no compiled kernels, they run one by one.
-"""
+"""A forward pass as a program: operations over packed rows, recorded once and run many times."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -177,7 +172,7 @@ class PassResult:
 
 @dataclass(frozen=True)
 class Program:
-    """Recorded operations. Runs of several threads do not disturb each other.
+    """Recorded operations; :class:`paceline.kernels.Executor` runs them.
 
     Attributes:
         operations: In order; if rows are selected, the last one writes buffer 0, the logits.
@@ -194,31 +189,6 @@ class Program:
     heads: Heads
     layers: int
     dtype: torch.dtype
-
-    def run(self, call: Pass) -> PassResult:
-        """Run the operations; keys and values are written to the caches.
-
-        Raises:
-            IndexError: A token or a selected row does not exist.
-            ValueError: The caches do not fit the plan.
-            MemoryError: Memory ran out.
-        """
-        from paceline.kernels._torch_program import run_one_by_one
-
-        native = self._native if call.plan.device.type == "cpu" else None
-        caches = [*call.caches, *(context.cache for context in call.contexts)]
-        if native is None or any(cache.table is None for cache in caches):
-            return run_one_by_one(self, call)
-        return native(call)
-
-    @cached_property
-    def _native(self) -> Callable[[Pass], PassResult] | None:
-        """The compiled executor; None where it cannot run the program."""
-        from paceline.kernels._native import library
-        from paceline.kernels._native_program import NativeProgram, supported
-
-        found = library()
-        return NativeProgram(found, self).run if found is not None and supported(self) else None
 
 
 class Recorder:

@@ -20,7 +20,17 @@ from paceline.decoder.linear import Linear
 from paceline.decoder.packed import PackedWeights
 from paceline.decoder.rope import Rope
 from paceline.decoder.weights import Checkpoint, take
-from paceline.kernels import Heads, KVCacheView, Norm, Pass, Probe, Program, Recorder, TreePlan
+from paceline.kernels import (
+    Executor,
+    Heads,
+    KVCacheView,
+    Norm,
+    Pass,
+    Probe,
+    Program,
+    Recorder,
+    TreePlan,
+)
 from paceline.kernels.linear import PackedMatrix
 
 
@@ -106,7 +116,7 @@ class Decoder:
         self._head = Linear(large("head", _EMBEDDING if config.tied else "lm_head.weight"))
         self._layers = [_layer(config, weights, index, shared) for index in range(config.layers)]
         self._rope = Rope(config, device)
-        self._program = self._record()
+        self._executor = Executor(self._record())
 
     @staticmethod
     def load(
@@ -181,7 +191,7 @@ class Decoder:
             probes = {layer: found for layer in layers if (found := observer.probes(layer))}
             rows = {layer: wanted for layer in layers if (wanted := observer.rows(layer))}
             call = replace(call, probes=probes, queries=rows)
-        done = self._program.run(call)
+        done = self._executor.run(call)
         if observer is not None:
             for layer, q in done.queries.items():
                 observer.attended(layer, q)
@@ -198,7 +208,7 @@ class Decoder:
         part = copy(self)
         part.config = replace(self.config, layers=len(windows), windows=windows)
         part._layers = [self._layers[index] for index in indices]
-        part._program = part._record()
+        part._executor = Executor(part._record())
         return part
 
     def head(self, hidden: Tensor) -> Tensor:

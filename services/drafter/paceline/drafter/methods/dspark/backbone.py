@@ -14,6 +14,7 @@ from paceline.drafter.methods.slots import WindowCache, chain_segments
 from paceline.drafter.methods.target import TargetEmbedding
 from paceline.kernels import (
     Context,
+    Executor,
     Heads,
     Norm,
     Pass,
@@ -41,8 +42,8 @@ class DSparkBackbone:
         """Builds the backbone from tensors of :func:`~.checkpoint.load_weights`."""
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         self._rope = Rope(config, device)
-        self._writing = _record_context(config, weights, dtype)
-        self._drafting = _record_block(config, weights, embedding, dtype)
+        self._writing = Executor(_record_context(config, weights, dtype))
+        self._drafting = Executor(_record_block(config, weights, embedding, dtype))
 
     def new_context(self) -> WindowCache:
         """Returns an empty context for one generation: the KV of its hidden states.

@@ -13,7 +13,7 @@ from paceline.decoder.weights import take
 from paceline.drafter.methods.longspec.config import LongSpecConfig
 from paceline.drafter.methods.slots import WindowCache
 from paceline.drafter.methods.target import TargetEmbedding
-from paceline.kernels import Context, Heads, LayerTable, Norm, Pass, Recorder, TreePlan
+from paceline.kernels import Context, Executor, Heads, LayerTable, Norm, Pass, Recorder, TreePlan
 
 
 class TargetKv:
@@ -98,7 +98,7 @@ class LongSpecLayer:
         program = Recorder(heads, dtype)
         x = program.embed(embedding.embedding)
         program.rotate(program.multiply(program.add_norm(x, 0, self_norm), qkv), None, 0)
-        self._writing = program.finish()
+        self._writing = Executor(program.finish())
 
         program = Recorder(heads, dtype)
         x = program.embed(embedding.embedding)
@@ -116,7 +116,7 @@ class LongSpecLayer:
         x = program.select(x)
         last = program.add_norm(x, 0, norm("norm")) if config.final_norm else x
         program.multiply(last, embedding.head)
-        self._drafting = program.finish()
+        self._drafting = Executor(program.finish())
 
     def new_cache(self, nodes: int) -> WindowCache:
         """Returns a cache for one generation whose trees have at most ``nodes`` nodes.
