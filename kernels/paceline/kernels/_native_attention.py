@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -220,7 +220,7 @@ class BlockTables:
             block.sequence, block.start = segment.sequence, segment.start
             block.length, block.row = length, row
             if not segment.is_chain:
-                self._kept += _fill_tree(block, segment)
+                self._kept.append(_fill_tree(block, segment))
             for node in range(0, length, most):
                 tiles += (index, node, min(most, length - node))
         table = (ctypes.c_int64 * len(tiles))(*tiles)
@@ -238,12 +238,16 @@ class BlockTables:
         return tables
 
 
-def _fill_tree(block: Block, segment: TreeSegment) -> list[Any]:
-    """Set the depths and root-first paths of a tree in ``block``; returns the arrays."""
-    nodes, ancestors = np.nonzero(segment.ancestors())
-    depths = np.array(segment.depths, np.int32)
-    paths = ancestors.astype(np.int32)
-    starts = np.searchsorted(nodes, np.arange(segment.length + 1)).astype(np.int32)
-    block.depths, block.paths = depths.ctypes.data, paths.ctypes.data
-    block.path_starts = starts.ctypes.data
-    return [depths, paths, starts]
+def _fill_tree(block: Block, segment: TreeSegment) -> ctypes.Array[ctypes.c_int32]:
+    """Set the depths and root-first paths of a tree in ``block``; returns their memory."""
+    assert segment.parents is not None
+    paths: list[list[int]] = []
+    for node, parent in enumerate(segment.parents):
+        paths.append([*paths[parent], node] if parent >= 0 else [node])
+    starts = [0, *accumulate(map(len, paths))]
+    numbers = [*segment.depths, *starts, *chain.from_iterable(paths)]
+    table = (ctypes.c_int32 * len(numbers))(*numbers)
+    block.depths = ctypes.addressof(table)
+    block.path_starts = block.depths + 4 * len(paths)
+    block.paths = block.path_starts + 4 * len(starts)
+    return table

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
+import numpy as np
 import torch
 
 from paceline.drafter.methods.base import Budget
@@ -144,24 +145,18 @@ class Beam:
 
     def add_level(self, ranked: Ranked) -> None:
         """Adds children of the frontier: the likeliest of the choices after each of its nodes."""
-        found: list[tuple[float, float, int, int]] = []
-        for parent, row_ids, row_logs in zip(
-            self.frontier, ranked.ids.tolist(), ranked.logs.tolist(), strict=True
-        ):
-            above = self.scores[parent] if parent >= 0 else 0.0
-            # Rounding may leave the log of a probability a little above 0.
-            found += [
-                (above + min(log, 0.0), min(log, 0.0), parent, token)
-                for token, log in zip(row_ids, row_logs, strict=True)
-                if log > -math.inf
-            ]
-        found.sort(key=lambda child: -child[0])
+        # Rounding may leave the log of a probability a little above 0.
+        logs = np.minimum(ranked.logs.numpy(), 0.0, dtype=np.float64)
+        above = [self.scores[parent] if parent >= 0 else 0.0 for parent in self.frontier]
+        scores = (np.array(above)[:, None] + logs).ravel()
+        best = (-scores).argsort(kind="stable")[: self.width]
+        best = best[scores[best] > -math.inf]
+        parents = self.frontier.start + best // logs.shape[1]
         start = len(self.tokens)
-        for score, log, parent, token in found[: self.width]:
-            self.tokens.append(token)
-            self.parents.append(parent)
-            self.scores.append(score)
-            self.log_probs.append(log)
+        self.tokens += ranked.ids.numpy().ravel()[best].tolist()
+        self.parents += parents.tolist()
+        self.scores += scores[best].tolist()
+        self.log_probs += logs.ravel()[best].tolist()
         if ranked.proposal is not None:
             self.proposals.append(ranked.proposal)
         self.level += 1
