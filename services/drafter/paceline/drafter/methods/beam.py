@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TypeVar, cast
 
-import numpy as np
 import torch
 
 from paceline.drafter.methods.base import Budget
@@ -146,17 +146,20 @@ class Beam:
     def add_level(self, ranked: Ranked) -> None:
         """Adds children of the frontier: the likeliest of the choices after each of its nodes."""
         # Rounding may leave the log of a probability a little above 0.
-        logs = np.minimum(ranked.logs.numpy(), 0.0, dtype=np.float64)
-        above = [self.scores[parent] if parent >= 0 else 0.0 for parent in self.frontier]
-        scores = (np.array(above)[:, None] + logs).ravel()
-        best = (-scores).argsort(kind="stable")[: self.width]
-        best = best[scores[best] > -math.inf]
-        parents = self.frontier.start + best // logs.shape[1]
+        rows = zip(ranked.ids.tolist(), ranked.logs.clamp(max=0.0).tolist(), strict=True)
+        found: list[tuple[float, float, int, int]] = []
+        for parent, (ids, logs) in zip(self.frontier, rows, strict=True):
+            above = self.scores[parent] if parent >= 0 else 0.0
+            found += [(above + log, log, parent, i) for i, log in zip(ids, logs, strict=True)]
+        found.sort(key=itemgetter(0), reverse=True)
         start = len(self.tokens)
-        self.tokens += ranked.ids.numpy().ravel()[best].tolist()
-        self.parents += parents.tolist()
-        self.scores += scores[best].tolist()
-        self.log_probs += logs.ravel()[best].tolist()
+        for score, log, parent, token in found[: self.width]:
+            if score == -math.inf:
+                break
+            self.tokens.append(token)
+            self.parents.append(parent)
+            self.scores.append(score)
+            self.log_probs.append(log)
         if ranked.proposal is not None:
             self.proposals.append(ranked.proposal)
         self.level += 1
