@@ -1,6 +1,6 @@
 """Build hook of the wheel: the CPU kernels, compiled ahead.
 
-On x86-64 Linux with a C compiler the wheel holds them for AVX-512 and AVX2 and is tagged
+On x86-64 Linux with a C compiler the wheel holds them for all levels but plain C and is tagged
 ``linux_x86_64``: it runs where the system's C library is not older than the build machine's.
 Elsewhere it is a pure wheel, and the kernels are compiled at the first start, as after an editable
 install.

@@ -137,5 +137,5 @@ def test_a_context_longer_than_its_cache_is_refused() -> None:
             torch.tensor([1]), plan_trees([segment]), [cache], table(), torch.tensor([0]),
             contexts=[Context(cache, length)],
         )  # fmt: skip
-        with pytest.raises(ValueError, match="context|segment|keys"):
+        with pytest.raises(ValueError, match=r"context|segment|keys"):
             Executor(reading(None)).run(call)

@@ -18,12 +18,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 from kernel_cases import compiled
 
 
-@pytest.fixture(params=levels_here(), scope="module")
+@pytest.fixture(params=[*levels_here(), "tiles"], scope="module")
 def native_backend(request: pytest.FixtureRequest) -> Iterator[AttentionBackend]:
-    """The compiled attention of each level, in its turn the one that ``tree_attention`` uses."""
-    library = compiled(request.param).library
+    """The compiled attention of each level, in its turn the one that ``tree_attention`` uses.
+
+    Tiles are those of the fastest level: instructions of the processor, or their emulation.
+    """
+    tiles = request.param == "tiles"
+    library = compiled(levels_here()[0] if tiles else request.param).library
     assert library is not None
-    yield from _serving(NativeBackend(library, fallback=DenseBackend()))
+    yield from _serving(NativeBackend(library, fallback=DenseBackend(), amx=tiles))
 
 
 @pytest.fixture(params=[*levels_here(), "none"], scope="module")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import HEADS, PREFIXES, Case, attend, make_case, trees
 
-from paceline.kernels import TreeSegment
+from paceline.kernels import Probe, TreeSegment, plan_trees, tree_attention
 
 pytestmark = pytest.mark.usefixtures("native_backend")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -57,6 +57,42 @@ def test_the_largest_tree_over_a_border(heads: tuple[int, int, int], dtype: torc
 def test_prefill_blocks_have_the_bits_of_decoding(start: int, dtype: torch.dtype) -> None:
     case = make_case(2, start, (-1, *range(255)), dtype=dtype)
     assert_every_path_alone(case, [0, 1, 3, 4, 15, 16, 100, 254, 255])
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    shapes=st.lists(
+        st.tuples(st.sampled_from([200, 1000, 3000]), trees(50)), min_size=1, max_size=3
+    ),
+    dtype=st.sampled_from(DTYPES),
+    window=st.sampled_from([None, 300]),
+    seed=st.integers(0, 1000),
+)
+def test_threads_do_not_change_bits(
+    shapes: list[tuple[int, tuple[int, ...]]], dtype: torch.dtype, window: int | None, seed: int
+) -> None:
+    """Chunks of few rows are divided among threads, also those of rows with probes."""
+    cases = [make_case(seed, start, parents, HEADS[0], dtype) for start, parents in shapes]
+    segments = [
+        TreeSegment(index, case.segment.start, case.segment.parents, case.segment.length)
+        for index, case in enumerate(cases)
+    ]
+    q, plan = torch.cat([case.q for case in cases]), plan_trees(segments)
+    results, threads = [], torch.get_num_threads()
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            outs = [torch.zeros(2, segment.start) for segment in segments]
+            probes = [Probe(index, 0, out, weights=True) for index, out in enumerate(outs)]
+            out = tree_attention(
+                q, [case.key for case in cases], [case.value for case in cases], plan,
+                scale=cases[0].scale, window=window, out=torch.empty(q.shape), probes=probes,
+            )  # fmt: skip
+            results.append([out, *outs])
+    finally:
+        torch.set_num_threads(threads)
+    for others in results[1:]:
+        assert all(a.equal(b) for a, b in zip(results[0], others, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

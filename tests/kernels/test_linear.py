@@ -16,9 +16,9 @@ from paceline.kernels._compile import levels_here
 from paceline.kernels._native_linear import NativeLinear
 from paceline.kernels._torch_linear import multiply_blocks, multiply_floats
 from paceline.kernels.blocks import Blocks, quantise
-from paceline.kernels.linear import FORMATS, PackedMatrix, multiply, pack, pack_blocks
+from paceline.kernels.linear import FORMATS, PackedMatrix, multiply, pack, pack_blocks, set_numerics
 
-FLOATS, QUANTISED = FORMATS[:2], FORMATS[2:]
+FLOATS, FASTEST = FORMATS[:2], levels_here()[0]
 
 
 @pytest.fixture(params=levels_here(), scope="module")
@@ -44,6 +44,18 @@ def at_level(level: str, x: Tensor, packed: PackedMatrix) -> Tensor:
     library = compiled(level).library
     assert library is not None
     return NativeLinear(library).multiply(x, packed.matrix())
+
+
+def in_tiles(level: str, x: Tensor, packed: PackedMatrix) -> Tensor:
+    """In tiles of the processor, or emulated ones."""
+    library = compiled(level).library
+    assert library is not None
+    native = NativeLinear(library)
+    native.set_numerics(amx=True)
+    try:
+        return native.multiply(x, packed.matrix())
+    finally:
+        native.set_numerics(amx=False)
 
 
 def in_plain_c(x: Tensor, packed: PackedMatrix) -> Tensor:
@@ -78,6 +90,36 @@ def test_every_level_has_the_bits_of_plain_c(
 ) -> None:
     x = random((rows, packed.ins), seed)
     assert torch.equal(at_level(level, x, packed), in_plain_c(x, packed))
+
+
+@settings(max_examples=40, deadline=None)
+@given(packed=matrices(), rows=st.integers(1, 100), seed=st.integers(0, 1000))
+def test_tiles_have_the_bits_of_plain_c_in_quantised_formats(
+    packed: PackedMatrix, rows: int, seed: int
+) -> None:
+    """In bfloat16 too, where every sum is a whole number and so exact in any order."""
+    x = random((rows, packed.ins), seed)
+    if packed.format == "bfloat16":
+        whole = packed.unpacked
+        assert isinstance(whole, Tensor)
+        x, packed = x.mul(9).round(), pack(whole.mul(9).round())
+    assert torch.equal(in_tiles(FASTEST, x, packed), in_plain_c(x, packed))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    outs=st.integers(1, 70), ins=st.integers(1, 130), before=st.integers(0, 40), seed=st.integers()
+)
+def test_bfloat16_in_tiles_rounds_activations_and_nothing_else(
+    outs: int, ins: int, before: int, seed: int
+) -> None:
+    weight, x = random((outs, ins), seed % 1000), random((before + 5, ins), seed % 999)
+    bias = random((outs,))
+    packed = pack(weight, bias)
+    found = in_tiles(FASTEST, x, packed)
+    exact = x.bfloat16().double() @ weight.bfloat16().double().T + bias
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-4)
+    assert torch.equal(in_tiles(FASTEST, x[before:].clone(), packed), found[before:])
 
 
 @settings(max_examples=40, deadline=None)
@@ -192,6 +234,17 @@ def test_wrong_arguments_are_clear_errors() -> None:
         pack(weight, format="int8")
     with pytest.raises(ValueError, match="values must be dense at a multiple of 64 bytes"):
         packed.with_tensors({"values": torch.empty(9999, dtype=torch.uint8)[1:]})
+
+
+def test_numerics_are_chosen_by_name() -> None:
+    able = cpu_kernels().level == "amx"
+    assert set_numerics("auto") == ("amx" if able else "portable")
+    assert set_numerics("portable") == "portable"
+    with pytest.raises(ValueError, match="numerics is 'fast', expected one of"):
+        set_numerics("fast")
+    if not able:
+        with pytest.raises(ValueError, match="numerics is 'amx', expected one of"):
+            set_numerics("amx")
 
 
 def test_this_process_uses_a_level_that_gives_the_bits_of_plain_c() -> None:

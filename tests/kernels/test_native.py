@@ -97,14 +97,33 @@ def test_a_home_that_cannot_be_written_is_no_obstacle(
 
 
 @needs_compiler
+def test_a_level_that_differs_from_plain_c_is_not_used(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = _compile.levels_here()[0]
+    sources = fresh / "native"
+    shutil.copytree(_compile._SOURCES, sources)
+    (sources / "linear.c").write_text(
+        (sources / "linear.c")
+        .read_text()
+        .replace("case LINEAR_Q8: q8_rows", "case LINEAR_Q8: q4_rows")
+    )
+    monkeypatch.setattr(_compile, "_SOURCES", sources)
+    monkeypatch.setenv(_native.VARIABLE, broken)
+    with caplog.at_level(logging.WARNING):
+        assert _native.cpu_kernels().level == "none"
+    assert f"level {broken} are not used: int8 differs from plain C" in caplog.text
+
+
+@needs_compiler
 @x86_only
 def test_libraries_compiled_ahead_need_no_compiler(
     fresh: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = _compile.build_ahead(fresh / "prebuilt")
-    assert [path.name.split("-")[2] for path in made] == ["avx512", "avx2"]
+    assert [path.name.split("-")[2] for path in made] == list(_compile.LEVELS)[:-1]
     monkeypatch.setenv("CC", "no-such-compiler")
-    for level in {"avx512", "avx2"} & set(_compile.levels_here()):
+    for level in _compile.levels_here()[:-1]:
         _native.cpu_kernels.cache_clear()
         monkeypatch.setenv(_native.VARIABLE, level)
         assert (_native.cpu_kernels().level, _native.cpu_kernels().origin) == (level, "the wheel")

@@ -6,6 +6,7 @@ imports this file by its path, without torch.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import platform
@@ -34,7 +35,7 @@ LEVELS: dict[str, tuple[str, ...]] = {
 }
 """Instruction sets of each level, fastest first, as in /proc/cpuinfo."""
 if not _X86:
-    LEVELS = {"generic": ()}
+    LEVELS = {"dotprod": ("asimddp",), "generic": ()}
 
 # No contraction: only explicit FMAs are fused, so that all levels and compilers give the same bits.
 _FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-std=gnu11", "-fopenmp")
@@ -42,7 +43,8 @@ _FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-std=gnu11", 
 
 def levels_here() -> tuple[str, ...]:
     """Levels that this processor can run, fastest first."""
-    return tuple(level for level, needed in LEVELS.items() if cpu_flags().issuperset(needed))
+    here = (level for level, needed in LEVELS.items() if cpu_flags().issuperset(needed))
+    return tuple(level for level in here if level != "amx" or _tiles_permitted())
 
 
 def cpu_flags() -> frozenset[str]:
@@ -53,6 +55,12 @@ def cpu_flags() -> frozenset[str]:
         return frozenset()
     named = (line.partition(":")[2] for line in lines if line.startswith(("flags", "Features")))
     return frozenset(next(named, "").split())
+
+
+def _tiles_permitted() -> bool:
+    """Ask Linux for tiles, once a process; older kernels list the instructions but refuse."""
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
 
 
 def file_name(level: str) -> str:
@@ -76,7 +84,7 @@ def build(level: str, folder: Path) -> Path:
 
 
 def build_ahead(folder: Path) -> list[Path]:
-    """Compile the levels of a wheel, AVX-512 and AVX2; returns the libraries' paths.
+    """Compile all levels but plain C, for a wheel; returns the libraries' paths.
 
     Raises:
         OSError: There is no compiler, it failed, or the folder cannot be written.
@@ -86,10 +94,12 @@ def build_ahead(folder: Path) -> list[Path]:
         here = f"{platform.machine()} {sys.platform}"
         raise ValueError(f"kernels are compiled ahead on x86-64 Linux only, not on {here}")
     folder.mkdir(parents=True, exist_ok=True)
-    return [build(level, folder) for level in ("avx512", "avx2")]
+    return [build(level, folder) for level in LEVELS if level != "generic"]
 
 
 def _flags(level: str) -> tuple[str, ...]:
+    if level == "dotprod":
+        return (*_FLAGS, "-march=armv8.2-a+dotprod")
     # gcc writes amx-int8 and avx512vnni for amx_int8 and avx512_vnni.
     named = (name.replace("amx_", "amx-").replace("_", "") for name in LEVELS[level])
     return (*_FLAGS, *(f"-m{name}" for name in named))

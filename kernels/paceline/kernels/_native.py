@@ -1,12 +1,15 @@
 """The compiled CPU kernels in ``native/``: from the wheel, or compiled at the first start.
 
-A platform wheel contains them for AVX2 and AVX-512. A source install compiles them with gcc into
-the user's cache folder, once, in some seconds; they need no headers of Python or torch. Without
-either, torch operations replace them: several times slower, and the bits of a row may depend on the
-batch.
+A platform wheel contains them for all levels of x86-64. A source install compiles them with gcc
+into the user's cache folder, once, in some seconds; they need no headers of Python or torch.
+Without either, torch operations replace them: several times slower, and the bits of a row may
+depend on the batch.
 
-``PACELINE_CPU_LEVEL`` selects a level instead of the fastest: avx512, avx2, generic, or none for
-torch operations.
+Before a level is used, its linear layers are compared with plain C on random data, bit by bit. The
+next level replaces one that differs.
+
+``PACELINE_CPU_LEVEL`` selects a level instead of the fastest: amx, avx512vnni, avx512, avxvnni,
+avx2, generic (on ARM: dotprod, generic), or none for torch operations.
 """
 
 from __future__ import annotations
@@ -60,13 +63,18 @@ def cpu_kernels() -> CpuKernels:
     Raises:
         RuntimeError: This processor does not have the level in ``PACELINE_CPU_LEVEL``.
     """
-    level = _level()
-    if level == "none":
+    levels = _levels()
+    if not levels:
         return CpuKernels("none", None, f"switched off by {VARIABLE}")
     if not _share_openmp():
         _log.warning("CPU kernels run on torch operations: torch has no GNU OpenMP runtime here")
         return CpuKernels("none", None, "torch has no GNU OpenMP runtime to share")
-    return load(level)
+    for level in levels:
+        kernels = load(level)
+        if kernels.library is None or (wrong := _wrong_format(kernels.library)) is None:
+            return kernels
+        _log.warning("CPU kernels of level %s are not used: %s differs from plain C", level, wrong)
+    return CpuKernels("none", None, "every level differs from plain C")
 
 
 def load(level: str) -> CpuKernels:
@@ -82,12 +90,21 @@ def load(level: str) -> CpuKernels:
         return CpuKernels("none", None, str(error))
 
 
-def _level() -> str:
+def _levels() -> tuple[str, ...]:
+    """The requested level and those below it, or all of this processor."""
     here = _compile.levels_here()
     requested = os.environ.get(VARIABLE, "")
     if requested and requested not in (*here, "none"):
         raise RuntimeError(f"{VARIABLE} is {requested!r}, expected one of {', '.join(here)}, none")
-    return requested or here[0]
+    if requested == "none":
+        return ()
+    return here[here.index(requested) :] if requested else here
+
+
+def _wrong_format(library: ctypes.CDLL) -> str | None:
+    """The first format of linear layers whose bits are not those of plain C."""
+    failed = int(library.paceline_linear_check())
+    return ("float32", "bfloat16", "int8", "int4")[failed - 1] if failed else None
 
 
 def _share_openmp() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from paceline.kernels.attention import AttentionBackend
 
 _TYPES = (torch.float32, torch.bfloat16)
-# Rows of a tile: its scores of a chunk fit a core's cache, and keys are rarely transposed again.
-_TILE_ROWS = 96
+# Most rows of a tile: its scores of a chunk fit a core's cache, and keys are converted once for
+# many rows.
+_TILE_ROWS = 128
 
 
 class Block(ctypes.Structure):
@@ -34,7 +35,7 @@ class Block(ctypes.Structure):
 class _Plan(ctypes.Structure):
     _fields_ = [
         *[(name, ctypes.c_int64) for name in ("q_heads", "kv_heads", "dim", "window")],
-        *[(name, ctypes.c_int64) for name in ("q_bf16", "kv_bf16", "out_bf16")],
+        *[(name, ctypes.c_int64) for name in ("q_bf16", "kv_bf16", "out_bf16", "amx")],
         ("blocks", ctypes.c_int64),
         ("block", ctypes.c_void_p),
         ("tiles", ctypes.c_int64),
@@ -90,13 +91,19 @@ class CacheTable:
 
 
 class NativeBackend:
-    """Compiled attention; ``fallback`` runs shapes and types that the kernels do not support."""
+    """Compiled attention.
+
+    ``fallback`` runs shapes and types that the kernels do not support. ``amx`` multiplies bfloat16
+    caches in bfloat16 tiles: faster where the processor has them, with bits of their own.
+    """
 
     name = "native"
     pages = False
 
-    def __init__(self, library: ctypes.CDLL, fallback: AttentionBackend) -> None:
-        self._fallback = fallback
+    def __init__(
+        self, library: ctypes.CDLL, fallback: AttentionBackend, *, amx: bool = False
+    ) -> None:
+        self._fallback, self._amx = fallback, amx
         self._attend = library.paceline_attend
         self._attend.argtypes = [ctypes.c_void_p] * 7
         self._attend.restype = ctypes.c_int64
@@ -119,11 +126,11 @@ class NativeBackend:
         Raises:
             MemoryError: The scores of a tile could not be allocated.
         """
-        key = ("native", q.shape[1], q.dtype, keys[0].dtype, out.dtype, window, scale)
+        key = ("native", self._amx, q.shape[1], q.dtype, keys[0].dtype, out.dtype, window, scale)
         prepared = plan.prepared.get(key)
         if prepared is None:
             prepared = _supported(q, keys, values, out) and _prepare(
-                plan, q, keys[0], out, scale, window
+                plan, q, keys[0], out, scale, window, self._amx
             )
             plan.prepared[key] = prepared
         if not prepared:
@@ -178,7 +185,13 @@ def _supported(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], out:
 
 
 def _prepare(
-    plan: TreePlan, q: Tensor, key: Tensor, out: Tensor, scale: float, window: int | None
+    plan: TreePlan,
+    q: Tensor,
+    key: Tensor,
+    out: Tensor,
+    scale: float,
+    window: int | None,
+    amx: bool,
 ) -> tuple[int, Any, BlockTables]:
     """Address of the plan for the kernels, and the objects that it points into."""
     tables = BlockTables.of(plan, q.shape[1] // key.shape[0])
@@ -190,6 +203,7 @@ def _prepare(
         q_bf16=q.dtype == torch.bfloat16,
         kv_bf16=key.dtype == torch.bfloat16,
         out_bf16=out.dtype == torch.bfloat16,
+        amx=amx,
         blocks=tables.blocks,
         block=tables.block,
         tiles=tables.tiles,
@@ -221,8 +235,10 @@ class BlockTables:
             block.length, block.row = length, row
             if not segment.is_chain:
                 self._kept.append(_fill_tree(block, segment))
-            for node in range(0, length, most):
-                tiles += (index, node, min(most, length - node))
+            count = -(-length // most)
+            bounds = [length * i // count for i in range(count + 1)]
+            for node, end in pairwise(bounds):
+                tiles += (index, node, end - node)
         table = (ctypes.c_int64 * len(tiles))(*tiles)
         self._kept.append(table)
         self.blocks, self.tiles = len(rows), len(tiles) // 3

@@ -26,9 +26,15 @@ class NativeLinear:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         self._scratch = library.paceline_linear_scratch
         self._scratch.argtypes, self._scratch.restype = (pointer, number), number
+        self._numerics = library.paceline_linear_numerics
+        self._numerics.argtypes, self._numerics.restype = (number,), None
         self._multiply = library.paceline_linear
         self._multiply.argtypes = (pointer, pointer, number, pointer, pointer)
         self._multiply.restype = None
+
+    def set_numerics(self, *, amx: bool) -> None:
+        """Multiply bfloat16 in tiles, emulated where the level has none, or portably."""
+        self._numerics(amx)
 
     def multiply(self, x: Tensor, matrix: Matrix) -> Tensor:
         """``x W^T + bias``: float32 ``[rows, ins]`` -> ``[rows, outs]``, dense."""

@@ -13,7 +13,7 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
-from paceline.kernels._native import library
+from paceline.kernels._native import cpu_kernels, library
 from paceline.kernels._native_linear import Matrix, NativeLinear
 from paceline.kernels._torch_linear import multiply_blocks, multiply_floats
 from paceline.kernels.blocks import BLOCK, Blocks
@@ -170,6 +170,28 @@ def multiply(x: Tensor, packed: PackedMatrix) -> Tensor:
     if isinstance(weight, Blocks):
         return multiply_blocks(x, weight, packed.bias)
     return multiply_floats(x, weight, packed.bias)
+
+
+def set_numerics(requested: str) -> str:
+    """Choose how this process multiplies bfloat16 matrices; not while a product runs.
+
+    "portable" gives the same bits on every machine. "amx" is faster and has the bits of processors
+    with AMX. "auto" takes "amx" where the processor has it. Other formats have one set of bits.
+
+    Returns:
+        "portable" or "amx".
+
+    Raises:
+        ValueError: Another name, or "amx" on a processor without it.
+    """
+    names, native = ("auto", "portable", "amx"), _native()
+    able = cpu_kernels().level == "amx"
+    if requested not in names or (requested == "amx" and not able):
+        raise ValueError(f"numerics is {requested!r}, expected one of {names[: 2 + able]}")
+    amx = able and requested != "portable"
+    if native is not None:
+        native.set_numerics(amx=amx)
+    return "amx" if amx else "portable"
 
 
 @cache

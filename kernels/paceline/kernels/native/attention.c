@@ -9,10 +9,12 @@
  * - Weights of a chunk are relative to the row's largest score in it. Weighted values are one chain
  *   of FMAs over the chunk's positions; weights are summed in WIDTH partial sums.
  * - The results of the chunks are merged one after the other. A hidden position has weight exactly 0
- *   and changes nothing; a chunk without visible positions is skipped. */
+ *   and changes nothing; a chunk without visible positions is skipped.
+ * attention_tiles.h takes the two products in another order, with the same property. */
 #include <omp.h>
 #include <stdlib.h>
 
+#include "attention_tiles.h"
 #include "products.h"
 
 #define SMALL_WORK 200000      /* products below which another thread costs more than it saves */
@@ -37,22 +39,14 @@ static float *take(Scratch *scratch, size_t floats) {
   return scratch->memory;
 }
 
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-INLINE int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
-
-static int64_t position(const Tile *t, int64_t n) {
-  return t->block->start + (t->block->depths ? t->block->depths[n] : n);
-}
-
-static Tile describe(const Plan *p, int64_t item, const Cache *keys, const Cache *values,
-                     const Probes *probes) {
+static Tile tile_of(const Attention *a, int64_t item) {
+  const Plan *p = a->plan;
   const int64_t *tile = p->tile + item / p->kv_heads * 3;
   const Block *b = p->block + tile[0];
   const int64_t node = tile[1], nodes = tile[2], group = p->q_heads / p->kv_heads;
-  Tile t = {.plan = p, .block = b, .k = keys + b->sequence, .v = values + b->sequence,
-            .probes = probes, .head = item % p->kv_heads, .node = node, .rows = nodes * group,
-            .group = group, .width = p->dim + WIDTH};
+  Tile t = {.plan = p, .block = b, .k = a->keys + b->sequence, .v = a->values + b->sequence,
+            .probes = a->probes, .raw = a->raw, .head = item % p->kv_heads, .node = node,
+            .rows = nodes * group, .group = group, .width = p->dim + WIDTH};
   int64_t lowest = position(&t, node), highest = lowest;
   for (int64_t n = node; n < node + nodes; n++) {
     lowest = least(lowest, position(&t, n));
@@ -61,54 +55,38 @@ static Tile describe(const Plan *p, int64_t item, const Cache *keys, const Cache
   t.first = p->window ? most(0, lowest - p->window + 1) / CHUNK : 0;
   t.chunks = highest / CHUNK + 1;
   t.prefix = b->depths ? b->start : b->start + node + nodes;
-  t.tree_columns = b->depths ? round_up(b->length, KEYS) : 0;
+  t.tree_columns = b->depths ? round_up(b->length, COLUMNS) : 0;
   return t;
 }
 
-/* Weight probes of a node of the tile: their rows of scores are kept until all chunks are done. */
-static int64_t kept_rows(const Tile *t) {
-  int64_t count = 0;
-  for (int64_t i = 0; i < t->probes->count; i++) {
-    const Probe *probe = t->probes->probe + i;
-    const int64_t node = probe->node - t->node;
-    if (t->plan->block + probe->block == t->block && probe->weights && node >= 0 &&
-        node * t->group < t->rows)
-      count += t->group;
-  }
-  return count;
+/* Floats of the scores of one query head that are kept for a probe, until their largest is known. */
+static int64_t kept_row(const Plan *p, const Probe *probe) {
+  return probe->weights ? round_up(p->block[probe->block].start, WIDTH) : 0;
 }
 
 /* Buffers for a tile in this thread's scratch memory; `q` is null when out of memory. */
 static Buffers reserve(const Tile *t) {
-  const int64_t padded = round_up(t->rows, ROWS), dim = t->plan->dim;
-  const size_t q = (size_t)(padded * dim), keys = (size_t)(KEYS * dim),
-               scores = (size_t)(padded * STRIDE), tree = (size_t)(padded * t->tree_columns),
-               results = (size_t)(padded * t->width),
-               raw = (size_t)(kept_rows(t) * t->block->start);
-  Buffers m = {.q = take(&own, q + keys + scores + tree + 2 * results + raw)};
+  const int64_t dim = t->plan->dim, rows = round_up(t->rows, SIDE);
+  const size_t q = (size_t)(rows * round_up(dim, DOT)), panel = (size_t)(CHUNK * round_up(dim, DOT)),
+               scores = (size_t)(rows * STRIDE), tree = (size_t)(rows * t->tree_columns),
+               results = (size_t)(t->rows * t->width);
+  Buffers m = {.q = take(&own, q + panel + scores + tree + 2 * results)};
   if (!m.q) return m;
-  m.keys = m.q + q;
-  m.scores = m.keys + keys;
+  m.panel = m.q + q;
+  m.scores = m.panel + panel;
   m.tree = m.scores + scores;
   m.part = m.tree + tree;
   m.total = m.part + results;
-  m.raw = m.total + results;
   return m;
 }
 
-/* Scaled queries as [groups of ROWS rows][dim][ROWS]. */
+/* Scaled queries [rows][dim]. */
 static void load_queries(const Tile *t, const void *q, float *out) {
   const Plan *p = t->plan;
-  const int64_t dim = p->dim;
-  float row[WIDTH];
   for (int64_t r = 0; r < t->rows; r++) {
-    float *to = out + r / ROWS * ROWS * dim + r % ROWS;
-    const int64_t from = ((t->block->row + t->node + r / t->group) * p->q_heads +
-                          t->head * t->group + r % t->group) * dim;
-    for (int64_t d = 0; d < dim; d += LANES) {
-      store_f32(row, load_any(q, from + d, (int)p->q_bf16) * splat(p->scale));
-      for (int64_t l = 0; l < LANES; l++) to[(d + l) * ROWS] = row[l];
-    }
+    const int64_t from = packed_row(t, r) * p->dim;
+    for (int64_t d = 0; d < p->dim; d += LANES)
+      store_f32(out + r * p->dim + d, load_any(q, from + d, (int)p->q_bf16) * splat(p->scale));
   }
 }
 
@@ -136,27 +114,50 @@ static float exponentiate(float *row, int64_t from, int64_t to, int64_t columns,
 }
 
 /* Records scores of one row and chunk for its probes; hidden positions get -inf. */
-static void note(const Tile *t, const Buffers *m, int64_t r, int64_t base, int64_t from,
+static void note(const Tile *t, const float *row, int64_t r, int64_t base, int64_t from,
                  int64_t to) {
-  const int64_t node = t->node + r / t->group, start = t->block->start;
-  const int64_t stop = least(base + CHUNK, start), first = r % t->group == 0;
-  const float *row = m->scores + r * STRIDE - base;
-  float *raw = m->raw;
+  const int64_t start = t->block->start, stop = least(base + CHUNK, start);
+  const int64_t head = t->head * t->group + r % t->group;
+  float *raw = t->raw;
   for (int64_t i = 0; i < t->probes->count; i++) {
     const Probe *probe = t->probes->probe + i;
-    if (t->plan->block + probe->block != t->block) continue;
-    float *out = probe->out + t->head * probe->stride;
-    if (probe->weights) {
-      const int64_t of = probe->node - t->node;
-      if (of < 0 || of * t->group >= t->rows) continue;
-      out = raw + r % t->group * start;
-      raw += t->group * start;
-    }
-    if (probe->node != node) continue;
-    const int add = !probe->weights && !first;
+    float *out = probe->weights ? raw + head * kept_row(t->plan, probe)
+                                : probe->out + t->head * probe->stride;
+    raw += t->plan->q_heads * kept_row(t->plan, probe);
+    if (t->plan->block + probe->block != t->block || probe->node != t->node + r / t->group)
+      continue;
+    const int add = !probe->weights && r % t->group;
     for (int64_t at = base; at < stop; at++) {
-      const float x = at - base >= from && at - base < to ? row[at] : -INFINITY;
+      const float x = at - base >= from && at - base < to ? row[at - base] : -INFINITY;
       out[at] = add ? out[at] + x : x;
+    }
+  }
+}
+
+static void score_any(const Tile *t, const Buffers *m, int64_t first, int64_t stop, float *out,
+                      int64_t stride) {
+  if (in_tiles(t->plan))
+    score_tiles(t, m, first, stop, out, stride);
+  else
+    score(t, m, first, stop, out, stride);
+}
+
+/* Adds the weighted values of every row's own path. */
+static void weigh_paths(const Tile *t, const Buffers *m, int64_t base, float *part) {
+  const Block *b = t->block;
+  const int64_t dim = t->plan->dim;
+  for (int64_t r = 0; r < t->rows; r++) {
+    const int64_t n = t->node + r / t->group, at = position(t, n);
+    const int32_t *path = b->paths + b->path_starts[n];
+    for (int64_t c = most(base, b->start); c < least(base + CHUNK, at + 1); c++) {
+      const vec w = splat(m->scores[r * STRIDE + c - base]);
+      const int64_t slot = t->head * t->v->head_stride +
+                           (b->start + path[c - b->start]) * t->v->slot_stride;
+      for (int64_t d = 0; d < dim; d += LANES) {
+        float *sum = part + r * t->width + d;
+        store_f32(sum, fma_(w, load_any(t->v->data, slot + d, (int)t->plan->kv_bf16),
+                            load_f32(sum)));
+      }
     }
   }
 }
@@ -166,7 +167,7 @@ static void attend_chunk(const Tile *t, const Buffers *m, int64_t chunk, float *
   const Plan *p = t->plan;
   const Block *b = t->block;
   const int64_t base = chunk * CHUNK, stop = most(base, least(base + CHUNK, t->prefix));
-  score(t, m, base, stop, m->scores, STRIDE);
+  score_any(t, m, base, stop, m->scores, STRIDE);
   for (int64_t r = 0; r < t->rows; r++) {
     const int64_t n = t->node + r / t->group, at = position(t, n);
     float *row = m->scores + r * STRIDE, *result = part + r * t->width;
@@ -177,32 +178,20 @@ static void attend_chunk(const Tile *t, const Buffers *m, int64_t chunk, float *
     }
     const int64_t from = p->window ? most(0, at - p->window + 1 - base) : 0;
     const int64_t to = least(CHUNK, at + 1 - base);
-    if (t->probes->count) note(t, m, r, base, from, to);
+    if (t->probes->count) note(t, row, r, base, from, to);
     result[p->dim] = 0.0f;
     result[p->dim + 1] = -INFINITY;
-    const int64_t columns = round_up(most(to, stop - base), WIDTH);
+    const int64_t columns = round_up(most(to, stop - base), DOT);
     if (from < to)
       result[p->dim] = exponentiate(row, from, to, columns, result + p->dim + 1);
     else
-      memset(row, 0, (size_t)(stop - base) * sizeof(float));
+      memset(row, 0, (size_t)columns * sizeof(float));
   }
-  if (p->kv_bf16)
-    weigh_values(t, m, base, stop, 1, part);
-  else
-    weigh_values(t, m, base, stop, 0, part);
-  if (!b->depths) return;
-  for (int64_t r = 0; r < t->rows; r++) {
-    const int64_t n = t->node + r / t->group, at = position(t, n);
-    const int32_t *path = b->paths + b->path_starts[n];
-    for (int64_t c = most(base, b->start); c < least(base + CHUNK, at + 1); c++) {
-      const vec w = splat(m->scores[r * STRIDE + c - base]);
-      const int64_t slot = t->head * t->v->head_stride +
-                           (b->start + path[c - b->start]) * t->v->slot_stride;
-      for (int64_t d = 0; d < p->dim; d += LANES) {
-        float *sum = part + r * t->width + d;
-        store_f32(sum, fma_(w, load_any(t->v->data, slot + d, (int)p->kv_bf16), load_f32(sum)));
-      }
-    }
+  if (in_tiles(p)) {
+    weigh_tiles(t, m, base, stop, part);
+  } else {
+    weigh_values(t, m, base, stop, part);
+    if (b->depths) weigh_paths(t, m, base, part);
   }
 }
 
@@ -212,47 +201,59 @@ static float exp_one(float x) {
   return lanes[0];
 }
 
-/* Merges the result of the next chunk into the row's result (`first`: there is none yet). */
-static void merge(float *total, const float *part, int64_t dim, int first) {
-  const float peak = part[dim + 1];
+/* Merges the results of the next chunk into those of the rows (`first`: there are none yet). */
+static void merge(const Tile *t, float *total, const float *part, int first) {
+  const int64_t dim = t->plan->dim;
   if (first) {
-    memcpy(total, part, (size_t)(dim + 2) * sizeof(float));
-  } else if (peak != -INFINITY) {
-    const float before = total[dim + 1], high = peak > before ? peak : before;
-    const float keep = exp_one(before - high), add = exp_one(peak - high);
+    memcpy(total, part, (size_t)(t->rows * t->width) * sizeof(float));
+    return;
+  }
+  for (int64_t r = 0; r < t->rows; r++, total += t->width, part += t->width) {
+    const float before = total[dim + 1], peak = part[dim + 1];
+    if (peak == -INFINITY) continue;
+    const float less = exp_one(-fabsf(peak - before)); /* of the smaller peak; 1 of the larger */
+    const float keep = peak > before ? less : 1.0f, add = peak > before ? 1.0f : less;
     for (int64_t d = 0; d < dim; d += LANES)
       store_f32(total + d, fma_(load_f32(total + d), splat(keep), load_f32(part + d) * splat(add)));
     total[dim] = fmaf(total[dim], keep, part[dim] * add);
-    total[dim + 1] = high;
+    total[dim + 1] = peak > before ? peak : before;
   }
 }
 
-/* Writes the rows' results, and the weights of probes. */
-static void finish(const Tile *t, const float *total, const float *raw, void *out, float *lse) {
+/* Writes the part of a probe that lies before the first chunk, and weights made of kept scores. */
+static void finish_probe(const Tile *t, const Probe *probe, float *kept, const float *total) {
+  const int64_t dim = t->plan->dim, start = t->block->start, stride = kept_row(t->plan, probe);
+  const int64_t before = least(t->first * CHUNK, start);
+  float *out = probe->out + t->head * probe->stride;
+  for (int64_t at = 0; at < before; at++) out[at] = probe->weights ? 0.0f : -INFINITY;
+  if (!probe->weights) return;
+  for (int64_t g = 0; g < t->group; g++) {
+    float *raw = kept + (t->head * t->group + g) * stride;
+    const float *row = total + ((probe->node - t->node) * t->group + g) * t->width;
+    const vec peak = splat(row[dim + 1]), sum = splat(row[dim]);
+    for (int64_t at = before; at < start; at += LANES)
+      store_f32(raw + at, exp_(load_f32(raw + at) - peak) / sum);
+    for (int64_t at = before; at < start; at++) out[at] = g ? out[at] + raw[at] : raw[at];
+  }
+}
+
+/* Writes the rows' results, and what is left of their probes. */
+static void finish(const Tile *t, const float *total, void *out, float *lse) {
   const Plan *p = t->plan;
-  const int64_t dim = p->dim, start = t->block->start;
   for (int64_t r = 0; r < t->rows; r++) {
     const float *row = total + r * t->width;
-    const int64_t to = (t->block->row + t->node + r / t->group) * p->q_heads +
-                       t->head * t->group + r % t->group;
-    for (int64_t d = 0; d < dim; d += LANES)
-      store_any(out, to * dim + d, (int)p->out_bf16, load_f32(row + d) / splat(row[dim]));
-    if (lse) lse[to] = row[dim + 1] + logf(row[dim]);
+    const int64_t to = packed_row(t, r);
+    for (int64_t d = 0; d < p->dim; d += LANES)
+      store_any(out, to * p->dim + d, (int)p->out_bf16, load_f32(row + d) / splat(row[p->dim]));
+    if (lse) lse[to] = row[p->dim + 1] + logf(row[p->dim]);
   }
+  float *raw = t->raw;
   for (int64_t i = 0; i < t->probes->count; i++) {
     const Probe *probe = t->probes->probe + i;
     const int64_t node = probe->node - t->node;
-    if (p->block + probe->block != t->block || node < 0 || node * t->group >= t->rows) continue;
-    float *noted = probe->out + t->head * probe->stride;
-    const int64_t before = least(t->first * CHUNK, start);
-    for (int64_t at = 0; at < before; at++) noted[at] = probe->weights ? 0.0f : -INFINITY;
-    if (!probe->weights) continue;
-    for (int64_t at = before; at < start; at++) noted[at] = 0.0f;
-    for (int64_t g = 0; g < t->group; g++, raw += start) {
-      const float *row = total + (node * t->group + g) * t->width;
-      for (int64_t at = before; at < start; at++)
-        noted[at] += exp_one(raw[at] - row[dim + 1]) / row[dim];
-    }
+    if (p->block + probe->block == t->block && node >= 0 && node * t->group < t->rows)
+      finish_probe(t, probe, raw, total);
+    raw += p->q_heads * kept_row(p, probe);
   }
 }
 
@@ -260,14 +261,19 @@ static void finish(const Tile *t, const float *total, const float *raw, void *ou
 static int begin(const Tile *t, Buffers *m, const void *q) {
   *m = reserve(t);
   if (!m->q) return 1;
-  load_queries(t, q, m->q);
+  if (in_tiles(t->plan)) {
+    configure_tiles();
+    round_queries(t, q, (uint16_t *)m->q);
+  } else {
+    load_queries(t, q, m->q);
+  }
   return 0;
 }
 
 /* Scores of the tree's nodes, from which each row gathers those of its path. */
 static void score_tree(const Tile *t, const Buffers *m) {
   const int64_t start = t->block->start;
-  if (t->block->depths) score(t, m, start, start + t->block->length, m->tree, t->tree_columns);
+  if (t->block->depths) score_any(t, m, start, start + t->block->length, m->tree, t->tree_columns);
 }
 
 static int attend_tile(const Tile *t, const void *q, void *out, float *lse) {
@@ -276,10 +282,9 @@ static int attend_tile(const Tile *t, const void *q, void *out, float *lse) {
   score_tree(t, &m);
   for (int64_t chunk = t->first; chunk < t->chunks; chunk++) {
     attend_chunk(t, &m, chunk, m.part);
-    for (int64_t r = 0; r < t->rows; r++)
-      merge(m.total + r * t->width, m.part + r * t->width, t->plan->dim, chunk == t->first);
+    merge(t, m.total, m.part, chunk == t->first);
   }
-  finish(t, m.total, m.raw, out, lse);
+  finish(t, m.total, out, lse);
   return 0;
 }
 
@@ -296,10 +301,6 @@ static int attend_range(const Tile *t, const void *q, int64_t from, int64_t to, 
 
 /* Floats of the results of all chunks of an item's tile. */
 static int64_t part_floats(const Tile *t) { return (t->chunks - t->first) * t->rows * t->width; }
-
-static Tile tile_of(const Attention *a, int64_t item) {
-  return describe(a->plan, item, a->keys, a->values, a->probes);
-}
 
 /* Results of the chunks of an item, if it is split. */
 static float *parts_of(const Attention *a, int64_t item) {
@@ -324,13 +325,16 @@ int64_t attention_begin(Attention *a, int64_t threads) {
   for (int64_t i = 0; i < items; i++) {
     const Tile t = tile_of(a, i);
     floats += part_floats(&t);
-    kept += kept_rows(&t);
   }
+  for (int64_t i = 0; i < a->probes->count; i++)
+    kept += a->plan->q_heads * kept_row(a->plan, a->probes->probe + i);
   const int split = threads > 1 && attention_work(a->plan) > SMALL_WORK &&
-                    items < SPLIT_ITEMS * threads && !kept && floats <= SPLIT_FLOATS;
+                    items < SPLIT_ITEMS * threads && floats <= SPLIT_FLOATS;
   a->ranges = split ? SPLIT_ITEMS * threads : 0;
-  a->parts = split ? take(&shared, (size_t)floats) : NULL;
-  return split && !a->parts;
+  if (!split) floats = 0;
+  a->parts = floats + kept ? take(&shared, (size_t)(floats + kept)) : NULL;
+  a->raw = a->parts + floats;
+  return floats + kept && !a->parts;
 }
 
 int64_t attention_items(const Attention *a) {
@@ -354,9 +358,8 @@ void attention_merge_item(const Attention *a, int64_t i) {
   const Tile t = tile_of(a, i);
   float *parts = parts_of(a, i);
   for (int64_t chunk = 1; chunk < t.chunks - t.first; chunk++)
-    for (int64_t r = 0; r < t.rows; r++)
-      merge(parts + r * t.width, parts + (chunk * t.rows + r) * t.width, t.plan->dim, 0);
-  finish(&t, parts, NULL, a->out, a->lse);
+    merge(&t, parts, parts + chunk * t.rows * t.width, 0);
+  finish(&t, parts, a->out, a->lse);
 }
 
 /* Attention of all packed rows; see Attention. Returns 0, or 1 when memory ran out. */

@@ -23,6 +23,7 @@ INLINE ivec load_i32(const void *p) { return _mm512_loadu_si512(p); }
 INLINE ivec splat_i32(int32_t x) { return _mm512_set1_epi32(x); }
 INLINE ivec low_halves(ivec x) { return _mm512_and_si512(x, splat_i32(0x0f0f0f0f)); }
 INLINE ivec high_halves(ivec x) { return low_halves(_mm512_srli_epi32(x, 4)); }
+INLINE ivec add_i32(ivec a, ivec b) { return _mm512_add_epi32(a, b); }
 INLINE vec to_float(ivec x) { return _mm512_cvtepi32_ps(x); }
 INLINE vec load_f16(const uint16_t *p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
@@ -33,6 +34,7 @@ INLINE ivec load_i32(const void *p) { return _mm256_loadu_si256((const __m256i *
 INLINE ivec splat_i32(int32_t x) { return _mm256_set1_epi32(x); }
 INLINE ivec low_halves(ivec x) { return _mm256_and_si256(x, splat_i32(0x0f0f0f0f)); }
 INLINE ivec high_halves(ivec x) { return low_halves(_mm256_srli_epi32(x, 4)); }
+INLINE ivec add_i32(ivec a, ivec b) { return _mm256_add_epi32(a, b); }
 INLINE vec to_float(ivec x) { return _mm256_cvtepi32_ps(x); }
 INLINE vec load_f16(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
 #else
@@ -44,6 +46,7 @@ INLINE ivec load_i32(const void *p) {
 INLINE ivec splat_i32(int32_t x) { return (ivec){x, x, x, x}; }
 INLINE ivec low_halves(ivec x) { return x & 0x0f0f0f0f; }
 INLINE ivec high_halves(ivec x) { return (x >> 4) & 0x0f0f0f0f; }
+INLINE ivec add_i32(ivec a, ivec b) { return a + b; }
 INLINE vec to_float(ivec x) { return __builtin_convertvector(x, vec); }
 INLINE vec load_f16(const uint16_t *p) {
   return (vec){half_to_float(p[0]), half_to_float(p[1]), half_to_float(p[2]), half_to_float(p[3])};
@@ -56,16 +59,23 @@ INLINE int32_t word_at(const void *p) {
   return word;
 }
 
+/* Keeps GCC from adding in another order, which needs more registers than there are. */
+#define IN_ORDER(sum) __asm__("" : "+v"(sum))
+
 /* dot(sum, weights, a): sum + weights times the 4 activations at `a`. */
 #if LANES == 16 && defined(__AVX512VNNI__)
 typedef int8_t activation;
 INLINE ivec dot(ivec sum, ivec weights, const activation *a) {
-  return _mm512_dpbusd_epi32(sum, weights, splat_i32(word_at(a)));
+  sum = _mm512_dpbusd_epi32(sum, weights, splat_i32(word_at(a)));
+  IN_ORDER(sum);
+  return sum;
 }
 #elif LANES == 8 && defined(__AVXVNNI__)
 typedef int8_t activation;
 INLINE ivec dot(ivec sum, ivec weights, const activation *a) {
-  return _mm256_dpbusd_avx_epi32(sum, weights, splat_i32(word_at(a)));
+  sum = _mm256_dpbusd_avx_epi32(sum, weights, splat_i32(word_at(a)));
+  IN_ORDER(sum);
+  return sum;
 }
 #elif LANES >= 8
 /* Without VNNI: bytes become 16 bits, since products of bytes are added with saturation. The
@@ -73,21 +83,19 @@ INLINE ivec dot(ivec sum, ivec weights, const activation *a) {
 #define SPLIT_ACTIVATIONS
 typedef int16_t activation;
 #if LANES == 16
-INLINE ivec add_pairs(ivec sum, ivec a, ivec b) {
-  return _mm512_add_epi32(sum, _mm512_madd_epi16(a, b));
-}
+INLINE ivec multiply_pairs(ivec a, ivec b) { return _mm512_madd_epi16(a, b); }
 INLINE ivec even_bytes(ivec x) { return _mm512_and_si512(x, splat_i32(0x00ff00ff)); }
 INLINE ivec odd_bytes(ivec x) { return _mm512_srli_epi16(x, 8); }
 #else
-INLINE ivec add_pairs(ivec sum, ivec a, ivec b) {
-  return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b));
-}
+INLINE ivec multiply_pairs(ivec a, ivec b) { return _mm256_madd_epi16(a, b); }
 INLINE ivec even_bytes(ivec x) { return _mm256_and_si256(x, splat_i32(0x00ff00ff)); }
 INLINE ivec odd_bytes(ivec x) { return _mm256_srli_epi16(x, 8); }
 #endif
 INLINE ivec dot(ivec sum, ivec weights, const activation *a) {
-  sum = add_pairs(sum, even_bytes(weights), splat_i32(word_at(a)));
-  return add_pairs(sum, odd_bytes(weights), splat_i32(word_at(a + 2)));
+  sum = add_i32(sum, multiply_pairs(even_bytes(weights), splat_i32(word_at(a))));
+  sum = add_i32(sum, multiply_pairs(odd_bytes(weights), splat_i32(word_at(a + 2))));
+  IN_ORDER(sum);
+  return sum;
 }
 #elif defined(__ARM_FEATURE_DOTPROD)
 #include <arm_neon.h>

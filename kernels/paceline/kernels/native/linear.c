@@ -1,21 +1,61 @@
 /* Linear layers: the pieces of a product, and their order. See linear.h for the contract. */
-#include "linear_blocks.h"
 #include "linear_float.h"
+#include "linear_tiles.h"
 
 #define BLOCKS 8 /* blocks of rows in an item */
 
+static int amx_numerics;
+
+void paceline_linear_numerics(int64_t amx) { amx_numerics = (int)amx; }
+
+#ifdef __AMX_INT8__
+#define BLOCKS_IN_TILES 1
+#else
+#define BLOCKS_IN_TILES amx_numerics
+#endif
+
 static int quantised(const Matrix *m) { return m->format >= LINEAR_Q8; }
 
-static int64_t most_rows(const Matrix *m) { return quantised(m) ? BLOCK_ROWS : FLOAT_ROWS; }
+static int in_tiles(const Matrix *m) {
+  return quantised(m) ? BLOCKS_IN_TILES : m->format == LINEAR_BF16 && amx_numerics;
+}
+
+static int64_t most_rows(const Matrix *m) {
+  if (in_tiles(m)) return TILE_ROWS;
+  return quantised(m) ? BLOCK_ROWS : FLOAT_ROWS;
+}
 
 int64_t linear_scratch(const Matrix *m, int64_t rows) {
+  if (in_tiles(m)) return tile_scratch(m, rows);
   return quantised(m) ? rows * (m->ins / BLOCK_INS) * (int64_t)sizeof(Activations) : 0;
 }
 
-int64_t linear_prepare_items(const Matrix *m, int64_t rows) { return quantised(m) ? rows : 0; }
+int64_t linear_prepare_items(const Matrix *m, int64_t rows) {
+  return in_tiles(m) || quantised(m) ? rows : 0;
+}
 
 void linear_prepare(const Matrix *m, const float *x, int64_t rows, void *scratch, int64_t item) {
-  quantise_row(m, x, rows, most_rows(m), scratch, item);
+  if (in_tiles(m))
+    prepare_tile_row(m, x, rows, scratch, item);
+  else
+    quantise_row(m, x, rows, scratch, item);
+}
+
+/* Outputs from `first` on of a block of rows: PAIR in tiles, else UNIT. */
+static void multiply(const Matrix *m, const float *x, const void *scratch, int64_t rows,
+                     RowBlock block, float *out, int64_t first) {
+  const Activations *a = (const Activations *)scratch + block.first * (m->ins / BLOCK_INS);
+  x += block.first * m->ins, out += block.first * m->outs;
+  if (in_tiles(m)) {
+    tile_block(m, rows, block, scratch, out, first);
+    return;
+  }
+  switch (m->format) {
+    case LINEAR_F32: f32_rows(block.count, m, x, out, first); break;
+    case LINEAR_BF16: bf16_rows(block.count, m, x, out, first); break;
+    case LINEAR_Q8: q8_rows(block.count, m, a, out, first); break;
+    case LINEAR_Q4: q4_rows(block.count, m, a, out, first); break;
+  }
 }
 
 /* An item is two panels times some blocks of rows. */
@@ -26,20 +66,14 @@ int64_t linear_items(const Matrix *m, int64_t rows, int64_t threads) {
 
 void linear_item(const Matrix *m, const float *x, const void *scratch, int64_t rows, float *out,
                  int64_t item) {
-  const int64_t size = block_rows(rows, most_rows(m)), chunks = divide_up(rows, size * BLOCKS);
-  const int64_t first = item / chunks * PAIR, start = item % chunks * size * BLOCKS;
-  const int64_t stop = start + size * BLOCKS < rows ? start + size * BLOCKS : rows;
-  for (int64_t o = first; o < first + PAIR && o < m->outs; o += UNIT)
-    for (int64_t r = start; r < stop; r += size) {
-      const int64_t count = stop - r < size ? stop - r : size;
-      const Activations *a = (const Activations *)scratch + r * (m->ins / BLOCK_INS);
-      float *to = out + r * m->outs;
-      switch (m->format) {
-        case LINEAR_F32: f32_rows(count, m, x + r * m->ins, to, o); break;
-        case LINEAR_BF16: bf16_rows(count, m, x + r * m->ins, to, o); break;
-        case LINEAR_Q8: q8_rows(count, m, a, to, o); break;
-        case LINEAR_Q4: q4_rows(count, m, a, to, o); break;
-      }
+  const int64_t most = most_rows(m), chunk = block_rows(rows, most) * BLOCKS;
+  const int64_t chunks = divide_up(rows, chunk), unit = in_tiles(m) ? PAIR : UNIT;
+  const int64_t first = item / chunks * PAIR, start = item % chunks * chunk;
+  for (int64_t o = first; o < first + PAIR && o < m->outs; o += unit)
+    for (int64_t r = start; r < start + chunk && r < rows;) {
+      const RowBlock block = row_block(rows, most, r);
+      multiply(m, x, scratch, rows, block, out, o);
+      r += block.count;
     }
 }
 

@@ -12,6 +12,8 @@
  * Arithmetic: the bits of an output depend on its row of x and its weights alone, not on the other
  * rows, their number, the threads or the level.
  *   float32, bfloat16: one chain of FMAs over the inputs in rising order, starting from 0; + bias.
+ *   bfloat16 with numerics amx: activations rounded to bfloat16, the sums of TDPBF16PS; + bias. These
+ *   are the bits of processors with AMX.
  *   8 and 4 bit, w = scale * (value - offset) + minimum in blocks of 32 inputs: activations are
  *   quantised block by block (below), the sum of a block is exact in int32. In rising order of the
  *   blocks
@@ -45,5 +47,9 @@ void linear_prepare(const Matrix *m, const float *x, int64_t rows, void *scratch
 int64_t linear_items(const Matrix *m, int64_t rows, int64_t threads);
 void linear_item(const Matrix *m, const float *x, const void *scratch, int64_t rows, float *out,
                  int64_t item);
+
+/* Numerics of bfloat16 in this process: 0 portable, 1 amx, in tiles; emulated where the level has
+ * none, for tests. Not while a product runs. */
+void paceline_linear_numerics(int64_t amx);
 
 #endif

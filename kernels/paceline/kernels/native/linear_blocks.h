@@ -7,26 +7,32 @@
 #include "linear_units.h"
 
 #define BLOCK_INS 32
-#if LANES == 16
+#if LANES == 16 && !defined(SPLIT_ACTIVATIONS)
 #define BLOCK_ROWS 6 /* integer and float sums of two vectors fill 32 registers */
+#elif LANES == 16
+#define BLOCK_ROWS 4
 #elif LANES == 8
 #define BLOCK_ROWS 2
 #else
 #define BLOCK_ROWS 3
 #endif
 
-/* The activations of a row in one block of inputs. */
+/* What a row's activations in one block of inputs contribute beside their values. */
 typedef struct {
-  activation values[BLOCK_INS];
   float scale, sum; /* sum: scale times the sum of the values */
   int32_t start;    /* of the integer sum: what the offset of the weights takes away */
   int32_t unused;   /* keeps the size a multiple of 16 */
+} Factors;
+
+typedef struct {
+  activation values[BLOCK_INS];
+  Factors factors;
 } Activations;
 
-/* One block of a row: see linear.h. */
-INLINE void quantise(const float *x, int64_t offset, Activations *out) {
+/* Quantises a block of a row, see linear.h. */
+INLINE Factors quantise(const float *x, int64_t offset, int32_t value[BLOCK_INS]) {
   uint32_t bits[BLOCK_INS], largest = 0;
-  int32_t value[BLOCK_INS], sum = 0;
+  int32_t sum = 0;
   float m, scale = 0.0f, inverse = 0.0f;
   memcpy(bits, x, sizeof bits);
   for (int i = 0; i < BLOCK_INS; i++) {
@@ -47,28 +53,26 @@ INLINE void quantise(const float *x, int64_t offset, Activations *out) {
     value[i] = inverse == 0.0f ? 0 : whole - 0x4b400000;
     sum += value[i];
   }
-  for (int i = 0; i < BLOCK_INS; i++) {
-#ifdef SPLIT_ACTIVATIONS
-    const int at = (i & ~3) + 2 * (i & 1) + (i >> 1 & 1);
-#else
-    const int at = i;
-#endif
-    out->values[at] = (activation)value[i];
-  }
-  out->scale = scale;
-  out->sum = scale * (float)sum;
-  out->start = (int32_t)(DOT_OFFSET - offset) * sum;
-  out->unused = 0;
+  return (Factors){scale, scale * (float)sum, (int32_t)-offset * sum, 0};
 }
 
 /* Row `row` of x. Within a block of rows, activations are in the order [ins / 32][rows]. */
-static void quantise_row(const Matrix *m, const float *x, int64_t rows, int64_t most, void *scratch,
+static void quantise_row(const Matrix *m, const float *x, int64_t rows, Activations *out,
                          int64_t row) {
-  const int64_t size = block_rows(rows, most), first = row / size * size;
-  const int64_t count = first + size < rows ? size : rows - first, blocks = m->ins / BLOCK_INS;
-  Activations *out = (Activations *)scratch + first * blocks + (row - first);
-  for (int64_t b = 0; b < blocks; b++)
-    quantise(x + row * m->ins + b * BLOCK_INS, m->offset, out + b * count);
+  const RowBlock in = row_block(rows, BLOCK_ROWS, row);
+  const int64_t blocks = m->ins / BLOCK_INS;
+  out += in.first * blocks + (row - in.first);
+  for (int64_t b = 0; b < blocks; b++, out += in.count) {
+    int32_t value[BLOCK_INS];
+    out->factors = quantise(x + row * m->ins + b * BLOCK_INS, m->offset - DOT_OFFSET, value);
+    for (int i = 0; i < BLOCK_INS; i++) {
+#ifdef SPLIT_ACTIVATIONS
+      out->values[(i & ~3) + 2 * (i & 1) + (i >> 1 & 1)] = (activation)value[i];
+#else
+      out->values[i] = (activation)value[i];
+#endif
+    }
+  }
 }
 
 INLINE vec load_scale(const char *p, int64_t block, int f16) {
@@ -82,6 +86,7 @@ INLINE void quantised_block(const int rows, const int four, const Matrix *m, con
   const int f16 = (int)m->scales_f16, factor = f16 ? 2 : 4;
   const char *weights[VECTORS], *scales[VECTORS], *minima[VECTORS];
   vec total[BLOCK_ROWS][VECTORS];
+  float sums[BLOCK_ROWS * UNIT];
 #pragma GCC unroll 4
   for (int v = 0; v < VECTORS; v++) {
     const int64_t at = first + v * LANES, factors = blocks * PANEL * factor;
@@ -99,31 +104,35 @@ INLINE void quantised_block(const int rows, const int four, const Matrix *m, con
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-      for (int v = 0; v < VECTORS; v++) sum[r][v] = splat_i32(a[r].start);
+      for (int v = 0; v < VECTORS; v++) sum[r][v] = splat_i32(a[r].factors.start);
 #pragma GCC unroll 1
     for (int i = 0; i < BLOCK_INS; i += 8) {
-      ivec low[VECTORS], high[VECTORS];
+      ivec line[VECTORS];
 #pragma GCC unroll 4
-      for (int v = 0; v < VECTORS; v++) {
-        const ivec line = load_i32(weights[v]);
-        low[v] = four ? low_halves(line) : line;
-        high[v] = four ? high_halves(line) : load_i32(weights[v] + 64);
-        weights[v] += four ? 64 : 128;
-      }
-#pragma GCC unroll 6
-      for (int r = 0; r < rows; r++)
+      for (int v = 0; v < VECTORS; v++) line[v] = load_i32(weights[v]);
+#pragma GCC unroll 2
+      for (int next = 0; next < 2; next++) { /* 4 inputs after the other */
+        ivec w[VECTORS];
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++) {
-          sum[r][v] = dot(sum[r][v], low[v], a[r].values + i);
-          sum[r][v] = dot(sum[r][v], high[v], a[r].values + i + 4);
+          w[v] = next ? load_i32(weights[v] + 64) : line[v];
+          if (four) w[v] = next ? high_halves(line[v]) : low_halves(line[v]);
         }
+#pragma GCC unroll 6
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+          for (int v = 0; v < VECTORS; v++)
+            sum[r][v] = dot(sum[r][v], w[v], a[r].values + i + 4 * next);
+      }
+#pragma GCC unroll 4
+      for (int v = 0; v < VECTORS; v++) weights[v] += four ? 64 : 128;
     }
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; v++) {
       const vec scale = load_scale(scales[v], b, f16);
 #pragma GCC unroll 6
       for (int r = 0; r < rows; r++)
-        total[r][v] = fma_(to_float(sum[r][v]), scale * splat(a[r].scale), total[r][v]);
+        total[r][v] = fma_(to_float(sum[r][v]), scale * splat(a[r].factors.scale), total[r][v]);
     }
     if (m->minima)
 #pragma GCC unroll 4
@@ -131,11 +140,14 @@ INLINE void quantised_block(const int rows, const int four, const Matrix *m, con
         const vec minimum = load_scale(minima[v], b, f16);
 #pragma GCC unroll 6
         for (int r = 0; r < rows; r++)
-          total[r][v] = fma_(minimum, splat(a[r].sum), total[r][v]);
+          total[r][v] = fma_(minimum, splat(a[r].factors.sum), total[r][v]);
       }
   }
 #pragma GCC unroll 6
-  for (int r = 0; r < rows; r++) finish_row(m, total[r], out + r * m->outs, first);
+  for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; v++) store_f32(sums + r * UNIT + v * LANES, total[r][v]);
+  finish(m, rows, sums, UNIT, out, first);
 }
 
 #define QUANTISED_CASE(n) \
@@ -148,8 +160,11 @@ INLINE void quantised_rows(int64_t rows, const int four, const Matrix *m, const 
 #if BLOCK_ROWS >= 3
     QUANTISED_CASE(3)
 #endif
+#if BLOCK_ROWS >= 4
+    QUANTISED_CASE(4)
+#endif
 #if BLOCK_ROWS == 6
-    QUANTISED_CASE(4) QUANTISED_CASE(5) QUANTISED_CASE(6)
+    QUANTISED_CASE(5) QUANTISED_CASE(6)
 #endif
   }
 }

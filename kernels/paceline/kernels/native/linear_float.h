@@ -7,17 +7,15 @@
 #if LANES == 16
 #define FLOAT_ROWS 12 /* with two vectors of outputs they fill 32 registers */
 #else
-#define FLOAT_ROWS 5
+#define FLOAT_ROWS 4
 #endif
 
-/* Weights of inputs k and k + 1 for one vector of outputs; `line`: bytes of 16 outputs' weights. */
-INLINE void load_pair(const int bf16, const char *weights, int64_t k, vec *even, vec *odd) {
-  if (bf16) {
-    split_bf16(load_f32((const float *)(weights + k * 32)), even, odd);
-  } else {
-    *even = load_f32((const float *)(weights + k * 64));
-    *odd = load_f32((const float *)(weights + k * 64 + 64));
-  }
+/* Weights of input k + odd for one vector of outputs, k even; a line of bfloat16 has both inputs. */
+INLINE vec float_weight(const int bf16, const char *weights, int64_t k, const int odd) {
+  if (!bf16) return load_f32((const float *)(weights + (k + odd) * 64));
+  vec pair[2];
+  split_bf16(load_f32((const float *)(weights + k * 32)), &pair[0], &pair[1]);
+  return pair[odd];
 }
 
 /* UNIT outputs, from `first` on, of `rows` rows. */
@@ -25,7 +23,8 @@ INLINE void float_block(const int rows, const int bf16, const Matrix *m, const f
                         int64_t first) {
   const int64_t ins = m->ins, panel = padded_ins(m) * PANEL * (bf16 ? 2 : 4);
   const char *weights[VECTORS];
-  vec sum[FLOAT_ROWS][VECTORS], even[VECTORS], odd[VECTORS];
+  vec sum[FLOAT_ROWS][VECTORS], w[VECTORS];
+  float sums[FLOAT_ROWS * UNIT];
   int64_t k = 0;
 #pragma GCC unroll 4
   for (int v = 0; v < VECTORS; v++) weights[v] = place(m->values, panel, 64, first + v * LANES);
@@ -34,26 +33,29 @@ INLINE void float_block(const int rows, const int bf16, const Matrix *m, const f
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; v++) sum[r][v] = splat(0.0f);
 #pragma GCC unroll 1
-  for (; k + 2 <= ins; k += 2) {
+  for (; k + 2 <= ins; k += 2)
+#pragma GCC unroll 2
+    for (int odd = 0; odd < 2; odd++) {
 #pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; v++) load_pair(bf16, weights[v], k, &even[v], &odd[v]);
+      for (int v = 0; v < VECTORS; v++) w[v] = float_weight(bf16, weights[v], k, odd);
 #pragma GCC unroll 12
-    for (int r = 0; r < rows; r++) {
-      const vec x0 = splat(x[r * ins + k]), x1 = splat(x[r * ins + k + 1]);
+      for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-      for (int v = 0; v < VECTORS; v++) sum[r][v] = fma_(x1, odd[v], fma_(x0, even[v], sum[r][v]));
+        for (int v = 0; v < VECTORS; v++) sum[r][v] = fma_(splat(x[r * ins + k + odd]), w[v], sum[r][v]);
     }
-  }
   if (k < ins) { /* the last of an odd number */
 #pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; v++) load_pair(bf16, weights[v], k, &even[v], &odd[v]);
+    for (int v = 0; v < VECTORS; v++) w[v] = float_weight(bf16, weights[v], k, 0);
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-      for (int v = 0; v < VECTORS; v++) sum[r][v] = fma_(splat(x[r * ins + k]), even[v], sum[r][v]);
+      for (int v = 0; v < VECTORS; v++) sum[r][v] = fma_(splat(x[r * ins + k]), w[v], sum[r][v]);
   }
 #pragma GCC unroll 12
-  for (int r = 0; r < rows; r++) finish_row(m, sum[r], out + r * m->outs, first);
+  for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; v++) store_f32(sums + r * UNIT + v * LANES, sum[r][v]);
+  finish(m, rows, sums, UNIT, out, first);
 }
 
 #define FLOAT_CASE(n) \
@@ -62,9 +64,9 @@ INLINE void float_block(const int rows, const int bf16, const Matrix *m, const f
 INLINE void float_rows(int64_t rows, const int bf16, const Matrix *m, const float *x, float *out,
                        int64_t first) {
   switch (rows) {
-    FLOAT_CASE(1) FLOAT_CASE(2) FLOAT_CASE(3) FLOAT_CASE(4) FLOAT_CASE(5)
+    FLOAT_CASE(1) FLOAT_CASE(2) FLOAT_CASE(3) FLOAT_CASE(4)
 #if FLOAT_ROWS == 12
-    FLOAT_CASE(6) FLOAT_CASE(7) FLOAT_CASE(8) FLOAT_CASE(9) FLOAT_CASE(10) FLOAT_CASE(11)
+    FLOAT_CASE(5) FLOAT_CASE(6) FLOAT_CASE(7) FLOAT_CASE(8) FLOAT_CASE(9) FLOAT_CASE(10) FLOAT_CASE(11)
     FLOAT_CASE(12)
 #endif
   }

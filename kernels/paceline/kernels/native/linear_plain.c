@@ -79,45 +79,66 @@ void paceline_linear_plain(const Matrix *m, const float *x, int64_t rows, float 
 #define ROWS 37 /* whole blocks of rows and a smaller one, at every level */
 #define PADDED 64
 
-enum { FLOATS, BF16_PAIRS, BYTES, F16_PAIRS };
+enum { FLOATS, BF16_PAIRS, BYTES, F16_PAIRS, WHOLE_PAIRS };
 
-/* Random words of a kind: floats are in -16 .. 16. */
+/* Random words of a kind: floats and pairs of bfloat16 are in -16 .. 16. */
 static void fill(uint32_t *words, int64_t count, int kind, uint32_t *seed) {
   for (int64_t i = 0; i < count; i++) {
     *seed = *seed * 1664525 + 1013904223;
-    const float number = (float)(int32_t)*seed * 0x1p-27f;
+    float number = (float)(int32_t)*seed * 0x1p-27f;
     uint32_t word;
+    if (kind == WHOLE_PAIRS) number = rintf(number);
     memcpy(&word, &number, sizeof word);
-    if (kind == BF16_PAIRS) word = (word & 0xffff0000) | (word + 0x12345678) >> 16;
+    if (kind >= BF16_PAIRS) word = (word & 0xffff0000) | word >> 16;
     if (kind == BYTES) word = *seed;
     if (kind == F16_PAIRS) word = (*seed & 0x83ff83ff) | 0x20002400;
     words[i] = word;
   }
 }
 
+static int differs(const Matrix *m, const float x[ROWS * INS]) {
+  static float found[ROWS * OUTS], expected[ROWS * OUTS];
+  void *scratch = malloc((size_t)linear_scratch(m, ROWS));
+  for (int64_t i = 0; i < linear_prepare_items(m, ROWS); i++)
+    linear_prepare(m, x, ROWS, scratch, i);
+  for (int64_t i = 0; i < linear_items(m, ROWS, 1); i++)
+    linear_item(m, x, scratch, ROWS, found, i);
+  free(scratch);
+  paceline_linear_plain(m, x, ROWS, expected);
+  return memcmp(found, expected, sizeof found);
+}
+
 /* Whether this level gives the bits of plain C in every format, on random data. Returns 0, or 1 +
- * the first format that differs. */
+ * the first format that differs. Leaves numerics portable; not on two threads at once. */
 int64_t paceline_linear_check(void) {
   static _Alignas(64) uint32_t values[PADDED * INS], scales[2][PADDED * INS / BLOCK_INS];
-  static float x[ROWS * INS], found[ROWS * OUTS], expected[ROWS * OUTS], bias[OUTS];
+  static float x[ROWS * INS], bias[OUTS];
   uint32_t seed = 1;
+  Matrix m = {.outs = OUTS, .ins = INS, .values = values, .bias = bias};
   fill((uint32_t *)x, ROWS * INS, FLOATS, &seed);
   fill((uint32_t *)bias, OUTS, FLOATS, &seed);
-  for (int kind = 0; kind < 10; kind++) { /* bits 0 and 1: minima, float16 scales */
-    const int format = kind < 2 ? kind : LINEAR_Q8 + (kind - 2) / 4;
-    const int variant = kind < 2 ? 0 : (kind - 2) % 4, f16 = variant / 2;
-    const Matrix m = {OUTS, INS, format, values, kind < 2 ? 0 : scales[0],
-                      variant % 2 ? scales[1] : 0, f16, format == LINEAR_Q8 ? 128 : 8, bias};
-    fill(values, PADDED * INS, format < LINEAR_Q8 ? format : BYTES, &seed);
-    fill(scales[0], 2 * PADDED * INS / BLOCK_INS, f16 ? F16_PAIRS : FLOATS, &seed);
-    paceline_linear_plain(&m, x, ROWS, expected);
-    void *scratch = malloc((size_t)linear_scratch(&m, ROWS));
-    for (int64_t i = 0; i < linear_prepare_items(&m, ROWS); i++)
-      linear_prepare(&m, x, ROWS, scratch, i);
-    for (int64_t i = 0; i < linear_items(&m, ROWS, 1); i++)
-      linear_item(&m, x, scratch, ROWS, found, i);
-    free(scratch);
-    if (memcmp(found, expected, sizeof found)) return 1 + format;
+  paceline_linear_numerics(0);
+  for (m.format = LINEAR_F32; m.format <= LINEAR_BF16; m.format++) {
+    fill(values, PADDED * INS, m.format == LINEAR_F32 ? FLOATS : BF16_PAIRS, &seed);
+    if (differs(&m, x)) return 1 + m.format;
   }
-  return 0;
+  m.scales = scales[0];
+  for (m.format = LINEAR_Q8; m.format <= LINEAR_Q4; m.format++)
+    for (int variant = 0; variant < 4; variant++) {
+      m.minima = variant & 1 ? scales[1] : 0;
+      m.scales_f16 = variant >> 1;
+      m.offset = m.format == LINEAR_Q8 ? 128 : 8;
+      fill(values, PADDED * INS, BYTES, &seed);
+      fill(scales[0], 2 * PADDED * INS / BLOCK_INS, m.scales_f16 ? F16_PAIRS : FLOATS, &seed);
+      if (differs(&m, x)) return 1 + m.format;
+    }
+  /* Tiles sum in an order of their own: sums of whole numbers are exact in any. */
+  m.format = LINEAR_BF16;
+  fill(values, PADDED * INS, WHOLE_PAIRS, &seed);
+  for (int i = 0; i < ROWS * INS; i++) x[i] = rintf(x[i]);
+  for (int i = 0; i < OUTS; i++) bias[i] = rintf(bias[i]);
+  paceline_linear_numerics(1);
+  const int wrong = differs(&m, x);
+  paceline_linear_numerics(0);
+  return wrong ? 1 + LINEAR_BF16 : 0;
 }

@@ -22,20 +22,32 @@ INLINE int64_t block_rows(int64_t rows, int64_t most) {
   return divide_up(rows, divide_up(rows, most));
 }
 
+/* The block of rows that contains `row`. */
+typedef struct {
+  int64_t first, count;
+} RowBlock;
+
+INLINE RowBlock row_block(int64_t rows, int64_t most, int64_t row) {
+  const int64_t size = block_rows(rows, most), first = row / size * size;
+  return (RowBlock){first, first + size < rows ? size : rows - first};
+}
+
 /* Place of output `out` in an array of panels: `line` bytes for every step of 16 outputs. */
 INLINE const char *place(const void *base, int64_t panel_bytes, int64_t line_bytes, int64_t out) {
   return (const char *)base + out / PANEL * panel_bytes + out % PANEL * (line_bytes / PANEL);
 }
 
-/* Adds the bias to UNIT sums of a row and stores them; `out` is the row. */
-INLINE void finish_row(const Matrix *m, const vec sum[VECTORS], float *out, int64_t first) {
-#pragma GCC unroll 4
-  for (int v = 0; v < VECTORS; v++) {
-    const int64_t at = first + v * LANES, left = m->outs - at;
-    if (left <= 0) return;
-    vec total = sum[v];
-    if (m->bias) total += load_part(m->bias, at, left, 0);
-    store_part(out, at, left, 0, total);
-  }
+/* Adds the bias to `rows` rows of `width` sums and stores them; `out` is the first row. Not inlined:
+ * the blocks of all sizes share it. */
+static __attribute__((noinline)) void finish(const Matrix *m, int64_t rows, const float *sums,
+                                             int64_t width, float *out, int64_t first) {
+  for (int64_t r = 0; r < rows; r++, sums += width, out += m->outs)
+    for (int64_t v = 0; v < width; v += LANES) {
+      const int64_t at = first + v, left = m->outs - at;
+      if (left <= 0) continue;
+      vec total = load_f32(sums + v);
+      if (m->bias) total += load_part(m->bias, at, left, 0);
+      store_part(out, at, left, 0, total);
+    }
 }
 #endif

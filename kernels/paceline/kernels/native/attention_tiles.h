@@ -1,0 +1,170 @@
+/* The two products of attention in bfloat16 tiles, for bfloat16 caches at the level amx.
+ *
+ * Queries and weights are rounded to bfloat16; sums are float32. A sum over dimensions, or over the
+ * positions of a chunk, is taken in steps of DOT: positions in steps counted from the chunk's first.
+ * A step that holds positions of the tree is done for each node with the values of its own path, so
+ * that drafted and committed tokens are treated alike. */
+#ifndef PACELINE_ATTENTION_TILES_H
+#define PACELINE_ATTENTION_TILES_H
+
+#include "attention.h"
+#include "tiles.h"
+
+#define DOT 32             /* products summed by one tile instruction */
+#define WIDE 4             /* tiles of columns worked on at once */
+#define WORDS (SIDE * SIDE) /* 32-bit values of a tile */
+
+/* C [SIDE, tiles * SIDE] = A * B; A [SIDE, depth] at `stride`, B [depth / DOT][tiles][SIDE pairs]
+ * [SIDE columns][2]. `tiles` is 1 or WIDE; C += A * B if `more`. */
+INLINE void multiply_tiles(const int tiles, const uint16_t *a, int64_t stride, const uint32_t *b,
+                           int64_t depth, int more, float *c, int64_t c_stride) {
+  const int64_t a_bytes = stride * 2, c_bytes = c_stride * 4;
+#define EACH(CALL) \
+  CALL(0);         \
+  if (tiles > 1) { \
+    CALL(1);       \
+    CALL(2);       \
+    CALL(3);       \
+  }
+#define BEGIN(t)                                   \
+  if (more) {                                      \
+    TILE_LOAD(t, c + t * SIDE, c_bytes);           \
+  } else {                                         \
+    TILE_ZERO(t);                                  \
+  }
+#define STEP(t)                                    \
+  TILE_LOAD(5, b + t * WORDS, 64);                 \
+  TILE_DOT_BF16(t, 4, 5)
+#define END(t) TILE_STORE(t, c + t * SIDE, c_bytes)
+  EACH(BEGIN)
+  for (int64_t k = 0; k < depth; k += DOT, b += tiles * WORDS) {
+    TILE_LOAD(4, a + k, a_bytes);
+    EACH(STEP)
+  }
+  EACH(END)
+#undef EACH
+#undef BEGIN
+#undef STEP
+#undef END
+}
+
+INLINE int64_t tiles_at(int64_t column, int64_t columns) {
+  return column + WIDE * SIDE <= columns ? WIDE : 1;
+}
+
+INLINE void multiply_any(int64_t tiles, const uint16_t *a, int64_t stride, const uint32_t *b,
+                         int64_t depth, int more, float *c, int64_t c_stride) {
+  if (tiles == WIDE)
+    multiply_tiles(WIDE, a, stride, b, depth, more, c, c_stride);
+  else
+    multiply_tiles(1, a, stride, b, depth, more, c, c_stride);
+}
+
+/* Scaled queries as bfloat16 [rows][dim], padded with 0 to whole tiles. */
+static void round_queries(const Tile *t, const void *q, uint16_t *out) {
+  const Plan *p = t->plan;
+  const int64_t padded = round_up(p->dim, DOT);
+  memset(out, 0, (size_t)(round_up(t->rows, SIDE) * padded) * sizeof *out);
+  for (int64_t r = 0; r < t->rows; r++) {
+    const int64_t from = packed_row(t, r) * p->dim;
+    for (int64_t d = 0; d < p->dim; d += LANES)
+      store_bf16(out + r * padded + d, load_any(q, from + d, (int)p->q_bf16) * splat(p->scale));
+  }
+}
+
+/* `tiles` times SIDE keys from `slot` on, as B of a product over dimensions. The last key before
+ * `stop` stands in for those behind it. */
+static void pack_keys(const Tile *t, int64_t slot, int64_t stop, int64_t tiles, float *out) {
+  const int64_t pairs = t->plan->dim / 2;
+  for (int64_t k = 0; k < round_up(pairs, SIDE); k += LANES)
+    for (int64_t n = 0; n < tiles * SIDE; n += LANES) {
+      float *to = out + (k / SIDE * tiles + n / SIDE) * WORDS + k % SIDE * SIDE + n % SIDE;
+      vec x[LANES];
+      for (int64_t i = 0; i < LANES; i++) {
+        const uint16_t *key = (const uint16_t *)t->k->data + t->head * t->k->head_stride +
+                              least(slot + n + i, stop - 1) * t->k->slot_stride;
+        __builtin_prefetch(key + AHEAD * t->k->slot_stride + 2 * k, 0, 2);
+        x[i] = load_part(key + 2 * k, 0, most(0, pairs - k), 0);
+      }
+      transpose(x);
+      for (int64_t i = 0; i < LANES; i++) store_f32(to + i * SIDE, x[i]);
+    }
+}
+
+/* Scores of slots first .. stop of all rows, to column slot - first of `out`. */
+static void score_tiles(const Tile *t, const Buffers *m, int64_t first, int64_t stop, float *out,
+                        int64_t stride) {
+  const int64_t depth = round_up(t->plan->dim, DOT);
+  const uint16_t *q = (const uint16_t *)m->q;
+  for (int64_t slot = first, tiles; slot < stop; slot += tiles * SIDE) {
+    tiles = tiles_at(slot, round_up(stop - first, SIDE) + first);
+    pack_keys(t, slot, stop, tiles, m->panel);
+    for (int64_t r = 0; r < t->rows; r += SIDE)
+      multiply_any(tiles, q + r * depth, depth, (const uint32_t *)m->panel, depth, 0,
+                   out + r * stride + (slot - first), stride);
+  }
+}
+
+/* Values of `count` slots, filled up with 0 to `depth`, as B of products over positions: one after
+ * the other for the columns that multiply_rows_tiles works on at once. */
+static void pack_values(const Tile *t, const int64_t *slots, int64_t count, int64_t depth,
+                        uint32_t *out) {
+  static const uint16_t zero[SIDE];
+  const uint16_t *base = (const uint16_t *)t->v->data + t->head * t->v->head_stride;
+  for (int64_t d = 0, tiles; d < t->plan->dim; d += tiles * SIDE) {
+    tiles = tiles_at(d, t->plan->dim);
+    for (int64_t s = 0; s < depth; s += 2)
+      for (int64_t n = 0; n < tiles; n++) {
+        const int64_t at = d + n * SIDE;
+        const uint16_t *low = s < count ? base + slots[s] * t->v->slot_stride + at : zero;
+        const uint16_t *high = s + 1 < count ? base + slots[s + 1] * t->v->slot_stride + at : zero;
+        uint32_t *to = out + (s / DOT * tiles + n) * WORDS + s / 2 % SIDE * SIDE;
+        for (int i = 0; i < SIDE; i++) to[i] = low[i] | (uint32_t)high[i] << 16;
+      }
+    out += depth * tiles * SIDE / 2;
+  }
+}
+
+/* Weighted values of rows r .. end of a chunk, from its column `first` on; added to `part` if `more`. */
+static void weigh_rows(const Tile *t, const Buffers *m, int64_t r, int64_t end, int64_t first,
+                       int64_t depth, int more, float *part) {
+  for (; r < end; r += SIDE) {
+    const int64_t rows = least(SIDE, end - r);
+    const uint32_t *b = (const uint32_t *)m->panel;
+    uint16_t a[SIDE * CHUNK];
+    float c[SIDE * SIDE * WIDE];
+    for (int64_t i = 0; i < SIDE; i++)
+      for (int64_t k = 0; k < depth; k += LANES)
+        store_bf16(a + i * CHUNK + k, i < rows ? load_f32(m->scores + (r + i) * STRIDE + first + k)
+                                               : splat(0.0f));
+    for (int64_t d = 0, tiles; d < t->plan->dim; d += tiles * SIDE) {
+      tiles = tiles_at(d, t->plan->dim);
+      for (int64_t i = 0; more && i < rows; i++)
+        memcpy(c + i * SIDE * WIDE, part + (r + i) * t->width + d, (size_t)(tiles * SIDE) * 4);
+      multiply_any(tiles, a, CHUNK, b, depth, more, c, SIDE * WIDE);
+      for (int64_t i = 0; i < rows; i++)
+        memcpy(part + (r + i) * t->width + d, c + i * SIDE * WIDE, (size_t)(tiles * SIDE) * 4);
+      b += depth * tiles * SIDE / 2;
+    }
+  }
+}
+
+/* Weighted values of the chunk from `base` on: the prefix up to `stop`, then every row's path. */
+static void weigh_tiles(const Tile *t, const Buffers *m, int64_t base, int64_t stop, float *part) {
+  const Block *b = t->block;
+  const int64_t count = b->depths && stop < base + CHUNK ? (stop - base) / DOT * DOT : stop - base;
+  int64_t slots[CHUNK];
+  for (int64_t i = 0; i < stop - base; i++) slots[i] = base + i;
+  pack_values(t, slots, count, round_up(count, DOT), (uint32_t *)m->panel);
+  weigh_rows(t, m, 0, t->rows, 0, round_up(count, DOT), 0, part);
+  for (int64_t r = 0; b->depths && r < t->rows; r += t->group) {
+    const int64_t n = t->node + r / t->group, to = least(CHUNK, position(t, n) + 1 - base);
+    const int32_t *path = b->paths + b->path_starts[n];
+    for (int64_t i = stop - base; i < to; i++) slots[i] = b->start + path[base + i - b->start];
+    if (count >= to) continue;
+    pack_values(t, slots + count, to - count, round_up(to - count, DOT), (uint32_t *)m->panel);
+    weigh_rows(t, m, r, r + t->group, count, round_up(to - count, DOT), 1, part);
+  }
+}
+
+#endif

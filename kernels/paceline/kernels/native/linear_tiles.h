@@ -1,0 +1,152 @@
+/* Linear layers in tiles: blocks of up to 32 rows times two panels, whose lines are B tiles as they
+ * lie. Rows of A tiles beyond the last row are whatever memory holds: their sums are dropped.
+ *
+ * bfloat16: activations are rounded to bfloat16; the order of the sums is the processor's, the same
+ * for every row. 8 and 4 bit: the bits of linear.h. */
+#ifndef PACELINE_LINEAR_TILES_H
+#define PACELINE_LINEAR_TILES_H
+
+#include "linear_blocks.h"
+#include "tiles.h"
+
+#define TILE_ROWS (2 * SIDE)
+#define TILE_BYTES 1024
+
+/* C tiles 0 to 3 = or += rows (A tiles 4 and 5) times panels (B tiles 6 and 7). The second A tile
+ * only where there are more than SIDE rows. */
+#define TILE_PRODUCTS(DOT, second, a, stride)     \
+  TILE_LOAD(4, a, stride);                        \
+  DOT(0, 4, 6);                                   \
+  DOT(1, 4, 7);                                   \
+  if (second) {                                   \
+    TILE_LOAD(5, (a) + SIDE * (stride), stride);  \
+    DOT(2, 5, 6);                                 \
+    DOT(3, 5, 7);                                 \
+  }
+#define TILE_CLEAR() \
+  TILE_ZERO(0);      \
+  TILE_ZERO(1);      \
+  TILE_ZERO(2);      \
+  TILE_ZERO(3)
+
+/* C tiles as rows of PAIR numbers. */
+#define TILE_SUMS(to)                              \
+  TILE_STORE(0, (to), PAIR * 4);                   \
+  TILE_STORE(1, (to) + SIDE, PAIR * 4);            \
+  TILE_STORE(2, (to) + SIDE * PAIR, PAIR * 4);     \
+  TILE_STORE(3, (to) + SIDE * PAIR + SIDE, PAIR * 4)
+
+/* Bytes of prepared activations, for A tiles that reach beyond the last row too. */
+static int64_t tile_scratch(const Matrix *m, int64_t rows) {
+  if (m->format == LINEAR_BF16) return (rows + TILE_ROWS) * padded_ins(m) * 2;
+  return rows * (m->ins / BLOCK_INS) * (64 + (int64_t)sizeof(Factors)) + TILE_ROWS * 64;
+}
+
+/* Row `row` of x. bfloat16: [rows][ins rounded up to 32]. Else, within a block of rows, values are
+ * in the order [ins / 32][rows][64]: an even block in the first 32 bytes, an odd one in the last, the
+ * others 0, so that a B tile serves two blocks. After all values, factors [ins / 32][rows]. */
+static void prepare_tile_row(const Matrix *m, const float *x, int64_t rows, char *scratch,
+                             int64_t row) {
+  const RowBlock in = row_block(rows, TILE_ROWS, row);
+  const int64_t blocks = m->ins / BLOCK_INS, at = in.first * blocks + (row - in.first);
+  x += row * m->ins;
+  if (m->format == LINEAR_BF16) {
+    uint16_t *out = (uint16_t *)scratch + row * padded_ins(m);
+    for (int64_t i = 0; i < padded_ins(m); i += LANES)
+      store_bf16(out + i, i < m->ins ? load_part(x, i, m->ins - i, 0) : splat(0.0f));
+    return;
+  }
+  Factors *factors = (Factors *)(scratch + rows * blocks * 64) + at;
+  for (int64_t b = 0; b < blocks; b++) {
+    int32_t value[BLOCK_INS];
+    int8_t *out = (int8_t *)scratch + (at + b * in.count) * 64;
+    factors[b * in.count] = quantise(x + b * BLOCK_INS, m->offset, value);
+    memset(out, 0, 64);
+    for (int i = 0; i < BLOCK_INS; i++) out[b % 2 * BLOCK_INS + i] = (int8_t)value[i];
+  }
+}
+
+static void bf16_tiles(int64_t rows, const Matrix *m, const char *x, float *out, int64_t first) {
+  const int64_t stride = padded_ins(m) * 2, second = rows > SIDE;
+  const char *w = place(m->values, stride * PANEL, 64, first);
+  _Alignas(64) float sums[TILE_ROWS * PAIR];
+  TILE_CLEAR();
+  for (int64_t at = 0; at < stride; at += 64) {
+    TILE_LOAD(6, w + at * PANEL, 64);
+    TILE_LOAD(7, w + at * PANEL + stride * PANEL, 64);
+    TILE_PRODUCTS(TILE_DOT_BF16, second, x + at, stride)
+  }
+  TILE_SUMS(sums);
+  finish(m, rows, sums, PAIR, out, first);
+}
+
+/* The stored values of `count` (1 or 2) blocks of a panel, as bytes, at `lines` or in `buffer`. */
+INLINE const char *byte_lines(const int four, const char *lines, int64_t count, char *buffer) {
+  if (!four && count == 2) return lines;
+  if (!four) return memcpy(buffer, lines, TILE_BYTES / 2);
+  for (int64_t i = 0; i < count * TILE_BYTES / 2; i += 128)
+    for (int64_t v = 0; v < 64; v += 4 * LANES) {
+      const ivec both = load_i32(lines + i / 2 + v), low = low_halves(both), high = high_halves(both);
+      memcpy(buffer + i + v, &low, sizeof low);
+      memcpy(buffer + i + v + 64, &high, sizeof high);
+    }
+  return buffer;
+}
+
+/* total += the scaled sums of one block, for `rows` rows and the outputs of one panel; rows of sums
+ * and totals are PAIR long. */
+INLINE void scale_sums(const Matrix *m, int64_t rows, const int32_t *sums, const Factors *factors,
+                       int64_t panel, int64_t block, float *total) {
+  const int f16 = (int)m->scales_f16, size = f16 ? 2 : 4;
+  const int64_t at = panel * (m->ins / BLOCK_INS) + block;
+  for (int64_t v = 0; v < PANEL; v += LANES) {
+    const char *scales = (const char *)m->scales + v * size;
+    const char *minima = m->minima ? (const char *)m->minima + v * size : scales;
+    const vec scale = load_scale(scales, at, f16), minimum = load_scale(minima, at, f16);
+    for (int64_t r = 0; r < rows; r++) {
+      const ivec sum = add_i32(load_i32(sums + r * PAIR + v), splat_i32(factors[r].start));
+      float *to = total + r * PAIR + v;
+      vec acc = fma_(to_float(sum), scale * splat(factors[r].scale), load_f32(to));
+      if (m->minima) acc = fma_(minimum, splat(factors[r].sum), acc);
+      store_f32(to, acc);
+    }
+  }
+}
+
+INLINE void quantised_tiles(const int four, int64_t rows, const Matrix *m, const char *values,
+                            const Factors *factors, float *out, int64_t first) {
+  const int64_t blocks = m->ins / BLOCK_INS, second = rows > SIDE, line = four ? 256 : 512;
+  const char *w = place(m->values, blocks * line, 64, first);
+  _Alignas(64) char buffer[2][TILE_BYTES] = {{0}};
+  _Alignas(64) int32_t sums[TILE_ROWS * PAIR];
+  _Alignas(64) float total[TILE_ROWS * PAIR] = {0};
+  for (int64_t b = 0; b < blocks; b += 2) {
+    const int64_t count = b + 1 < blocks ? 2 : 1;
+    TILE_LOAD(6, byte_lines(four, w + b * line, count, buffer[0]), 64);
+    TILE_LOAD(7, byte_lines(four, w + (blocks + b) * line, count, buffer[1]), 64);
+    for (int64_t i = b; i < b + count; i++) {
+      TILE_CLEAR();
+      TILE_PRODUCTS(TILE_DOT_SU8, second, values + i * rows * 64, 64)
+      TILE_SUMS(sums);
+      for (int64_t p = 0; p < 2; p++)
+        scale_sums(m, rows, sums + p * PANEL, factors + i * rows, first / PANEL + p, i,
+                   total + p * PANEL);
+    }
+  }
+  finish(m, rows, total, PAIR, out, first);
+}
+
+/* PAIR outputs, from `first` on, of the rows of one block. */
+static void tile_block(const Matrix *m, int64_t rows, RowBlock block, const char *scratch,
+                       float *out, int64_t first) {
+  const int64_t at = block.first * (m->ins / BLOCK_INS);
+  const Factors *factors = (const Factors *)(scratch + rows * (m->ins / BLOCK_INS) * 64) + at;
+  configure_tiles();
+  if (m->format == LINEAR_BF16)
+    bf16_tiles(block.count, m, scratch + block.first * padded_ins(m) * 2, out, first);
+  else if (m->format == LINEAR_Q8)
+    quantised_tiles(0, block.count, m, scratch + at * 64, factors, out, first);
+  else
+    quantised_tiles(1, block.count, m, scratch + at * 64, factors, out, first);
+}
+#endif

@@ -1,0 +1,87 @@
+/* Tile registers: 8 of 16 rows of 64 bytes. The instructions where the level has them, else the same
+ * in plain C, which tests packing and edges on any machine. Numbers of tiles are literals. */
+#ifndef PACELINE_TILES_H
+#define PACELINE_TILES_H
+
+#include "vectors.h"
+
+#define SIDE 16 /* rows of a tile, and 32-bit values of a row */
+
+#ifdef __AMX_BF16__
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#define TILE_ZERO(t) _tile_zero(t)
+#define TILE_LOAD(t, from, stride) _tile_loadd(t, from, stride)
+#define TILE_STORE(t, to, stride) _tile_stored(t, to, stride)
+#define TILE_DOT_BF16(c, a, b) _tile_dpbf16ps(c, a, b)
+#define TILE_DOT_SU8(c, a, b) _tile_dpbsud(c, a, b)
+
+/* Sets the tiles' shapes in this thread. Linux wants to be asked before the first use. */
+INLINE void configure_tiles(void) {
+  static __thread int configured;
+  const struct {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+  } shapes = {.palette = 1,
+              .row_bytes = {64, 64, 64, 64, 64, 64, 64, 64},
+              .rows = {SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE}};
+  if (configured) return;
+  syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */);
+  _tile_loadconfig(&shapes);
+  configured = 1;
+}
+
+#else
+static __thread uint32_t tile_registers[8][SIDE][SIDE];
+
+INLINE float from_bf16(uint32_t bits) {
+  float x;
+  bits <<= 16;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+#define TILE_ZERO(t) memset(tile_registers[t], 0, sizeof tile_registers[t])
+#define TILE_LOAD(t, from, stride)     \
+  for (int64_t tile_row = 0; tile_row < SIDE; tile_row++) \
+  memcpy(tile_registers[t][tile_row], (const char *)(from) + tile_row * (int64_t)(stride), 64)
+#define TILE_STORE(t, to, stride)      \
+  for (int64_t tile_row = 0; tile_row < SIDE; tile_row++) \
+  memcpy((char *)(to) + tile_row * (int64_t)(stride), tile_registers[t][tile_row], 64)
+#define TILE_DOT_BF16(c, a, b) dot_bf16(c, a, b)
+#define TILE_DOT_SU8(c, a, b) dot_su8(c, a, b)
+
+/* Without the instruction's flushing of denormals. */
+static inline void dot_bf16(int c, int a, int b) {
+  for (int row = 0; row < SIDE; row++)
+    for (int n = 0; n < SIDE; n++) {
+      float even = 0.0f, odd = 0.0f, sum;
+#pragma GCC unroll 1
+      for (int k = 0; k < SIDE; k++) {
+        const uint32_t x = tile_registers[a][row][k], y = tile_registers[b][k][n];
+        even = fmaf(from_bf16(x & 0xffff), from_bf16(y & 0xffff), even);
+        odd = fmaf(from_bf16(x >> 16), from_bf16(y >> 16), odd);
+      }
+      memcpy(&sum, &tile_registers[c][row][n], sizeof sum);
+      sum += even + odd;
+      memcpy(&tile_registers[c][row][n], &sum, sizeof sum);
+    }
+}
+
+/* A: signed bytes, B: unsigned bytes, C: int32. */
+static inline void dot_su8(int c, int a, int b) {
+  for (int row = 0; row < SIDE; row++)
+    for (int n = 0; n < SIDE; n++)
+      for (int k = 0; k < 4 * SIDE; k++) {
+        const int8_t x = (int8_t)(tile_registers[a][row][k / 4] >> 8 * (k % 4));
+        const uint8_t y = (uint8_t)(tile_registers[b][k / 4][n] >> 8 * (k % 4));
+        tile_registers[c][row][n] += (uint32_t)(x * y);
+      }
+}
+
+INLINE void configure_tiles(void) {}
+#endif
+
+#endif
