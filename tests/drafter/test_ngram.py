@@ -67,15 +67,6 @@ def continues_with(text: list[int], place: int, path: tuple[int, ...]) -> bool:
     return all(text[place + i % (len(text) - place)] == token for i, token in enumerate(path))
 
 
-def test_a_longer_match_drafts_a_longer_continuation() -> None:
-    tail = list(range(100, 200))
-    short = sequence([1, 2, *tail, 1, 2], min_survival="0.19").draft(LARGE)
-    head = [1, 2, 3, 4, 5, 6]
-    long = sequence([*head, *tail, *head], min_survival="0.19").draft(LARGE)
-    assert list(short.tokens) == tail[:8]
-    assert list(long.tokens[:25]) == tail[:25]
-
-
 def test_statistics_of_a_text_outweigh_the_length_of_matches() -> None:
     """An n-gram of three repeats and is followed by a new token each time, or by the same one."""
     head = [1, 2, 3]

@@ -7,6 +7,7 @@ method. What a drafter drafts can change the speed of a generation, never its to
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from paceline.drafter.kv.errors import KvGone, KvNotShared
 from paceline.drafter.methods import method_names
 from paceline.drafter.methods.base import (
     Budget,
@@ -24,7 +25,6 @@ from paceline.tree import TokenTree
 
 if TYPE_CHECKING:
     from paceline.drafter.kv.access import VerifierAccess
-    from paceline.drafter.kv.errors import KvGone, KvNotShared
     from paceline.drafter.service import build_service
 
 __all__ = [
@@ -47,8 +47,6 @@ __all__ = [
 ]
 
 _IMPORTED_ON_USE = {
-    "KvGone": "paceline.drafter.kv.errors",
-    "KvNotShared": "paceline.drafter.kv.errors",
     "VerifierAccess": "paceline.drafter.kv.access",
     "build_service": "paceline.drafter.service",
 }
