@@ -215,8 +215,8 @@ static void rotate_heads(const State *s, const Operation *o, int64_t row) {
   const int64_t at = s->first + row, of = s->sequence[at];
   const Heads heads = {.q_heads = o->q_heads, .kv_heads = o->kv_heads, .dim = p->dim,
                        .q_weight = o->weight, .k_weight = o->second, .eps = (float)o->eps};
-  rotate_row(&heads, s->buffers[o->in], 0, row, r->table + r->position[at] * p->dim,
-             s->buffers[o->out], s->keys + of, s->values + of, s->slot[at], (int)r->kv_bf16);
+  rotate_row(&heads, rows_of(s, o->in), 0, row, r->table + r->position[at] * p->dim,
+             rows_of(s, o->out), s->keys + of, s->values + of, s->slot[at], (int)r->kv_bf16);
 }
 
 static void run_row(const State *s, const Operation *o, int64_t row) {
