@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from paceline.decoder import load_config
 from paceline.decoder.weights import Checkpoint
+from paceline.drafter.acceptance import RecordedStates
 from paceline.drafter.methods.base import Generation, Resources
 from paceline.drafter.methods.dspark import (
     DSparkConfig,
@@ -20,42 +20,41 @@ from paceline.drafter.methods.dspark import (
     read_dspark,
     save_dspark,
 )
-from paceline.drafter.methods.dspark.drafter import DSparkDrafter
-from paceline.drafter.methods.dspark.sequence import DSparkSequence
+from paceline.drafter.methods.dspark.drafter import DSparkDrafter, DSparkSequence
 from paceline.drafter.methods.target import TargetRef
 from paceline.v1 import sampling_pb2
 
 from .models import GREEDY, VOCAB, beam_search
 
 
-@dataclass
-class FakeStates:
-    """A target's hidden states in memory, of which the last ``kept`` can be read."""
+class FakeStates(RecordedStates):
+    """A target's hidden states, which can be lost."""
 
-    states: Tensor
-    committed: int
-    kept: int = 1 << 30
-    gone: bool = False
-
-    def read(self, begin: int, end: int) -> tuple[int, Tensor]:
-        assert 0 <= begin < end <= self.committed
-        first = min(end, max(begin, self.committed - self.kept))
-        return first, self.states[first:end].clone()
+    gone = False
 
     def check(self) -> None:
         if self.gone:
             raise ConnectionError("the cache is gone")
 
-    def spoil(self, begin: int) -> None:
-        """Makes positions from ``begin`` on unusable."""
-        self.states[begin:] = torch.nan
+    @property
+    def states(self) -> Tensor:
+        """All rows, ``[S, taps * hidden]``."""
+        return self._states
+
+    def spoil(self, begin: int, end: int | None = None) -> None:
+        """Makes positions unusable."""
+        self._states[begin:end] = torch.nan
 
 
-def made_up_states(config: DSparkConfig, committed: int, seed: int = 0) -> FakeStates:
+def made_up_states(
+    config: DSparkConfig, committed: int, seed: int = 0, window: int = 0
+) -> FakeStates:
     """Random states, which at a position do not depend on ``committed``."""
     draws = torch.Generator().manual_seed(seed)
     width = len(config.taps) * config.hidden
-    return FakeStates(torch.randn(1024, width, generator=draws), committed)
+    states = FakeStates(torch.randn(1024, width, generator=draws), window)
+    states.committed = committed
+    return states
 
 
 def write_dspark(folder: Path, target: Path, seed: int = 0, **shape: Any) -> Path:

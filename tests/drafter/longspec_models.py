@@ -22,8 +22,7 @@ from paceline.drafter.methods.longspec import (
     save_longspec,
     window_mask,
 )
-from paceline.drafter.methods.longspec.drafter import LongSpecDrafter
-from paceline.drafter.methods.longspec.sequence import LongSpecSequence
+from paceline.drafter.methods.longspec.drafter import LongSpecDrafter, LongSpecSequence
 from paceline.drafter.methods.slots import chain_segments
 from paceline.kernels import plan_trees, streaming
 from paceline.v1 import sampling_pb2

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from paceline.drafter.methods.base import Budget
 from paceline.drafter.methods.dspark.drafter import DSparkDrafter
@@ -78,7 +77,7 @@ def test_memory_is_constant_with_a_window(small: tuple[Path, Path]) -> None:
     """Hidden states older than the window are not read."""
     drafter, dense = _loaded(small)
     states = made_up_states(dense.config, 899)
-    states.states[: 899 - dense.config.window] = torch.nan
+    states.spoil(0, 899 - dense.config.window)
     sequence = start(drafter, text_of(900), states)
     before = sequence.context.nbytes
     assert sequence.backlog == dense.config.window
@@ -88,6 +87,5 @@ def test_memory_is_constant_with_a_window(small: tuple[Path, Path]) -> None:
 
 def test_missing_states_do_not_prevent_a_draft(small: tuple[Path, Path]) -> None:
     drafter, dense = _loaded(small)
-    states = made_up_states(dense.config, 99)
-    states.kept = 5
+    states = made_up_states(dense.config, 99, window=5)
     assert start(drafter, text_of(100), states).draft(Budget(16, 4))

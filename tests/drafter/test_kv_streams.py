@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 import torch
+from certificates import Authority
 
 from paceline.drafter import VerifierAccess
 from paceline.drafter.kv import exchange
@@ -181,28 +181,15 @@ async def test_many_verifiers_take_few_connections(
     await kv.close()
 
 
-@pytest.fixture
-def certificate(tmp_path: Path) -> tuple[Path, Path]:
-    """A self-signed certificate of the loopback, and its key."""
-    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
-    names = ("-subj", "/CN=server", "-addext", "subjectAltName=IP:127.0.0.1")
-    subprocess.run(
-        ["openssl", "req", "-x509", *curve, *names, "-keyout", "key", "-out", "cert"],
-        cwd=tmp_path,
-        check=True,
-        capture_output=True,
-    )
-    return tmp_path / "cert", tmp_path / "key"
-
-
-async def test_token_and_tls_are_the_deployments(
-    segment: Segment, tmp_path: Path, certificate: tuple[Path, Path]
-) -> None:
+async def test_token_and_tls_are_the_deployments(segment: Segment, tmp_path: Path) -> None:
     """One certificate for both services, as `paceline serve` has it."""
-    cert, key = certificate
-    pair = (key.read_bytes(), cert.read_bytes())
-    credentials = grpc.ssl_server_credentials([pair], cert.read_bytes(), True)
-    access = VerifierAccess(token="secret", tls_ca=cert, tls_cert=cert, tls_key=key)
+    authority = Authority(tmp_path / "authority")
+    own = authority.sign("server")
+    pair = (own.key.read_bytes(), own.cert.read_bytes())
+    credentials = grpc.ssl_server_credentials([pair], authority.cert.read_bytes(), True)
+    access = VerifierAccess(
+        token="secret", tls_ca=authority.cert, tls_cert=own.cert, tls_key=own.key
+    )
     async with kv_verifier(segment, tmp_path, credentials) as verifier:
         async with drafting("x=fake,kv=1", access=access) as service:
             stream = await attach(service, verifier)

@@ -49,18 +49,6 @@ def test_trees_equal_a_dense_beam_search(
         check_tree(tree, expected)
 
 
-@pytest.mark.parametrize("name", SAMPLINGS)
-def test_a_perfect_drafter_gets_everything_accepted(folder: Path, name: str) -> None:
-    """With the target's weights and noise, the verifier's choice is the first child."""
-    drafter = load(folder, widths="1,1,1,1", min_survival="0", candidates=str(VOCAB))
-    oracle = Oracle(drafter, text_of(20), SAMPLINGS[name])
-    sequence = start(drafter, oracle.text, SAMPLINGS[name])
-    for _ in range(10):
-        emitted = oracle.verify(sequence.draft(Budget(4, 4)))
-        assert len(emitted) == 5
-        sequence.extend(Update(emitted))
-
-
 def test_another_noise_accepts_less(folder: Path) -> None:
     drafter = load(folder, widths="1,1,1,1", min_survival="0", candidates=str(VOCAB))
     target = sampling_pb2.SamplingParams(temperature=1.0, seed=1)

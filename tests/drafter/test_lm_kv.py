@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from paceline.drafter.methods.base import Budget, Update
-from paceline.drafter.methods.lm.sequence import LmSequence
+from paceline.drafter.methods.lm.drafter import LmSequence
 
-from .hashing import check_hashes, hashing_drafter
 from .models import VOCAB, forward, load, start, text_of, write_model
 
 
@@ -33,48 +32,33 @@ def random_rounds(
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("widths", ["4,4,4,4", "1,1,1", "1,3,3"])
+@pytest.mark.parametrize("widths", ["4,4,4,4", "1,1,1", "1,3,3", "8"])
 def test_the_kv_stays_that_of_the_text(tmp_path: Path, widths: str) -> None:
     """Bit by bit, with the real decoder."""
     folder = write_model(tmp_path / "model")
     drafter = load(folder, widths=widths, min_survival="0")
     sequence = start(drafter, text_of(200))
-    assert sum(random_rounds(sequence, 80, 2000, random.Random(0))) > 20
+    kept = sum(random_rounds(sequence, 80, 2000, random.Random(0)))
+    assert kept > 20 or widths == "8"  # a tree of one level feeds no node
     _, expected = forward(drafter, sequence.text)
     for layer in range(drafter.decoder.config.layers):
         for ours, theirs in zip(sequence.cache.layer(layer), expected.layer(layer), strict=True):
             assert torch.equal(ours[:, : sequence.cached], theirs[:, : sequence.cached])
 
 
-@pytest.mark.parametrize(
-    ("widths", "rounds"), [("4,4,4,4", 2000), ("1,1,1", 600), ("1,3,3", 600), ("8", 600)]
-)
-def test_after_thousands_of_rounds_the_kv_is_that_of_the_text(widths: str, rounds: int) -> None:
-    """With a decoder whose KV is a hash of the text, so that any wrong slot is found."""
-    drafter = hashing_drafter(widths=widths, min_survival="0")
-    sequence = start(drafter, text_of(50))
-    kept = 0
-    for count, stayed in enumerate(random_rounds(sequence, rounds, 20_000, random.Random(1))):
-        kept += stayed
-        if count % 50 == 0:
-            check_hashes(sequence)
-    check_hashes(sequence)
-    assert kept > rounds / 3 or widths == "8"  # a tree of one level feeds no node
-
-
 def test_kv_beyond_the_limit_is_freed(folder: Path) -> None:
     drafter = load(folder, kv_gib="0.001")
-    assert drafter.kv.limit == 2**30 // 1000 // drafter.decoder.config.kv_bytes_per_token
-    drafter.kv.limit = limit = 2048
+    assert drafter.kv_limit == 2**30 // 1000 // drafter.decoder.config.kv_bytes_per_token
+    drafter.kv_limit = limit = 2048
     first, second = start(drafter, text_of(1000)), start(drafter, text_of(1500, 1))
     assert first.draft(Budget(16, 4))
-    assert drafter.kv.used == first.cache.capacity
+    assert drafter.kv_slots == first.cache.capacity
     assert not second.draft(Budget(16, 4))
     second.extend(Update([1]))
     assert not second.draft(Budget(16, 4))
-    assert 0 < drafter.kv.used <= limit
+    assert 0 < drafter.kv_slots <= limit
     first.extend(Update([1]))
     assert first.draft(Budget(16, 4))
     first.close()
     second.close()
-    assert drafter.kv.used == 0
+    assert drafter.kv_slots == 0

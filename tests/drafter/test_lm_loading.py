@@ -18,21 +18,6 @@ from .conftest import drafting, failure
 from .models import VOCAB, change_config, load, start, write_model
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"width": "4"}, "known are widths"),
-        ({"widths": "4,x"}, "list of whole numbers"),
-        ({"widths": "0"}, "out of range"),
-        ({"widths": "64,64,64,64,64"}, "at most 255"),
-        ({"weights": "float16"}, "one of auto"),
-    ],
-)
-def test_wrong_options_are_refused(folder: Path, options: dict[str, str], message: str) -> None:
-    with pytest.raises(LoadError, match=message):
-        load(folder, **options)
-
-
 def test_only_safetensors_of_known_models_are_loaded(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m")
     weights = (folder / "model.safetensors").read_bytes()

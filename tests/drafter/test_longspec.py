@@ -8,12 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from paceline.drafter.methods.base import Budget, Update
-from paceline.drafter.methods.longspec.drafter import LongSpecDrafter
-from paceline.drafter.methods.longspec.layer import Context, StepInput, node_slots, ring_mask
 
 from .longspec_models import (
     Dense,
@@ -91,65 +87,9 @@ def test_the_budget_may_change_between_rounds(small: tuple[Path, Path]) -> None:
         sequence.extend(Update([token]))
 
 
-@given(data=st.data())
-def test_any_tree_gets_the_logits_of_the_dense_layer(pair: tuple[Path, Path], data: Any) -> None:
-    """Against one dense pass over text and tree with explicit masks."""
-    drafter, dense = _loaded(pair)
-    dense.context = data.draw(st.sampled_from([0, 5, 9, 39, 40]), label="context")
-    length = data.draw(st.integers(1, 40), label="text")
-    committed = data.draw(st.integers(0, length - 1), label="committed")
-    draws = data.draw(st.lists(st.integers(0, 99), max_size=12), label="tree")
-    warmed = data.draw(st.integers(0, length), label="warmed")
-    parents = [draw % (node + 1) - 1 for node, draw in enumerate(draws)]
-    tokens = text_of(length + len(parents), 5)
-    paths: list[tuple[int, ...]] = []
-    for node, parent in enumerate(parents):
-        paths.append((*(paths[parent] if parent >= 0 else ()), node))
-
-    # The dense way: token s of text and tree together sees t.
-    positions = [*range(length), *(length - 1 + len(path) for path in paths)]
-    window = dense.config.window
-    seen = torch.zeros(len(tokens), len(tokens), dtype=torch.bool)
-    for s, place in enumerate(positions):
-        above = range(s + 1) if s < length else range(length)
-        tree = () if s < length else [length + node for node in paths[s - length]]
-        for t in (*above, *tree):
-            seen[s, t] = positions[t] > place - window
-    kv = made_up_kv(dense.config, committed)
-    expected = dense.logits(tokens, positions, seen, kv, committed)
-
-    sequence = start(drafter, tokens[:length], kv)
-    sequence.warm(warmed)
-    ring = sequence.ring
-    kv.refresh(committed, dense.context)
-    context = Context.of(kv.parts(0), drafter.layer.device)
-    begin = max(0, length - window)
-    text = StepInput(
-        tokens[begin:length], range(begin, length), ring.slots(begin, length), ring,
-        ring_mask(window, length - 1, length, [()]), context,
-    )  # fmt: skip
-    found = [drafter.layer.forward([text])]
-    for node, path in enumerate(paths):  # one at a time: their depths may alternate
-        place = length - 1 + len(path)
-        slots = [node_slots(window, range(node, node + 1))]
-        mask = ring_mask(window, place, length, [path])
-        step = StepInput([tokens[length + node]], [place], slots, ring, mask, context)
-        found.append(drafter.layer.forward([step]))
-    torch.testing.assert_close(torch.cat(found), expected[length - 1 :], rtol=1e-3, atol=1e-4)
-
-
-_LOADED: dict[Path, tuple[LongSpecDrafter, Dense]] = {}
-
-
-def _loaded(pair: tuple[Path, Path]) -> tuple[LongSpecDrafter, Dense]:
-    if pair[0] not in _LOADED:
-        _LOADED[pair[0]] = load(*pair, widths="4,4,4,4"), Dense(*pair)
-    return _LOADED[pair[0]]
-
-
 def test_only_the_kv_budget_is_read(pair: tuple[Path, Path]) -> None:
     """Positions outside the budget do not change the tree, positions inside do."""
-    drafter, dense = load(*pair, widths="4,4,4,4", context="50"), _loaded(pair)[1]
+    drafter, dense = load(*pair, widths="4,4,4,4", context="50"), Dense(*pair)
     text = text_of(300)
     kv = made_up_kv(dense.config, 299)
     tree = start(drafter, text, kv).draft(Budget(16, 4))

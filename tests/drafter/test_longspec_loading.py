@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from paceline.drafter.methods.base import Budget, LoadError, Resources
 from paceline.drafter.methods.longspec import read_longspec
 from paceline.drafter.methods.longspec.drafter import LongSpecDrafter
+from paceline.drafter.methods.target import TargetEmbedding
+from paceline.kernels import cpu_kernels
 from paceline.v1 import drafter_pb2
 
 from .conftest import drafting, failure
@@ -46,28 +48,6 @@ def test_needs_fit_and_limits(folder: Path, target: Path) -> None:
     assert (drafter.max_nodes, drafter.max_depth) == (10, 2)
     wide = load(folder, target, widths="2,3", depth="4", max_nodes="99")
     assert (wide.max_nodes, wide.max_depth) == (11, 4)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"width": "4"}, "known are kv"),
-        ({"widths": "4,x"}, "list of whole numbers"),
-        ({"widths": "0"}, "out of range"),
-        ({"widths": "64,64,64,64,64"}, "at most 255"),
-        ({"depth": "64"}, "at most 255"),
-        ({"context": "4"}, "expected more than 4"),
-        ({"context": "-1"}, "out of range"),
-        ({"weights": "float16"}, "one of auto"),
-        ({"target": ""}, "option target=PATH"),
-        ({"target": "/nowhere"}, "cannot load"),
-    ],
-)
-def test_wrong_options_are_refused(
-    folder: Path, target: Path, options: dict[str, str], message: str
-) -> None:
-    with pytest.raises(LoadError, match=message):
-        load(folder, target, **options)
 
 
 @pytest.mark.parametrize(
@@ -109,6 +89,14 @@ def test_damaged_weights_are_refused(folder: Path, target: Path) -> None:
         LongSpecDrafter.load(None, {}, Resources())
 
 
+@pytest.mark.parametrize(
+    ("given", "message"), [("", "option target=DIR"), ("/nowhere", "cannot load")]
+)
+def test_the_target_s_folder_is_needed(folder: Path, given: str, message: str) -> None:
+    with pytest.raises(LoadError, match=message):
+        LongSpecDrafter.load(folder, {"target": given}, Resources())
+
+
 def test_another_target_is_refused(folder: Path, tmp_path: Path) -> None:
     other = write_model(tmp_path / "other", seed=7, num_hidden_layers=3)
     with pytest.raises(LoadError, match="made for a target with weights") as error:
@@ -131,23 +119,19 @@ def test_a_folder_with_its_own_embedding_needs_no_target(folder: Path, target: P
     assert first_tree(LongSpecDrafter.load(folder, {}, Resources())) == expected
 
 
-@pytest.mark.parametrize("pack", ["0", "16"])
-def test_embedding_and_head_stay_in_the_target_s_file(
-    folder: Path, target: Path, pack: str
-) -> None:
+def test_the_embedding_stays_in_the_target_s_file(folder: Path, target: Path) -> None:
     """The file is mapped, so processes that use one target share the memory."""
-    drafter = load(folder, target, pack_head_mib=pack)
-    embedding = drafter.layer._embedding
+    config, dtype = read_longspec(folder)
+    embedding = TargetEmbedding.read(folder, target, config, dtype, "cpu")
     spans = [
         tuple(int(end, 16) for end in line.split()[0].split("-"))
         for line in Path("/proc/self/maps").read_text().splitlines()
         if line.endswith(str(target / "model.safetensors"))
     ]
-    for tensor in (embedding.embedding, embedding._head):
-        assert any(low <= tensor.data_ptr() < high for low, high in spans)
-    tree, expected = first_tree(drafter), first_tree(load(folder, target))
-    assert (tree.tokens, tree.parents) == (expected.tokens, expected.parents)
-    assert embedding.private_bytes == (0 if pack == "0" else 4 * VOCAB * 32)
+    assert any(low <= embedding.embedding.data_ptr() < high for low, high in spans)
+    packs = cpu_kernels().library is not None
+    assert embedding.private_bytes == (4 * VOCAB * 32 if packs else 0)
+    assert load(folder, target).weight_bytes > embedding.private_bytes
 
 
 def test_bfloat16_is_close_to_float32(folder: Path, target: Path) -> None:
@@ -159,7 +143,8 @@ def test_bfloat16_is_close_to_float32(folder: Path, target: Path) -> None:
     for drafter in (exact, rough):
         sequence = start(drafter, text, kv)
         assert sequence.begin(Budget(1, 1))
-        logits.append(drafter.layer.forward([sequence.step()]).float())
+        sequence.add_level = logits.append
+        drafter.grow_level([sequence])
     assert (logits[0] - logits[1]).norm() < 0.03 * logits[0].norm()
 
 

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from paceline.bench.plugins import write_distribution
-from paceline.drafter import LoadError
+from paceline.drafter import LoadError, Resources
 from paceline.drafter.methods import method_class
 from paceline.harness import ServiceProcess
 
@@ -53,6 +53,44 @@ def test_unusable_methods_are_refused(
     with pytest.raises(LoadError, match=message) as error:
         method_class(name)
     assert error.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        ("ngram", {"max_m": "4"}, "known are max_n"),
+        ("ngram", {"max_n": "four"}, "whole number"),
+        ("ngram", {"max_n": "0"}, "out of range"),
+        ("ngram", {"min_n": "6"}, "out of range"),
+        ("ngram", {"min_survival": "nan"}, "out of range"),
+        ("lm", {"width": "4"}, "known are widths"),
+        ("lm", {"widths": "4,x"}, "list of whole numbers"),
+        ("lm", {"widths": "0"}, "out of range"),
+        ("lm", {"widths": "64,64,64,64,64"}, "at most 255"),
+        ("lm", {"dtype": "float16"}, "one of auto"),
+        ("lm", {"context": "3"}, "expected more than 4"),
+        ("lm", {"context": "-1"}, "out of range"),
+        ("lm", {"kv_policy": "verified"}, "kv_policy"),
+        ("longspec", {"width": "4"}, "known are kv"),
+        ("longspec", {"widths": "64,64,64,64,64"}, "at most 255"),
+        ("longspec", {"depth": "64"}, "at most 255"),
+        ("longspec", {"context": "4"}, "expected more than 4"),
+        ("selfspec", {"context": "3"}, "context"),
+        ("selfspec", {"ratio": "1.5"}, "ratio"),
+        ("selfspec", {"depth": "65"}, "depth"),
+        ("selfspec", {"weights": "theirs"}, "weights"),
+        ("selfspec", {"kv": "fast"}, "kv"),
+        ("selfspec", {"kv_policy": "luck"}, "kv_policy"),
+        ("selfspec", {"kv_wire": "x"}, "kv_wire"),
+        ("dspark", {"states": "fast"}, "states"),
+    ],
+)
+def test_wrong_options_are_refused(method: str, options: dict[str, str], message: str) -> None:
+    """Before anything is read."""
+    folder = None if method == "ngram" else Path("no folder")
+    with pytest.raises(LoadError, match=message) as error:
+        method_class(method).load(folder, options, Resources())
+    assert error.value.reason in ("INVALID_OPTION", "UNKNOWN_OPTION")
 
 
 async def test_a_process_loads_the_method_of_another_distribution(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Loading, activating and unloading over gRPC while text streams."""
+"""Loading, activating and unloading over gRPC while text streams; streams move between versions."""
 
 from __future__ import annotations
 
@@ -58,6 +58,8 @@ async def test_versions_come_and_go_while_text_streams() -> None:
         assert await listed(service) == [("x", "1", 0.0, 1, True), ("x", "2", 1.0, 1, False)]
         assert (await old.round([31])).version == "2"
         assert await listed(service) == [("x", "2", 1.0, 2, False)]
+        moved = FakeDrafter.loaded[1].sequences[-1]
+        assert moved.text == [*range(1, 20), 30, 31], "it moved with its whole text"
         await old.end()
         await new.end()
         assert await unload(service, "x") is True
@@ -201,3 +203,39 @@ async def test_an_unloaded_version_is_garbage_collected() -> None:
             return unloaded() is None
 
         await until(freed)
+
+
+@pytest.mark.parametrize(
+    ("attach", "options"),
+    [
+        ({"version": "1"}, {}),
+        ({}, {"tokenizer": "b"}),
+        ({}, {"target": "b"}),
+        ({}, {"hidden": "1"}),
+        ({}, {"kv": "0"}),
+        ({}, {"vocab": "3"}),
+    ],
+    ids=["pinned", "tokenizer", "target", "hidden states", "kv", "vocabulary"],
+)
+async def test_a_stream_stays_if_the_other_version_does_not_fit(
+    attach: dict[str, str], options: dict[str, str]
+) -> None:
+    """The old version is freed when the stream ends."""
+    async with drafting("x=fake") as service:
+        stream = await service.attach([1, 9], **{"tokenizer_digest": "a", **attach})
+        await load(service, "x", "fake", activate=True, options=options)
+        assert await unload(service, "x", "1") is False
+        for token in (4, 5):
+            assert (await stream.round([token])).version == "1"
+        await stream.end()
+        assert [version[1] for version in await listed(service)] == ["2"]
+
+
+async def test_streams_of_the_last_version_stay_until_another_is_loaded() -> None:
+    async with drafting("x=fake") as service:
+        stream = await service.attach([1])
+        assert await unload(service, "x") is False
+        assert (await stream.round([2])).version == "1"
+        await load(service, "x", "fake")
+        assert (await stream.round([3])).version == "2"
+        await stream.end()

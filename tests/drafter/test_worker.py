@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -44,18 +44,24 @@ async def idle(worker: DraftWorker) -> None:
     await done.wait()
 
 
+async def queued(worker: DraftWorker, drafter: FakeDrafter, *tokens: int) -> list[Any]:
+    """Results of one round for each token; all but the first wait together."""
+    sequences = [started(drafter) for _ in tokens]
+    drafter.hold.clear()
+    rounds = []
+    for sequence, token in zip(sequences, tokens, strict=True):
+        rounds.append(worker.submit(drafter, sequence, Update([token]), BUDGET))
+        await asyncio.to_thread(drafter.holding.wait)
+    drafter.hold.set()
+    return await asyncio.gather(*rounds, return_exceptions=True)
+
+
 async def test_queued_rounds_are_drafted_as_a_batch(worker: DraftWorker) -> None:
     drafter = FakeDrafter()
-    sequences = [started(drafter) for _ in range(4)]
-    drafter.hold.clear()
-    first = worker.submit(drafter, sequences[0], Update([5]), BUDGET)
-    await asyncio.to_thread(drafter.holding.wait)
-    others = [worker.submit(drafter, s, Update([6]), BUDGET) for s in sequences[1:]]
-    drafter.hold.set()
-    drafted = await asyncio.gather(first, *others)
+    drafted = await queued(worker, drafter, 5, 6, 7, 8)
     assert drafter.batches == [1, 3]
-    assert [d.tree.tokens for d in drafted] == [(5,), (6,), (6,), (6,)]
-    assert all(sequence.threads == {"drafter"} for sequence in sequences)
+    assert [d.tree.tokens for d in drafted] == [(5,), (6,), (7,), (8,)]
+    assert all(sequence.threads == {"drafter"} for sequence in drafter.sequences)
 
 
 async def test_a_long_backlog_does_not_block_other_rounds(worker: DraftWorker) -> None:
@@ -87,33 +93,14 @@ async def test_without_nodes_the_tokens_are_appended(worker: DraftWorker) -> Non
     assert drafter.batches == []
 
 
-async def test_a_round_behind_a_long_backlog_ends_at_its_deadline(worker: DraftWorker) -> None:
-    drafter = FakeDrafter()
-    sequence = started(drafter, tokens=10**9)
-    deadline = time.monotonic() + 0.05
-    drafted = await worker.submit(drafter, sequence, Update([4]), Budget(8, 8, deadline))
-    assert not drafted.tree
-    assert time.monotonic() >= deadline
-    worker.close(sequence)
-
-
 async def test_only_the_failing_round_of_a_batch_fails(worker: DraftWorker) -> None:
     drafter = FakeDrafter()
     drafter.poison = 13
-    sequences = [started(drafter) for _ in range(4)]
-    drafter.hold.clear()
-    first = worker.submit(drafter, sequences[0], Update([5]), BUDGET)
-    await asyncio.to_thread(drafter.holding.wait)
-    others = [
-        worker.submit(drafter, sequence, Update([token]), BUDGET)
-        for sequence, token in zip(sequences[1:], (6, 13, 7), strict=True)
-    ]
-    drafter.hold.set()
-    _, six, poisoned, seven = await asyncio.gather(first, *others, return_exceptions=True)
+    _, six, poisoned, seven = await queued(worker, drafter, 5, 6, 13, 7)
     assert six.tree.tokens == (6,)
     assert seven.tree.tokens == (7,)
     assert isinstance(poisoned, RuntimeError)
-    again = await worker.submit(drafter, sequences[1], Update([8]), BUDGET)
+    again = await worker.submit(drafter, drafter.sequences[1], Update([8]), BUDGET)
     assert again.tree.tokens == (8,)
 
 

@@ -18,7 +18,6 @@ from paceline.drafter import DrafterSpec, LoadError, Resources
 from paceline.drafter.acceptance import record, replay
 from paceline.drafter.calibration import Calibration, Scaling
 from paceline.drafter.methods import method_class
-from paceline.drafter.methods.checkpoint import read_calibration
 from paceline.drafter.registry.loader import Loader
 from paceline.drafter.spec import Roots
 from paceline.train.calibration.fit import (
@@ -101,9 +100,9 @@ def test_the_file(tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"
     calibration = Calibration("ngram", (Scaling(2.0, -0.5),), ())
     calibration.write(path, {"paths": 9})
-    assert read_calibration(path, "ngram") == calibration
+    assert Calibration.read(path, "ngram") == calibration
     with pytest.raises(LoadError, match="for the method 'ngram'"):
-        read_calibration(path, "lm")
+        Calibration.read(path, "lm")
     told = json.loads(path.read_text())
     for wrong in (
         {**told, "format": 9}, {**told, "greedy": [{"temperature": 0, "shift": 0}]},
@@ -111,7 +110,7 @@ def test_the_file(tmp_path: Path) -> None:
     ):  # fmt: skip
         path.write_text(json.dumps(wrong))
         with pytest.raises(LoadError, match="paceline calibrate"):
-            read_calibration(path, "ngram")
+            Calibration.read(path, "ngram")
 
 
 async def test_a_drafter_is_loaded_with_it(tmp_path: Path) -> None:
@@ -160,7 +159,7 @@ def test_the_command_writes_a_calibration_for_recorded_texts(tmp_path: Path) -> 
     )  # fmt: skip
     assert run(args) == 0
     written = tmp_path / "out" / "ngram.json"
-    assert read_calibration(written, "ngram").greedy
+    assert Calibration.read(written, "ngram").greedy
     notes = json.loads(written.read_text())["notes"]
     assert notes["texts"]["greedy"] == 24
     assert notes["greedy"]["after"]["paths"] > 0

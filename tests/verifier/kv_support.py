@@ -52,7 +52,7 @@ async def mapping(client: Client, created: Any, *layers: int) -> Any:
 async def mapping_states(client: Client, created: Any, *layers: int, window: int = 0) -> Any:
     exchange = KvExchange(VerifierAccess())
     try:
-        return await exchange.map_states(client.address, created.read_grant, layers, window)
+        return await exchange.open_states(client.address, created.read_grant, layers, window, "map")
     finally:
         await exchange.close()
 

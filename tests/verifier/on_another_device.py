@@ -5,7 +5,6 @@ Run by tests/drafter/test_devices.py, in a process of its own.
 
 from __future__ import annotations
 
-import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import drafters
 import pytest
 import torch
-from verifier_support import VOCAB, make_model, serving
+from verifier_support import make_model, serving, text
 
 from paceline.kernels import attention
 from paceline.kernels._dense import DenseBackend
@@ -41,11 +40,6 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(
             f"{module}.use_device", lambda device: device == DEVICE and enter_thread()
         )
-
-
-def text(seed: int, length: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(VOCAB) for _ in range(length)]
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 3, "presence_penalty": 0.3}])

@@ -1,4 +1,4 @@
-"""The walk down a tree, the order of its nodes, and the checks of what clients send."""
+"""The walk down a tree, and the order of its nodes."""
 
 from __future__ import annotations
 
@@ -6,21 +6,13 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.kernels import SamplingParams
-from paceline.service import ServiceError
 from paceline.tree import TokenTree
-from paceline.v1 import tree_pb2
 from paceline.verifier.engine.acceptance import walk
 from paceline.verifier.engine.job import Round
 from paceline.verifier.engine.output import FinishReason
-from paceline.verifier.model import Limits
-from paceline.verifier.rpc.messages import read_tree
-
-LIMITS = Limits(vocab_size=8, max_context=100, eos_token_ids=())
 
 
 @st.composite
@@ -81,26 +73,3 @@ def test_a_round_ranks_its_nodes_by_survival(tree: TokenTree, room: int) -> None
     assert (survivals[1:] <= survivals[:-1]).all()
     assert (survivals < 1).all(), "calibration can lower every survival"
     assert round_.drafted == len(tree)
-
-
-@given(
-    st.lists(st.integers(0, 9), max_size=12),
-    st.lists(st.integers(-3, 13), max_size=12),
-    st.lists(st.floats(width=32), max_size=12),
-)
-def test_read_tree_takes_exactly_the_well_formed_ones(
-    tokens: list[int], parents: list[int], confidences: list[float]
-) -> None:
-    well_formed = (
-        len(tokens) == len(parents)
-        and len(confidences) in (0, len(tokens))
-        and all(token < LIMITS.vocab_size for token in tokens)
-        and all(-1 <= parent < node for node, parent in enumerate(parents))
-        and all(0 <= confidence <= 1 for confidence in confidences)
-    )
-    message = tree_pb2.TokenTree(tokens=tokens, parents=parents, confidences=confidences)
-    if well_formed:
-        assert read_tree(message, LIMITS, SamplingParams(), 1) == TokenTree.from_proto(message)
-    else:
-        with pytest.raises(ServiceError, match=r"expected|send|tokens"):
-            read_tree(message, LIMITS, SamplingParams(), 1)

@@ -156,15 +156,6 @@ async def test_only_the_sequence_at_fault_ends(decoder: Decoder) -> None:
     assert poisoned.passes == 1 + 3 * (1 + 4) + 4
 
 
-async def test_a_job_that_failed_alone_is_not_run_again(decoder: Decoder) -> None:
-    poisoned = Poisoned(decoder)
-    with by_hand(poisoned) as hand:
-        job = Prefill(hand.sequence(POISON))
-        hand.step(job)
-        assert isinstance(job.error, StepFailed)
-        assert poisoned.passes == 1
-
-
 async def test_a_lost_device_ends_the_verifier(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,10 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_support import caught_up, following, lost
+from kv_support import caught_up, following
 from verifier_support import LAYOUT, Client, Round, failure, reason_of, until
 
-from paceline.drafter.kv import stream as stream_module
 from paceline.drafter.kv.access import VerifierAccess
 from paceline.drafter.kv.delta import DeltaCache
 from paceline.drafter.kv.errors import KvGone, KvNotShared
@@ -168,24 +167,6 @@ async def test_two_updates_are_sent_without_an_acknowledgement(client: Client) -
     assert kv.parts(0)[0][0].shape[1] == 3, "an update ahead of the text waits"
     assert len(kv._pending) == 1
     await caught_up(kv, 11)
-    kv.close()
-    await exchange.close()
-
-
-async def test_a_lost_stream_is_opened_again(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its first update replaces the delta cache."""
-    monkeypatch.setattr(stream_module, "FIRST_DELAY", 0.01)
-    created = await client.create([3, 1, 4], max_new_tokens=50, ignore_eos=True)
-    exchange, kv = await following(client, created)
-    await caught_up(kv, 3)
-    await lost(exchange, client.address, kv)
-    stream = client.stub.Verify()
-    await stream.write(Round.of(created.handle, 1))
-    await stream.read()
-    await caught_up(kv, 4)
-    kv.check()
     kv.close()
     await exchange.close()
 

@@ -81,15 +81,6 @@ def test_pop_restores_a_guide() -> None:
     assert torch.equal(guide.mask(torch.zeros(VOCABULARY)), before)
 
 
-def test_guides_of_one_grammar_are_independent() -> None:
-    grammar = compiled()
-    first, second = grammar.begin(), grammar.begin()
-    first.push(ids("{")[0])
-    assert torch.equal(
-        second.mask(torch.zeros(VOCABULARY)), grammar.begin().mask(torch.zeros(VOCABULARY))
-    )
-
-
 @pytest.mark.parametrize("text", ["[", '{"ok":1', '{"ok":true,"n":7}x'])
 def test_a_text_that_does_not_match_is_refused(text: str) -> None:
     with pytest.raises(GrammarError):

@@ -12,7 +12,7 @@ from typing import Any
 import drafters
 import pytest
 import torch
-from verifier_support import VOCAB, Client, Round, paused_engine, serving, until
+from verifier_support import VOCAB, Client, Round, paused_engine, serving, text, until
 
 from paceline.tree import EMPTY, TokenTree
 from paceline.v1 import sampling_pb2
@@ -34,11 +34,6 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "filters": {"temperature": 0.7, "top_p": 0.8, "min_p": 0.02, "top_k": 20, "seed": 3},
     "bias": {"temperature": 1.3, "logit_bias": {4: 3.0, 9: -math.inf}, "seed": 11},
 }
-
-
-def text(seed: int, length: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(VOCAB) for _ in range(length)]
 
 
 @pytest.mark.parametrize(

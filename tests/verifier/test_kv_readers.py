@@ -18,11 +18,9 @@ from kv_support import (
     rounds,
 )
 from test_taps import outputs
-from verifier_support import Client, serving, until
+from verifier_support import serving, until
 
-from paceline.drafter.kv.access import VerifierAccess
-from paceline.drafter.kv.errors import KvGone, KvNotShared
-from paceline.drafter.kv.exchange import KvExchange
+from paceline.drafter.kv.errors import KvGone
 from paceline.verifier.kv.segment import own_segments
 from paceline.verifier.rpc import follow
 
@@ -118,20 +116,3 @@ async def test_a_mapping_does_not_delay_a_release(model: Path, tmp_path: Path) -
                 kv.check()
             assert kv.layer(0)[0][:, : kv.committed].isfinite().all()
             kv.close()
-
-
-async def test_a_refusal_gives_the_reason(client: Client) -> None:
-    created = await client.create(PROMPT)
-    exchange = KvExchange(VerifierAccess())
-    for address, grant, layers, message in (
-        (client.address, bytes(16), (0,), "NOT_FOUND: no cache has this read grant"),
-        (client.address, b"short", (0,), "INVALID_ARGUMENT: the read grant has 5 bytes"),
-        (client.address, created.read_grant, (2,), "INVALID_ARGUMENT: layer 2 was requested"),
-        (client.address, created.read_grant, (-3,), "reads layer -3"),
-        (f"{client.address}x", created.read_grant, (0,), "UNAVAILABLE"),
-        ("verifier.example:7431", created.read_grant, (0,), "is not on this machine"),
-    ):
-        with pytest.raises(KvNotShared, match=message):
-            await exchange.map_cache(address, grant, layers)
-    await exchange.close()
-    await client.release(created.handle)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import drafters
 import pytest
 import torch
-from verifier_support import LAYOUT, VOCAB, failure, reason_of, serving
+from verifier_support import LAYOUT, failure, reason_of, serving, text
 
 from paceline.v1 import kv_pb2, kv_pb2_grpc, sampling_pb2
 from paceline.verifier.kv.base import OutOfMemory
@@ -19,11 +18,6 @@ from paceline.verifier.kv.segment import Segment
 from paceline.verifier.kv.taps import TapLayout, Taps
 
 CPU = torch.device("cpu")
-
-
-def text(seed: int, length: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(VOCAB) for _ in range(length)]
 
 
 def make_pool(pages: int, sequences: int = 2) -> PagePool:

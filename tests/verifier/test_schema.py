@@ -121,7 +121,7 @@ async def test_log_probabilities_are_the_models_own(client: Client) -> None:
 
 async def test_bad_schemas_are_refused(client: Client) -> None:
     too_long = json.dumps({"enum": ["x" * 70_000]})
-    for schema in ('{"type": "nonsense"}', "no json", '{"not": {}}', too_long):
+    for schema in ('{"type": "nonsense"}', "no json", too_long):
         with pytest.raises(grpc.aio.AioRpcError, match="schema") as raised:
             await client.create(PROMPT, **fields(schema=schema))
         assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT

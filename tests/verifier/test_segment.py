@@ -11,7 +11,6 @@ import sys
 from typing import Any
 
 import pytest
-import torch
 from verifier_support import LAYOUT
 
 from paceline.kv.segment import HEADER_BYTES
@@ -52,14 +51,6 @@ def test_growing_moves_nothing(segment: Segment) -> None:
     assert segment.kv[0].eq(0).all()
     assert keys.shape == (3, 1024, 8)
     assert keys[0].is_contiguous()
-
-
-def test_moving_a_path(segment: Segment) -> None:
-    segment.reserve(256)
-    segment.kv[..., :256, :] = torch.arange(256.0)[:, None]
-    segment.keep([12, 13, 20], 11)
-    row = segment.kv[1, 1, 2, :256, 3].tolist()
-    assert row == [*range(11), 12, 13, 20, *range(14, 256)]
 
 
 def test_a_full_disk_is_an_error_and_no_signal(

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kv_support import caught_up, following, rounds
 from torch import Tensor
-from verifier_support import LAYOUT, serving, until
+from verifier_support import serving, until
 
 from paceline.decoder import Decoder
 from paceline.drafter.kv.options import KvOptions
@@ -274,12 +274,3 @@ async def test_drafters_get_the_selected_positions(
         await exchange.close()
         await other_exchange.close()
         await client.release(created.handle)
-
-
-def test_other_layers_are_not_observed() -> None:
-    segment = Segment(LAYOUT, 512)
-    batch = BatchObserver()
-    batch.add(observer_of("verified", segment, (1,)), 0, TreeSegment(0, 4, None, 1), 0)
-    assert not batch.probes(0)
-    assert len(batch.probes(1)) == 1
-    segment.close()

@@ -117,6 +117,10 @@ async def test_the_integrity_check_sees_damage(segment: Segment) -> None:
     with pytest.raises(AssertionError, match=r"text and history differ; .*anchor"):
         store.check_integrity()
     cache.sequence.tokens.pop()
+    cache.sequence.segment.publish(3)
+    with pytest.raises(AssertionError, match="its header differs"):
+        store.check_integrity()
+    cache.sequence.segment.publish(0)
     store.used_bytes += 1
     with pytest.raises(AssertionError, match="bytes accounted"):
         store.check_integrity()

@@ -32,6 +32,12 @@ Drafter = Callable[[list[int], random.Random], TokenTree | int]
 """Gives a tree for a text, or a number of free-run steps."""
 
 
+def text(seed: int, length: int) -> list[int]:
+    """Random tokens."""
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
 def make_model(
     folder: Path, family: str, *, dtype: str = "float32", seed: int = 0, **changes: Any
 ) -> Path:

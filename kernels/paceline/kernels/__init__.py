@@ -17,7 +17,7 @@ from paceline.kernels.noise import gumbel_noise, gumbel_noise_at, philox
 from paceline.kernels.numerics import NUMERICS, get_numerics, set_numerics
 from paceline.kernels.paged import PagedPlane, Plane
 from paceline.kernels.probes import MOST_NOTED, NotedBlock, PlannedProbes, Probe
-from paceline.kernels.program import Heads, Pass, Program, Recorder
+from paceline.kernels.program import Context, Heads, Pass, Program, Recorder
 from paceline.kernels.rejection import Proposal, accept_or_resample
 from paceline.kernels.rows import Norm, RowKernels, row_kernels
 from paceline.kernels.sampling import (
@@ -45,6 +45,7 @@ __all__ = [
     "SELECTION_CHUNK",
     "SINKS",
     "AttentionBackend",
+    "Context",
     "CpuKernels",
     "Executor",
     "Heads",

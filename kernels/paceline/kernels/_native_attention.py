@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +23,9 @@ _TYPES = (torch.float32, torch.bfloat16)
 _TILE_ROWS = 128
 
 
-class _Block(ctypes.Structure):
+class Block(ctypes.Structure):
+    """``Block`` of ``native/attention.h``."""
+
     _fields_ = [
         *[(name, ctypes.c_int64) for name in ("sequence", "start", "length", "row")],
         *[(name, ctypes.c_void_p) for name in ("depths", "paths", "path_starts")],
@@ -211,7 +212,7 @@ class BlockTables:
 
     def __init__(self, plan: TreePlan, group: int) -> None:
         """Make the tables for ``group`` query heads per kv head."""
-        rows = (_Block * len(plan.segments))()
+        rows = (Block * len(plan.segments))()
         tiles: list[int] = []
         most = max(1, _TILE_ROWS // group)
         self._kept: list[Any] = [rows]
@@ -220,7 +221,7 @@ class BlockTables:
             block.sequence, block.start = segment.sequence, segment.start
             block.length, block.row = length, row
             if not segment.is_chain:
-                self._kept += _fill_tree(block, segment)
+                self._kept.append(_fill_tree(block, segment))
             count = -(-length // most)  # tiles of almost equal sizes
             bounds = [length * i // count for i in range(count + 1)]
             for node, stop in pairwise(bounds):
@@ -240,12 +241,16 @@ class BlockTables:
         return tables
 
 
-def _fill_tree(block: _Block, segment: TreeSegment) -> list[Any]:
-    """Set the depths and root-first paths of a tree in ``block``; returns the arrays."""
-    nodes, ancestors = np.nonzero(segment.ancestors())
-    depths = np.array(segment.depths, np.int32)
-    paths = ancestors.astype(np.int32)
-    starts = np.searchsorted(nodes, np.arange(segment.length + 1)).astype(np.int32)
-    block.depths, block.paths = depths.ctypes.data, paths.ctypes.data
-    block.path_starts = starts.ctypes.data
-    return [depths, paths, starts]
+def _fill_tree(block: Block, segment: TreeSegment) -> ctypes.Array[ctypes.c_int32]:
+    """Set the depths and root-first paths of a tree in ``block``; returns their memory."""
+    assert segment.parents is not None
+    paths: list[list[int]] = []
+    for node, parent in enumerate(segment.parents):
+        paths.append([*paths[parent], node] if parent >= 0 else [node])
+    starts = [0, *accumulate(map(len, paths))]
+    numbers = [*segment.depths, *starts, *chain.from_iterable(paths)]
+    table = (ctypes.c_int32 * len(numbers))(*numbers)
+    block.depths = ctypes.addressof(table)
+    block.path_starts = block.depths + 4 * len(paths)
+    block.paths = block.path_starts + 4 * len(starts)
+    return table

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from paceline.kernels._native import LANES
-from paceline.kernels._native_attention import BlockTables, CProbes, probe_rows
+from paceline.kernels._native_attention import Block, BlockTables, CProbes, probe_rows
 from paceline.kernels.caches import LayerTable
 from paceline.kernels.probes import Probe
-from paceline.kernels.program import Operation, Pass, PassResult, Program
+from paceline.kernels.program import Kind, Operation, Pass, PassResult, Program
+from paceline.kernels.trees import MAX_TREE_NODES, TreePlan
 
 _WIDEST_HEAD = 512
 _OUT_OF_MEMORY = 1
@@ -30,7 +31,8 @@ def _pointers(*names: str) -> list[tuple[str, Any]]:
 
 class _Operation(ctypes.Structure):
     _fields_ = [
-        *_numbers("kind", "source", "delta", "out", "layer", "window", "bf16"),
+        *_numbers("kind", "source", "delta", "out", "layer", "window", "q_heads", "kv_heads"),
+        *_numbers("bf16"),
         *_pointers("weight", "second"),
         ("eps", ctypes.c_double),
     ]
@@ -57,10 +59,17 @@ class _Run(ctypes.Structure):
     _fields_ = [
         *(*_numbers("rows", "selected", "threads"), *_pointers("tokens", "position")),
         *(*_pointers("selection", "table"), *_numbers("sequences"), *_pointers("caches")),
-        *(*_numbers("kv_bf16", "blocks"), *_pointers("block")),
+        *(*_numbers("kv_bf16", "blocks"), *_pointers("block", "contexts", "context_block")),
+        *(*_numbers("context_bf16"), *_pointers("inputs"), *_numbers("inputs_bf16")),
         *(*_numbers("tiles"), *_pointers("tile", "logits", "taps"), *_numbers("taps_bf16")),
         *_pointers("probes", "queries", "memory"),
     ]
+
+
+_ZEROS = (ctypes.c_int32 * MAX_TREE_NODES)()
+_RISING = (ctypes.c_int32 * (MAX_TREE_NODES + 1))(*range(MAX_TREE_NODES + 1))
+_NODES = tuple(map(ctypes.addressof, (_ZEROS, _ZEROS, _RISING)))
+"""Depths, paths and their starts of nodes that all are the first slot after the prefix."""
 
 
 def supported(program: Program) -> bool:
@@ -90,15 +99,16 @@ class NativeProgram:
         buffers = (_Buffer * len(program.buffers))(
             *(_Buffer(b.width, b.extent) for b in program.buffers)
         )
-        table = program.operations[0].table
-        assert table is not None
+        first, selected = program.operations[0], program.operations[program.selecting :]
+        self._selected_taps = {op.layer for op in selected if op.kind == Kind.TAP}
+        self._selects = bool(selected)
         self._program = _Program(
             operations=len(operations),
             selecting=program.selecting,
             operation=ctypes.addressof(operations),
             buffers=len(buffers),
             buffer=ctypes.addressof(buffers),
-            vocabulary=table.shape[0],
+            vocabulary=0 if first.table is None else first.table.shape[0],
             q_heads=program.heads.q_heads,
             kv_heads=program.heads.kv_heads,
             dim=program.heads.dim,
@@ -116,14 +126,23 @@ class NativeProgram:
     def run(self, call: Pass) -> PassResult:
         """See :meth:`paceline.kernels.Executor.run`."""
         plan = call.plan
-        tables = self._check_caches(call)
+        tables = self._check_caches([cache.table for cache in call.caches], self._layers)
+        self._check_segments(plan, tables)
         blocks = BlockTables.of(plan, self._heads.q_heads // self._heads.kv_heads)
-        caches = (ctypes.c_void_p * len(tables))(*(table.address for table in tables))
-        tokens = call.tokens.contiguous()
+        caches = _addresses(tables)
+        tokens = None if call.tokens is None else call.tokens.contiguous()
+        inputs = None if call.inputs is None else call.inputs.contiguous()
         selection = None if call.selection is None else call.selection.contiguous()
         selected = plan.rows if selection is None else selection.shape[0]
-        logits = torch.empty(selected, self._vocabulary)
-        taps = {i: torch.empty(plan.rows, self._hidden, dtype=self._dtype) for i in call.taps}
+        logits = torch.empty(selected if self._selects else 0, self._vocabulary)
+        taps = {
+            layer: torch.empty(
+                selected if layer in self._selected_taps else plan.rows,
+                self._hidden,
+                dtype=self._dtype,
+            )
+            for layer in call.taps
+        }
         kept: list[Any] = []
         queries = {
             layer: torch.empty(len(rows), self._heads.q_heads, self._heads.dim)
@@ -131,9 +150,9 @@ class NativeProgram:
         }
         run = _Run(
             rows=plan.rows,
-            selected=selected,
+            selected=logits.shape[0],
             threads=torch.get_num_threads(),
-            tokens=tokens.data_ptr(),
+            tokens=None if tokens is None else tokens.data_ptr(),
             position=plan.positions.data_ptr(),
             selection=None if selection is None else selection.data_ptr(),
             table=call.table.data_ptr(),
@@ -150,6 +169,10 @@ class NativeProgram:
             probes=self._probe_table(call.probes, kept),
             queries=self._query_table(call.queries, queries, kept),
         )
+        if inputs is not None:
+            run.inputs, run.inputs_bf16 = inputs.data_ptr(), inputs.dtype == torch.bfloat16
+        if call.contexts:
+            self._add_contexts(run, call, kept)
         address = ctypes.addressof(run)
         memory = self._reserve(self._bytes(self._address, address))
         run.memory = memory.data_ptr()
@@ -181,32 +204,55 @@ class NativeProgram:
             out=op.out,
             layer=op.layer,
             window=op.window,
+            q_heads=0 if op.heads is None else op.heads.q_heads,
+            kv_heads=0 if op.heads is None else op.heads.kv_heads,
             bf16=op.table is not None and op.table.dtype == torch.bfloat16,
             weight=weights[0],
             second=weights[1],
             eps=op.norms[0].eps if op.norms else 0.0,
         )
 
-    def _check_caches(self, call: Pass) -> list[LayerTable]:
-        tables = [cache.table for cache in call.caches]
+    def _add_contexts(self, run: _Run, call: Pass, kept: list[Any]) -> None:
+        """The contexts as caches, and each block as nodes that attend to a prefix and its end."""
+        tables = self._check_caches([context.cache.table for context in call.contexts], 1)
+        for context, table in zip(call.contexts, tables, strict=True):
+            if not 1 <= context.length <= table.shape[1]:
+                raise ValueError(
+                    f"a context has {context.length} slots, expected 1 to {table.shape[1]}"
+                )
+        caches, plan = _addresses(tables), call.plan
+        blocks = (Block * len(plan.segments))(
+            *(
+                Block(segment.sequence, call.contexts[segment.sequence].length - 1, 1, row, *_NODES)
+                for segment, row in zip(plan.segments, plan.offsets, strict=False)
+            )
+        )
+        run.contexts, run.context_block = ctypes.addressof(caches), ctypes.addressof(blocks)
+        run.context_bf16 = tables[0].dtype == torch.bfloat16
+        kept += [caches, blocks]
+
+    def _check_caches(self, tables: Sequence[LayerTable | None], layers: int) -> list[LayerTable]:
         kv_heads, dim = self._heads.kv_heads, self._heads.dim
         found = [table for table in tables if table is not None]
         for index, table in enumerate(found):
             if (table.shape[0], table.shape[2], table.dtype) != (kv_heads, dim, found[0].dtype) or (
-                table.layers < self._layers or table.dtype not in (torch.float32, torch.bfloat16)
+                table.layers < layers or table.dtype not in (torch.float32, torch.bfloat16)
             ):
                 raise ValueError(
                     f"cache {index} has {table.layers} layers of {table.dtype} {table.shape}, "
-                    f"expected {self._layers} of float32 or bfloat16 [{kv_heads}, n, {dim}], "
+                    f"expected {layers} of float32 or bfloat16 [{kv_heads}, n, {dim}], "
                     "the same type in all caches"
                 )
-        for segment in call.plan.segments:
-            if segment.sequence >= len(found) or segment.stop > found[segment.sequence].shape[1]:
+        return found
+
+    @staticmethod
+    def _check_segments(plan: TreePlan, tables: Sequence[LayerTable]) -> None:
+        for segment in plan.segments:
+            if segment.sequence >= len(tables) or segment.stop > tables[segment.sequence].shape[1]:
                 raise ValueError(
                     f"a segment ends at slot {segment.stop} of sequence {segment.sequence}, but "
-                    f"there are caches of {[table.shape[1] for table in found]} slots"
+                    f"there are caches of {[table.shape[1] for table in tables]} slots"
                 )
-        return found
 
     def _tap_table(self, taps: Mapping[int, Tensor], kept: list[Any]) -> int | None:
         if not taps:
@@ -247,3 +293,7 @@ class NativeProgram:
         if memory is None or memory.numel() < size:
             memory = self._memory.bytes = torch.empty(size, dtype=torch.uint8)
         return memory
+
+
+def _addresses(tables: Sequence[LayerTable]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(tables))(*(table.address for table in tables))

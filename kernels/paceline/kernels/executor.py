@@ -30,6 +30,7 @@ class Executor:
             ValueError: The caches do not fit the plan.
             MemoryError: Memory ran out.
         """
-        if self._native is None or any(cache.table is None for cache in call.caches):
+        caches = (*call.caches, *(context.cache for context in call.contexts))
+        if self._native is None or any(cache.table is None for cache in caches):
             return run_one_by_one(self._program, call)
         return self._native.run(call)

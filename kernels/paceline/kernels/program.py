@@ -39,14 +39,16 @@ class Kind(IntEnum):
     """Kinds of operations, as in ``native/program.h``."""
 
     EMBED = 0
-    ADD_NORM = 1
-    MULTIPLY = 2
-    ROTATE = 3
-    ATTEND = 4
-    GATE = 5
-    ADD = 6
-    TAP = 7
-    SELECT = 8
+    INPUT = 1
+    ADD_NORM = 2
+    MULTIPLY = 3
+    ROTATE = 4
+    ATTEND = 5
+    ATTEND_CONTEXT = 6
+    GATE = 7
+    ADD = 8
+    TAP = 9
+    SELECT = 10
 
 
 class Extent(IntEnum):
@@ -66,33 +68,6 @@ class Buffer:
 
 
 @dataclass(frozen=True)
-class Operation:
-    """One operation; ``native/program.h`` says what each kind does.
-
-    Attributes:
-        kind: What it does.
-        source: Buffer it reads.
-        delta: Buffer it adds to ``source``; 0: none.
-        out: Buffer it writes.
-        layer: Layer of the caches, probes and taps that it uses.
-        window: Sliding window of ATTEND in tokens; 0: none.
-        table: Embedding ``[V, hidden]`` of EMBED, float32 or bfloat16.
-        norms: The norm of ADD_NORM, or those of query and key heads of ROTATE.
-        matrix: The linear layer of MULTIPLY.
-    """
-
-    kind: Kind
-    source: int = 0
-    delta: int = 0
-    out: int = 0
-    layer: int = 0
-    window: int = 0
-    table: Tensor | None = None
-    norms: tuple[Norm, ...] = ()
-    matrix: Matrix | None = None
-
-
-@dataclass(frozen=True)
 class Heads:
     """Attention heads of a model.
 
@@ -108,11 +83,53 @@ class Heads:
 
 
 @dataclass(frozen=True)
+class Operation:
+    """One operation; ``native/program.h`` says what each kind does.
+
+    Attributes:
+        kind: What it does.
+        source: Buffer it reads.
+        delta: Buffer it adds to ``source``; 0: none.
+        out: Buffer it writes.
+        layer: Layer of the caches, probes and taps that it uses.
+        window: Newest positions that ATTEND or ATTEND_CONTEXT reads; 0: all.
+        table: Embedding ``[V, hidden]`` of EMBED, float32 or bfloat16.
+        norms: The norm of ADD_NORM, or those of query and key heads of ROTATE.
+        heads: Heads that ROTATE reads; none of one kind: they are not in its source.
+        matrix: The linear layer of MULTIPLY.
+    """
+
+    kind: Kind
+    source: int = 0
+    delta: int = 0
+    out: int = 0
+    layer: int = 0
+    window: int = 0
+    table: Tensor | None = None
+    norms: tuple[Norm, ...] = ()
+    heads: Heads | None = None
+    matrix: Matrix | None = None
+
+
+@dataclass(frozen=True)
+class Context:
+    """Keys and values that all rows of a sequence attend to.
+
+    Attributes:
+        cache: They are its first slots.
+        length: Number of these slots, 1 or more.
+    """
+
+    cache: KVCacheView
+    length: int
+
+
+@dataclass(frozen=True)
 class Pass:
     """Arguments of one run.
 
     Attributes:
-        tokens: int64 ``[M]``.
+        tokens: int64 ``[M]``; None for a program that begins with INPUT.
         plan: Query blocks of the M rows.
         caches: KV by sequence.
         table: Cosines, then sines, float32 ``[positions, D]``.
@@ -120,16 +137,20 @@ class Pass:
         taps: Layers whose outputs are wanted.
         probes: Attention scores to record, by layer.
         queries: Rows whose queries are wanted, by layer.
+        contexts: By sequence, for a program with ATTEND_CONTEXT.
+        inputs: ``[M, width]`` of INPUT, float32 or bfloat16.
     """
 
-    tokens: Tensor
+    tokens: Tensor | None
     plan: TreePlan
     caches: Sequence[KVCacheView]
     table: Tensor
-    selection: Tensor | None
+    selection: Tensor | None = None
     taps: Sequence[int] = ()
     probes: Mapping[int, Sequence[Probe]] = field(default_factory=dict)
     queries: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    contexts: Sequence[Context] = ()
+    inputs: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -137,8 +158,10 @@ class PassResult:
     """Result of a run.
 
     Attributes:
-        logits: ``[R, V]``, float32 from a native call, else in the model's type.
-        taps: By layer, its output ``[M, hidden]`` in the model's type.
+        logits: ``[R, V]``, float32 from a native call, else in the model's type; empty
+            from a program without logits.
+        taps: By layer, its output ``[M, hidden]`` in the model's type; ``[R, hidden]`` where it was
+            recorded after the selection.
         queries: By layer, the queries after RoPE that were wanted, float32 ``[n, Hq, D]``.
     """
 
@@ -152,8 +175,8 @@ class Program:
     """Recorded operations; :class:`paceline.kernels.Executor` runs them.
 
     Attributes:
-        operations: In order; the last one writes buffer 0, the logits.
-        selecting: Index of the first operation over selected rows.
+        operations: In order; if rows are selected, the last one writes buffer 0, the logits.
+        selecting: Index of the first operation over selected rows; without any, their number.
         buffers: By number.
         heads: Heads of its attention.
         layers: Layers that the caches must have.
@@ -186,6 +209,10 @@ class Recorder:
         """The rows of ``table`` ``[V, hidden]`` for the tokens: the residual stream."""
         return self._add(Kind.EMBED, table.shape[1], Extent.ALL, table=table.contiguous())
 
+    def input(self, width: int) -> int:
+        """The run's ``inputs``."""
+        return self._add(Kind.INPUT, width, Extent.ALL)
+
     def add_norm(self, x: int, delta: int, norm: Norm) -> int:
         """``x += delta`` (0: nothing), then the norm of it."""
         extent = Extent(max(self._buffers[x].extent, Extent.SLICE))
@@ -199,18 +226,23 @@ class Recorder:
 
     def rotate(self, heads: int, norms: tuple[Norm, Norm] | None, layer: int) -> int:
         """Queries, keys and values: queries after RoPE; keys and values go to the caches."""
-        width = self._heads.q_heads * self._heads.dim
-        self._layers = max(self._layers, layer + 1)
-        return self._add(
-            Kind.ROTATE, width, Extent.SLICE, source=heads, norms=norms or (), layer=layer
-        )
+        return self._rotate(heads, norms, layer, self._heads)
+
+    def rotate_queries(self, heads: int) -> int:
+        """Queries alone."""
+        return self._rotate(heads, None, 0, replace(self._heads, kv_heads=0))
+
+    def write(self, heads: int, norms: tuple[Norm, Norm] | None, layer: int) -> None:
+        """Keys and values alone: they go to the caches."""
+        self._rotate(heads, norms, layer, replace(self._heads, q_heads=0))
 
     def attend(self, q: int, layer: int, window: int | None) -> int:
         """Tree attention over the caches of a layer."""
-        width = self._buffers[q].width
-        return self._add(
-            Kind.ATTEND, width, Extent.SLICE, source=q, layer=layer, window=window or 0
-        )
+        return self._attend(Kind.ATTEND, q, layer, window)
+
+    def attend_context(self, q: int, layer: int, window: int | None) -> int:
+        """Attention over the contexts; all rows of a sequence attend to the same keys."""
+        return self._attend(Kind.ATTEND_CONTEXT, q, layer, window)
 
     def gate(self, gate_up: int) -> int:
         """``silu(gate) * up``."""
@@ -229,11 +261,13 @@ class Recorder:
         return self._add(Kind.SELECT, self._buffers[x].width, Extent.SELECTED, source=x)
 
     def finish(self) -> Program:
-        """The program; its last operation writes the logits."""
-        operations, buffers = self._share_buffers()
+        """The program; if rows were selected, its last operation writes the logits."""
+        kinds = [op.kind for op in self._operations]
+        selecting = kinds.index(Kind.SELECT) if Kind.SELECT in kinds else len(kinds)
+        operations, buffers = self._share_buffers(selecting < len(kinds))
         return Program(
             operations=tuple(operations),
-            selecting=next(i for i, o in enumerate(operations) if o.kind == Kind.SELECT),
+            selecting=selecting,
             buffers=tuple(buffers),
             heads=self._heads,
             layers=self._layers,
@@ -246,12 +280,26 @@ class Recorder:
         self._operations.append(Operation(kind, out=out, **fields))  # type: ignore[arg-type]
         return out
 
-    def _share_buffers(self) -> tuple[list[Operation], list[Buffer]]:
+    def _rotate(
+        self, source: int, norms: tuple[Norm, Norm] | None, layer: int, heads: Heads
+    ) -> int:
+        self._layers = max(self._layers, layer + 1)
+        width = heads.q_heads * heads.dim
+        return self._add(
+            Kind.ROTATE, width, Extent.SLICE, source=source, norms=norms or (), layer=layer,
+            heads=heads,
+        )  # fmt: skip
+
+    def _attend(self, kind: Kind, q: int, layer: int, window: int | None) -> int:
+        width = self._buffers[q].width
+        return self._add(kind, width, Extent.SLICE, source=q, layer=layer, window=window or 0)
+
+    def _share_buffers(self, logits: bool) -> tuple[list[Operation], list[Buffer]]:
         """The operations with the fewest buffers, and these; what the last one writes is 0."""
         last = {b: i for i, o in enumerate(self._operations) for b in (o.source, o.delta, o.out)}
         operations: list[Operation] = []
         buffers, free = [self._buffers[0]], list[int]()
-        number = {0: 0, self._operations[-1].out: 0}
+        number = {0: 0, self._operations[-1].out: 0} if logits else {0: 0}
         for index, op in enumerate(self._operations):
             if op.out not in number:
                 wanted = self._buffers[op.out]
@@ -267,5 +315,6 @@ class Recorder:
             )
             used = {op.source, op.delta, op.out} - {0}
             free += [number[b] for b in used if last[b] == index]
-        buffers[0] = self._buffers[self._operations[-1].out]
+        if logits:
+            buffers[0] = self._buffers[self._operations[-1].out]
         return operations, buffers

@@ -265,8 +265,10 @@ static float *parts_of(const Attention *a, int64_t item) {
 
 int64_t attention_work(const Plan *p) {
   int64_t work = 0;
-  for (int64_t i = 0; i < p->blocks; i++)
-    work += p->block[i].length * p->q_heads * (p->block[i].start + p->block[i].length) * p->dim;
+  for (int64_t i = 0; i < p->tiles; i++) {
+    const Block *b = p->block + p->tile[3 * i];
+    work += p->tile[3 * i + 2] * p->q_heads * (b->start + b->length) * p->dim;
+  }
   return work;
 }
 

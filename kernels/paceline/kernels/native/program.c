@@ -118,7 +118,7 @@ static int next_stage(State *s) {
   const Program *p = s->program;
   const int64_t kind = p->operation[s->at].kind;
   if (s->failed) return 0;
-  if (s->part == 0 && (kind == MULTIPLY || kind == ATTEND)) {
+  if (s->part == 0 && (kind == MULTIPLY || kind == ATTEND || kind == ATTEND_CONTEXT)) {
     s->part = 1;
     return 1;
   }
@@ -127,10 +127,10 @@ static int next_stage(State *s) {
   return s->at == p->selecting || s->at == p->operations ? next_slice(s) : 1;
 }
 
-static void show_caches(State *s, int64_t layer) {
+static void show_caches(State *s, const Cache *const *caches, int64_t layer) {
   for (int64_t i = 0; i < s->run->sequences; i++) {
-    s->keys[i] = s->run->caches[i][2 * layer];
-    s->values[i] = s->run->caches[i][2 * layer + 1];
+    s->keys[i] = caches[i][2 * layer];
+    s->values[i] = caches[i][2 * layer + 1];
   }
 }
 
@@ -149,14 +149,17 @@ static int64_t begin_attention(State *s, const Operation *o) {
   static const Probes none;
   const Program *p = s->program;
   const Run *r = s->run;
-  if (r->queries) copy_queries(s, o);
+  const int context = o->kind == ATTEND_CONTEXT;
+  show_caches(s, context ? r->contexts : r->caches, o->layer);
+  if (r->queries && !context) copy_queries(s, o);
   s->plan = (Plan){.q_heads = p->q_heads, .kv_heads = p->kv_heads, .dim = p->dim,
-                   .window = o->window, .kv_bf16 = r->kv_bf16, .scale = (float)p->scale,
-                   .blocks = r->blocks, .block = r->block, .tiles = s->tiles,
+                   .window = o->window, .kv_bf16 = context ? r->context_bf16 : r->kv_bf16,
+                   .scale = (float)p->scale, .blocks = r->blocks,
+                   .block = context ? r->context_block : r->block, .tiles = s->tiles,
                    .tile = r->tile + 3 * s->tile};
   /* Blocks name rows of the batch, buffers hold those of the slice. */
   s->attention = (Attention){.plan = &s->plan, .keys = s->keys, .values = s->values,
-                             .probes = r->probes ? r->probes + o->layer : &none,
+                             .probes = r->probes && !context ? r->probes + o->layer : &none,
                              .q = s->buffers[o->in] - s->first * p->buffer[o->in].width,
                              .out = s->buffers[o->out] - s->first * p->buffer[o->out].width};
   if (attention_begin(&s->attention, r->threads)) {
@@ -181,10 +184,12 @@ static int64_t begin_stage(State *s) {
       if (s->part == 0) return linear_prepare_items(o->weight, s->rows);
       return linear_items(o->weight, s->rows, s->run->threads);
     case ATTEND:
+    case ATTEND_CONTEXT:
       return s->part == 0 ? begin_attention(s, o) : attention_merge_items(&s->attention);
-    case ROTATE: show_caches(s, o->layer); return pieces(s, p->buffer[o->in].width);
+    case ROTATE: show_caches(s, s->run->caches, o->layer); return pieces(s, p->buffer[o->in].width);
     case TAP: return s->run->taps && s->run->taps[o->layer] ? pieces(s, p->buffer[o->in].width) : 0;
     case EMBED:
+    case INPUT:
     case SELECT: return pieces(s, p->buffer[o->out].width);
     default: return pieces(s, p->buffer[o->in].width);
   }
@@ -197,14 +202,21 @@ static void embed(const State *s, const Operation *o, int64_t row) {
     store_f32(out + i, load_any(o->weight, token * width + i, (int)o->bf16));
 }
 
-static void rotate_keys(const State *s, const Operation *o, int64_t row) {
+static void copy_input(const State *s, const Operation *o, int64_t row) {
+  const int64_t width = s->program->buffer[o->out].width, from = (s->first + row) * width;
+  float *out = rows_of(s, o->out) + row * width;
+  for (int64_t i = 0; i < width; i += LANES)
+    store_f32(out + i, load_any(s->run->inputs, from + i, (int)s->run->inputs_bf16));
+}
+
+static void rotate_heads(const State *s, const Operation *o, int64_t row) {
   const Program *p = s->program;
   const Run *r = s->run;
   const int64_t at = s->first + row, of = s->sequence[at];
-  const Heads heads = {.q_heads = p->q_heads, .kv_heads = p->kv_heads, .dim = p->dim,
+  const Heads heads = {.q_heads = o->q_heads, .kv_heads = o->kv_heads, .dim = p->dim,
                        .q_weight = o->weight, .k_weight = o->second, .eps = (float)o->eps};
-  rotate_row(&heads, s->buffers[o->in], 0, row, r->table + r->position[at] * p->dim,
-             s->buffers[o->out], s->keys + of, s->values + of, s->slot[at], (int)r->kv_bf16);
+  rotate_row(&heads, rows_of(s, o->in), 0, row, r->table + r->position[at] * p->dim,
+             rows_of(s, o->out), s->keys + of, s->values + of, s->slot[at], (int)r->kv_bf16);
 }
 
 static void run_row(const State *s, const Operation *o, int64_t row) {
@@ -213,11 +225,12 @@ static void run_row(const State *s, const Operation *o, int64_t row) {
   float *in = rows_of(s, o->in) + row * width;
   switch (o->kind) {
     case EMBED: embed(s, o, row); break;
+    case INPUT: copy_input(s, o, row); break;
     case ADD_NORM:
       if (o->delta) add_row(in, rows_of(s, o->delta), row * width, 0, width);
       normalise(in, o->weight, width, (float)o->eps, rows_of(s, o->out), row * width, 0);
       break;
-    case ROTATE: rotate_keys(s, o, row); break;
+    case ROTATE: rotate_heads(s, o, row); break;
     case GATE: gate_row(rows_of(s, o->in), rows_of(s, o->out), row, width / 2, 0); break;
     case ADD: add_row(in, rows_of(s, o->delta), row * width, 0, width); break;
     case TAP:
@@ -240,7 +253,7 @@ static void work(void *state, int64_t item) {
       linear_prepare(o->weight, in, s->rows, s->scratch, item);
     else
       linear_item(o->weight, in, s->scratch, s->rows, rows_of(s, o->out), item);
-  } else if (o->kind == ATTEND) {
+  } else if (o->kind == ATTEND || o->kind == ATTEND_CONTEXT) {
     if (s->part)
       attention_merge_item(&s->attention, item);
     else if (attention_item(&s->attention, item))
@@ -282,7 +295,7 @@ static int outside(const int64_t *numbers, int64_t count, int64_t end) {
 /* Runs a program. Returns 0; 1 when memory ran out; 2 for a token or selected row that does not
  * exist. */
 int64_t paceline_run_program(const Program *p, const Run *r) {
-  if (outside(r->tokens, r->rows, p->vocabulary)) return 2;
+  if (r->tokens && outside(r->tokens, r->rows, p->vocabulary)) return 2;
   if (r->selection && outside(r->selection, r->selected, r->rows)) return 2;
   State s = {.program = p, .run = r, .at = p->selecting - 1};
   lay_out(&s);

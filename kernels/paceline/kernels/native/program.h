@@ -6,21 +6,27 @@
 #include "linear.h"
 #include "rows.h"
 
-enum { EMBED, ADD_NORM, MULTIPLY, ROTATE, ATTEND, GATE, ADD, TAP, SELECT };
+enum {
+  EMBED, INPUT, ADD_NORM, MULTIPLY, ROTATE, ATTEND, ATTEND_CONTEXT, GATE, ADD, TAP, SELECT
+};
 
 /* One operation. Of the fields each kind uses some; `in`, `delta` and `out` are buffers.
  * EMBED    out = rows of the table `weight` [vocabulary, width of out]
+ * INPUT    out = the caller's rows
  * ADD_NORM in += delta (0: nothing); out = norm(in) * weight
  * MULTIPLY out = in times the Matrix `weight`
- * ROTATE   out = rotated queries of the heads in `in`; keys and values go to the caches of `layer`
+ * ROTATE   out = rotated queries of the heads in `in`; keys and values go to the caches of `layer`;
+ *          there may be queries alone, or keys and values alone
  * ATTEND   out = attention of the queries in `in` over the caches of `layer`
+ * ATTEND_CONTEXT  the same over the contexts, where all rows of a block attend to the same keys
  * GATE     out = silu(gate) * up
  * ADD      in += delta
  * TAP      copies `in` to the caller's buffer of `layer`, if there is one
  * SELECT   out = the rows of `in` that need logits */
 typedef struct {
   int64_t kind, in, delta, out, layer;
-  int64_t window;              /* of ATTEND; 0: none */
+  int64_t window;              /* of attention; 0: none */
+  int64_t q_heads, kv_heads;   /* of `in` of ROTATE */
   int64_t bf16;                /* type of the table of EMBED */
   const void *weight, *second; /* second: norm of keys for ROTATE, whose `weight` is that of queries */
   double eps;
@@ -53,7 +59,7 @@ typedef struct {
 /* Arguments of one run. */
 typedef struct {
   int64_t rows, selected, threads;
-  const int64_t *tokens, *position; /* [rows] */
+  const int64_t *tokens, *position; /* [rows]; no tokens without EMBED */
   const int64_t *selection;   /* rows that need logits [selected]; null: all */
   const float *table;         /* cosines and sines [positions, D] */
   int64_t sequences;
@@ -61,6 +67,11 @@ typedef struct {
   int64_t kv_bf16;
   int64_t blocks;
   const Block *block;
+  const Cache *const *contexts; /* of every context: [layers][keys, values] */
+  const Block *context_block;   /* [blocks]: the rows of `block` as nodes that attend to a context */
+  int64_t context_bf16;
+  const void *inputs;           /* of INPUT: [rows, width] */
+  int64_t inputs_bf16;
   int64_t tiles;
   const int64_t *tile;    /* [tiles, 3], in the order of blocks; see Plan */
   float *logits;

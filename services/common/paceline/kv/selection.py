@@ -45,6 +45,13 @@ PolicyFactory = Callable[[ObservedCache, Sequence[int]], SelectionPolicy]
 """Makes the policy of one cache, for some of its layers, counted from 0."""
 
 
+def streaming_positions(length: int, budget: int) -> Tensor:
+    """Returns the first of ``length`` positions and the newest, at most ``budget``; 0: all. int64,
+    rising, ``[n]``."""
+    parts = [torch.arange(part.start, part.stop) for part in streaming(length, budget)]
+    return torch.cat([torch.empty(0, dtype=torch.int64), *parts])
+
+
 class Streaming(SelectionPolicy):
     """The first 4 positions and the newest, the same in every layer."""
 
@@ -54,8 +61,7 @@ class Streaming(SelectionPolicy):
 
     def choose(self, committed: int, budget: int) -> list[Tensor]:
         """See :class:`SelectionPolicy`."""
-        parts = [torch.arange(part.start, part.stop) for part in streaming(committed, budget)]
-        return [torch.cat(parts)] * self._layers
+        return [streaming_positions(committed, budget)] * self._layers
 
 
 class TopScores(SelectionPolicy):

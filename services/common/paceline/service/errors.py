@@ -1,6 +1,6 @@
 """The exception that servicers raise, and its form on the wire."""
 
-from typing import Self
+from __future__ import annotations
 
 import grpc
 from google.protobuf import any_pb2
@@ -10,6 +10,18 @@ DOMAIN = "paceline"
 # Trailing metadata holds the text twice, and peers accept 8 KiB of it in total.
 MAX_MESSAGE_CHARS = 1500
 MAX_METADATA_CHARS = 200
+
+
+class _Constructor:
+    """Makes errors of one status code."""
+
+    def __init__(self, code: grpc.StatusCode) -> None:
+        self._code = code
+
+    def __call__(
+        self, reason: str, message: str, retry_after: float | None = None, **metadata: str
+    ) -> ServiceError:
+        return ServiceError(self._code, reason, message, retry_after=retry_after, **metadata)
 
 
 class ServiceError(Exception):
@@ -39,58 +51,24 @@ class ServiceError(Exception):
         self.code, self.reason, self.message = code, reason, message
         self.retry_after, self.metadata = retry_after, metadata
 
-    @classmethod
-    def invalid_argument(cls, reason: str, message: str, **metadata: str) -> Self:
-        """The request is wrong in any state of the service."""
-        return cls(grpc.StatusCode.INVALID_ARGUMENT, reason, message, retry_after=None, **metadata)
-
-    @classmethod
-    def not_found(cls, reason: str, message: str, **metadata: str) -> Self:
-        """What the request names does not exist, or belongs to another caller."""
-        return cls(grpc.StatusCode.NOT_FOUND, reason, message, retry_after=None, **metadata)
-
-    @classmethod
-    def failed_precondition(cls, reason: str, message: str, **metadata: str) -> Self:
-        """The state does not allow it; repeating the same call does not help."""
-        return cls(
-            grpc.StatusCode.FAILED_PRECONDITION, reason, message, retry_after=None, **metadata
-        )
-
-    @classmethod
-    def resource_exhausted(
-        cls, reason: str, message: str, retry_after: float | None = None, **metadata: str
-    ) -> Self:
-        """A limit is reached; the call may succeed `retry_after` seconds later."""
-        code = grpc.StatusCode.RESOURCE_EXHAUSTED
-        return cls(code, reason, message, retry_after=retry_after, **metadata)
-
-    @classmethod
-    def unavailable(
-        cls, reason: str, message: str, retry_after: float | None = None, **metadata: str
-    ) -> Self:
-        """This process does not accept the call now; another one, or a retry, may."""
-        code = grpc.StatusCode.UNAVAILABLE
-        return cls(code, reason, message, retry_after=retry_after, **metadata)
-
-    @classmethod
-    def aborted(cls, reason: str, message: str, **metadata: str) -> Self:
-        """Another call took over."""
-        return cls(grpc.StatusCode.ABORTED, reason, message, retry_after=None, **metadata)
-
-    @classmethod
-    def unauthenticated(cls, reason: str, message: str, **metadata: str) -> Self:
-        """The caller sent no valid credentials."""
-        return cls(grpc.StatusCode.UNAUTHENTICATED, reason, message, retry_after=None, **metadata)
-
-    @classmethod
-    def unimplemented(cls, reason: str, message: str, **metadata: str) -> Self:
-        """The method is not implemented."""
-        return cls(grpc.StatusCode.UNIMPLEMENTED, reason, message, retry_after=None, **metadata)
-
-    @classmethod
-    def internal(cls, reason: str, message: str, **metadata: str) -> Self:
-        """An error of the service itself."""
-        return cls(grpc.StatusCode.INTERNAL, reason, message, retry_after=None, **metadata)
+    invalid_argument = _Constructor(grpc.StatusCode.INVALID_ARGUMENT)
+    """The request is wrong in any state of the service."""
+    not_found = _Constructor(grpc.StatusCode.NOT_FOUND)
+    """What the request names does not exist, or belongs to another caller."""
+    failed_precondition = _Constructor(grpc.StatusCode.FAILED_PRECONDITION)
+    """The state does not allow it; repeating the same call does not help."""
+    resource_exhausted = _Constructor(grpc.StatusCode.RESOURCE_EXHAUSTED)
+    """A limit is reached; the call may succeed `retry_after` seconds later."""
+    unavailable = _Constructor(grpc.StatusCode.UNAVAILABLE)
+    """This process does not accept the call now; another one, or a retry, may."""
+    aborted = _Constructor(grpc.StatusCode.ABORTED)
+    """Another call took over."""
+    unauthenticated = _Constructor(grpc.StatusCode.UNAUTHENTICATED)
+    """The caller sent no valid credentials."""
+    unimplemented = _Constructor(grpc.StatusCode.UNIMPLEMENTED)
+    """The method is not implemented."""
+    internal = _Constructor(grpc.StatusCode.INTERNAL)
+    """An error of the service itself."""
 
     def to_status(self) -> status_pb2.Status:
         """The rich status to send. Long texts are truncated, lone surrogates replaced."""

@@ -7,6 +7,7 @@ method. What a drafter drafts can change the speed of a generation, never its to
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from paceline.drafter.kv.errors import KvGone, KvNotShared
 from paceline.drafter.methods import method_names
 from paceline.drafter.methods.base import (
     Budget,
@@ -24,14 +25,12 @@ from paceline.tree import TokenTree
 
 if TYPE_CHECKING:
     from paceline.drafter.kv.access import VerifierAccess
-    from paceline.drafter.kv.errors import KvGone, KvNotShared
-    from paceline.drafter.service import DrafterService, build_service
+    from paceline.drafter.service import build_service
 
 __all__ = [
     "Budget",
     "DraftSequence",
     "Drafter",
-    "DrafterService",
     "DrafterSpec",
     "Fit",
     "Generation",
@@ -48,9 +47,6 @@ __all__ = [
 ]
 
 _IMPORTED_ON_USE = {
-    "DrafterService": "paceline.drafter.service",
-    "KvGone": "paceline.drafter.kv.errors",
-    "KvNotShared": "paceline.drafter.kv.errors",
     "VerifierAccess": "paceline.drafter.kv.access",
     "build_service": "paceline.drafter.service",
 }

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from paceline.drafter.errors import LoadError
 from paceline.tree import TokenTree
 
 FILE = "calibration.json"
@@ -73,12 +74,11 @@ class Calibration:
         return replace(tree, confidences=confidences)
 
     @classmethod
-    def read(cls, path: Path) -> Calibration:
-        """Read what :meth:`write` saved.
+    def read(cls, path: Path, method: str) -> Calibration:
+        """Read what :meth:`write` saved, for a drafter of a method.
 
         Raises:
-            OSError: The file cannot be read.
-            ValueError: It is malformed.
+            LoadError: The file cannot be read, is malformed, or is for another method.
         """
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
@@ -88,9 +88,20 @@ class Calibration:
                 tuple(Scaling(float(s["temperature"]), float(s["shift"])) for s in value[name])
                 for name in ("greedy", "sampled")
             )
-            return cls(value["method"], greedy, sampled)
-        except (LookupError, TypeError) as error:
-            raise ValueError(f"{type(error).__name__}: {error}") from error
+            found = cls(value["method"], greedy, sampled)
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise LoadError(
+                "UNREADABLE_CALIBRATION",
+                f"cannot read the calibration {path} ({type(error).__name__}: {error}); create one "
+                "with paceline calibrate",
+            ) from error
+        if found.method != method:
+            raise LoadError(
+                "OTHER_CALIBRATION",
+                f"{path} is for the method {found.method!r}, the drafter's is {method!r}; "
+                "calibrate this drafter",
+            )
+        return found
 
     def write(self, path: Path, notes: Mapping[str, Any]) -> None:
         """Save as JSON, with ``notes`` on how it was fitted."""

@@ -18,7 +18,6 @@ from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.job import Prefill, Round
 from paceline.verifier.engine.output import merge
 from paceline.verifier.rpc.follow import FollowCounts
-from paceline.verifier.scheduler.scheduler import Decision
 from paceline.verifier.store import CacheStore
 
 _COUNTERS = {
@@ -220,13 +219,13 @@ class VerifierMetrics:
             per_token = (request.newest - request.first) / (request.tokens - 1)
             self._observe(Metric.TIME_PER_OUTPUT_TOKEN, per_token)
 
-    def step(self, seconds: float, tokens: int, decision: Decision | None) -> None:
+    def step(self, seconds: float, tokens: int, decided: float | None) -> None:
         """The engine ran a step. Called on the engine thread."""
         self._count(Metric.ENGINE_STEPS)
         self._count(Metric.ENGINE_BUSY_SECONDS, seconds)
         self._observe(Metric.ENGINE_BATCH_TOKENS, tokens)
-        if decision is not None:
-            self._observe(Metric.SCHEDULE_SECONDS, decision.seconds)
+        if decided is not None:
+            self._observe(Metric.SCHEDULE_SECONDS, decided)
 
     def _count(self, name: str, amount: float = 1) -> None:
         self._counters[name].inc(amount)

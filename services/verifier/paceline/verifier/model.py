@@ -16,40 +16,21 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Limits of the served model, which requests are checked against.
-
-    Attributes:
-        vocab_size: Number of token ids.
-        max_context: Most tokens of prompt and output together.
-        eos_token_ids: Tokens that end a generation unless the request ignores them.
-        layers: Number of layers, whose hidden states may be requested.
-    """
-
-    vocab_size: int
-    max_context: int
-    eos_token_ids: tuple[int, ...]
-    layers: int = 0
-
-
-@dataclass(frozen=True)
 class ModelInfo:
     """Description of the served model.
 
     Attributes:
-        limits: Limits that requests are checked against.
-        message: The GetModel response without the tokenizer.
+        message: The GetModel response without the tokenizer. Requests are checked against it.
         tokenizer_gzip: tokenizer.json, compressed; empty if the model has none.
     """
 
-    limits: Limits
     message: verifier_pb2.GetModelResponse
     tokenizer_gzip: bytes
 
     def grammars(self) -> Grammars:
         """A compiler of grammars for the model's tokens."""
         tokenizer = gzip.decompress(self.tokenizer_gzip) if self.tokenizer_gzip else b""
-        return Grammars(tokenizer, self.limits.vocab_size, self.limits.eos_token_ids)
+        return Grammars(tokenizer, self.message.vocab_size, self.message.eos_token_ids)
 
     def response(self, request: verifier_pb2.GetModelRequest) -> verifier_pb2.GetModelResponse:
         """The response to one request, with the tokenizer if the client lacks it."""
@@ -110,9 +91,6 @@ def read_model_info(
         lease_ms=round(lease_seconds * 1000),
     )
     return ModelInfo(
-        limits=Limits(
-            config.vocab_size, context, tuple(config.eos_token_ids), layers=config.layers
-        ),
         message=message,
         tokenizer_gzip=gzip.compress(tokenizer, mtime=0) if tokenizer else b"",
     )

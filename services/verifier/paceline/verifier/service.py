@@ -78,7 +78,7 @@ class VerifierService:
         self._scheduler: Scheduler | None = None
         with ThreadPoolExecutor(1, initializer=_use, initargs=(threads, device)) as pool:
             decoder, model = pool.submit(self._load, target, options, device).result()
-        self._decoder, self._max_context = decoder, model.limits.max_context
+        self._decoder, self._max_context = decoder, model.message.max_context
         config = decoder.config
         layout = KvLayout(
             config.layers, config.kv_heads, config.head_dim, config.dtype, config.hidden
@@ -95,7 +95,7 @@ class VerifierService:
                 decoder.device,
                 kv_bytes=kv_bytes,
                 max_sequences=options.max_sequences,
-                max_context=model.limits.max_context,
+                max_context=model.message.max_context,
             )
             allocate = partial(PagedKv, self._pool)
             if decoder.device.type == "cuda" and find_spec("triton") is not None:
@@ -145,7 +145,7 @@ class VerifierService:
                 decoder = Decoder.load(source, options.weights, device, shared=packed)
                 trim()
         if options.schedule != "off":
-            self._scheduler = _scheduler(decoder, options, model.limits.max_context)
+            self._scheduler = _scheduler(decoder, options, model.message.max_context)
             model.message.schedules_speculation = True
         return decoder, model
 

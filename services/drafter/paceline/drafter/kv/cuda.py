@@ -11,9 +11,9 @@ from paceline.drafter.kv.description import read_kv, resolve
 from paceline.drafter.kv.errors import KvGone, KvNotShared
 from paceline.drafter.kv.mapping import MappedReader
 from paceline.drafter.kv.reader import MappedKv
-from paceline.kernels import streaming
 from paceline.kv.cuda_driver import CudaDriver, DriverError, cuda_driver
 from paceline.kv.cuda_memory import MappedMemory, NotMappable
+from paceline.kv.selection import streaming_positions
 from paceline.v1 import kv_pb2
 
 
@@ -91,10 +91,7 @@ class CudaKv(MappedReader, MappedKv):
         super().check()
         length = min(self.committed, below)
         if self._selected is None or self._selected[0] != (length, budget):
-            ranges = streaming(length, budget)
-            positions = [torch.arange(part.start, part.stop) for part in ranges]
-            slots = self._slots(torch.cat([torch.empty(0, dtype=torch.int64), *positions]))
-            self._selected = (length, budget), slots
+            self._selected = (length, budget), self._slots(streaming_positions(length, budget))
         return length
 
     def parts(self, layer: int) -> list[tuple[Tensor, Tensor]]:

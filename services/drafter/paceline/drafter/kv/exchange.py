@@ -120,12 +120,23 @@ class KvExchange:
         Raises:
             KvNotShared: As for :meth:`open`, or the cache does not keep them.
         """
+        from paceline.drafter.kv.remote import RemoteStates
+        from paceline.drafter.kv.shared import SharedStates
+
         address = self._beside or address
-        return await self._open(
-            transport,
-            lambda: self.map_states(address, read_grant, layers, window),
-            lambda: self.follow_states(address, read_grant, layers, window),
-        )
+
+        async def map_states() -> StateReader:
+            request = kv_pb2.MapCacheRequest(read_grant=read_grant, hidden_state_layers=layers)
+            return SharedStates(await self._call(address, request), read_grant, layers, window)
+
+        async def follow_states() -> StateReader:
+            self._check_allowed(address)
+            subscribe = kv_pb2.FollowSubscribe(
+                read_grant=read_grant, hidden_state_layers=layers, hidden_state_window=window
+            )
+            return await RemoteStates.open(partial(self._follow, address), subscribe, CALL_SECONDS)
+
+        return await self._open(transport, map_states, follow_states)
 
     async def _open(
         self,
@@ -157,7 +168,6 @@ class KvExchange:
         from paceline.drafter.kv.cuda import map_cuda
         from paceline.drafter.kv.shared import SharedKv
 
-        _check_local(address)
         # Only the verifier knows the number of layers, from which negative ones are counted.
         every = any(layer < 0 for layer in layers)
         request = kv_pb2.MapCacheRequest(
@@ -215,28 +225,6 @@ class KvExchange:
             raise
         return SparseView(mapped, selection)
 
-    async def map_states(
-        self, address: str, read_grant: bytes, layers: Sequence[int], window: int
-    ) -> StateReader:
-        """Map hidden states of a cache. See :meth:`open_states`."""
-        from paceline.drafter.kv.shared import SharedStates
-
-        _check_local(address)
-        request = kv_pb2.MapCacheRequest(read_grant=read_grant, hidden_state_layers=layers)
-        return SharedStates(await self._call(address, request), read_grant, layers, window)
-
-    async def follow_states(
-        self, address: str, read_grant: bytes, layers: Sequence[int], window: int
-    ) -> StateReader:
-        """Follow hidden states of a cache. See :meth:`open_states`."""
-        from paceline.drafter.kv.remote import RemoteStates
-
-        self._check_allowed(address)
-        subscribe = kv_pb2.FollowSubscribe(
-            read_grant=read_grant, hidden_state_layers=layers, hidden_state_window=window
-        )
-        return await RemoteStates.open(partial(self._follow, address), subscribe, CALL_SECONDS)
-
     async def close(self) -> None:
         """Close all connections. Open readers keep what they have."""
         self._closed = True
@@ -258,6 +246,11 @@ class KvExchange:
             )
 
     async def _call(self, address: str, request: kv_pb2.MapCacheRequest) -> kv_pb2.MapCacheResponse:
+        if not is_local_address(address):
+            raise KvNotShared(
+                f"the verifier's address {address[:80]} is not on this machine; name it by "
+                "unix:/path or a loopback address"
+            )
         try:
             response: kv_pb2.MapCacheResponse = await self._stub(address).MapCache(
                 request, timeout=CALL_SECONDS, metadata=(*self._metadata, *current_metadata())
@@ -293,11 +286,3 @@ class KvExchange:
             task = asyncio.create_task(channel.close(CALL_SECONDS))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
-
-
-def _check_local(address: str) -> None:
-    if not is_local_address(address):
-        raise KvNotShared(
-            f"the verifier's address {address[:80]} is not on this machine; name it by "
-            "unix:/path or a loopback address"
-        )

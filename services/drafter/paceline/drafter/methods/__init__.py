@@ -55,11 +55,8 @@ def method_class(name: str) -> type[Drafter]:
         LoadError: UNKNOWN_METHOD: no installed method has this name, or it is no :class:`Drafter`.
             METHOD_NOT_INSTALLED: it cannot be imported.
     """
-    if name in _BUILT_IN:
-        entry = EntryPoint(name, _BUILT_IN[name], GROUP)
-    elif (found := _methods().get(name)) is not None:
-        entry = found
-    else:
+    entry = _methods().get(name)
+    if entry is None:
         raise LoadError(
             "UNKNOWN_METHOD",
             f"unknown method {name!r}; known are {', '.join(method_names())}. A package adds a "

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from paceline.drafter.errors import LoadError as LoadError
 from paceline.drafter.kv.options import KvOptions
 from paceline.tree import TokenTree
 from paceline.v1 import sampling_pb2
@@ -16,15 +17,6 @@ from paceline.v1 import sampling_pb2
 if TYPE_CHECKING:
     from paceline.drafter.calibration import Calibration
     from paceline.drafter.kv.reader import KvReader, StateReader
-
-
-class LoadError(Exception):
-    """A drafter cannot be loaded: its method, folder, options or weights are invalid."""
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-        """Stable upper-case name of the error."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import ClassVar, TypeVar, cast
 
 import torch
@@ -148,20 +149,17 @@ class Beam:
 
     def add_level(self, ranked: Ranked) -> None:
         """Adds children of the frontier: the likeliest of the choices after each of its nodes."""
+        # Rounding may leave the log of a probability a little above 0.
+        rows = zip(ranked.ids.tolist(), ranked.logs.clamp(max=0.0).tolist(), strict=True)
         found: list[tuple[float, float, int, int]] = []
-        for parent, row_ids, row_logs in zip(
-            self.frontier, ranked.ids.tolist(), ranked.logs.tolist(), strict=True
-        ):
+        for parent, (ids, logs) in zip(self.frontier, rows, strict=True):
             above = self.scores[parent] if parent >= 0 else 0.0
-            # Rounding may leave the log of a probability a little above 0.
-            found += [
-                (above + min(log, 0.0), min(log, 0.0), parent, token)
-                for token, log in zip(row_ids, row_logs, strict=True)
-                if log > -math.inf
-            ]
-        found.sort(key=lambda child: -child[0])
+            found += [(above + log, log, parent, i) for i, log in zip(ids, logs, strict=True)]
+        found.sort(key=itemgetter(0), reverse=True)
         start = len(self.tokens)
         for score, log, parent, token in found[: self.width]:
+            if score == -math.inf:
+                break
             self.tokens.append(token)
             self.parents.append(parent)
             self.scores.append(score)

@@ -1,16 +1,65 @@
-"""Model folders of drafters: their target, tokenizer and calibration."""
+"""Model folders of drafters: their target and tokenizer, and loading from them."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
-from paceline.drafter.calibration import Calibration
-from paceline.drafter.methods.base import Fit, LoadError
+import torch
+
+from paceline.decoder import UnsupportedModelError, open_model, use_device
+from paceline.drafter.methods.base import Fit, LoadError, Resources
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 TOKENIZER_FILE = "tokenizer.json"
+
+
+def required_folder(method: str, folder: Path | None) -> Path:
+    """Returns the folder or GGUF file of a method with weights.
+
+    Raises:
+        LoadError: FOLDER_MISSING: None was given.
+    """
+    if folder is None:
+        raise LoadError("FOLDER_MISSING", f"{method} needs a model folder: {method}:DIR")
+    return folder
+
+
+def load_model(
+    folder: Path, resources: Resources, load: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> T:
+    """Calls ``load`` on a thread that ends afterwards, and returns its result.
+
+    The OpenMP workers of a thread end with it. If they stayed, they and the drafting thread's own
+    would outnumber the cores and slow every operation.
+
+    Raises:
+        LoadError: The loader's own, or UNSUPPORTED_MODEL for any other error.
+    """
+    threads = resources.threads or torch.get_num_threads()
+
+    def prepare() -> None:
+        torch.set_num_threads(threads)
+        use_device(resources.device)
+
+    try:
+        with ThreadPoolExecutor(1, initializer=prepare) as pool:
+            return pool.submit(load, *args, **kwargs).result()
+    except LoadError:
+        raise
+    except Exception as error:  # damaged files make the libraries raise anything
+        raise LoadError("UNSUPPORTED_MODEL", f"cannot load {folder}: {error}") from error
+
+
+def weight_bytes(path: Path) -> int:
+    """Returns the size of a model's weight files. Unit: bytes."""
+    return open_model(path).weight_bytes
 
 
 def read_fit(folder: Path) -> Fit:
@@ -33,8 +82,7 @@ def read_fit(folder: Path) -> Fit:
         )
     section = config.get("paceline", {})
     declared = str(section.get("tokenizer_digest", ""))
-    tokenizer = folder / TOKENIZER_FILE
-    found = hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.is_file() else ""
+    found = tokenizer_digest(folder)
     if declared and found and declared != found:
         raise LoadError(
             "TOKENIZER_MISMATCH",
@@ -49,8 +97,6 @@ def read_fit(folder: Path) -> Fit:
 
 
 def _read_gguf_fit(file: Path) -> Fit:
-    from paceline.decoder import UnsupportedModelError, open_model
-
     try:
         source = open_model(file)
         vocab_size = source.config().vocab_size
@@ -59,14 +105,18 @@ def _read_gguf_fit(file: Path) -> Fit:
         raise LoadError("UNSUPPORTED_MODEL", str(error)) from error
 
 
+def tokenizer_digest(folder: str | Path) -> str:
+    """Returns the SHA-256 hex of a folder's tokenizer.json; empty if there is none."""
+    path = Path(folder) / TOKENIZER_FILE
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+
+
 def check_target(folder: Path, target: Path, fit: Fit) -> None:
     """Check that the drafter in ``folder`` was trained for the target in ``target``.
 
     Raises:
         LoadError: TARGET_MISMATCH or TOKENIZER_MISMATCH.
     """
-    from paceline.decoder import open_model  # here, since other methods need no torch
-
     source = open_model(target)
     pairs = (
         ("TARGET_MISMATCH", "weights", fit.target_fingerprint, source.fingerprint()),
@@ -79,28 +129,6 @@ def check_target(folder: Path, target: Path, fit: Fit) -> None:
                 f"{folder} was made for a target with {what} {expected}, but {target} has "
                 f"{found or 'none'}; give the target it was trained for",
             )
-
-
-def read_calibration(path: Path, method: str) -> Calibration:
-    """Read the calibration of a drafter.
-
-    Raises:
-        LoadError: The file cannot be read, is malformed, or is for another method.
-    """
-    try:
-        found = Calibration.read(path)
-    except (OSError, ValueError) as error:
-        raise LoadError(
-            "UNREADABLE_CALIBRATION",
-            f"cannot read the calibration {path}: {error}; create one with paceline calibrate",
-        ) from error
-    if found.method != method:
-        raise LoadError(
-            "OTHER_CALIBRATION",
-            f"{path} is for the method {found.method!r}, the drafter's is {method!r}; calibrate "
-            "this drafter",
-        )
-    return found
 
 
 def _vocab_size(config: dict[str, Any], folder: Path) -> int:

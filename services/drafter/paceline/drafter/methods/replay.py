@@ -6,11 +6,7 @@ apart from any model. For texts without a recording the trees are empty.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import struct
-from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -25,10 +21,8 @@ from paceline.drafter.methods.base import (
     Update,
 )
 from paceline.drafter.methods.options import check_range, parse_options
+from paceline.drafter.recordings import read_recordings
 from paceline.tree import EMPTY, TokenTree
-
-RECORD_FILE = "continuations.jsonl"
-"""Name of the file when a folder is given."""
 
 _MASK = (1 << 64) - 1
 
@@ -55,56 +49,27 @@ class ReplayOptions:
         check_range("width", self.width, 1, self.max_nodes)
 
 
-def prompt_digest(tokens: Sequence[int]) -> str:
-    """Returns the key of a prompt: SHA-256 hex over its ids as little-endian 32-bit integers."""
-    return hashlib.sha256(struct.pack(f"<{len(tokens)}I", *tokens)).hexdigest()
+Records = Mapping[tuple[int, ...], tuple[int, ...]]
+"""Recorded continuations by prompt."""
 
 
-def write_records(path: Path, records: Iterable[tuple[Sequence[int], Sequence[int]]]) -> None:
-    """Writes (prompt, continuation) pairs as JSON lines that ``replay`` reads."""
-    with path.open("w", encoding="ascii") as file:
-        for prompt, tokens in records:
-            line = {"prompt_sha": prompt_digest(prompt), "tokens": list(tokens)}
-            file.write(json.dumps(line) + "\n")
-
-
-def read_records(path: Path) -> dict[str, array[int]]:
-    """Reads recorded continuations, by prompt digest.
-
-    Each line is an object with ``tokens``, and ``prompt_sha`` or the ``prompt`` tokens themselves.
+def read_records(path: Path) -> Records:
+    """Reads recorded continuations (:func:`paceline.drafter.recordings.read_recordings`).
 
     Raises:
-        LoadError: The file cannot be read or a line has another form.
+        LoadError: A file cannot be read or a line has another form.
     """
-    records: dict[str, array[int]] = {}
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise LoadError("UNREADABLE_RECORD", f"cannot read {path}: {error}") from error
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-            key = record.get("prompt_sha") or prompt_digest(array("I", record["prompt"]))
-            records[key] = array("I", record["tokens"])
-        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
-            raise LoadError(
-                "UNREADABLE_RECORD",
-                f"{path} line {number}: expected a JSON object with 'tokens' and 'prompt_sha' or "
-                f"'prompt' ({type(error).__name__}: {error})",
-            ) from error
-    return records
+    return {each.prompt: each.tokens for each in read_recordings(path)}
 
 
 class ReplaySequence(DraftSequence):
     """A generation, as far as it agrees with its recording."""
 
-    def __init__(
-        self, options: ReplayOptions, records: Mapping[str, array[int]], generation: Generation
-    ) -> None:
+    def __init__(self, options: ReplayOptions, records: Records, generation: Generation) -> None:
         self._options = options
         self._vocab_size = generation.vocab_size
-        prompt = generation.tokens[: generation.prompt_length]
-        self._record: Sequence[int] = records.get(prompt_digest(prompt), ())
+        prompt = tuple(generation.tokens[: generation.prompt_length])
+        self._record = records.get(prompt, ())
         self._emitted = 0
         self._follow(generation.tokens[generation.prompt_length :])
 
@@ -137,7 +102,7 @@ class ReplaySequence(DraftSequence):
 
     def _follow(self, tokens: Sequence[int]) -> None:
         end = self._emitted + len(tokens)
-        if list(self._record[self._emitted : end]) != list(tokens):
+        if self._record[self._emitted : end] != tuple(tokens):
             self._record = ()  # the text differs from the recording
         self._emitted = end
 
@@ -148,11 +113,10 @@ class ReplayDrafter(Drafter):
     method: ClassVar[str] = "replay"
     inline: ClassVar[bool] = True
 
-    def __init__(self, options: ReplayOptions, records: Mapping[str, array[int]]) -> None:
+    def __init__(self, options: ReplayOptions, records: Records) -> None:
         self._options = options
         self._records = records
         self.max_nodes = options.max_nodes
-        self.weight_bytes = sum(len(tokens) * tokens.itemsize for tokens in records.values())
 
     @classmethod
     def load(
@@ -160,8 +124,7 @@ class ReplayDrafter(Drafter):
     ) -> ReplayDrafter:
         if folder is None:
             raise LoadError("FOLDER_MISSING", "replay needs a recording: replay:FILE.jsonl")
-        parsed = parse_options(ReplayOptions, options)
-        return cls(parsed, read_records(folder / RECORD_FILE if folder.is_dir() else folder))
+        return cls(parse_options(ReplayOptions, options), read_records(folder))
 
     def start(self, generation: Generation) -> ReplaySequence:
         return ReplaySequence(self._options, self._records, generation)

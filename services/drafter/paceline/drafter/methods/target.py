@@ -10,12 +10,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from paceline.decoder import ModelSource, UnsupportedModelError, open_model
 from paceline.decoder.linear import Linear
 from paceline.decoder.sources import ModelFolder
 from paceline.decoder.weights import Checkpoint
+from paceline.drafter.methods.base import Fit
+from paceline.drafter.methods.beam import BeamOptions
+from paceline.drafter.methods.checkpoint import check_target
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -173,25 +175,19 @@ class TargetEmbedding:
 
     Where type and device are those of the file, the embedding is mapped from it and not copied. All
     drafters on a machine, and other processes that map the file, then share its memory. The same
-    holds for the head, unless it is small enough to be repacked into a faster, private copy.
+    holds for the head, unless the compiled kernels pack it.
+
+    Attributes:
+        embedding: ``[V, hidden]``.
+        head: The LM head.
     """
 
-    def __init__(self, embedding: Tensor, head: Tensor, pack_bytes: int) -> None:
-        """Takes both tensors, ``[V, hidden]``; heads of at most ``pack_bytes`` are repacked."""
+    def __init__(self, embedding: Tensor, head: Tensor) -> None:
+        """Takes both tensors, ``[V, hidden]``."""
         self.embedding = embedding
-        self._head = head
-        packs = head.device.type == "cpu" and head.nbytes <= pack_bytes
-        self._packed = Linear(head) if packs else None
-        self.private_bytes = head.nbytes if packs else 0
-        """Bytes of the repacked head."""
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Embeds token ids ``[M]``: float32 ``[M, hidden]``."""
-        return self.embedding[tokens].float()
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Applies the LM head: ``[R, hidden]`` to ``[R, V]``, in the weights' type."""
-        return linear(hidden, self._head) if self._packed is None else self._packed(hidden)
+        self.head = Linear(head)
+        self.private_bytes = 0 if self.head.packed is None else head.nbytes
+        """Bytes of the packed head."""
 
     @classmethod
     def read(
@@ -201,7 +197,6 @@ class TargetEmbedding:
         shape: EmbeddingShape,
         dtype: torch.dtype,
         device: torch.device | str,
-        pack_bytes: int,
     ) -> TargetEmbedding:
         """Reads both from the drafter's folder if it holds them, otherwise from the target's.
 
@@ -211,7 +206,6 @@ class TargetEmbedding:
             shape: Expected shape.
             dtype: Type of the model.
             device: Device of the model.
-            pack_bytes: See :meth:`__init__`.
 
         Raises:
             UnsupportedModelError: Neither folder has them, or they have another shape.
@@ -235,4 +229,30 @@ class TargetEmbedding:
                     f"{name!r} of {source.path} has shape {tuple(found[-1].shape)}, expected "
                     f"{(shape.vocab_size, shape.hidden)}"
                 )
-        return cls(found[0], found[1], pack_bytes)
+        return cls(found[0], found[1])
+
+
+@dataclass(frozen=True)
+class TargetOptions(BeamOptions):
+    """Options of every method whose drafters share a target's embedding and LM head."""
+
+    target: str = ""
+    """Folder of the target, for its embedding and LM head; empty: the drafter's folder has them."""
+
+    @property
+    def target_folder(self) -> Path | None:
+        """Folder of the target, if given."""
+        return Path(self.target) if self.target else None
+
+    def read_embedding(
+        self, folder: Path, fit: Fit, shape: EmbeddingShape, dtype: torch.dtype, device: str
+    ) -> TargetEmbedding:
+        """Checks the target, then reads its embedding and LM head (:class:`TargetEmbedding`).
+
+        Raises:
+            LoadError: The drafter in ``folder`` was made for another target.
+            UnsupportedModelError: See :meth:`TargetEmbedding.read`.
+        """
+        if self.target_folder is not None:
+            check_target(folder, self.target_folder, fit)
+        return TargetEmbedding.read(folder, self.target_folder, shape, dtype, device)

@@ -2,6 +2,6 @@
 
 from paceline.drafter.registry.registry import Registry
 from paceline.drafter.registry.state import StateFile
-from paceline.drafter.registry.version import Version
+from paceline.drafter.registry.table import Version
 
 __all__ = ["Registry", "StateFile", "Version"]

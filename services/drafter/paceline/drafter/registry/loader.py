@@ -6,10 +6,9 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from paceline.drafter.calibration import FILE
+from paceline.drafter.calibration import FILE, Calibration
 from paceline.drafter.methods import CALIBRATION, method_class, path_options
 from paceline.drafter.methods.base import Drafter, LoadError, Resources
-from paceline.drafter.methods.checkpoint import read_calibration
 from paceline.drafter.spec import DrafterSpec, Roots
 
 
@@ -48,7 +47,7 @@ class Loader:
         try:
             drafter = method_class(spec.method).load(folder, options, self._resources)
             if calibration:
-                drafter.calibration = read_calibration(Path(calibration), spec.method)
+                drafter.calibration = Calibration.read(Path(calibration), spec.method)
         except LoadError as error:
             raise LoadError(error.reason, f"drafter {spec.name!r}: {error}") from error
         return drafter

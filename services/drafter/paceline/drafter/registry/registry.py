@@ -13,8 +13,7 @@ from paceline.drafter.methods.base import Drafter
 from paceline.drafter.registry.canary import Canary, CanarySettings
 from paceline.drafter.registry.loader import Loader
 from paceline.drafter.registry.state import RegistryState, StateFile
-from paceline.drafter.registry.table import VersionTable
-from paceline.drafter.registry.version import Version
+from paceline.drafter.registry.table import Version, VersionTable
 from paceline.drafter.spec import DrafterSpec
 from paceline.drafter.statistics import DraftStatistics
 from paceline.service import ServiceError

@@ -29,7 +29,7 @@ from paceline.verifier.engine.sequence import Sequence
 from paceline.verifier.engine.thread import CommandThread
 from paceline.verifier.kv.base import OutOfMemory
 from paceline.verifier.scheduler.admission import Step
-from paceline.verifier.scheduler.scheduler import Decision, Scheduler, Served
+from paceline.verifier.scheduler.scheduler import Scheduler, Served
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -76,9 +76,9 @@ class Engine:
         self._running: Batch | None = None
         self._stopping = False
         self._lost: Future[None] = Future()
-        self.on_step: Callable[[float, int, Decision | None], None] | None = None
-        """Called on the engine thread after each step, with its time in seconds, its tokens, and
-        the scheduler's decision on its trees."""
+        self.on_step: Callable[[float, int, float | None], None] | None = None
+        """Called on the engine thread after each step, with its time, its tokens, and the time of
+        the scheduler's decision on its trees, if it had some. Unit: seconds."""
 
     @property
     def device(self) -> torch.device:
@@ -146,10 +146,10 @@ class Engine:
             self._run_one_by_one(batch, error)
             return
         ended = perf_counter()
-        decision = self._learn(batch, outputs, began, ended)
+        decided = self._learn(batch, outputs, began, ended)
         self._answer(batch, outputs, began, ended)
         if self.on_step is not None:
-            self.on_step(ended - began, len(batch), decision)
+            self.on_step(ended - began, len(batch), decided)
 
     def _schedule(self, batch: Batch) -> None:
         """Fill a batch with prefills, then with rounds and the nodes admitted beside them."""
@@ -243,11 +243,11 @@ class Engine:
 
     def _learn(
         self, batch: Batch, outputs: Items[StepOutput | None], began: float, ended: float
-    ) -> Decision | None:
+    ) -> float | None:
         """Report a step to the scheduler.
 
         Returns:
-            The scheduler's decision on the step's trees.
+            Time of the scheduler's decision on the step's trees. Unit: seconds.
         """
         if self._scheduler is None:
             return None

@@ -126,13 +126,20 @@ class SequenceKv(ABC):
             OutOfMemory: There is not enough. What was reserved before stays reserved.
         """
 
-    @abstractmethod
     def copy_prefix(self, source: Self, tokens: int) -> None:
         """Copy the first ``tokens`` positions of another cache of the same class and layout.
 
         Raises:
             OutOfMemory: There is not enough memory for them.
         """
+        self.reserve(tokens)
+        self._copy_kv(source, tokens)
+        if tokens and self.taps is not None and source.taps is not None:
+            self.taps.copy_prefix(source.taps, tokens)
+
+    @abstractmethod
+    def _copy_kv(self, source: Self, tokens: int) -> None:
+        """Copy keys and values."""
 
     @abstractmethod
     def keep(self, slots: list[int], start: int) -> None:

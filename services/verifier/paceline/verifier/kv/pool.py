@@ -262,15 +262,11 @@ class PagedKv(SequenceKv):
         row.copy_(self._table[have : have + len(new)])
         self.reserved = target
 
-    def copy_prefix(self, source: Self, tokens: int) -> None:
-        """See :class:`SequenceKv`."""
-        self.reserve(tokens)
+    def _copy_kv(self, source: Self, tokens: int) -> None:
         for own, theirs in zip(
             self._pages[: math.ceil(tokens / PAGE_TOKENS)], source._pages, strict=False
         ):
             self.pool.kv[own].copy_(self.pool.kv[theirs])
-        if tokens and self.taps is not None and source.taps is not None:
-            self.taps.copy_prefix(source.taps, tokens)
 
     def keep(self, slots: list[int], start: int) -> None:
         """See :class:`SequenceKv`."""

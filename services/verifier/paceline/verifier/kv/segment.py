@@ -78,12 +78,8 @@ class Segment(SequenceKv):
         self._fill_taps(self.reserved, target)
         self.reserved = target
 
-    def copy_prefix(self, source: Self, tokens: int) -> None:
-        """See :class:`SequenceKv`."""
-        self.reserve(tokens)
+    def _copy_kv(self, source: Self, tokens: int) -> None:
         self.kv[..., :tokens, :].copy_(source.kv[..., :tokens, :])
-        if tokens and self.taps is not None and source.taps is not None:
-            self.taps.copy_prefix(source.taps, tokens)
 
     def keep(self, slots: list[int], start: int) -> None:
         """See :class:`SequenceKv`."""

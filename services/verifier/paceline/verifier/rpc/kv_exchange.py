@@ -16,8 +16,7 @@ from paceline.v1 import kv_pb2, kv_pb2_grpc
 from paceline.verifier.cache import CAPABILITY_BYTES, Cache
 from paceline.verifier.kv.base import SequenceKv
 from paceline.verifier.rpc.errors import grant_not_found
-from paceline.verifier.rpc.follow import FollowCounts, FollowStream
-from paceline.verifier.rpc.follow_states import StateFeed
+from paceline.verifier.rpc.follow import FollowCounts, FollowStream, StateFeed
 from paceline.verifier.store import CacheNotFound, CacheStore
 
 MAX_FOLLOWERS = 16

@@ -14,7 +14,6 @@ from paceline.verifier.engine.output import FinishReason, StepOutput
 from paceline.verifier.engine.sequence import Generation
 from paceline.verifier.grammar import MAX_SCHEMA_BYTES, Grammar, GrammarError, Grammars
 from paceline.verifier.kv.taps import Taps
-from paceline.verifier.model import Limits
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_TOKENS = 1024
@@ -26,17 +25,20 @@ _FINISH = {
     FinishReason.STOP: sampling_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: sampling_pb2.FINISH_REASON_LENGTH,
 }
+Model = verifier_pb2.GetModelResponse
+"""Description of the served model."""
+
 _invalid = ServiceError.invalid_argument
 
 
 async def read_generation(
-    request: verifier_pb2.CreateCacheRequest, limits: Limits, grammars: Grammars
+    request: verifier_pb2.CreateCacheRequest, model: Model, grammars: Grammars
 ) -> Generation:
     """Read and check a generation request.
 
     Args:
         request: The request.
-        limits: Of the served model.
+        model: The served model.
         grammars: Compiler for the request's JSON schema.
 
     Raises:
@@ -46,13 +48,13 @@ async def read_generation(
     if not prompt:
         raise _invalid("PROMPT_EMPTY", "the prompt has no token; send at least one")
     length = len(prompt) + len(output)
-    if length >= limits.max_context:
+    if length >= model.max_context:
         raise _invalid(
             "PROMPT_TOO_LONG",
             f"prompt and output so far have {length} tokens, expected fewer than the context of "
-            f"{limits.max_context}; shorten the prompt",
+            f"{model.max_context}; shorten the prompt",
         )
-    limit = limits.max_context
+    limit = model.max_context
     if request.max_new_tokens:
         limit = min(limit, len(prompt) + request.max_new_tokens)
     if length >= limit:
@@ -61,15 +63,15 @@ async def read_generation(
             f"max_new_tokens is {request.max_new_tokens}, but {len(output)} tokens were emitted "
             "already; raise it or stop here",
         )
-    _check_tokens("prompt_tokens", prompt, limits)
-    _check_tokens("output_tokens", output, limits)
+    _check_tokens("prompt_tokens", prompt, model)
+    _check_tokens("output_tokens", output, model)
     if len(request.stop_token_ids) > MAX_STOP_TOKENS:
         raise _invalid(
             "TOO_MANY_STOP_TOKENS",
             f"there are {len(request.stop_token_ids)} stop tokens, expected at most "
             f"{MAX_STOP_TOKENS}",
         )
-    _check_tokens("stop_token_ids", request.stop_token_ids, limits)
+    _check_tokens("stop_token_ids", request.stop_token_ids, model)
     if request.top_logprobs > MAX_TOP_LOGPROBS:
         raise _invalid(
             "BAD_TOP_LOGPROBS",
@@ -83,22 +85,22 @@ async def read_generation(
         )
     stop_ids = set(request.stop_token_ids)
     if not request.ignore_eos:
-        stop_ids.update(limits.eos_token_ids)
+        stop_ids.update(model.eos_token_ids)
     logprobs = request.logprobs or request.top_logprobs > 0
     return Generation(
         prompt=tuple(prompt),
         output=tuple(output),
-        sampling=read_sampling(request.sampling, limits),
+        sampling=read_sampling(request.sampling, model),
         length_limit=limit,
         stop_ids=frozenset(stop_ids),
         top_logprobs=request.top_logprobs if logprobs else None,
-        taps=_read_taps(request, limits),
+        taps=_read_taps(request, model),
         grammar=await _read_grammar(request.sampling.json_schema, tuple(output), grammars),
         drafter=request.drafter if request.HasField("drafter") else None,
     )
 
 
-def read_sampling(message: sampling_pb2.SamplingParams, limits: Limits) -> SamplingParams:
+def read_sampling(message: sampling_pb2.SamplingParams, model: Model) -> SamplingParams:
     """Read and check sampling parameters.
 
     Raises:
@@ -114,7 +116,7 @@ def read_sampling(message: sampling_pb2.SamplingParams, limits: Limits) -> Sampl
             "INVALID_SAMPLING",
             f"logit_bias names {len(message.logit_bias)} tokens, expected at most {MAX_LOGIT_BIAS}",
         )
-    _check_tokens("logit_bias", list(message.logit_bias), limits)
+    _check_tokens("logit_bias", list(message.logit_bias), model)
     try:
         return sampling_params(message)
     except ValueError as error:
@@ -122,13 +124,13 @@ def read_sampling(message: sampling_pb2.SamplingParams, limits: Limits) -> Sampl
 
 
 def read_tree(
-    message: tree_pb2.TokenTree, limits: Limits, sampling: SamplingParams, position: int
+    message: tree_pb2.TokenTree, model: Model, sampling: SamplingParams, position: int
 ) -> TokenTree:
     """Read and check a drafted tree.
 
     Args:
         message: The tree.
-        limits: Of the served model.
+        model: The served model.
         sampling: The generation's.
         position: Absolute position of the anchor's children.
 
@@ -142,7 +144,7 @@ def read_tree(
         )
     try:
         tree = TokenTree.from_proto(message, MAX_NODES)
-        tree.check(limits.vocab_size)
+        tree.check(model.vocab_size)
         if sampling.rejection:
             tree.check_samples(sampling.seed, position)
     except TreeError as error:
@@ -183,29 +185,25 @@ async def _read_grammar(schema: str, output: tuple[int, ...], grammars: Grammars
     return grammar
 
 
-def _read_taps(request: verifier_pb2.CreateCacheRequest, limits: Limits) -> Taps | None:
+def _read_taps(request: verifier_pb2.CreateCacheRequest, model: Model) -> Taps | None:
     layers = sorted(set(request.hidden_state_layers))
     if not layers:
         return None
-    if layers[-1] >= limits.layers:
+    if layers[-1] >= model.layers:
         raise _invalid(
             "LAYER_OUT_OF_RANGE",
             f"hidden states of layer {layers[-1]} were requested, but the model has "
-            f"{limits.layers} layers, counted from 0; is the drafter made for another target?",
+            f"{model.layers} layers, counted from 0; is the drafter made for another target?",
         )
     # A window as long as the context is the same as none.
     window = request.hidden_state_window
-    return Taps(tuple(layers), window if window < limits.max_context else 0)
+    return Taps(tuple(layers), window if window < model.max_context else 0)
 
 
-def _check_tokens(name: str, tokens: Items[int], limits: Limits) -> None:
-    if len(tokens) and max(tokens) >= limits.vocab_size:
-        raise _token_out_of_range(name, max(tokens), limits)
-
-
-def _token_out_of_range(name: str, token: int, limits: Limits) -> ServiceError:
-    return _invalid(
-        "TOKEN_OUT_OF_VOCABULARY",
-        f"{name} has token {token}, but the model has {limits.vocab_size} token ids, counted "
-        "from 0; does the text come from another tokenizer?",
-    )
+def _check_tokens(name: str, tokens: Items[int], model: Model) -> None:
+    if len(tokens) and max(tokens) >= model.vocab_size:
+        raise _invalid(
+            "TOKEN_OUT_OF_VOCABULARY",
+            f"{name} has token {max(tokens)}, but the model has {model.vocab_size} token ids, "
+            "counted from 0; does the text come from another tokenizer?",
+        )

@@ -46,7 +46,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
     async def CreateCache(self, request: verifier_pb2.CreateCacheRequest, context: Any) -> None:
         """Prefill a prompt; stream progress, then the capabilities and the first token."""
         with self._gate.enter(), as_service_errors():
-            generation = await read_generation(request, self._model.limits, self._grammars)
+            generation = await read_generation(request, self._model.message, self._grammars)
             owner = owner_of(context)
             parent = None
             if request.parent_handle:
@@ -72,8 +72,8 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         if first is grpc.aio.EOF:
             return
         cache = self._find(first.handle, owner_of(context))
-        limits = self._model.limits
-        stream = VerifyStream(cache, self._store, self._engine, limits, self._telemetry)
+        model = self._model.message
+        stream = VerifyStream(cache, self._store, self._engine, model, self._telemetry)
         await stream.serve(first, context)
 
     async def RenewLease(

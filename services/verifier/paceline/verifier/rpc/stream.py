@@ -15,7 +15,6 @@ from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.job import Round
 from paceline.verifier.engine.output import StepOutput, merge
 from paceline.verifier.kv.base import OutOfMemory
-from paceline.verifier.model import Limits
 from paceline.verifier.rpc.errors import as_service_errors, cache_not_found
 from paceline.verifier.rpc.messages import read_tree, write_result
 from paceline.verifier.store import CacheStore
@@ -37,13 +36,13 @@ class VerifyStream:
         cache: Cache,
         store: CacheStore,
         engine: Engine,
-        limits: Limits,
+        model: verifier_pb2.GetModelResponse,
         telemetry: Telemetry,
     ) -> None:
         self._cache = cache
         self._store = store
         self._engine = engine
-        self._limits = limits
+        self._model = model
         self._telemetry = telemetry
 
     async def serve(self, first: Request, context: Any) -> None:
@@ -110,7 +109,7 @@ class VerifyStream:
                 "FINISHED", "the generation has ended; release the cache"
             )
         sampling = sequence.generation.sampling
-        tree = read_tree(request.tree, self._limits, sampling, len(sequence.tokens))
+        tree = read_tree(request.tree, self._model, sampling, len(sequence.tokens))
         if len(tree) and request.free_run_steps > 1:
             raise ServiceError.invalid_argument(
                 "BAD_ROUND", "a round has a tree or free_run_steps, not both"

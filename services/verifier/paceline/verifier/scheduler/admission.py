@@ -43,94 +43,6 @@ class Step:
     idle: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """How many nodes of each tree are admitted, its likeliest ones, and what that promises.
-
-    Attributes:
-        counts: Nodes admitted of each tree, from its front.
-        expected: Tokens the step is expected to emit.
-        seconds: Time the step is expected to take, without the idle time before it.
-    """
-
-    counts: list[int]
-    expected: float
-    seconds: float
-
-
-class Candidates:
-    """The nodes of several trees, likeliest first."""
-
-    def __init__(
-        self,
-        survivals: Sequence[Floats],
-        contexts: Sequence[int],
-        exponents: Sequence[float] | None = None,
-    ) -> None:
-        """Sort them.
-
-        Args:
-            survivals: Chance of each node to be accepted, falling, one array a tree, parents
-                before their children.
-            contexts: KV tokens that each node of a tree attends to, one number a tree.
-            exponents: To correct each tree's survivals with; None: they are right.
-        """
-        sizes = [len(each) for each in survivals]
-        owners = np.repeat(np.arange(len(sizes)), sizes)
-        joined: Floats = np.concatenate(survivals) if sizes else np.empty(0)
-        if exponents is not None:
-            joined = joined ** np.asarray(exponents, np.float64)[owners]
-        order = np.argsort(-joined, kind="stable")  # equal ones stay parents first
-        self._owners = owners[order]
-        self._trees = len(sizes)
-        self._gains: Floats = joined[order]
-        self._attended: Floats = np.asarray(contexts, np.float64)[self._owners]
-
-    def __len__(self) -> int:
-        """Nodes of all trees."""
-        return len(self._gains)
-
-    def cut(self, step: Step, costs: StepCosts, *, causal: bool = False) -> int:
-        """How many of the likeliest nodes to admit for most tokens per second.
-
-        A pipelined engine has to know the size of a step before its trees are there. It takes the
-        cut from the candidates of two steps before (DSpark 5.2) and admits as many of the new ones:
-        then even the search over all cuts depends on no node that it decides on.
-
-        Args:
-            step: What else is in the step.
-            costs: What steps cost.
-            causal: Stop where the throughput first fails to rise, as Algorithm 1 does. Then no
-                decision on a node depends on it or on what was drafted after it, which rejection
-                sampling needs to stay exact (appendix A). Without it all cuts are compared: exact
-                for the drafter-invariant contract only, and better where costs are jagged.
-        """
-        rates = self._rates(step, costs)
-        if not causal:
-            return int(rates.argmax())
-        falls = np.flatnonzero(rates[1:] <= rates[:-1])
-        return int(falls[0]) if len(falls) else len(rates) - 1
-
-    def admit(self, count: int, step: Step, costs: StepCosts) -> Admission:
-        """Admit the ``count`` likeliest."""
-        count = min(count, len(self))
-        tokens = np.array([step.tokens + count], np.float64)
-        attended = np.array([step.attended + self._attended[:count].sum()])
-        return Admission(
-            np.bincount(self._owners[:count], minlength=self._trees).tolist(),
-            step.emitted + float(self._gains[:count].sum()),
-            float(costs.seconds(tokens, attended)[0]),
-        )
-
-    def _rates(self, step: Step, costs: StepCosts) -> Floats:
-        """Expected tokens per second when the first 0, 1, 2, ... are admitted."""
-        expected = _sums(step.emitted, self._gains)
-        tokens = np.arange(step.tokens, step.tokens + len(self) + 1, dtype=np.float64)
-        attended = _sums(step.attended, self._attended)
-        rates: Floats = expected / (step.idle + costs.seconds(tokens, attended))
-        return rates
-
-
 def admit(
     survivals: Sequence[Floats],
     contexts: Sequence[int],
@@ -139,13 +51,41 @@ def admit(
     *,
     exponents: Sequence[float] | None = None,
     causal: bool = False,
-) -> Admission:
-    """Choose the nodes of this step from the trees of this step.
+) -> list[int]:
+    """Choose how many of the likeliest nodes of several trees to admit for most tokens per second.
 
-    See :class:`Candidates` for the arguments, and :meth:`Candidates.cut` for ``causal``.
+    Args:
+        survivals: Chance of each node to be accepted, falling, one array a tree, parents before
+            their children.
+        contexts: KV tokens that each node of a tree attends to, one number a tree.
+        step: What else is in the step.
+        costs: What steps cost.
+        exponents: To correct each tree's survivals with; None: they are right.
+        causal: Stop where the throughput first fails to rise, as Algorithm 1 does. Then no decision
+            on a node depends on it or on what was drafted after it, which rejection sampling needs
+            to stay exact (appendix A). Without it all cuts are compared: exact for the
+            drafter-invariant contract only, and better where costs are jagged.
+
+    Returns:
+        Nodes admitted of each tree, from its front.
     """
-    candidates = Candidates(survivals, contexts, exponents)
-    return candidates.admit(candidates.cut(step, costs, causal=causal), step, costs)
+    sizes = [len(each) for each in survivals]
+    owners = np.repeat(np.arange(len(sizes)), sizes)
+    gains: Floats = np.concatenate(survivals) if sizes else np.empty(0)
+    if exponents is not None:
+        gains = gains ** np.asarray(exponents, np.float64)[owners]
+    order = np.argsort(-gains, kind="stable")  # equal ones stay parents first
+    owners, gains = owners[order], gains[order]
+    expected = _sums(step.emitted, gains)
+    tokens = np.arange(step.tokens, step.tokens + len(gains) + 1, dtype=np.float64)
+    attended = _sums(step.attended, np.asarray(contexts, np.float64)[owners])
+    rates: Floats = expected / (step.idle + costs.seconds(tokens, attended))
+    cut = int(rates.argmax())
+    if causal:
+        falls = np.flatnonzero(rates[1:] <= rates[:-1])
+        cut = int(falls[0]) if len(falls) else len(gains)
+    counts: list[int] = np.bincount(owners[:cut], minlength=len(sizes)).tolist()
+    return counts
 
 
 def _sums(first: float, terms: Floats) -> Floats:

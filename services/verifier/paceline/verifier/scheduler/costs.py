@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -107,15 +107,7 @@ class CostTable:
 
     def to_json(self) -> str:
         """As stored."""
-        return json.dumps(
-            {
-                "tokens": self.tokens,
-                "contexts": self.contexts,
-                "table": self.table,
-                "per_sequence": self.per_sequence,
-                "per_kv": self.per_kv,
-            }
-        )
+        return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> CostTable:

@@ -124,9 +124,7 @@ def contexts_of(max_context: int) -> tuple[int, ...]:
     return tuple(contexts) if len(contexts) > 1 else (least, max(least + 1, max_context))
 
 
-def least_seconds(
-    profiler: Profiler, steps: Sequence[list[tuple[int, int]]], sweeps: tuple[int, int] = _SWEEPS
-) -> list[float]:
+def least_seconds(profiler: Profiler, steps: Sequence[list[tuple[int, int]]]) -> list[float]:
     """Least time of each of several steps.
 
     All are measured in turn, again and again: what disturbs the machine for a moment then hits
@@ -136,12 +134,10 @@ def least_seconds(
     Args:
         profiler: Runs them.
         steps: Blocks of each.
-        sweeps: Times that all are measured: at least, and at most if that takes no longer than
-            a few seconds.
     """
     begun = perf_counter()
     times = [float("inf")] * len(steps)
-    least, most = sweeps
+    least, most = _SWEEPS
     for sweep in range(most):
         if sweep >= least and perf_counter() - begun > _BUDGET:
             break

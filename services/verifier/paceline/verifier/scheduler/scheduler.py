@@ -25,21 +25,6 @@ _AWAY = 5.0  # seconds after which a client that was to draft is taken for gone 
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
-    """What became of the trees of one step.
-
-    Attributes:
-        offered: Drafted nodes that were sent.
-        admitted: Nodes that were checked.
-        seconds: Time it took to decide.
-    """
-
-    offered: int
-    admitted: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class Served:
     """A round that a step served: what was checked of its tree, and the result."""
 
@@ -59,7 +44,7 @@ class _Plan:
         plain: Whether no sequence drafts.
         tokens: Batch tokens, checked nodes included.
         attended: KV tokens that they attend to, summed over them.
-        decision: What was decided on its trees, if it has some.
+        decided: Time it took to decide on its trees; None: it has none. Unit: seconds.
     """
 
     rounds: Items[Round]
@@ -68,7 +53,7 @@ class _Plan:
     plain: bool
     tokens: int
     attended: float
-    decision: Decision | None
+    decided: float | None
 
 
 class Scheduler:
@@ -108,9 +93,8 @@ class Scheduler:
         began = perf_counter()
         states = [self._state(round_.sequence) for round_ in rounds]
         plain_seconds = self._plain_step(rounds, step, began)
-        tokens, attended, decision = step.tokens, float(step.attended), None
-        sizes = [len(tree) for tree in trees]
-        if any(sizes):
+        tokens, attended, decided = step.tokens, float(step.attended), None
+        if any(map(len, trees)):
             self._idle += _NEWEST * (min(began - self._ended, _AWAY) - self._idle)
             trees = self._cut(rounds, trees, states, step)
             counts = [len(tree) for tree in trees]
@@ -119,7 +103,7 @@ class Scheduler:
                 count * round_.sequence.committed
                 for count, round_ in zip(counts, rounds, strict=True)
             )
-            decision = Decision(sum(sizes), sum(counts), perf_counter() - began)
+            decided = perf_counter() - began
         plain = self._load == step.emitted and not any(state.drafting for state in states)
         self._plan = _Plan(
             rounds,
@@ -128,11 +112,11 @@ class Scheduler:
             plain,
             tokens,
             attended,
-            decision,
+            decided,
         )
         return list(trees)
 
-    def stepped(self, began: float, ended: float, served: Items[Served] = ()) -> Decision | None:
+    def stepped(self, began: float, ended: float, served: Items[Served] = ()) -> float | None:
         """A step ran without an error.
 
         Args:
@@ -141,7 +125,7 @@ class Scheduler:
             served: Results of its rounds.
 
         Returns:
-            What was decided on its trees; None if it had none.
+            Time it took to decide on its trees; None if it had none. Unit: seconds.
         """
         plan, self._plan = self._plan, None
         passed, self._ended = ended - self._ended, ended
@@ -161,7 +145,7 @@ class Scheduler:
             self._share_interference(self._clock.now - before, served)
         for each in served:
             self._answered(each, ended)
-        return plan.decision
+        return plan.decided
 
     def budget(self, sequence: Sequence) -> int:
         """Nodes to draft next for a sequence at most; 0: decode plainly for now."""
@@ -219,7 +203,7 @@ class Scheduler:
         fixed = self._idle + self._costs.sequence_seconds(
             step.emitted, step.attended / step.tokens
         )  # whatever the step's size
-        admission = admit(
+        counts = admit(
             [
                 _parents_survivals(tree.survivals) if causal else tree.survivals
                 for tree, causal in zip(trees, drawn, strict=True)
@@ -235,10 +219,10 @@ class Scheduler:
             ],
             causal=any(causal and len(tree) > 0 for causal, tree in zip(drawn, trees, strict=True)),
         )
-        for state, tree, count, causal in zip(states, trees, admission.counts, drawn, strict=True):
+        for state, tree, count, causal in zip(states, trees, counts, drawn, strict=True):
             if len(tree) > 0 and not causal:
                 state.admitted(len(tree), count)
-        return [tree.first(count) for tree, count in zip(trees, admission.counts, strict=True)]
+        return [tree.first(count) for tree, count in zip(trees, counts, strict=True)]
 
     def _plain_step(self, rounds: Items[Round], step: Step, now: float) -> float:
         """Predicted time of a plain step of the load, which includes drafting sequences away."""

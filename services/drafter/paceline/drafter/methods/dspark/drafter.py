@@ -15,28 +15,125 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from paceline.decoder import load_config
 from paceline.drafter.kv.options import TRANSPORTS
-from paceline.drafter.methods.base import Fit, Generation, Needs, Resources
-from paceline.drafter.methods.beam import BeamOptions
-from paceline.drafter.methods.beam_drafter import BeamDrafter
-from paceline.drafter.methods.checkpoint import check_target, read_fit
+from paceline.drafter.kv.reader import StateReader
+from paceline.drafter.methods.base import Fit, Generation, Needs, Resources, Update
+from paceline.drafter.methods.beam_drafter import BeamDrafter, BeamSequence, required
+from paceline.drafter.methods.checkpoint import load_model, read_fit, required_folder
 from paceline.drafter.methods.dspark.backbone import DSparkBackbone
 from paceline.drafter.methods.dspark.checkpoint import load_weights, read_dspark
-from paceline.drafter.methods.dspark.heads import DSparkHeads
-from paceline.drafter.methods.dspark.sequence import DSparkSequence
-from paceline.drafter.methods.loading import load_model, required_folder
-from paceline.drafter.methods.options import check_choice, check_range, parse_options
-from paceline.drafter.methods.target import TargetEmbedding
+from paceline.drafter.methods.dspark.heads import DSparkHeads, HeadInput, HeadOutput
+from paceline.drafter.methods.options import check_choice, parse_options
+from paceline.drafter.methods.target import TargetOptions
+
+
+class DSparkSequence(BeamSequence):
+    """One generation of ``dspark``.
+
+    A round adds the hidden states since the last round to the context, runs the backbone once over
+    the block after it, and grows a tree with the heads alone. All paths of a level share the
+    backbone's hidden state of the level.
+    """
+
+    _drafter: DSparkDrafter
+
+    def __init__(self, drafter: DSparkDrafter, generation: Generation, states: StateReader) -> None:
+        super().__init__(drafter, generation)
+        self.states = states
+        self.anchor = generation.tokens[-1]
+        """Newest token of the text."""
+        self.context = drafter.backbone.new_context()
+        self._hidden = self._logits = torch.empty(0)
+        self._state: Tensor | None = None
+
+    @property
+    def backlog(self) -> int:
+        return max(0, self._readable - self.context.next_position(self._readable))
+
+    def extend(self, update: Update) -> None:
+        if update.tokens:
+            self.anchor = update.tokens[-1]
+        super().extend(update)
+
+    def warm(self, limit: int) -> None:
+        new = self.new_states(limit)
+        if new is not None:
+            self._drafter.backbone.add_states([(self.context, *new)])
+
+    def new_states(self, limit: int | None = None) -> tuple[int, Tensor] | None:
+        """Reads hidden states that the context lacks, of at most ``limit`` positions.
+
+        Returns:
+            The first position and the states, ``[n, taps * hidden]``; None if there are none.
+        """
+        end = self._readable
+        begin = self.context.next_position(end)
+        if limit is not None:
+            end = min(end, begin + limit)
+        if begin >= end:
+            return None
+        first, states = self.states.read(begin, end)
+        return (first, states) if len(states) else None
+
+    def prepare(self) -> bool:
+        """Returns False unless the hidden states of all positions before the anchor are there."""
+        self.states.check()
+        self._state = None
+        return self._readable >= self.length - 1 and self.length >= 2
+
+    def set_block(self, hidden: Tensor, logits: Tensor) -> None:
+        """Sets the backbone's output of the block, ``[levels, hidden]`` and ``[levels, V]``."""
+        self._hidden, self._logits = hidden, logits
+
+    def head_input(self) -> HeadInput:
+        """Returns the input of the heads for the next level."""
+        beam = self.tree
+        tokens = [beam.tokens[node] for node in beam.frontier] if beam.level else [self.anchor]
+        hidden = self._hidden[beam.level].expand(len(tokens), -1)
+        return HeadInput(hidden, torch.tensor(tokens, device=hidden.device), self._state)
+
+    def add_level(self, output: HeadOutput) -> None:
+        """Adds a level to the tree from the heads' output for :meth:`head_input`."""
+        beam, parents = self.tree, self.tree.frontier
+        logits = self._logits[beam.level].expand(len(parents), -1)
+        if output.bias is not None:
+            logits = logits + output.bias
+        ranked = self.rank(logits)
+        if output.log_confidence is not None:
+            logs, head = ranked.logs, output.log_confidence.cpu()[:, None]
+            if set(self._widths) == {1}:  # a chain's only child gets it as it is (equation 7)
+                logs = torch.where(logs == -torch.inf, logs, head)
+            else:  # siblings are scaled together: the likeliest is no more confident than the head
+                logs = logs + (head - logs[:, :1]).clamp(max=0.0)
+            ranked = ranked._replace(logs=logs)
+        beam.add_level(ranked)
+        if output.state is not None:
+            self._state = output.state[[beam.parents[n] - parents.start for n in beam.frontier]]
+
+    def finish(self) -> None:
+        self._clear_block()
+        self.states.check()
+
+    def close(self) -> None:
+        super().close()
+        self._clear_block()
+
+    def _clear_block(self) -> None:
+        self._hidden = self._logits = torch.empty(0)
+        self._state = None
+
+    @property
+    def _readable(self) -> int:
+        """Positions below this are read: committed ones, and none beyond this text's anchor."""
+        return min(self.states.committed, self.length - 1)
 
 
 @dataclass(frozen=True)
-class DSparkOptions(BeamOptions):
+class DSparkOptions(TargetOptions):
     """Options of ``dspark``. By default ``depth`` is the length of the drafter's block."""
-
-    target: str = ""
-    """Folder of the target, for its embedding and LM head; empty: the drafter's folder has them."""
 
     widths: tuple[int, ...] = (4, 8)
     max_nodes: int = 16
@@ -45,14 +142,10 @@ class DSparkOptions(BeamOptions):
     """Transport of hidden states: map (shared memory), follow (copies over gRPC), or auto: map if
     drafter and verifier share a machine and a user, otherwise follow."""
 
-    pack_head_mib: float = 16.0
-    """Largest LM head that is repacked: faster, but private to the process. Unit: MiB."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.widths:
             raise ValueError("option widths is empty, expected at least one number")
-        check_range("pack_head_mib", self.pack_head_mib, 0.0, 1 << 20)
         check_choice("states", self.states, TRANSPORTS)
 
 
@@ -91,17 +184,8 @@ class DSparkDrafter(BeamDrafter[DSparkSequence]):
         return load_model(folder, resources, _read, folder, fit, parsed, resources.device)
 
     def start(self, generation: Generation) -> DSparkSequence:
-        """See :meth:`Drafter.start`.
-
-        Raises:
-            ValueError: The generation comes without the target's hidden states.
-        """
-        if generation.states is None:
-            raise ValueError(
-                f"dspark reads the outputs of target layers {list(self.needs.hidden_state_layers)},"
-                " but the generation has none; attach with read_grant and verifier_address"
-            )
-        return DSparkSequence(self, generation, generation.states)
+        states = required(generation.states, "dspark", "hidden states")
+        return DSparkSequence(self, generation, states)
 
     def grow_level(self, growing: Sequence[DSparkSequence]) -> None:
         if growing[0].tree.level == 0:
@@ -121,13 +205,10 @@ class DSparkDrafter(BeamDrafter[DSparkSequence]):
 
 
 def _read(folder: Path, fit: Fit, options: DSparkOptions, device: str) -> DSparkDrafter:
-    target = Path(options.target) if options.target else None
+    target = options.target_folder
     config, dtype = read_dspark(folder, load_config(target).layers if target else 0)
     dtype = options.torch_dtype(dtype)
-    if target is not None:
-        check_target(folder, target, fit)
-    pack_bytes = int(options.pack_head_mib * (1 << 20))
-    embedding = TargetEmbedding.read(folder, target, config, dtype, device, pack_bytes)
+    embedding = options.read_embedding(folder, fit, config, dtype, device)
     weights = load_weights(folder, config, dtype, device)
     with torch.inference_mode():
         backbone = DSparkBackbone(config, weights, embedding, dtype, device)

@@ -14,16 +14,182 @@ from itertools import accumulate
 from pathlib import Path
 from typing import ClassVar
 
-from paceline.decoder import WEIGHTS, Decoder
-from paceline.drafter.methods.base import Fit, Generation, Resources
+import torch
+from torch import Tensor
+
+from paceline.decoder import WEIGHTS, Decoder, LocalCache
+from paceline.drafter.methods.base import Fit, Generation, Resources, Update
 from paceline.drafter.methods.beam import BeamOptions, check_context
-from paceline.drafter.methods.beam_drafter import BeamDrafter
-from paceline.drafter.methods.checkpoint import read_fit
-from paceline.drafter.methods.decoder_sequence import forward_blocks
-from paceline.drafter.methods.lm.selection import POLICIES, ScoreObserver
-from paceline.drafter.methods.lm.sequence import KvSlots, LmSequence
-from paceline.drafter.methods.loading import load_model, required_folder, weight_bytes
+from paceline.drafter.methods.beam_drafter import (
+    BeamDrafter,
+    Block,
+    DecoderSequence,
+    forward_blocks,
+)
+from paceline.drafter.methods.checkpoint import load_model, read_fit, required_folder, weight_bytes
+from paceline.drafter.methods.lm.selection import (
+    OBSERVED,
+    POLICIES,
+    ObservedRows,
+    ScoreObserver,
+    TopChunks,
+)
 from paceline.drafter.methods.options import check_choice, check_range, parse_options
+from paceline.kernels import CHUNK, TreePlan
+from paceline.kv.selection import streaming_positions
+
+
+class LmSequence(DecoderSequence):
+    """One generation of ``lm``.
+
+    The first ``cached`` tokens of the text have their KV in the cache, followed by the nodes of the
+    newest tree that were fed. The rest of the text, which includes the anchor when a round begins,
+    is fed with the round. A sequence whose KV does not fit frees it and drafts no more.
+
+    Under a KV budget a round uses a second cache with copies of selected positions. The round's
+    tokens are fed to it, and the KV of those that are accepted is copied back to the whole cache,
+    so the budget may change between rounds.
+    """
+
+    _drafter: LmDrafter
+
+    def __init__(self, drafter: LmDrafter, generation: Generation) -> None:
+        super().__init__(drafter, generation)
+        self._cache: LocalCache | None = None
+        self._sparse: LocalCache | None = None
+        self.selected = torch.empty(0, dtype=torch.int64)
+        """Positions of the text in the first slots of the sparse cache."""
+        self._scores = TopChunks() if drafter.options.kv_policy == "chunk_topk" else None
+        self._given_up = False
+
+    @property
+    def cache(self) -> LocalCache:
+        """Its KV, once :meth:`prepare` or :meth:`warm` has allocated it.
+
+        Raises:
+            RuntimeError: It is not allocated yet, or freed.
+        """
+        if self._cache is None:
+            raise RuntimeError("this sequence has no KV: it was not allocated yet, or is freed")
+        return self._cache
+
+    @property
+    def round_cache(self) -> LocalCache:
+        """The cache that a round attends to: its KV, or the copy of selected positions."""
+        return self.cache if self._sparse is None else self._sparse
+
+    @property
+    def cached(self) -> int:
+        """Tokens of the text whose KV is in the cache."""
+        return 0 if self._cache is None else len(self._cache)
+
+    @property
+    def slots(self) -> int:
+        """KV slots that it occupies."""
+        return sum(cache.capacity for cache in (self._cache, self._sparse) if cache is not None)
+
+    @property
+    def backlog(self) -> int:
+        exhausted = self._given_up or self.length > self._drafter.decoder.config.max_position
+        return 0 if exhausted else max(0, self.length - 1 - self.cached)
+
+    def extend(self, update: Update) -> None:
+        if self.beam is not None and update.tokens:
+            self._commit(self.beam.fed_path(update.tokens))
+        super().extend(update)
+
+    def warm(self, limit: int) -> None:
+        count = min(limit, self.backlog)
+        if count == 0 or not self._reserve(count):
+            return
+        begin, end = self.cached, self.cached + count
+        observer = None
+        if self._scores is not None and count == self.backlog:
+            rows = range(max(0, count - OBSERVED), count)
+            observed = ObservedRows(self._scores, rows, self.cache, torch.arange(end))
+            observer = ScoreObserver([observed])
+        block = self.text_block(0, begin, end, begin)
+        self._drafter.forward([block], [self.cache], observer)
+        self.cache.commit(range(count))
+
+    def prepare(self) -> bool:
+        while self.backlog > CHUNK:
+            self.warm(CHUNK)
+        if self._given_up:
+            return False
+        if self.cached == self.length:
+            # Nothing is new: the logits after the anchor are needed once more.
+            self.cache.truncate(self.length - 1)
+        return (
+            self._reserve(self.length - self.cached + self._drafter.options.drafted)
+            and self._select()
+        )
+
+    @property
+    def begin_position(self) -> int:
+        return self.cached
+
+    @property
+    def begin_slot(self) -> int:
+        return len(self.round_cache)
+
+    def commit_text(self) -> None:
+        self._commit(range(self.length - self.cached))
+
+    def observed_rows(self, stop: int) -> list[ObservedRows]:
+        """Returns the rows of its block to be scored; the block ends before row ``stop``."""
+        sparse, scores = self._sparse, self._scores
+        if sparse is None or scores is None or self.tree.level > 0:
+            return []
+        positions = torch.cat([self.selected, torch.arange(self.cached, self.length)])
+        return [ObservedRows(scores, range(stop - 1, stop), sparse, positions)]
+
+    def close(self) -> None:
+        super().close()
+        self._given_up = True
+        self._drafter.kv_slots -= self.slots
+        self._cache = self._sparse = None
+
+    def _commit(self, nodes: Sequence[int]) -> None:
+        """Keeps the KV of these nodes of the newest block as text."""
+        if self._sparse is None:
+            self.cache.commit(nodes)
+            return
+        begin = len(self._sparse)
+        self._sparse.commit(nodes)
+        self.cache.take(self._sparse, range(begin, begin + len(nodes)))
+
+    def _select(self) -> bool:
+        """Selects what the round attends to. Returns False if there is no memory for it."""
+        budget, length = self._drafter.options.context, self.cached
+        before = self.slots
+        if not 0 < budget < length:
+            self._sparse = None
+            return self._count(before)
+        select = streaming_positions if self._scores is None else self._scores.select
+        self.selected = select(length, budget)
+        if self._sparse is None:
+            self._sparse = LocalCache(self._drafter.decoder.config, self._drafter.decoder.device)
+        self._sparse.truncate(0)
+        self._sparse.take(self.cache, self.selected)
+        self._sparse.reserve(self.length - length + self._drafter.options.drafted)
+        return self._count(before)
+
+    def _reserve(self, slots: int) -> bool:
+        """Reserves slots behind the cached tokens. Returns False if there is no memory for them."""
+        before = self.slots
+        if self._cache is None:
+            self._cache = LocalCache(self._drafter.decoder.config, self._drafter.decoder.device)
+        self._cache.reserve(slots)
+        return self._count(before)
+
+    def _count(self, before: int) -> bool:
+        """Counts the change of slots; over the limit, frees everything and returns False."""
+        self._drafter.kv_slots += self.slots - before
+        if self._drafter.kv_slots <= self._drafter.kv_limit:
+            return True
+        self.close()
+        return False
 
 
 @dataclass(frozen=True)
@@ -64,7 +230,10 @@ class LmDrafter(BeamDrafter[LmSequence]):
     def __init__(self, decoder: Decoder, options: LmOptions, fit: Fit, size: int) -> None:
         super().__init__(decoder.config, options, fit, size)
         self.decoder = decoder
-        self.kv = KvSlots(int(options.kv_gib * (1 << 30) / decoder.config.kv_bytes_per_token))
+        self.kv_limit = int(options.kv_gib * (1 << 30) / decoder.config.kv_bytes_per_token)
+        """Most KV slots of all sequences."""
+        self.kv_slots = 0
+        """KV slots that they occupy."""
 
     @classmethod
     def load(
@@ -89,11 +258,21 @@ class LmDrafter(BeamDrafter[LmSequence]):
             for sequence, stop in zip(growing, stops, strict=True)
             for rows in sequence.observed_rows(stop)
         ]
-        logits = forward_blocks(
-            self.decoder,
+        logits = self.forward(
             blocks,
             [sequence.round_cache for sequence in growing],
             ScoreObserver(observed) if observed else None,
         )
         for sequence, part in zip(growing, logits, strict=True):
             sequence.add_level(part)
+
+    def forward(
+        self, blocks: Sequence[Block], caches: Sequence[LocalCache], observer: ScoreObserver | None
+    ) -> list[Tensor]:
+        """Logits of blocks, see :func:`forward_blocks`."""
+
+        def run(tokens: Tensor, plan: TreePlan, rows: Tensor) -> Tensor:
+            decoder = self.decoder
+            return decoder.forward(tokens, plan, caches, logit_rows=rows, observer=observer).logits
+
+        return forward_blocks(run, blocks, self.decoder.device)

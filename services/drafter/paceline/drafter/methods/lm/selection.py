@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from paceline.decoder import KVCacheView
-from paceline.kernels import SELECTION_CHUNK, Probe, attention_weights, best_chunks, streaming
+from paceline.kernels import SELECTION_CHUNK, Probe, attention_weights, best_chunks
 from paceline.kernels.paged import span
+
+POLICIES = ("streaming", "chunk_topk")
 
 OBSERVED = 64
 """Newest rows of a pass over text whose attention is scored. Unit: tokens."""
-
-
-class SelectionPolicy(Protocol):
-    """Selects positions of one sequence."""
-
-    def select(self, length: int, budget: int) -> Tensor:
-        """Returns at most ``budget`` of the first ``length`` positions: int64, rising."""
-        ...
-
-
-class Streaming:
-    """The first positions and the newest."""
-
-    def select(self, length: int, budget: int) -> Tensor:
-        """See :class:`SelectionPolicy`."""
-        return torch.cat([torch.arange(p.start, p.stop) for p in streaming(length, budget)])
 
 
 class TopChunks:
@@ -56,7 +41,7 @@ class TopChunks:
         self._scores[positions] += weights
 
     def select(self, length: int, budget: int) -> Tensor:
-        """See :class:`SelectionPolicy`."""
+        """Returns at most ``budget`` of the first ``length`` positions: int64, rising."""
         chunks = min(self._length, length - budget // 4) // SELECTION_CHUNK
         newer = torch.arange(chunks * SELECTION_CHUNK, length)
         count = min(chunks, (budget - len(newer)) // SELECTION_CHUNK)
@@ -67,24 +52,18 @@ class TopChunks:
         return torch.cat([best, newer])
 
 
-POLICIES: dict[str, Callable[[], SelectionPolicy]] = {
-    "streaming": Streaming,
-    "chunk_topk": TopChunks,
-}
-
-
 @dataclass(frozen=True)
 class ObservedRows:
-    """Rows of a pass whose attention is added to a policy's scores.
+    """Rows of a pass whose attention is added to the scores.
 
     Attributes:
-        policy: Receives the weights.
+        scores: Receives the weights.
         rows: The last rows of one sequence in the packed pass.
         cache: The cache that they attend to.
         positions: Positions of its first slots, up to the last row's, int64 ``[n]``.
     """
 
-    policy: TopChunks
+    scores: TopChunks
     rows: range
     cache: KVCacheView
     positions: Tensor
@@ -110,4 +89,4 @@ class ScoreObserver:
         for each, rows in zip(self._observed, parts, strict=True):
             keys, _ = each.cache.layer(layer)
             weights = attention_weights(rows, span(keys, 0, len(each.positions)))
-            each.policy.add(each.positions, weights.cpu())
+            each.scores.add(each.positions, weights.cpu())

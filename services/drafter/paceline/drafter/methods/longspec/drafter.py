@@ -11,25 +11,106 @@ grow as in :mod:`paceline.drafter.methods.beam`.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from paceline.decoder.weights import Checkpoint
 from paceline.drafter.kv.options import KvOptions
+from paceline.drafter.kv.reader import KvReader
 from paceline.drafter.methods.base import Fit, Generation, LoadError, Needs, Resources
-from paceline.drafter.methods.beam import BeamOptions, check_context
-from paceline.drafter.methods.beam_drafter import BeamDrafter
-from paceline.drafter.methods.checkpoint import check_target, read_fit
-from paceline.drafter.methods.loading import load_model, required_folder, weight_bytes
+from paceline.drafter.methods.beam import check_context
+from paceline.drafter.methods.beam_drafter import (
+    BeamDrafter,
+    DecoderSequence,
+    forward_blocks,
+    required,
+)
+from paceline.drafter.methods.checkpoint import load_model, read_fit, required_folder, weight_bytes
 from paceline.drafter.methods.longspec.checkpoint import read_longspec
-from paceline.drafter.methods.longspec.layer import LongSpecLayer
-from paceline.drafter.methods.longspec.sequence import LongSpecSequence
-from paceline.drafter.methods.options import check_range, parse_options
-from paceline.drafter.methods.target import TargetEmbedding
+from paceline.drafter.methods.longspec.layer import LongSpecLayer, TargetKv
+from paceline.drafter.methods.options import parse_options
+from paceline.drafter.methods.target import TargetEmbedding, TargetOptions
+from paceline.kernels import CHUNK, Context, TreePlan, plan_trees
+
+
+class LongSpecSequence(DecoderSequence):
+    """One generation of ``longspec``.
+
+    Its memory does not depend on the context: keys, values and tokens of a window. (Only the
+    history of a generation with penalties grows, with its distinct tokens.) A round feeds the
+    tokens since the last round, then its tree level by level.
+    """
+
+    _drafter: LongSpecDrafter
+
+    def __init__(self, drafter: LongSpecDrafter, generation: Generation, kv: KvReader) -> None:
+        super().__init__(drafter, generation)
+        self.kv = kv
+        self.cache = drafter.layer.new_cache(drafter.options.drafted)
+        self.text = deque(generation.tokens, maxlen=self.cache.window)
+        layer = drafter.layer
+        self._target = TargetKv(layer.config, layer.dtype, layer.device)
+        self.context: Context | None = None
+        """The target's KV that the round reads; None outside of a round."""
+
+    @property
+    def backlog(self) -> int:
+        return max(0, self.length - 1 - self.cache.next_position(self.length))
+
+    def warm(self, limit: int) -> None:
+        cache, layer = self.cache, self._drafter.layer
+        begin = cache.next_position(self.length)
+        end = begin + min(limit, self.backlog)
+        if begin < end:
+            cache.reserve(end)
+            block = self.text_block(0, begin, end, begin - cache.base)
+            plan = plan_trees(block.segments, positions=block.positions, device=layer.device)
+            tokens = torch.tensor(block.tokens, device=layer.device)
+            layer.write_kv(tokens, plan, [cache])
+            cache.length = end
+
+    def prepare(self) -> bool:
+        self.kv.check()
+        while self.backlog > MOST_NEW_TOKENS:
+            self.warm(CHUNK)
+        self.cache.reserve(self.length)
+        below = self.length - 1  # the verifier may have committed more than this text
+        self.kv.refresh(below, self._drafter.options.context)
+        parts = self.kv.parts(self._drafter.layer.config.target_layer)
+        self.context = self._target.context(parts)
+        return True
+
+    @property
+    def begin_position(self) -> int:
+        return min(self.cache.next_position(self.length), self.length - 1)
+
+    @property
+    def begin_slot(self) -> int:
+        begin = self.length if self.tree.level else self.begin_position
+        return begin - self.cache.base
+
+    def commit_text(self) -> None:
+        self.cache.length = self.length
+
+    def finish(self) -> None:
+        if self.context is not None:
+            self.context = None
+            self.kv.check()
+
+    def close(self) -> None:
+        super().close()
+        self.context = None
+
+
+MOST_NEW_TOKENS = 16
+"""Most tokens that a round feeds through the whole layer. Of more, as of a prompt, all but the
+newest get keys and values alone."""
 
 GPU_WIDTHS = (4, 16, 16, 16, 16)
 """The paper's (LongSpec, appendix D)."""
@@ -40,22 +121,16 @@ more of a round's time a deeper tree is better, such as 4,8,8,8 with 16 nodes.""
 
 
 @dataclass(frozen=True)
-class LongSpecOptions(BeamOptions, KvOptions):
+class LongSpecOptions(TargetOptions, KvOptions):
     """Options of ``longspec``.
 
     By default ``widths`` is 8,8 on a CPU and 4,16,16,16,16 on other devices, and ``max_nodes`` is
     10 on a CPU if no widths are given.
     """
 
-    target: str = ""
-    """Folder of the target, for its embedding and LM head; empty: the drafter's folder has them."""
-
     context: int = 512
     """KV budget: most target positions that a round reads, the first 4 and the newest; 0: all.
     With a budget, a draft takes as long at 128k tokens as at 1k. Unit: tokens."""
-
-    pack_head_mib: float = 16.0
-    """Largest LM head that is repacked: faster, but private to the process. Unit: MiB."""
 
     def for_device(self, device: str) -> LongSpecOptions:
         """Returns the options with the defaults of a device, by its torch name.
@@ -70,11 +145,10 @@ class LongSpecOptions(BeamOptions, KvOptions):
         return replace(filled, max_nodes=self.max_nodes or (CPU_NODES if cpu else 0))
 
     def __post_init__(self) -> None:
-        BeamOptions.__post_init__(self)
+        TargetOptions.__post_init__(self)
         KvOptions.__post_init__(self)
         self.check_drafted()
         check_context(self.context)
-        check_range("pack_head_mib", self.pack_head_mib, 0.0, 1 << 20)
 
 
 class LongSpecDrafter(BeamDrafter[LongSpecSequence]):
@@ -104,21 +178,17 @@ class LongSpecDrafter(BeamDrafter[LongSpecSequence]):
         return cls(layer, parsed, fit, weight_bytes(folder) + shared.private_bytes)
 
     def start(self, generation: Generation) -> LongSpecSequence:
-        """See :meth:`Drafter.start`.
-
-        Raises:
-            ValueError: The generation comes without the target's KV.
-        """
-        if generation.kv is None:
-            raise ValueError(
-                f"longspec reads K and V of target layer {self.layer.config.target_layer}, but the "
-                "generation has no kv; attach with read_grant and verifier_address"
-            )
-        return LongSpecSequence(self, generation, generation.kv)
+        return LongSpecSequence(self, generation, required(generation.kv, "longspec", "KV"))
 
     def grow_level(self, growing: Sequence[LongSpecSequence]) -> None:
-        batch = [sequence.step() for sequence in growing]
-        logits = self.layer.forward(batch).split([len(step.mask) for step in batch])
+        blocks = [sequence.block(index) for index, sequence in enumerate(growing)]
+        caches = [sequence.cache for sequence in growing]
+        contexts = [sequence.context for sequence in growing if sequence.context is not None]
+
+        def run(tokens: Tensor, plan: TreePlan, rows: Tensor) -> Tensor:
+            return self.layer.forward(tokens, plan, caches, contexts, rows)
+
+        logits = forward_blocks(run, blocks, self.layer.device)
         for sequence, part in zip(growing, logits, strict=True):
             sequence.add_level(part)
 
@@ -128,11 +198,7 @@ def _read(
 ) -> tuple[LongSpecLayer, TargetEmbedding]:
     config, dtype = read_longspec(folder)
     dtype = options.torch_dtype(dtype)
-    target = Path(options.target) if options.target else None
-    if target is not None:
-        check_target(folder, target, fit)
-    pack_bytes = int(options.pack_head_mib * (1 << 20))
-    embedding = TargetEmbedding.read(folder, target, config, dtype, device, pack_bytes)
+    embedding = options.read_embedding(folder, fit, config, dtype, device)
     weights = Checkpoint(folder, dtype, device)
     with torch.inference_mode():
         return LongSpecLayer(config, weights, embedding, dtype, device), embedding
