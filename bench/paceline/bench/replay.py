@@ -15,11 +15,11 @@ from typing import Any
 
 import uvloop
 
-from paceline.bench import step
 from paceline.bench.models import Models
 from paceline.bench.prompts import long_prompts
 from paceline.bench.record import Results, make_console
 from paceline.bench.services import ALWAYS, generate, overhead_ms, services
+from paceline.bench.step.engines import Paceline
 
 
 async def measure(
@@ -53,9 +53,8 @@ async def measure(
                 drafted = await generate(client, prompt, tokens, "replay")
     rounds = drafted.drafted
     draft_ms = median(entry.draft_ms for entry in rounds)
-    middle = context + tokens // 2
-    steps = step.measure(models.target, dtype, (1, nodes + 1), (middle,), ())["step_ms"]
-    step_ms, forward_ms = steps[str(middle)].values()
+    bare = Paceline(models.target, dtype).measure(context + tokens // 2, (1, nodes + 1))
+    step_ms, forward_ms = bare["ms_1"], bare[f"ms_{nodes + 1}"]
     length = drafted.stats.mean_accepted_length
     rate, plain_rate = (
         (tokens - 1) / (sample.stats.total_ms - sample.stats.first_token_ms) * 1e3
