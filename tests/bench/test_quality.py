@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline.bench.quality import WINDOW, compare, held_out, llama_cpp, predictions
-from paceline.bench.step.engines import load
+from paceline.decoder import Decoder
 
 TARGET = Path(__file__).parents[2] / "models" / "demo" / "target"
 
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_second_half_of_a_window_is_predicted_as_by_transformers(folder: Path) -> None:
     window = torch.randint(96, (600,))
-    found = predictions(load(folder, "float32"), window)
+    found = predictions(Decoder.load(folder, "float32"), window)
     model = LlamaForCausalLM.from_pretrained(folder)
     with torch.inference_mode():
         expected = model(window[None]).logits[0].log_softmax(-1)[300:-1]
@@ -37,7 +37,7 @@ def test_the_second_half_of_a_window_is_predicted_as_by_transformers(folder: Pat
 
 
 def test_a_model_differs_from_itself_in_nothing(folder: Path) -> None:
-    exact, rounded = load(folder, "float32"), load(folder, "bfloat16")
+    exact, rounded = Decoder.load(folder, "float32"), Decoder.load(folder, "bfloat16")
     text = torch.randint(96, (2, 64))
     same = compare(exact, exact, text)
     assert same["kl_divergence"] == pytest.approx(0, abs=1e-6)

@@ -61,7 +61,7 @@ def test_a_run_records_and_draws(
     target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "step.json"
-    shape = ("--rows", "1,300", "--contexts", "20,500", "--repeats", 2, "--weights", "float32")
+    shape = ("--rows", "1,256", "--contexts", "20,500", "--repeats", 2, "--weights", "float32")
     assert run(options("step", "--target", target, "--output", file, *shape)) == 0
     found = json.loads(file.read_text())["results"]["target"]
     assert list(found["quartiles"]) == ["20"], "a context that does not fit is left out"

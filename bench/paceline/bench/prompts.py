@@ -10,8 +10,6 @@ from tokenizers import Tokenizer
 
 from paceline.harness import read_prompts
 
-SETS = ("heldout", "trained", "sampled", "no match", "copying")
-
 _LENGTH = 384  # tokens of a demo prompt, at most
 _REPEATED = 40  # tokens of its beginning that a copying prompt ends with
 _SEPARATOR = "<|endoftext|>"  # between texts, in the training of the demo target

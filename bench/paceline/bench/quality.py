@@ -25,7 +25,6 @@ from torch import Tensor
 from paceline.bench.models import Models
 from paceline.bench.prompts import tokenizer
 from paceline.bench.record import Results, digest, make_console
-from paceline.bench.step.engines import load
 from paceline.decoder import Decoder, LocalCache
 from paceline.kernels import TreeSegment, plan_trees
 
@@ -123,10 +122,10 @@ def run(args: argparse.Namespace) -> int:
     console = make_console()
     target = Models.of(args).target
     text = held_out(target, args.windows)
-    base = load(target, "bfloat16")
+    base = Decoder.load(target, "bfloat16")
     found: dict[str, dict[str, float]] = {}
     for name in (*args.weights, *args.gguf):
-        decoder = Decoder.load(name) if isinstance(name, Path) else load(target, name)
+        decoder = Decoder.load(name) if isinstance(name, Path) else Decoder.load(target, name)
         found[f"paceline {getattr(name, 'stem', name)}"] = compare(base, decoder, text)
         console.log(f"{name} is measured")
     program = args.llama_perplexity or shutil.which("llama-perplexity")

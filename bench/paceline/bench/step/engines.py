@@ -46,7 +46,7 @@ class Paceline:
 
     def __init__(self, target: Path, weights: str) -> None:
         self.name = f"paceline {weights}"
-        self.decoder = load(target, weights)
+        self.decoder = Decoder.load(target, weights)
 
     def measure(self, context: int, rows: Sequence[int]) -> Figures:
         """See :class:`Engine`; a step of at least `CHUNK` rows is a chunk of a prompt."""
@@ -73,12 +73,6 @@ class Paceline:
         tokens = torch.randint(self.decoder.config.vocab_size, (rows,))
         last = torch.tensor([rows - 1]) if chunk else None
         self.decoder.forward(tokens, plan, [cache], logit_rows=last).logits.argmax(dim=-1)
-
-
-def load(target: Path, weights: str) -> Decoder:
-    """A decoder with float32 or bfloat16 weights, or with weights quantised to int8 or int4."""
-    quantised: dict[str, Any] = {} if "float" in weights else {"weights": weights}
-    return Decoder.load(target, "bfloat16" if quantised else weights, **quantised)
 
 
 class TransformersEngine:

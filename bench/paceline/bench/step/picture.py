@@ -50,4 +50,5 @@ def _panel(times: Times, engines: Sequence[str]) -> Iterator[str]:
 
 def _stroke(engine: str, engines: Sequence[str]) -> str:
     dashes = 'stroke-dasharray="4"' if engine.startswith("roofline") else 'stroke-width="2"'
-    return f'stroke="{_COLORS[engines.index(engine) % len(_COLORS)]}" {dashes}'
+    place = engines.index(engine.replace("roofline", "paceline"))  # both in one colour
+    return f'stroke="{_COLORS[place % len(_COLORS)]}" {dashes}'

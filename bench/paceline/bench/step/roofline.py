@@ -54,11 +54,7 @@ class Roofline:
         self._probes = (f"read:{self._bytes:.0f}", linear, attention)
 
     def measure(self, context: int, rows: Sequence[int]) -> Figures:
-        """See :class:`Engine`.
-
-        Raises:
-            OSError: There is no C compiler, or it failed.
-        """
+        """See :class:`Engine`. Raises OSError without a working C compiler."""
         rates = self._rates()
         chunks = ((min(CHUNK, context - start), start) for start in range(0, context, CHUNK))
         return {
@@ -84,7 +80,9 @@ class Roofline:
         source = str(Path(__file__).with_name("probe.c"))
         with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
             command = [os.environ.get("CC", "gcc"), "-O3", "-fopenmp", source, "-o"]
-            made = subprocess.run([*command, f"{folder}/probe"], stderr=-1, text=True, check=False)
+            made = subprocess.run(
+                [*command, f"{folder}/probe"], stderr=subprocess.PIPE, text=True, check=False
+            )
             if made.returncode:
                 raise OSError(f"{' '.join(command)}: {made.stderr[-2000:]}")
             environment = {**os.environ, "OMP_NUM_THREADS": str(self._threads)}

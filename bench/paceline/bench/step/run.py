@@ -24,8 +24,11 @@ from paceline.bench.step.picture import draw
 from paceline.bench.step.roofline import PEAKS, Roofline
 from paceline.kernels import cpu_kernels
 
-Cells = dict[str, dict[str, dict[str, list[float]]]]
-"""Quartiles by context, engine and figure."""
+Quartiles = dict[str, list[float]]
+"""By figure."""
+
+Cells = dict[str, dict[str, Quartiles]]
+"""By context and engine."""
 
 
 def measure(
@@ -84,17 +87,22 @@ def show(cells: Cells, rows: Sequence[int], console: Console) -> None:
     for context, cell in cells.items():
         table = Table("", *columns, title=f"after {context} tokens (times the roofline)")
         for engine, figures in cell.items():
-            least = cell.get(engine.replace("paceline", "roofline"), {})
-            texts = []
-            for key in columns:
-                value, best = (each.get(key, [0.0] * 3)[1] for each in (figures, least))
-                ratio = best / value if key == "tokens_per_s" else value / (best or value or 1)
-                texts.append(f"{value:.3g}" + (f" ({ratio:.2f})" if best else "") if value else "")
-            table.add_row(engine, *texts)
+            least = cell.get(f"roofline {engine.removeprefix('paceline ')}", {})
+            table.add_row(engine, *(_text(key, figures, least) for key in columns))
         console.print(table)
 
 
-def _times(cell: dict[str, dict[str, list[float]]]) -> dict[str, dict[int, float]]:
+def _text(key: str, figures: Quartiles, least: Quartiles) -> str:
+    if key not in figures:
+        return ""
+    _, value, _ = figures[key]
+    if key not in least:
+        return f"{value:.3g}"
+    slower = value / least[key][1]
+    return f"{value:.3g} ({1 / slower if key == 'tokens_per_s' else slower:.2f})"
+
+
+def _times(cell: dict[str, Quartiles]) -> dict[str, dict[int, float]]:
     """Median milliseconds by engine and rows."""
     return {
         engine: {int(key[3:]): ms for key, (_, ms, _) in figures.items() if key[:3] == "ms_"}
