@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if tokens:
             option("--tokens", type=int, default=tokens, help="new tokens a prompt")
         if repeats:
-            option("--repeats", type=int, default=repeats, help="passes over the prompts")
+            option("--repeats", type=int, default=repeats, help="times that all is measured")
         return sub
 
     def add_dtype(sub: argparse.ArgumentParser) -> None:

@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure a target in every format of `args.weights`; print, draw and record.
 
     Raises:
-        ValueError: No context fits the target.
+        ValueError: No context fits the target, or there is only one turn.
     """
     console = make_console()
     models = Models.of(args)
@@ -126,6 +126,8 @@ def run(args: argparse.Namespace) -> int:
         engines.append(paceline)
         engines += [Roofline(config, weights, level, threads)] if level in PEAKS else []
     contexts = [each for each in args.contexts if each + max(args.rows) <= config.max_position]
+    if args.repeats < 2:
+        raise ValueError(f"--repeats is {args.repeats}: quartiles need at least 2")
     if not contexts:
         raise ValueError(f"no context of {args.contexts} fits {config.max_position} positions")
     if args.rivals:
