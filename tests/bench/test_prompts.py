@@ -22,7 +22,7 @@ def of(name: str, prompts: list[Prompt]) -> list[Prompt]:
 def test_demo_sets() -> None:
     prompts = demo_prompts(DEMO.prompts, DEMO.target)
     heldout = [prompt.tokens for prompt in of("heldout", prompts)]
-    for name, temperature in (("heldout", 0.0), ("sampled", 1.0), ("no match", 2.0)):
+    for name, temperature in (("heldout", 0.0), ("sampled", 1.0)):
         found = of(name, prompts)
         assert {prompt.temperature for prompt in found} == {temperature}
         assert [prompt.tokens for prompt in found] == heldout[: len(found)]

@@ -71,7 +71,9 @@ base = pathlib.Path(given[given.index("--kl-divergence-base") + 1])
 if "--kl-divergence" not in given:
     base.write_text(pathlib.Path(given[given.index("-f") + 1]).read_text())
     sys.exit()
-assert base.read_text() == "some text"
+assert base.read_text() == 2 * "some text"
+if "-m q8.gguf" not in " ".join(given):
+    sys.exit()
 print("Mean PPL(Q)                   :  15.5 ±   0.9\\nMean PPL(base)      :  15.25 ±   0.9")
 print("Mean    KLD:   0.004750 ±   0.0001\\nMaximum KLD:   0.3\\nSame top p: 97.500 ± 0.2 %")
 """
@@ -81,6 +83,8 @@ def test_figures_of_llama_cpp_are_read_from_its_output(tmp_path: Path) -> None:
     program = tmp_path / "llama-perplexity"
     program.write_text(PERPLEXITY.format(python=sys.executable), encoding="utf-8")
     program.chmod(0o755)
+    with pytest.raises(ValueError, match="measured nothing"):
+        llama_cpp(str(program), [Path("base.gguf"), Path("unknown.gguf")], "some text", 4)
     found = llama_cpp(str(program), [Path("base.gguf"), Path("q8.gguf")], "some text", 4)
     assert found == {
         "llama.cpp q8": {

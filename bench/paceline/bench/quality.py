@@ -25,12 +25,12 @@ from torch import Tensor
 from paceline.bench.models import Models
 from paceline.bench.prompts import tokenizer
 from paceline.bench.record import Results, digest, make_console
+from paceline.bench.step.engines import CHUNK
 from paceline.decoder import Decoder, LocalCache
 from paceline.kernels import TreeSegment, plan_trees
 
 WINDOW = 1024
 
-_CHUNK = 256  # rows of a forward pass
 _PROSE = ("*.md", "docs/*.md")
 _FIGURES = {
     "kl_divergence": r"Mean\s+KLD:\s+(\S+)",
@@ -67,8 +67,8 @@ def held_out(target: Path, windows: int) -> Tensor:
 def predictions(decoder: Decoder, window: Tensor) -> Tensor:
     """Log-probabilities ``[WINDOW / 2 - 1, V]`` of the tokens after the middle, float32."""
     cache, found = LocalCache(decoder.config), []
-    for start in range(0, len(window), _CHUNK):
-        rows = min(_CHUNK, len(window) - start)
+    for start in range(0, len(window), CHUNK):
+        rows = min(CHUNK, len(window) - start)
         cache.reserve(rows)
         plan = plan_trees([TreeSegment(0, start, None, rows)])
         logits = decoder.forward(window[start : start + rows], plan, [cache], logit_rows=None)
@@ -96,11 +96,15 @@ def compare(base: Decoder, other: Decoder, text: Tensor) -> dict[str, float]:
 
 
 def llama_cpp(program: str, models: Sequence[Path], text: str, windows: int) -> dict[str, Any]:
-    """The same of GGUF files by ``llama-perplexity``, against the first of them."""
+    """The same of GGUF files by ``llama-perplexity``, against the first of them.
+
+    Raises:
+        ValueError: It printed no figures.
+    """
     found = {}
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         file, base = Path(folder, "text"), str(Path(folder, "base"))
-        file.write_text(text, encoding="utf-8")
+        file.write_text(2 * text, encoding="utf-8")  # another tokenizer may find fewer tokens
         options = ["-c", str(WINDOW), "--chunks", str(windows), "--kl-divergence-base", base]
         for model in models:
             first = model is models[0]
@@ -110,6 +114,8 @@ def llama_cpp(program: str, models: Sequence[Path], text: str, windows: int) -> 
             if not first:
                 output = done.stdout + done.stderr
                 figures = {key: re.findall(each, output) for key, each in _FIGURES.items()}
+                if not all(figures.values()):
+                    raise ValueError(f"{program} measured nothing: {output[-500:]}")
                 found[f"llama.cpp {model.stem}"] = {
                     key: float(values[-1]) / (100 if key == "same_top" else 1)
                     for key, values in figures.items()

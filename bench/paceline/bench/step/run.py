@@ -107,6 +107,7 @@ def _times(cell: dict[str, Quartiles]) -> dict[str, dict[int, float]]:
     return {
         engine: {int(key[3:]): ms for key, (_, ms, _) in figures.items() if key[:3] == "ms_"}
         for engine, figures in cell.items()
+        if any(key[:3] == "ms_" for key in figures)
     }
 
 
