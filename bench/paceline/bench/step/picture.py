@@ -8,8 +8,7 @@ from math import ceil, floor, log2
 _WIDTH, _HEIGHT, _MARGIN, _LINE = 300, 260, 50, 17  # of a panel and of a line of text, in pixels
 _COLORS = ("#1f5fa8", "#c8571b", "#2f8a4b", "#8a3fa0", "#b8860b", "#5b6770", "#c2255c", "#0b7a75")
 
-Times = dict[str, dict[int, float]]
-"""Milliseconds by engine and rows."""
+Times = dict[str, dict[int, float]]  # milliseconds by engine and rows
 
 
 def draw(contexts: dict[str, Times]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from statistics import quantiles
@@ -24,11 +25,8 @@ from paceline.bench.step.picture import draw
 from paceline.bench.step.roofline import PEAKS, Roofline
 from paceline.kernels import cpu_kernels
 
-Quartiles = dict[str, list[float]]
-"""By figure."""
-
-Cells = dict[str, dict[str, Quartiles]]
-"""By context and engine."""
+Quartiles = dict[str, list[float]]  # by figure
+Cells = dict[str, dict[str, Quartiles]]  # by context and engine
 
 
 def measure(
@@ -47,9 +45,7 @@ def measure(
         repeats: Turns, at least 2.
         progress: Called after every measurement.
     """
-    runs = {
-        (context, engine): list[dict[str, float]]() for context in contexts for engine in engines
-    }
+    runs: dict[tuple[int, Engine], list[dict[str, float]]] = defaultdict(list)
     for turn in range(repeats):
         for context in contexts:
             for place in range(len(engines)):
