@@ -8,7 +8,7 @@ import pytest
 
 from paceline.bench.cli import add_arguments
 from paceline.bench.models import Models
-from paceline.bench.prompts import SETS, Prompt, demo_prompts, long_prompts
+from paceline.bench.prompts import Prompt, demo_prompts, long_prompts
 from paceline.bench.table.run import groups
 
 FOLDER = Path(__file__).parents[2] / "models" / "demo"
@@ -21,9 +21,8 @@ def of(name: str, prompts: list[Prompt]) -> list[Prompt]:
 
 def test_demo_sets() -> None:
     prompts = demo_prompts(DEMO.prompts, DEMO.target)
-    assert {prompt.set for prompt in prompts} == set(SETS)
     heldout = [prompt.tokens for prompt in of("heldout", prompts)]
-    for name, temperature in (("heldout", 0.0), ("sampled", 1.0), ("no match", 2.0)):
+    for name, temperature in (("heldout", 0.0), ("sampled", 1.0)):
         found = of(name, prompts)
         assert {prompt.temperature for prompt in found} == {temperature}
         assert [prompt.tokens for prompt in found] == heldout[: len(found)]

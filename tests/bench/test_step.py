@@ -1,17 +1,163 @@
-"""Step times of a tiny target."""
+"""`paceline bench step`: its figures, its roofline and its picture, on a tiny target."""
 
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import shutil
+import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
+import pytest
+from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from paceline.bench.step import measure
+from paceline.bench.cli import add_arguments
+from paceline.bench.step.engines import LlamaCpp, OpenVino, Paceline, TransformersEngine
+from paceline.bench.step.picture import draw
+from paceline.bench.step.roofline import Roofline
+from paceline.bench.step.run import measure, run, show
+from paceline.decoder import load_config
+
+needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
 
 
-def test_contexts_that_do_not_fit_are_left_out(tmp_path: Path) -> None:
-    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
-    config = LlamaConfig(**shape, num_attention_heads=2, max_position_embeddings=64)
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
-    found = measure(tmp_path, "float32", rows=(1, 8), contexts=(32, 60), prefills=(16, 65))
-    assert {context: list(rows) for context, rows in found["step_ms"].items()} == {"32": ["1", "8"]}
-    assert list(found["prefill_ms"]) == ["16"]
-    assert all(ms > 0 for ms in found["step_ms"]["32"].values())
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "target"
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=96,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=512,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def options(*arguments: object) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args([str(each) for each in arguments])
+
+
+def test_engines_take_turns_and_find_the_same_figures(target: Path) -> None:
+    paceline, other = Paceline(target, "float32"), TransformersEngine(target, 96)
+    done: list[str] = []
+    cells = measure([paceline, other], (1, 4), (8, 300), 2, done.append)
+    assert [line.rpartition(", ")[2] for line in done] == [
+        *[paceline.name, other.name] * 2,
+        *[other.name, paceline.name] * 2,
+    ]
+    for cell in cells.values():
+        for figures in cell.values():
+            assert set(figures) == {"prefill_s", "ms_1", "ms_4", "tokens_per_s"}
+            assert all(0 < low <= middle <= high for low, middle, high in figures.values())
+
+
+@needs_compiler
+def test_a_run_records_and_draws(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "step.json"
+    shape = ("--rows", "1,256", "--contexts", "20,500", "--repeats", 2, "--weights", "float32")
+    assert run(options("step", "--target", target, "--output", file, *shape)) == 0
+    found = json.loads(file.read_text())["results"]["target"]
+    assert list(found["quartiles"]) == ["20"], "a context that does not fit is left out"
+    assert "paceline float32" in found["quartiles"]["20"]
+    assert "paceline float32" in capsys.readouterr().out
+    ElementTree.parse(file.with_suffix(".svg"))
+    with pytest.raises(ValueError, match=r"no context of \[500\] fits 512 positions"):
+        run(options("step", "--target", target, "--output", file, *shape, "--contexts", "500"))
+
+
+@needs_compiler
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the probe is for x86-64")
+def test_rates_of_this_machine_are_measured(target: Path) -> None:
+    roofline = Roofline(load_config(target, "float32"), "int8", "avx2", 1)
+    found = roofline.measure(20, (1, 300))
+    assert set(found) > {"prefill_s", "ms_1", "ms_300", "tokens_per_s"}
+    assert min(found.values()) > 0
+
+
+@pytest.mark.parametrize(("weights", "size"), [("float32", 4), ("int8", 1 + 2 / 32)])
+def test_a_step_is_bound_by_bytes_or_by_operations(
+    target: Path, weights: str, size: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, model = load_config(target, "float32"), LlamaForCausalLM.from_pretrained(target)
+    matrices = [each for each in model.parameters() if each.dim() == 2]
+    count = sum(each.numel() for each in matrices) - model.model.embed_tokens.weight.numel()
+    roofline = Roofline(config, weights, "avx2", 1)
+
+    def ms(read: float, linear: float, attention: float, context: int, rows: int) -> float:
+        monkeypatch.setattr(roofline, "_rates", lambda: [read, linear, attention])
+        return roofline.measure(context, (rows,))[f"ms_{rows}"] * 1e6
+
+    unbound = float("inf")
+    kv = config.kv_bytes_per_token
+    assert ms(1, unbound, unbound, 100, 8) == pytest.approx(count * size + 100 * kv)
+    assert ms(unbound, 1, unbound, 100, 8) == pytest.approx(2 * 8 * count)
+    one = 4 * config.layers * config.q_heads * config.head_dim
+    assert ms(unbound, unbound, 1, 100, 8) == pytest.approx(one * 8 * 101)
+    head = config.hidden * config.vocab_size
+    chunk = 256 * (count - head) + head
+    assert ms(unbound, 1, unbound, 0, 256) == pytest.approx(2 * chunk), "one row has logits"
+
+
+def program(folder: Path, name: str, body: str) -> str:
+    """An executable that gets its arguments as `arguments` and prints `result` as JSON."""
+    file = folder / name
+    head = f"#!{sys.executable}\nimport json, sys\narguments = sys.argv[1:]\n"
+    file.write_text(f"{head}{body}\nprint(json.dumps(result))\n")
+    file.chmod(0o755)
+    return str(file)
+
+
+def test_other_engines_are_programs(tmp_path: Path) -> None:
+    body = """
+given = dict(zip(arguments[::2], arguments[1::2]))
+rows = [int(each) for each in given["-p"].split(",")]
+result = [{"n_prompt": each, "n_gen": 0, "avg_ns": each * 1e6, "avg_ts": 0} for each in rows]
+if given["-n"] != "0":
+    assert given["-d"] == "128"
+    result.append({"n_prompt": 0, "n_gen": int(given["-n"]), "avg_ns": 0, "avg_ts": 64.0})
+"""
+    llama = LlamaCpp(program(tmp_path, "llama-bench", body), Path("small.gguf"), 2)
+    assert llama.name == "llama.cpp small"
+    expected = {"prefill_s": 0.128, "ms_1": 1.0, "ms_33": 33.0, "tokens_per_s": 64.0}
+    assert llama.measure(128, (1, 33)) == expected
+    body = 'result = {"arguments": arguments[1:]}'
+    vino = OpenVino(program(tmp_path, "python", body), Path("small.gguf"), 2, 96)
+    assert vino.measure(128, (1, 33)) == {"arguments": ["small.gguf", "2", "96", "128", "32"]}
+
+
+def test_the_table_compares_with_the_roofline() -> None:
+    least = {"ms_1": [1.0] * 3, "tokens_per_s": [1000.0] * 3, "prefill_s": [0.5] * 3}
+    ours = {"ms_1": [3.0, 4.0, 5.0], "tokens_per_s": [250.0] * 3, "prefill_s": [1.0] * 3}
+    screen = io.StringIO()
+    cells = {
+        "128": {"paceline int8": ours, "roofline int8": least, "other": {"prefill_s": [2.0] * 3}}
+    }
+    show(cells, (1,), Console(file=screen, width=120))
+    [line] = [line for line in screen.getvalue().splitlines() if "paceline int8" in line]
+    assert [part.strip() for part in line.split("│")][2:5] == ["4 (4.00)", "250 (4.00)", "1 (2.00)"]
+
+
+def test_the_picture_has_a_line_for_every_engine() -> None:
+    times = {
+        "paceline int8": {1: 2.0, 33: 5.0},
+        "roofline int8": {1: 1.0, 33: 1.5},
+        "other": {8: 3.0},
+    }
+    root = ElementTree.fromstring(draw({"128": times, "2048": times}))
+    assert len(root.findall(".//{*}polyline")) == 6
+    words = [text.text for text in root.findall("{*}text")]
+    assert words == list(times)
+
+
+def test_unknown_weights_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert options("step", "--weights", "int8,int4").weights == ["int8", "int4"]
+    with pytest.raises(SystemExit):
+        options("step", "--weights", "int8,int3")
+    assert "unknown weights int3" in capsys.readouterr().err

@@ -3,8 +3,6 @@
 - ``paceline bench table``: decoding speed of every drafter, and of transformers' plain,
   prompt-lookup and assisted generation on the same prompts, by context length and temperature;
   accepted lengths.
-- ``paceline bench comparison``: whole requests by prompt set, prefill included, beside
-  transformers, and where the time of a drafted round goes.
 - ``paceline bench server``: whole requests beside any server with OpenAI's completions endpoint.
 - ``paceline bench load``: throughput and latencies of many requests at once, without a drafter,
   with fixed trees, and with the verifier's scheduler.
@@ -12,8 +10,9 @@
   turns, on prompts that repeat themselves and on prompts that do not.
 - ``paceline bench replay``: the services apart from any drafter. A recorded continuation is
   drafted, right with a chosen probability, and compared with bare forward passes.
-- ``paceline bench step``: milliseconds of a decoder step by rows and context, and of a prefill.
-- ``paceline bench telemetry``: throughput and processor time lost to metrics and traces.
+- ``paceline bench step``: a decoder step by rows and context, prefill and plain decoding, beside
+  their roofline and, with ``--rivals``, beside transformers, llama.cpp and OpenVINO.
+- ``paceline bench quality``: what quantised weights change in a model's predictions.
 - ``paceline bench drills``: fault injection under load; what must hold, and whether it did.
 - ``make gpu-check``: the tests of ``tests/gpu``, then ``python -m paceline.bench.gpu``: speed of
   kernels, of a decoder step, and of what else attends on a GPU.

@@ -35,22 +35,6 @@ class Transformers:
         """Assisted generation needs an assistant."""
         return MODES if self.assistant else MODES[:2]
 
-    def generate(self, mode: str, prompt: list[int], tokens: int) -> tuple[list[int], float]:
-        """New token ids of a greedy continuation of exactly `tokens`, and the seconds it took."""
-        model = self._load(self.target)
-        inputs = torch.tensor([prompt])
-        start = time.perf_counter()
-        with torch.inference_mode():
-            output = model.generate(
-                inputs,
-                attention_mask=torch.ones_like(inputs),
-                max_new_tokens=tokens,
-                do_sample=False,
-                pad_token_id=0,
-                **self._options(mode),
-            )
-        return output[0, len(prompt) :].tolist(), time.perf_counter() - start
-
     @torch.inference_mode()
     def prefill(self, prompt: list[int]) -> tuple[DynamicCache, float]:
         """The KV of all of a prompt but its last token, and the seconds it took."""
@@ -60,6 +44,12 @@ class Transformers:
             piece = torch.tensor([prompt[first : min(first + _CHUNK, len(prompt) - 1)]])
             model.model(piece, past_key_values=cache, use_cache=True)
         return cache, time.perf_counter() - start
+
+    @torch.inference_mode()
+    def step(self, tokens: list[int], cache: DynamicCache) -> None:
+        """Logits of a chain of tokens behind a cache, which stays as it is."""
+        self._load(self.target)(torch.tensor([tokens]), past_key_values=cache, use_cache=True)
+        cache.crop(-len(tokens))
 
     def decode(
         self,

@@ -11,13 +11,12 @@ from paceline.harness import PROMPT_FILE
 
 _MODULES = {
     "table": "paceline.bench.table.run",
-    "comparison": "paceline.bench.comparison",
     "server": "paceline.bench.server",
     "load": "paceline.bench.load.run",
     "controller": "paceline.bench.controller",
     "replay": "paceline.bench.replay",
-    "step": "paceline.bench.step",
-    "telemetry": "paceline.bench.telemetry",
+    "step": "paceline.bench.step.run",
+    "quality": "paceline.bench.quality",
     "drills": "paceline.bench.drills.run",
 }
 
@@ -35,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if tokens:
             option("--tokens", type=int, default=tokens, help="new tokens a prompt")
         if repeats:
-            option("--repeats", type=int, default=repeats, help="passes over the prompts")
+            option("--repeats", type=int, default=repeats, help="times that all is measured")
         return sub
 
     def add_dtype(sub: argparse.ArgumentParser) -> None:
@@ -48,9 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--context", type=int, nargs="+", default=[1024, 4096, 16_384], metavar="N",
         help="tokens of prompt and text; a longer context than the target's scales RoPE by YaRN",
     )  # fmt: skip
-    comparison = add("comparison", "whole requests by prompt set, beside transformers", 256, 3)
-    add_dtype(comparison)
-    comparison.add_argument("--set", nargs="+", help="prompt sets of the demo; default: all")
     server = add("server", "whole requests beside a server with OpenAI's interface", 256, 1)
     add_dtype(server)
     _add_prompts(server, texts=8)
@@ -87,10 +83,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     replay.add_argument("--acceptance", type=float, default=0.8, help="of each drafted token")
     replay.add_argument("--nodes", type=int, default=8, help="nodes of a tree")
     replay.add_argument("--context", type=int, default=256, help="tokens of the prompt")
-    step = add("step", "a decoder step by rows and context, and a prefill")
-    add_dtype(step)
-    step.add_argument("--label", help="the entry of the result file; default: the folder's name")
-    add("telemetry", "throughput lost to metrics and traces", 192, 6)
+    step = add("step", "a decoder step by rows and context beside its roofline", repeats=5)
+    _add_weights(step, "bfloat16")
+    step.add_argument("--rows", type=_numbers, default="1,8,33,64,256", help="rows of a step")
+    step.add_argument("--contexts", type=_numbers, default="128,2048,6144", help="tokens before it")
+    step.add_argument("--rivals", action="store_true", help="other engines in the same run")
+    step.add_argument("--llama-bench", metavar="PROGRAM", help="default: from PATH")
+    step.add_argument("--openvino-python", metavar="PROGRAM", help="Python with openvino-genai")
+    step.add_argument("--openvino-model", type=Path, metavar="GGUF", help="for OpenVINO")
+    quality = add("quality", "what quantised weights change in a model's predictions")
+    _add_weights(quality, "int8,int4")
+    quality.add_argument("--windows", type=int, default=8, help="pieces of text")
+    quality.add_argument("--gguf", type=Path, nargs="*", default=[], help="targets to measure too")
+    quality.add_argument("--llama-perplexity", metavar="PROGRAM", help="default: from PATH")
+    for sub in (step, quality):
+        sub.add_argument("--label", help="the entry of the result file; default: the target's name")
+        sub.add_argument(
+            "--llama-model", type=Path, nargs="*", default=[], metavar="GGUF",
+            help="for llama.cpp; `quality` compares with the first",
+        )  # fmt: skip
     drills = add("drills", "inject faults under load and check what must hold")
     drills.add_argument("drill", nargs="*", metavar="DRILL", help="name, in quotes; default: all")
     drills.add_argument("--short", action="store_true", help="fewer and smaller: minutes")
@@ -102,6 +113,23 @@ def _add_prompts(parser: argparse.ArgumentParser, texts: int) -> None:
         "--prompts", type=Path, nargs="+", default=[], metavar="FILE",
         help=f"prompts of your own: {PROMPT_FILE}",
     )  # fmt: skip
+
+
+def _add_weights(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument(
+        "--weights", type=_names, default=default, help="float32, bfloat16, int8, int4; by commas"
+    )
+
+
+def _names(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := set(names) - {"float32", "bfloat16", "int8", "int4"}:
+        raise argparse.ArgumentTypeError(f"unknown weights {', '.join(sorted(unknown))}")
+    return names
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(each) for each in text.split(",")]
 
 
 def run(args: argparse.Namespace) -> int:

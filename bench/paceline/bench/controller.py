@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import tempfile
 import time
@@ -27,7 +26,7 @@ from tokenizers import Tokenizer
 
 from paceline.bench.plugins import register
 from paceline.bench.record import Results, digest
-from paceline.bench.services import ALWAYS, services
+from paceline.bench.services import ALWAYS, generate, recording, services
 from paceline.client import Client
 from paceline.drafter import Budget, Generation, Resources, TokenTree
 from paceline.drafter.methods.options import parse_options
@@ -151,25 +150,17 @@ async def adapt(target: Path, dtype: str, tokens: int = 1000) -> dict[str, dict[
     half = tokens // 2
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         environment = register(Path(folder), {"changing": "paceline.bench.controller:Changing"})
-        recording = Path(folder) / "recording.jsonl"
-        with services(target, {"ngram": "ngram"}, dtype) as running:
-            async with running.client() as client:
-                plain = await client.generate(
-                    prompt, max_new_tokens=tokens, ignore_eos=True, drafter="none", **sampling
-                )
-        recording.write_text(json.dumps({"prompt": prompt, "tokens": plain.token_ids}) + "\n")
+        file = Path(folder) / "recording.jsonl"
+        file.write_text(await recording(target, dtype, prompt, tokens, **sampling))
         drafters = {
-            "slow": f"changing:{recording},p=0.9,seconds=0.8",
-            "improving": f"changing:{recording},p=0.9,wrong_until={half}",
+            "slow": f"changing:{file},p=0.9,seconds=0.8",
+            "improving": f"changing:{file},p=0.9,wrong_until={half}",
         }
         found: dict[str, dict[str, Any]] = {}
         with services(target, drafters, dtype, environment=environment) as running:
             async with running.client() as client:
                 for name in ("none", *drafters):
-                    result = await client.generate(
-                        prompt, max_new_tokens=tokens, ignore_eos=True, drafter=name, **sampling
-                    )
-                    stats = result.stats
+                    stats = (await generate(client, prompt, tokens, name, **sampling)).stats
                     decoding = (stats.total_ms - stats.first_token_ms) / 1e3
                     ends = list(accumulate(entry.emitted for entry in stats.rounds))
                     found[name] = {

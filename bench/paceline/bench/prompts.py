@@ -10,12 +10,9 @@ from tokenizers import Tokenizer
 
 from paceline.harness import read_prompts
 
-SETS = ("heldout", "trained", "sampled", "no match", "copying")
-
 _LENGTH = 384  # tokens of a demo prompt, at most
 _REPEATED = 40  # tokens of its beginning that a copying prompt ends with
 _SEPARATOR = "<|endoftext|>"  # between texts, in the training of the demo target
-_HOT = 2.0  # temperature at which hardly any two tokens follow each other twice
 
 
 @dataclass(frozen=True)
@@ -43,9 +40,8 @@ def demo_prompts(folder: Path, target: Path) -> list[Prompt]:
     """The demo prompts, by set.
 
     ``heldout`` and ``trained`` are beginnings of files that the demo target was not and was trained
-    on, continued greedily. ``sampled`` are the held-out ones at temperature 1. ``no match`` are
-    four of them at temperature 2, where earlier text does not predict what follows, so that prompt
-    lookup can only cost. ``copying`` holds a trained text whole and then its beginning once more.
+    on, continued greedily. ``sampled`` are the held-out ones at temperature 1. ``copying`` holds
+    a trained text whole and then its beginning once more.
 
     Raises:
         ValueError: The target's tokenizer has no ``<|endoftext|>`` to separate texts with.
@@ -61,7 +57,6 @@ def demo_prompts(folder: Path, target: Path) -> list[Prompt]:
         *(Prompt("heldout", ids) for ids in heldout),
         *(Prompt("trained", ids) for ids in trained),
         *(Prompt("sampled", ids, 1.0, seed) for seed, ids in enumerate(heldout, 1)),
-        *(Prompt("no match", ids, _HOT, seed) for seed, ids in enumerate(heldout[:4], 1)),
         *(Prompt("copying", [*ids, separator, *ids[:_REPEATED]]) for ids in trained),
     ]
 

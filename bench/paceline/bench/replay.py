@@ -7,7 +7,6 @@ compared with that of bare forward passes over the same numbers of nodes.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 from statistics import median
@@ -15,11 +14,12 @@ from typing import Any
 
 import uvloop
 
-from paceline.bench import step
 from paceline.bench.models import Models
 from paceline.bench.prompts import long_prompts
 from paceline.bench.record import Results, make_console
-from paceline.bench.services import ALWAYS, generate, overhead_ms, services
+from paceline.bench.services import ALWAYS, generate, recording, services
+from paceline.bench.step.engines import Paceline
+from paceline.bench.table.rows import decode_rate
 
 
 async def measure(
@@ -40,12 +40,9 @@ async def measure(
     """
     [prompt] = long_prompts(models.prompts, models.target, context, 1)
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-        recording = Path(folder) / "recording.jsonl"
-        with services(models.target, {"ngram": "ngram"}, dtype) as pair:
-            async with pair.client() as client:
-                text = (await generate(client, prompt, tokens, "none")).tokens
-        recording.write_text(json.dumps({"prompt": prompt, "tokens": text}) + "\n")
-        spec = f"replay:{recording},p={acceptance},max_nodes={nodes},seed=1"
+        file = Path(folder) / "recording.jsonl"
+        file.write_text(await recording(models.target, dtype, prompt, tokens))
+        spec = f"replay:{file},p={acceptance},max_nodes={nodes},seed=1"
         with services(models.target, {"replay": spec}, dtype) as pair:
             async with pair.client(ALWAYS) as client:
                 await generate(client, prompt, 32, "replay")
@@ -53,14 +50,10 @@ async def measure(
                 drafted = await generate(client, prompt, tokens, "replay")
     rounds = drafted.drafted
     draft_ms = median(entry.draft_ms for entry in rounds)
-    middle = context + tokens // 2
-    steps = step.measure(models.target, dtype, (1, nodes + 1), (middle,), ())["step_ms"]
-    step_ms, forward_ms = steps[str(middle)].values()
+    bare = Paceline(models.target, dtype).measure(context + tokens // 2, (1, nodes + 1))
+    step_ms, forward_ms = bare["ms_1"], bare[f"ms_{nodes + 1}"]
     length = drafted.stats.mean_accepted_length
-    rate, plain_rate = (
-        (tokens - 1) / (sample.stats.total_ms - sample.stats.first_token_ms) * 1e3
-        for sample in (drafted, plain)
-    )
+    rate, plain_rate = decode_rate(drafted), decode_rate(plain)
     ideal = length / (forward_ms + draft_ms) * 1e3
     return {
         "tokens_per_second": rate,
@@ -71,7 +64,7 @@ async def measure(
         "bare_step_ms": step_ms,
         "draft_ms": draft_ms,
         "verify_ms": median(entry.verify_ms for entry in rounds),
-        "overhead_ms": median(map(overhead_ms, rounds)),
+        "overhead_ms": median(e.round_ms - e.draft_ms - e.verify_ms for e in rounds),
         "ideal_tokens_per_second": ideal,
         "efficiency": rate / ideal,
         "identical": drafted.tokens == plain.tokens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -89,6 +90,11 @@ async def generate(
     return Sample(result.token_ids, time.perf_counter() - start, result.stats)
 
 
-def overhead_ms(entry: RoundStats) -> float:
-    """Milliseconds of a round beyond the work of drafter and verifier."""
-    return entry.round_ms - entry.draft_ms - entry.verify_ms
+async def recording(
+    target: Path, dtype: str, prompt: list[int], tokens: int, **options: object
+) -> str:
+    """A continuation without a drafter, as a line of a file that the method ``replay`` reads."""
+    with services(target, {"ngram": "ngram"}, dtype) as pair:
+        async with pair.client() as client:
+            sample = await generate(client, prompt, tokens, "none", **options)
+    return json.dumps({"prompt": prompt, "tokens": sample.tokens}) + "\n"

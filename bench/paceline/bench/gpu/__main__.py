@@ -23,7 +23,6 @@ MEASUREMENTS = {
     "step": 120.0,
     "sampling": 60.0,
     "backends": 60.0,
-    "fusion": 60.0,
 }
 """Modules of this package, and how long each may take. Unit: seconds."""
 

@@ -1,0 +1,1 @@
+"""Time of a decoder step beside its roofline and beside other engines."""

@@ -1,0 +1,141 @@
+"""Paceline's decoder, and what it is compared with: transformers, llama.cpp, OpenVINO.
+
+An engine measures one context at a time. What it finds: ``prefill_s``, seconds of reading the
+context; ``tokens_per_s`` of plain decoding behind it; ``ms_N``, a step of N rows. Tokens are
+random.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from paceline.bench.baseline import Transformers
+from paceline.decoder import Decoder, LocalCache
+from paceline.kernels import TreeSegment, plan_trees
+
+CHUNK = 256
+"""Rows of a prefill chunk, as the engine cuts a prompt; only its last row has logits."""
+
+_DECODED = 32  # tokens of plain decoding
+_STEPS = 5  # whose median counts
+
+Figures = dict[str, float]
+
+
+class Engine(Protocol):
+    """One way to run the target."""
+
+    name: str
+
+    def measure(self, context: int, rows: Sequence[int]) -> Figures:
+        """Figures behind `context` positions."""
+        ...
+
+
+class Paceline:
+    """The decoder as the verifier calls it: binary trees, and prompts in chunks of `CHUNK` rows."""
+
+    def __init__(self, target: Path, weights: str) -> None:
+        self.name = f"paceline {weights}"
+        self.decoder = Decoder.load(target, weights)
+
+    def measure(self, context: int, rows: Sequence[int]) -> Figures:
+        """See :class:`Engine`; a step of at least `CHUNK` rows is a chunk of a prompt."""
+        cache = LocalCache(self.decoder.config)
+        began = time.perf_counter()
+        while len(cache) < context:
+            count = min(CHUNK, context - len(cache))
+            self._forward(cache, count, chunk=True)
+            cache.commit(range(count))
+        found = {"prefill_s": time.perf_counter() - began}
+        for count in rows:
+            step = partial(self._forward, cache, count, chunk=count >= CHUNK)
+            found[f"ms_{count}"] = _median_ms(step)
+        began = time.perf_counter()
+        for _ in range(_DECODED):
+            self._forward(cache, 1)
+            cache.commit([0])
+        return found | {"tokens_per_s": _DECODED / (time.perf_counter() - began)}
+
+    def _forward(self, cache: LocalCache, rows: int, chunk: bool = False) -> None:
+        cache.reserve(rows)
+        parents = None if chunk else (-1, *((node - 1) // 2 for node in range(1, rows)))
+        plan = plan_trees([TreeSegment(0, len(cache), parents, rows)])
+        tokens = torch.randint(self.decoder.config.vocab_size, (rows,))
+        last = torch.tensor([rows - 1]) if chunk else None
+        self.decoder.forward(tokens, plan, [cache], logit_rows=last).logits.argmax(dim=-1)
+
+
+class TransformersEngine:
+    """Transformers in bfloat16, with a chain for a tree."""
+
+    name = "transformers bfloat16"
+
+    def __init__(self, target: Path, vocab: int) -> None:
+        self._baseline, self._vocab = Transformers(target, None, "bfloat16"), vocab
+
+    def measure(self, context: int, rows: Sequence[int]) -> Figures:
+        """See :class:`Engine`."""
+        cache, seconds = self._baseline.prefill(self._tokens(context + 1))
+        found = {"prefill_s": seconds}
+        for count in (*rows, 1):
+            step = partial(self._baseline.step, self._tokens(count), cache)
+            found[f"ms_{count}"] = _median_ms(step)
+        return found | {"tokens_per_s": 1e3 / found["ms_1"]}
+
+    def _tokens(self, count: int) -> list[int]:
+        return list(torch.randint(self._vocab, (count,)).tolist())
+
+
+class LlamaCpp:
+    """``llama-bench`` on one GGUF file; a step is a short prompt, whose last row has logits."""
+
+    def __init__(self, program: str, model: Path, threads: int) -> None:
+        self.name = f"llama.cpp {model.stem}"
+        self._command = [program, "-m", str(model), "-t", str(threads), "-r", "1", "-o", "json"]
+
+    def measure(self, context: int, rows: Sequence[int]) -> Figures:
+        """See :class:`Engine`."""
+        prompts, new = ",".join(map(str, rows)), str(_DECODED)
+        [prefill] = _json([*self._command, "-p", str(context), "-n", "0"])
+        steps = _json([*self._command, "-p", prompts, "-n", new, "-d", str(context)])
+        return {
+            "prefill_s": prefill["avg_ns"] / 1e9,
+            **{f"ms_{test['n_prompt']}": test["avg_ns"] / 1e6 for test in steps[:-1]},
+            "tokens_per_s": steps[-1]["avg_ts"],
+        }
+
+
+class OpenVino:
+    """OpenVINO GenAI on a GGUF file; it offers no step of several rows."""
+
+    def __init__(self, python: str, model: Path, threads: int, vocab: int) -> None:
+        self.name = f"OpenVINO {model.stem}"
+        script = Path(__file__).with_name("run_openvino.py")
+        self._command = [python, str(script), str(model), str(threads), str(vocab)]
+
+    def measure(self, context: int, rows: Sequence[int]) -> Figures:
+        """See :class:`Engine`."""
+        return dict(_json([*self._command, str(context), str(_DECODED)]))
+
+
+def _json(command: Sequence[str]) -> Any:
+    return json.loads(subprocess.check_output(command))
+
+
+def _median_ms(step: Callable[[], object]) -> float:
+    times = []
+    for _ in range(_STEPS + 1):
+        began = time.perf_counter()
+        step()
+        times.append((time.perf_counter() - began) * 1e3)
+    return statistics.median(times[1:])

@@ -1,0 +1,140 @@
+"""`paceline bench step`: a decoder step by rows and context, a prefill, and plain decoding.
+
+Engines take turns context by context, in rotating order; a roofline, measured in every turn, is one
+of them. Figures are quartiles over turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from statistics import quantiles
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from paceline.bench.models import Models
+from paceline.bench.record import Results, make_console
+from paceline.bench.step.engines import Engine, LlamaCpp, OpenVino, Paceline, TransformersEngine
+from paceline.bench.step.picture import draw
+from paceline.bench.step.roofline import PEAKS, Roofline
+from paceline.kernels import cpu_kernels
+
+Quartiles = dict[str, list[float]]  # by figure
+Cells = dict[str, dict[str, Quartiles]]  # by context and engine
+
+
+def measure(
+    engines: Sequence[Engine],
+    rows: Sequence[int],
+    contexts: Sequence[int],
+    repeats: int,
+    progress: Callable[[str], None],
+) -> Cells:
+    """Figures of every engine.
+
+    Args:
+        engines: Take turns.
+        rows: Numbers of rows of a step.
+        contexts: Positions before a step.
+        repeats: Turns, at least 2.
+        progress: Called after every measurement.
+    """
+    runs: dict[tuple[int, Engine], list[dict[str, float]]] = defaultdict(list)
+    for turn in range(repeats):
+        for context in contexts:
+            for place in range(len(engines)):
+                engine = engines[(place + turn) % len(engines)]
+                runs[context, engine].append(engine.measure(context, rows))
+                progress(f"turn {turn + 1} of {repeats}, context {context}, {engine.name}")
+    cells: Cells = {str(context): {} for context in contexts}
+    for (context, engine), found in runs.items():
+        cells[str(context)][engine.name] = {
+            key: quantiles((run[key] for run in found), n=4, method="inclusive") for key in found[0]
+        }
+    return cells
+
+
+def rivals(args: argparse.Namespace, models: Models, vocab: int) -> Iterator[Engine]:
+    """Other engines that are here; prints which are not."""
+    threads = torch.get_num_threads()
+    if models.target.is_dir():
+        yield TransformersEngine(models.target, vocab)
+    program = args.llama_bench or shutil.which("llama-bench")
+    if not (program and args.llama_model):
+        print("without llama.cpp: give --llama-bench and --llama-model", file=sys.stderr)
+    else:
+        yield from (LlamaCpp(program, model, threads) for model in args.llama_model)
+    python = args.openvino_python or (find_spec("openvino_genai") and sys.executable)
+    if not (python and args.openvino_model):
+        print("without OpenVINO: give --openvino-python and --openvino-model", file=sys.stderr)
+    else:
+        yield OpenVino(python, args.openvino_model, threads, vocab)
+
+
+def show(cells: Cells, rows: Sequence[int], console: Console) -> None:
+    """Print a table for every context; in brackets how much slower than its roofline it is."""
+    columns = [*(f"ms_{count}" for count in rows), "tokens_per_s", "prefill_s"]
+    for context, cell in cells.items():
+        table = Table("", *columns, title=f"after {context} tokens (times the roofline)")
+        for engine, figures in cell.items():
+            least = cell.get(f"roofline {engine.removeprefix('paceline ')}", {})
+            table.add_row(engine, *(_text(key, figures, least) for key in columns))
+        console.print(table)
+
+
+def _text(key: str, figures: Quartiles, least: Quartiles) -> str:
+    if key not in figures:
+        return ""
+    _, value, _ = figures[key]
+    if key not in least:
+        return f"{value:.3g}"
+    slower = value / least[key][1]
+    return f"{value:.3g} ({1 / slower if key == 'tokens_per_s' else slower:.2f})"
+
+
+def _times(cell: dict[str, Quartiles]) -> dict[str, dict[int, float]]:
+    """Median milliseconds by engine and rows."""
+    return {
+        engine: {int(key[3:]): ms for key, (_, ms, _) in figures.items() if key[:3] == "ms_"}
+        for engine, figures in cell.items()
+        if any(key[:3] == "ms_" for key in figures)
+    }
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure a target in every format of `args.weights`; print, draw and record.
+
+    Raises:
+        ValueError: No context fits the target, or there is only one turn.
+    """
+    console = make_console()
+    models = Models.of(args)
+    level, threads = cpu_kernels().level, torch.get_num_threads()
+    engines: list[Engine] = []
+    for weights in args.weights:
+        paceline = Paceline(models.target, weights)
+        config = paceline.decoder.config
+        engines.append(paceline)
+        engines += [Roofline(config, weights, level, threads)] if level in PEAKS else []
+    contexts = [each for each in args.contexts if each + max(args.rows) <= config.max_position]
+    if args.repeats < 2:
+        raise ValueError(f"--repeats is {args.repeats}: quartiles need at least 2")
+    if not contexts:
+        raise ValueError(f"no context of {args.contexts} fits {config.max_position} positions")
+    if args.rivals:
+        engines += rivals(args, models, config.vocab_size)
+    cells = measure(engines, args.rows, contexts, args.repeats, console.log)
+    show(cells, args.rows, console)
+    results = Results("step", args.output)
+    entry = {"level": level, "threads": threads, "quartiles": cells}
+    results.add(args.label or models.target.stem, entry)
+    picture = results.file.with_suffix(".svg")
+    picture.write_text(draw({context: _times(cell) for context, cell in cells.items()}))
+    console.print(f"written to {results.file} and {picture}")
+    return 0
