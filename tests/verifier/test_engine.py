@@ -98,7 +98,7 @@ async def test_model(client: Client, model: Path) -> None:
     assert (got.vocab_size, got.max_context, got.max_tree_nodes) == (VOCAB, CONTEXT, 255)
     assert (got.layers, got.kv_heads, got.head_dim, got.hidden_size) == (2, 2, 16, 48)
     assert (list(got.eos_token_ids), got.bos_token_id) == ([0], 1)
-    assert got.dtype == "float32"
+    assert (got.dtype, got.weights) == ("float32", "float32")
     assert got.target_fingerprint == weights_fingerprint(model)
     assert got.lease_ms == 30_000
     assert len(got.instance_id) == 32
@@ -110,6 +110,7 @@ async def test_model(client: Client, model: Path) -> None:
 async def test_batch_invariance_holds(client: Client) -> None:
     got = await client.stub.GetModel(verifier_pb2.GetModelRequest())
     assert (got.batch_invariant, got.batch_invariance_reason) == (True, "")
+    assert got.numerics == "portable"  # float32, on every processor
 
 
 async def test_a_lack_of_batch_invariance_is_reported_and_logged(

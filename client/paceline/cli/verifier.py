@@ -17,7 +17,7 @@ WEIGHTS = ("auto", "float32", "bfloat16", "int8", "int4")
 """Formats of the target's weights."""
 
 OPTIONS = (
-    *("device", "weights", "kv_bytes", "max_context", "max_sequences", "lease_seconds"),
+    *("device", "weights", "numerics", "kv_bytes", "max_context", "max_sequences", "lease_seconds"),
     *("node_budget", "step_token_limit", "prefill_token_limit", "share_weights", "schedule"),
 )
 """Options of the service that `paceline serve` passes on, besides the target."""
@@ -38,6 +38,12 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
         choices=WEIGHTS,
         help="auto (default): as stored; int8 and int4: quantised when loaded, in blocks of 32; "
         "float32 and bfloat16 are also the type of the KV",
+    )
+    add(
+        "--numerics",
+        choices=("auto", "portable"),
+        help="portable: the same tokens on every x86-64 and ARM processor; auto (default): the "
+        "fastest way to multiply bfloat16, which differs on processors with AMX",
     )
     add(
         "--device",

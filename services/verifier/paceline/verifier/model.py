@@ -8,6 +8,7 @@ import secrets
 from dataclasses import dataclass
 
 from paceline.decoder import Decoder, ModelSource, check_batch_invariance
+from paceline.kernels import cpu_kernels, get_numerics
 from paceline.tree import MAX_NODES
 from paceline.v1 import verifier_pb2
 from paceline.verifier.grammar import Grammars
@@ -89,8 +90,14 @@ def read_model_info(
         batch_invariant=invariance.holds,
         batch_invariance_reason=invariance.reason,
         lease_ms=round(lease_seconds * 1000),
+        numerics=get_numerics() if _promises_numerics(decoder) else "",
+        weights=config.weights,
     )
     return ModelInfo(
         message=message,
         tokenizer_gzip=gzip.compress(tokenizer, mtime=0) if tokenizer else b"",
     )
+
+
+def _promises_numerics(decoder: Decoder) -> bool:
+    return decoder.device.type == "cpu" and cpu_kernels().library is not None

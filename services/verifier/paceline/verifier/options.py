@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from paceline.tree import MAX_NODES
 
 SCHEDULES = ("off", "auto", "profile")
+NUMERICS = ("auto", "portable")
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,10 @@ class VerifierOptions:
     weights: str = "auto"
     """Format of the weights: float32, bfloat16, int8 and int4 (quantised in blocks of 32), or auto:
     as they are stored."""
+    numerics: str = "auto"
+    """How bfloat16 weights and caches are multiplied on the CPU. portable: the same tokens and
+    log-probabilities on every x86-64 and ARM processor. auto: the fastest way, which on processors
+    with AMX has bits of its own. Quantised weights are always portable."""
     kv_bytes: int | None = None
     """Memory for all KV caches, each counted at its largest; None: a share of what is free."""
     max_context: int | None = None
@@ -60,6 +65,8 @@ class VerifierOptions:
             raise ValueError(f"node_budget is {self.node_budget}, expected 0 to {MAX_NODES}")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule is {self.schedule!r}, expected {', '.join(SCHEDULES)}")
+        if self.numerics not in NUMERICS:
+            raise ValueError(f"numerics is {self.numerics!r}, expected {', '.join(NUMERICS)}")
         if self.share_weights and self.device not in ("auto", "cpu"):
             raise ValueError(
                 f"weights are shared in main memory, and device is {self.device!r}; expected auto "

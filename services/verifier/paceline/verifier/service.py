@@ -26,6 +26,7 @@ from paceline.decoder import (
     publish,
     use_device,
 )
+from paceline.kernels import set_numerics
 from paceline.kv.segment import SHM
 from paceline.service import Gate
 from paceline.service.memory import trim
@@ -130,6 +131,8 @@ class VerifierService:
         """Load the model, publish its weights if they are shared, and profile its steps."""
         source = open_model(target)
         decoder = Decoder.load(source, options.weights, device)
+        # Other formats have one set of bits on all processors; tiles would change their caches.
+        set_numerics(options.numerics if decoder.config.weights == "bfloat16" else "portable")
         model = read_model_info(
             source,
             decoder,
