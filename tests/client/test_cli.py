@@ -189,7 +189,7 @@ def test_the_demo_fails_when_tokens_differ(
 
 
 def test_the_demo_reports_what_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(CommandError, match="holds no model"):
+    with pytest.raises(CommandError, match="is no model"):
         demo.run(demo_arguments(target=tmp_path))
 
 

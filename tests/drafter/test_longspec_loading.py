@@ -90,7 +90,7 @@ def test_damaged_weights_are_refused(folder: Path, target: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"), [("", "option target=DIR"), ("/nowhere", "cannot load")]
+    ("given", "message"), [("", "option target=PATH"), ("/nowhere", "cannot load")]
 )
 def test_the_target_s_folder_is_needed(folder: Path, given: str, message: str) -> None:
     with pytest.raises(LoadError, match=message):
