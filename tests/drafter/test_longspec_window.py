@@ -60,6 +60,7 @@ def random_rounds(
         yield new
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("window", [3, 64, 300])
 def test_after_many_rounds_the_cache_is_that_of_the_text(
     target: Path, tmp_path: Path, window: int
