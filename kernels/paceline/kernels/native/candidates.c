@@ -28,8 +28,8 @@ static void insert(const float *x, int64_t i, int64_t width, int64_t *ids, float
   ids[at] = i;
 }
 
-/* Sum of exp(x - peak). */
-static float sum_exponentials(const float *x, int64_t count, float peak) {
+/* Sum of exp(x - peak). Not inlined: the constants of exp_ need all registers. */
+static __attribute__((noinline)) float sum_exponentials(const float *x, int64_t count, float peak) {
   float part[WIDTH];
   const int64_t whole = count / WIDTH * WIDTH;
   for (int l = 0; l < WIDTH; l += LANES) {
