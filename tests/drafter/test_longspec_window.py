@@ -60,6 +60,7 @@ def random_rounds(
         yield new
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("window", [3, 64, 300])
 def test_after_many_rounds_the_cache_is_that_of_the_text(
     target: Path, tmp_path: Path, window: int
@@ -113,7 +114,7 @@ def test_a_sequence_takes_the_same_memory_at_1k_and_at_128k(target: Path, tmp_pa
         sizes.append(bytes_of(sequence, its_own))
     config = drafter.layer.config
     slots = 512 + CHUNK + drafter.options.drafted + drafter.options.context
-    assert sizes[0] == sizes[1]
+    assert abs(sizes[0] - sizes[1]) < 1024  # dicts of a class's first objects are larger
     kv_bytes = 2 * 4 * slots * config.kv_heads * config.head_dim
     assert kv_bytes < sizes[0] < 1.2 * kv_bytes
 

@@ -11,6 +11,7 @@ from paceline.kernels.attention import (
     tree_attention,
 )
 from paceline.kernels.caches import KVCacheView, LayerTable
+from paceline.kernels.candidates import best_candidates
 from paceline.kernels.executor import Executor
 from paceline.kernels.history import History
 from paceline.kernels.noise import gumbel_noise, gumbel_noise_at, philox
@@ -70,6 +71,7 @@ __all__ = [
     "accept_or_resample",
     "attention_weights",
     "backend_for",
+    "best_candidates",
     "best_chunks",
     "choose_token",
     "choose_tokens",

@@ -12,6 +12,7 @@ from paceline.kernels import (
     History,
     Proposal,
     SamplingParams,
+    best_candidates,
     filter_logits,
     gumbel_noise,
     gumbel_noise_at,
@@ -112,9 +113,7 @@ class Ranker:
         ids: Tensor | None = None
         if not self._params.greedy:
             scores, ids = self._perturbed(scores, position)
-        # Logs only after the top-k: rounding could make two scores equal.
-        best = scores.topk(min(width, scores.shape[1])).indices
-        logs = scores.log_softmax(-1).gather(1, best)
+        best, logs = best_candidates(scores, min(width, scores.shape[1]))
         return Ranked((best if ids is None else ids.gather(1, best)).cpu(), logs.cpu())
 
     def _drawn(self, scores: Tensor, position: int) -> Ranked:
