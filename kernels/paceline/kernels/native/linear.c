@@ -56,8 +56,7 @@ static void multiply(const Matrix *m, const float *x, const void *scratch, int64
 }
 
 /* An item is two panels times some blocks of rows. */
-int64_t linear_items(const Matrix *m, int64_t rows, int64_t threads) {
-  (void)threads;
+int64_t linear_items(const Matrix *m, int64_t rows) {
   return divide_up(m->outs, PAIR) * divide_up(rows, block_rows(rows, most_rows(m)) * BLOCKS);
 }
 
@@ -76,7 +75,7 @@ void linear_item(const Matrix *m, const float *x, const void *scratch, int64_t r
 
 /* The whole product on the threads of OpenMP; `scratch` has linear_scratch bytes. */
 void paceline_linear(const Matrix *m, const float *x, int64_t rows, void *scratch, float *out) {
-  const int64_t prepared = linear_prepare_items(m, rows), items = linear_items(m, rows, 1);
+  const int64_t prepared = linear_prepare_items(m, rows), items = linear_items(m, rows);
 #pragma omp parallel
   {
 #pragma omp for schedule(static)

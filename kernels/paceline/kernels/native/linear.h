@@ -44,7 +44,7 @@ typedef struct {
 int64_t linear_scratch(const Matrix *m, int64_t rows); /* bytes of prepared activations */
 int64_t linear_prepare_items(const Matrix *m, int64_t rows); /* 0: x is used as it is */
 void linear_prepare(const Matrix *m, const float *x, int64_t rows, void *scratch, int64_t item);
-int64_t linear_items(const Matrix *m, int64_t rows, int64_t threads);
+int64_t linear_items(const Matrix *m, int64_t rows);
 void linear_item(const Matrix *m, const float *x, const void *scratch, int64_t rows, float *out,
                  int64_t item);
 

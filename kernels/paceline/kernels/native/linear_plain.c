@@ -102,7 +102,7 @@ static int differs(const Matrix *m, const float x[ROWS * INS]) {
   void *scratch = malloc((size_t)linear_scratch(m, ROWS));
   for (int64_t i = 0; i < linear_prepare_items(m, ROWS); i++)
     linear_prepare(m, x, ROWS, scratch, i);
-  for (int64_t i = 0; i < linear_items(m, ROWS, 1); i++)
+  for (int64_t i = 0; i < linear_items(m, ROWS); i++)
     linear_item(m, x, scratch, ROWS, found, i);
   free(scratch);
   paceline_linear_plain(m, x, ROWS, expected);

@@ -182,7 +182,7 @@ static int64_t begin_stage(State *s) {
   switch (o->kind) {
     case MULTIPLY:
       if (s->part == 0) return linear_prepare_items(o->weight, s->rows);
-      return linear_items(o->weight, s->rows, s->run->threads);
+      return linear_items(o->weight, s->rows);
     case ATTEND:
     case ATTEND_CONTEXT:
       return s->part == 0 ? begin_attention(s, o) : attention_merge_items(&s->attention);
