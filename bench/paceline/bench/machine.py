@@ -12,29 +12,30 @@ PACKAGES = ("torch", "transformers", "grpcio", "protobuf", "uvloop", "triton")
 def describe() -> dict[str, object]:
     """Processor, memory and package versions as a JSON-ready dictionary.
 
-    `kind` names the sort of machine (`cpu-2x-amd-epyc`), fit for a file name.
+    `kind` names the sort of machine by processor, its family and model (`cpu-2x-amd-epyc-25-17`).
     """
-    model, flags = _processor()
+    fields = _processor()
+    model, flags = fields.get("model name", platform.machine()), fields.get("flags", "").split()
+    number = [fields[name] for name in ("cpu family", "model") if name in fields]
     cores = len(os.sched_getaffinity(0))
     words = re.findall(r"[a-z0-9]+", re.sub(r"\(.*?\)", "", model.lower()))
     return {
-        "kind": "-".join(["cpu", f"{cores}x", *words[:3]]),
+        "kind": "-".join(["cpu", f"{cores}x", *words[:3], *number]),
         "processor": model,
         "cores": cores,
-        "isa": sorted(flags & {"avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile"}),
+        "isa": sorted({"avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_tile"} & set(flags)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "python": platform.python_version(),
         "packages": {name: found for name in PACKAGES if (found := _installed(name))},
     }
 
 
-def _processor() -> tuple[str, set[str]]:
+def _processor() -> dict[str, str]:
+    """Fields of /proc/cpuinfo; empty on other systems than Linux."""
     info = Path("/proc/cpuinfo")
-    if not info.exists():
-        return platform.processor() or platform.machine(), set()
-    lines = (line.partition(":") for line in info.read_text().splitlines())
-    fields = {key.strip(): value.strip() for key, _, value in lines}
-    return fields.get("model name", platform.machine()), set(fields.get("flags", "").split())
+    lines = info.read_text().splitlines() if info.exists() else []
+    pairs = (line.partition(":") for line in lines)
+    return {key.strip(): value.strip() for key, _, value in pairs}
 
 
 def _installed(name: str) -> str | None:

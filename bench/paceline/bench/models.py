@@ -46,11 +46,6 @@ class Models:
         return {name: path for name, path in folders.items() if (path / _CONFIG).exists()}
 
     @property
-    def assistant(self) -> Path | None:
-        """The small language model, if there is one."""
-        return self.trained.get("lm")
-
-    @property
     def drafters(self) -> dict[str, str]:
         """Specifications METHOD[:DIR][,KEY=VALUE...] by name."""
         suffix = {"longspec": f",target={self.target}", "dspark": f",target={self.target}"}

@@ -42,7 +42,7 @@ async def measure(
         repeats: Passes over the prompts.
         progress: Called after every prompt.
     """
-    baseline = Transformers(models.target, models.assistant, dtype)
+    baseline = Transformers(models.target, models.trained.get("lm"), dtype)
     turns: dict[float, list[Turn]] = {temperature: [] for temperature in TEMPERATURES}
     prefill: dict[str, list[float]] = {"paceline": [], "transformers": []}
     # Caches with hidden states serve every drafter, those without serve all but DSpark.
