@@ -10,7 +10,7 @@
 #include <stdatomic.h>
 #include <stdint.h>
 
-#define SPINS 1000 /* reads of the stage, 20 to 50 us, before a waiting thread yields its core */
+#define SPINS 1000 /* reads of the ticket, 20 to 50 us, before a waiting thread yields its core */
 #define ITEM_BITS 20
 #define MOST_ITEMS ((1 << ITEM_BITS) - 1024) /* of a stage: threads that find none count on */
 
@@ -25,8 +25,6 @@ typedef struct {
 typedef struct {
   _Atomic uint64_t ticket; /* number of the stage, its items, and the next item */
   _Atomic int64_t left;    /* items of the stage that are not counted as done */
-  char apart[48];          /* waiting threads read another cache line than working ones write */
-  _Atomic uint64_t stage;
 } Team;
 
 static inline void relax(void) {
@@ -37,12 +35,15 @@ static inline void relax(void) {
 #endif
 }
 
+static inline uint64_t stage_of(const _Atomic uint64_t *ticket) {
+  return atomic_load_explicit(ticket, memory_order_acquire) >> 2 * ITEM_BITS;
+}
+
 static void team_begin(Team *t, const Stages *stages, uint64_t stage) {
   const uint64_t items = (uint64_t)stages->begin(stages->state);
   atomic_store_explicit(&t->left, (int64_t)items, memory_order_relaxed);
   atomic_store_explicit(&t->ticket, stage << 2 * ITEM_BITS | items << ITEM_BITS,
                         memory_order_release);
-  atomic_store_explicit(&t->stage, stage, memory_order_release);
 }
 
 /* Works until the last stage has ended. */
@@ -62,7 +63,7 @@ static void team_work(Team *t, const Stages *stages) {
       team_begin(t, stages, stage + 1);
     } else {
       done = 0;
-      for (int spins = 0; atomic_load_explicit(&t->stage, memory_order_acquire) == stage; spins++)
+      for (int spins = 0; stage_of(&t->ticket) == stage; spins++)
         if (spins < SPINS)
           relax();
         else
