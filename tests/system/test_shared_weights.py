@@ -65,18 +65,18 @@ def weights_files() -> set[str]:
 async def test_there_is_one_copy_of_the_weights(target: Path) -> None:
     before, weights = weights_files(), (target / "model.safetensors").stat().st_size
 
-    def drafting(whose: str) -> ServiceProcess:
-        load = f"selfspec=selfspec:{target},weights={whose},kv=map,context=64"
+    def drafting(share: str) -> ServiceProcess:
+        load = f"selfspec=selfspec:{target},share_weights={share},kv=map,context=64"
         return ServiceProcess("drafter", [f"--load={load}"], environment=THREADS)
 
     (prompt,) = make_prompts(1)
     arguments = ["--target", str(target), "--share-weights", "--schedule", "off"]
     texts = []
-    with drafting("own") as drafter:
+    with drafting("never") as drafter:
         with_own_copy = private_bytes(drafter)
     with (
         ServiceProcess("verifier", arguments, environment=THREADS) as verifier,
-        drafting("shared") as drafter,
+        drafting("always") as drafter,
     ):
         assert with_own_copy - private_bytes(drafter) > 0.9 * weights
         async with Client(verifier.address, drafter=drafter.address, drafting=EAGER) as client:

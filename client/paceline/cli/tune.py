@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         options |= steps[-1].chosen.options
         if spec.method == "selfspec":
             # `serve` starts both services at once: the drafter must wait for the shared weights.
-            options.setdefault("weights", "shared")
+            options.setdefault("share_weights", "always")
         tail = "".join(f",{name}={value}" for name, value in options.items())
         load = f"{spec.name}={spec.method}:{folder}{tail}"
         args.output.write_text(to_toml(verifier, load, steps, baseline), encoding="utf-8")
