@@ -42,16 +42,16 @@ class Models:
     @property
     def trained(self) -> dict[str, Path]:
         """Folders of drafters with weights, by method."""
-        folders = {name: self.folder / name for name in _TRAINED}
-        return {name: path for name, path in folders.items() if (path / _CONFIG).exists()}
+        folders = ((name, self.folder / name) for name in _TRAINED)
+        return {name: path for name, path in folders if (path / _CONFIG).exists()}
 
     @property
     def drafters(self) -> dict[str, str]:
         """Specifications METHOD[:DIR][,KEY=VALUE...] by name."""
-        suffix = {"longspec": f",target={self.target}", "dspark": f",target={self.target}"}
+        suffix = {"lm": "", **dict.fromkeys(("longspec", "dspark"), f",target={self.target}")}
         return {
             "ngram": "ngram",
-            **{name: f"{name}:{path}{suffix.get(name, '')}" for name, path in self.trained.items()},
+            **{name: f"{name}:{path}{suffix[name]}" for name, path in self.trained.items()},
             "selfspec": f"selfspec:{self.target},{_SELFSPEC}",
         }
 

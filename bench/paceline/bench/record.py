@@ -40,8 +40,9 @@ class Results:
 
     def add(self, name: str, entry: dict[str, Any]) -> None:
         """Add or replace an entry, with the command that measured it, and write the file."""
-        command = shlex.join(["paceline", *sys.argv[1:]])
-        self.entries[name] = {"command": command, **entry}
+        # Of absolute paths only the name: the rest is about one machine.
+        words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+        self.entries[name] = {"command": shlex.join(["paceline", *words]), **entry}
         self.file.parent.mkdir(parents=True, exist_ok=True)
         self.file.write_text(json.dumps({**self._head, "results": self.entries}, indent=1) + "\n")
 

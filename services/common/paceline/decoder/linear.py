@@ -41,7 +41,7 @@ class Linear:
             self.packed = pack(weight, bias, str(weight.dtype).removeprefix("torch."))
         else:
             self._weight = weight
-            self._bias = bias
+            self._bias = None if bias is None else bias.to(weight.dtype)
 
     @property
     def weight(self) -> Tensor | PackedMatrix:
