@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
-from torch.nn.functional import linear, pad
+from torch.nn.functional import linear
 
 from paceline.decoder.quantised import Weight
 from paceline.kernels import cpu_kernels
+from paceline.kernels._torch_linear import multiply_floats
 from paceline.kernels.blocks import Blocks
 from paceline.kernels.linear import PackedMatrix, multiply, pack, pack_blocks
-
-_ROWS = 64
-"""Rows of a product by torch on the CPU. A fixed number, so that all rows are summed alike."""
 
 
 class Linear:
@@ -56,6 +53,4 @@ class Linear:
             return multiply(x.float().contiguous(), self.packed).to(x.dtype)
         if x.device.type != "cpu":
             return linear(x, self._weight, self._bias)
-        padded = pad(x, (0, 0, 0, -x.shape[0] % _ROWS))
-        parts = [linear(part, self._weight, self._bias) for part in padded.split(_ROWS)]
-        return torch.cat(parts)[: x.shape[0]]
+        return multiply_floats(x, self._weight, self._bias)
