@@ -71,7 +71,7 @@ def greedy(folder: Path, text: list[int], known: int, budget: int, count: int) -
 @pytest.mark.parametrize(("budget", "behind"), [(0, 1), (12, 1), (12, 7), (30, 20)])
 def test_a_chain_is_the_sparse_targets_own_text(folder: Path, budget: int, behind: int) -> None:
     text = text_of(60, 4)
-    drafter = load(folder, context=budget, min_survival=0)
+    drafter = load(folder, context=budget, depth=5, min_survival=0)
     sequence = start(drafter, text, len(text) - behind)
     tree = sequence.draft(Budget(8, 8))
     assert tree.parents == (-1, 0, 1, 2, 3)
@@ -81,6 +81,18 @@ def test_a_chain_is_the_sparse_targets_own_text(folder: Path, budget: int, behin
     longer = [*text, *tree.tokens[:2]]
     assert list(again.tokens) == greedy(folder, longer, len(text) - behind, budget, 3)
     sequence.close()
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_a_chain_takes_one_pass_for_each_node_of_the_budget(
+    nodes: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = load(folder, depth=8, min_survival=0)
+    passes = []
+    grow = drafter.grow_level
+    monkeypatch.setattr(drafter, "grow_level", lambda each: (passes.append(1), grow(each)))
+    assert len(start(drafter, text_of(60, 4), 59).draft(Budget(nodes, 8))) == nodes
+    assert len(passes) == nodes
 
 
 def test_nothing_is_drafted_without_kv_or_far_behind_it(folder: Path) -> None:

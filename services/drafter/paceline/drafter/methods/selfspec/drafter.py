@@ -127,8 +127,8 @@ class SelfSpecOptions(BeamOptions, KvOptions):
     """Options of ``selfspec``."""
 
     widths: tuple[int, ...] = (1,)
-    depth: int = 5
-    min_survival: float = 0.05
+    depth: int = 8
+    min_survival: float = 0.6
     formats: ClassVar[tuple[str, ...]] = WEIGHTS
 
     context: int = 512
