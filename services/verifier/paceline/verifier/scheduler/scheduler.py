@@ -167,9 +167,7 @@ class Scheduler:
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence was released."""
-        state = self._states.pop(sequence, None)
-        if state is not None:
-            state.ended()
+        self._states.pop(sequence, None)
 
     def to_json(self) -> dict[str, Any]:
         """What it learnt, to be stored beside the cost table."""
