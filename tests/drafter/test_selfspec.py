@@ -95,6 +95,24 @@ def test_a_chain_takes_one_pass_for_each_node_of_the_budget(
     assert len(passes) == nodes
 
 
+def test_chains_grow_with_accepted_tokens_and_shrink_with_wrong_ones(folder: Path) -> None:
+    drafter = load(folder, depth=8)
+    text = text_of(60, 4)
+    lengths = {}
+    for right in (True, False):
+        drafter.exponent = 0.25
+        sequence = start(drafter, text, 59)
+        for _ in range(60):
+            tree = sequence.draft(Budget(8, 8))
+            emitted = tree.tokens if right else [tree.tokens[0] ^ 1]
+            sequence.extend(Update(emitted))
+            sequence = start(drafter, text, 59)
+        lengths[right] = len(sequence.draft(Budget(8, 8)))
+        assert 0 < drafter.exponent <= 1
+    assert lengths[False] == 1
+    assert lengths[True] > 5
+
+
 def test_nothing_is_drafted_without_kv_or_far_behind_it(folder: Path) -> None:
     drafter = load(folder)
     assert drafter.needs.kv_layers == tuple(range(drafter.decoder.config.layers))
