@@ -3,9 +3,9 @@
 Everything is counted in plain tokens: tokens that the sequence would have been given in plain
 decoding. The clock of :class:`PlainClock` turns wall-clock time into them. The interval from one
 answer of a drafting sequence to the next brings ``emitted`` tokens and costs the plain tokens that
-passed on the clock, whatever they passed with: draft, transport, queue or verification. It also
-costs the tokens that sequences without a draft got less meanwhile. The difference is the
-interval's gain.
+passed on the clock, whatever they passed with: draft, transport, queue or verification. Of a step
+that is longer because of drafted nodes, each tree pays the part of its nodes, for all sequences in
+the step. The difference is the interval's gain.
 
 A sequence drafts while its balance is above 0. Gains and losses of drafted intervals change the
 balance; in plain decoding it rises by a small share of the emitted tokens. So drafting that does
@@ -152,7 +152,8 @@ class SequenceState:
         suspended: Whether the last answer's node budget was 0.
         exploring: Whether it drafts again after a suspension and has gained nothing yet.
         seen: When it was served or answered last (time.perf_counter).
-        interference: Tokens that its drafting took from others since its last answer.
+        interference: Tokens that its drafting took from others since its last answer, less those
+            that theirs took from it.
         balance: See the module. Unit: plain tokens.
     """
 
