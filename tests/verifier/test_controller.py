@@ -6,12 +6,16 @@ import json
 import random
 from collections.abc import Callable
 from functools import cache
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from simulated_load import MODES, Accepted, Costs, Simulation
 
 from paceline.tree import TokenTree
+from paceline.verifier.engine.output import StepOutput
+from paceline.verifier.scheduler.admission import Step
 from paceline.verifier.scheduler.calibration import Calibration
 from paceline.verifier.scheduler.controller import (
     Drafters,
@@ -20,7 +24,7 @@ from paceline.verifier.scheduler.controller import (
     SequenceState,
 )
 from paceline.verifier.scheduler.costs import CostTable
-from paceline.verifier.scheduler.scheduler import Scheduler
+from paceline.verifier.scheduler.scheduler import Scheduler, Served
 
 
 def stands(chance: float) -> Callable[[int, int, random.Random], int]:
@@ -123,6 +127,38 @@ def lose(one: SequenceState, tokens: float) -> None:
     """One drafted interval that emits a token and takes so many more."""
     one.budget_sent(0.0, 8)
     one.answered(1.0 + tokens, 1, tree=True)
+
+
+def test_a_tree_pays_for_its_own_nodes_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of three plain steps, with a tree of nine nodes that are right and a wrong node."""
+    now = 0.0
+    monkeypatch.setattr("paceline.verifier.scheduler.scheduler.perf_counter", lambda: now)
+    scheduler = Scheduler(CostTable((1, 512), (1, 2048), ((1.0, 1.0), (1.0, 1.0))), 255)
+    sequences: list[Any] = [Mock(drafter="some", committed=9) for _ in range(2)]
+    for each in sequences:
+        each.generation.sampling.rejection = False
+
+    def step(seconds: float, nodes: tuple[int, int], right: tuple[int, int]) -> None:
+        nonlocal now
+        trees = [TokenTree.chain([1] * count, [0.9] * count) for count in nodes]
+        rounds: list[Any] = [
+            Mock(sequence=each, tree=tree) for each, tree in zip(sequences, trees, strict=True)
+        ]
+        scheduler.admit(rounds, trees, Step(2, 18, 2))
+        outputs = [StepOutput([1] * (count + 1), accepted=list(range(count))) for count in right]
+        began, now = now, now + seconds
+        scheduler.stepped(began, now, list(map(Served, rounds, trees, outputs)))
+
+    for _ in range(30):
+        step(1.0, (0, 0), (0, 0))
+    before = [scheduler._state(each).balance for each in sequences]
+    for each in sequences:
+        scheduler.budget_sent(each, 8)
+    step(3.0, (9, 1), (9, 0))
+    gains = [
+        scheduler._state(each).balance - old for each, old in zip(sequences, before, strict=True)
+    ]
+    assert gains == pytest.approx([10 - 1 - 2 * 2 * 0.9, 1 - 1 - 2 * 2 * 0.1], abs=0.01)
 
 
 def test_losses_are_bounded_whatever_a_drafter_does() -> None:
