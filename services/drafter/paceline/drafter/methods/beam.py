@@ -167,9 +167,9 @@ class Beam:
         if ranked.proposal is not None:
             self.proposals.append(ranked.proposal)
         self.level += 1
-        least = max(self._min_score, self._least_score())
-        stop = start
-        while stop < len(self.scores) and self.scores[stop] >= least:
+        # A child scores at most as much as its parent, and loses ties to nodes added before it.
+        least, stop = self._least_score(), start
+        while stop < len(self.scores) and least < self.scores[stop] >= self._min_score:
             stop += 1
         self.frontier = range(start, stop)
 
