@@ -34,8 +34,7 @@ class SharedTexts:
         self._clear()
 
     def _clear(self) -> None:
-        self._end = 1
-        """Position after the newest token. 0 stands for no position."""
+        self._end = 1  # position after the newest token; 0 stands for no position
 
         def zeros() -> NDArray[np.uint32]:
             return np.zeros(self._mask + 1, np.uint32)
@@ -44,10 +43,8 @@ class SharedTexts:
         self._latest = [zeros() for _ in self._sizes]
         self._earlier = [zeros() for _ in self._sizes]
         # Reading one item of a view is much faster than of an array.
-        self._token = memoryview(self._tokens)
-        self._views = [
-            (memoryview(a), memoryview(b)) for a, b in zip(self._latest, self._earlier, strict=True)
-        ]
+        self._token = self._tokens.data
+        self._views = [(a.data, b.data) for a, b in zip(self._latest, self._earlier, strict=True)]
 
     @property
     def byte_size(self) -> int:
