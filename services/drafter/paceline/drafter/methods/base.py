@@ -106,6 +106,10 @@ class Generation:
     sampling: sampling_pb2.SamplingParams = field(default_factory=sampling_pb2.SamplingParams)
     """Sampling parameters of the verifier."""
 
+    owner: str = ""
+    """Whose text it is: a drafter may use it for later texts of the same owner, never for others'.
+    Empty: for no other text."""
+
     read_grant: bytes = b""
     """Capability to read the committed KV of the cache."""
 
