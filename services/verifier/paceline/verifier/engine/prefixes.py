@@ -78,7 +78,7 @@ class PrefixCache:
             if not found:
                 break
             best = next(reversed(found))
-        if best in self._kept:
+        if best is not None and best in self._kept:
             self._kept.move_to_end(best)
         return best
 
