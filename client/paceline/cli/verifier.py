@@ -18,6 +18,7 @@ WEIGHTS = ("auto", "float32", "bfloat16", "int8", "int4")
 
 OPTIONS = (
     *("device", "weights", "numerics", "kv_bytes", "max_context", "max_sequences", "lease_seconds"),
+    "prefix_caching",
     *("node_budget", "step_token_limit", "prefill_token_limit", "share_weights", "schedule"),
 )
 """Options of the service that `paceline serve` passes on, besides the target."""
@@ -55,6 +56,14 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
     add("--kv-bytes", type=byte_count, metavar="N", help="memory for KV caches, such as 4GiB")
     add("--max-context", type=int, metavar="N", help="longest text, in tokens")
     add("--max-sequences", type=int, metavar="N", help="most sequences at a time")
+    add(
+        "--no-prefix-caching",
+        dest="prefix_caching",
+        action="store_const",
+        const=False,
+        help="free the KV of ended texts at once; by default it is kept while there is memory, and "
+        "a prompt of the same client that begins in the same way takes it over",
+    )
     add("--lease-seconds", type=float, metavar="S", help="lease of a cache that is not renewed")
     add("--node-budget", type=int, metavar="N", help="most drafted nodes verified in a round")
     add("--step-token-limit", type=int, metavar="N", help="most round tokens in a forward pass")

@@ -26,9 +26,12 @@ class VerifierOptions:
     log-probabilities on every x86-64 and ARM processor. auto: the fastest way, which on processors
     with AMX has bits of its own. Quantised weights are always portable."""
     kv_bytes: int | None = None
-    """Memory for all KV caches, each counted at its largest; None: a share of what is free."""
+    """Memory for all KV caches; None: a share of what is free. It also bounds the context."""
     max_context: int | None = None
     """Most tokens of prompt and output together; None: the model's own limit."""
+    prefix_caching: bool = True
+    """Keep the KV of ended texts while there is memory, for prompts of the same client that begin
+    in the same way."""
     lease_seconds: float = 30.0
     """Lifetime of a cache without a round or a renewal."""
     max_sequences: int = 256

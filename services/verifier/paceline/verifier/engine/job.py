@@ -86,7 +86,7 @@ class Prefill(Job):
 
     Attributes:
         total: Tokens to compute or copy. Unit: tokens.
-        reused: Tokens copied from a parent cache. Unit: tokens.
+        reused: Tokens whose KV came from another cache. Unit: tokens.
         output: The first token, once done without an error.
         queue_us: Wait for the first step. Unit: microseconds.
         step_us: Time of all its steps so far. Unit: microseconds.
@@ -107,9 +107,9 @@ class Prefill(Job):
         Raises:
             OutOfMemory: /dev/shm is full.
         """
-        self.reused = self.sequence.common_prefix(parent)
-        self.sequence.segment.copy_prefix(parent.segment, self.reused)
-        self.sequence.committed = self.reused
+        shared = self.sequence.common_prefix(parent)
+        self.sequence.segment.copy_prefix(parent.segment, shared)
+        self.sequence.committed = self.reused = shared
 
     def add_output(self, output: StepOutput | None, began: float, ended: float) -> None:
         """Add a step; the last one has the first token."""

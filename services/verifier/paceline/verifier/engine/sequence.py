@@ -62,7 +62,9 @@ class Sequence:
 
     Attributes:
         generation: The request.
-        segment: Its KV; closed by the engine when the sequence is released.
+        owner: The client that made the request. Another client's prompt never reuses its KV.
+        segment: Its KV; closed by the engine after the sequence is released.
+        released: Whether it has ended and runs no more jobs.
         tokens: Prompt and output.
         finish: Why the generation ended; None: it has not ended.
         drafter: Name of the drafter that its client uses; see the request.
@@ -71,9 +73,11 @@ class Sequence:
         listeners: Called on the event loop, which owns them, after steps and at the release.
     """
 
-    def __init__(self, generation: Generation, segment: SequenceKv) -> None:
+    def __init__(self, generation: Generation, segment: SequenceKv, owner: str = "") -> None:
         self.generation = generation
+        self.owner = owner
         self.segment = segment
+        self.released = False
         self.tokens: list[int] = [*generation.prompt, *generation.output]
         self.history = History(generation.prompt, generation.output)
         grammar = generation.grammar

@@ -45,7 +45,6 @@ class SequenceKv(ABC):
         layout: Shape of the model's KV.
         capacity: Slots. Unit: tokens.
         reserved: Slots that have memory. Unit: tokens.
-        byte_size: Memory of the whole capacity. Unit: bytes.
         device: Where the KV is.
         name: Name below /dev/shm: ``paceline-<pid>-<process start in ticks>-<random>``.
         file_bytes: The file's size. Unit: bytes.
@@ -57,7 +56,6 @@ class SequenceKv(ABC):
 
     device = torch.device("cpu")
     table: LayerTable | None = None
-    byte_size: int
     mappable: bool = True
 
     def __init__(
@@ -126,8 +124,18 @@ class SequenceKv(ABC):
             OutOfMemory: There is not enough. What was reserved before stays reserved.
         """
 
+    @property
+    def reserved_bytes(self) -> int:
+        """Memory of the reserved slots and their hidden states. Unit: bytes."""
+        return self._bytes_of(self.reserved)
+
+    def _bytes_of(self, slots: int) -> int:
+        """Memory of so many slots and their hidden states. Unit: bytes."""
+        taps = 0 if self.taps is None else self.taps.layout.bytes_of(slots)
+        return slots * self.layout.token_bytes + taps
+
     def copy_prefix(self, source: Self, tokens: int) -> None:
-        """Copy the first ``tokens`` positions of another cache of the same class and layout.
+        """Take over the first ``tokens`` positions of another cache of the same class and layout.
 
         Raises:
             OutOfMemory: There is not enough memory for them.

@@ -63,6 +63,10 @@ class TapLayout:
         """Bytes of all planes."""
         return len(self.taps.layers) * self.plane_bytes
 
+    def bytes_of(self, tokens: int) -> int:
+        """Bytes of the rows of so many positions."""
+        return len(self.taps.layers) * min(tokens, self.slots) * self.row_bytes
+
 
 class TapPlanes:
     """The hidden states of one cache. Written by the engine thread alone.

@@ -51,7 +51,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             parent = None
             if request.parent_handle:
                 parent = self._find(request.parent_handle, owner).sequence
-            cache = self._store.admit(generation, owner)
+            cache = await self._store.admit(generation, owner)
             self._telemetry.admitted(cache)
             try:
                 prefill = Prefill(cache.sequence)
