@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from paceline.kernels._native import LANES
-from paceline.kernels._native_attention import Block, BlockTables, CProbes, probe_rows
+from paceline.kernels._native_attention import (
+    CACHE_TYPES,
+    Block,
+    BlockTables,
+    CProbes,
+    probe_rows,
+)
 from paceline.kernels.caches import LayerTable
 from paceline.kernels.probes import Probe
 from paceline.kernels.program import Kind, Operation, Pass, PassResult, Program
@@ -59,8 +65,8 @@ class _Run(ctypes.Structure):
     _fields_ = [
         *(*_numbers("rows", "selected", "threads"), *_pointers("tokens", "position")),
         *(*_pointers("selection", "table"), *_numbers("sequences"), *_pointers("caches")),
-        *(*_numbers("kv_bf16", "blocks"), *_pointers("block", "contexts", "context_block")),
-        *(*_numbers("context_bf16"), *_pointers("inputs"), *_numbers("inputs_bf16")),
+        *(*_numbers("kv_type", "blocks"), *_pointers("block", "contexts", "context_block")),
+        *(*_numbers("context_type"), *_pointers("inputs"), *_numbers("inputs_bf16")),
         *(*_numbers("tiles"), *_pointers("tile", "logits", "taps"), *_numbers("taps_bf16")),
         *_pointers("probes", "queries", "memory"),
     ]
@@ -158,7 +164,7 @@ class NativeProgram:
             table=call.table.data_ptr(),
             sequences=len(tables),
             caches=ctypes.addressof(caches),
-            kv_bf16=tables[0].dtype == torch.bfloat16,
+            kv_type=CACHE_TYPES.index(tables[0].dtype),
             blocks=blocks.blocks,
             block=blocks.block,
             tiles=blocks.tiles,
@@ -216,9 +222,9 @@ class NativeProgram:
         """The contexts as caches, and each block as nodes that attend to a prefix and its end."""
         tables = self._check_caches([context.cache.table for context in call.contexts], 1)
         for context, table in zip(call.contexts, tables, strict=True):
-            if not 1 <= context.length <= table.shape[1]:
+            if not 1 <= context.length <= table.capacity:
                 raise ValueError(
-                    f"a context has {context.length} slots, expected 1 to {table.shape[1]}"
+                    f"a context has {context.length} slots, expected 1 to {table.capacity}"
                 )
         caches, plan = _addresses(tables), call.plan
         blocks = (Block * len(plan.segments))(
@@ -228,30 +234,30 @@ class NativeProgram:
             )
         )
         run.contexts, run.context_block = ctypes.addressof(caches), ctypes.addressof(blocks)
-        run.context_bf16 = tables[0].dtype == torch.bfloat16
+        run.context_type = CACHE_TYPES.index(tables[0].dtype)
         kept += [caches, blocks]
 
     def _check_caches(self, tables: Sequence[LayerTable | None], layers: int) -> list[LayerTable]:
         kv_heads, dim = self._heads.kv_heads, self._heads.dim
         found = [table for table in tables if table is not None]
         for index, table in enumerate(found):
-            if (table.shape[0], table.shape[2], table.dtype) != (kv_heads, dim, found[0].dtype) or (
-                table.layers < layers or table.dtype not in (torch.float32, torch.bfloat16)
+            if (table.heads, table.dim, table.dtype) != (kv_heads, dim, found[0].dtype) or (
+                table.layers < layers or table.dtype not in CACHE_TYPES
             ):
                 raise ValueError(
-                    f"cache {index} has {table.layers} layers of {table.dtype} {table.shape}, "
-                    f"expected {layers} of float32 or bfloat16 [{kv_heads}, n, {dim}], "
-                    "the same type in all caches"
+                    f"cache {index} has {table.layers} layers of {table.dtype} "
+                    f"[{table.heads}, {table.capacity}, {table.dim}], expected {layers} of "
+                    f"float32, bfloat16 or int8 [{kv_heads}, n, {dim}], the same type in all caches"
                 )
         return found
 
     @staticmethod
     def _check_segments(plan: TreePlan, tables: Sequence[LayerTable]) -> None:
         for segment in plan.segments:
-            if segment.sequence >= len(tables) or segment.stop > tables[segment.sequence].shape[1]:
+            if segment.sequence >= len(tables) or segment.stop > tables[segment.sequence].capacity:
                 raise ValueError(
                     f"a segment ends at slot {segment.stop} of sequence {segment.sequence}, but "
-                    f"there are caches of {[table.shape[1] for table in tables]} slots"
+                    f"there are caches of {[table.capacity for table in tables]} slots"
                 )
 
     def _tap_table(self, taps: Mapping[int, Tensor], kept: list[Any]) -> int | None:

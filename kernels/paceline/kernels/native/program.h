@@ -64,12 +64,12 @@ typedef struct {
   const float *table;         /* cosines and sines [positions, D] */
   int64_t sequences;
   const Cache *const *caches; /* of every sequence: [layers][keys, values] */
-  int64_t kv_bf16;
+  int64_t kv_type;           /* KV_F32, KV_BF16 or KV_INT8 */
   int64_t blocks;
   const Block *block;
   const Cache *const *contexts; /* of every context: [layers][keys, values] */
   const Block *context_block;   /* [blocks]: the rows of `block` as nodes that attend to a context */
-  int64_t context_bf16;
+  int64_t context_type;
   const void *inputs;           /* of INPUT: [rows, width] */
   int64_t inputs_bf16;
   int64_t tiles;

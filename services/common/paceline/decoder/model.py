@@ -126,6 +126,7 @@ class Decoder:
         weights: torch.dtype | str = "auto",
         device: torch.device | str = "cpu",
         shared: PackedWeights | None = None,
+        kv_cache_dtype: str = "auto",
     ) -> Decoder:
         """Load a Hugging Face folder with safetensors weights, or a GGUF file.
 
@@ -136,14 +137,22 @@ class Decoder:
             device: Where to run.
             shared: The ``large_tensors`` that a decoder of the same model and format has published,
                 mapped instead of loaded. None: all tensors are loaded.
+            kv_cache_dtype: Type of its caches: float32, bfloat16, int8, or "auto" for that of
+                hidden states. Others than "auto" are supported on the CPU.
 
         Raises:
+            ValueError: ``kv_cache_dtype`` is none of these, or not supported on the device.
             UnsupportedModelError: The model needs a feature that the decoder does not support, or
                 a file is damaged.
             FileNotFoundError: There is no such file, or the folder has no config.json.
         """
         found = source if isinstance(source, ModelSource) else open_model(source)
-        config = found.config(weights)
+        if kv_cache_dtype != "auto" and torch.device(device).type != "cpu":
+            raise ValueError(
+                f"kv_cache_dtype is {kv_cache_dtype!r}, which is supported on the CPU; with device "
+                f"{str(device)!r} use auto"
+            )
+        config = found.config(weights).with_kv(kv_cache_dtype)
         with torch.inference_mode():
             return Decoder(config, found.weights(config, device), device, shared)
 
