@@ -20,8 +20,9 @@ KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "int8")
 """Types of KV caches."""
 
 OPTIONS = (
-    *("device", "weights", "numerics", "kv_cache_dtype", "kv_bytes", "max_context", "max_sequences", "lease_seconds"),
-    *("node_budget", "step_token_limit", "prefill_token_limit", "share_weights", "schedule"),
+    *("device", "weights", "numerics", "kv_cache_dtype", "kv_bytes", "max_context"),
+    *("max_sequences", "lease_seconds", "node_budget", "step_token_limit"),
+    *("prefill_token_limit", "share_weights", "schedule"),
 )
 """Options of the service that `paceline serve` passes on, besides the target."""
 

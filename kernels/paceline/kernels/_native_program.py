@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from paceline.kernels.caches import LayerTable
 from paceline.kernels.probes import Probe
 from paceline.kernels.program import Kind, Operation, Pass, PassResult, Program
 from paceline.kernels.trees import MAX_TREE_NODES, TreePlan
+
+if TYPE_CHECKING:
+    from paceline.kernels.linear import PackedMatrix
 
 _WIDEST_HEAD = 512
 _OUT_OF_MEMORY = 1
@@ -114,7 +117,7 @@ class NativeProgram:
             operation=ctypes.addressof(operations),
             buffers=len(buffers),
             buffer=ctypes.addressof(buffers),
-            vocabulary=0 if first.table is None else first.table.shape[0],
+            vocabulary=_vocabulary(first),
             q_heads=program.heads.q_heads,
             kv_heads=program.heads.kv_heads,
             dim=program.heads.dim,
@@ -194,13 +197,13 @@ class NativeProgram:
 
     def _translate(self, op: Operation) -> _Operation:
         weights: list[int | None] = [None, None]
-        if op.table is not None:
+        if isinstance(op.table, Tensor):
             weights[0] = op.table.data_ptr()
+        elif op.table is not None:
+            weights[1] = self._matrix(op.table)
         if op.matrix is not None:
             assert op.matrix.packed is not None
-            matrix = op.matrix.packed.matrix()
-            self._kept.append(matrix)
-            weights[0] = ctypes.addressof(matrix)
+            weights[0] = self._matrix(op.matrix.packed)
         for index, norm in enumerate(op.norms):
             weights[index] = norm.weight.data_ptr()
         return _Operation(
@@ -212,11 +215,17 @@ class NativeProgram:
             window=op.window,
             q_heads=0 if op.heads is None else op.heads.q_heads,
             kv_heads=0 if op.heads is None else op.heads.kv_heads,
-            bf16=op.table is not None and op.table.dtype == torch.bfloat16,
+            bf16=isinstance(op.table, Tensor) and op.table.dtype == torch.bfloat16,
             weight=weights[0],
             second=weights[1],
             eps=op.norms[0].eps if op.norms else 0.0,
         )
+
+    def _matrix(self, packed: PackedMatrix) -> int:
+        """Address of a matrix for the kernels, which lives as long as the program."""
+        matrix = packed.matrix()
+        self._kept.append(matrix)
+        return ctypes.addressof(matrix)
 
     def _add_contexts(self, run: _Run, call: Pass, kept: list[Any]) -> None:
         """The contexts as caches, and each block as nodes that attend to a prefix and its end."""
@@ -299,6 +308,13 @@ class NativeProgram:
         if memory is None or memory.numel() < size:
             memory = self._memory.bytes = torch.empty(size, dtype=torch.uint8)
         return memory
+
+
+def _vocabulary(op: Operation) -> int:
+    """Rows of the embedding, if a program begins with one."""
+    if op.table is None:
+        return 0
+    return op.table.shape[0] if isinstance(op.table, Tensor) else op.table.outs
 
 
 def _addresses(tables: Sequence[LayerTable]) -> ctypes.Array[ctypes.c_void_p]:

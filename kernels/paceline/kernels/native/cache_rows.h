@@ -54,7 +54,7 @@ INLINE float scale_of(const Cache *c, int64_t at, int64_t dim) {
 }
 
 /* Writes a row in 8 bits at element `at`. */
-static void store_i8(const Cache *c, int64_t at, const float *x, int64_t dim) {
+INLINE void store_i8(const Cache *c, int64_t at, const float *x, int64_t dim) {
   int8_t *out = (int8_t *)c->data + at;
   uint32_t largest = 0;
   float m, scale = 0.0f, inverse = 0.0f;

@@ -11,13 +11,13 @@
 typedef struct {
   const void *data; /* element (k, n) at k * stride + n */
   int64_t stride;
-  int type; /* KV_F32, KV_BF16, or KV_INT8 without scales */
+  int bf16;
 } Panel;
 
 /* C = A * B, or C += A * B if `more`, for at most ROWS rows and `vectors` vectors of B's columns.
  * An element of C is one chain of FMAs over k. */
 INLINE void multiply_block(const int rows, const int vectors, const float *a, int64_t a_stride,
-                           Panel b, const int type, int64_t depth, int more, float *c,
+                           Panel b, const int bf16, int64_t depth, int more, float *c,
                            int64_t c_stride) {
   vec sum[ROWS][BLOCK];
 #pragma GCC unroll 6
@@ -30,7 +30,7 @@ INLINE void multiply_block(const int rows, const int vectors, const float *a, in
   for (int64_t k = 0; k < depth; k++, at += b.stride) {
     vec x[BLOCK];
 #pragma GCC unroll 4
-    for (int i = 0; i < vectors; i++) x[i] = load_kv(b.data, at + i * LANES, type);
+    for (int i = 0; i < vectors; i++) x[i] = load_any(b.data, at + i * LANES, bf16);
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++) {
       const vec y = splat(a[r * a_stride + k]);
@@ -45,11 +45,11 @@ INLINE void multiply_block(const int rows, const int vectors, const float *a, in
 }
 
 /* The same for any number of rows. */
-INLINE void multiply_rows(const int vectors, const int type, int64_t rows, const float *a,
+INLINE void multiply_rows(const int vectors, const int bf16, int64_t rows, const float *a,
                           int64_t a_stride, Panel b, int64_t depth, int more, float *c,
                           int64_t c_stride) {
   for (; rows > 0; rows -= ROWS, a += ROWS * a_stride, c += ROWS * c_stride) {
-#define CALL(n) multiply_block(n, vectors, a, a_stride, b, type, depth, more, c, c_stride)
+#define CALL(n) multiply_block(n, vectors, a, a_stride, b, bf16, depth, more, c, c_stride)
     switch (rows) {
       case 1: CALL(1); break;
       case 2: CALL(2); break;
@@ -65,17 +65,14 @@ INLINE void multiply_rows(const int vectors, const int type, int64_t rows, const
 /* The same for `columns` columns, COLUMNS or LANES. */
 static void multiply(int64_t columns, int64_t rows, const float *a, int64_t a_stride, Panel b,
                      int64_t depth, int more, float *c, int64_t c_stride) {
-#define CALL(type)                                                                \
-  if (columns == COLUMNS)                                                         \
-    multiply_rows(BLOCK, type, rows, a, a_stride, b, depth, more, c, c_stride);   \
-  else                                                                            \
-    multiply_rows(1, type, rows, a, a_stride, b, depth, more, c, c_stride)
-  switch (b.type) {
-    case KV_F32: CALL(KV_F32); break;
-    case KV_BF16: CALL(KV_BF16); break;
-    default: CALL(KV_INT8);
-  }
-#undef CALL
+  if (columns == COLUMNS && b.bf16)
+    multiply_rows(BLOCK, 1, rows, a, a_stride, b, depth, more, c, c_stride);
+  else if (columns == COLUMNS)
+    multiply_rows(BLOCK, 0, rows, a, a_stride, b, depth, more, c, c_stride);
+  else if (b.bf16)
+    multiply_rows(1, 1, rows, a, a_stride, b, depth, more, c, c_stride);
+  else
+    multiply_rows(1, 0, rows, a, a_stride, b, depth, more, c, c_stride);
 }
 
 /* `columns` keys from `slot` on as a panel [dim][columns]. The last key before `stop` stands in for
@@ -90,7 +87,7 @@ static void transpose_keys(const Tile *t, int64_t slot, int64_t stop, int64_t co
     vec x[LANES];
     for (int64_t i = 0; i < LANES; i++)
       at[i] = t->head * t->k->head_stride + least(slot + part + i, stop - 1) * stride;
-    for (; type == KV_BF16 && d + 2 * LANES <= dim; d += 2 * LANES) { /* pairs of values move as one */
+    for (; type == KV_BF16 && d + 2 * LANES <= dim; d += 2 * LANES) { /* pairs move as one */
       const uint16_t *from = (const uint16_t *)t->k->data + d;
       for (int64_t i = 0; i < LANES; i++) {
         x[i] = load_f32((const float *)(from + at[i]));
@@ -104,7 +101,7 @@ static void transpose_keys(const Tile *t, int64_t slot, int64_t stop, int64_t co
         store_f32(out + (d + 2 * i + 1) * columns, odd);
       }
     }
-    for (; type == KV_INT8 && d + 4 * LANES <= dim; d += 4 * LANES) { /* so do 4 bytes */
+    for (; type == KV_INT8 && d + 4 * LANES <= dim; d += 4 * LANES) { /* 4 bytes too */
       const int8_t *from = (const int8_t *)t->k->data + d;
       for (int64_t i = 0; i < LANES; i++) {
         x[i] = load_f32((const float *)(from + at[i]));
@@ -143,7 +140,7 @@ static void score(const Tile *t, const Buffers *m, int64_t first, int64_t stop, 
   const int64_t dim = t->plan->dim;
   for (int64_t slot = first, columns; slot < stop; slot += columns) {
     columns = stop - slot > COLUMNS / 2 ? COLUMNS : LANES;
-    const Panel panel = {m->panel, columns, KV_F32};
+    const Panel panel = {m->panel, columns, 0};
     transpose_keys(t, slot, stop, columns, m->panel);
     multiply(columns, t->rows, m->q, dim, panel, dim, 0, out + (slot - first), stride);
     if (t->plan->kv_type == KV_INT8)
@@ -155,7 +152,8 @@ static void score(const Tile *t, const Buffers *m, int64_t first, int64_t stop, 
 static void weigh_values(const Tile *t, const Buffers *m, int64_t first, int64_t stop,
                          float *part) {
   const int64_t dim = t->plan->dim, stride = t->v->slot_stride;
-  const int type = (int)t->plan->kv_type, convert = type != KV_F32 && t->rows > ROWS;
+  const int type = (int)t->plan->kv_type;
+  const int convert = type == KV_INT8 || (type == KV_BF16 && t->rows > ROWS);
   for (int64_t slot = first; slot == first || slot < stop; slot += DEPTH) {
     const int64_t depth = least(DEPTH, stop - slot); /* 0: results are 0 */
     float *weights = m->scores + slot - first;
@@ -163,13 +161,13 @@ static void weigh_values(const Tile *t, const Buffers *m, int64_t first, int64_t
     for (int64_t d = 0, columns; d < dim; d += columns) {
       columns = d + COLUMNS <= dim ? COLUMNS : LANES;
       const int64_t at = t->head * t->v->head_stride + slot * stride + d;
-      Panel panel = {(const char *)t->v->data + at * kv_size(type), stride, type};
+      Panel panel = {(const char *)t->v->data + at * kv_size(type), stride, type == KV_BF16};
       if (convert) {
         for (int64_t k = 0; k < depth; k++)
           for (int64_t i = 0; i < columns; i += LANES)
             store_f32(m->panel + k * columns + i,
                       load_kv(panel.data, k * stride + i, type));
-        panel = (Panel){m->panel, columns, KV_F32};
+        panel = (Panel){m->panel, columns, 0};
       }
       multiply(columns, t->rows, weights, STRIDE, panel, depth, slot > first, part + d, t->width);
     }

@@ -198,6 +198,10 @@ static int64_t begin_stage(State *s) {
 static void embed(const State *s, const Operation *o, int64_t row) {
   const int64_t width = s->program->buffer[o->out].width, token = s->run->tokens[s->first + row];
   float *out = rows_of(s, o->out) + row * width;
+  if (o->second) {
+    linear_row(o->second, token, out);
+    return;
+  }
   for (int64_t i = 0; i < width; i += LANES)
     store_f32(out + i, load_any(o->weight, token * width + i, (int)o->bf16));
 }

@@ -11,7 +11,7 @@ enum {
 };
 
 /* One operation. Of the fields each kind uses some; `in`, `delta` and `out` are buffers.
- * EMBED    out = rows of the table `weight` [vocabulary, width of out]
+ * EMBED    out = rows of the table `weight` [vocabulary, width of out], or of the Matrix `second`
  * INPUT    out = the caller's rows
  * ADD_NORM in += delta (0: nothing); out = norm(in) * weight
  * MULTIPLY out = in times the Matrix `weight`

@@ -112,10 +112,12 @@ class Decoder:
             return take(weights, key, (config.vocab_size, config.hidden))
 
         self._norm = _norm(config, weights, "model.norm", config.hidden)
-        embedding = large("embedding", _EMBEDDING)
-        assert not isinstance(embedding, PackedMatrix)
-        self._embedding = plain(embedding, config.dtype)
         self._head = Linear(large("head", _EMBEDDING if config.tied else "lm_head.weight"))
+        self._embedding = self._head.weight
+        if not config.tied:
+            embedding = large("embedding", _EMBEDDING)
+            assert not isinstance(embedding, PackedMatrix)
+            self._embedding = plain(embedding, config.dtype).contiguous()
         self._layers = [_layer(config, weights, index, shared) for index in range(config.layers)]
         self._rope = Rope(config, device)
         self._executor = Executor(self._record())
@@ -158,16 +160,19 @@ class Decoder:
 
     def large_tensors(self) -> dict[str, Tensor | PackedMatrix]:
         """Embedding and matrices by name, packed as in memory; no norms."""
-        found = {"embedding": self._embedding.contiguous(), "head": self._head.weight}
+        found = {"head": self._head.weight}
+        if not self.config.tied:
+            found["embedding"] = self._embedding
         for index, layer in enumerate(self._layers):
             for name in _MATRICES:
                 found[f"layers.{index}.{name}"] = getattr(layer, name).weight
         return found
 
-    @property
-    def embedding(self) -> Tensor:
-        """Token embedding ``[V, hidden]``, shared with drafters; must not be changed."""
-        return self._embedding
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embedded tokens, int64 ``[n]``: float32 ``[n, hidden]``."""
+        if isinstance(self._embedding, Tensor):
+            return self._embedding[tokens].float()
+        return self._embedding.rows(tokens)
 
     @torch.inference_mode()
     def forward(

@@ -105,7 +105,7 @@ class MappedReader(CacheReader):
             del self._memory
 
     def _elements(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns the whole file as elements of a type, that of hidden states by default. Read-only."""
+        """Returns the whole file as elements of a type (default: of hidden states), read-only."""
         dtype = dtype or self._dtype
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given buffer is not writable")

@@ -126,7 +126,10 @@ class StreamingReader(KvReader):
         """See :class:`KvReader`. The parts are views; of int8 they are copies."""
         keys, values = self.layer(layer)
         return [
-            (from_rows(keys[:, part.start : part.stop]), from_rows(values[:, part.start : part.stop]))
+            (
+                from_rows(keys[:, part.start : part.stop]),
+                from_rows(values[:, part.start : part.stop]),
+            )
             for part in self._ranges
         ]
 

@@ -13,6 +13,7 @@ import torch
 
 from paceline.decoder import UnsupportedModelError, open_model, use_device
 from paceline.drafter.methods.base import Fit, LoadError, Resources
+from paceline.kernels import set_numerics
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -46,6 +47,8 @@ def load_model(
 
     def prepare() -> None:
         torch.set_num_threads(threads)
+        if resources.numerics is not None:
+            set_numerics(resources.numerics)
         use_device(resources.device)
 
     try:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.decoder import Decoder, DecoderConfig, LocalCache
+from paceline.decoder import Decoder, LocalCache
 from paceline.kernels import TreeSegment, plan_trees
 from paceline.verifier.scheduler.costs import CostTable
 
