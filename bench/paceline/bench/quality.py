@@ -136,8 +136,8 @@ def run(args: argparse.Namespace) -> int:
     console = make_console()
     target = Models.of(args).target
     text = held_out(target, args.windows)
-    plain = Decoder.load(target, "bfloat16")
-    base = [predictions(plain, window) for window in text]
+    exact = Decoder.load(target, "bfloat16")
+    base = [predictions(exact, window) for window in text]
     others: dict[str, Callable[[], Decoder]] = {
         **{name: partial(Decoder.load, target, name) for name in args.weights},
         **{

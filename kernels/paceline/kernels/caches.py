@@ -51,7 +51,7 @@ class LayerTable:
         """
         first = layers[0][0]
         self.layers, self.dtype = len(layers), first.dtype
-        self.heads, self.capacity, self.dim = *first.shape[:2], head_width(first)
+        self.heads, self.capacity, self.dim = first.shape[0], first.shape[1], head_width(first)
         self._rows = (ctypes.c_int64 * (6 * len(layers)))()
         self.address = ctypes.addressof(self._rows)
         for index, plane in enumerate(plane for both in layers for plane in both):

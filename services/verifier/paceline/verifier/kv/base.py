@@ -100,7 +100,7 @@ class SequenceKv(ABC):
         self.header = SegmentHeader(mapping)
         memory = torch.frombuffer(mapping, dtype=torch.uint8, offset=HEADER_BYTES)
         self._body: Tensor = memory[:body_bytes]
-        self.taps = None
+        self.taps: TapPlanes | None = None
         if taps is not None:
             self.taps = TapPlanes(taps, memory[body_bytes:].view(taps.dtype))
 
