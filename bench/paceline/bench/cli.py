@@ -20,6 +20,8 @@ _MODULES = {
     "drills": "paceline.bench.drills.run",
 }
 
+_WEIGHTS = ("float32", "bfloat16", "int8", "int4")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the sub-commands."""
@@ -55,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--server-model", metavar="NAME", help="default: the first that it lists")
     server.add_argument("--key-file", type=Path, metavar="FILE", help="holds its API key")
     load = add("load", "many requests at once, with the scheduler and without", repeats=3)
-    add_dtype(load)
+    _add_format(load)
     load.add_argument("--drafter", default="ngram", help="name of a drafter of MODELS")
     load.add_argument(
         "--set", nargs="+", default=["heldout", "trained", "copying"], help="prompt sets, in turn"
@@ -73,13 +75,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--requests", type=int, default=12, help="of a window at a concurrency")
     load.add_argument("--seconds", type=float, default=8.0, help="of a window at a request rate")
     controller = add("controller", "whether the verifier finds where drafting pays", 192, 3)
-    add_dtype(controller)
+    _add_format(controller)
     controller.add_argument("--drafter", default="ngram", help="METHOD[:DIR][,KEY=VALUE...]")
     controller.add_argument(
         "--users", type=int, nargs="+", default=[1, 8], help="generations at a time"
     )
     replay = add("replay", "the services apart from any drafter", 256)
-    add_dtype(replay)
+    _add_format(replay)
     replay.add_argument("--acceptance", type=float, default=0.8, help="of each drafted token")
     replay.add_argument("--nodes", type=int, default=8, help="nodes of a tree")
     replay.add_argument("--context", type=int, default=256, help="tokens of the prompt")
@@ -91,8 +93,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     step.add_argument("--llama-bench", metavar="PROGRAM", help="default: from PATH")
     step.add_argument("--openvino-python", metavar="PROGRAM", help="Python with openvino-genai")
     step.add_argument("--openvino-model", type=Path, metavar="GGUF", help="for OpenVINO")
-    quality = add("quality", "what quantised weights change in a model's predictions")
+    quality = add("quality", "what quantised weights and KV change in a model's predictions")
     _add_weights(quality, "int8,int4")
+    quality.add_argument(
+        "--kv-cache-dtype", nargs="*", default=["int8"], choices=("float32", "int8"),
+        help="types of KV, behind weights in bfloat16",
+    )  # fmt: skip
     quality.add_argument("--windows", type=int, default=8, help="pieces of text")
     quality.add_argument("--gguf", type=Path, nargs="*", default=[], help="targets to measure too")
     quality.add_argument("--llama-perplexity", metavar="PROGRAM", help="default: from PATH")
@@ -115,15 +121,19 @@ def _add_prompts(parser: argparse.ArgumentParser, texts: int) -> None:
     )  # fmt: skip
 
 
+def _add_format(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--weights", default="bfloat16", choices=_WEIGHTS, help="of the target")
+
+
 def _add_weights(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument(
-        "--weights", type=_names, default=default, help="float32, bfloat16, int8, int4; by commas"
+        "--weights", type=_names, default=default, help=f"{', '.join(_WEIGHTS)}; by commas"
     )
 
 
 def _names(text: str) -> list[str]:
     names = text.split(",")
-    if unknown := set(names) - {"float32", "bfloat16", "int8", "int4"}:
+    if unknown := set(names) - set(_WEIGHTS):
         raise argparse.ArgumentTypeError(f"unknown weights {', '.join(sorted(unknown))}")
     return names
 

@@ -16,10 +16,13 @@ if TYPE_CHECKING:
 WEIGHTS = ("auto", "float32", "bfloat16", "int8", "int4")
 """Formats of the target's weights."""
 
+KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "int8")
+"""Types of KV caches."""
+
 OPTIONS = (
-    *("device", "weights", "numerics", "kv_bytes", "max_context", "max_sequences", "lease_seconds"),
-    "prefix_caching",
-    *("node_budget", "step_token_limit", "prefill_token_limit", "share_weights", "schedule"),
+    *("device", "weights", "numerics", "kv_cache_dtype", "kv_bytes", "max_context"),
+    *("max_sequences", "lease_seconds", "prefix_caching", "node_budget", "step_token_limit"),
+    *("prefill_token_limit", "share_weights", "schedule"),
 )
 """Options of the service that `paceline serve` passes on, besides the target."""
 
@@ -38,7 +41,13 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
         "--weights",
         choices=WEIGHTS,
         help="auto (default): as stored; int8 and int4: quantised when loaded, in blocks of 32; "
-        "float32 and bfloat16 are also the type of the KV",
+        "float32 and bfloat16 are also the type of hidden states",
+    )
+    add(
+        "--kv-cache-dtype",
+        choices=KV_CACHE_DTYPES,
+        help="type of KV caches: auto (default): that of hidden states; int8: about half the "
+        "memory of bfloat16, on the CPU",
     )
     add(
         "--numerics",

@@ -35,7 +35,7 @@ async def measure(
     prompts: Sequence[Prompt],
     points: Sequence[Point],
     *,
-    dtype: str,
+    weights: str,
     requests: int,
     seconds: float,
     repeats: int,
@@ -52,7 +52,7 @@ async def measure(
         drafter: Name of the drafter.
         prompts: Requested in turn.
         points: Loads.
-        dtype: Of the target.
+        weights: Format of the target's weights.
         requests: Requests of a window at a concurrency, at least.
         seconds: Length of a window at a request rate.
         repeats: Turns.
@@ -67,8 +67,10 @@ async def measure(
         # The first verifier measures its costs anew; later ones read them.
         schedule = "auto" if turn else "profile"
         with (
-            services(models.target, spec, dtype, verifier=[f"--schedule={schedule}"]) as scheduled,
-            services(models.target, spec, dtype, verifier=["--schedule=off"]) as other,
+            services(
+                models.target, spec, weights, verifier=[f"--schedule={schedule}"]
+            ) as scheduled,
+            services(models.target, spec, weights, verifier=["--schedule=off"]) as other,
         ):
             async with scheduled.client() as adaptive, other.client(ALWAYS) as always:
                 loads = {
@@ -119,14 +121,14 @@ def run(args: argparse.Namespace) -> int:
     console = make_console()
     models = Models.of(args)
     prompts = demo_prompts(models.prompts, models.target)
-    results = Results("load", args.output, dtype=args.dtype)
+    results = Results("load", args.output, weights=args.weights)
     found = uvloop.run(
         measure(
             models,
             args.drafter,
             [prompt for prompt in prompts if prompt.set in args.set],
             list(_points(args)),
-            dtype=args.dtype,
+            weights=args.weights,
             requests=args.requests,
             seconds=args.seconds,
             repeats=args.repeats,

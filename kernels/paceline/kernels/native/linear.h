@@ -48,4 +48,7 @@ int64_t linear_items(const Matrix *m, int64_t rows);
 void linear_item(const Matrix *m, const float *x, const void *scratch, int64_t rows, float *out,
                  int64_t item);
 
+/* One row of the weights: ins floats. */
+void linear_row(const Matrix *m, int64_t row, float *out);
+
 #endif

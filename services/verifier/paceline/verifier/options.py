@@ -25,6 +25,9 @@ class VerifierOptions:
     """How bfloat16 weights and caches are multiplied on the CPU. portable: the same tokens and
     log-probabilities on every x86-64 and ARM processor. auto: the fastest way, which on processors
     with AMX has bits of its own. Quantised weights are always portable."""
+    kv_cache_dtype: str = "auto"
+    """Type of keys and values: float32, bfloat16, int8 with a scale for each position and head, or
+    auto: that of hidden states. Others than auto are supported on the CPU."""
     kv_bytes: int | None = None
     """Memory for all KV caches; None: a share of what is free. It also bounds the context."""
     max_context: int | None = None
@@ -70,6 +73,11 @@ class VerifierOptions:
             raise ValueError(f"schedule is {self.schedule!r}, expected {', '.join(SCHEDULES)}")
         if self.numerics not in NUMERICS:
             raise ValueError(f"numerics is {self.numerics!r}, expected {', '.join(NUMERICS)}")
+        if self.paged_kv and self.kv_cache_dtype != "auto":
+            raise ValueError(
+                f"kv_cache_dtype is {self.kv_cache_dtype!r}, expected auto: KV in pages has the "
+                "type of hidden states"
+            )
         if self.share_weights and self.device not in ("auto", "cpu"):
             raise ValueError(
                 f"weights are shared in main memory, and device is {self.device!r}; expected auto "

@@ -84,7 +84,12 @@ class VerifierService:
         self._decoder, self._max_context = decoder, model.message.max_context
         config = decoder.config
         layout = KvLayout(
-            config.layers, config.kv_heads, config.head_dim, config.dtype, config.hidden
+            config.layers,
+            config.kv_heads,
+            config.head_dim,
+            config.kv_dtype,
+            config.hidden,
+            config.dtype,
         )
         kv_bytes = options.kv_bytes
         if kv_bytes is None:
@@ -138,7 +143,8 @@ class VerifierService:
     ) -> tuple[Decoder, ModelInfo]:
         """Load the model, publish its weights if they are shared, and profile its steps."""
         source = open_model(target)
-        decoder = Decoder.load(source, options.weights, device)
+        load = partial(Decoder.load, kv_cache_dtype=options.kv_cache_dtype)
+        decoder = load(source, options.weights, device)
         # Other formats have one set of bits on all processors; tiles would change their caches.
         set_numerics(options.numerics if decoder.config.weights == "bfloat16" else "portable")
         model = read_model_info(
@@ -153,7 +159,7 @@ class VerifierService:
             self._publication = publish(path, decoder.large_tensors())
             if self._publication is not None:  # load again, from the shared weights
                 packed = PackedWeights.open(path)
-                decoder = Decoder.load(source, options.weights, device, shared=packed)
+                decoder = load(source, options.weights, device, shared=packed)
                 trim()
         if options.schedule != "off":
             self._scheduler = _scheduler(decoder, options, model.message.max_context)

@@ -75,6 +75,9 @@ class Resources:
     threads: int | None = None
     """Threads of the math library; None: its default."""
 
+    numerics: str | None = None
+    """Choice of :func:`paceline.kernels.set_numerics` for the process; None: as it is."""
+
 
 @dataclass(frozen=True)
 class Budget:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ import torch
 
 from paceline.decoder import UnsupportedModelError, open_model, use_device
 from paceline.drafter.methods.base import Fit, LoadError, Resources
+from paceline.kernels import set_numerics
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -46,6 +46,8 @@ def load_model(
 
     def prepare() -> None:
         torch.set_num_threads(threads)
+        if resources.numerics is not None:
+            set_numerics(resources.numerics)
         use_device(resources.device)
 
     try:
@@ -82,7 +84,7 @@ def read_fit(folder: Path) -> Fit:
         )
     section = config.get("paceline", {})
     declared = str(section.get("tokenizer_digest", ""))
-    found = tokenizer_digest(folder)
+    found = open_model(folder).tokenizer_digest
     if declared and found and declared != found:
         raise LoadError(
             "TOKENIZER_MISMATCH",
@@ -103,12 +105,6 @@ def _read_gguf_fit(file: Path) -> Fit:
         return Fit(tokenizer_digest=source.tokenizer_digest, vocab_size=vocab_size)
     except UnsupportedModelError as error:
         raise LoadError("UNSUPPORTED_MODEL", str(error)) from error
-
-
-def tokenizer_digest(folder: str | Path) -> str:
-    """Returns the SHA-256 hex of a folder's tokenizer.json; empty if there is none."""
-    path = Path(folder) / TOKENIZER_FILE
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
 
 def check_target(folder: Path, target: Path, fit: Fit) -> None:

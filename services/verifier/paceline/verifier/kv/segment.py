@@ -84,7 +84,7 @@ class Segment(SequenceKv):
       mapping.
 
     Attributes:
-        kv: ``[layers, 2, kv_heads, capacity, head_dim]`` over the mapping; 0 is keys, 1 values.
+        kv: ``[layers, 2, kv_heads, capacity, row_width]`` over the mapping; 0 is keys, 1 values.
     """
 
     def __init__(
@@ -107,8 +107,8 @@ class Segment(SequenceKv):
         """
         super().__init__(layout, capacity, capacity * layout.token_bytes, taps)
         self._memory = memory
-        shape = (layout.layers, 2, layout.kv_heads, capacity, layout.head_dim)
-        self.kv: Tensor = self._body.view(shape)
+        shape = (layout.layers, 2, layout.kv_heads, capacity, layout.row_width)
+        self.kv: Tensor = self._body.view(layout.dtype).view(shape)
         self._layers = [(layer[0], layer[1]) for layer in self.kv]
         self.table = LayerTable(self._layers)
 

@@ -34,7 +34,7 @@ class TapLayout:
         taps: The requested layers and window.
         slots: Positions that are kept: the window and a margin, or the whole capacity.
         hidden: Elements of a row.
-        dtype: Type of the elements, that of the KV.
+        dtype: Type of the elements.
     """
 
     taps: Taps
@@ -46,7 +46,7 @@ class TapLayout:
     def of(cls, taps: Taps, layout: KvLayout, capacity: int) -> TapLayout:
         """Returns the layout for a cache of ``capacity`` slots."""
         slots = min(capacity, round_up(taps.window) + TAP_MARGIN) if taps.window else capacity
-        return cls(taps, slots, layout.hidden, layout.dtype)
+        return cls(taps, slots, layout.hidden, layout.hidden_dtype)
 
     @property
     def row_bytes(self) -> int:
