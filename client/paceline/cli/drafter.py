@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.cli.models import drafter_spec, model_path
 from paceline.cli.service_process import (
     DRAFTER_ADDRESS,
     add_process_arguments,
@@ -31,10 +32,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("drafter").add_argument
     add(
         "--load",
+        type=drafter_spec,
         action="append",
         default=[],
         metavar="NAME=METHOD[:DIR][,KEY=VALUE...]",
         help="drafter to load at start; repeatable, the first is the default one",
+    )
+    add(
+        "--target",
+        type=model_path,
+        metavar="MODEL",
+        help="without --load: load the drafters that ship for this target and ngram; where there "
+        "are none, ngram and selfspec",
     )
     add(
         "--root",
@@ -117,7 +126,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _build(args: argparse.Namespace, metrics: CollectorRegistry | None) -> Service:
+    from paceline.cli.shipped import drafters_for
     from paceline.drafter import DrafterSpec, VerifierAccess, build_service
+
+    load = args.load
+    if not load and args.target is not None:
+        load = drafters_for(args.target)
 
     given: dict[str, Any] = {
         name: value for name in _OPTIONS if (value := getattr(args, name)) is not None
@@ -131,7 +145,7 @@ def _build(args: argparse.Namespace, metrics: CollectorRegistry | None) -> Servi
         tls_key=args.tls_key,
     )
     return build_service(
-        [DrafterSpec.parse(text) for text in args.load],
+        [DrafterSpec.parse(text) for text in load],
         roots=args.root,
         threads=args.threads,
         access=access,

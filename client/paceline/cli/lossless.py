@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.cli.errors import CommandError, exit_with
+from paceline.cli.models import MODEL, drafter_spec, model_path
 from paceline.cli.service_process import run_async
 from paceline.cli.verifier import WEIGHTS
 from paceline.client import Client, GenerationResult, PacelineError
@@ -80,9 +81,10 @@ class Report:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the models, the prompts and the sampling."""
     add = parser.add_argument
-    add("--target", type=Path, required=True, metavar="PATH", help="HF folder or GGUF file")
+    add("--target", type=model_path, required=True, metavar="MODEL", help=MODEL)
     add(
         "--drafter",
+        type=drafter_spec,
         action="append",
         metavar="METHOD[:DIR][,KEY=VALUE...]",
         help="drafter to test, as for paceline serve; repeatable (default: ngram)",

@@ -29,7 +29,9 @@ class Command:
 
 
 COMMANDS = (
-    Command("serve", "paceline.cli.serve", "run a verifier and a drafter", "server"),
+    Command("fetch", "paceline.cli.fetch", "download a model by name"),
+    Command("chat", "paceline.cli.chat", "hold a conversation in the terminal", "gateway"),
+    Command("serve", "paceline.cli.serve", "run a verifier, a drafter and a gateway", "server"),
     Command("verifier", "paceline.cli.verifier", "run a verifier: the target model", "server"),
     Command("drafter", "paceline.cli.drafter", "run a drafter", "server"),
     Command("generate", "paceline.cli.generate", "generate text through running services"),

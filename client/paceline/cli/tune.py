@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from paceline.cli.errors import CommandError, exit_with
+from paceline.cli.models import MODEL, drafter_spec, model_path
 from paceline.cli.service_process import run_async
 from paceline.cli.tables import write_html
 from paceline.cli.verifier import WEIGHTS
@@ -30,9 +31,10 @@ from paceline.v1.drafter_pb2 import LoadDrafterRequest
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the drafter, the prompts and the output."""
     add = parser.add_argument
-    add("--target", type=Path, required=True, metavar="PATH", help="HF folder or GGUF file")
+    add("--target", type=model_path, required=True, metavar="MODEL", help=MODEL)
     add(
         "--drafter",
+        type=drafter_spec,
         required=True,
         metavar="METHOD[:DIR][,KEY=VALUE...]",
         help=f"drafter to tune, one of {', '.join(METHODS)}; its options are kept",
