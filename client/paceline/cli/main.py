@@ -40,7 +40,12 @@ COMMANDS = (
     Command("drafters", "paceline.cli.drafters", "list, load, activate and unload drafters"),
     Command("health", "paceline.cli.health", "check the health of a service", "server"),
     Command("doctor", "paceline.cli.doctor", "report on this machine and installation"),
-    Command("demo", "paceline.cli.demo", "start both services and generate a text", "server"),
+    Command(
+        "demo",
+        "paceline.cli.demo",
+        "compare speeds by prompt, with services of its own",
+        "server,gateway",
+    ),
     Command(
         "verify-lossless",
         "paceline.cli.lossless",

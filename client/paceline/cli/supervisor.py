@@ -129,7 +129,7 @@ class Supervisor:
         for process in processes:
             process.spawn()
             self._processes.append(process)
-        while not self._signals and not all([each.poll_ready() for each in self._processes]):
+        while not self._signals and not all(each.poll_ready() for each in self._processes):
             time.sleep(_POLL_INTERVAL)
 
     def _drain(self) -> int:
