@@ -100,7 +100,7 @@ async def test_commands(tmp_path: Path) -> None:
         ]
     }
     for said in (
-        *("no answer yet", "conversation: 5 tokens", "saved 3 messages", "cannot save"),
+        *("no answer yet", "all: 5 tokens", "saved 3 messages", "cannot save"),
         *("no drafter x", "no command /what", "/quit"),
     ):
         assert said in screen

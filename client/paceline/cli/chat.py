@@ -26,7 +26,7 @@ from paceline.cli.models import MODEL, drafter_spec, model_path
 from paceline.cli.service_process import new_runner
 from paceline.cli.tokens import print_chunk
 from paceline.cli.verifier import WEIGHTS
-from paceline.client import Client, Generation, PacelineError, Stats
+from paceline.client import Client, Generation, GenerationResult, PacelineError, Stats
 from paceline.gateway.errors import ApiError
 from paceline.harness import ProcessFailed, local_services
 from paceline.service.options import OptionsError
@@ -34,7 +34,7 @@ from paceline.service.options import OptionsError
 _COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "red")
 _COMMANDS = {
     "/drafter": "NAME: draft with NAME from now on, or none; without NAME: list drafters",
-    "/stats": "speed and drafting of the last answer and of the conversation",
+    "/stats": "speed and drafting of the last answer and of all",
     "/system": "TEXT: set the system message; without TEXT: remove it",
     "/save": "FILE: write the messages as JSON, in the form of OpenAI's API",
     "/clear": "forget the conversation",
@@ -140,8 +140,7 @@ class Chat:
         self._console = console
         self._options = options
         self._drafters: tuple[str, ...] = ()
-        self._last: Stats | None = None
-        self._all = Stats()
+        self._results: list[GenerationResult] = []
 
     def notice(self, text: str) -> None:
         """Print a line that is no part of an answer."""
@@ -215,8 +214,7 @@ class Chat:
             print_chunk(self._console, chunk, style)
         self._console.print()
         result = await generation
-        self._last = result.stats
-        self._all.merge(result.stats)
+        self._results.append(result)
         if result.finish_reason == "length":
             count = len(result.token_ids)
             self.notice(f"(ended after {count} tokens: --max-new-tokens allows longer answers)")
@@ -244,11 +242,13 @@ class Chat:
         self._list_drafters()
 
     def _statistics(self, _: str) -> None:
-        if self._last is None:
+        if not self._results:
             self.notice("there is no answer yet")
             return
-        for title, stats in (("last answer", self._last), ("conversation", self._all)):
-            tokens = sum(entry.emitted for entry in stats.rounds)
+        for title, results in (("last answer", self._results[-1:]), ("all", self._results)):
+            stats, tokens = Stats(), sum(len(result.token_ids) for result in results)
+            for result in results:
+                stats.merge(result.stats)
             drafted = f"{stats.drafted_rounds} of {len(stats.rounds)} rounds drafted"
             by = f" by {', '.join(stats.drafter_versions)}" if stats.drafter_versions else ""
             self.notice(
