@@ -1,6 +1,7 @@
 """`paceline serve`: all services under one command."""
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -26,11 +27,12 @@ class Serve:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "paceline.cli.main", "serve", *arguments),
+                    *(sys.executable, "-m", "paceline.cli.main", "serve"),
                     *("--ready-file", str(self.ready)),
                     *("--verifier-address", f"unix:{folder}/v.sock"),
                     *("--drafter-address", f"unix:{folder}/d.sock"),
                     *("--gateway-address", f"unix:{folder}/g.sock"),
+                    *arguments,
                 ],
                 stdout=log,
                 stderr=log,
@@ -120,9 +122,19 @@ def test_the_drafter_follows_the_verifier_to_the_cpu(
         assert f"--device={device}" in running.child(kind).cmdline()
 
 
-def test_a_target_without_trained_drafters_gets_two(serve: Callable[..., Serve]) -> None:
-    running = serve()
-    assert models_of(running.addresses()[2])[1:] == ["ngram", "selfspec"]
+def test_it_opens_the_page_and_loads_two_drafters_without_trained_ones(
+    serve: Callable[..., Serve], short_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = short_folder / "opened"
+    browser = short_folder / "browser"
+    browser.write_text(f'#!/bin/sh\necho "$1" > {opened}\n')
+    browser.chmod(0o755)
+    monkeypatch.setenv("BROWSER", f"{browser} %s")
+    address = serve("--open", "--gateway-address=127.0.0.1:0").addresses()[2]
+    eventually(lambda: opened.exists() and opened.read_text() == f"http://{address}/\n")
+    with urllib.request.urlopen(f"http://{address}/v1/models", timeout=60) as response:
+        (card,) = json.load(response)["data"]
+    assert card["drafters"] == ["ngram", "selfspec"]
 
 
 def test_a_dead_drafter_restarts_and_a_dead_verifier_ends_the_command(

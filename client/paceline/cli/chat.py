@@ -196,9 +196,8 @@ class Chat:
             generation = self._client.generate(prompt, **options)
             await self._stream(generation, parts)
         except (TooLongError, ApiError, PacelineError) as error:
-            self.notice(f"{chr(10) if parts else ''}no answer: {error}")
+            self.notice(f"no answer: {error}" if not parts else f"the answer broke off: {error}")
         except asyncio.CancelledError:
-            self._console.print()
             self.notice("(stopped)")
             raise
         finally:
@@ -209,10 +208,13 @@ class Chat:
 
     async def _stream(self, generation: Generation, parts: list[str]) -> None:
         style = self._style(self._options["drafter"])
-        async for chunk in generation:
-            parts.append(chunk.text)
-            print_chunk(self._console, chunk, style)
-        self._console.print()
+        try:
+            async for chunk in generation:
+                parts.append(chunk.text)
+                print_chunk(self._console, chunk, style)
+        finally:
+            if parts:
+                self._console.print()
         result = await generation
         self._results.append(result)
         if result.finish_reason == "length":

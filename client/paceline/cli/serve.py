@@ -111,8 +111,8 @@ def run(args: argparse.Namespace) -> int:
         if args.ready_file is not None:
             lines = (f"{process.address}\n" for process in processes)
             write_atomically(args.ready_file, "".join(lines))
-        if args.open and len(processes) > 2:
-            webbrowser.open(_url(processes[-1], args))
+        if args.open and (url := _url(processes[-1], args)).startswith("http"):
+            webbrowser.open(url)
 
     return Supervisor(verifier, drafter, gateway, ready).run()
 
