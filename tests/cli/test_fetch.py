@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli import models
 from paceline.cli.fetch import FetchError, fetch
 from paceline.cli.main import main
-from paceline.cli.models import MODELS, drafter_spec, model_path
+from paceline.harness import models
+from paceline.harness.models import MODELS, drafter_spec, model_path
 
 CONTENT = b"GGUF, and then some weights"
 

@@ -19,8 +19,8 @@ from paceline.cli import demo
 from paceline.cli.errors import CommandError
 from paceline.cli.generate import add_generation_arguments, generation_arguments
 from paceline.cli.main import main
-from paceline.cli.models import MODELS
 from paceline.client import Client
+from paceline.harness.models import MODELS
 
 from .fake_target import continuation
 from .world import World

@@ -7,8 +7,8 @@ import importlib
 import os
 from pathlib import Path
 
-from paceline.cli.models import model_path
 from paceline.harness import PROMPT_FILE
+from paceline.harness.models import model_path
 
 _MODULES = {
     "table": "paceline.bench.table.run",

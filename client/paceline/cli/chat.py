@@ -22,13 +22,13 @@ from paceline.cli.generate import (
     new_client,
     summary,
 )
-from paceline.cli.models import MODEL, drafter_spec, model_path
 from paceline.cli.service_process import new_runner
 from paceline.cli.tokens import print_chunk
 from paceline.cli.verifier import WEIGHTS
 from paceline.client import Client, Generation, GenerationResult, PacelineError, Stats
 from paceline.gateway.errors import ApiError
 from paceline.harness import ProcessFailed, local_services
+from paceline.harness.models import MODEL, drafter_spec, model_path
 from paceline.service.options import OptionsError
 
 _COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "red")

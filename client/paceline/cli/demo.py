@@ -15,13 +15,13 @@ from rich.text import Text
 
 from paceline.cli.errors import exit_with
 from paceline.cli.fetch import FetchError, fetch
-from paceline.cli.models import MODEL, MODELS, drafter_spec, model_path
 from paceline.cli.service_process import run_async
 from paceline.cli.shipped import models_folder
 from paceline.cli.tokens import print_chunk
 from paceline.cli.verifier import WEIGHTS
 from paceline.client import Client, Generation, GenerationResult, Model, PacelineError
 from paceline.harness import ProcessFailed, local_services, read_prompts
+from paceline.harness.models import MODEL, MODELS, drafter_spec, model_path
 
 _DRAFTED = "bold green"
 _CPU = "--device=cpu"  # on the CPU, tokens are bit-identical

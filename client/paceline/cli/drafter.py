@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.models import drafter_spec, model_path
 from paceline.cli.service_process import (
     DRAFTER_ADDRESS,
     add_process_arguments,
@@ -15,6 +14,7 @@ from paceline.cli.service_process import (
     run_service,
 )
 from paceline.cli.units import byte_count
+from paceline.harness.models import drafter_spec, model_path
 from paceline.service import Service
 from paceline.service.options import read_token
 

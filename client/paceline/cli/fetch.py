@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.cli.errors import CommandError, exit_with
-from paceline.cli.models import MODELS, NamedModel
+from paceline.harness.models import MODELS, NamedModel
 
 _BLOCK_BYTES = 1 << 20
 

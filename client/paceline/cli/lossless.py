@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.cli.errors import CommandError, exit_with
-from paceline.cli.models import MODEL, drafter_spec, model_path
 from paceline.cli.service_process import run_async
 from paceline.cli.verifier import WEIGHTS
 from paceline.client import Client, GenerationResult, PacelineError
 from paceline.harness import PROMPT_FILE, ProcessFailed, local_services, read_prompts
+from paceline.harness.models import MODEL, drafter_spec, model_path
 
 NEAR = 1e-3
 """Two tokens whose log-probabilities differ by less are a numeric tie. Unit: nats."""

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from paceline.cli.errors import CommandError
 from paceline.cli.gateway import GATEWAY_ADDRESS
-from paceline.cli.models import MODEL, drafter_spec, model_path
 from paceline.cli.service_process import (
     DRAFTER_ADDRESS,
     SHARED_ARGUMENTS,
@@ -22,6 +21,7 @@ from paceline.cli.service_process import (
 from paceline.cli.supervisor import Supervisor
 from paceline.cli.verifier import OPTIONS, add_verifier_options
 from paceline.harness import Kind, ServiceProcess
+from paceline.harness.models import MODEL, drafter_spec, model_path
 from paceline.service import configure_logging
 
 logger = logging.getLogger("paceline.cli")

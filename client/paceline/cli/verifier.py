@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.models import MODEL, model_path
 from paceline.cli.service_process import VERIFIER_ADDRESS, add_process_arguments, run_service
 from paceline.cli.units import byte_count
+from paceline.harness.models import MODEL, model_path
 from paceline.service import Service
 
 if TYPE_CHECKING:

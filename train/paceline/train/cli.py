@@ -228,7 +228,7 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
 
 def _model(text: str) -> Path:
     """A model's path or name. Imported here because `gpu-train` runs without grpc."""
-    from paceline.cli.models import model_path
+    from paceline.harness.models import model_path
 
     return model_path(text)
 

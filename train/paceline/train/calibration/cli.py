@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from paceline.cli.models import drafter_spec, model_path
+from paceline.harness.models import drafter_spec, model_path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
