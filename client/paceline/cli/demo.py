@@ -140,11 +140,11 @@ async def _tokens(model: Model, prompt: Prompt) -> list[int]:
         return prompt
     if not model.facts.chat_template:
         return await model.encode(prompt)
-    from paceline.gateway.chat import render
-    from paceline.gateway.requests import Message
+    from paceline.cli.conversation import Conversation  # needs the extra `gateway`
 
-    message = Message(role="user", content=prompt)
-    return await model.encode_rendered(render(model, None, [message], {}))
+    conversation = Conversation()
+    conversation.add("user", prompt)
+    return (await conversation.prompt(model, room=0))[0]
 
 
 async def _stream(
