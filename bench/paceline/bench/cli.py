@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from paceline.harness import PROMPT_FILE
+from paceline.harness.models import model_path
 
 _MODULES = {
     "table": "paceline.bench.table.run",
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         sub = commands.add_parser(name, help=text, description=text)
         option = sub.add_argument
         option("--models", type=Path, default=Path("models/demo"), help="drafters and prompts")
-        option("--target", type=Path, help="model folder; default: MODELS/target")
+        option("--target", type=model_path, help="model or its name; default: MODELS/target")
         option("--output", type=Path, help=f"default: bench/results/MACHINE-{name}.json")
         if tokens:
             option("--tokens", type=int, default=tokens, help="new tokens a prompt")

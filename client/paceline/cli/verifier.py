@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.service_process import VERIFIER_ADDRESS, add_process_arguments, run_service
 from paceline.cli.units import byte_count
+from paceline.harness.models import MODEL, model_path
 from paceline.service import Service
 
 if TYPE_CHECKING:
@@ -29,14 +29,14 @@ OPTIONS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add target, cache and server arguments."""
-    add_target_arguments(parser)
+    parser.add_argument("--target", type=model_path, required=True, metavar="MODEL", help=MODEL)
+    add_verifier_options(parser)
     add_process_arguments(parser, VERIFIER_ADDRESS)
 
 
-def add_target_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the target and OPTIONS. Without a default, the service's own default applies."""
+def add_verifier_options(parser: argparse.ArgumentParser) -> None:
+    """Add the OPTIONS. Without a default, the service's own default applies."""
     add = parser.add_argument_group("verifier").add_argument
-    add("--target", type=Path, required=True, metavar="PATH", help="HF folder or GGUF file")
     add(
         "--weights",
         choices=WEIGHTS,

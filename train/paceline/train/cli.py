@@ -222,8 +222,15 @@ def _add_common(
 
 def _add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--target", type=Path, default=_DEMO / "target", help="model folder of the target"
+        "--target", type=_model, default=_DEMO / "target", help="the target: a path or a name"
     )
+
+
+def _model(text: str) -> Path:
+    """A model's path or name. Imported here because `gpu-train` runs without grpc."""
+    from paceline.harness.models import model_path
+
+    return model_path(text)
 
 
 _Number = TypeVar("_Number", int, float)
