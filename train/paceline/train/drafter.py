@@ -13,7 +13,7 @@ from accelerate import PartialState
 from torch import nn
 
 from paceline.decoder import Decoder
-from paceline.train.batches import Batches
+from paceline.train.batches import Batches, Rows
 from paceline.train.checkpoint import Progress
 from paceline.train.corpus import Corpus
 from paceline.train.drafter_models import DrafterModel
@@ -96,7 +96,7 @@ class Objective:
 def train_drafter(
     drafter: DrafterModel,
     objective: Objective,
-    batches: Batches,
+    batches: Rows,
     plan: Plan,
     run: Run,
     heldout: Heldout,

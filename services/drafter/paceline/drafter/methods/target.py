@@ -34,6 +34,9 @@ SPECULATORS_VERSION = "0.6.0"
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 """Names of the target's frozen tensors in a drafter's folder that holds them."""
 
+DRAFT_TOKENS = "d2t"
+"""Name of the tensor with the target's token id of each drafted token, rising; int64 ``[R]``."""
+
 _TARGET_EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -136,7 +139,11 @@ def write_checkpoint(
     base = Path(folder)
     base.mkdir(parents=True, exist_ok=True)
     # Copies: a tied embedding and head share memory, which the file format does not allow.
-    copies = {n: t.detach().to("cpu", dtype, copy=True).contiguous() for n, t in tensors.items()}
+    copies = {
+        name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None, copy=True)
+        for name, tensor in tensors.items()
+    }
+    copies = {name: tensor.contiguous() for name, tensor in copies.items()}
     save_file(copies, base / WEIGHTS_FILE, metadata={"format": "pt"})
     text = json.dumps(whole, indent=2, sort_keys=True)
     (base / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
@@ -180,11 +187,14 @@ class TargetEmbedding:
     Attributes:
         embedding: ``[V, hidden]``.
         head: The LM head.
+        tokens: The target's token id of each row of the head, int64 ``[R]``; None: all, in order.
     """
 
-    def __init__(self, embedding: Tensor, head: Tensor) -> None:
-        """Takes both tensors, ``[V, hidden]``."""
-        self.embedding = embedding
+    def __init__(self, embedding: Tensor, head: Tensor, tokens: Tensor | None = None) -> None:
+        """Takes both tensors, ``[V, hidden]``, and the tokens of the head if not all are drafted."""
+        if tokens is not None:
+            head = head[tokens.to(head.device)]
+        self.embedding, self.tokens = embedding, tokens
         self.head = Linear(head)
         self.private_bytes = 0 if self.head.packed is None else head.nbytes
         """Bytes of the packed head."""
@@ -197,6 +207,7 @@ class TargetEmbedding:
         shape: EmbeddingShape,
         dtype: torch.dtype,
         device: torch.device | str,
+        tokens: Tensor | None = None,
     ) -> TargetEmbedding:
         """Reads both from the drafter's folder if it holds them, otherwise from the target's.
 
@@ -206,6 +217,7 @@ class TargetEmbedding:
             shape: Expected shape.
             dtype: Type of the model.
             device: Device of the model.
+            tokens: Tokens that are drafted; None: all.
 
         Raises:
             UnsupportedModelError: Neither folder has them, or they have another shape.
@@ -229,7 +241,7 @@ class TargetEmbedding:
                     f"{name!r} of {source.path} has shape {tuple(found[-1].shape)}, expected "
                     f"{(shape.vocab_size, shape.hidden)}"
                 )
-        return cls(found[0], found[1])
+        return cls(found[0], found[1], tokens)
 
 
 @dataclass(frozen=True)
@@ -245,7 +257,13 @@ class TargetOptions(BeamOptions):
         return Path(self.target) if self.target else None
 
     def read_embedding(
-        self, folder: Path, fit: Fit, shape: EmbeddingShape, dtype: torch.dtype, device: str
+        self,
+        folder: Path,
+        fit: Fit,
+        shape: EmbeddingShape,
+        dtype: torch.dtype,
+        device: str,
+        tokens: Tensor | None = None,
     ) -> TargetEmbedding:
         """Checks the target, then reads its embedding and LM head (:class:`TargetEmbedding`).
 
@@ -255,4 +273,4 @@ class TargetOptions(BeamOptions):
         """
         if self.target_folder is not None:
             check_target(folder, self.target_folder, fit)
-        return TargetEmbedding.read(folder, self.target_folder, shape, dtype, device)
+        return TargetEmbedding.read(folder, self.target_folder, shape, dtype, device, tokens)

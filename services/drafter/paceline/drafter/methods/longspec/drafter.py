@@ -32,7 +32,7 @@ from paceline.drafter.methods.beam_drafter import (
     required,
 )
 from paceline.drafter.methods.checkpoint import load_model, read_fit, required_folder, weight_bytes
-from paceline.drafter.methods.longspec.checkpoint import read_longspec
+from paceline.drafter.methods.longspec.checkpoint import drafted_tokens, read_longspec
 from paceline.drafter.methods.longspec.layer import LongSpecLayer, TargetKv
 from paceline.drafter.methods.options import parse_options
 from paceline.drafter.methods.target import TargetEmbedding, TargetOptions
@@ -162,6 +162,7 @@ class LongSpecDrafter(BeamDrafter[LongSpecSequence]):
         """Builds a drafter; ``options`` must be those :meth:`~LongSpecOptions.for_device`."""
         super().__init__(layer.config, options, fit, size)
         self.layer = layer
+        self.drafted_tokens = layer.drafted_tokens
         self.needs = Needs((layer.config.target_layer,), options, options.context)
 
     @classmethod
@@ -198,7 +199,8 @@ def _read(
 ) -> tuple[LongSpecLayer, TargetEmbedding]:
     config, dtype = read_longspec(folder)
     dtype = options.torch_dtype(dtype)
-    embedding = options.read_embedding(folder, fit, config, dtype, device)
+    tokens = drafted_tokens(folder, config)
+    embedding = options.read_embedding(folder, fit, config, dtype, device, tokens)
     weights = Checkpoint(folder, dtype, device)
     with torch.inference_mode():
         return LongSpecLayer(config, weights, embedding, dtype, device), embedding

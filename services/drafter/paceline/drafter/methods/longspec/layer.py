@@ -80,6 +80,8 @@ class LongSpecLayer:
         """
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         self._rope = Rope(config, device)
+        self.drafted_tokens = embedding.tokens
+        """The target's token id of each logit, int64 ``[R]``; None: all ids."""
         width, hidden = config.q_heads * config.head_dim, config.hidden
         kv, wide = config.kv_heads * config.head_dim, config.intermediate
 
@@ -154,7 +156,7 @@ class LongSpecLayer:
             logit_rows: Rows to compute logits for, int64 ``[R]``.
 
         Returns:
-            Logits ``[R, V]``.
+            Logits ``[R, V]``, or of the drafted tokens alone.
         """
         table = self._rope.table(plan.longest)
         call = Pass(tokens, plan, caches, table, logit_rows, contexts=contexts)
