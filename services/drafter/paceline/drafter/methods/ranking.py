@@ -100,7 +100,8 @@ class Ranker:
 
         Args:
             logits: ``[F, V]`` or, of drafted tokens alone, ``[F, R]``, of any float type and
-                device, of the last token of each path. If possible they are reduced to candidates before they are copied to the CPU.
+                device, of the last token of each path. If possible they are reduced to candidates
+                before they are copied to the CPU.
             position: Absolute position of the token to be chosen.
             paths: F paths of drafted tokens after the text.
             width: Most candidates per path.

@@ -128,6 +128,8 @@ class LongSpecOptions(TargetOptions, KvOptions):
     10 on a CPU if no widths are given.
     """
 
+    formats: ClassVar[tuple[str, ...]] = (*TargetOptions.formats, "int8")
+
     context: int = 512
     """KV budget: most target positions that a round reads, the first 4 and the newest; 0: all.
     With a budget, a draft takes as long at 128k tokens as at 1k. Unit: tokens."""
@@ -175,7 +177,9 @@ class LongSpecDrafter(BeamDrafter[LongSpecSequence]):
         except ValueError as error:
             raise LoadError("INVALID_OPTION", str(error)) from error
         fit = read_fit(folder)
-        layer, shared = load_model(folder, resources, _read, folder, fit, parsed, resources.device)
+        layer, shared, fit = load_model(
+            folder, resources, _read, folder, fit, parsed, resources.device
+        )
         return cls(layer, parsed, fit, weight_bytes(folder) + shared.private_bytes)
 
     def start(self, generation: Generation) -> LongSpecSequence:
@@ -196,11 +200,13 @@ class LongSpecDrafter(BeamDrafter[LongSpecSequence]):
 
 def _read(
     folder: Path, fit: Fit, options: LongSpecOptions, device: str
-) -> tuple[LongSpecLayer, TargetEmbedding]:
+) -> tuple[LongSpecLayer, TargetEmbedding, Fit]:
     config, dtype = read_longspec(folder)
-    dtype = options.torch_dtype(dtype)
+    int8 = options.weights == "int8"
+    if not int8:
+        dtype = options.torch_dtype(dtype)
     tokens = drafted_tokens(folder, config)
-    embedding = options.read_embedding(folder, fit, config, dtype, device, tokens)
+    embedding, fit = options.read_embedding(folder, fit, config, dtype, device, tokens, int8)
     weights = Checkpoint(folder, dtype, device)
     with torch.inference_mode():
-        return LongSpecLayer(config, weights, embedding, dtype, device), embedding
+        return LongSpecLayer(config, weights, embedding, dtype, device, int8), embedding, fit
