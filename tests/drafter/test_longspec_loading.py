@@ -113,6 +113,20 @@ def test_it_fits_every_format_of_its_target(tmp_path: Path) -> None:
         load(folder, write_gguf(tmp_path / "other.gguf", other))
 
 
+@pytest.mark.parametrize("ids", [[3, 2], [-1, 2], [2, VOCAB], [1, 2, 3], None])
+def test_invalid_drafted_tokens_are_refused(
+    tmp_path: Path, target: Path, ids: list[int] | None
+) -> None:
+    folder = write_longspec(tmp_path / "drafter", target, draft_vocab_size=2)
+    assert load(folder, target)
+    weights = folder / "model.safetensors"
+    tensors = load_file(weights)
+    del tensors["d2t"]
+    save_file(tensors if ids is None else {**tensors, "d2t": torch.tensor(ids)}, weights)
+    with pytest.raises(LoadError, match="expected 2 rising token ids"):
+        load(folder, target)
+
+
 def test_another_target_is_refused(folder: Path, tmp_path: Path) -> None:
     other = write_model(tmp_path / "other", seed=7, num_hidden_layers=3)
     with pytest.raises(LoadError, match="made for a target with weights") as error:
