@@ -133,7 +133,7 @@ def rounds_section(rounds: Rounds) -> str:
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     return f"""## Measured
 
-Texts that the target wrote after the beginnings of files. Accepted length is the mean number of
+Held-out texts that the target wrote. Accepted length is the mean number of
 tokens emitted per round, the bonus token included. Position columns: share of rounds in which a
 drafted token was accepted at that position.
 

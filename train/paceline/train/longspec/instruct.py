@@ -32,7 +32,7 @@ from paceline.train.whole_texts import WholeTexts
 _HELD_OUT = 17  # one conversation in so many: odd, as temperatures alternate
 _LOGGED, _MEASURED = 2, 12  # texts of each kind and temperature
 _TOKENS = 128  # of an answer that are measured
-_TREES = {"widths": "4,4,4,4", "max_nodes": "8"}
+_TREES = {"widths": "4,4", "max_nodes": "7", "weights": "int8"}
 
 
 def train_longspec_instruct(
@@ -162,4 +162,5 @@ the target's fingerprint.
 {progress.description}, on {os.cpu_count()} processors.
 The layer begins as a copy of the target's first and last layer. KL divergence from the target's
 distribution over the drafted tokens; {objective.rates}; lags 1 to {preset.levels}.
+Measured with trees of {_TREES["max_nodes"]} nodes, {_TREES["widths"]} by level, and 8-bit weights.
 """

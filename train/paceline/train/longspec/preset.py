@@ -63,8 +63,8 @@ PRESETS: dict[str, LongSpecPreset] = {
     # For SmolLM2-135M-Instruct on two CPU cores: texts of the target alone, whole.
     "smollm2": LongSpecPreset(
         stages=(Stage("texts", 1.0, rows=2, length=1024),),
-        minutes=25, steps=20_000, adamw_rate=4e-4, levels=4, lags=2, lag_decay=0.8,
-        conversations=1024, draft_vocab_size=6144,
+        minutes=240, steps=100_000, adamw_rate=1.5e-3, levels=2, lags=1, conversations=4096,
+        draft_vocab_size=6144,
     ),
     # The paper's: AdamW, one lag a step, long stages at a hundredth of the rate (appendix D).
     "paper": LongSpecPreset(
