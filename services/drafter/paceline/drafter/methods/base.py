@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from paceline.decoder.sources import Origin
 from paceline.drafter.errors import LoadError as LoadError
 from paceline.drafter.kv.options import KvOptions
 from paceline.tree import TokenTree
@@ -57,6 +58,9 @@ class Fit:
 
     target_fingerprint: str = ""
     """Fingerprint of the target that it was made for."""
+
+    target_origin: Origin | None = None
+    """By which other formats of that target are recognised."""
 
     tokenizer_digest: str = ""
     """SHA-256 hex of its tokenizer.json."""

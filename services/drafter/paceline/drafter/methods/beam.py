@@ -40,7 +40,7 @@ class BeamOptions:
 
     weights: str = "auto"
     """Format of the weights: auto (as stored), float32 or bfloat16, also the type of the KV; for
-    ``lm`` and ``selfspec`` also int8 or int4."""
+    ``longspec`` also int8, for ``lm`` and ``selfspec`` also int8 or int4."""
 
     formats: ClassVar[tuple[str, ...]] = ("auto", "float32", "bfloat16")
     """Known values of ``weights``."""
