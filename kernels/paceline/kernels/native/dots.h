@@ -75,7 +75,8 @@ INLINE ivec dot(ivec sum, ivec weights, const activation *a) {
 #elif LANES == 8 && defined(__AVXVNNI__)
 typedef int8_t activation;
 INLINE ivec dot(ivec sum, ivec weights, const activation *a) {
-  __asm__("{vex} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(weights), "x"(splat_i32(word_at(a))));
+  sum = _mm256_dpbusd_avx_epi32(sum, weights, splat_i32(word_at(a)));
+  IN_ORDER(sum);
   return sum;
 }
 #elif LANES >= 8
