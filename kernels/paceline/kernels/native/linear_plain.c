@@ -76,7 +76,7 @@ static float output(const Matrix *m, const float *x, int64_t out) {
         sum += a[i] * (stored_at(m, out, b * BLOCK_INS + i) - (int32_t)m->offset);
         plain += a[i];
       }
-      total = fmaf((float)sum, scale_at(m, m->scales, out, b) * scale, total);
+      total = fmaf(fmaf((float)sum, scale_at(m, m->scales, out, b), 0.0f), scale, total);
       if (m->minima) total = fmaf(scale_at(m, m->minima, out, b), scale * (float)plain, total);
     }
   return m->bias ? total + m->bias[out] : total;
