@@ -88,7 +88,7 @@ def test_calls_in_a_text(text: str, content: str, calls: list[Any]) -> None:
 def test_text_that_cannot_be_a_call_is_not_held_back() -> None:
     parser = CallParser(USE)
     assert parser.push('{"answer": ') == ['{"answer":']
-    assert parser.push("plain ") == ["plain"]
+    assert parser.push("plain ") == [" plain"]
 
 
 async def test_calls_streamed_and_whole(serve: Serve) -> None:
