@@ -285,3 +285,30 @@ async def test_logprobs(tree: bool, client: Client, model: Path) -> None:
         assert list(best.tokens) == row.topk(4).indices.tolist()
         assert list(best.logprobs) == pytest.approx(row.topk(4).values.tolist(), abs=2e-3)
     await client.release(created.handle)
+
+
+@pytest.mark.parametrize("length", [3, 700])
+async def test_prompt_logprobs(length: int, client: Client, model: Path) -> None:
+    """Of every prompt token but the first, whatever the parts of the prefill and the parent."""
+    from transformers import AutoModelForCausalLM
+
+    prompt = text(14, length)
+    parent = await client.create(prompt, max_new_tokens=4)
+    created = await client.create(
+        prompt, max_new_tokens=4, prompt_logprobs=3, parent_handle=parent.handle
+    )
+    plain = await client.create(prompt, max_new_tokens=4, prompt_logprobs=0)
+    assert created.first.tokens == parent.first.tokens
+    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = hf(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+    assert list(created.prompt_logprobs) == pytest.approx(
+        [float(row[token]) for row, token in zip(expected, prompt[1:], strict=True)], abs=2e-3
+    )
+    assert plain.prompt_logprobs == created.prompt_logprobs
+    assert len(plain.top_prompt_logprobs) == 0
+    assert len(created.top_prompt_logprobs) == length - 1
+    for row, best in zip(expected, created.top_prompt_logprobs, strict=True):
+        assert list(best.logprobs) == pytest.approx(row.topk(3).values.tolist(), abs=2e-3)
+    for each in (parent, created, plain):
+        await client.release(each.handle)

@@ -33,6 +33,8 @@ class Generation:
         grammar: Grammar of the output; None: none.
         drafter: Name of the drafter that the client uses; None: none, or not sent. Unlike the
             other fields it does not influence the tokens.
+        prompt_logprobs: Likeliest tokens to report with each prompt token but the first; None: no
+            log-probabilities of the prompt.
     """
 
     prompt: tuple[int, ...]
@@ -44,6 +46,7 @@ class Generation:
     taps: Taps | None = None
     grammar: Grammar | None = None
     drafter: str | None = None
+    prompt_logprobs: int | None = None
 
 
 HiddenStates = Mapping[int, Tensor]
