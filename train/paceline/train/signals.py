@@ -77,7 +77,7 @@ def _run(decoder: Decoder, tokens: Sequence[int]) -> tuple[Tensor, LocalCache]:
     """Outputs of the last layer, ``[S, hidden]``, and the cache of a text."""
     cache = LocalCache(decoder.config)
     cache.reserve(len(tokens))
-    parts = []
+    parts: list[Tensor] = []
     for start in range(0, len(tokens), _BLOCK):
         block = torch.tensor(tokens[start : start + _BLOCK])
         plan = plan_trees([TreeSegment(0, start, None, len(block))])

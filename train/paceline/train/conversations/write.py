@@ -28,7 +28,6 @@ _DOCUMENT = (800, 7000)  # tokens of a document
 _DOCUMENT_ANSWER = 160
 _HEATS = (0.0, 0.7)
 # Tokens far less likely than the best one make a small model's questions senseless.
-_QUESTION_PARAMS = {"temperature": 1.0, "min_p": 0.02}
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class Template:
 
     def text(self, tokens: Sequence[int]) -> str:
         """The text of tokens, without those of the template."""
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -145,16 +144,16 @@ def _question(
     draw: np.random.Generator,
 ) -> _Question:
     def one_of(texts: Sequence[str]) -> str:
-        return texts[draw.integers(len(texts))]
+        return texts[int(draw.integers(len(texts)))]
 
     def piece(lengths: tuple[int, int], least: int = 0) -> str:
-        ids = documents[draw.integers(len(documents))]
+        ids = documents[int(draw.integers(len(documents)))]
         length = int(np.exp(draw.uniform(*np.log(lengths))))
         start = int(draw.integers(max(0, len(ids) - length) + 1))
         return template.text(ids[start : start + length])
 
     if kind == "chat":
-        return _Question(kind, one_of(one_of((openings.FREE, openings.CHAT))), True)
+        return _Question(kind, one_of(openings.FREE if draw.random() < 0.5 else openings.CHAT), True)
     if kind == "code":
         return _Question(kind, one_of(openings.CODE), True)
     if kind == "mathematics":
@@ -177,7 +176,7 @@ def _complete(
     tasks = [
         Task(
             template.head(questions[number].text),
-            SamplingParams(**_QUESTION_PARAMS, seed=seed),
+            SamplingParams(temperature=1.0, min_p=0.02, seed=seed),
             _QUESTION,
         )
         for number, seed in zip(numbers, _seeds(draw, len(numbers)), strict=True)

@@ -31,7 +31,8 @@ class TappedTarget:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Token embedding, fp32 `[..., hidden]`."""
-        return self.decoder.embed(tokens.flatten()).unflatten(0, tokens.shape)
+        rows: Tensor = self.decoder.embed(tokens.flatten())
+        return rows.view(*tokens.shape, -1)
 
     def read(self, tokens: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Read texts.

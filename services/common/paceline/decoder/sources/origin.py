@@ -51,8 +51,9 @@ class Origin:
     def parse(cls, described: Mapping[str, Any]) -> Self:
         """Inverse of ``dataclasses.asdict``; an invalid description fits no model."""
         weights = described.get("weights")
-        valid = isinstance(weights, list) and all(isinstance(w, float) for w in weights)
-        return cls(str(described.get("tokens", "")), tuple(weights) if valid else ())
+        if not isinstance(weights, list) or not all(isinstance(w, float) for w in weights):
+            weights = []
+        return cls(str(described.get("tokens", "")), tuple(weights))
 
     def fits(self, other: Origin) -> bool:
         """Whether both are formats of one model."""
