@@ -65,12 +65,13 @@ def digest(folder: Path) -> str:
 
 def _lines(value: Any, indent: int = 1) -> str:
     """JSON with innermost lists and objects on one line each."""
-    items = value.items() if isinstance(value, dict) else enumerate(value or ())
-    if not isinstance(value, dict | list) or not any(isinstance(e, dict | list) for _, e in items):
+    if not isinstance(value, dict | list):
+        return json.dumps(value)
+    values = list(value.values()) if isinstance(value, dict) else value
+    if not any(isinstance(each, dict | list) for each in values):
         return json.dumps(value)
     begin, end = "{}" if isinstance(value, dict) else "[]"
     keys = [f"{json.dumps(key)}: " if begin == "{" else "" for key in value]
-    values = value.values() if isinstance(value, dict) else value
     lines = [
         " " * indent + key + _lines(each, indent + 1)
         for key, each in zip(keys, values, strict=True)
