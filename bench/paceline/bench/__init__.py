@@ -2,8 +2,6 @@
 
 - ``paceline bench table``: speed of every drafter and of transformers, llama.cpp, OpenVINO and any
   server with OpenAI's interface, on the same prompts of ``bench/prompts``, by category.
-- ``paceline bench load``: throughput and latencies of many requests at once, without a drafter,
-  with fixed trees, and with the verifier's scheduler.
 - ``paceline bench controller``: no drafts, drafts in every round, and the verifier's controller, by
   turns, on prompts that repeat themselves and on prompts that do not.
 - ``paceline bench replay``: the services apart from any drafter. A recorded continuation is

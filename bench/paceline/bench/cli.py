@@ -11,7 +11,6 @@ from paceline.harness import PROMPT_FILE
 
 _MODULES = {
     "table": "paceline.bench.table.run",
-    "load": "paceline.bench.load.run",
     "controller": "paceline.bench.controller",
     "replay": "paceline.bench.replay",
     "step": "paceline.bench.step.run",
@@ -40,24 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         sub.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
 
     _add_table(add("table", "drafters beside other engines, by category of prompts", 128))
-    load = add("load", "many requests at once, with the scheduler and without", repeats=3)
-    add_dtype(load)
-    load.add_argument("--drafter", default="ngram", help="name of a drafter of MODELS")
-    load.add_argument(
-        "--set", nargs="+", default=["heldout", "trained", "copying"], help="prompt sets, in turn"
-    )
-    load.add_argument(
-        "--concurrency", type=int, nargs="*", default=[1, 4, 16, 64], help="requests at a time"
-    )
-    load.add_argument(
-        "--request-rate",
-        type=float,
-        nargs="*",
-        default=[],
-        help="requests a second, at random times",
-    )
-    load.add_argument("--requests", type=int, default=12, help="of a window at a concurrency")
-    load.add_argument("--seconds", type=float, default=8.0, help="of a window at a request rate")
     controller = add("controller", "whether the verifier finds where drafting pays", 192, 3)
     add_dtype(controller)
     controller.add_argument("--drafter", default="ngram", help="METHOD[:DIR][,KEY=VALUE...]")
