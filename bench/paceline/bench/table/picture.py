@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from math import log2
 from statistics import median
 
-from paceline.bench.table.figures import GREEDY, MANY, NONE, OURS, RIVALS, Cell, best
+from paceline.bench.table.engines import NONE
+from paceline.bench.table.figures import GREEDY, MANY, OURS, RIVALS, Cell, best
 
 _WIDTH, _HEIGHT, _MARGIN, _BAR = 560, 260, 50, 14  # of a panel, and of a bar, in pixels
 _COLORS = ("#1f5fa8", "#9fc0e6", "#c8571b", "#8a3fa0", "#5b6770")
