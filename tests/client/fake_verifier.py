@@ -72,6 +72,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         self.lease_ms = 30_000
         self.node_budget = 64
         self.with_tokenizer = True
+        self.chat_template = ""
         self.fault: Callable[[int, int], Fault | None] = lambda *_: None
 
     def fail_once(self, round_id: int, messages: int, fault: Fault) -> None:
@@ -122,6 +123,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             name="fake",
             vocab_size=257,
             max_context=4096,
+            chat_template=self.chat_template,
             eos_token_ids=[END],
             target_fingerprint=self.fingerprint,
             tokenizer_digest=DIGEST if self.with_tokenizer else "",

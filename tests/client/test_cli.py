@@ -20,6 +20,7 @@ from paceline.cli.errors import CommandError
 from paceline.cli.generate import add_generation_arguments, generation_arguments
 from paceline.cli.main import main
 from paceline.client import Client
+from paceline.harness.models import MODELS
 
 from .fake_target import continuation
 from .world import World
@@ -153,7 +154,7 @@ async def test_the_demo_colours_what_was_drafted(
         screen = io.StringIO()
         colours = "standard" if terminal else "auto"
         console = Console(file=screen, width=120, force_terminal=terminal, color_system=colours)
-        await demo._stream(console, eager, "hi", "fake", demo_arguments())
+        await demo._stream(console, eager, "hi", [*b"hi"], "fake", demo_arguments())
         shown = screen.getvalue()
         drafted = re.findall(r"\x1b\[1;32m(.*?)\x1b\[0m", shown.partition("hi")[2], re.DOTALL)
         assert bool(drafted) == terminal
@@ -169,15 +170,16 @@ def test_the_demo_fails_when_tokens_differ(
     (tmp_path / "prompts.jsonl").write_text('{"id": "a", "text": "hi"}\n')
     process = SimpleNamespace(address="nowhere")
     monkeypatch.setattr(demo, "local_services", lambda *_: nullcontext((process, process)))
-    args = demo_arguments(target=tmp_path, prompts=tmp_path / "prompts.jsonl", load=["x=y"])
+    args = demo_arguments(model=tmp_path, prompts=tmp_path / "prompts.jsonl", load=["x=y"])
 
     def runs(*outputs: list[int]) -> None:
-        async def show(*_: object) -> list[demo.Run]:
-            stats = SimpleNamespace(drafted_rounds=0, rounds=[], fallbacks={})
-            return [
+        async def show(*_: object) -> list[demo.Row]:
+            stats = SimpleNamespace(fallbacks={})
+            runs = [
                 demo.Run("x", SimpleNamespace(token_ids=tokens, stats=stats), 1.0)  # type: ignore[arg-type]
                 for tokens in outputs
             ]
+            return [demo.Row("hi", runs[:1]), demo.Row("hi", runs)]
 
         monkeypatch.setattr(demo, "_show", show)
 
@@ -185,12 +187,14 @@ def test_the_demo_fails_when_tokens_differ(
     assert demo.run(args) == 0
     runs([1, 2], [1, 3])
     assert demo.run(args) == 1
-    assert "identical tokens: NO" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "identical tokens: NO" in shown
+    assert "Drafting gains little here" in shown
 
 
 def test_the_demo_reports_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(CommandError, match="is no model"):
-        demo.run(demo_arguments(target=tmp_path))
+        demo.run(demo_arguments(model=tmp_path))
 
 
 @pytest.mark.slow
@@ -200,19 +204,29 @@ def test_the_demo_with_real_services(tmp_path: Path) -> None:
 
     write_model("small", tmp_path / "target")
     write_tokenizer(tmp_path / "target")
-    command = [sys.executable, "-m", "paceline.cli.main", "demo", "--target", tmp_path / "target"]
+    command = [sys.executable, "-m", "paceline.cli.main", "demo", tmp_path / "target"]
     command += ["--load", "ngram=ngram", "--max-new-tokens", "32"]
     done = subprocess.run(
         command, capture_output=True, text=True, errors="replace", timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "speed-up" in done.stdout
+    assert "plain" in done.stdout
     assert "identical tokens: yes" in done.stdout
     assert "\x1b[" not in done.stdout
-    assert first_prompt()["text"] in done.stdout
+    assert "used bicycle" in done.stdout
 
 
-def first_prompt() -> dict[str, Any]:
-    """The first prompt of the demo."""
-    first: dict[str, Any] = json.loads((demo._demo_models() / demo._PROMPTS).open().readline())
-    return first
+def test_the_demo_takes_smollm2_or_says_why_not(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
+    target = demo._default_target(Console())
+    assert target.parts[-2:] == ("demo", "target")
+    assert demo._default_prompts(target).name == "heldout.jsonl"
+    assert "continues with the demo target" in capfd.readouterr().err
+    there = MODELS["smollm2"].path
+    there.parent.mkdir(parents=True, exist_ok=True)
+    there.touch()
+    assert demo._default_target(Console()) == there
+    assert demo._default_prompts(there).parts[-3:] == ("smollm2", "prompts", "demo.jsonl")

@@ -5,10 +5,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.decoder import Decoder, LocalCache, PackedWeights, packed, packed_path, publish
-from paceline.kernels import TreeSegment, plan_trees
+from paceline.decoder import (
+    Decoder,
+    LocalCache,
+    PackedWeights,
+    open_model,
+    packed,
+    packed_path,
+    publish,
+)
+from paceline.decoder.linear import Linear
+from paceline.decoder.quantised import plain
+from paceline.kernels import Executor, Heads, Pass, Recorder, TreeSegment, plan_trees
 
 FINGERPRINT = "f" * 64
+TARGET = Path(__file__).parents[2] / "models" / "demo" / "target"
 
 
 def logits(decoder: Decoder) -> torch.Tensor:
@@ -48,3 +59,23 @@ def test_a_model_over_published_weights_has_the_same_bits(
     finally:
         published.close()
     assert not list(path.parent.glob(f"{path.name}*"))
+
+
+@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
+def test_a_tied_embedding_is_in_memory_once(weights: str) -> None:
+    """Rows for the lookup come from the packed head, in calls and in programs."""
+    source = open_model(TARGET)
+    decoder = Decoder.load(source, weights)
+    assert "embedding" not in decoder.large_tensors()
+    stored = source.weights(decoder.config)["model.embed_tokens.weight"]
+    tokens = torch.tensor([0, 9, decoder.config.vocab_size - 1])
+    expected = plain(stored, torch.float32)[tokens]
+    assert decoder.embed(tokens).equal(expected)
+    config = decoder.config
+    program = Recorder(Heads(config.q_heads, config.kv_heads, config.head_dim), torch.float32)
+    x = program.embed(decoder.large_tensors()["head"])
+    program.multiply(program.select(x), Linear(torch.eye(config.hidden)))
+    plan, cache = plan_trees([TreeSegment(0, 0, None, 3)]), LocalCache(decoder.config)
+    table = torch.zeros(4, config.head_dim)
+    found = Executor(program.finish()).run(Pass(tokens, plan, [cache], table)).logits
+    torch.testing.assert_close(found, expected)

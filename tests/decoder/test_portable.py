@@ -54,14 +54,15 @@ def generate(decoder: Decoder, sampling: SamplingParams) -> str:
     return digest.hexdigest()
 
 
-@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8", "int4"])
-def test_texts_have_the_recorded_bits(weights: str) -> None:
-    decoder = Decoder.load(TARGET, weights)
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "int8", "int4", "bfloat16, int8 KV"])
+def test_texts_have_the_recorded_bits(name: str) -> None:
+    weights, _, kv = name.partition(", ")
+    decoder = Decoder.load(TARGET, weights, kv_cache_dtype=kv.removesuffix(" KV") or "auto")
     found = {
         "greedy": generate(decoder, SamplingParams(temperature=0.0)),
         "sampled": generate(decoder, SamplingParams(temperature=0.8, top_p=0.9, seed=7)),
     }
-    assert found == DIGESTS[weights]
+    assert found == DIGESTS[name]
 
 
 def test_noise_has_the_recorded_bits() -> None:

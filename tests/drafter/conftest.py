@@ -53,9 +53,10 @@ class Drafting:
         self.drafter = drafter_pb2_grpc.DrafterServiceStub(channel)
         self.registry = drafter_pb2_grpc.DrafterRegistryServiceStub(channel)
 
-    async def attach(self, tokens: Sequence[int], **fields: Any) -> Stream:
-        """Attach, and wait for the response."""
-        stream = Stream(self.drafter.Draft(), len(tokens))
+    async def attach(self, tokens: Sequence[int], token: str = "", **fields: Any) -> Stream:
+        """Attach, with a bearer token if one is given, and wait for the response."""
+        metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        stream = Stream(self.drafter.Draft(metadata=metadata), len(tokens))
         fields = {"vocab_size": VOCAB, "prompt_length": len(tokens), **fields}
         attach = drafter_pb2.DraftAttach(tokens=tokens, **fields)
         await stream.send(drafter_pb2.DraftRequest(attach=attach))

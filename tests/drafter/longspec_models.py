@@ -87,6 +87,8 @@ def write_longspec(folder: Path, target: Path, seed: int = 0, **shape: Any) -> P
             torch.nn.init.normal_(parameter, 0.0, 0.3)
         else:
             parameter.data += 0.2 * torch.randn_like(parameter)
+    if config.draft_vocab_size:
+        model.d2t.copy_(torch.randperm(VOCAB)[: config.draft_vocab_size].sort().values)
     save_longspec(folder, config, model.state_dict(), TargetRef.of(target), dtype=torch.float32)
     return folder
 
@@ -141,6 +143,10 @@ class Dense:
             read,
         )
         out: Tensor = hidden[0] @ self.head.T
+        if self.config.draft_vocab_size:
+            left_out = torch.ones(out.shape[1], dtype=torch.bool)
+            left_out[self.model.d2t] = False
+            out[:, left_out] = -torch.inf
         return out
 
     def after(self, text: Sequence[int], path: Sequence[int], kv: FakeKv, committed: int) -> Tensor:

@@ -47,7 +47,7 @@ class Pool:
         )  # fmt: skip
         self.pages.kv.copy_(torch.randn(self.pages.kv.shape))
         self.kv = PagedKv(self.pages, 768)
-        self.cache = Cache(Sequence(Generation((1,)), self.kv), "me", 5)
+        self.cache = Cache(Sequence(Generation((1,)), self.kv, "me"), 5)
         self.kv.reserve(COMMITTED)
         self.kv.publish(COMMITTED)
 

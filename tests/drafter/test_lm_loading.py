@@ -11,6 +11,7 @@ import pytest
 import torch
 from gguf_files import write_gguf
 
+from paceline.drafter.methods import checkpoint
 from paceline.drafter.methods.base import Budget, LoadError
 from paceline.drafter.methods.lm.drafter import LmDrafter
 
@@ -102,3 +103,12 @@ def test_a_damaged_gguf_file_is_refused(tmp_path: Path) -> None:
     file.write_bytes(b"GGUF\3\0\0\0")
     with pytest.raises(LoadError, match=r"tiny\.gguf: the header ends"):
         load(file)
+
+
+async def test_models_multiply_the_fastest_way(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[str] = []
+    monkeypatch.setattr(checkpoint, "set_numerics", chosen.append)
+    async with drafting(f"lm:{folder}"):
+        assert chosen == ["auto"]

@@ -31,6 +31,7 @@ TARGETS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "window": ("llama", {}, {"window": 16}),
     "first layer, tied": ("llama", {"tie_word_embeddings": True}, {"layer": 0, "window": 5}),
     "no final norm": ("llama", {}, {"final_norm": False, "window": 1, "intermediate": 48}),
+    "reduced vocabulary": ("llama", {}, {"draft_vocab_size": 40}),
     "yarn": ("qwen3", {"rope_parameters": {"rope_theta": 1e4, **_YARN}}, {"window": 30}),
     "llama3": ("llama", {"rope_parameters": {"rope_theta": 1e4, **_LLAMA3}}, {"window": 30}),
 }
@@ -69,6 +70,20 @@ def test_trees_equal_a_dense_beam_search(
         tree = start(drafter, text, kv, SAMPLINGS[sampling]).draft(Budget(64, 64))
         expected = dense.tree(text, kv, SAMPLINGS[sampling], levels)
         check_tree(tree, expected)
+
+
+def test_weights_of_8_bits_draft_about_the_same(tmp_path: Path) -> None:
+    target = write_model(tmp_path / "target", hidden_size=64, head_dim=32)
+    folder = write_longspec(tmp_path / "drafter", target)
+    text = text_of(30, 1)
+    kv = target_kv(target, load(folder, target).layer.config, text)
+    trees = [
+        start(load(folder, target, widths="1", weights=weights), text, kv).draft(Budget(8, 1))
+        for weights in ("auto", "int8")
+    ]
+    assert trees[0].tokens == trees[1].tokens
+    assert trees[0].confidences != trees[1].confidences
+    assert trees[0].confidences == pytest.approx(trees[1].confidences, abs=0.1)
 
 
 def test_the_budget_may_change_between_rounds(small: tuple[Path, Path]) -> None:

@@ -9,8 +9,11 @@ from typing import Any
 import grpc
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf_files import write_gguf
 from safetensors.torch import load_file, save_file
 
+from paceline.decoder import weights_fingerprint
 from paceline.drafter.methods.base import Budget, LoadError, Resources
 from paceline.drafter.methods.longspec import read_longspec
 from paceline.drafter.methods.longspec.drafter import LongSpecDrafter
@@ -95,6 +98,33 @@ def test_damaged_weights_are_refused(folder: Path, target: Path) -> None:
 def test_the_target_s_folder_is_needed(folder: Path, given: str, message: str) -> None:
     with pytest.raises(LoadError, match=message):
         LongSpecDrafter.load(folder, {"target": given}, Resources())
+
+
+def test_it_fits_every_format_of_its_target(tmp_path: Path) -> None:
+    target = write_model(tmp_path / "target", num_hidden_layers=3)
+    (target / "tokenizer.json").unlink()
+    folder = write_longspec(tmp_path / "drafter", target)
+    for kind in (Kind.F32, Kind.Q8_0, Kind.Q4_1):
+        file = write_gguf(tmp_path / f"{kind.name}.gguf", target, kind)
+        assert load(folder, file).fit.target_fingerprint == weights_fingerprint(file)
+    other = write_model(tmp_path / "other", seed=7, num_hidden_layers=3)
+    (other / "tokenizer.json").unlink()
+    with pytest.raises(LoadError, match="made for a target with weights"):
+        load(folder, write_gguf(tmp_path / "other.gguf", other))
+
+
+@pytest.mark.parametrize("ids", [[3, 2], [-1, 2], [2, VOCAB], [1, 2, 3], None])
+def test_invalid_drafted_tokens_are_refused(
+    tmp_path: Path, target: Path, ids: list[int] | None
+) -> None:
+    folder = write_longspec(tmp_path / "drafter", target, draft_vocab_size=2)
+    assert load(folder, target)
+    weights = folder / "model.safetensors"
+    tensors = load_file(weights)
+    del tensors["d2t"]
+    save_file(tensors if ids is None else {**tensors, "d2t": torch.tensor(ids)}, weights)
+    with pytest.raises(LoadError, match="expected 2 rising token ids"):
+        load(folder, target)
 
 
 def test_another_target_is_refused(folder: Path, tmp_path: Path) -> None:

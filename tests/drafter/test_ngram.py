@@ -9,15 +9,19 @@ from hypothesis import strategies as st
 from paceline.drafter.methods.base import Budget, Generation, Resources, Update
 from paceline.drafter.methods.ngram.drafter import NgramDrafter, NgramSequence
 from paceline.drafter.methods.ngram.index import NgramIndex
+from paceline.drafter.methods.ngram.shared import SharedTexts
 from paceline.tree import EMPTY
 
 LARGE = Budget(nodes=64, depth=64)
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 
 
+def load(**options: str) -> NgramDrafter:
+    return NgramDrafter.load(None, options, Resources())
+
+
 def sequence(text: list[int], **options: str) -> NgramSequence:
-    drafter = NgramDrafter.load(None, options, Resources())
-    return drafter.start(Generation(text, len(text), 1000))
+    return load(**options).start(Generation(text, len(text), 1000))
 
 
 def naive_matches(
@@ -43,7 +47,7 @@ def test_matches_are_the_most_recent_of_the_longest(
     index.append(text)
     # As many places as there are, so that no chain is cut short before a filtered one; then few.
     for limit in (len(text), places):
-        found = index.matches(limit=limit, match_limit=10)
+        found = index.matches(text, limit=limit, match_limit=10)
         assert found == naive_matches(text, min_n, min_n + more, limit, 10)
 
 
@@ -59,7 +63,7 @@ def test_trees_are_valid_and_continue_as_the_text_did(
     assert len(paths) == len(tree)
     for path in paths:
         assert any(continues_with(text, place, path) for place in range(1, len(text)))
-    assert bool(tree) == bool(nodes and depth and naive_matches(text, 2, 5, 1, 32))
+    assert bool(tree) == bool(nodes and depth and naive_matches(text, 1, 5, 1, 32))
 
 
 def continues_with(text: list[int], place: int, path: tuple[int, ...]) -> bool:
@@ -69,17 +73,16 @@ def continues_with(text: list[int], place: int, path: tuple[int, ...]) -> bool:
 
 def test_statistics_of_a_text_outweigh_the_length_of_matches() -> None:
     """An n-gram of three repeats and is followed by a new token each time, or by the same one."""
-    head = [1, 2, 3]
-    never, always = (
-        [t for i in range(12) for t in (*head, 100 + (i if new else 0), 200 + i)]
-        for new in (True, False)
-    )
-    low, high = (
-        sequence([*text, *head], min_survival="0.01").draft(LARGE).survivals[0]
-        for text in (never, always)
-    )
-    assert low < 0.25
-    assert high > 0.8
+
+    def first_survival(*, new: bool) -> float:
+        drafted = sequence([1, 2, 3], min_survival="0.01")
+        for i in range(12):
+            drafted.extend(Update([100 + (i if new else 0), 200 + i, 1, 2, 3]))
+            tree = drafted.draft(LARGE)
+        return float(tree.survivals[0])
+
+    assert first_survival(new=True) < 0.45
+    assert first_survival(new=False) > 0.8
 
 
 def test_survival_falls_as_documented() -> None:
@@ -123,3 +126,89 @@ def test_memory_grows_with_the_text_only() -> None:
     index.append([1] * 10_000)
     assert all(len(latest) == 1 for latest in index._latest)
     assert all(len(earlier) == 10_000 for earlier in index._earlier)
+
+
+def run(drafter: NgramDrafter, text: list[int], owner: str) -> None:
+    """A generation from its start to its end."""
+    drafter.start(Generation(text, 1, 1000, owner=owner)).close()
+
+
+def first_tokens(drafter: NgramDrafter, text: list[int], owner: str) -> tuple[int, ...]:
+    return drafter.start(Generation(text, len(text), 1000, owner=owner)).draft(LARGE).tokens[:3]
+
+
+def test_ended_texts_of_the_same_owner_are_continued_and_no_others() -> None:
+    drafter = load()
+    run(drafter, [1, 2, 3, 4, 5, 6], "me")
+    assert first_tokens(drafter, [9, 1, 2, 3], "me") == (4, 5, 6)
+    assert first_tokens(drafter, [9, 1, 2, 3], "you") == ()
+    assert first_tokens(drafter, [9, 1, 2, 3], "") == ()
+
+
+def test_a_text_without_an_owner_is_not_kept() -> None:
+    drafter = load()
+    run(drafter, [1, 2, 3, 4, 5, 6], "")
+    assert first_tokens(drafter, [9, 1, 2, 3], "") == ()
+
+
+def test_sharing_can_be_turned_off() -> None:
+    drafter = load(shared_tokens="0")
+    run(drafter, [1, 2, 3, 4, 5, 6], "me")
+    assert first_tokens(drafter, [9, 1, 2, 3], "me") == ()
+
+
+def test_the_owners_that_generated_last_are_kept() -> None:
+    drafter = load(owners="2")
+    run(drafter, [1, 2, 3, 4], "first")
+    run(drafter, [1, 2, 3, 5], "second")
+    run(drafter, [1, 2, 3, 6], "first")
+    run(drafter, [1, 2, 3, 7], "third")
+    assert first_tokens(drafter, [9, 1, 2, 3], "first") in ((6, 4), (6,), (4, 6))
+    assert first_tokens(drafter, [9, 1, 2, 3], "second") == ()
+
+
+def test_the_text_itself_comes_before_others_that_match_equally_long() -> None:
+    drafter = load(continuations="1")
+    run(drafter, [1, 2, 7, 7, 7], "me")
+    assert first_tokens(drafter, [1, 2, 8, 8, 8, 1, 2], "me")[0] == 8
+
+
+def naive_shared(
+    texts: list[list[int]], text: list[int], n: int
+) -> set[tuple[tuple[int, ...], int]]:
+    """(all that follows in its text, length of the match) of each place that matches."""
+    found = set()
+    for other in texts:
+        for place in range(n, len(other)):
+            length = 0
+            while length < min(place, len(text)) and other[place - 1 - length] == text[-1 - length]:
+                length += 1
+            if length >= n:
+                found.add((tuple(other[place:]), length))
+    return found
+
+
+@given(st.lists(texts, max_size=6), texts)
+def test_shared_matches_are_those_of_all_texts(others: list[list[int]], text: list[int]) -> None:
+    shared = SharedTexts(1 << 10, (2, 4))
+    for other in others:
+        shared.add(other)
+    found = shared.matches(text, limit=1000, match_limit=100)
+    assert {(shared.continuation(p, 100), n) for p, n in found} == naive_shared(others, text, 2)
+
+
+@given(st.lists(texts, min_size=1, max_size=20), texts)
+def test_a_full_ring_holds_the_newest_tokens(others: list[list[int]], text: list[int]) -> None:
+    """What it finds is there, and in the part of the ring that a text more does not overwrite."""
+    shared = SharedTexts(32, (2,))
+    for other in others:
+        shared.add(other)
+    kept: list[list[int]] = []
+    room = 32
+    for other in reversed(others):
+        kept.append(other[max(0, len(other) + 1 - room) :] if room > 1 else [])
+        room -= len(kept[-1]) + 1
+    found = shared.matches(text, limit=100, match_limit=100)
+    places = {(shared.continuation(p, 100), n) for p, n in found}
+    assert places == naive_shared(kept, text, 2)
+    assert shared.byte_size == 32 * (4 + 8)

@@ -71,7 +71,7 @@ def greedy(folder: Path, text: list[int], known: int, budget: int, count: int) -
 @pytest.mark.parametrize(("budget", "behind"), [(0, 1), (12, 1), (12, 7), (30, 20)])
 def test_a_chain_is_the_sparse_targets_own_text(folder: Path, budget: int, behind: int) -> None:
     text = text_of(60, 4)
-    drafter = load(folder, context=budget, min_survival=0)
+    drafter = load(folder, context=budget, depth=5, min_survival=0)
     sequence = start(drafter, text, len(text) - behind)
     tree = sequence.draft(Budget(8, 8))
     assert tree.parents == (-1, 0, 1, 2, 3)
@@ -81,6 +81,36 @@ def test_a_chain_is_the_sparse_targets_own_text(folder: Path, budget: int, behin
     longer = [*text, *tree.tokens[:2]]
     assert list(again.tokens) == greedy(folder, longer, len(text) - behind, budget, 3)
     sequence.close()
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_a_chain_takes_one_pass_for_each_node_of_the_budget(
+    nodes: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = load(folder, depth=8, min_survival=0)
+    passes = []
+    grow = drafter.grow_level
+    monkeypatch.setattr(drafter, "grow_level", lambda each: (passes.append(1), grow(each)))
+    assert len(start(drafter, text_of(60, 4), 59).draft(Budget(nodes, 8))) == nodes
+    assert len(passes) == nodes
+
+
+def test_chains_grow_with_accepted_tokens_and_shrink_with_wrong_ones(folder: Path) -> None:
+    drafter = load(folder, depth=8)
+    text = text_of(60, 4)
+    lengths = {}
+    for right in (True, False):
+        drafter.exponent = 0.25
+        sequence = start(drafter, text, 59)
+        for _ in range(60):
+            tree = sequence.draft(Budget(8, 8))
+            emitted = tree.tokens if right else [tree.tokens[0] ^ 1]
+            sequence.extend(Update(emitted))
+            sequence = start(drafter, text, 59)
+        lengths[right] = len(sequence.draft(Budget(8, 8)))
+        assert 0 < drafter.exponent <= 1
+    assert lengths[False] == 1
+    assert lengths[True] > 5
 
 
 def test_nothing_is_drafted_without_kv_or_far_behind_it(folder: Path) -> None:

@@ -53,6 +53,14 @@ async def test_a_round_is_answered(ngram: Drafting) -> None:
     await stream.end()
 
 
+async def test_texts_are_shared_within_an_owner_and_never_across(ngram: Drafting) -> None:
+    await (await ngram.attach([1, 2, 3, 4, 5], token="mine")).end()
+    for token, expected in (("mine", [4, 5]), ("yours", []), ("", [])):
+        stream = await ngram.attach([9, 1, 2, 3], token=token)
+        assert list((await stream.round()).tree.tokens) == expected
+        stream.call.cancel()
+
+
 async def test_budgets_are_kept(ngram: Drafting) -> None:
     stream = await ngram.attach([*range(50), *range(20)])
     assert len((await stream.round(node_budget=5)).tree.tokens) == 5

@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import aiohttp
 import pytest
 from openai import AsyncOpenAI
 
@@ -26,6 +27,12 @@ class Served:
     stop: asyncio.Event
     """Set it to begin the drain."""
     server: asyncio.Task[None]
+
+    async def post(self, path: str, **body: Any) -> tuple[int, Any, Any]:
+        """Status, headers and JSON of the response to a request that no client would send."""
+        async with aiohttp.ClientSession() as session:
+            async with session.post(f"{self.url}{path}", json=body) as response:
+                return response.status, response.headers, await response.json()
 
 
 Serve = Callable[..., AbstractAsyncContextManager[Served]]

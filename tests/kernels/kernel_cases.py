@@ -14,6 +14,7 @@ from torch import Tensor
 
 from paceline.kernels import MAX_TREE_NODES, TreeSegment, plan_trees, tree_attention
 from paceline.kernels._native import CpuKernels, cpu_kernels, load
+from paceline.kernels.cache_rows import to_rows
 
 HEADS = [(6, 2, 64), (4, 4, 16), (8, 2, 80), (3, 1, 96), (8, 1, 128), (7, 1, 32)]
 PREFIXES = [0, 1, 7, 15, 16, 200, 250, 255, 256, 257, 511, 512, 700, 1025, 2303, 2304]
@@ -91,15 +92,17 @@ def make_case(
     window: int | None = None,
     spare: int = 3,
 ) -> Case:
-    """A segment over random keys, values and rather peaked queries."""
+    """A segment over random keys, values (of ``dtype``) and rather peaked queries."""
     generator = torch.Generator().manual_seed(seed)
     q_heads, kv_heads, dim = heads
     shape = (kv_heads, start + len(parents) + spare, dim)
-    key = torch.randn(shape, generator=generator).to(dtype)
-    value = torch.randn(shape, generator=generator).to(dtype)
+    key = torch.randn(shape, generator=generator)
+    value = torch.randn(shape, generator=generator)
     value[:, start + len(parents) :] = float("nan")  # unwritten slots must not matter
-    q = 3 * torch.randn(len(parents), q_heads, dim, generator=generator).to(dtype)
-    return Case(TreeSegment(0, start, parents, len(parents)), q, key, value, window)
+    q = 3 * torch.randn(len(parents), q_heads, dim, generator=generator)
+    q = q if dtype is torch.int8 else q.to(dtype)
+    segment = TreeSegment(0, start, parents, len(parents))
+    return Case(segment, q, to_rows(key, dtype), to_rows(value, dtype), window)
 
 
 def attend(

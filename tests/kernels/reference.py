@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from paceline.kernels.cache_rows import from_rows
 from paceline.kernels.trees import TreePlan
 
 
@@ -28,8 +29,8 @@ def reference_attention(
     out = torch.empty(q.shape, dtype=torch.float64)
     lse = torch.empty(q.shape[:2], dtype=torch.float64)
     for segment, first_row in zip(plan.segments, plan.offsets, strict=False):
-        key = keys[segment.sequence].double()
-        value = values[segment.sequence].double()
+        key = from_rows(keys[segment.sequence]).double()
+        value = from_rows(values[segment.sequence]).double()
         group = heads // key.shape[0]
         for node in range(segment.length):
             path = [node]

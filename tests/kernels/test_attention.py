@@ -20,7 +20,7 @@ WINDOWS = [None, None, 1, 40, 256, 300, 1000]
     parents=trees(most=40),
     start=st.sampled_from(PREFIXES),
     heads=st.sampled_from(HEADS),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int8]),
     window=st.sampled_from(WINDOWS),
     seed=st.integers(0, 1000),
 )

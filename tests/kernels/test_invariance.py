@@ -11,7 +11,7 @@ from kernel_cases import HEADS, PREFIXES, Case, attend, make_case, trees
 from paceline.kernels import Probe, TreeSegment, plan_trees, tree_attention
 
 pytestmark = pytest.mark.usefixtures("native_backend")
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [torch.float32, torch.bfloat16, torch.int8]
 
 
 def assert_every_path_alone(case: Case, nodes: list[int]) -> None:

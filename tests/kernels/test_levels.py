@@ -19,6 +19,7 @@ from paceline.kernels._compile import levels_here
 from paceline.kernels._dense import DenseBackend
 from paceline.kernels._native_attention import NativeBackend
 from paceline.kernels._native_rows import NativeRows
+from paceline.kernels.cache_rows import row_width
 from paceline.kernels.rows import TorchRows
 
 PRODUCT = re.compile(r"vfmadd|vpdpbusd|vpmaddwd")
@@ -48,7 +49,7 @@ def attention_at(level: str, case: Case) -> tuple[Tensor, Tensor]:
     parents=trees(),
     start=st.sampled_from(PREFIXES),
     heads=st.sampled_from(HEADS),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int8]),
     window=st.sampled_from([None, None, 1, 40, 300]),
     seed=st.integers(0, 1000),
 )
@@ -83,10 +84,15 @@ def test_row_operations_have_the_bits_of_plain_c(level: str, dtype: torch.dtype)
         assert library is not None
         rows = NativeRows(library, TorchRows())
         norm = Norm(weight[0], 1e-5)
-        keys, values = torch.zeros(1, 9, 96, dtype=dtype), torch.zeros(1, 9, 96, dtype=dtype)
-        q = rows.rotate(heads, (norm, norm), table, plan, [keys], [values])
+        caches = [
+            torch.zeros(1, 9, row_width(96, each), dtype=each)
+            for each in (dtype, dtype, torch.int8, torch.int8)
+        ]
+        q = rows.rotate(heads, (norm, norm), table, plan, caches[:1], caches[1:2])
+        plan.prepared.clear()
+        rows.rotate(heads, (norm, norm), table, plan, caches[2:3], caches[3:])
         normed, gated = rows.add_norm(x.clone(), delta, norm, dtype), rows.gate(gates)
-        results.append((normed, gated, q, keys, values))
+        results.append((normed, gated, q, *caches))
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 

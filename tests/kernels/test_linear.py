@@ -248,3 +248,22 @@ def test_this_process_uses_a_level_that_gives_the_bits_of_plain_c() -> None:
     if library is None:
         pytest.skip(f"no compiled kernels: {cpu_kernels().origin}")
     assert library.paceline_linear_check() == 0
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_single_rows_are_those_that_were_packed(level: str, format: str) -> None:
+    library = compiled(level).library
+    assert library is not None
+    if format in FLOATS:
+        stored = random((50, 96)).to(getattr(torch, format)).float()
+        packed = pack(stored, format=format)
+    else:
+        blocks = random_blocks(50, 96, 8 if format == "int8" else 4, format == "int4", True, 1)
+        stored, packed = blocks.dequantise(), pack_blocks(blocks)
+    assert packed.rows(torch.tensor([49, 0, 17])).equal(stored[[49, 0, 17]])
+    out, matrix = torch.empty(50, 96), packed.matrix()
+    for row in range(50):
+        library.linear_row(
+            ctypes.byref(matrix), ctypes.c_int64(row), ctypes.c_void_p(out[row].data_ptr())
+        )
+    assert out.equal(stored)

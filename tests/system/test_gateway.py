@@ -159,6 +159,25 @@ async def test_stop_strings_and_offsets(api: AsyncOpenAI) -> None:
     assert stopped.choices[0].finish_reason == "stop"
 
 
+async def test_an_echo_has_the_logprobs_of_the_generation(api: AsyncOpenAI) -> None:
+    asked: dict[str, Any] = {"model": "llama", "temperature": 0, "logprobs": 2}
+    written = (await api.completions.create(**asked, prompt=PROMPT, max_tokens=16)).choices[0]
+    whole = PROMPT + written.text
+    answer = await api.completions.create(**asked, prompt=whole, max_tokens=0, echo=True)
+    scored = answer.choices[0]
+    assert written.logprobs is not None
+    assert scored.logprobs is not None
+    assert scored.text == whole
+    assert scored.logprobs.token_logprobs is not None
+    assert scored.logprobs.token_logprobs[0] is None
+    # Where the text is tokenized as it was written, its log-probabilities are those of then.
+    tokens, again = written.logprobs.tokens or [], scored.logprobs.tokens or []
+    if again[-len(tokens) :] == tokens:
+        assert scored.logprobs.token_logprobs[-len(tokens) :] == pytest.approx(
+            written.logprobs.token_logprobs, abs=1e-4
+        )
+
+
 async def test_errors_are_the_openai_clients(api: AsyncOpenAI, gateway: ServiceProcess) -> None:
     with pytest.raises(openai.BadRequestError) as raised:
         await api.completions.create(model="llama", prompt=[1] * 2048)

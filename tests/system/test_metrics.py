@@ -154,11 +154,13 @@ async def expect_caches(endpoint: Endpoint, client: Client) -> None:
     assert value("specdec_leases") == 1
     assert value("specdec_num_requests_waiting") == 0
     assert value("specdec_kv_cache_limit_bytes", device="cpu") == 64 << 20
-    reserved = value("specdec_kv_cache_reserved_bytes", device="cpu")
-    assert 0 < reserved <= value("specdec_kv_cache_used_bytes", device="cpu") < 64 << 20
+    used = value("specdec_kv_cache_used_bytes", device="cpu")
+    prefixes = value("specdec_kv_cache_prefix_bytes", device="cpu")
+    assert 0 < used < used + prefixes < 64 << 20
     await kept.aclose()
     await endpoint.eventually(lambda: value("specdec_kv_cache_used_bytes") == 0)
-    assert value("specdec_leases") == value("specdec_kv_cache_reserved_bytes") == 0
+    assert value("specdec_leases") == 0
+    assert value("specdec_kv_cache_prefix_bytes", device="cpu") > 0
     assert value("specdec_leases_expired_total") == 0
 
 

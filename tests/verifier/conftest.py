@@ -25,11 +25,12 @@ def patience() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A tiny random model of every family in float32, and a Llama in bfloat16."""
+    """A tiny random model of every family in float32, and a Llama in bfloat16, which
+    is there twice."""
     root = tmp_path_factory.mktemp("models")
     made = {family: make_model(root / family, family) for family in FAMILIES}
     made["bf16"] = make_model(root / "bf16", "Llama", dtype="bfloat16", seed=5)
-    return made
+    return made | {"int8 KV": made["bf16"]}
 
 
 @pytest.fixture(scope="session")

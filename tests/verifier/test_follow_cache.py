@@ -48,7 +48,7 @@ class Scattered(SelectionPolicy):
 def new_cache(segment: Segment) -> Cache:
     segment.reserve(1000)
     segment.kv[..., : segment.reserved, :].normal_()
-    return Cache(Sequence(Generation((1,), length_limit=900), segment), "local", 1)
+    return Cache(Sequence(Generation((1,), length_limit=900), segment, "local"), 1)
 
 
 @settings(max_examples=20)

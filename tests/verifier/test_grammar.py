@@ -37,7 +37,7 @@ GRAMMARS = Grammars(TOKENIZER.to_str().encode(), VOCABULARY, [END])
 
 
 def compiled(schema: Any = SCHEMA) -> Grammar:
-    return GRAMMARS.compile(json.dumps(schema))
+    return GRAMMARS.compile("json_schema", json.dumps(schema))
 
 
 def ids(text: str) -> list[int]:
@@ -106,4 +106,20 @@ def test_an_unsupported_schema_is_refused(schema: Any) -> None:
 
 def test_a_schema_needs_an_end_of_sequence_token() -> None:
     with pytest.raises(GrammarError, match="end-of-sequence"):
-        Grammars(TOKENIZER.to_str().encode(), VOCABULARY, []).compile("{}")
+        Grammars(TOKENIZER.to_str().encode(), VOCABULARY, []).compile("json_schema", "{}")
+
+
+def test_regular_expressions_and_grammars() -> None:
+    assert allowed(GRAMMARS.compile("regex", "[ab]c|d"), "") == {"a", "b", "d"}
+    assert allowed(GRAMMARS.compile("regex", "[ab]c|d"), "ac") == {"<end>"}
+    for source in ('start: "a" (B | "c")\nB: /[xy]/', 'root ::= "a" (b | "c")\nb ::= [xy]'):
+        assert allowed(GRAMMARS.compile("grammar", source), "a") == {"x", "y", "c"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [("regex", "("), ("regex", "(?=a)a"), ("grammar", "start: ("), ("grammar", "nonsense")],
+)
+def test_wrong_expressions_and_grammars_are_refused(kind: Any, source: str) -> None:
+    with pytest.raises(GrammarError, match="regular expression" if kind == "regex" else "grammar"):
+        GRAMMARS.compile(kind, source)

@@ -36,11 +36,18 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 }
 
 
+def options_of(kind: str) -> dict[str, Any]:
+    """Options of a verifier of one of the models."""
+    kv = "int8" if kind == "int8 KV" else "auto"
+    return {"kv_bytes": 1 << 28, "kv_cache_dtype": kv}
+
+
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
         *product(("Llama", "bf16"), SAMPLINGS),
         *product(("Mistral", "Qwen2", "Qwen3"), ["T=1"]),
+        ("int8 KV", "filters"),
     ],
 )
 async def test_same_tokens_with_every_drafter(
@@ -52,7 +59,7 @@ async def test_same_tokens_with_every_drafter(
         "max_new_tokens": 60 if kind in ("Llama", "bf16") else 40,
         "ignore_eos": True,
     }
-    async with serving(models[kind], tmp_path / "v.sock", kv_bytes=1 << 28) as client:
+    async with serving(models[kind], tmp_path / "v.sock", **options_of(kind)) as client:
         plain = await client.generate(prompt, drafters.nothing, **fields)
         assert len(plain) == fields["max_new_tokens"]
         for drafter, draw in drafters.all_of(plain, len(prompt)).items():
@@ -85,7 +92,7 @@ async def test_right_trees_are_accepted(client: Client) -> None:
     await client.release(created.handle)
 
 
-@pytest.mark.parametrize("kind", ["Llama", "bf16"])
+@pytest.mark.parametrize("kind", ["Llama", "bf16", "int8 KV"])
 async def test_concurrent_sequences_and_long_prompts(
     kind: str, models: Any, tmp_path: Path
 ) -> None:
@@ -100,7 +107,7 @@ async def test_concurrent_sequences_and_long_prompts(
             "ignore_eos": True,
         }
 
-    async with serving(models[kind], tmp_path / "a.sock", kv_bytes=1 << 28) as client:
+    async with serving(models[kind], tmp_path / "a.sock", **options_of(kind)) as client:
         alone = [
             await client.generate(prompt, drafters.nothing, **fields(seed))
             for seed, prompt in enumerate(prompts)
@@ -108,7 +115,7 @@ async def test_concurrent_sequences_and_long_prompts(
     async with serving(
         models[kind],
         tmp_path / "b.sock",
-        kv_bytes=1 << 28,
+        **options_of(kind),
         prefill_token_limit=100,
         step_token_limit=40,
     ) as client:
@@ -278,3 +285,30 @@ async def test_logprobs(tree: bool, client: Client, model: Path) -> None:
         assert list(best.tokens) == row.topk(4).indices.tolist()
         assert list(best.logprobs) == pytest.approx(row.topk(4).values.tolist(), abs=2e-3)
     await client.release(created.handle)
+
+
+@pytest.mark.parametrize("length", [3, 700])
+async def test_prompt_logprobs(length: int, client: Client, model: Path) -> None:
+    """Of every prompt token but the first, whatever the parts of the prefill and the parent."""
+    from transformers import AutoModelForCausalLM
+
+    prompt = text(14, length)
+    parent = await client.create(prompt, max_new_tokens=4)
+    created = await client.create(
+        prompt, max_new_tokens=4, prompt_logprobs=3, parent_handle=parent.handle
+    )
+    plain = await client.create(prompt, max_new_tokens=4, prompt_logprobs=0)
+    assert created.first.tokens == parent.first.tokens
+    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = hf(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+    assert list(created.prompt_logprobs) == pytest.approx(
+        [float(row[token]) for row, token in zip(expected, prompt[1:], strict=True)], abs=2e-3
+    )
+    assert plain.prompt_logprobs == created.prompt_logprobs
+    assert len(plain.top_prompt_logprobs) == 0
+    assert len(created.top_prompt_logprobs) == length - 1
+    for row, best in zip(expected, created.top_prompt_logprobs, strict=True):
+        assert list(best.logprobs) == pytest.approx(row.topk(3).values.tolist(), abs=2e-3)
+    for each in (parent, created, plain):
+        await client.release(each.handle)

@@ -46,6 +46,7 @@ CREATE: list[tuple[dict[str, Any], grpc.StatusCode, str]] = [
      "NOTHING_LEFT"),
     ({"prompt_tokens": PROMPT, "stop_token_ids": [1] * 1025}, INVALID, "TOO_MANY_STOP_TOKENS"),
     ({"prompt_tokens": PROMPT, "top_logprobs": 21}, INVALID, "BAD_TOP_LOGPROBS"),
+    ({"prompt_tokens": PROMPT, "prompt_logprobs": 21}, INVALID, "BAD_TOP_LOGPROBS"),
     ({"prompt_tokens": PROMPT, "parent_handle": b"short"}, INVALID, "BAD_HANDLE"),
     ({"prompt_tokens": PROMPT, "parent_handle": bytes(16)}, grpc.StatusCode.NOT_FOUND,
      "CACHE_NOT_FOUND"),

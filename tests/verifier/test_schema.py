@@ -103,7 +103,7 @@ async def test_a_resumed_text_continues_in_its_schema(client: Client) -> None:
         created = await client.create(PROMPT, output_tokens=whole[:cut], **request)
         assert list(created.first.tokens) == [whole[cut]]
         await client.release(created.handle)
-    with pytest.raises(grpc.aio.AioRpcError, match="match its schema") as raised:
+    with pytest.raises(grpc.aio.AioRpcError, match="match its constraint") as raised:
         await client.create(PROMPT, output_tokens=[*whole[:5], whole[0]], **request)
     assert reason_of(raised.value) == "INVALID_SCHEMA"
 

@@ -19,6 +19,7 @@ from paceline.decoder import Decoder
 from paceline.drafter.kv.options import KvOptions
 from paceline.drafter.kv.remote import SparseView
 from paceline.kernels import SELECTION_CHUNK, PageBounds, TreeSegment, plan_trees
+from paceline.kernels.cache_rows import from_rows
 from paceline.kv.policies import load_policy
 from paceline.kv.scores import PAGE, ScoreObserver
 from paceline.kv.selection import TopScores
@@ -53,14 +54,15 @@ def observer_of(policy: str, segment: Segment, layers: tuple[int, ...] = (0, 1))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "bf16"])
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "bf16", "int8 KV"])
 def test_scores_are_right_and_observers_change_nothing(
     models: dict[str, Path], family: str, policy: str
 ) -> None:
     """A batch of two trees and a plain step, two rounds: the same logits and KV, right scores."""
-    decoder = Decoder.load(models[family])
+    kv = "int8" if family == "int8 KV" else "auto"
+    decoder = Decoder.load(models[family], kv_cache_dtype=kv)
     config = decoder.config
-    layout = KvLayout(config.layers, config.kv_heads, config.head_dim, config.dtype)
+    layout = KvLayout(config.layers, config.kv_heads, config.head_dim, config.kv_dtype)
     pairs = [(Segment(layout, 768), Segment(layout, 768)) for _ in range(3)]
     prefixes, trees = (40, 300, 17), ((-1, 0, 0, 1), (-1, 0, 1, 2), None)
     observers = [observer_of(policy, watched) for watched, _ in pairs]
@@ -127,7 +129,7 @@ def _scores(
     segment, window = plan.segments[index], config.windows[layer]
     heads = torch.stack([q[plan.offsets[index] + node] for node in nodes]).double()
     group = config.q_heads // config.kv_heads
-    keys = cache.layer(layer)[0][:, : segment.stop].double().repeat_interleave(group, 0)
+    keys = from_rows(cache.layer(layer)[0][:, : segment.stop]).double().repeat_interleave(group, 0)
     scores = torch.einsum("rhd,hpd->rhp", heads, keys) * config.head_dim**-0.5
     prefix = segment.start
     if policy == "quest":

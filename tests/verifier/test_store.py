@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from time import perf_counter
 from typing import Any
 
 import pytest
 from verifier_support import LAYOUT
 
+from paceline.verifier import admission
+from paceline.verifier.engine.output import FinishReason
 from paceline.verifier.engine.sequence import Generation, Sequence
-from paceline.verifier.kv.segment import Segment, own_segments
+from paceline.verifier.kv.segment import Segment, SegmentMemory, own_segments
 from paceline.verifier.store import CacheNotFound, CacheStore, StoreFull
 
 
@@ -28,14 +31,15 @@ async def free(sequence: Sequence) -> None:
 
 
 def new_store(clock: Clock, **options: Any) -> CacheStore:
-    settings: dict[str, Any] = {"kv_bytes": 1 << 24, "max_sequences": 4, "lease_seconds": 10.0}
-    return CacheStore(LAYOUT, free, clock=clock, **(settings | options))
+    memory = SegmentMemory(LAYOUT, options.pop("kv_bytes", 1 << 24))
+    settings: dict[str, Any] = {"max_sequences": 4, "lease_seconds": 10.0}
+    return CacheStore(memory, free, clock=clock, **(settings | options))
 
 
 async def test_leases_expire() -> None:
     clock = Clock()
     store = new_store(clock)
-    caches = [store.admit(Generation((1,), length_limit=9), "me") for _ in range(3)]
+    caches = [await store.admit(Generation((1,), length_limit=9), "me") for _ in range(3)]
     clock.now = 6.0
     assert store.find(caches[1].handle, "me") is caches[1]
     clock.now = 10.0
@@ -46,28 +50,69 @@ async def test_leases_expire() -> None:
     store.check_integrity()
     clock.now = 16.0
     assert await store.sweep() == 1
-    assert (len(store), store.used_bytes) == (0, 0)
+    assert (len(store), store.memory.used_bytes) == (0, 0)
     store.check_integrity()
 
 
-async def test_admission_counts_caches_at_their_largest() -> None:
-    generation = Generation((1,) * 10, length_limit=300)
-    need = LAYOUT.byte_size(512 + 256)
-    store = new_store(Clock(), kv_bytes=2 * need)
-    caches = [store.admit(generation, "me") for _ in range(2)]
-    assert store.used_bytes == 2 * need
+async def test_admission_counts_texts_at_their_expected_length() -> None:
+    generation = Generation((1,) * 10, length_limit=5000)
+    memory = LAYOUT.capacity(5000) * LAYOUT.token_bytes
+    store = new_store(Clock(), kv_bytes=memory, max_sequences=64)
+    expected = 512 * LAYOUT.token_bytes  # 10 + 256 tokens, in steps of 256
+    caches = [await store.admit(generation, "me") for _ in range(memory // expected)]
+    assert len(caches) == 10
+    waiting = [asyncio.create_task(store.admit(generation, "me")) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert not any(task.done() for task in waiting)
+    caches[0].sequence.finish = FinishReason.STOP
+    await store.release(caches[0])
+    caches.append(await waiting[0])
+    assert not waiting[1].done()
+    waiting[1].cancel()
     with pytest.raises(StoreFull) as full:
-        store.admit(generation, "me")
-    assert not full.value.forever
-    with pytest.raises(StoreFull) as full:
-        store.admit(Generation((1,), length_limit=5000), "me")
+        await store.admit(Generation((1,), length_limit=5400), "me")
     assert full.value.forever
-    with pytest.raises(StoreFull):
-        new_store(Clock(), max_sequences=0).admit(Generation((1,), length_limit=9), "me")
     for cache in caches:
         await store.release(cache)
         await store.release(cache)
-    assert store.used_bytes == 0
+    store.check_integrity()
+
+
+async def test_released_generations_are_admitted_before_new_ones() -> None:
+    store = new_store(Clock(), max_sequences=1)
+    first = await store.admit(Generation((1,), length_limit=9), "me")
+    new = asyncio.create_task(store.admit(Generation((1,), length_limit=9), "me"))
+    again = asyncio.create_task(store.admit(Generation((1,), (2,), length_limit=9), "me"))
+    await asyncio.sleep(0)
+    await store.release(first)
+    second = await again
+    assert not new.done()
+    await store.release(second)
+    await store.release(await new)
+
+
+async def test_a_request_without_room_is_refused_in_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(admission, "WAIT_SECONDS", 0.0)
+    store = new_store(Clock(), max_sequences=0)
+    with pytest.raises(StoreFull) as full:
+        await store.admit(Generation((1,), length_limit=9), "me")
+    assert not full.value.forever
+
+
+async def test_the_youngest_generation_makes_room() -> None:
+    store = new_store(Clock())
+    caches = [await store.admit(Generation((1,), length_limit=200), "me") for _ in range(4)]
+    since = perf_counter()
+    await asyncio.gather(store.make_room(since), store.make_room(since))
+    assert [cache.released for cache in caches] == [False, False, False, True]
+    for cache in caches[1:]:
+        await store.release(cache)
+    await store.make_room(perf_counter())
+    assert not caches[0].released, "the last one keeps its memory"
+    await store.release(caches[0])
+    store.check_integrity()
 
 
 async def test_a_cancelled_release_frees_the_memory() -> None:
@@ -77,8 +122,9 @@ async def test_a_cancelled_release_frees_the_memory() -> None:
         await slow.wait()
         sequence.segment.close()
 
-    store = CacheStore(LAYOUT, later, kv_bytes=1 << 24, max_sequences=4, lease_seconds=9.0)
-    cache = store.admit(Generation((1,), length_limit=9), "me")
+    memory = SegmentMemory(LAYOUT, 1 << 24)
+    store = CacheStore(memory, later, max_sequences=4, lease_seconds=9.0)
+    cache = await store.admit(Generation((1,), length_limit=9), "me")
     releasing = asyncio.create_task(store.release(cache))
     await asyncio.sleep(0)
     releasing.cancel()
@@ -88,12 +134,12 @@ async def test_a_cancelled_release_frees_the_memory() -> None:
     assert len(store) == 1
     slow.set()
     await store.wait_released()
-    assert (len(store), store.used_bytes, own_segments()) == (0, 0, set())
+    assert (len(store), store.memory.used_bytes, own_segments()) == (0, 0, set())
 
 
 async def test_every_capability_and_generation_differs() -> None:
     store = new_store(Clock())
-    caches = [store.admit(Generation((1,), length_limit=9), "me") for _ in range(4)]
+    caches = [await store.admit(Generation((1,), length_limit=9), "me") for _ in range(4)]
     secrets = {secret for cache in caches for secret in (cache.handle, cache.read_grant)}
     assert len(secrets) == 8
     assert {len(secret) for secret in secrets} == {16}
@@ -108,7 +154,7 @@ async def test_the_integrity_check_sees_damage(segment: Segment) -> None:
         store.check_integrity()  # the fixture's segment belongs to no cache
     segment.close()
     store.check_integrity()
-    cache = store.admit(Generation((1,), length_limit=9), "me")
+    cache = await store.admit(Generation((1,), length_limit=9), "me")
     cache.sequence.committed = 1
     with pytest.raises(AssertionError, match="committed beyond what is reserved"):
         store.check_integrity()
@@ -121,10 +167,10 @@ async def test_the_integrity_check_sees_damage(segment: Segment) -> None:
     with pytest.raises(AssertionError, match="its header differs"):
         store.check_integrity()
     cache.sequence.segment.publish(0)
-    store.used_bytes += 1
+    store.memory.used_bytes += 1
     with pytest.raises(AssertionError, match="bytes accounted"):
         store.check_integrity()
-    store.used_bytes -= 1
+    store.memory.used_bytes -= 1
     cache.sequence.segment.close()
     with pytest.raises(AssertionError, match="its segment is closed"):
         store.check_integrity()

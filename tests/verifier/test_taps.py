@@ -24,9 +24,11 @@ PROMPT = [3, 1, 4, 1, 5]
 FIELDS = {"max_new_tokens": 60, "ignore_eos": True}
 
 
-def outputs(folder: Path, tokens: list[int], layers: tuple[int, ...]) -> torch.Tensor:
+def outputs(
+    folder: Path, tokens: list[int], layers: tuple[int, ...], kv: str = "auto"
+) -> torch.Tensor:
     """Outputs of layers for a text, one token at a time, side by side."""
-    decoder = Decoder.load(folder)
+    decoder = Decoder.load(folder, kv_cache_dtype=kv)
     cache = LocalCache(decoder.config)
     cache.reserve(len(tokens))
     rows = []

@@ -188,7 +188,8 @@ class Round:
 async def serving(target: Path, socket: Path, **options: Any) -> AsyncIterator[Client]:
     """A verifier on a unix socket in this loop; checked for leaks at the end.
 
-    It verifies every node, unless the options have a schedule. It does not collect the garbage of
+    Unless the options say otherwise, it verifies every node and no prompt reuses the KV of an ended
+    text. It does not collect the garbage of
     the test process at its start, which takes longer than all the rest.
     """
     with patch.object(service_module, "gc", Mock()):
@@ -198,7 +199,7 @@ async def serving(target: Path, socket: Path, **options: Any) -> AsyncIterator[C
 
 @contextlib.asynccontextmanager
 async def _served(target: Path, socket: Path, **options: Any) -> AsyncIterator[Client]:
-    service = build_service(target, **{"schedule": "off", **options})
+    service = build_service(target, **{"schedule": "off", "prefix_caching": False, **options})
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
     server = asyncio.create_task(
         run_server(

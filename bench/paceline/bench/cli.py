@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from paceline.harness import PROMPT_FILE
+from paceline.harness.models import model_path
 
 _MODULES = {
     "table": "paceline.bench.table.run",
@@ -18,6 +19,8 @@ _MODULES = {
     "drills": "paceline.bench.drills.run",
 }
 
+_WEIGHTS = ("float32", "bfloat16", "int8", "int4")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the sub-commands."""
@@ -26,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     def add(name: str, text: str, tokens: int = 0, repeats: int = 0) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text)
         option = sub.add_argument
-        option("--models", type=Path, default=Path("models/demo"), help="drafters and prompts")
-        option("--target", type=Path, help="model folder; default: MODELS/target")
+        option("--models", type=Path, default=Path("models/demo"), help="target and prompts")
+        option("--target", type=model_path, help="model or its name; default: MODELS/target")
         option("--output", type=Path, help=f"default: bench/results/MACHINE-{name}.json")
         if tokens:
             option("--tokens", type=int, default=tokens, help="new tokens a prompt")
@@ -35,18 +38,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             option("--repeats", type=int, default=repeats, help="times that all is measured")
         return sub
 
-    def add_dtype(sub: argparse.ArgumentParser) -> None:
-        sub.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-
     _add_table(add("table", "drafters beside other engines, by category of prompts", 128))
     controller = add("controller", "whether the verifier finds where drafting pays", 192, 3)
-    add_dtype(controller)
+    _add_format(controller)
     controller.add_argument("--drafter", default="ngram", help="METHOD[:DIR][,KEY=VALUE...]")
     controller.add_argument(
         "--users", type=int, nargs="+", default=[1, 8], help="generations at a time"
     )
     replay = add("replay", "the services apart from any drafter", 256)
-    add_dtype(replay)
+    _add_format(replay)
     replay.add_argument("--acceptance", type=float, default=0.8, help="of each drafted token")
     replay.add_argument("--nodes", type=int, default=8, help="nodes of a tree")
     replay.add_argument("--context", type=int, default=256, help="tokens of the prompt")
@@ -58,8 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     step.add_argument("--llama-bench", metavar="PROGRAM", help="default: from PATH")
     step.add_argument("--openvino-python", metavar="PROGRAM", help="Python with openvino-genai")
     step.add_argument("--openvino-model", type=Path, metavar="GGUF", help="for OpenVINO")
-    quality = add("quality", "what quantised weights change in a model's predictions")
+    quality = add("quality", "what quantised weights and KV change in a model's predictions")
     _add_weights(quality, "int8,int4")
+    quality.add_argument(
+        "--kv-cache-dtype", nargs="*", default=["int8"], choices=("float32", "int8"),
+        help="types of KV, behind weights in bfloat16",
+    )  # fmt: skip
     quality.add_argument("--windows", type=int, default=8, help="pieces of text")
     quality.add_argument("--gguf", type=Path, nargs="*", default=[], help="targets to measure too")
     quality.add_argument("--llama-perplexity", metavar="PROGRAM", help="default: from PATH")
@@ -93,7 +97,7 @@ def _add_table(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     option(
         "--drafter", action="append", default=[], metavar="NAME=METHOD[:DIR][,KEY=VALUE...]",
-        help="repeatable; default: ngram, selfspec, and those in MODELS",
+        help="repeatable; default: those that ship for the target, ngram and selfspec in 4 bits",
     )  # fmt: skip
     option("--always", action="store_true", help="each drafter also with a tree in every round")
     option("--llama-server", metavar="PROGRAM", help="default: from PATH")
@@ -118,15 +122,19 @@ def _server(text: str) -> tuple[str, str]:
     return name, url
 
 
+def _add_format(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--weights", default="bfloat16", choices=_WEIGHTS, help="of the target")
+
+
 def _add_weights(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument(
-        "--weights", type=_names, default=default, help="float32, bfloat16, int8, int4; by commas"
+        "--weights", type=_names, default=default, help=f"{', '.join(_WEIGHTS)}; by commas"
     )
 
 
 def _names(text: str) -> list[str]:
     names = text.split(",")
-    if unknown := set(names) - {"float32", "bfloat16", "int8", "int4"}:
+    if unknown := set(names) - set(_WEIGHTS):
         raise argparse.ArgumentTypeError(f"unknown weights {', '.join(sorted(unknown))}")
     return names
 

@@ -71,13 +71,13 @@ def varied(count: int) -> list[tuple[str, dict[str, Any]]]:
 
 
 async def measure(
-    target: Path, dtype: str, drafter: str, users: Sequence[int], tokens: int, repeats: int
+    target: Path, weights: str, drafter: str, users: Sequence[int], tokens: int, repeats: int
 ) -> AsyncIterator[tuple[str, dict[str, Any]]]:
     """Tokens per second by kind of prompt and users, each with its name.
 
     Args:
         target: A Hugging Face folder.
-        dtype: Of the target, float32 or bfloat16.
+        weights: Format of the target's weights.
         drafter: METHOD[:DIR][,KEY=VALUE...].
         users: Numbers of generations at a time.
         tokens: Tokens of a generation.
@@ -85,7 +85,7 @@ async def measure(
     """
     async with AsyncExitStack() as stack:
         running = stack.enter_context(
-            services(target, dict.fromkeys(("controller", "always"), drafter), dtype)
+            services(target, dict.fromkeys(("controller", "always"), drafter), weights)
         )
         adaptive = await stack.enter_async_context(running.client())
         always = await stack.enter_async_context(running.client(ALWAYS))
@@ -137,12 +137,12 @@ class Changing(ReplayDrafter):
         return _ChangingSequence(self._options, self._records, generation)
 
 
-async def adapt(target: Path, dtype: str, tokens: int = 1000) -> dict[str, dict[str, Any]]:
+async def adapt(target: Path, weights: str, tokens: int = 1000) -> dict[str, dict[str, Any]]:
     """One generation with a slow drafter, and one with a drafter that becomes good.
 
     Args:
         target: A Hugging Face folder.
-        dtype: Of the target, float32 or bfloat16.
+        weights: Format of the target's weights.
         tokens: Tokens of each generation.
     """
     [(text, sampling)] = varied(1)
@@ -151,13 +151,13 @@ async def adapt(target: Path, dtype: str, tokens: int = 1000) -> dict[str, dict[
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         environment = register(Path(folder), {"changing": "paceline.bench.controller:Changing"})
         file = Path(folder) / "recording.jsonl"
-        file.write_text(await recording(target, dtype, prompt, tokens, **sampling))
+        file.write_text(await recording(target, weights, prompt, tokens, **sampling))
         drafters = {
             "slow": f"changing:{file},p=0.9,seconds=0.8",
             "improving": f"changing:{file},p=0.9,wrong_until={half}",
         }
         found: dict[str, dict[str, Any]] = {}
-        with services(target, drafters, dtype, environment=environment) as running:
+        with services(target, drafters, weights, environment=environment) as running:
             async with running.client() as client:
                 for name in ("none", *drafters):
                     stats = (await generate(client, prompt, tokens, name, **sampling)).stats
@@ -224,16 +224,16 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print and record."""
     target = args.target or args.models / "target"
     results = Results(
-        "controller", args.output, target=digest(target), dtype=args.dtype, tokens=args.tokens
+        "controller", args.output, target=digest(target), weights=args.weights, tokens=args.tokens
     )
 
     async def record() -> None:
         async for name, cell in measure(
-            target, args.dtype, args.drafter, args.users, args.tokens, args.repeats
+            target, args.weights, args.drafter, args.users, args.tokens, args.repeats
         ):
             print(f"{args.drafter}, {name}: {cell}", flush=True)
             results.add(f"{args.drafter}, {name}", cell)
-        results.add("changing drafters", {"cells": await adapt(target, args.dtype)})
+        results.add("changing drafters", {"cells": await adapt(target, args.weights)})
         print(results.entries["changing drafters"])
 
     asyncio.run(record())

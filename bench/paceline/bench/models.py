@@ -1,4 +1,4 @@
-"""A target and the drafters beside it."""
+"""The target and the prompts of a benchmark."""
 
 from __future__ import annotations
 
@@ -6,18 +6,14 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-_CONFIG = "config.json"
-_TRAINED = ("lm", "longspec", "dspark")
-_SELFSPEC = "kv_policy=verified,ratio=0.07,context=64,share_weights=always"
-
 
 @dataclass(frozen=True)
 class Models:
     """Model folders.
 
     Attributes:
-        folder: Holds any of the drafters ``lm``, ``longspec`` and ``dspark``.
-        target: A Hugging Face folder.
+        folder: May hold a target and prompts.
+        target: Hugging Face folder or GGUF file.
     """
 
     folder: Path
@@ -33,19 +29,3 @@ class Models:
         """The folder's own prompts, or those of the demo."""
         own = self.folder / "prompts"
         return own if own.is_dir() else Path("models/demo/prompts")
-
-    @property
-    def trained(self) -> dict[str, Path]:
-        """Folders of drafters with weights, by method."""
-        folders = ((name, self.folder / name) for name in _TRAINED)
-        return {name: path for name, path in folders if (path / _CONFIG).exists()}
-
-    @property
-    def drafters(self) -> dict[str, str]:
-        """Specifications METHOD[:DIR][,KEY=VALUE...] by name."""
-        suffix = {"lm": "", **dict.fromkeys(("longspec", "dspark"), f",target={self.target}")}
-        return {
-            "ngram": "ngram",
-            **{name: f"{name}:{path}{suffix[name]}" for name, path in self.trained.items()},
-            "selfspec": f"selfspec:{self.target},{_SELFSPEC}",
-        }

@@ -1,8 +1,9 @@
-"""`paceline bench quality`: what quantised weights change in a model's predictions.
+"""`paceline bench quality`: what quantised weights and KV change in a model's predictions.
 
-KL divergence from the model in bfloat16, perplexity, and how often the likeliest token is the same.
-Half of the text is documents of this project, half is sources of the standard library. As in
-``llama-perplexity``, windows of 1,024 tokens are read, and the second half of each is predicted.
+KL divergence from the model with weights and KV in bfloat16, perplexity, and how often the
+likeliest token is the same. Half of the text is documents of this project, half is sources of the
+standard library. As in ``llama-perplexity``, windows of 1,024 tokens are read, and the second half
+of each is predicted.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import shutil
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +79,17 @@ def predictions(decoder: Decoder, window: Tensor) -> Tensor:
     return torch.cat(found)[len(window) // 2 : -1]
 
 
-def compare(base: Decoder, other: Decoder, text: Tensor) -> dict[str, float]:
-    """Means over all predicted tokens of a text ``[windows, WINDOW]``."""
+def compare(base: Sequence[Tensor], other: Decoder, text: Tensor) -> dict[str, float]:
+    """Means over all predicted tokens of a text ``[windows, WINDOW]``.
+
+    Args:
+        base: :func:`predictions` of the windows by what `other` is compared with.
+        other: A decoder.
+        text: Token ids.
+    """
     divergences, losses, base_losses, same = [], [], [], []
-    for window in text:
-        right, found = predictions(base, window), predictions(other, window)
+    for right, window in zip(base, text, strict=True):
+        found = predictions(other, window)
         chosen = window[len(window) // 2 + 1 :, None]
         divergences.append((right.exp() * (right - found)).sum(dim=-1))
         losses.append(-found.gather(1, chosen))
@@ -124,15 +132,23 @@ def llama_cpp(program: str, models: Sequence[Path], text: str, windows: int) -> 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure every format of `args.weights`, and the GGUF files; print and record."""
+    """Measure every format of weights and KV, and the GGUF files; print and record."""
     console = make_console()
     target = Models.of(args).target
     text = held_out(target, args.windows)
-    base = Decoder.load(target, "bfloat16")
+    exact = Decoder.load(target, "bfloat16")
+    base = [predictions(exact, window) for window in text]
+    others: dict[str, Callable[[], Decoder]] = {
+        **{name: partial(Decoder.load, target, name) for name in args.weights},
+        **{
+            f"KV in {name}": partial(Decoder.load, target, "bfloat16", kv_cache_dtype=name)
+            for name in args.kv_cache_dtype
+        },
+        **{file.stem: partial(Decoder.load, file) for file in args.gguf},
+    }
     found: dict[str, dict[str, float]] = {}
-    for name in (*args.weights, *args.gguf):
-        decoder = Decoder.load(name) if isinstance(name, Path) else Decoder.load(target, name)
-        found[f"paceline {getattr(name, 'stem', name)}"] = compare(base, decoder, text)
+    for name, load in others.items():
+        found[f"paceline {name}"] = compare(base, load(), text)
         console.log(f"{name} is measured")
     program = args.llama_perplexity or shutil.which("llama-perplexity")
     if program and args.llama_model:

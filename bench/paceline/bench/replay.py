@@ -22,7 +22,7 @@ from paceline.bench.step.engines import Paceline
 
 
 async def measure(
-    models: Models, *, dtype: str, acceptance: float, nodes: int, tokens: int, context: int
+    models: Models, *, weights: str, acceptance: float, nodes: int, tokens: int, context: int
 ) -> dict[str, Any]:
     """Rates with a drafter of the recorded continuation; times in ms, medians over rounds.
 
@@ -31,7 +31,7 @@ async def measure(
 
     Args:
         models: The target and its prompts.
-        dtype: Of the target.
+        weights: Format of the target's weights.
         acceptance: Probability that a drafted token is the recorded one.
         nodes: Nodes of a tree.
         tokens: New tokens.
@@ -40,16 +40,16 @@ async def measure(
     [prompt] = long_prompts(models.prompts, models.target, context, 1)
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         file = Path(folder) / "recording.jsonl"
-        file.write_text(await recording(models.target, dtype, prompt, tokens))
+        file.write_text(await recording(models.target, weights, prompt, tokens))
         spec = f"replay:{file},p={acceptance},max_nodes={nodes},seed=1"
-        with services(models.target, {"replay": spec}, dtype) as pair:
+        with services(models.target, {"replay": spec}, weights) as pair:
             async with pair.client(ALWAYS) as client:
                 await generate(client, prompt, 32, "replay")
                 plain = await generate(client, prompt, tokens, "none")
                 drafted = await generate(client, prompt, tokens, "replay")
     rounds = drafted.drafted
     draft_ms = median(entry.draft_ms for entry in rounds)
-    bare = Paceline(models.target, dtype).measure(context + tokens // 2, (1, nodes + 1))
+    bare = Paceline(models.target, weights).measure(context + tokens // 2, (1, nodes + 1))
     step_ms, forward_ms = bare["ms_1"], bare[f"ms_{nodes + 1}"]
     length = drafted.stats.mean_accepted_length
     rate, plain_rate = decode_rate(drafted), decode_rate(plain)
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure one acceptance probability and number of nodes."""
     console = make_console()
     models = Models.of(args)
-    head = {"dtype": args.dtype, "tokens": args.tokens, "context": args.context}
+    head = {"weights": args.weights, "tokens": args.tokens, "context": args.context}
     results = Results("replay", args.output, **head)
     found = uvloop.run(measure(models, acceptance=args.acceptance, nodes=args.nodes, **head))
     results.add(f"{models.target.name}, p = {args.acceptance:g}, {args.nodes} nodes", found)

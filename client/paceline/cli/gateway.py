@@ -60,6 +60,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="requests in flight; more get HTTP 429 (default: %(default)s)",
     )
     add(
+        "--strict",
+        action="store_true",
+        help="refuse unknown fields of requests instead of a warning in a header",
+    )
+    add(
+        "--access-log",
+        action="store_true",
+        help="log a line for each request",
+    )
+    add(
+        "--keep-alive-seconds",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="time without a token after which a stream gets a comment (default: %(default)s)",
+    )
+    add(
         "--drain-seconds",
         type=float,
         default=30.0,
@@ -75,6 +92,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help=f"file with the key that requests must carry as a bearer token (or set {KEY_VARIABLE} "
         f"or {KEY_FILE_VARIABLE})",
+    )
+    add(
+        "--api-keys",
+        type=Path,
+        metavar="FILE",
+        help="JSON file with more keys, each with limits of its own",
+    )
+    add(
+        "--cors-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="origin of pages that may send requests from a browser, or * (can be repeated)",
     )
     add("--http-tls-cert", type=Path, metavar="PEM", help="serve HTTPS with this certificate")
     add("--http-tls-key", type=Path, metavar="PEM", help="private key of --http-tls-cert")
@@ -96,7 +126,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal; 0 after a drain, 2 for options that cannot be served."""
-    from paceline.gateway import GatewayOptions
+    from paceline.gateway import GatewayOptions, read_keys
 
     configure_logging(args.log_format, args.log_level)
     with traced("paceline-gateway"):
@@ -107,6 +137,11 @@ def run(args: argparse.Namespace) -> int:
                 tls_cert=args.http_tls_cert,
                 tls_key=args.http_tls_key,
                 api_key=read_secret("API key", args.api_key_file, KEY_VARIABLE, KEY_FILE_VARIABLE),
+                api_keys=read_keys(args.api_keys) if args.api_keys is not None else (),
+                strict=args.strict,
+                access_log=args.access_log,
+                cors_origins=tuple(args.cors_origin),
+                keep_alive_seconds=args.keep_alive_seconds,
                 insecure=args.insecure,
                 model_name=args.model_name,
                 chat_template=template,

@@ -32,6 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON object at the end")
     add("--stats", action="store_true", help="print speed and cost to stderr")
     add_generation_arguments(parser)
+    add_client_arguments(parser)
+
+
+def add_client_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the services, and how to draft and to retry."""
     add = add_service_arguments(parser).add_argument
     add(
         "--draft-always",
@@ -101,19 +106,24 @@ def run(args: argparse.Namespace) -> int:
     with traced("paceline-client"):
         with exit_with(2, OptionsError, OSError, ValueError):
             prompt = _prompt(args)
-            client = client_of(
-                args,
-                retry=RetryOptions(budget=args.retry_seconds),
-                drafting=DraftOptions(timeout=args.draft_timeout, adaptive=not args.draft_always),
-            )
+            client = new_client(args)
             generation = client.generate(prompt, **generation_arguments(args))
         with exit_with(1, PacelineError, OSError):
             result = run_async(_generate(client, generation, show=not args.json))
     if args.json:
         print(json.dumps(as_json(result), ensure_ascii=False))
     if args.stats:
-        print(_summary(result), file=sys.stderr)
+        print(summary(result), file=sys.stderr)
     return 0
+
+
+def new_client(args: argparse.Namespace) -> Client:
+    """A client from the arguments of `add_client_arguments`; raises as `client_of`."""
+    return client_of(
+        args,
+        retry=RetryOptions(budget=args.retry_seconds),
+        drafting=DraftOptions(timeout=args.draft_timeout, adaptive=not args.draft_always),
+    )
 
 
 def as_json(result: GenerationResult) -> dict[str, object]:
@@ -138,7 +148,8 @@ def _prompt(args: argparse.Namespace) -> str:
     return sys.stdin.read() if args.prompt == "-" else str(args.prompt)
 
 
-def _summary(result: GenerationResult) -> str:
+def summary(result: GenerationResult) -> str:
+    """Speed and drafting of a generation, in a line."""
     stats, tokens = result.stats, len(result.token_ids)
     speed = tokens / (stats.total_ms / 1000) if stats.total_ms else 0.0
     text = (

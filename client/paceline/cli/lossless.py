@@ -18,6 +18,7 @@ from paceline.cli.service_process import run_async
 from paceline.cli.verifier import WEIGHTS
 from paceline.client import Client, GenerationResult, PacelineError
 from paceline.harness import PROMPT_FILE, ProcessFailed, local_services, read_prompts
+from paceline.harness.models import MODEL, drafter_spec, model_path
 
 NEAR = 1e-3
 """Two tokens whose log-probabilities differ by less are a numeric tie. Unit: nats."""
@@ -80,9 +81,10 @@ class Report:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the models, the prompts and the sampling."""
     add = parser.add_argument
-    add("--target", type=Path, required=True, metavar="PATH", help="HF folder or GGUF file")
+    add("--target", type=model_path, required=True, metavar="MODEL", help=MODEL)
     add(
         "--drafter",
+        type=drafter_spec,
         action="append",
         metavar="METHOD[:DIR][,KEY=VALUE...]",
         help="drafter to test, as for paceline serve; repeatable (default: ngram)",

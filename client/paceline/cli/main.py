@@ -29,7 +29,9 @@ class Command:
 
 
 COMMANDS = (
-    Command("serve", "paceline.cli.serve", "run a verifier and a drafter", "server"),
+    Command("fetch", "paceline.cli.fetch", "download a model by name"),
+    Command("chat", "paceline.cli.chat", "hold a conversation in the terminal", "gateway"),
+    Command("serve", "paceline.cli.serve", "run a verifier, a drafter and a gateway", "server"),
     Command("verifier", "paceline.cli.verifier", "run a verifier: the target model", "server"),
     Command("drafter", "paceline.cli.drafter", "run a drafter", "server"),
     Command("generate", "paceline.cli.generate", "generate text through running services"),
@@ -38,7 +40,12 @@ COMMANDS = (
     Command("drafters", "paceline.cli.drafters", "list, load, activate and unload drafters"),
     Command("health", "paceline.cli.health", "check the health of a service", "server"),
     Command("doctor", "paceline.cli.doctor", "report on this machine and installation"),
-    Command("demo", "paceline.cli.demo", "start both services and generate a text", "server"),
+    Command(
+        "demo",
+        "paceline.cli.demo",
+        "compare speeds by prompt, with services of its own",
+        "server,gateway",
+    ),
     Command(
         "verify-lossless",
         "paceline.cli.lossless",

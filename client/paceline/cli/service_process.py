@@ -132,11 +132,17 @@ def refuse(error: Exception) -> int:
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine with uvloop, or with asyncio where uvloop is not installed."""
+    with new_runner() as runner:
+        return runner.run(work)
+
+
+def new_runner() -> asyncio.Runner:
+    """A runner with uvloop's event loop, or with asyncio's where uvloop is not installed."""
     if find_spec("uvloop") is None:
-        return asyncio.run(work)
+        return asyncio.Runner()
     import uvloop
 
-    return uvloop.run(work)
+    return asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
 
 def set_torch_environment(threads: int | None) -> None:

@@ -1,4 +1,4 @@
-"""Runs a verifier and a drafter process and restarts the drafter."""
+"""Runs a verifier beside other services, which are restarted."""
 
 from __future__ import annotations
 
@@ -36,21 +36,55 @@ class BackOff:
         return delay
 
 
+class _Restarted:
+    """A service that is spawned again, with back-off, at the same address after it died."""
+
+    def __init__(self, process: ServiceProcess) -> None:
+        self._process = process
+        self._back_off = BackOff(_FIRST_DELAY, _LONGEST_DELAY, _STEADY)
+        self._started, self._restart_at = time.monotonic(), 0.0
+
+    def poll(self) -> None:
+        """Restart the service if it died and the delay is over."""
+        now = time.monotonic()
+        if self._process.returncode is None:
+            return
+        if not self._restart_at:
+            delay = self._back_off.delay(now - self._started)
+            self._restart_at = now + delay
+            logger.warning(
+                "the %s died; generations continue without it until it is restarted",
+                self._process.kind,
+                extra={"code": self._process.returncode, "restart_in_seconds": delay},
+            )
+        elif now >= self._restart_at:
+            self._process.spawn()
+            self._started, self._restart_at = now, 0.0
+
+
 class Supervisor:
-    """One verifier, whose end stops everything, and one drafter, which is restarted.
+    """One verifier, whose end stops everything, and services beside it, which are restarted.
 
     Args:
         verifier: Not yet started.
-        drafter: Not yet started. Restarted with back-off at the same address.
-        on_ready: Called once when both answer calls.
+        drafter: Not yet started.
+        gateway: Called when both answer calls, and their addresses are known; returns a gateway
+            that is not yet started, or None.
+        on_ready: Called once when all answer calls.
     """
 
     def __init__(
-        self, verifier: ServiceProcess, drafter: ServiceProcess, on_ready: Callable[[], None]
+        self,
+        verifier: ServiceProcess,
+        drafter: ServiceProcess,
+        gateway: Callable[[], ServiceProcess | None],
+        on_ready: Callable[[], None],
     ) -> None:
         self._verifier = verifier
         self._drafter = drafter
+        self._gateway = gateway
         self._on_ready = on_ready
+        self._processes: list[ServiceProcess] = []
         # Signal handlers only append; the loops below react.
         self._signals: list[int] = []
 
@@ -68,47 +102,41 @@ class Supervisor:
             logger.error("cannot serve: %s", failure)
             return 2
         finally:
-            self._verifier.stop()
-            self._drafter.stop()
+            for process in self._processes:
+                process.stop()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
     def _run(self) -> int:
-        self._verifier.spawn()
-        self._drafter.spawn()
-        while not (self._verifier.poll_ready() and self._drafter.poll_ready()):
-            if self._signals:
-                return self._drain()
-            time.sleep(_POLL_INTERVAL)
+        self._start(self._verifier, self._drafter)
+        if not self._signals and (gateway := self._gateway()) is not None:
+            self._start(gateway)
+        if self._signals:
+            return self._drain()
         self._on_ready()
-        back_off = BackOff(_FIRST_DELAY, _LONGEST_DELAY, _STEADY)
-        started, restart_at = time.monotonic(), 0.0
+        restarted = [_Restarted(process) for process in self._processes[1:]]
         while not self._signals:
             time.sleep(_POLL_INTERVAL)
-            now = time.monotonic()
             if self._verifier.returncode is not None:
                 logger.error("the verifier died", extra={"code": self._verifier.returncode})
                 return 1
-            if self._drafter.returncode is None:
-                continue
-            if not restart_at:
-                delay = back_off.delay(now - started)
-                restart_at = now + delay
-                logger.warning(
-                    "the drafter died; generations continue without drafts until it is restarted",
-                    extra={"code": self._drafter.returncode, "restart_in_seconds": delay},
-                )
-            elif now >= restart_at:
-                self._drafter.spawn()
-                started, restart_at = now, 0.0
+            for service in restarted:
+                service.poll()
         return self._drain()
 
+    def _start(self, *processes: ServiceProcess) -> None:
+        """Start services side by side and wait until all are ready, or for a signal."""
+        for process in processes:
+            process.spawn()
+            self._processes.append(process)
+        while not self._signals and not all(each.poll_ready() for each in self._processes):
+            time.sleep(_POLL_INTERVAL)
+
     def _drain(self) -> int:
-        processes = (self._verifier, self._drafter)
         forwarded = 0
-        while any(process.returncode is None for process in processes):
+        while any(process.returncode is None for process in self._processes):
             while forwarded < len(self._signals):
-                for process in processes:
+                for process in self._processes:
                     process.send_signal(signal.SIGTERM)
                 forwarded += 1
             time.sleep(_POLL_INTERVAL)

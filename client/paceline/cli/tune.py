@@ -14,6 +14,7 @@ from paceline.cli.tables import write_html
 from paceline.cli.verifier import WEIGHTS
 from paceline.client import PacelineError
 from paceline.harness import PROMPT_FILE, ProcessFailed, read_prompts
+from paceline.harness.models import MODEL, drafter_spec, model_path
 from paceline.tune import (
     METHODS,
     Step,
@@ -30,9 +31,10 @@ from paceline.v1.drafter_pb2 import LoadDrafterRequest
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the drafter, the prompts and the output."""
     add = parser.add_argument
-    add("--target", type=Path, required=True, metavar="PATH", help="HF folder or GGUF file")
+    add("--target", type=model_path, required=True, metavar="MODEL", help=MODEL)
     add(
         "--drafter",
+        type=drafter_spec,
         required=True,
         metavar="METHOD[:DIR][,KEY=VALUE...]",
         help=f"drafter to tune, one of {', '.join(METHODS)}; its options are kept",

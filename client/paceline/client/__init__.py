@@ -18,7 +18,7 @@ from ._errors import (
 from ._generation import Generation, GenerationResult
 from ._mock import MockTransport
 from ._model import Model
-from ._options import DraftOptions, RetryOptions, TlsOptions
+from ._options import DraftOptions, RetryOptions, TlsOptions, user_cache_dir
 from ._output import Chunk, TokenLogprob, VerifiedTree
 from ._stats import RoundStats, Stats, Usage
 from ._sync import SyncClient
@@ -58,4 +58,5 @@ __all__ = [
     "UnimplementedError",
     "Usage",
     "VerifiedTree",
+    "user_cache_dir",
 ]

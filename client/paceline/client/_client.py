@@ -106,10 +106,13 @@ class Client:
         seed: int | None = None,
         acceptance: str = "invariant",
         json_schema: Mapping[str, Any] | str | None = None,
+        regex: str = "",
+        grammar: str = "",
         stop: str | Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
         ignore_eos: bool = False,
         logprobs: bool | int = False,
+        prompt_logprobs: int | None = None,
         drafter: str | None = None,
         deadline: float | None = None,
         max_nodes: int | None = None,
@@ -138,10 +141,14 @@ class Client:
             acceptance: "invariant", or "rejection": rejection sampling of chains, whose tokens
                 depend on the drafter, but not their distribution.
             json_schema: JSON schema of the text. The text may end early by max_new_tokens.
+            regex: regular expression that the whole text matches, in the syntax of Rust's crate.
+            grammar: context-free grammar of the text, in Lark's or in GBNF's notation.
             stop: strings that end the text; it ends before the first that is complete.
             stop_token_ids: tokens that end the generation, besides end-of-sequence.
             ignore_eos: continue after end-of-sequence tokens.
             logprobs: True returns each token's log-probability; n > 0 also the n likeliest tokens.
+            prompt_logprobs: n >= 0 returns the log-probability of each prompt token but the first,
+                and of the n likeliest tokens at its position.
             drafter: name of the drafter, or `NAME@VERSION` for a version, active or not; "none"
                 turns speculation off. None: the default drafter of the service.
             deadline: longest time for the whole generation. Unit: seconds.
@@ -170,11 +177,14 @@ class Client:
             seed=secrets.randbits(64) if seed is None else seed,
             acceptance=acceptance,
             json_schema=schema_text(json_schema),
+            regex=regex,
+            grammar=grammar,
             stop=stop_strings(stop),
             stop_token_ids=tuple(stop_token_ids),
             ignore_eos=ignore_eos,
             logprobs=logprobs is not False,
             top_logprobs=0 if isinstance(logprobs, bool) else logprobs,
+            prompt_logprobs=prompt_logprobs,
             drafter=drafter,
             deadline=deadline,
             max_nodes=max_nodes,

@@ -33,6 +33,8 @@ class GenerationResult:
     """Emitted tokens, the one that ended the generation included."""
     logprobs: list[TokenLogprob] | None
     """One per token, if requested."""
+    prompt_logprobs: list[TokenLogprob] | None
+    """One per prompt token but the first, if requested."""
     finish_reason: str
     """"stop": end of sequence, stop token or stop string. "length": max_new_tokens, or the
     context is full. "cancelled": `Generation.cancel` was called."""
@@ -77,6 +79,11 @@ class Generation:
     def handle(self) -> bytes:
         """Handle of the cache, to be the `parent` of another generation; empty without a cache."""
         return self._verifier.handle if self._verifier is not None else b""
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprob]:
+        """Log-probabilities of the prompt tokens but the first, once known, if requested."""
+        return self._verifier.prompt_logprobs if self._verifier is not None else []
 
     def __await__(self) -> Generator[Any, None, GenerationResult]:
         return self._result().__await__()
@@ -163,6 +170,9 @@ class Generation:
             text=output.text,
             token_ids=output.token_ids,
             logprobs=output.logprobs if self._options.logprobs else None,
+            prompt_logprobs=self.prompt_logprobs
+            if self._options.prompt_logprobs is not None
+            else None,
             finish_reason=output.finish_reason,
             stop_string=output.stop_string,
             usage=self._usage(),

@@ -83,6 +83,8 @@ class MockTransport:
         )
         created = verifier_pb2.CacheCreated(handle=handle, read_grant=handle, first=cache.emit(1))
         created.lease_ms = 30_000
+        if request.HasField("prompt_logprobs"):
+            created.prompt_logprobs.extend([0.0] * (len(request.prompt_tokens) - 1))
         yield verifier_pb2.CreateCacheResponse(created=created)
 
     def verify(self) -> VerifyStream:

@@ -116,11 +116,14 @@ class GenerationOptions:
     seed: int = 0
     acceptance: str = "invariant"
     json_schema: str = ""
+    regex: str = ""
+    grammar: str = ""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: bool = False
     top_logprobs: int = 0
+    prompt_logprobs: int | None = None
     drafter: str | None = None
     deadline: float | None = None
     max_nodes: int | None = None
@@ -149,6 +152,11 @@ class GenerationOptions:
         for token in self.stop_token_ids:
             _require(token in ids, "a stop token id", "a token id", token)
         _require(0 <= self.top_logprobs <= 20, "logprobs", "at most 20", self.top_logprobs)
+        scored = self.prompt_logprobs
+        _require(scored is None or 0 <= scored <= 20, "prompt_logprobs", "in [0, 20]", scored)
+        constraints = [self.json_schema, self.regex, self.grammar]
+        if sum(map(bool, constraints)) > 1:
+            raise InvalidRequestError("give one of json_schema, regex and grammar")
         if self.deadline is not None:
             _require(self.deadline > 0, "deadline", "> 0 seconds", self.deadline)
         if self.max_nodes is not None:
@@ -158,7 +166,7 @@ class GenerationOptions:
         """The sampling parameters as a protocol message."""
         names = (
             *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
-            *("frequency_penalty", "seed", "json_schema"),
+            *("frequency_penalty", "seed", "json_schema", "regex", "grammar"),
         )
         return sampling_pb2.SamplingParams(
             **{name: getattr(self, name) for name in names},

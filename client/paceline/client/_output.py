@@ -158,12 +158,27 @@ class Output:
             pieces.append(rest)
 
 
+def prompt_logprobs(
+    prompt: Sequence[int], created: verifier_pb2.CacheCreated
+) -> list[TokenLogprob]:
+    """Log-probabilities of the tokens of a prompt but the first."""
+    return _entries(prompt[1:], created.prompt_logprobs, created.top_prompt_logprobs)
+
+
 def _logprobs(result: verifier_pb2.RoundResult) -> list[TokenLogprob]:
     if not result.logprobs:
         return []
-    tops = [tuple(zip(top.tokens, top.logprobs, strict=True)) for top in result.top_logprobs]
-    tops += [()] * (len(result.tokens) - len(tops))
+    return _entries(result.tokens, result.logprobs, result.top_logprobs)
+
+
+def _entries(
+    tokens: Sequence[int],
+    logprobs: Sequence[float],
+    top_logprobs: Sequence[verifier_pb2.TopLogprobs],
+) -> list[TokenLogprob]:
+    tops = [tuple(zip(top.tokens, top.logprobs, strict=True)) for top in top_logprobs]
+    tops += [()] * (len(tokens) - len(tops))
     return [
         TokenLogprob(token, logprob, top)
-        for token, logprob, top in zip(result.tokens, result.logprobs, tops, strict=True)
+        for token, logprob, top in zip(tokens, logprobs, tops, strict=True)
     ]

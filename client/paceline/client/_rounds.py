@@ -60,7 +60,7 @@ class Rounds:
     async def run(self) -> int:
         """Generates until the output's finish_reason is set.
 
-        Returns the number of prompt tokens whose KV came from a parent cache.
+        Returns the number of prompt tokens whose KV came from another cache.
         """
         began = perf_counter()
         created = await self._verifier.open()

@@ -44,7 +44,7 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     reused_tokens: int = 0
-    """Prompt tokens whose KV came from a parent cache."""
+    """Prompt tokens whose KV came from another cache."""
 
     @property
     def total_tokens(self) -> int:

@@ -23,6 +23,7 @@ from ._errors import (
 )
 from ._hidden_states import HiddenStates
 from ._options import RetryOptions
+from ._output import TokenLogprob, prompt_logprobs
 from ._retry import Attempts, retry_unavailable
 from ._transport import VerifyStream
 
@@ -66,6 +67,7 @@ class VerifierSession:
         self.handle = b""
         self.read_grant = b""
         self.lease_seconds = 30.0
+        self.prompt_logprobs: list[TokenLogprob] = []
         self.recovered = False
         self.rejection: InvalidRequestError | None = None
 
@@ -171,6 +173,7 @@ class VerifierSession:
             hidden_state_layers=self._hidden_states.layers,
             hidden_state_window=self._hidden_states.window,
             drafter=self._drafter,
+            prompt_logprobs=None if self.prompt_logprobs else options.prompt_logprobs,
         )
         created: verifier_pb2.CacheCreated | None = None
         try:
@@ -195,6 +198,8 @@ class VerifierSession:
         self.handle = created.handle
         self.read_grant = created.read_grant
         self.lease_seconds = (created.lease_ms or self._facts.lease_ms or 30_000) / 1000
+        if created.prompt_logprobs:
+            self.prompt_logprobs = prompt_logprobs(self._context.prompt, created)
         self._stats.prefill_ms += created.prefill_us / 1000
         self._pending = verifier_pb2.VerifyRequest()
         if self._context.trace is not None:

@@ -1,20 +1,19 @@
-"""Responses: whole, or streamed."""
+"""Sending responses: whole, or streamed."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from typing import Any
 
 from aiohttp import web
 
-from paceline.client import Chunk, GenerationResult
-
 from .errors import from_error
-from .requests import StreamOptions
-from .responses import Json, Writer
 from .texts import Event
+from .writers import Text, Writer
 
 FAILED = web.RequestKey("failed", int)
 """HTTP status of the error that ended a request's stream."""
@@ -28,58 +27,89 @@ class Work:
     """Events of its texts."""
     count: int
     """Number of texts."""
+    prompt_tokens: int
+    """Tokens of all prompts."""
     writer: Writer
 
 
 async def whole(work: Work) -> web.StreamResponse:
     """A response with all texts."""
-    chunks: list[list[Chunk]] = [[] for _ in range(work.count)]
-    results: dict[int, GenerationResult] = {}
+    texts = [Text() for _ in range(work.count)]
     async with aclosing(work.events) as events:
         async for event in events:
+            text = texts[event.index]
+            text.prompt_logprobs = event.prompt_logprobs
             if event.chunk is not None:
-                chunks[event.index].append(event.chunk)
+                text.chunks.append(event.chunk)
             if event.result is not None:
-                results[event.index] = event.result
-    texts = [(chunks[index], results[index]) for index in range(work.count)]
+                text.result = event.result
     return web.json_response(work.writer.whole(texts))
 
 
-async def stream(request: web.Request, work: Work, options: StreamOptions) -> web.StreamResponse:
-    """Server-sent events. An error after the first event is an event too."""
-    writer, results = work.writer, dict[int, GenerationResult]()
+async def stream(request: web.Request, work: Work, keep_alive_seconds: float) -> web.StreamResponse:
+    """Server-sent events. An error after the first of them is an event too.
+
+    Args:
+        request: The request.
+        work: Its texts.
+        keep_alive_seconds: Time without a token after which a comment is sent, so that proxies keep
+            the connection during a long prefill.
+    """
+    writer, opened = work.writer, set[int]()
+    texts = [Text() for _ in range(work.count)]
     response = web.StreamResponse(
         headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
     )
-    opened: set[int] = set()
 
-    async def send(event: Json) -> None:
+    async def send(content: bytes) -> None:
         if not response.prepared:
             await response.prepare(request)
-        # With usage at the end, OpenAI's earlier events have an empty one.
-        note = {"usage": None} if options.include_usage and "usage" not in event else {}
-        await response.write(f"data: {json.dumps(event | note)}\n\n".encode())
+        await response.write(content)
+
+    async def send_all(events: Sequence[dict[str, Any]]) -> None:
+        for event in events:
+            name = f"event: {event['type']}\n" if "type" in event else ""
+            await send(f"{name}data: {json.dumps(event)}\n\n".encode())
+
+    begun = asyncio.Event()
+
+    async def keep_alive() -> None:
+        while not begun.is_set():
+            try:
+                async with asyncio.timeout(keep_alive_seconds):
+                    await begun.wait()
+            except TimeoutError:
+                await send(b": keep-alive\n\n")
+
+    quiet = asyncio.create_task(keep_alive())
+
+    async def begin() -> None:
+        begun.set()
+        await quiet
 
     try:
         async with aclosing(work.events) as events:
             async for event in events:
+                await begin()
                 if event.index not in opened:
                     opened.add(event.index)
-                    await send(writer.opening(event.index, work.count))
+                    await send_all(writer.opening(event.index, event.prompt_logprobs))
                 if event.chunk is not None:
-                    rounds = options.include_rounds
-                    await send(writer.chunk(event.index, event.chunk, rounds=rounds))
+                    await send_all(writer.chunk(event.index, event.chunk))
                 if event.result is not None:
-                    results[event.index] = event.result
-                    await send(writer.ending(event.index, event.result))
-        if options.include_usage:
-            await send(writer.total([results[index] for index in range(work.count)]))
-        await response.write(b"data: [DONE]\n\n")
+                    texts[event.index].result = event.result
+                    await send_all(writer.ending(event.index, event.result))
+        await send_all(writer.total([text.result for text in texts if text.result is not None]))
+        await send(writer.last)
     except Exception as error:
+        with suppress(ConnectionResetError):
+            await begin()
         if not response.prepared:
             raise
         if not isinstance(error, ConnectionResetError):
             failure = from_error(error)
             request[FAILED] = failure.status
-            await response.write(f"data: {json.dumps(failure.body)}\n\n".encode())
+            await send_all([failure.body])
+    finally:
+        quiet.cancel()
     return response

@@ -15,18 +15,28 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from paceline.client import Model
 
 from .errors import bad_request
-from .requests import Message
+from .hermes import in_hermes_form
+from .messages import Message
+from .tools import Tool
 
 
 def render(
-    model: Model, template: str | None, messages: Sequence[Message], variables: dict[str, Any]
+    model: Model,
+    template: str | None,
+    messages: Sequence[Message],
+    tools: Sequence[Tool],
+    variables: dict[str, Any],
 ) -> str:
     """The prompt of a conversation, with its special tokens as text.
+
+    A template that does not know tools gets them, their calls and their results as text in
+    Hermes's form.
 
     Args:
         model: Model with its template and special tokens.
         template: Jinja template; None: that of the model.
         messages: The conversation; role "developer" is the same as "system".
+        tools: Functions that may be called.
         variables: More variables of the template.
 
     Raises:
@@ -40,15 +50,20 @@ def render(
             "messages",
             "no_chat_template",
         )
+    shown = [tool.model_dump(exclude_none=True) for tool in tools]
+    conversation = [_as_dict(message) for message in messages]
+    if "tools" not in source:
+        conversation = in_hermes_form(conversation, shown)
     values = {
         **_special_tokens(model),
         **variables,
-        "messages": [_as_dict(message) for message in messages],
+        "messages": conversation,
+        "tools": shown or None,
         "add_generation_prompt": True,
     }
     try:
         return _compiled(source).render(values)
-    except TemplateError as error:
+    except (TemplateError, TypeError, ValueError) as error:
         raise bad_request(
             f"the chat template refuses these messages: {error}", "messages"
         ) from None
@@ -66,10 +81,35 @@ def _compiled(source: str) -> Template:
     return environment.from_string(source)
 
 
-def _as_dict(message: Message) -> dict[str, str]:
+def _as_dict(message: Message) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role
-    named = {} if message.name is None else {"name": message.name}
-    return {"role": role, "content": message.text, **named}
+    fields: dict[str, Any] = {"role": role, "content": message.text}
+    if message.name is not None:
+        fields["name"] = message.name
+    if message.tool_call_id is not None:
+        fields["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        fields["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": _parsed(call.function.arguments),
+                },
+            }
+            for call in message.tool_calls
+        ]
+    return fields
+
+
+def _parsed(arguments: str) -> Any:
+    """Arguments as templates expect them: parsed, if they are an object."""
+    try:
+        value = json.loads(arguments)
+    except ValueError:
+        return arguments
+    return value if isinstance(value, dict) else arguments
 
 
 def _special_tokens(model: Model) -> dict[str, str]:

@@ -1,199 +1,230 @@
-"""Responses in OpenAI's format, extended by `seed` in choices and `speculation` in usage."""
+"""The requests of `/v1/responses`: a conversation in OpenAI's newer form."""
 
 from __future__ import annotations
 
-import secrets
-import time
-from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from paceline.client import Chunk, GenerationResult, Model, Stats, TextCodec, TokenLogprob
+from pydantic import Field, ValidationError
 
-Kind = Literal["completion", "chat"]
-Json = dict[str, Any]
+from .body import Body
+from .errors import bad_request, from_validation
+from .requests import ChatRequest
 
-_OBJECTS: dict[tuple[Kind, bool], str] = {
-    ("completion", False): "text_completion",
-    ("completion", True): "text_completion",
-    ("chat", False): "chat.completion",
-    ("chat", True): "chat.completion.chunk",
+
+class InputPart(Body):
+    """A part of a message; only text is supported."""
+
+    type: Literal["input_text", "output_text", "text", "refusal"]
+    text: str = ""
+    refusal: str = ""
+
+
+class InputMessage(Body):
+    """A message."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[InputPart]
+    # Of the API's answers.
+    id: str | None = None
+    status: str | None = None
+    phase: str | None = None
+
+    def as_message(self) -> dict[str, Any]:
+        """The message of a chat."""
+        if isinstance(self.content, str):
+            return {"role": self.role, "content": self.content}
+        content = "\n".join(part.text or part.refusal for part in self.content)
+        return {"role": self.role, "content": content}
+
+
+class InputCall(Body):
+    """A call that the model made earlier."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: str | None = None
+
+    def as_message(self) -> dict[str, Any]:
+        """The message of a chat."""
+        function = {"name": self.name, "arguments": self.arguments}
+        call = {"id": self.call_id, "type": "function", "function": function}
+        return {"role": "assistant", "tool_calls": [call]}
+
+
+class InputResult(Body):
+    """The result of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[InputPart]
+    id: str | None = None
+    status: str | None = None
+
+    def as_message(self) -> dict[str, Any]:
+        """The message of a chat."""
+        output = self.output
+        if not isinstance(output, str):
+            output = "\n".join(part.text for part in output)
+        return {"role": "tool", "tool_call_id": self.call_id, "content": output}
+
+
+class InputReasoning(Body):
+    """Reasoning of an earlier answer; it is left out."""
+
+    type: Literal["reasoning"]
+    id: str | None = None
+    summary: list[Any] = Field(default=[])
+    content: list[Any] = Field(default=[])
+    status: str | None = None
+    encrypted_content: str | None = None
+
+
+Item = InputMessage | InputCall | InputResult | InputReasoning
+_KINDS: dict[str, type[Item]] = {
+    "message": InputMessage,
+    "function_call": InputCall,
+    "function_call_output": InputResult,
+    "reasoning": InputReasoning,
 }
-_PREFIX: dict[Kind, str] = {"completion": "cmpl", "chat": "chatcmpl"}
 
 
-class Writer:
-    """Formats the response to one request, whole or as events.
+class TextFormat(Body):
+    """The form of the text."""
 
-    Args:
-        kind: The interface.
-        name: Model name in the request.
-        model: Served model.
-        prompts: Number of tokens of each prompt.
-        echoes: Text before the completions of each prompt; may be empty.
-    """
-
-    def __init__(
-        self,
-        kind: Kind,
-        name: str,
-        model: Model,
-        prompts: Sequence[int],
-        echoes: Sequence[str],
-    ) -> None:
-        self._kind: Kind = kind
-        self._name = name
-        self._codec = model.codec
-        self._fingerprint = f"fp_{model.facts.target_fingerprint[:12]}"
-        self._prompts = prompts
-        self._echoes = echoes
-        self._id = f"{_PREFIX[kind]}-{secrets.token_hex(12)}"
-        self._created = int(time.time())
-        self._offsets: dict[int, int] = {}
-
-    def whole(self, texts: Sequence[tuple[list[Chunk], GenerationResult]]) -> Json:
-        """The response as a whole."""
-        results = [result for _, result in texts]
-        choices = []
-        for index, (chunks, result) in enumerate(texts):
-            text = self._echo(index, len(texts)) + result.text
-            logprobs = [self._logprobs(index, chunk) for chunk in chunks]
-            body: Json = {"text": text}
-            if self._kind == "chat":
-                body = {"message": {"role": "assistant", "content": text, "refusal": None}}
-            choices.append(
-                {
-                    "index": index,
-                    **body,
-                    "logprobs": _joined(logprobs) or None,
-                    "finish_reason": result.finish_reason,
-                    "seed": result.seed,
-                }
-            )
-        return {**self._head(stream=False), "choices": choices, "usage": self.usage(results)}
-
-    def opening(self, index: int, texts: int) -> Json:
-        """The first event of a text: the role in a chat, the echo of a completion."""
-        text = self._echo(index, texts)
-        return self._event(index, self._delta(text, opening=True), None)
-
-    def chunk(self, index: int, chunk: Chunk, *, rounds: bool) -> Json:
-        """An event with a chunk of a text; with `rounds` also its round."""
-        logprobs = self._logprobs(index, chunk)
-        event = self._event(index, self._delta(chunk.text), logprobs or None)
-        if rounds:
-            event["choices"][0]["round"] = self._round(chunk)
-        return event
-
-    def ending(self, index: int, result: GenerationResult) -> Json:
-        """The last event of a text."""
-        body: Json = {"delta": {}} if self._kind == "chat" else {"text": ""}
-        event = self._event(index, body, None)
-        event["choices"][0] |= {"finish_reason": result.finish_reason, "seed": result.seed}
-        return event
-
-    def total(self, results: Sequence[GenerationResult]) -> Json:
-        """The event with `usage`."""
-        return {**self._head(stream=True), "choices": [], "usage": self.usage(results)}
-
-    def usage(self, results: Sequence[GenerationResult]) -> Json:
-        """Tokens, each prompt counted once, and speculation statistics of all texts."""
-        prompt, stats = sum(self._prompts), Stats()
-        for result in results:
-            stats.merge(result.stats)
-        completion = sum(result.usage.completion_tokens for result in results)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "speculation": stats.summary(),
-        }
-
-    def _round(self, chunk: Chunk) -> Json:
-        tree = None
-        if chunk.tree is not None and self._codec is not None:
-            tree = {
-                "tokens": [self._codec.token_text(token) for token in chunk.tree.tokens],
-                "parents": chunk.tree.parents,
-                "accepted": chunk.tree.accepted,
-            }
-        return {
-            "index": chunk.round,
-            "tokens": len(chunk.token_ids),
-            "pieces": chunk.pieces,
-            "proposed_by": chunk.proposed_by,
-            "tree": tree,
-        }
-
-    def _head(self, *, stream: bool) -> Json:
-        return {
-            "id": self._id,
-            "object": _OBJECTS[self._kind, stream],
-            "created": self._created,
-            "model": self._name,
-            "system_fingerprint": self._fingerprint,
-        }
-
-    def _event(self, index: int, body: Json, logprobs: Json | None) -> Json:
-        choice = {"index": index, **body, "logprobs": logprobs, "finish_reason": None}
-        return {**self._head(stream=True), "choices": [choice]}
-
-    def _delta(self, text: str, *, opening: bool = False) -> Json:
-        if self._kind == "completion":
-            return {"text": text}
-        role = {"role": "assistant"} if opening else {}
-        return {"delta": {**role, "content": text}}
-
-    def _echo(self, index: int, texts: int) -> str:
-        return self._echoes[index * len(self._prompts) // texts]
-
-    def _logprobs(self, index: int, chunk: Chunk) -> Json:
-        """Log-probabilities of a chunk, with its text offsets."""
-        offset = self._offsets.get(index, 0)
-        self._offsets[index] = offset + len(chunk.text)
-        if not chunk.logprobs or self._codec is None:
-            return {}
-        if self._kind == "chat":
-            return _chat_logprobs(chunk, self._codec)
-        return _completion_logprobs(chunk, self._codec, offset)
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    description: str | None = None
+    strict: bool | None = None
 
 
-def _chat_logprobs(chunk: Chunk, codec: TextCodec) -> Json:
-    def entry(token: int, logprob: float) -> Json:
-        text, raw = codec.token_text(token), list(codec.token_bytes(token))
-        return {"token": text, "logprob": logprob, "bytes": raw}
+class TextOptions(Body):
+    """Options of the text."""
 
-    content = [
-        {
-            **entry(each.token_id, each.logprob),
-            "top_logprobs": [entry(token, logprob) for token, logprob in each.top],
-        }
-        for each in chunk.logprobs
-    ]
-    return {"content": content, "refusal": None}
+    format: TextFormat = TextFormat()
+    verbosity: str | None = None
 
 
-def _completion_logprobs(chunk: Chunk, codec: TextCodec, offset: int) -> Json:
-    def likeliest(each: TokenLogprob) -> dict[str, float]:
-        # Among tokens with equal text, the likeliest one is kept.
-        return {codec.token_text(token): logprob for token, logprob in reversed(each.top)}
+class FunctionTool(Body):
+    """A function, not nested as in a chat."""
 
-    offsets = []
-    for piece in chunk.pieces:
-        offsets.append(offset)
-        offset += len(piece)
-    has_top = any(each.top for each in chunk.logprobs)
-    return {
-        "tokens": [codec.token_text(each.token_id) for each in chunk.logprobs],
-        "token_logprobs": [each.logprob for each in chunk.logprobs],
-        "top_logprobs": [likeliest(each) for each in chunk.logprobs] if has_top else None,
-        "text_offset": offsets[: len(chunk.logprobs)],
-    }
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
-def _joined(parts: Sequence[Json]) -> Json:
-    """Log-probabilities of consecutive chunks as one."""
-    joined: Json = {}
-    for part in parts:
-        for key, value in part.items():
-            joined[key] = joined[key] + value if isinstance(joined.get(key), list) else value
-    return joined
+class NamedFunction(Body):
+    """A function to be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class ResponsesRequest(Body):
+    """`POST /v1/responses`. Nothing is stored: a conversation is sent whole."""
+
+    model: str | None = None
+    input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stream: bool = False
+    text: TextOptions = TextOptions()
+    tools: list[FunctionTool] = Field(default=[])
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction = "auto"
+    parallel_tool_calls: bool = True
+    previous_response_id: str | None = None
+    background: bool = False
+
+    # Extensions, as in a chat.
+    seed: int | None = None
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    drafter: str | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default={})
+
+    # Accepted and unused, as in a chat.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    truncation: Literal["disabled"] | None = None
+    include: list[str] = Field(default=[])
+    stream_options: dict[str, Any] | None = None
+
+    def chat(self) -> ChatRequest:
+        """The same request as a chat.
+
+        Raises:
+            ApiError: It needs stored responses, or is invalid as a chat.
+        """
+        if self.previous_response_id is not None or self.background:
+            name = "background" if self.background else "previous_response_id"
+            raise bad_request(f"{name} needs stored responses: send the whole conversation", name)
+        same = (
+            *("model", "temperature", "top_p", "tool_choice", "parallel_tool_calls", "seed"),
+            *("top_k", "min_p", "repetition_penalty", "drafter", "chat_template_kwargs"),
+        )
+        fields = {name: getattr(self, name) for name in same}
+        if isinstance(self.tool_choice, NamedFunction):
+            fields["tool_choice"] = {"function": {"name": self.tool_choice.name}}
+        form = self.text.format
+        if form.type == "json_schema":
+            if form.schema_ is None:
+                raise bad_request("text.format needs a schema", "text.format.schema")
+            named = {"name": form.name, "schema": form.schema_}
+            fields["response_format"] = {"type": "json_schema", "json_schema": named}
+        elif form.type == "json_object":
+            fields["response_format"] = {"type": "json_object"}
+        fields["tools"] = [
+            {"function": tool.model_dump(include={"name", "description", "parameters", "strict"})}
+            for tool in self.tools
+        ]
+        fields["messages"] = self._messages()
+        fields["max_completion_tokens"] = self.max_output_tokens
+        try:
+            return ChatRequest.model_validate(fields)
+        except ValidationError as error:
+            raise from_validation(error) from None
+
+    def _messages(self) -> list[dict[str, Any]]:
+        messages: list[dict[str, Any]] = []
+        if self.instructions is not None:
+            messages.append({"role": "system", "content": self.instructions})
+        if isinstance(self.input, str):
+            return [*messages, {"role": "user", "content": self.input}]
+        for index, fields in enumerate(self.input):
+            item = _item(index, fields)
+            if isinstance(item, InputReasoning):
+                continue
+            message = item.as_message()
+            if message["role"] == "assistant" and messages and "tool_calls" in message:
+                last = messages[-1]
+                if last["role"] == "assistant":  # calls of one answer are one message
+                    last["tool_calls"] = [*last.get("tool_calls", ()), *message["tool_calls"]]
+                    continue
+            messages.append(message)
+        return messages
+
+
+def _item(index: int, fields: dict[str, Any]) -> Item:
+    kind = fields.get("type", "message")
+    if kind not in _KINDS:
+        known = ", ".join(_KINDS)
+        raise bad_request(f"an item of type {kind!r} is unknown; known are {known}", "input")
+    try:
+        return _KINDS[kind].model_validate(fields)
+    except ValidationError as error:
+        failure = from_validation(error)
+        failure.param = f"input.{index}.{failure.param or ''}".rstrip(".")
+        raise failure from None

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from paceline.kernels.cache_rows import from_rows
 from paceline.kernels.probes import Probe, note_scores
 from paceline.kernels.trees import TreePlan, TreeSegment
 
@@ -37,8 +38,8 @@ class DenseBackend:
         """See :func:`paceline.kernels.tree_attention`."""
         for index, segment in enumerate(plan.segments):
             rows = slice(plan.offsets[index], plan.offsets[index + 1])
-            key = keys[segment.sequence][:, : segment.stop].float()
-            value = values[segment.sequence][:, : segment.stop].float()
+            key = from_rows(keys[segment.sequence][:, : segment.stop]).float()
+            value = from_rows(values[segment.sequence][:, : segment.stop]).float()
             nodes, heads, dim = q[rows].shape
             kv_heads = key.shape[0]
             packed = q[rows].float().view(nodes, kv_heads, -1, dim).permute(1, 2, 0, 3)

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from paceline.kernels.attention import AttentionBackend
 
 _TYPES = (torch.float32, torch.bfloat16)
+CACHE_TYPES = (*_TYPES, torch.int8)
+"""Types of caches, in the order of ``native/cache_rows.h``."""
+
 # Most rows of a tile: its scores of a chunk fit a core's cache, and keys are converted once for
 # many rows.
 _TILE_ROWS = 128
@@ -35,7 +38,7 @@ class Block(ctypes.Structure):
 class _Plan(ctypes.Structure):
     _fields_ = [
         *[(name, ctypes.c_int64) for name in ("q_heads", "kv_heads", "dim", "window")],
-        *[(name, ctypes.c_int64) for name in ("q_bf16", "kv_bf16", "out_bf16")],
+        *[(name, ctypes.c_int64) for name in ("q_bf16", "kv_type", "out_bf16")],
         ("blocks", ctypes.c_int64),
         ("block", ctypes.c_void_p),
         ("tiles", ctypes.c_int64),
@@ -173,7 +176,7 @@ def _supported(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], out:
     return (
         q.shape[2] % LANES == 0
         and {q.dtype, out.dtype} <= set(_TYPES)
-        and keys[0].dtype in _TYPES
+        and keys[0].dtype in CACHE_TYPES
         and all(c.dtype == keys[0].dtype and c.stride(2) == 1 for c in caches)
     )
 
@@ -189,7 +192,7 @@ def _prepare(
         dim=q.shape[2],
         window=window or 0,
         q_bf16=q.dtype == torch.bfloat16,
-        kv_bf16=key.dtype == torch.bfloat16,
+        kv_type=CACHE_TYPES.index(key.dtype),
         out_bf16=out.dtype == torch.bfloat16,
         blocks=tables.blocks,
         block=tables.block,

@@ -5,17 +5,26 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from paceline.kernels._native import LANES
-from paceline.kernels._native_attention import Block, BlockTables, CProbes, probe_rows
+from paceline.kernels._native_attention import (
+    CACHE_TYPES,
+    Block,
+    BlockTables,
+    CProbes,
+    probe_rows,
+)
 from paceline.kernels.caches import LayerTable
 from paceline.kernels.probes import Probe
 from paceline.kernels.program import Kind, Operation, Pass, PassResult, Program
 from paceline.kernels.trees import MAX_TREE_NODES, TreePlan
+
+if TYPE_CHECKING:
+    from paceline.kernels.linear import PackedMatrix
 
 _WIDEST_HEAD = 512
 _OUT_OF_MEMORY = 1
@@ -59,8 +68,8 @@ class _Run(ctypes.Structure):
     _fields_ = [
         *(*_numbers("rows", "selected", "threads"), *_pointers("tokens", "position")),
         *(*_pointers("selection", "table"), *_numbers("sequences"), *_pointers("caches")),
-        *(*_numbers("kv_bf16", "blocks"), *_pointers("block", "contexts", "context_block")),
-        *(*_numbers("context_bf16"), *_pointers("inputs"), *_numbers("inputs_bf16")),
+        *(*_numbers("kv_type", "blocks"), *_pointers("block", "contexts", "context_block")),
+        *(*_numbers("context_type"), *_pointers("inputs"), *_numbers("inputs_bf16")),
         *(*_numbers("tiles"), *_pointers("tile", "logits", "taps"), *_numbers("taps_bf16")),
         *_pointers("probes", "queries", "memory"),
     ]
@@ -108,7 +117,7 @@ class NativeProgram:
             operation=ctypes.addressof(operations),
             buffers=len(buffers),
             buffer=ctypes.addressof(buffers),
-            vocabulary=0 if first.table is None else first.table.shape[0],
+            vocabulary=_vocabulary(first),
             q_heads=program.heads.q_heads,
             kv_heads=program.heads.kv_heads,
             dim=program.heads.dim,
@@ -158,7 +167,7 @@ class NativeProgram:
             table=call.table.data_ptr(),
             sequences=len(tables),
             caches=ctypes.addressof(caches),
-            kv_bf16=tables[0].dtype == torch.bfloat16,
+            kv_type=CACHE_TYPES.index(tables[0].dtype),
             blocks=blocks.blocks,
             block=blocks.block,
             tiles=blocks.tiles,
@@ -188,13 +197,13 @@ class NativeProgram:
 
     def _translate(self, op: Operation) -> _Operation:
         weights: list[int | None] = [None, None]
-        if op.table is not None:
+        if isinstance(op.table, Tensor):
             weights[0] = op.table.data_ptr()
+        elif op.table is not None:
+            weights[1] = self._matrix(op.table)
         if op.matrix is not None:
             assert op.matrix.packed is not None
-            matrix = op.matrix.packed.matrix()
-            self._kept.append(matrix)
-            weights[0] = ctypes.addressof(matrix)
+            weights[0] = self._matrix(op.matrix.packed)
         for index, norm in enumerate(op.norms):
             weights[index] = norm.weight.data_ptr()
         return _Operation(
@@ -206,19 +215,25 @@ class NativeProgram:
             window=op.window,
             q_heads=0 if op.heads is None else op.heads.q_heads,
             kv_heads=0 if op.heads is None else op.heads.kv_heads,
-            bf16=op.table is not None and op.table.dtype == torch.bfloat16,
+            bf16=isinstance(op.table, Tensor) and op.table.dtype == torch.bfloat16,
             weight=weights[0],
             second=weights[1],
             eps=op.norms[0].eps if op.norms else 0.0,
         )
 
+    def _matrix(self, packed: PackedMatrix) -> int:
+        """Address of a matrix for the kernels, which lives as long as the program."""
+        matrix = packed.matrix()
+        self._kept.append(matrix)
+        return ctypes.addressof(matrix)
+
     def _add_contexts(self, run: _Run, call: Pass, kept: list[Any]) -> None:
         """The contexts as caches, and each block as nodes that attend to a prefix and its end."""
         tables = self._check_caches([context.cache.table for context in call.contexts], 1)
         for context, table in zip(call.contexts, tables, strict=True):
-            if not 1 <= context.length <= table.shape[1]:
+            if not 1 <= context.length <= table.capacity:
                 raise ValueError(
-                    f"a context has {context.length} slots, expected 1 to {table.shape[1]}"
+                    f"a context has {context.length} slots, expected 1 to {table.capacity}"
                 )
         caches, plan = _addresses(tables), call.plan
         blocks = (Block * len(plan.segments))(
@@ -228,30 +243,30 @@ class NativeProgram:
             )
         )
         run.contexts, run.context_block = ctypes.addressof(caches), ctypes.addressof(blocks)
-        run.context_bf16 = tables[0].dtype == torch.bfloat16
+        run.context_type = CACHE_TYPES.index(tables[0].dtype)
         kept += [caches, blocks]
 
     def _check_caches(self, tables: Sequence[LayerTable | None], layers: int) -> list[LayerTable]:
         kv_heads, dim = self._heads.kv_heads, self._heads.dim
         found = [table for table in tables if table is not None]
         for index, table in enumerate(found):
-            if (table.shape[0], table.shape[2], table.dtype) != (kv_heads, dim, found[0].dtype) or (
-                table.layers < layers or table.dtype not in (torch.float32, torch.bfloat16)
+            if (table.heads, table.dim, table.dtype) != (kv_heads, dim, found[0].dtype) or (
+                table.layers < layers or table.dtype not in CACHE_TYPES
             ):
                 raise ValueError(
-                    f"cache {index} has {table.layers} layers of {table.dtype} {table.shape}, "
-                    f"expected {layers} of float32 or bfloat16 [{kv_heads}, n, {dim}], "
-                    "the same type in all caches"
+                    f"cache {index} has {table.layers} layers of {table.dtype} "
+                    f"[{table.heads}, {table.capacity}, {table.dim}], expected {layers} of "
+                    f"float32, bfloat16 or int8 [{kv_heads}, n, {dim}], the same type in all caches"
                 )
         return found
 
     @staticmethod
     def _check_segments(plan: TreePlan, tables: Sequence[LayerTable]) -> None:
         for segment in plan.segments:
-            if segment.sequence >= len(tables) or segment.stop > tables[segment.sequence].shape[1]:
+            if segment.sequence >= len(tables) or segment.stop > tables[segment.sequence].capacity:
                 raise ValueError(
                     f"a segment ends at slot {segment.stop} of sequence {segment.sequence}, but "
-                    f"there are caches of {[table.shape[1] for table in tables]} slots"
+                    f"there are caches of {[table.capacity for table in tables]} slots"
                 )
 
     def _tap_table(self, taps: Mapping[int, Tensor], kept: list[Any]) -> int | None:
@@ -293,6 +308,13 @@ class NativeProgram:
         if memory is None or memory.numel() < size:
             memory = self._memory.bytes = torch.empty(size, dtype=torch.uint8)
         return memory
+
+
+def _vocabulary(op: Operation) -> int:
+    """Rows of the embedding, if a program begins with one."""
+    if op.table is None:
+        return 0
+    return op.table.shape[0] if isinstance(op.table, Tensor) else op.table.outs
 
 
 def _addresses(tables: Sequence[LayerTable]) -> ctypes.Array[ctypes.c_void_p]:

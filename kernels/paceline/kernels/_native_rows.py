@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from paceline.kernels._native import LANES
-from paceline.kernels._native_attention import CacheTable
-from paceline.kernels.paged import PagedPlane
+from paceline.kernels._native_attention import CACHE_TYPES, CacheTable
+from paceline.kernels.paged import PagedPlane, head_width
 from paceline.kernels.trees import TreePlan
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class _Heads(ctypes.Structure):
 class _Rotation(ctypes.Structure):
     _fields_ = [
         ("heads", _Heads),
-        *[(name, ctypes.c_int64) for name in ("rows", "heads_bf16", "kv_bf16")],
+        *[(name, ctypes.c_int64) for name in ("rows", "heads_bf16", "kv_type")],
         *[(name, ctypes.c_void_p) for name in ("sequence", "slot", "position")],
     ]
 
@@ -115,10 +115,10 @@ def _prepare(
     slot = np.concatenate([np.arange(s.start, s.stop) for s in plan.segments])
     position = plan.positions.numpy()
     made = _Rotation(
-        heads=_Heads(q_heads=q_heads, kv_heads=key.shape[0], dim=key.shape[2]),
+        heads=_Heads(q_heads=q_heads, kv_heads=key.shape[0], dim=head_width(key)),
         rows=plan.rows,
         heads_bf16=heads.dtype is _BF16,
-        kv_bf16=key.dtype is _BF16,
+        kv_type=CACHE_TYPES.index(key.dtype),
         sequence=sequence.ctypes.data,
         slot=slot.ctypes.data,
         position=position.ctypes.data,

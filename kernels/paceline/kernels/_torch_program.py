@@ -24,7 +24,9 @@ def run_one_by_one(program: Program, call: Pass) -> PassResult:
             case Kind.EMBED:
                 assert op.table is not None
                 assert call.tokens is not None
-                buffers[op.out] = op.table[call.tokens].float()
+                table = op.table
+                found = table[call.tokens] if isinstance(table, Tensor) else table.rows(call.tokens)
+                buffers[op.out] = found.float()
             case Kind.INPUT:
                 assert call.inputs is not None
                 buffers[op.out] = call.inputs.to(program.dtype)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels.choice import preferred_backend
-from paceline.kernels.paged import PagedPlane, Plane, as_tensors
+from paceline.kernels.paged import PagedPlane, Plane, as_tensors, head_width
 from paceline.kernels.probes import Probe
 from paceline.kernels.trees import TreePlan
 
@@ -112,7 +112,8 @@ def tree_attention(
     Args:
         q: Queries after RoPE, ``[M, Hq, D]`` of a float dtype.
         keys: Per sequence, cached keys ``[Hkv, capacity, D]`` (any strides with a dense last
-            dimension) or in pages of one pool, filled up to ``segment.stop``.
+            dimension; see :mod:`paceline.kernels.cache_rows` for int8) or in pages of one pool,
+            filled up to ``segment.stop``.
         values: Per sequence, cached values, like ``keys``.
         plan: The packed segments.
         scale: Factor on the scores, usually ``D ** -0.5``.
@@ -166,8 +167,9 @@ def _check(
             raise ValueError(
                 f"a segment names sequence {segment.sequence}, but {len(keys)} caches were given"
             )
-        shape = keys[segment.sequence].shape
-        if shape[2] != q.shape[2] or q.shape[1] % shape[0] or shape[1] < segment.stop:
+        key = keys[segment.sequence]
+        shape = key.shape
+        if head_width(key) != q.shape[2] or q.shape[1] % shape[0] or shape[1] < segment.stop:
             raise ValueError(
                 f"keys of sequence {segment.sequence} have shape {tuple(shape)}, expected "
                 f"[a divisor of {q.shape[1]}, at least {segment.stop}, {q.shape[2]}]"

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from paceline.kernels.paged import Plane
+from paceline.kernels.paged import Plane, head_width
 
 
 class KVCacheView(Protocol):
@@ -24,7 +24,8 @@ class KVCacheView(Protocol):
         ...
 
     def layer(self, index: int) -> tuple[Plane, Plane]:
-        """Keys and values of a layer, each ``[Hkv, capacity, D]``, writable, last dim dense."""
+        """Keys and values of a layer, each ``[Hkv, capacity, D]``, writable, last dim dense; int8
+        as in :mod:`paceline.kernels.cache_rows`."""
         ...
 
 
@@ -36,25 +37,28 @@ class LayerTable:
     Attributes:
         address: Address of the C array ``Cache [layers][2]``, keys then values.
         layers: Number of layers.
-        shape: ``(Hkv, capacity, D)`` of every layer.
+        heads: Kv heads of every layer.
+        capacity: Slots of every layer.
+        dim: Width of a head.
         dtype: Type of keys and values.
     """
 
     def __init__(self, layers: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Make the table of tensors ``[Hkv, capacity, D]`` of one shape and type.
+        """Make the table of planes ``[Hkv, capacity, D]`` of one shape and type.
 
         Raises:
             ValueError: Shapes or types differ, or a last dimension is not dense.
         """
         first = layers[0][0]
-        self.layers, self.shape, self.dtype = len(layers), tuple(first.shape), first.dtype
+        self.layers, self.dtype = len(layers), first.dtype
+        self.heads, self.capacity, self.dim = first.shape[0], first.shape[1], head_width(first)
         self._rows = (ctypes.c_int64 * (6 * len(layers)))()
         self.address = ctypes.addressof(self._rows)
         for index, plane in enumerate(plane for both in layers for plane in both):
-            if (tuple(plane.shape), plane.dtype, plane.stride(2)) != (self.shape, self.dtype, 1):
+            if (plane.shape, plane.dtype, plane.stride(2)) != (first.shape, first.dtype, 1):
                 raise ValueError(
                     f"a plane is {plane.dtype} {tuple(plane.shape)} with strides {plane.stride()}, "
-                    f"expected {self.dtype} {self.shape} with a dense last dimension"
+                    f"expected {self.dtype} {tuple(first.shape)} with a dense last dimension"
                 )
             for at, number in enumerate((plane.data_ptr(), plane.stride(0), plane.stride(1))):
                 self._rows[3 * index + at] = number

@@ -74,21 +74,31 @@ class PackedMatrix:
     @cached_property
     def unpacked(self) -> Tensor | Blocks:
         """The weights in their usual order: float32 ``[outs, ins]``, or blocks."""
-        words = self._rows(self.values.view(torch.int32))
+        return self._unpack(slice(None))
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """The weights of some outputs, int64 ``[n]``: float32 ``[n, ins]``."""
+        found = self._unpack(indices)
+        return found.dequantise() if isinstance(found, Blocks) else found
+
+    def _unpack(self, which: Tensor | slice) -> Tensor | Blocks:
+        words = self._rows(self.values.view(torch.int32), which)
         if self.scales is None:
             return words.view(_TYPES[self.format])[:, : self.ins].float()
         if self.format == "int4":
             both = torch.stack([words & 0x0F0F0F0F, words >> 4 & 0x0F0F0F0F], 2)
             words = both.flatten(1)
-        scale = self._rows(self.scales).float()
-        minimum = None if self.minima is None else self._rows(self.minima).float()
+        scale = self._rows(self.scales, which).float()
+        minimum = None if self.minima is None else self._rows(self.minima, which).float()
         bits = 8 if self.format == "int8" else 4
         return Blocks(words.view(torch.uint8), scale, minimum, bits, self.offset)
 
-    def _rows(self, panels: Tensor) -> Tensor:
-        """``[outs / 16][n][16]`` -> ``[outs, n]``."""
-        found = panels.view(-(-self.outs // _PADDED) * 2, -1, PANEL).transpose(1, 2)
-        return found.flatten(0, 1)[: self.outs]
+    def _rows(self, panels: Tensor, which: Tensor | slice) -> Tensor:
+        """``[outs / 16][n][16]`` -> ``[outs, n]``, of some outputs."""
+        found = panels.view(-(-self.outs // _PADDED) * 2, -1, PANEL)
+        if isinstance(which, Tensor):
+            return found[which // PANEL, :, which % PANEL]
+        return found.transpose(1, 2).flatten(0, 1)[: self.outs][which]
 
     def matrix(self) -> Matrix:
         """The argument of the C kernels; valid as long as this object lives."""

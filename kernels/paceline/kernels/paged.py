@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paceline.kernels.cache_rows import row_width, to_rows
 from paceline.kernels.trees import TreePlan
 
 
@@ -36,6 +37,11 @@ class PagedPlane:
         return self.pool.shape[2]
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Type of the pool."""
+        return self.pool.dtype
+
+    @property
     def shape(self) -> tuple[int, int, int]:
         """``(Hkv, capacity, D)``, the shape of a contiguous cache."""
         return self.pool.shape[1], self.capacity, self.pool.shape[3]
@@ -61,7 +67,13 @@ class PagedPlane:
 
 
 Plane = Tensor | PagedPlane
-"""Keys or values of a layer and sequence: ``[Hkv, capacity, D]``, or the same in pages."""
+"""Keys or values of a layer and sequence: ``[Hkv, capacity, D]``, or the same in pages; see
+:mod:`paceline.kernels.cache_rows` for int8."""
+
+
+def head_width(plane: Plane) -> int:
+    """Width of a head."""
+    return plane.shape[2] - row_width(0, plane.dtype)
 
 
 def span(plane: Plane, start: int, stop: int) -> Tensor:
@@ -76,7 +88,7 @@ def write(plane: Plane, start: int, rows: Tensor) -> None:
     if isinstance(plane, PagedPlane):
         plane.write(torch.arange(start, start + rows.shape[1], device=rows.device), rows)
     else:
-        plane.narrow(1, start, rows.shape[1]).copy_(rows)
+        plane.narrow(1, start, rows.shape[1]).copy_(to_rows(rows, plane.dtype))
 
 
 def as_tensors(planes: Sequence[Plane], plan: TreePlan) -> list[Tensor]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paceline.kernels.cache_rows import from_rows
 from paceline.kernels.paged import Plane, span
 from paceline.kernels.trees import TreePlan
 
@@ -96,7 +97,7 @@ def note_scores(
     for probe in probes:
         segment = plan.segments[probe.segment]
         row = plan.offsets[probe.segment] + probe.node
-        key = span(keys[segment.sequence], 0, segment.start).float()
+        key = from_rows(span(keys[segment.sequence], 0, segment.start)).float()
         heads = q[row].float().view(key.shape[0], -1, q.shape[2])
         scores = torch.matmul(heads, key.transpose(1, 2)) * scale
         if window is not None:

@@ -93,7 +93,7 @@ class Operation:
         out: Buffer it writes.
         layer: Layer of the caches, probes and taps that it uses.
         window: Newest positions that ATTEND or ATTEND_CONTEXT reads; 0: all.
-        table: Embedding ``[V, hidden]`` of EMBED, float32 or bfloat16.
+        table: Embedding ``[V, hidden]`` of EMBED, float32 or bfloat16, or packed.
         norms: The norm of ADD_NORM, or those of query and key heads of ROTATE.
         heads: Heads that ROTATE reads; none of one kind: they are not in its source.
         matrix: The linear layer of MULTIPLY.
@@ -105,7 +105,7 @@ class Operation:
     out: int = 0
     layer: int = 0
     window: int = 0
-    table: Tensor | None = None
+    table: Tensor | PackedMatrix | None = None
     norms: tuple[Norm, ...] = ()
     heads: Heads | None = None
     matrix: Matrix | None = None
@@ -205,9 +205,11 @@ class Recorder:
         self._buffers = [Buffer(0, Extent.SELECTED)]
         self._layers = 0
 
-    def embed(self, table: Tensor) -> int:
+    def embed(self, table: Tensor | PackedMatrix) -> int:
         """The rows of ``table`` ``[V, hidden]`` for the tokens: the residual stream."""
-        return self._add(Kind.EMBED, table.shape[1], Extent.ALL, table=table.contiguous())
+        if isinstance(table, Tensor):
+            return self._add(Kind.EMBED, table.shape[1], Extent.ALL, table=table.contiguous())
+        return self._add(Kind.EMBED, table.ins, Extent.ALL, table=table)
 
     def input(self, width: int) -> int:
         """The run's ``inputs``."""

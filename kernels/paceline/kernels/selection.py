@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.kernels.paged import Plane, span
+from paceline.kernels.cache_rows import from_rows
+from paceline.kernels.paged import Plane, head_width, span
 
 SINKS = 4
 """First positions, always selected: attention sinks (Xiao et al., "Efficient Streaming Language
@@ -94,14 +95,14 @@ class PageBounds:
         first, stop = self._known, length // self._size
         if first == stop:
             return
-        heads, _, dim = keys[0].shape
+        heads, dim = keys[0].shape[0], head_width(keys[0])
         if not first or stop > self._bounds.shape[2]:
             grown = torch.zeros(len(keys), heads, 2 * stop, 2 * dim)
             if first:
                 grown[:, :, :first] = self._bounds[:, :, :first]
             self._bounds = grown
         for bounds, layer in zip(self._bounds, keys, strict=True):
-            pages = span(layer, first * self._size, stop * self._size)
+            pages = from_rows(span(layer, first * self._size, stop * self._size))
             pages = pages.unflatten(1, (-1, self._size))
             bounds[:, first:stop, :dim], bounds[:, first:stop, dim:] = pages.aminmax(dim=2)
         self._known = stop

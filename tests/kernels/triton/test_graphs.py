@@ -17,7 +17,7 @@ CONFIG = DecoderConfig(
     vocab_size=50, max_position=1024, norm_eps=1e-5,
     rope_inv_freq=tuple(0.3**i for i in range(16)), rope_scaling=1.0, windows=(None, 40),
     qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=True, tied=True, eos_token_ids=(),
-    bos_token_id=None, dtype=torch.float32, weights="float32",
+    bos_token_id=None, dtype=torch.float32, kv_dtype=torch.float32, weights="float32",
 )  # fmt: skip
 
 

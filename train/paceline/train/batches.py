@@ -1,7 +1,10 @@
 """Training batches: documents shuffled anew each epoch and cut into rows of equal length."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +13,20 @@ from torch import Tensor
 
 IntArray = npt.NDArray[np.int64]
 _SEPARATOR_PLACE = 0  # every document, so the stream, begins with a separator
+
+
+class Rows(Protocol):
+    """An endless sequence of batches, which can be resumed at any position."""
+
+    position: Position
+
+    def next(self, rows: int, length: int, documents: int | None = None) -> Tensor:
+        """The next batch: int64, indices of tokens."""
+        ...
+
+    def seek(self, position: Position) -> None:
+        """Go on from a position read earlier from `position`."""
+        ...
 
 
 @dataclass

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from paceline.train.batches import Batches, Position
+from paceline.train.batches import Position, Rows
 from paceline.train.identity import cleared
 from paceline.train.optim import Optimizer
 
@@ -49,7 +49,7 @@ class Progress:
 
 
 def save_run(
-    folder: Path, model: nn.Module, optimizer: Optimizer, batches: Batches, progress: Progress
+    folder: Path, model: nn.Module, optimizer: Optimizer, batches: Rows, progress: Progress
 ) -> None:
     """Write everything that a bit-exact resumption needs: weights, optimizer, data position, RNG.
 
@@ -69,7 +69,7 @@ def save_run(
 
 
 def load_run(
-    folder: Path, model: nn.Module, optimizer: Optimizer, batches: Batches
+    folder: Path, model: nn.Module, optimizer: Optimizer, batches: Rows
 ) -> Progress | None:
     """Restore what `save_run` wrote; None if `folder` holds no run.
 

@@ -1,4 +1,4 @@
-"""`paceline train target`, `lm`, `longspec`, `dspark`, `budget` and `online`."""
+"""`paceline train target`, `lm`, `longspec`, `dspark`, `budget`, `online` and `own-text`."""
 
 from __future__ import annotations
 
@@ -83,6 +83,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--old-share", type=float, metavar="S",
         help="share of tokens from other texts than the recorded ones, against forgetting",
     )  # fmt: skip
+    own = commands.add_parser("own-text", help="let an instruct model write conversations")
+    _add_target(own)
+    own.add_argument("--data", default="stdlib", help="'stdlib' or a folder of text files")
+    own.add_argument("--count", type=int, default=1024, help="number of conversations")
+    own.add_argument("--seed", type=int, default=0, help="other seeds give other conversations")
+    own.add_argument("--weights", default="int8", help="format of the target's weights")
+    own.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="JSON lines; an old file is extended",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -95,7 +108,8 @@ def run(args: argparse.Namespace) -> int:
     except (OSError, ValueError, RuntimeError) as error:
         print(f"paceline train: {error}", file=sys.stderr)
         return 1
-    print(f"{args.out} is ready; its numbers are in {args.out / 'README.md'}")
+    card = args.out / "README.md"
+    print(f"{args.out} is ready" + (f"; its numbers are in {card}" if card.is_file() else ""))
     return 0
 
 
@@ -117,6 +131,7 @@ def _lm(args: argparse.Namespace) -> None:
 
 
 def _longspec(args: argparse.Namespace) -> None:
+    from paceline.train.longspec.instruct import train_longspec_instruct
     from paceline.train.longspec.run import train_longspec
 
     preset = LONGSPEC_PRESETS[args.preset]
@@ -125,7 +140,8 @@ def _longspec(args: argparse.Namespace) -> None:
         offset=preset.offset and not args.no_offset,
         noise=preset.noise and not args.no_noise,
     )
-    train_longspec(args.target, _corpus(args), preset, _run(args, preset), args.out)
+    train = train_longspec_instruct if preset.conversations else train_longspec
+    train(args.target, _corpus(args), preset, _run(args, preset), args.out)
 
 
 def _dspark(args: argparse.Namespace) -> None:
@@ -163,9 +179,20 @@ def _online(args: argparse.Namespace) -> None:
     train_online(args.target, args.start, args.recordings, corpus, preset, run, args.out)
 
 
+def _own_text(args: argparse.Namespace) -> None:
+    from paceline.decoder import Decoder
+    from paceline.train.conversations import write_conversations
+    from paceline.train.tokenizer import encode_all, load_tokenizer
+
+    tokenizer = load_tokenizer(args.target)
+    documents = encode_all(tokenizer, _corpus(args).train)
+    decoder = Decoder.load(args.target, args.weights)
+    write_conversations(decoder, tokenizer, documents, args.count, args.out, args.seed)
+
+
 _COMMANDS = {
     "target": _target, "lm": _lm, "longspec": _longspec, "dspark": _dspark, "budget": _budget,
-    "online": _online,
+    "online": _online, "own-text": _own_text,
 }  # fmt: skip
 
 
@@ -222,8 +249,15 @@ def _add_common(
 
 def _add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--target", type=Path, default=_DEMO / "target", help="model folder of the target"
+        "--target", type=_model, default=_DEMO / "target", help="the target: a path or a name"
     )
+
+
+def _model(text: str) -> Path:
+    """A model's path or name. Imported here because `gpu-train` runs without grpc."""
+    from paceline.harness.models import model_path
+
+    return model_path(text)
 
 
 _Number = TypeVar("_Number", int, float)

@@ -13,7 +13,7 @@ from accelerate import PartialState
 from torch import nn
 
 from paceline.decoder import Decoder
-from paceline.train.batches import Batches
+from paceline.train.batches import Batches, Rows
 from paceline.train.checkpoint import Progress
 from paceline.train.corpus import Corpus
 from paceline.train.drafter_models import DrafterModel
@@ -96,7 +96,7 @@ class Objective:
 def train_drafter(
     drafter: DrafterModel,
     objective: Objective,
-    batches: Batches,
+    batches: Rows,
     plan: Plan,
     run: Run,
     heldout: Heldout,
@@ -133,7 +133,7 @@ def rounds_section(rounds: Rounds) -> str:
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     return f"""## Measured
 
-Texts that the target wrote after the beginnings of files. Accepted length is the mean number of
+Held-out texts that the target wrote. Accepted length is the mean number of
 tokens emitted per round, the bonus token included. Position columns: share of rounds in which a
 drafted token was accepted at that position.
 

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
-from paceline.train.batches import Batches
+from paceline.train.batches import Rows
 from paceline.train.checkpoint import Progress, load_run, save_run
 from paceline.train.interrupt import Interrupts
 from paceline.train.optim import Optimizer
@@ -48,7 +48,7 @@ class Run:
 def train(
     model: nn.Module,
     loss: Loss,
-    batches: Batches,
+    batches: Rows,
     optimizer: Optimizer,
     plan: Plan,
     run: Run,

@@ -10,7 +10,7 @@ import subprocess
 from paceline.bench.drills.drill import Drill, Outcome
 from paceline.bench.drills.load import Text
 from paceline.bench.drills.world import Services, World
-from paceline.client import CapacityError
+from paceline.client import InvalidRequestError
 from paceline.verifier.kv.layout import BLOCK_TOKENS
 
 _SHM_MIB = 10
@@ -22,12 +22,12 @@ async def out_of_kv(world: World) -> Outcome:
     verifier = world.verifier_process("--kv-bytes=14MiB")
     async with world.services(verifier=verifier) as services:
         outcome = await _overload(services, world.texts)
-        # The whole context can never fit: the refusal must be immediate and final.
+        # This prompt can never fit: the refusal must be immediate and final.
         try:
-            await services.client.generate([1], max_new_tokens=4000)
+            await services.client.generate([1] * 4000, max_new_tokens=1)
             refused = False
-        except CapacityError as error:
-            refused = error.retry_after is None
+        except InvalidRequestError as error:
+            refused = error.reason == "PROMPT_TOO_LONG"
         outcome.checks["what never fits is refused"] = refused
         await services.end(outcome)
     return outcome

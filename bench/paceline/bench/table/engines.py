@@ -119,7 +119,7 @@ class Paceline:
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
-            options = ["--share-weights", "--lease-seconds=7200"]
+            options = ["--lease-seconds=7200"]
             pair = stack.enter_context(services(*self._arguments, verifier=options))
             self._client = await stack.enter_async_context(pair.client())
             self._always = await stack.enter_async_context(pair.client(ALWAYS))
@@ -264,7 +264,7 @@ class Program:
     """
 
     concurrent = False
-    modes = (NONE, "prompt lookup")
+    modes: tuple[str, ...] = (NONE, "prompt lookup")
 
     def __init__(
         self, library: str, python: str, model: Path, eos: Sequence[int], every: int = 1

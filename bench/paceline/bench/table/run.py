@@ -22,6 +22,7 @@ from paceline.bench.table.engines import Engine, Paceline, Program, Server, llam
 from paceline.bench.table.figures import Sample, markdown, summarize, table
 from paceline.bench.table.measure import Limits, Phase, Prompts, measure
 from paceline.bench.table.picture import draw
+from paceline.cli.shipped import drafters_for
 from paceline.decoder import ModelSource, open_model
 from paceline.harness import read_prompts
 
@@ -120,9 +121,9 @@ def encode(source: ModelSource, prompts: list[str | list[int]]) -> list[list[int
         if not template:
             return list(tokenizer.encode(text).ids)
         turns = [{"role": "user", "content": text}]
-        [rendered], _ = render_jinja_template(
+        rendered = render_jinja_template(
             [turns], chat_template=template, add_generation_prompt=True
-        )
+        )[0][0]
         return list(tokenizer.encode(rendered, add_special_tokens=False).ids)
 
     return [ids(each) if isinstance(each, str) else each for each in prompts]
@@ -145,7 +146,8 @@ def contestants(
     args: argparse.Namespace, models: Models, source: ModelSource, phase: Phase
 ) -> Iterator[Engine]:
     """Engines of a phase that are here. Slow ones answer fewer prompts, and only greedily."""
-    drafters = dict(spec.split("=", 1) for spec in args.drafter) or models.drafters
+    shipped = [*drafters_for(models.target), f"selfspec=selfspec:{models.target},weights=int4"]
+    drafters = dict(spec.split("=", 1) for spec in args.drafter or shipped)
     for weights in args.weights:
         yield Paceline(
             models.target,

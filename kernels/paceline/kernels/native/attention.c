@@ -10,6 +10,8 @@
  *   of FMAs over the chunk's positions; weights are summed in WIDTH partial sums.
  * - The results of the chunks are merged one after the other. A hidden position has weight exactly 0
  *   and changes nothing; a chunk without visible positions is skipped.
+ * Keys and values in 8 bits are multiplied as whole numbers. The scale of a key multiplies its scores,
+ * that of a value its weights.
  * attention_tiles.h takes the two products in another order, with the same property. */
 #include <omp.h>
 #include <stdlib.h>
@@ -121,17 +123,18 @@ static void score_any(const Tile *t, const Buffers *m, int64_t first, int64_t st
 static void weigh_paths(const Tile *t, const Buffers *m, int64_t base, float *part) {
   const Block *b = t->block;
   const int64_t dim = t->plan->dim;
+  const int type = (int)t->plan->kv_type;
   for (int64_t r = 0; r < t->rows; r++) {
     const int64_t n = t->node + r / t->group, at = position(t, n);
     const int32_t *path = b->paths + b->path_starts[n];
     for (int64_t c = most(base, b->start); c < least(base + CHUNK, at + 1); c++) {
-      const vec w = splat(m->scores[r * STRIDE + c - base]);
+      float weight = m->scores[r * STRIDE + c - base];
       const int64_t slot = t->head * t->v->head_stride +
                            (b->start + path[c - b->start]) * t->v->slot_stride;
+      if (type == KV_INT8) weight *= scale_of(t->v, slot, dim);
       for (int64_t d = 0; d < dim; d += LANES) {
         float *sum = part + r * t->width + d;
-        store_f32(sum, fma_(w, load_any(t->v->data, slot + d, (int)t->plan->kv_bf16),
-                            load_f32(sum)));
+        store_f32(sum, fma_(splat(weight), load_kv(t->v->data, slot + d, type), load_f32(sum)));
       }
     }
   }

@@ -2,6 +2,7 @@
 #ifndef PACELINE_ATTENTION_H
 #define PACELINE_ATTENTION_H
 
+#include "cache_rows.h"
 #include "numerics.h"
 #include "vectors.h"
 
@@ -25,7 +26,7 @@ typedef struct {
 
 typedef struct {
   int64_t q_heads, kv_heads, dim, window; /* window 0: none */
-  int64_t q_bf16, kv_bf16, out_bf16;
+  int64_t q_bf16, kv_type, out_bf16; /* kv_type: KV_F32, KV_BF16 or KV_INT8 */
   int64_t blocks;
   const Block *block;
   int64_t tiles;
@@ -94,7 +95,7 @@ typedef struct {
   float *q, *panel, *scores, *tree, *part, *total;
 } Buffers;
 
-INLINE int in_tiles(const Plan *p) { return amx_numerics && p->kv_bf16; }
+INLINE int in_tiles(const Plan *p) { return amx_numerics && p->kv_type == KV_BF16; }
 
 /* Position of a node. */
 INLINE int64_t position(const Tile *t, int64_t n) {

@@ -25,6 +25,7 @@ INLINE ivec low_halves(ivec x) { return _mm512_and_si512(x, splat_i32(0x0f0f0f0f
 INLINE ivec high_halves(ivec x) { return low_halves(_mm512_srli_epi32(x, 4)); }
 INLINE ivec add_i32(ivec a, ivec b) { return _mm512_add_epi32(a, b); }
 INLINE vec to_float(ivec x) { return _mm512_cvtepi32_ps(x); }
+INLINE vec as_float(ivec x) { return _mm512_castsi512_ps(x); }
 INLINE vec load_f16(const uint16_t *p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 }
@@ -36,6 +37,7 @@ INLINE ivec low_halves(ivec x) { return _mm256_and_si256(x, splat_i32(0x0f0f0f0f
 INLINE ivec high_halves(ivec x) { return low_halves(_mm256_srli_epi32(x, 4)); }
 INLINE ivec add_i32(ivec a, ivec b) { return _mm256_add_epi32(a, b); }
 INLINE vec to_float(ivec x) { return _mm256_cvtepi32_ps(x); }
+INLINE vec as_float(ivec x) { return _mm256_castsi256_ps(x); }
 INLINE vec load_f16(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
 #else
 INLINE ivec load_i32(const void *p) {
@@ -48,6 +50,7 @@ INLINE ivec low_halves(ivec x) { return x & 0x0f0f0f0f; }
 INLINE ivec high_halves(ivec x) { return (x >> 4) & 0x0f0f0f0f; }
 INLINE ivec add_i32(ivec a, ivec b) { return a + b; }
 INLINE vec to_float(ivec x) { return __builtin_convertvector(x, vec); }
+INLINE vec as_float(ivec x) { return (vec)x; }
 INLINE vec load_f16(const uint16_t *p) {
   return (vec){half_to_float(p[0]), half_to_float(p[1]), half_to_float(p[2]), half_to_float(p[3])};
 }
@@ -66,8 +69,7 @@ INLINE int32_t word_at(const void *p) {
 #if LANES == 16 && defined(__AVX512VNNI__)
 typedef int8_t activation;
 INLINE ivec dot(ivec sum, ivec weights, const activation *a) {
-  sum = _mm512_dpbusd_epi32(sum, weights, splat_i32(word_at(a)));
-  IN_ORDER(sum);
+  __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(splat_i32(word_at(a))));
   return sum;
 }
 #elif LANES == 8 && defined(__AVXVNNI__)

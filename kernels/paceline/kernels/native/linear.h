@@ -17,7 +17,7 @@
  *   8 and 4 bit, w = scale * (value - offset) + minimum in blocks of 32 inputs: activations are
  *   quantised block by block (below), the sum of a block is exact in int32. In rising order of the
  *   blocks
- *     acc = fma((float)sum((value - offset) * a), scale * a_scale, acc)
+ *     acc = fma(fma((float)sum((value - offset) * a), scale, 0), a_scale, acc)
  *     acc = fma(minimum, a_scale * (float)sum(a), acc)     where there are minima
  *   and at last acc + bias.
  * Activations of a block: m = max|x|, a_scale = m / 127, a = x * (1 / a_scale) rounded to the nearest
@@ -47,5 +47,8 @@ void linear_prepare(const Matrix *m, const float *x, int64_t rows, void *scratch
 int64_t linear_items(const Matrix *m, int64_t rows);
 void linear_item(const Matrix *m, const float *x, const void *scratch, int64_t rows, float *out,
                  int64_t item);
+
+/* One row of the weights: ins floats. */
+void linear_row(const Matrix *m, int64_t row, float *out);
 
 #endif

@@ -7,8 +7,10 @@
 #include "linear_units.h"
 
 #define BLOCK_INS 32
+#define SHIFT 12582912.0f /* 3 * 2^22: a float whose last bit is 1 */
+#define SHIFT_BITS 0x4b400000
 #if LANES == 16 && !defined(SPLIT_ACTIVATIONS)
-#define BLOCK_ROWS 6 /* integer and float sums of two vectors fill 32 registers */
+#define BLOCK_ROWS 8 /* two vectors of integer sums a row in registers; most totals are in memory */
 #elif LANES == 16
 #define BLOCK_ROWS 4
 #elif LANES == 8
@@ -20,7 +22,7 @@
 /* What a row's activations in one block of inputs contribute beside their values. */
 typedef struct {
   float scale, sum; /* sum: scale times the sum of the values */
-  int32_t start;    /* of the integer sum: what the offset of the weights takes away */
+  int32_t start;    /* of the integer sum: SHIFT less what the offset of the weights takes away */
   int32_t unused;   /* keeps the size a multiple of 16 */
 } Factors;
 
@@ -47,13 +49,13 @@ INLINE Factors quantise(const float *x, int64_t offset, int32_t value[BLOCK_INS]
     inverse = 1.0f / scale;
   }
   for (int i = 0; i < BLOCK_INS; i++) { /* the addition rounds to a whole number, ties to even */
-    const float rounded = x[i] * inverse + 12582912.0f;
+    const float rounded = x[i] * inverse + SHIFT;
     int32_t whole;
     memcpy(&whole, &rounded, sizeof whole);
-    value[i] = inverse == 0.0f ? 0 : whole - 0x4b400000;
+    value[i] = inverse == 0.0f ? 0 : whole - SHIFT_BITS;
     sum += value[i];
   }
-  return (Factors){scale, scale * (float)sum, (int32_t)-offset * sum, 0};
+  return (Factors){scale, scale * (float)sum, SHIFT_BITS - (int32_t)offset * sum, 0};
 }
 
 /* Row `row` of x. Within a block of rows, activations are in the order [ins / 32][rows]. */
@@ -79,6 +81,13 @@ INLINE vec load_scale(const char *p, int64_t block, int f16) {
   return f16 ? load_f16((const uint16_t *)p + block * PANEL) : load_f32((const float *)p + block * PANEL);
 }
 
+/* Sums of a block, with SHIFT, times the scales of the weights: one rounding. SHIFT makes a whole
+ * number the low bits of a float. Its product with a float16 scale is exact. */
+INLINE vec scaled(ivec sum, vec scale, vec shift, int f16) {
+  if (f16) return fma_(as_float(sum), scale, shift);
+  return fma_(to_float(add_i32(sum, splat_i32(-SHIFT_BITS))), scale, splat(0.0f));
+}
+
 /* UNIT outputs, from `first` on, of `rows` rows. */
 INLINE void quantised_block(const int rows, const int four, const Matrix *m, const Activations *a,
                             float *out, int64_t first) {
@@ -86,7 +95,7 @@ INLINE void quantised_block(const int rows, const int four, const Matrix *m, con
   const int f16 = (int)m->scales_f16, factor = f16 ? 2 : 4;
   const char *weights[VECTORS], *scales[VECTORS], *minima[VECTORS];
   vec total[BLOCK_ROWS][VECTORS];
-  float sums[BLOCK_ROWS * UNIT];
+  float totals[BLOCK_ROWS * UNIT];
 #pragma GCC unroll 4
   for (int v = 0; v < VECTORS; v++) {
     const int64_t at = first + v * LANES, factors = blocks * PANEL * factor;
@@ -94,18 +103,18 @@ INLINE void quantised_block(const int rows, const int four, const Matrix *m, con
     scales[v] = place(m->scales, factors, PANEL * factor, at);
     minima[v] = m->minima ? place(m->minima, factors, PANEL * factor, at) : 0;
   }
-#pragma GCC unroll 6
+#pragma GCC unroll 8
   for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; v++) total[r][v] = splat(0.0f);
 #pragma GCC unroll 1
   for (int64_t b = 0; b < blocks; b++, a += rows) {
     ivec sum[BLOCK_ROWS][VECTORS];
-#pragma GCC unroll 6
+#pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
       for (int v = 0; v < VECTORS; v++) sum[r][v] = splat_i32(a[r].factors.start);
-#pragma GCC unroll 1
+#pragma GCC unroll 4
     for (int i = 0; i < BLOCK_INS; i += 8) {
       ivec line[VECTORS];
 #pragma GCC unroll 4
@@ -118,7 +127,7 @@ INLINE void quantised_block(const int rows, const int four, const Matrix *m, con
           w[v] = next ? load_i32(weights[v] + 64) : line[v];
           if (four) w[v] = next ? high_halves(line[v]) : low_halves(line[v]);
         }
-#pragma GCC unroll 6
+#pragma GCC unroll 8
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
           for (int v = 0; v < VECTORS; v++)
@@ -129,25 +138,21 @@ INLINE void quantised_block(const int rows, const int four, const Matrix *m, con
     }
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; v++) {
-      const vec scale = load_scale(scales[v], b, f16);
-#pragma GCC unroll 6
-      for (int r = 0; r < rows; r++)
-        total[r][v] = fma_(to_float(sum[r][v]), scale * splat(a[r].factors.scale), total[r][v]);
-    }
-    if (m->minima)
-#pragma GCC unroll 4
-      for (int v = 0; v < VECTORS; v++) {
-        const vec minimum = load_scale(minima[v], b, f16);
-#pragma GCC unroll 6
-        for (int r = 0; r < rows; r++)
-          total[r][v] = fma_(minimum, splat(a[r].factors.sum), total[r][v]);
+      const vec scale = load_scale(scales[v], b, f16), shift = scale * splat(-SHIFT);
+      const vec minimum = m->minima ? load_scale(minima[v], b, f16) : scale;
+#pragma GCC unroll 8
+      for (int r = 0; r < rows; r++) {
+        const vec x = scaled(sum[r][v], scale, shift, f16);
+        total[r][v] = fma_(x, splat(a[r].factors.scale), total[r][v]);
+        if (m->minima) total[r][v] = fma_(minimum, splat(a[r].factors.sum), total[r][v]);
       }
+    }
   }
-#pragma GCC unroll 6
+#pragma GCC unroll 8
   for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; v++) store_f32(sums + r * UNIT + v * LANES, total[r][v]);
-  finish(m, rows, sums, UNIT, out, first);
+    for (int v = 0; v < VECTORS; v++) store_f32(totals + r * UNIT + v * LANES, total[r][v]);
+  finish(m, rows, totals, UNIT, out, first);
 }
 
 #define QUANTISED_CASE(n) \
@@ -163,8 +168,8 @@ INLINE void quantised_rows(int64_t rows, const int four, const Matrix *m, const 
 #if BLOCK_ROWS >= 4
     QUANTISED_CASE(4)
 #endif
-#if BLOCK_ROWS == 6
-    QUANTISED_CASE(5) QUANTISED_CASE(6)
+#if BLOCK_ROWS == 8
+    QUANTISED_CASE(5) QUANTISED_CASE(6) QUANTISED_CASE(7) QUANTISED_CASE(8)
 #endif
   }
 }

@@ -1,5 +1,5 @@
 /* Linear layers in plain C, one number after the other: the reference that every level is compared
- * with when it is loaded. It shares no code with the levels but the conversion of float16. */
+ * with when it is loaded, and the rows of packed weights. It shares no code with the levels but the conversion of float16. */
 #include <stdlib.h>
 
 #include "dots.h"
@@ -38,6 +38,18 @@ static float scale_at(const Matrix *m, const void *scales, int64_t out, int64_t 
   return ((const float *)scales)[at];
 }
 
+void linear_row(const Matrix *m, int64_t row, float *out) {
+  for (int64_t k = 0; k < m->ins; k++) {
+    if (m->format <= LINEAR_BF16) {
+      out[k] = weight_at(m, row, k);
+      continue;
+    }
+    const int64_t block = k / BLOCK_INS;
+    out[k] = (float)(stored_at(m, row, k) - m->offset) * scale_at(m, m->scales, row, block);
+    if (m->minima) out[k] += scale_at(m, m->minima, row, block);
+  }
+}
+
 static float quantise_plain(const float x[BLOCK_INS], int32_t a[BLOCK_INS]) {
   float largest = 0.0f;
   for (int i = 0; i < BLOCK_INS; i++) a[i] = 0;
@@ -64,7 +76,7 @@ static float output(const Matrix *m, const float *x, int64_t out) {
         sum += a[i] * (stored_at(m, out, b * BLOCK_INS + i) - (int32_t)m->offset);
         plain += a[i];
       }
-      total = fmaf((float)sum, scale_at(m, m->scales, out, b) * scale, total);
+      total = fmaf(fmaf((float)sum, scale_at(m, m->scales, out, b), 0.0f), scale, total);
       if (m->minima) total = fmaf(scale_at(m, m->minima, out, b), scale * (float)plain, total);
     }
   return m->bias ? total + m->bias[out] : total;

@@ -103,10 +103,12 @@ INLINE void scale_sums(const Matrix *m, int64_t rows, const int32_t *sums, const
     const char *scales = (const char *)m->scales + v * size;
     const char *minima = m->minima ? (const char *)m->minima + v * size : scales;
     const vec scale = load_scale(scales, at, f16), minimum = load_scale(minima, at, f16);
+    const vec shift = scale * splat(-SHIFT);
     for (int64_t r = 0; r < rows; r++) {
       const ivec sum = add_i32(load_i32(sums + r * PAIR + v), splat_i32(factors[r].start));
       float *to = total + r * PAIR + v;
-      vec acc = fma_(to_float(sum), scale * splat(factors[r].scale), load_f32(to));
+      const vec x = scaled(sum, scale, shift, f16);
+      vec acc = fma_(x, splat(factors[r].scale), load_f32(to));
       if (m->minima) acc = fma_(minimum, splat(factors[r].sum), acc);
       store_f32(to, acc);
     }

@@ -80,14 +80,14 @@ static void multiply(int64_t columns, int64_t rows, const float *a, int64_t a_st
 static void transpose_keys(const Tile *t, int64_t slot, int64_t stop, int64_t columns,
                            float *panel) {
   const int64_t dim = t->plan->dim, stride = t->k->slot_stride;
-  const int bf16 = (int)t->plan->kv_bf16;
+  const int type = (int)t->plan->kv_type;
   for (int64_t part = 0; part < columns; part += LANES) {
     float *out = panel + part;
     int64_t at[LANES], d = 0;
     vec x[LANES];
     for (int64_t i = 0; i < LANES; i++)
       at[i] = t->head * t->k->head_stride + least(slot + part + i, stop - 1) * stride;
-    for (; bf16 && d + 2 * LANES <= dim; d += 2 * LANES) { /* pairs of values move as one */
+    for (; type == KV_BF16 && d + 2 * LANES <= dim; d += 2 * LANES) { /* pairs move as one */
       const uint16_t *from = (const uint16_t *)t->k->data + d;
       for (int64_t i = 0; i < LANES; i++) {
         x[i] = load_f32((const float *)(from + at[i]));
@@ -101,12 +101,37 @@ static void transpose_keys(const Tile *t, int64_t slot, int64_t stop, int64_t co
         store_f32(out + (d + 2 * i + 1) * columns, odd);
       }
     }
+    for (; type == KV_INT8 && d + 4 * LANES <= dim; d += 4 * LANES) { /* 4 bytes too */
+      const int8_t *from = (const int8_t *)t->k->data + d;
+      for (int64_t i = 0; i < LANES; i++) {
+        x[i] = load_f32((const float *)(from + at[i]));
+        __builtin_prefetch(from + at[i] + AHEAD * stride, 0, 2);
+      }
+      transpose(x);
+      for (int64_t i = 0; i < LANES; i++)
+#pragma GCC unroll 4
+        for (int byte = 0; byte < 4; byte++)
+          store_f32(out + (d + 4 * i + byte) * columns, byte_of(x[i], byte));
+    }
     for (; d < dim; d += LANES) {
-      for (int64_t i = 0; i < LANES; i++) x[i] = load_any(t->k->data, at[i] + d, bf16);
+      for (int64_t i = 0; i < LANES; i++) x[i] = load_kv(t->k->data, at[i] + d, type);
       transpose(x);
       for (int64_t i = 0; i < LANES; i++) store_f32(out + (d + i) * columns, x[i]);
     }
   }
+}
+
+/* Multiplies columns of all rows with the scales of slots first .. stop of one of the caches; the
+ * columns up to the next whole vector stay as they are. At most COLUMNS or DEPTH slots. */
+static void scale_columns(const Tile *t, const Cache *c, int64_t first, int64_t stop, float *out,
+                          int64_t stride) {
+  const int64_t count = stop - first, at = t->head * c->head_stride;
+  float scales[COLUMNS > DEPTH ? COLUMNS : DEPTH];
+  for (int64_t i = 0; i < round_up(count, LANES); i++)
+    scales[i] = i < count ? scale_of(c, at + (first + i) * c->slot_stride, t->plan->dim) : 1.0f;
+  for (int64_t r = 0; r < t->rows; r++)
+    for (int64_t i = 0; i < count; i += LANES)
+      store_f32(out + r * stride + i, load_f32(out + r * stride + i) * load_f32(scales + i));
 }
 
 /* Scores of slots first .. stop of all rows, to column slot - first of `out`. */
@@ -118,6 +143,8 @@ static void score(const Tile *t, const Buffers *m, int64_t first, int64_t stop, 
     const Panel panel = {m->panel, columns, 0};
     transpose_keys(t, slot, stop, columns, m->panel);
     multiply(columns, t->rows, m->q, dim, panel, dim, 0, out + (slot - first), stride);
+    if (t->plan->kv_type == KV_INT8)
+      scale_columns(t, t->k, slot, least(slot + columns, stop), out + (slot - first), stride);
   }
 }
 
@@ -125,19 +152,21 @@ static void score(const Tile *t, const Buffers *m, int64_t first, int64_t stop, 
 static void weigh_values(const Tile *t, const Buffers *m, int64_t first, int64_t stop,
                          float *part) {
   const int64_t dim = t->plan->dim, stride = t->v->slot_stride;
-  const int bf16 = (int)t->plan->kv_bf16, convert = bf16 && t->rows > ROWS;
+  const int type = (int)t->plan->kv_type;
+  const int convert = type == KV_INT8 || (type == KV_BF16 && t->rows > ROWS);
   for (int64_t slot = first; slot == first || slot < stop; slot += DEPTH) {
     const int64_t depth = least(DEPTH, stop - slot); /* 0: results are 0 */
-    const float *weights = m->scores + slot - first;
+    float *weights = m->scores + slot - first;
+    if (type == KV_INT8) scale_columns(t, t->v, slot, slot + depth, weights, STRIDE);
     for (int64_t d = 0, columns; d < dim; d += columns) {
       columns = d + COLUMNS <= dim ? COLUMNS : LANES;
       const int64_t at = t->head * t->v->head_stride + slot * stride + d;
-      Panel panel = {(const char *)t->v->data + at * (bf16 ? 2 : 4), stride, bf16};
+      Panel panel = {(const char *)t->v->data + at * kv_size(type), stride, type == KV_BF16};
       if (convert) {
         for (int64_t k = 0; k < depth; k++)
           for (int64_t i = 0; i < columns; i += LANES)
             store_f32(m->panel + k * columns + i,
-                      load_bf16((const uint16_t *)panel.data + k * stride + i));
+                      load_kv(panel.data, k * stride + i, type));
         panel = (Panel){m->panel, columns, 0};
       }
       multiply(columns, t->rows, weights, STRIDE, panel, depth, slot > first, part + d, t->width);

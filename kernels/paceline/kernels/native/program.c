@@ -153,7 +153,7 @@ static int64_t begin_attention(State *s, const Operation *o) {
   show_caches(s, context ? r->contexts : r->caches, o->layer);
   if (r->queries && !context) copy_queries(s, o);
   s->plan = (Plan){.q_heads = p->q_heads, .kv_heads = p->kv_heads, .dim = p->dim,
-                   .window = o->window, .kv_bf16 = context ? r->context_bf16 : r->kv_bf16,
+                   .window = o->window, .kv_type = context ? r->context_type : r->kv_type,
                    .scale = (float)p->scale, .blocks = r->blocks,
                    .block = context ? r->context_block : r->block, .tiles = s->tiles,
                    .tile = r->tile + 3 * s->tile};
@@ -198,6 +198,10 @@ static int64_t begin_stage(State *s) {
 static void embed(const State *s, const Operation *o, int64_t row) {
   const int64_t width = s->program->buffer[o->out].width, token = s->run->tokens[s->first + row];
   float *out = rows_of(s, o->out) + row * width;
+  if (o->second) {
+    linear_row(o->second, token, out);
+    return;
+  }
   for (int64_t i = 0; i < width; i += LANES)
     store_f32(out + i, load_any(o->weight, token * width + i, (int)o->bf16));
 }
@@ -216,7 +220,7 @@ static void rotate_heads(const State *s, const Operation *o, int64_t row) {
   const Heads heads = {.q_heads = o->q_heads, .kv_heads = o->kv_heads, .dim = p->dim,
                        .q_weight = o->weight, .k_weight = o->second, .eps = (float)o->eps};
   rotate_row(&heads, rows_of(s, o->in), 0, row, r->table + r->position[at] * p->dim,
-             rows_of(s, o->out), s->keys + of, s->values + of, s->slot[at], (int)r->kv_bf16);
+             rows_of(s, o->out), s->keys + of, s->values + of, s->slot[at], (int)r->kv_type);
 }
 
 static void run_row(const State *s, const Operation *o, int64_t row) {

@@ -11,7 +11,7 @@ enum {
 };
 
 /* One operation. Of the fields each kind uses some; `in`, `delta` and `out` are buffers.
- * EMBED    out = rows of the table `weight` [vocabulary, width of out]
+ * EMBED    out = rows of the table `weight` [vocabulary, width of out], or of the Matrix `second`
  * INPUT    out = the caller's rows
  * ADD_NORM in += delta (0: nothing); out = norm(in) * weight
  * MULTIPLY out = in times the Matrix `weight`
@@ -64,12 +64,12 @@ typedef struct {
   const float *table;         /* cosines and sines [positions, D] */
   int64_t sequences;
   const Cache *const *caches; /* of every sequence: [layers][keys, values] */
-  int64_t kv_bf16;
+  int64_t kv_type;           /* KV_F32, KV_BF16 or KV_INT8 */
   int64_t blocks;
   const Block *block;
   const Cache *const *contexts; /* of every context: [layers][keys, values] */
   const Block *context_block;   /* [blocks]: the rows of `block` as nodes that attend to a context */
-  int64_t context_bf16;
+  int64_t context_type;
   const void *inputs;           /* of INPUT: [rows, width] */
   int64_t inputs_bf16;
   int64_t tiles;

@@ -22,7 +22,7 @@ void paceline_gate(const void *gate_up, void *out, int64_t rows, int64_t width, 
 
 typedef struct {
   Heads heads;
-  int64_t rows, heads_bf16, kv_bf16;
+  int64_t rows, heads_bf16, kv_type;
   const int64_t *sequence, *slot, *position; /* of every row */
 } Rotation;
 
@@ -34,5 +34,5 @@ void paceline_rotate(const Rotation *p, const void *heads, const float *table, f
 #pragma omp parallel for if (p->rows * all * dim > MANY)
   for (int64_t r = 0; r < p->rows; r++)
     rotate_row(&p->heads, heads, (int)p->heads_bf16, r, table + p->position[r] * dim, q,
-               keys + p->sequence[r], values + p->sequence[r], p->slot[r], (int)p->kv_bf16);
+               keys + p->sequence[r], values + p->sequence[r], p->slot[r], (int)p->kv_type);
 }

@@ -3,7 +3,7 @@
 #ifndef PACELINE_ROWS_H
 #define PACELINE_ROWS_H
 
-#include "vectors.h"
+#include "cache_rows.h"
 
 #define MAX_DIM 512
 
@@ -71,7 +71,7 @@ INLINE void rotate(const void *from, int64_t at, int bf16, const float *weight, 
 /* Row r of heads [rows, (Hq + 2 Hkv) D] -> row r of the rotated queries q [rows, Hq, D] float32; the
  * rotated keys and the values to `slot` of the caches. table: as for rotate(). */
 INLINE void rotate_row(const Heads *p, const void *heads, int bf16, int64_t r, const float *table,
-                       float *q, const Cache *k, const Cache *v, int64_t slot, int kv_bf16) {
+                       float *q, const Cache *k, const Cache *v, int64_t slot, int kv_type) {
   const int64_t all = p->q_heads + 2 * p->kv_heads, dim = p->dim;
   float x[MAX_DIM];
   for (int64_t h = 0; h < p->q_heads; h++)
@@ -79,11 +79,18 @@ INLINE void rotate_row(const Heads *p, const void *heads, int bf16, int64_t r, c
            (r * p->q_heads + h) * dim, 0);
   for (int64_t h = 0; h < p->kv_heads; h++) {
     const int64_t key = (r * all + p->q_heads + h) * dim, value = key + p->kv_heads * dim;
-    rotate(heads, key, bf16, p->k_weight, p->eps, table, dim, x, k->data,
-           h * k->head_stride + slot * k->slot_stride, kv_bf16);
-    const int64_t to = h * v->head_stride + slot * v->slot_stride;
+    const int64_t key_at = h * k->head_stride + slot * k->slot_stride;
+    const int64_t value_at = h * v->head_stride + slot * v->slot_stride;
+    if (kv_type == KV_INT8) {
+      rotate(heads, key, bf16, p->k_weight, p->eps, table, dim, x, x, 0, 0);
+      store_i8(k, key_at, x, dim);
+      for (int64_t i = 0; i < dim; i += LANES) store_f32(x + i, load_any(heads, value + i, bf16));
+      store_i8(v, value_at, x, dim);
+      continue;
+    }
+    rotate(heads, key, bf16, p->k_weight, p->eps, table, dim, x, k->data, key_at, kv_type);
     for (int64_t i = 0; i < dim; i += LANES)
-      store_any(v->data, to + i, kv_bf16, load_any(heads, value + i, bf16));
+      store_any(v->data, value_at + i, kv_type, load_any(heads, value + i, bf16));
   }
 }
 

@@ -52,7 +52,7 @@ class MapCacheResponse(_message.Message):
     def __init__(self, file: _Optional[_Union[PosixSharedMemory, _Mapping]] = ..., dtype: _Optional[_Union[KvDtype, str]] = ..., committed_length: _Optional[int] = ..., generation: _Optional[int] = ..., lease_ms: _Optional[int] = ..., kv: _Optional[_Union[KvLayout, _Mapping]] = ..., hidden_states: _Optional[_Union[HiddenStateLayout, _Mapping]] = ...) -> None: ...
 
 class KvLayout(_message.Message):
-    __slots__ = ("layers", "heads", "head_dim", "capacity", "head_stride", "position_stride", "pages")
+    __slots__ = ("layers", "heads", "head_dim", "capacity", "head_stride", "position_stride", "pages", "dtype")
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +60,7 @@ class KvLayout(_message.Message):
     HEAD_STRIDE_FIELD_NUMBER: _ClassVar[int]
     POSITION_STRIDE_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
     layers: _containers.RepeatedCompositeFieldContainer[KvLayer]
     heads: int
     head_dim: int
@@ -67,7 +68,8 @@ class KvLayout(_message.Message):
     head_stride: int
     position_stride: int
     pages: KvPages
-    def __init__(self, layers: _Optional[_Iterable[_Union[KvLayer, _Mapping]]] = ..., heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., capacity: _Optional[int] = ..., head_stride: _Optional[int] = ..., position_stride: _Optional[int] = ..., pages: _Optional[_Union[KvPages, _Mapping]] = ...) -> None: ...
+    dtype: KvDtype
+    def __init__(self, layers: _Optional[_Iterable[_Union[KvLayer, _Mapping]]] = ..., heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., capacity: _Optional[int] = ..., head_stride: _Optional[int] = ..., position_stride: _Optional[int] = ..., pages: _Optional[_Union[KvPages, _Mapping]] = ..., dtype: _Optional[_Union[KvDtype, str]] = ...) -> None: ...
 
 class KvLayer(_message.Message):
     __slots__ = ("layer", "key_offset", "value_offset")

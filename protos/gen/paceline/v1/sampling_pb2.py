@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apaceline/v1/sampling.proto\x12\x0bpaceline.v1\"\xe3\x02\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12>\n\nlogit_bias\x18\x08 \x03(\x0b\x32*.paceline.v1.SamplingParams.LogitBiasEntry\x12\x0c\n\x04seed\x18\t \x01(\x06\x12)\n\x04mode\x18\n \x01(\x0e\x32\x1b.paceline.v1.AcceptanceMode\x12\x13\n\x0bjson_schema\x18\x0b \x01(\t\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01*o\n\x0e\x41\x63\x63\x65ptanceMode\x12\x1f\n\x1b\x41\x43\x43\x45PTANCE_MODE_UNSPECIFIED\x10\x00\x12\x1d\n\x19\x41\x43\x43\x45PTANCE_MODE_INVARIANT\x10\x01\x12\x1d\n\x19\x41\x43\x43\x45PTANCE_MODE_REJECTION\x10\x02*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apaceline/v1/sampling.proto\x12\x0bpaceline.v1\"\x83\x03\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12>\n\nlogit_bias\x18\x08 \x03(\x0b\x32*.paceline.v1.SamplingParams.LogitBiasEntry\x12\x0c\n\x04seed\x18\t \x01(\x06\x12)\n\x04mode\x18\n \x01(\x0e\x32\x1b.paceline.v1.AcceptanceMode\x12\x13\n\x0bjson_schema\x18\x0b \x01(\t\x12\r\n\x05regex\x18\x1e \x01(\t\x12\x0f\n\x07grammar\x18\x1f \x01(\t\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01*o\n\x0e\x41\x63\x63\x65ptanceMode\x12\x1f\n\x1b\x41\x43\x43\x45PTANCE_MODE_UNSPECIFIED\x10\x00\x12\x1d\n\x19\x41\x43\x43\x45PTANCE_MODE_INVARIANT\x10\x01\x12\x1d\n\x19\x41\x43\x43\x45PTANCE_MODE_REJECTION\x10\x02*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,12 +33,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_ACCEPTANCEMODE']._serialized_start=401
-  _globals['_ACCEPTANCEMODE']._serialized_end=512
-  _globals['_FINISHREASON']._serialized_start=514
-  _globals['_FINISHREASON']._serialized_end=609
+  _globals['_ACCEPTANCEMODE']._serialized_start=433
+  _globals['_ACCEPTANCEMODE']._serialized_end=544
+  _globals['_FINISHREASON']._serialized_start=546
+  _globals['_FINISHREASON']._serialized_end=641
   _globals['_SAMPLINGPARAMS']._serialized_start=44
-  _globals['_SAMPLINGPARAMS']._serialized_end=399
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=351
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=399
+  _globals['_SAMPLINGPARAMS']._serialized_end=431
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=383
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=431
 # @@protoc_insertion_point(module_scope)

@@ -17,7 +17,7 @@ class GetModelRequest(_message.Message):
     def __init__(self, known_tokenizer_digest: _Optional[str] = ..., omit_tokenizer: _Optional[bool] = ...) -> None: ...
 
 class GetModelResponse(_message.Message):
-    __slots__ = ("name", "architecture", "vocab_size", "max_context", "eos_token_ids", "bos_token_id", "dtype", "target_fingerprint", "tokenizer_digest", "tokenizer_gzip", "chat_template", "max_tree_nodes", "layers", "kv_heads", "head_dim", "hidden_size", "instance_id", "batch_invariant", "lease_ms", "schedules_speculation", "batch_invariance_reason", "numerics", "weights")
+    __slots__ = ("name", "architecture", "vocab_size", "max_context", "eos_token_ids", "bos_token_id", "dtype", "target_fingerprint", "tokenizer_digest", "tokenizer_gzip", "chat_template", "max_tree_nodes", "layers", "kv_heads", "head_dim", "hidden_size", "instance_id", "batch_invariant", "lease_ms", "schedules_speculation", "batch_invariance_reason", "numerics", "weights", "kv_cache_dtype")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,7 @@ class GetModelResponse(_message.Message):
     BATCH_INVARIANCE_REASON_FIELD_NUMBER: _ClassVar[int]
     NUMERICS_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    KV_CACHE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     name: str
     architecture: str
     vocab_size: int
@@ -64,10 +65,11 @@ class GetModelResponse(_message.Message):
     batch_invariance_reason: str
     numerics: str
     weights: str
-    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., dtype: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., tokenizer_gzip: _Optional[bytes] = ..., chat_template: _Optional[str] = ..., max_tree_nodes: _Optional[int] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., hidden_size: _Optional[int] = ..., instance_id: _Optional[str] = ..., batch_invariant: _Optional[bool] = ..., lease_ms: _Optional[int] = ..., schedules_speculation: _Optional[bool] = ..., batch_invariance_reason: _Optional[str] = ..., numerics: _Optional[str] = ..., weights: _Optional[str] = ...) -> None: ...
+    kv_cache_dtype: str
+    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., dtype: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., tokenizer_gzip: _Optional[bytes] = ..., chat_template: _Optional[str] = ..., max_tree_nodes: _Optional[int] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., hidden_size: _Optional[int] = ..., instance_id: _Optional[str] = ..., batch_invariant: _Optional[bool] = ..., lease_ms: _Optional[int] = ..., schedules_speculation: _Optional[bool] = ..., batch_invariance_reason: _Optional[str] = ..., numerics: _Optional[str] = ..., weights: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ...) -> None: ...
 
 class CreateCacheRequest(_message.Message):
-    __slots__ = ("prompt_tokens", "output_tokens", "sampling", "max_new_tokens", "stop_token_ids", "ignore_eos", "logprobs", "top_logprobs", "parent_handle", "hidden_state_layers", "traceparent", "hidden_state_window", "drafter")
+    __slots__ = ("prompt_tokens", "output_tokens", "sampling", "max_new_tokens", "stop_token_ids", "ignore_eos", "logprobs", "top_logprobs", "parent_handle", "hidden_state_layers", "traceparent", "hidden_state_window", "drafter", "prompt_logprobs")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -81,6 +83,7 @@ class CreateCacheRequest(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_STATE_WINDOW_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: _containers.RepeatedScalarFieldContainer[int]
     output_tokens: _containers.RepeatedScalarFieldContainer[int]
     sampling: _sampling_pb2.SamplingParams
@@ -94,7 +97,8 @@ class CreateCacheRequest(_message.Message):
     traceparent: str
     hidden_state_window: int
     drafter: str
-    def __init__(self, prompt_tokens: _Optional[_Iterable[int]] = ..., output_tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., parent_handle: _Optional[bytes] = ..., hidden_state_layers: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ..., hidden_state_window: _Optional[int] = ..., drafter: _Optional[str] = ...) -> None: ...
+    prompt_logprobs: int
+    def __init__(self, prompt_tokens: _Optional[_Iterable[int]] = ..., output_tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., parent_handle: _Optional[bytes] = ..., hidden_state_layers: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ..., hidden_state_window: _Optional[int] = ..., drafter: _Optional[str] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class CreateCacheResponse(_message.Message):
     __slots__ = ("progress", "created")
@@ -113,7 +117,7 @@ class PrefillProgress(_message.Message):
     def __init__(self, prefilled_tokens: _Optional[int] = ..., total_tokens: _Optional[int] = ...) -> None: ...
 
 class CacheCreated(_message.Message):
-    __slots__ = ("handle", "read_grant", "first", "reused_tokens", "generation", "lease_ms", "queue_us", "prefill_us", "node_budget")
+    __slots__ = ("handle", "read_grant", "first", "reused_tokens", "generation", "lease_ms", "queue_us", "prefill_us", "node_budget", "prompt_logprobs", "top_prompt_logprobs")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     READ_GRANT_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
@@ -123,6 +127,8 @@ class CacheCreated(_message.Message):
     QUEUE_US_FIELD_NUMBER: _ClassVar[int]
     PREFILL_US_FIELD_NUMBER: _ClassVar[int]
     NODE_BUDGET_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOP_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     handle: bytes
     read_grant: bytes
     first: RoundResult
@@ -132,7 +138,9 @@ class CacheCreated(_message.Message):
     queue_us: int
     prefill_us: int
     node_budget: int
-    def __init__(self, handle: _Optional[bytes] = ..., read_grant: _Optional[bytes] = ..., first: _Optional[_Union[RoundResult, _Mapping]] = ..., reused_tokens: _Optional[int] = ..., generation: _Optional[int] = ..., lease_ms: _Optional[int] = ..., queue_us: _Optional[int] = ..., prefill_us: _Optional[int] = ..., node_budget: _Optional[int] = ...) -> None: ...
+    prompt_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    top_prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TopLogprobs]
+    def __init__(self, handle: _Optional[bytes] = ..., read_grant: _Optional[bytes] = ..., first: _Optional[_Union[RoundResult, _Mapping]] = ..., reused_tokens: _Optional[int] = ..., generation: _Optional[int] = ..., lease_ms: _Optional[int] = ..., queue_us: _Optional[int] = ..., prefill_us: _Optional[int] = ..., node_budget: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[float]] = ..., top_prompt_logprobs: _Optional[_Iterable[_Union[TopLogprobs, _Mapping]]] = ...) -> None: ...
 
 class VerifyRequest(_message.Message):
     __slots__ = ("handle", "round_id", "tree", "free_run_steps", "deadline_ms", "traceparent")

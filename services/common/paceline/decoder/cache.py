@@ -9,6 +9,7 @@ from torch import Tensor
 
 from paceline.decoder.config import DecoderConfig
 from paceline.kernels import LayerTable
+from paceline.kernels.cache_rows import row_width
 
 _GROWTH = 256
 
@@ -23,8 +24,8 @@ class LocalCache:
     def __init__(self, config: DecoderConfig, device: torch.device | str = "cpu") -> None:
         """Make an empty cache for a model."""
         self._shape = (config.layers, 2, config.kv_heads)
-        self._dim = config.head_dim
-        self._dtype = config.dtype
+        self._width = row_width(config.head_dim, config.kv_dtype)
+        self._dtype = config.kv_dtype
         self._device = device
         self._length = 0
         self._keep(self._allocate(_GROWTH))
@@ -39,7 +40,8 @@ class LocalCache:
         return self._store.shape[3]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, each ``[Hkv, capacity, D]``; stale after ``reserve``."""
+        """Keys and values of a layer, each ``[Hkv, capacity, D]`` (int8 as in
+        :mod:`paceline.kernels.cache_rows`); stale after ``reserve``."""
         return self._views[index]
 
     def reserve(self, nodes: int) -> None:
@@ -102,5 +104,5 @@ class LocalCache:
 
     def _allocate(self, capacity: int) -> Tensor:
         with torch.inference_mode(False):  # tensors of inference mode are read-only outside of it
-            shape = (*self._shape, capacity, self._dim)
+            shape = (*self._shape, capacity, self._width)
             return torch.zeros(shape, dtype=self._dtype, device=self._device)

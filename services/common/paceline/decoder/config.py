@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from paceline.decoder.errors import UnsupportedModelError
+from paceline.kernels.cache_rows import row_width
 
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
 _FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 WEIGHTS = ("auto", *_FLOATS, "int8", "int4")
 """Formats of weights that can be asked for. auto: as they are stored, bfloat16 for float16."""
+
+KV_CACHE_DTYPES = ("auto", *_FLOATS, "int8")
+"""Types of caches that can be asked for. auto: that of hidden states. int8: with a scale a row."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,8 @@ class DecoderConfig:
         tied: Whether the LM head is the embedding.
         eos_token_ids: Tokens that end a text, from the generation config if there is one.
         bos_token_id: Token that starts a text, or None.
-        dtype: Data type of cache and hidden states, and of weights that are not quantised.
+        dtype: Data type of hidden states, and of weights that are not quantised.
+        kv_dtype: Data type of caches; int8 as in :mod:`paceline.kernels.cache_rows`.
         weights: Format of the matrices: float32, bfloat16, int8, int4, or gguf, each as in its
             GGUF file.
     """
@@ -96,6 +101,7 @@ class DecoderConfig:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     weights: str
 
     @property
@@ -106,7 +112,22 @@ class DecoderConfig:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values of one token over all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+        row = row_width(self.head_dim, self.kv_dtype) * self.kv_dtype.itemsize
+        return 2 * self.layers * self.kv_heads * row
+
+    def with_kv(self, kv_cache_dtype: str) -> DecoderConfig:
+        """The same with caches of one of ``KV_CACHE_DTYPES``.
+
+        Raises:
+            ValueError: Another type.
+        """
+        if kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ValueError(
+                f"kv_cache_dtype is {kv_cache_dtype!r}, expected one of "
+                f"{', '.join(KV_CACHE_DTYPES)}"
+            )
+        dtype = self.dtype if kv_cache_dtype == "auto" else getattr(torch, kv_cache_dtype)
+        return replace(self, kv_dtype=dtype)
 
 
 def decoder_config(
@@ -158,6 +179,7 @@ def decoder_config(
         eos_token_ids=eos_token_ids,
         bos_token_id=hf.bos_token_id,
         dtype=dtype,
+        kv_dtype=dtype,
         weights=own if requested == "auto" else requested,
     )
 

@@ -112,10 +112,12 @@ class Decoder:
             return take(weights, key, (config.vocab_size, config.hidden))
 
         self._norm = _norm(config, weights, "model.norm", config.hidden)
-        embedding = large("embedding", _EMBEDDING)
-        assert not isinstance(embedding, PackedMatrix)
-        self._embedding = plain(embedding, config.dtype)
         self._head = Linear(large("head", _EMBEDDING if config.tied else "lm_head.weight"))
+        self._embedding = self._head.weight
+        if not config.tied:
+            embedding = large("embedding", _EMBEDDING)
+            assert not isinstance(embedding, PackedMatrix)
+            self._embedding = plain(embedding, config.dtype).contiguous()
         self._layers = [_layer(config, weights, index, shared) for index in range(config.layers)]
         self._rope = Rope(config, device)
         self._executor = Executor(self._record())
@@ -126,6 +128,7 @@ class Decoder:
         weights: torch.dtype | str = "auto",
         device: torch.device | str = "cpu",
         shared: PackedWeights | None = None,
+        kv_cache_dtype: str = "auto",
     ) -> Decoder:
         """Load a Hugging Face folder with safetensors weights, or a GGUF file.
 
@@ -136,29 +139,40 @@ class Decoder:
             device: Where to run.
             shared: The ``large_tensors`` that a decoder of the same model and format has published,
                 mapped instead of loaded. None: all tensors are loaded.
+            kv_cache_dtype: Type of its caches: float32, bfloat16, int8, or "auto" for that of
+                hidden states. Others than "auto" are supported on the CPU.
 
         Raises:
+            ValueError: ``kv_cache_dtype`` is none of these, or not supported on the device.
             UnsupportedModelError: The model needs a feature that the decoder does not support, or
                 a file is damaged.
             FileNotFoundError: There is no such file, or the folder has no config.json.
         """
         found = source if isinstance(source, ModelSource) else open_model(source)
-        config = found.config(weights)
+        if kv_cache_dtype != "auto" and torch.device(device).type != "cpu":
+            raise ValueError(
+                f"kv_cache_dtype is {kv_cache_dtype!r}, which is supported on the CPU; with device "
+                f"{str(device)!r} use auto"
+            )
+        config = found.config(weights).with_kv(kv_cache_dtype)
         with torch.inference_mode():
             return Decoder(config, found.weights(config, device), device, shared)
 
     def large_tensors(self) -> dict[str, Tensor | PackedMatrix]:
         """Embedding and matrices by name, packed as in memory; no norms."""
-        found = {"embedding": self._embedding.contiguous(), "head": self._head.weight}
+        found = {"head": self._head.weight}
+        if not self.config.tied:
+            found["embedding"] = self._embedding
         for index, layer in enumerate(self._layers):
             for name in _MATRICES:
                 found[f"layers.{index}.{name}"] = getattr(layer, name).weight
         return found
 
-    @property
-    def embedding(self) -> Tensor:
-        """Token embedding ``[V, hidden]``, shared with drafters; must not be changed."""
-        return self._embedding
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embedded tokens, int64 ``[n]``: float32 ``[n, hidden]``."""
+        if isinstance(self._embedding, Tensor):
+            return self._embedding[tokens].float()
+        return self._embedding.rows(tokens)
 
     @torch.inference_mode()
     def forward(

@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 _ALIGNMENT = 64
 _LENGTH_BYTES = 8
-_FORMAT = 2
+_FORMAT = 3
 _MATRIX_FIELDS = ("format", "outs", "ins", "offset")
 
 

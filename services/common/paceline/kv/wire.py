@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from paceline.kernels.cache_rows import SCALE_BYTES, from_rows
 from paceline.v1 import kv_pb2
 
 WIRE_TYPES = {
@@ -21,13 +22,16 @@ WIRE_TYPES = {
 SCALED = {kv_pb2.KV_DTYPE_INT8: 127.0, kv_pb2.KV_DTYPE_FLOAT8_E4M3: 448.0}
 """Types with one float32 scale per head and position, and the largest number of each type."""
 
-CACHE_TYPES = {wire: dtype for wire, dtype in WIRE_TYPES.items() if wire not in SCALED}
-"""torch types that a cache can have; hidden states have the cache's type."""
+STATE_TYPES = {wire: dtype for wire, dtype in WIRE_TYPES.items() if wire not in SCALED}
+"""torch types that hidden states can have."""
+
+KV_TYPES = {**STATE_TYPES, kv_pb2.KV_DTYPE_INT8: torch.int8}
+"""torch types that keys and values can have in a cache."""
 
 
 def cache_dtype(dtype: torch.dtype) -> kv_pb2.KvDtype:
     """Returns the protocol's number of a cache's type."""
-    return next(number for number, known in CACHE_TYPES.items() if known == dtype)
+    return next(number for number, known in KV_TYPES.items() if known == dtype)
 
 
 def position_bytes(heads: int, head_dim: int, wire: kv_pb2.KvDtype) -> int:
@@ -40,7 +44,7 @@ def encode(plane: Tensor, wire: kv_pb2.KvDtype) -> tuple[bytes, list[float]]:
     """Encode keys or values.
 
     Args:
-        plane: ``[heads, n, D]`` on the CPU.
+        plane: ``[heads, n, D]`` on the CPU; int8 as in :mod:`paceline.kernels.cache_rows`.
         wire: Type on the wire.
 
     Returns:
@@ -48,6 +52,11 @@ def encode(plane: Tensor, wire: kv_pb2.KvDtype) -> tuple[bytes, list[float]]:
         row of zeros has the scale 0.
     """
     scales: list[float] = []
+    if plane.dtype is torch.int8 and wire == kv_pb2.KV_DTYPE_INT8:
+        plane, bits = plane.split((plane.shape[2] - SCALE_BYTES, SCALE_BYTES), -1)
+        scales = bits.contiguous().view(torch.float32).flatten().tolist()
+        return plane.contiguous().numpy().tobytes(), scales
+    plane = from_rows(plane)
     if wire in SCALED:
         plane = plane.float()
         scale = plane.abs().amax(-1, keepdim=True) / SCALED[wire]
@@ -94,9 +103,9 @@ def decode_rows(data: bytes, count: int, hidden: int, wire: kv_pb2.KvDtype) -> T
     Raises:
         ValueError: The number of bytes does not fit the shape, or a cache cannot have this type.
     """
-    if wire not in CACHE_TYPES:
+    if wire not in STATE_TYPES:
         raise ValueError(f"hidden states cannot have the type number {wire}")
-    kind = CACHE_TYPES[wire]
+    kind = STATE_TYPES[wire]
     if len(data) != count * hidden * kind.itemsize or not data:
         raise ValueError(f"{len(data)} bytes cannot be {count} rows of {hidden} of {kind}")
     return torch.frombuffer(bytearray(data), dtype=kind).view(count, hidden)

@@ -76,6 +76,7 @@ class Metric:
     NODE_BUDGET: Final = "specdec_node_budget"
     SCHEDULE_SECONDS: Final = "specdec_schedule_seconds"
     PROMPT_TOKENS: Final = "specdec_prompt_tokens"
+    CACHED_PROMPT_TOKENS: Final = "specdec_cached_prompt_tokens"
     GENERATION_TOKENS: Final = "specdec_generation_tokens"
     FREE_RUN_TOKENS: Final = "specdec_free_run_tokens"
     ROUNDS: Final = "specdec_rounds"
@@ -97,7 +98,7 @@ class Metric:
     ENGINE_QUEUE: Final = "specdec_engine_queue_length"
 
     KV_USED_BYTES: Final = "specdec_kv_cache_used_bytes"
-    KV_RESERVED_BYTES: Final = "specdec_kv_cache_reserved_bytes"
+    KV_PREFIX_BYTES: Final = "specdec_kv_cache_prefix_bytes"
     KV_LIMIT_BYTES: Final = "specdec_kv_cache_limit_bytes"
     LEASES: Final = "specdec_leases"
     LEASES_LIMIT: Final = "specdec_leases_limit"

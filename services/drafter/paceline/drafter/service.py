@@ -139,7 +139,8 @@ def build_service(
             cannot be created or used.
         ValueError: ``record_bytes`` is too small, or there is no such device.
     """
-    resources = Resources(device=drafting_device(device), threads=threads)
+    # Drafts need not be the same on every machine.
+    resources = Resources(device=drafting_device(device), threads=threads, numerics="auto")
     folders = [folder for spec in load for folder in spec.folders]
     allowed = [*roots, *folders] if roots else [f for each in folders for f in (each, each.parent)]
     worker = DraftWorker(thread_setup(resources.device))

@@ -22,6 +22,7 @@ from paceline.drafter.telemetry import Telemetry
 from paceline.drafter.validation import check_attach, check_fit, check_length, check_tokens
 from paceline.drafter.worker import Drafted, DraftWorker
 from paceline.service import Gate, ServiceError
+from paceline.service.identity import owner_of
 from paceline.tree import EMPTY
 from paceline.v1 import drafter_pb2, drafter_pb2_grpc
 
@@ -81,7 +82,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
                 raise ServiceError.invalid_argument(
                     "NOT_ATTACHED", "the first message of a Draft stream must be an attach"
                 )
-            await _Stream(self, first.attach).run(context)
+            await _Stream(self, first.attach, owner_of(context)).run(context)
 
 
 class _Stream:
@@ -93,7 +94,9 @@ class _Stream:
     not keep, KV that cannot be read.
     """
 
-    def __init__(self, service: DrafterServicer, attach: drafter_pb2.DraftAttach) -> None:
+    def __init__(
+        self, service: DrafterServicer, attach: drafter_pb2.DraftAttach, owner: str
+    ) -> None:
         """Check an attach and choose a version.
 
         Raises:
@@ -101,6 +104,7 @@ class _Stream:
         """
         check_attach(attach, service.max_context)
         self._service = service
+        self._owner = owner
         self._registry = service.registry
         self._version = self._registry.choose(attach.drafter, attach.version)
         check_fit(attach, attach.tokens, self._version)
@@ -233,6 +237,7 @@ class _Stream:
             prompt_length=attach.prompt_length,
             vocab_size=attach.vocab_size,
             sampling=attach.sampling,
+            owner=self._owner,
             read_grant=attach.read_grant,
             verifier_address=attach.verifier_address,
         )

@@ -25,9 +25,8 @@ class Cache:
     Attributes:
         handle: Capability for rounds (16 random bytes).
         read_grant: Capability that only lets its holder read committed KV (16 random bytes).
-        owner: The client that created it; the handle is valid for this client only.
         sequence: The sequence.
-        byte_size: Memory admitted for it, at its largest. Unit: bytes.
+        expected_bytes: Memory that it was expected to need when it was admitted. Unit: bytes.
         generation: Number of the cache, different for every cache of a process. A reader that finds
             another number than before must discard what it read.
         expires: When the lease ends (the store's clock).
@@ -37,12 +36,11 @@ class Cache:
         request: Its times, if metrics are kept.
     """
 
-    def __init__(self, sequence: Sequence, owner: str, generation: int) -> None:
+    def __init__(self, sequence: Sequence, generation: int, expected_bytes: int = 0) -> None:
         self.handle = secrets.token_bytes(CAPABILITY_BYTES)
         self.read_grant = secrets.token_bytes(CAPABILITY_BYTES)
-        self.owner = owner
         self.sequence = sequence
-        self.byte_size = sequence.segment.byte_size
+        self.expected_bytes = expected_bytes
         self.generation = generation
         self.expires = 0.0
         self.job: Job | None = None
@@ -51,6 +49,17 @@ class Cache:
         self.request: Request | None = None
         self._answered: Round | None = None
         sequence.segment.header.open(generation, digest(self.read_grant))
+
+    @property
+    def owner(self) -> str:
+        """The client that created it; the handle is valid for this client only."""
+        return self.sequence.owner
+
+    @property
+    def claimed_bytes(self) -> int:
+        """Memory that it has or is expected to need. Unit: bytes."""
+        reserved = self.sequence.segment.reserved_bytes
+        return reserved if self.sequence.finish is not None else max(reserved, self.expected_bytes)
 
     @property
     def busy(self) -> bool:

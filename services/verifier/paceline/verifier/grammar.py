@@ -1,6 +1,6 @@
-"""Grammars of JSON schemas: the tokens that may come next.
+"""Grammars of constrained texts: the tokens that may come next.
 
-The grammar library is imported with the first schema, so that verifiers without schemas run
+The grammar library is imported with the first constraint, so that verifiers without any run
 without it.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -19,12 +19,20 @@ if TYPE_CHECKING:
 
 MAX_SCHEMA_BYTES = 64 << 10
 
+Kind = Literal["json_schema", "regex", "grammar"]
+"""What a constraint is written as: its field of the sampling parameters."""
+_NAMES: dict[Kind, str] = {
+    "json_schema": "JSON schema",
+    "regex": "regular expression",
+    "grammar": "grammar",
+}
+
 # White space between two parts of a text: as much as people write, but not without limit.
 _WHITESPACE = r"[ \n\r\t]{0,32}"
 
 
 class GrammarError(ValueError):
-    """A schema is not supported, or a text does not match its schema."""
+    """A constraint is not supported, or a text does not match its constraint."""
 
 
 class Grammars:
@@ -43,30 +51,38 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
 
-    def compile(self, schema: str) -> Grammar:
-        """Compile a JSON schema. May take a second: call it in a thread.
+    def compile(self, kind: Kind, source: str) -> Grammar:
+        """Compile a constraint. May take a second: call it in a thread.
 
-        References to other documents are not resolved.
+        References of a schema to other documents are not resolved. A grammar is in Lark's notation,
+        with the extensions of llguidance, or in llama.cpp's GBNF, which has ``::=``.
 
         Raises:
-            GrammarError: The schema is invalid, unsatisfiable, too complex or uses an unsupported
+            GrammarError: The source is invalid, unsatisfiable, too complex or uses an unsupported
                 feature; or the model has no tokenizer, or no end-of-sequence token.
         """
+        what = _NAMES[kind]
         if not self._tokenizer_json or not self._eos_token_ids:
             raise GrammarError(
-                "JSON schemas need a model with a tokenizer and an end-of-sequence token"
+                f"a {what} needs a model with a tokenizer and an end-of-sequence token"
             )
         from llguidance import LLMatcher
+        from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
         try:
-            grammar = LLMatcher.grammar_from_json_schema(
-                schema, overrides={"whitespace_pattern": _WHITESPACE}
-            )
-        except ValueError as error:
-            raise GrammarError(f"the JSON schema is not a JSON object: {error}") from None
+            if kind == "json_schema":
+                grammar = LLMatcher.grammar_from_json_schema(
+                    source, overrides={"whitespace_pattern": _WHITESPACE}
+                )
+            elif kind == "regex":
+                grammar = LLMatcher.grammar_from_regex(source)
+            else:
+                grammar = LLMatcher.grammar_from_lark(any_to_lark(source))
+        except (ValueError, RecursionError, GbnfToLarkError) as error:
+            raise GrammarError(f"the {what} cannot be read: {error}") from None
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():
-            raise GrammarError(f"the JSON schema is not supported: {matcher.get_error()}")
+            raise GrammarError(f"the {what} is not supported: {matcher.get_error()}")
         return Grammar(matcher, self._vocab_size)
 
     @cached_property
@@ -79,7 +95,7 @@ class Grammars:
 
 
 class Grammar:
-    """The compiled grammar of a schema. Immutable."""
+    """A compiled constraint. Immutable."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
         self._matcher = matcher
@@ -108,7 +124,7 @@ class Guide:
         """A copy of logits ``[V]``, on the CPU, with -inf for every token that may not come next.
 
         Raises:
-            GrammarError: The schema is too complex for the library.
+            GrammarError: The constraint is too complex for the library.
         """
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         self._check()
@@ -131,4 +147,6 @@ class Guide:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise GrammarError(f"the text does not match its schema: {self._matcher.get_error()}")
+            raise GrammarError(
+                f"the text does not match its constraint: {self._matcher.get_error()}"
+            )

@@ -26,6 +26,7 @@ _COUNTERS = {
     Metric.NUM_CHECKED: "Drafted tokens verified; the scheduler left out the others",
     Metric.NUM_ACCEPTED: "Drafted tokens accepted",
     Metric.PROMPT_TOKENS: "Prompt tokens prefilled or reused",
+    Metric.CACHED_PROMPT_TOKENS: "Prompt tokens whose KV came from another cache",
     Metric.GENERATION_TOKENS: "Tokens emitted",
     Metric.FREE_RUN_TOKENS: "Tokens emitted without a tree",
     Metric.ROUNDS: "Rounds answered, free runs included",
@@ -173,6 +174,7 @@ class VerifierMetrics:
         if prefill.output is None:
             return
         self._count(Metric.PROMPT_TOKENS, len(cache.sequence.generation.prompt))
+        self._count(Metric.CACHED_PROMPT_TOKENS, prefill.reused)
         self._count(Metric.GENERATION_TOKENS)
         self._observe(Metric.PREFILL_SECONDS, prefill.step_us / 1e6)
         self._observe(Metric.PREFILL_QUEUE_SECONDS, prefill.queue_us / 1e6)
@@ -253,7 +255,8 @@ class _State(Collector):
         """Runs on the endpoint's thread: reads single values and copies only."""
         store, engine, follows = self._store, self._engine, self._follows
         caches = list(store)
-        reserved = sum(store.layout.byte_size(each.sequence.segment.reserved) for each in caches)
+        used = sum(each.sequence.segment.reserved_bytes for each in caches)
+        kept = sum(each.segment.reserved_bytes for each in store.prefixes)
         in_step = engine.in_step
         waiting = [cache.job for cache in caches if cache.busy and cache.job not in in_step]
         prefills = sum(isinstance(job, Prefill) for job in waiting)
@@ -265,9 +268,9 @@ class _State(Collector):
             (Metric.LEASES, "Caches", len(caches), {}),
             (Metric.LEASES_LIMIT, "Most caches at once", store.max_sequences, {}),
             (Metric.FOLLOW_STREAMS, "FollowCache streams", follows.streams, {}),
-            (Metric.KV_USED_BYTES, "KV memory admitted, at its largest", store.used_bytes, device),
-            (Metric.KV_RESERVED_BYTES, "KV memory reserved", reserved, device),
-            (Metric.KV_LIMIT_BYTES, "KV memory that may be admitted", store.kv_bytes, device),
+            (Metric.KV_USED_BYTES, "KV memory of caches", used, device),
+            (Metric.KV_PREFIX_BYTES, "KV memory of ended texts, freed when needed", kept, device),
+            (Metric.KV_LIMIT_BYTES, "KV memory in all", store.memory.limit_bytes, device),
         ):
             gauge = GaugeMetricFamily(name, text, labels=["model_name", *labels])
             gauge.add_metric([self._model, *labels.values()], value)

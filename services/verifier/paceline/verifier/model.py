@@ -92,6 +92,7 @@ def read_model_info(
         lease_ms=round(lease_seconds * 1000),
         numerics=get_numerics() if _promises_numerics(decoder) else "",
         weights=config.weights,
+        kv_cache_dtype=str(config.kv_dtype).removeprefix("torch."),
     )
     return ModelInfo(
         message=message,

@@ -25,10 +25,16 @@ class VerifierOptions:
     """How bfloat16 weights and caches are multiplied on the CPU. portable: the same tokens and
     log-probabilities on every x86-64 and ARM processor. auto: the fastest way, which on processors
     with AMX has bits of its own. Quantised weights are always portable."""
+    kv_cache_dtype: str = "auto"
+    """Type of keys and values: float32, bfloat16, int8 with a scale for each position and head, or
+    auto: that of hidden states. Others than auto are supported on the CPU."""
     kv_bytes: int | None = None
-    """Memory for all KV caches, each counted at its largest; None: a share of what is free."""
+    """Memory for all KV caches; None: a share of what is free. It also bounds the context."""
     max_context: int | None = None
     """Most tokens of prompt and output together; None: the model's own limit."""
+    prefix_caching: bool = True
+    """Keep the KV of ended texts while there is memory, for prompts of the same client that begin
+    in the same way."""
     lease_seconds: float = 30.0
     """Lifetime of a cache without a round or a renewal."""
     max_sequences: int = 256
@@ -67,6 +73,11 @@ class VerifierOptions:
             raise ValueError(f"schedule is {self.schedule!r}, expected {', '.join(SCHEDULES)}")
         if self.numerics not in NUMERICS:
             raise ValueError(f"numerics is {self.numerics!r}, expected {', '.join(NUMERICS)}")
+        if self.paged_kv and self.kv_cache_dtype != "auto":
+            raise ValueError(
+                f"kv_cache_dtype is {self.kv_cache_dtype!r}, expected auto: KV in pages has the "
+                "type of hidden states"
+            )
         if self.share_weights and self.device not in ("auto", "cpu"):
             raise ValueError(
                 f"weights are shared in main memory, and device is {self.device!r}; expected auto "

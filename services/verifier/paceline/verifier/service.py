@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,9 +33,9 @@ from paceline.service.memory import trim
 from paceline.telemetry.tracing import tracer
 from paceline.v1 import kv_pb2_grpc, verifier_pb2_grpc
 from paceline.verifier.engine.engine import Engine
-from paceline.verifier.kv.layout import KvLayout
-from paceline.verifier.kv.pool import PagedKv, PagePool, PoolView
-from paceline.verifier.kv.segment import sweep_orphans
+from paceline.verifier.kv.layout import BLOCK_TOKENS, TREE_TOKENS, KvLayout
+from paceline.verifier.kv.pool import PagePool, PoolView
+from paceline.verifier.kv.segment import SegmentMemory, sweep_orphans
 from paceline.verifier.model import ModelInfo, read_model_info
 from paceline.verifier.options import VerifierOptions
 from paceline.verifier.rpc.follow import FollowCounts
@@ -44,13 +44,15 @@ from paceline.verifier.rpc.servicer import VerifierServicer
 from paceline.verifier.scheduler.profile import flat_table
 from paceline.verifier.scheduler.scheduler import Scheduler
 from paceline.verifier.scheduler.storage import cost_table, load_state, save_state
-from paceline.verifier.store import AllocateKv, CacheStore
+from paceline.verifier.store import CacheStore, KvMemory
 from paceline.verifier.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from paceline.verifier.metrics import VerifierMetrics
+
+_log = logging.getLogger(__name__)
 
 _DRAIN_POLL_SECONDS = 0.02
 
@@ -82,25 +84,36 @@ class VerifierService:
         self._decoder, self._max_context = decoder, model.message.max_context
         config = decoder.config
         layout = KvLayout(
-            config.layers, config.kv_heads, config.head_dim, config.dtype, config.hidden
+            config.layers,
+            config.kv_heads,
+            config.head_dim,
+            config.kv_dtype,
+            config.hidden,
+            config.dtype,
         )
         kv_bytes = options.kv_bytes
         if kv_bytes is None:
             kv_bytes = _default_kv_bytes(decoder.device)
+        longest = _longest_text(layout, kv_bytes)
+        if longest < model.message.max_context:
+            _log.warning("%d bytes of KV hold texts of %d tokens at most", kv_bytes, longest)
+            model.message.max_context = longest
+        most_prefixes = options.max_sequences if options.prefix_caching else 0
         self._pool: PagePool | None = None
-        allocate: AllocateKv | None = None
+        memory: KvMemory
         graphs: GraphRunner | None = None
         if options.paged_kv or decoder.device.type != "cpu":
-            self._pool = PagePool(
+            memory = self._pool = PagePool(
                 layout,
                 decoder.device,
                 kv_bytes=kv_bytes,
-                max_sequences=options.max_sequences,
+                max_sequences=options.max_sequences + most_prefixes,
                 max_context=model.message.max_context,
             )
-            allocate = partial(PagedKv, self._pool)
             if decoder.device.type == "cuda" and find_spec("triton") is not None:
                 graphs = GraphRunner(decoder, PoolView(self._pool))
+        else:
+            memory = SegmentMemory(layout, kv_bytes)
         self.engine = Engine(
             decoder,
             step_tokens=options.step_token_limit,
@@ -109,14 +122,14 @@ class VerifierService:
             scheduler=self._scheduler,
             node_budget=options.node_budget,
             graphs=graphs,
+            most_prefixes=most_prefixes,
         )
         self.store = CacheStore(
-            layout,
+            memory,
             self.engine.release,
-            kv_bytes=kv_bytes,
             max_sequences=options.max_sequences,
             lease_seconds=options.lease_seconds,
-            allocate=allocate,
+            prefixes=self.engine.prefixes,
         )
         self._gate = Gate()
         self._follow_counts = FollowCounts()
@@ -130,7 +143,8 @@ class VerifierService:
     ) -> tuple[Decoder, ModelInfo]:
         """Load the model, publish its weights if they are shared, and profile its steps."""
         source = open_model(target)
-        decoder = Decoder.load(source, options.weights, device)
+        load = partial(Decoder.load, kv_cache_dtype=options.kv_cache_dtype)
+        decoder = load(source, options.weights, device)
         # Other formats have one set of bits on all processors; tiles would change their caches.
         set_numerics(options.numerics if decoder.config.weights == "bfloat16" else "portable")
         model = read_model_info(
@@ -145,7 +159,7 @@ class VerifierService:
             self._publication = publish(path, decoder.large_tensors())
             if self._publication is not None:  # load again, from the shared weights
                 packed = PackedWeights.open(path)
-                decoder = Decoder.load(source, options.weights, device, shared=packed)
+                decoder = load(source, options.weights, device, shared=packed)
                 trim()
         if options.schedule != "off":
             self._scheduler = _scheduler(decoder, options, model.message.max_context)
@@ -255,6 +269,19 @@ def _scheduler(decoder: Decoder, options: VerifierOptions, max_context: int) -> 
     if not again:
         load_state(scheduler, decoder, max_context)
     return scheduler
+
+
+def _longest_text(layout: KvLayout, kv_bytes: int) -> int:
+    """Tokens of the longest text that fits, with a tree behind it, if no other one does.
+
+    Raises:
+        ValueError: None does.
+    """
+    tokens = kv_bytes // layout.token_bytes // BLOCK_TOKENS * BLOCK_TOKENS - TREE_TOKENS
+    if tokens <= 0:
+        least = layout.capacity(1) * layout.token_bytes
+        raise ValueError(f"kv_bytes is {kv_bytes}, expected at least {least} for this model")
+    return tokens
 
 
 def _default_kv_bytes(device: torch.device) -> int:

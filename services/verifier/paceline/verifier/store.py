@@ -6,23 +6,36 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from functools import partial
 from itertools import count
+from typing import Protocol
 
+from paceline.verifier.admission import Admission, NoRoom
 from paceline.verifier.cache import Cache, digest
+from paceline.verifier.engine.prefixes import PrefixCache
 from paceline.verifier.engine.sequence import Generation, Sequence
 from paceline.verifier.kv.base import SequenceKv
-from paceline.verifier.kv.layout import KvLayout
-from paceline.verifier.kv.segment import Segment, own_segments
+from paceline.verifier.kv.layout import KvLayout, round_up
+from paceline.verifier.kv.segment import SegmentMemory, own_segments
 from paceline.verifier.kv.taps import TapLayout
 
 _log = logging.getLogger(__name__)
 
 FreeSequence = Callable[[Sequence], Awaitable[None]]
-"""Frees the memory of a sequence when no step uses it."""
+"""Ends a sequence when no step uses it."""
 
-AllocateKv = Callable[[int, TapLayout | None], SequenceKv]
-"""Allocates the KV memory of a sequence: its slots, and the layout of its hidden states."""
+
+class KvMemory(Protocol):
+    """KV memory of all sequences, taken as they grow: ``SegmentMemory`` or ``PagePool``."""
+
+    layout: KvLayout
+
+    @property
+    def limit_bytes(self) -> int: ...
+
+    @property
+    def used_bytes(self) -> int: ...
+
+    def allocate(self, capacity: int, taps: TapLayout | None) -> SequenceKv: ...
 
 
 class StoreFull(Exception):
@@ -44,51 +57,54 @@ class CacheNotFound(Exception):
 class CacheStore:
     """Admits, finds, renews and frees caches. Used on the event loop.
 
+    Memory is taken as texts grow, and admission counts each text at its expected length. Where
+    that was too little, ``make_room()`` releases the youngest generation.
+
     A lease is the least lifetime of an unused cache. Every use of the handle renews it, and so does
     a running job; ``sweep()`` frees caches whose lease expired.
 
     Attributes:
-        used_bytes: Memory admitted. Unit: bytes.
+        memory: KV memory.
+        admission: Requests that wait for memory.
         expired: Number of caches that ``sweep()`` freed.
         on_release: Called with each released cache and the error that ended its generation, or "".
     """
 
     def __init__(
         self,
-        layout: KvLayout,
+        memory: KvMemory,
         free: FreeSequence,
         *,
-        kv_bytes: int,
         max_sequences: int,
         lease_seconds: float,
-        allocate: AllocateKv | None = None,
+        prefixes: PrefixCache | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Make an empty store.
 
         Args:
-            layout: Shape of the model's KV.
-            free: Frees a sequence's memory; the engine's ``release``.
-            kv_bytes: Most memory of all caches together, each at its largest. Unit: bytes.
+            memory: KV memory of all caches.
+            free: Ends a sequence; the engine's ``release``.
             max_sequences: Most caches.
             lease_seconds: Lifetime of a cache without use. Unit: seconds.
-            allocate: Allocates the KV memory of a sequence; None: a ``Segment`` of shared memory.
+            prefixes: Ended texts that the engine keeps; None: none.
             clock: Monotonic clock. Unit: seconds.
         """
-        self.layout = layout
+        self.memory = memory
+        self.prefixes = PrefixCache(0) if prefixes is None else prefixes
         self.lease_seconds = lease_seconds
-        self.kv_bytes = kv_bytes
         self.max_sequences = max_sequences
-        self.used_bytes = 0
+        self.admission = Admission()
         self.expired = 0
         self.on_release: Callable[[Cache, str], None] | None = None
         self._free = free
-        self._allocate = allocate or partial(Segment, layout)
         self._clock = clock
         self._caches: dict[bytes, Cache] = {}
         self._grants: dict[bytes, Cache] = {}
         self._releasing: dict[Cache, asyncio.Task[None]] = {}
         self._generations = count(1)
+        self._preempting = asyncio.Lock()
+        self._freed_at = 0.0
 
     def __len__(self) -> int:
         """Number of caches that hold memory."""
@@ -98,36 +114,53 @@ class CacheStore:
         """Caches whose handles are valid."""
         return iter(list(self._caches.values()))
 
-    def admit(self, generation: Generation, owner: str) -> Cache:
-        """Create a cache with memory for a whole generation and its trees.
+    async def admit(self, generation: Generation, owner: str) -> Cache:
+        """Create a cache as soon as the generation is expected to fit beside the others.
 
         Raises:
             StoreFull: There is not enough memory, or there are too many caches.
             OutOfMemory: The machine cannot map it.
         """
-        capacity = self.layout.capacity(generation.length_limit)
+        capacity = self.memory.layout.capacity(generation.length_limit)
         taps = None
         if generation.taps is not None:
-            taps = TapLayout.of(generation.taps, self.layout, capacity)
-        needed = self.layout.byte_size(capacity) + (taps.byte_size if taps is not None else 0)
-        if needed > self.kv_bytes:
+            taps = TapLayout.of(generation.taps, self.memory.layout, capacity)
+        if self._bytes_of(capacity, taps) > self.memory.limit_bytes:
             raise StoreFull(
-                f"prompt and output need {needed} bytes of KV, but the verifier has "
-                f"{self.kv_bytes} in total; shorten the prompt or lower max_new_tokens",
+                f"prompt and output need {self._bytes_of(capacity, taps)} bytes of KV, but the "
+                f"verifier has {self.memory.limit_bytes} in total; shorten the prompt or lower "
+                "max_new_tokens",
                 forever=True,
             )
-        if self.used_bytes + needed > self.kv_bytes or len(self) >= self.max_sequences:
+        expected = self._bytes_of(round_up(self.admission.expected_length(generation)), taps)
+        try:
+            await self.admission.wait(generation, lambda: self._has_room(expected))
+        except NoRoom as error:
             raise StoreFull(
-                f"{len(self)} of {self.max_sequences} sequences use {self.used_bytes} of "
-                f"{self.kv_bytes} bytes of KV, and this one needs {needed}; try again later"
-            )
-        sequence = Sequence(generation, self._allocate(capacity, taps))
-        cache = Cache(sequence, owner, next(self._generations))
-        self.used_bytes += cache.byte_size
+                f"{error}: {len(self)} of {self.max_sequences} sequences have "
+                f"{self.claimed_bytes} of {self.memory.limit_bytes} bytes, and this one needs "
+                f"{expected}; try again later"
+            ) from error
+        sequence = Sequence(generation, self.memory.allocate(capacity, taps), owner)
+        cache = Cache(sequence, next(self._generations), expected)
         self._caches[digest(cache.handle)] = cache
         self._grants[digest(cache.read_grant)] = cache
         self.renew(cache)
         return cache
+
+    def _has_room(self, expected: int) -> bool:
+        fits = self.claimed_bytes + expected <= self.memory.limit_bytes
+        return fits and len(self) < self.max_sequences
+
+    @property
+    def claimed_bytes(self) -> int:
+        """Memory that caches have or are expected to need. Unit: bytes."""
+        return sum(cache.claimed_bytes for cache in (*self._caches.values(), *self._releasing))
+
+    def _bytes_of(self, slots: int, taps: TapLayout | None) -> int:
+        """Memory of so many slots and their hidden states. Unit: bytes."""
+        rows = 0 if taps is None else taps.bytes_of(slots)
+        return slots * self.memory.layout.token_bytes + rows
 
     def find(self, handle: bytes, owner: str) -> Cache:
         """The cache of a handle. Renews its lease.
@@ -180,6 +213,7 @@ class CacheStore:
             del self._grants[digest(cache.read_grant)]
             if cache.job is not None:
                 cache.job.cancelled = True
+            self.admission.ended(cache.sequence)
             if self.on_release is not None:
                 self.on_release(cache, error)
             self._releasing[cache] = asyncio.create_task(self._reclaim(cache))
@@ -187,15 +221,22 @@ class CacheStore:
         if cache in self._releasing:
             await asyncio.shield(self._releasing[cache])
 
-    def preemptible(self, cache: Cache) -> bool:
-        """Whether a cache that cannot grow is to be released, because an older one is unfinished.
+    async def make_room(self, since: float) -> None:
+        """Release the youngest unfinished generation, unless memory was freed meanwhile.
 
-        Caches that all need to grow would otherwise wait for each other's memory. The oldest one
+        Its client creates its cache again when there is memory; the tokens are the same. The oldest
         is never released, so one generation always comes to its end.
+
+        Args:
+            since: When the job that found no memory began to wait for its step (perf_counter).
         """
-        return any(
-            other.generation < cache.generation and other.sequence.finish is None for other in self
-        )
+        async with self._preempting:
+            if self._freed_at > since:
+                return
+            unfinished = [cache for cache in self if cache.sequence.finish is None]
+            if len(unfinished) > 1:
+                youngest = max(unfinished, key=lambda cache: cache.generation)
+                await self.release(youngest, "preempted")
 
     async def wait_released(self) -> None:
         """Wait for running releases."""
@@ -208,8 +249,9 @@ class CacheStore:
 
     async def _reclaim(self, cache: Cache) -> None:
         await self._free(cache.sequence)
-        self.used_bytes -= cache.byte_size
         del self._releasing[cache]
+        self._freed_at = time.perf_counter()
+        self.admission.wake()
 
     async def sweep(self) -> int:
         """Free every cache whose lease expired, and renew leases of busy caches.
@@ -241,9 +283,8 @@ class CacheStore:
             AssertionError: An invariant is broken; the message names all that are.
         """
         caches = list(self)
-        segments = [cache.sequence.segment for cache in caches]
+        segments = [each.segment for each in (*(c.sequence for c in caches), *self.prefixes)]
         names = [segment.name for segment in segments]
-        mapped = sum(segment.byte_size for segment in segments)
         grants = {id(cache) for cache in self._grants.values()}
         broken = [
             f"cache {cache.generation}: {rule}"
@@ -257,10 +298,11 @@ class CacheStore:
             broken.append("two caches share a segment")
         if set(names) != own_segments():
             broken.append(f"segments and caches differ: {sorted(set(names) ^ own_segments())}")
-        if mapped != self.used_bytes or mapped > self.kv_bytes:
-            broken.append(
-                f"{self.used_bytes} bytes accounted, {mapped} mapped, limit {self.kv_bytes}"
-            )
+        used, reserved = self.memory.used_bytes, sum(each.reserved_bytes for each in segments)
+        if used > self.memory.limit_bytes:
+            broken.append(f"{used} bytes are used, limit {self.memory.limit_bytes}")
+        if isinstance(self.memory, SegmentMemory) and used != reserved:
+            broken.append(f"{used} bytes accounted, {reserved} reserved")
         if grants != {id(cache) for cache in caches}:
             broken.append("handles and read grants name different caches")
         if broken:

@@ -3,12 +3,20 @@
 import argparse
 from pathlib import Path
 
+from paceline.harness.models import drafter_spec, model_path
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `paceline calibrate`."""
     add = parser.add_argument
-    add("drafters", nargs="+", metavar="[NAME=]METHOD[:DIR][,KEY=VALUE...]", help="drafters")
-    add("--target", type=Path, default=Path("models/demo/target"), help="their target")
+    add(
+        "drafters",
+        nargs="+",
+        type=drafter_spec,
+        metavar="[NAME=]METHOD[:DIR][,KEY=VALUE...]",
+        help="drafters",
+    )
+    add("--target", type=model_path, default=Path("models/demo/target"), help="their target")
     add(
         "--recordings",
         type=Path,

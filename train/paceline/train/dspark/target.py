@@ -31,7 +31,7 @@ class TappedTarget:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Token embedding, fp32 `[..., hidden]`."""
-        return self.decoder.embedding[tokens].float()
+        return self.decoder.embed(tokens.flatten()).unflatten(0, tokens.shape)
 
     def read(self, tokens: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Read texts.

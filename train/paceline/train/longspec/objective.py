@@ -43,16 +43,11 @@ class LaggedLoss:
         else:
             positions = torch.arange(length, device=head.device).expand(rows, length)
         hidden, keys, values = target.read(tokens, positions)
-        lags = self._draw_lags()
+        lags = draw_lags(preset)
         sinks = SINKS if shifted else 0
         found = forward(target.embed(tokens).float(), positions, keys, values, lags, sinks)
         weights = self._weights(lags, sinks, rows, length).to(head.device)
         return divergence(found.flatten(1, 2), hidden.flatten(0, 1), head, weights)
-
-    def _draw_lags(self) -> list[int]:
-        trained = self._preset.trained_lags
-        drawn = torch.randperm(len(trained))[: self._preset.lags]
-        return sorted(trained[i] for i in drawn.tolist())
 
     def _weights(self, lags: list[int], sinks: int, rows: int, length: int) -> Tensor:
         """fp32 [lags, rows * length], 0 for tokens that attend to no position of the target."""
@@ -60,6 +55,13 @@ class LaggedLoss:
         for number, lag in enumerate(lags):
             weights[number, :, max(lag, sinks) :] = self._preset.lag_decay ** (lag - 1)
         return (weights / weights.sum()).flatten(1)
+
+
+def draw_lags(preset: LongSpecPreset) -> list[int]:
+    """The lags of a step, rising, from torch's global generator."""
+    trained = preset.trained_lags
+    drawn = torch.randperm(len(trained))[: preset.lags]
+    return sorted(trained[i] for i in drawn.tolist())
 
 
 def offset_positions(rows: int, length: int, context: int) -> Tensor:

@@ -33,6 +33,10 @@ class LongSpecPreset:
     intermediate: int | None = None
     files: int = 400
     own_texts: int = 1536
+    conversations: int = 0
+    """Conversations that an instruct model writes; the run then reads nothing else."""
+    draft_vocab_size: int = 0
+    """Tokens that can be drafted, the most frequent ones; 0: all."""
 
     def __post_init__(self) -> None:
         if not math.isclose(sum(stage.share for stage in self.stages), 1):
@@ -55,6 +59,12 @@ PRESETS: dict[str, LongSpecPreset] = {
             Stage("fine", 0.42, rows=4, length=512, rate=0.6, offset=True, focus=True),
         ),
         minutes=64, steps=20_000, muon_rate=0.02, adamw_rate=3e-3, lags=3, lag_decay=0.85,
+    ),
+    # For SmolLM2-135M-Instruct on two CPU cores: texts of the target alone, whole.
+    "smollm2": LongSpecPreset(
+        stages=(Stage("texts", 1.0, rows=2, length=1024),),
+        minutes=240, steps=100_000, adamw_rate=1.5e-3, levels=2, lags=1, conversations=4096,
+        draft_vocab_size=6144,
     ),
     # The paper's: AdamW, one lag a step, long stages at a hundredth of the rate (appendix D).
     "paper": LongSpecPreset(

@@ -9,8 +9,16 @@ import torch
 from paceline.decoder.config import DecoderConfig
 from paceline.decoder.sources.base import ModelSource
 from paceline.decoder.sources.folder import ModelFolder
+from paceline.decoder.sources.origin import Origin
 
-__all__ = ["ModelFolder", "ModelSource", "load_config", "open_model", "weights_fingerprint"]
+__all__ = [
+    "ModelFolder",
+    "ModelSource",
+    "Origin",
+    "load_config",
+    "open_model",
+    "weights_fingerprint",
+]
 
 
 def open_model(path: str | Path) -> ModelSource:

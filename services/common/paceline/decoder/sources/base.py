@@ -59,6 +59,12 @@ class ModelSource(ABC):
             UnsupportedModelError: There is none of this name.
         """
 
+    def vocabulary(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Embedding and LM head, each ``[V, hidden]``, on the CPU."""
+        embedding = self.tensor("model.embed_tokens.weight", dtype, "cpu")
+        tied = self.config().tied
+        return embedding, embedding if tied else self.tensor("lm_head.weight", dtype, "cpu")
+
     @property
     @abstractmethod
     def tokenizer(self) -> bytes:

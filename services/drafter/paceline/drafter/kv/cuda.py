@@ -74,8 +74,8 @@ class CudaKv(MappedReader, MappedKv):
         except NotMappable as error:
             super().close()
             raise KvNotShared(str(error)) from error
-        elements = self._pool.bytes.view(self._dtype)
-        stride = pages.page_stride // self._dtype.itemsize
+        elements = self._pool.bytes.view(description.dtype)
+        stride = pages.page_stride // description.dtype.itemsize
         self._planes = {}
         for layer, number in zip(self.layers, numbers, strict=True):
             self._planes[layer] = [

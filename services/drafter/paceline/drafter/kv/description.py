@@ -8,11 +8,13 @@ from math import prod
 from pathlib import Path
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from paceline.drafter.kv.errors import KvNotShared
+from paceline.kernels.cache_rows import row_width
 from paceline.kv.segment import HEADER_BYTES, TAP_AHEAD, segment_path
-from paceline.kv.wire import CACHE_TYPES
+from paceline.kv.wire import KV_TYPES, STATE_TYPES
 from paceline.v1 import kv_pb2
 
 _MAX_PAGE_SIZE = 1 << 16
@@ -79,7 +81,7 @@ class FileDescription:
 
     generation: int
     dtype: kv_pb2.KvDtype
-    """One of ``CACHE_TYPES``."""
+    """Type of hidden states, one of ``STATE_TYPES``."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +92,14 @@ class KvDescription:
     capacity: int
     """Positions. Unit: tokens."""
 
+    dtype: torch.dtype
+    """Type of keys and values; int8 as in :mod:`paceline.kernels.cache_rows`."""
+
     layer_bytes: int
     """Keys and values of one layer, for the whole capacity. Unit: bytes."""
 
     layers: dict[int, tuple[Array, Array]]
-    """Keys and values by layer, ``[heads, capacity, head_dim]``; with pages ``[heads, page_size,
+    """Keys and values by layer, ``[heads, capacity, row_width]``; with pages ``[heads, page_size,
     head_dim]`` of page 0."""
 
     pages: kv_pb2.KvPages
@@ -114,12 +119,13 @@ def read_kv(response: kv_pb2.MapCacheResponse, *, paged: bool) -> KvDescription:
     file, kv = _file(response), response.kv
     if kv.HasField("pages") != paged:
         raise KvNotShared(f"the verifier's KV is {'not ' * paged}in pages on a GPU")
-    size = CACHE_TYPES[file.dtype].itemsize
+    dtype = _kv_dtype(kv, file)
+    size, width = dtype.itemsize, row_width(kv.head_dim, dtype)
     begin, end, positions = HEADER_BYTES, file.byte_size, kv.capacity
     if paged:
         _check_pages(kv, file, size)
         begin, end, positions = 0, kv.pages.page_stride, kv.pages.page_size
-    shape, strides = (kv.heads, positions, kv.head_dim), (kv.head_stride, kv.position_stride)
+    shape, strides = (kv.heads, positions, width), (kv.head_stride, kv.position_stride)
     layers = {
         each.layer: (
             Array.inside(begin, end, each.key_offset, shape, strides, size),
@@ -129,8 +135,8 @@ def read_kv(response: kv_pb2.MapCacheResponse, *, paged: bool) -> KvDescription:
     }
     if not layers or len(layers) != len(kv.layers):
         raise KvNotShared("the verifier described no layer, or one of them twice")
-    layer_bytes = 2 * kv.heads * kv.capacity * kv.head_dim * size
-    return KvDescription(file, kv.capacity, layer_bytes, layers, kv.pages)
+    layer_bytes = 2 * kv.heads * kv.capacity * width * size
+    return KvDescription(file, kv.capacity, dtype, layer_bytes, layers, kv.pages)
 
 
 def read_states(
@@ -162,7 +168,7 @@ def read_states(
             f"{window + TAP_AHEAD}"
         )
     shape, strides = (states.slots, states.hidden_size), (states.position_stride,)
-    size = CACHE_TYPES[file.dtype].itemsize
+    size = STATE_TYPES[file.dtype].itemsize
     return file, [
         Array.inside(HEADER_BYTES, file.byte_size, offsets[layer], shape, strides, size)
         for layer in layers
@@ -193,10 +199,10 @@ def resolve(layers: Iterable[int], described: Collection[int]) -> list[int]:
 
 
 def _file(response: kv_pb2.MapCacheResponse) -> FileDescription:
-    if response.dtype not in CACHE_TYPES:
+    if response.dtype not in STATE_TYPES:
         raise KvNotShared(
-            f"the verifier's KV has the type number {response.dtype}, expected one of "
-            f"{sorted(CACHE_TYPES)}: float32, float16, bfloat16"
+            f"the verifier's hidden states have the type number {response.dtype}, expected one of "
+            f"{sorted(STATE_TYPES)}: float32, float16, bfloat16"
         )
     if not response.generation:
         raise KvNotShared("the verifier named no generation")
@@ -205,6 +211,16 @@ def _file(response: kv_pb2.MapCacheResponse) -> FileDescription:
     except ValueError as error:
         raise KvNotShared(f"the verifier named memory that cannot be mapped: {error}") from error
     return FileDescription(path, response.file.byte_size, response.generation, response.dtype)
+
+
+def _kv_dtype(kv: kv_pb2.KvLayout, file: FileDescription) -> torch.dtype:
+    number = kv.dtype or file.dtype
+    if number not in KV_TYPES or (kv.HasField("pages") and number not in STATE_TYPES):
+        raise KvNotShared(
+            f"the verifier's KV has the type number {number}, expected one of {sorted(KV_TYPES)}: "
+            "float32, float16, bfloat16, int8 (not in pages)"
+        )
+    return KV_TYPES[number]
 
 
 def _check_pages(kv: kv_pb2.KvLayout, file: FileDescription, size: int) -> None:

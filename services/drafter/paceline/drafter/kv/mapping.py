@@ -16,7 +16,7 @@ from paceline.drafter.kv.description import FileDescription
 from paceline.drafter.kv.errors import KvGone, KvNotShared
 from paceline.drafter.kv.reader import CacheReader
 from paceline.kv.segment import SegmentHeader, is_orphan
-from paceline.kv.wire import CACHE_TYPES
+from paceline.kv.wire import STATE_TYPES
 
 
 class MappedReader(CacheReader):
@@ -49,7 +49,7 @@ class MappedReader(CacheReader):
         """
         path = description.path
         self._generation = description.generation
-        self._dtype = CACHE_TYPES[description.dtype]
+        self._dtype = STATE_TYPES[description.dtype]
         self._capacity = capacity
         self._file = _open(path, description.byte_size)
         try:
@@ -105,7 +105,7 @@ class MappedReader(CacheReader):
             del self._memory
 
     def _elements(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns the whole file as elements of a type, the cache's by default. Read-only."""
+        """Returns the whole file as elements of a type (default: of hidden states), read-only."""
         dtype = dtype or self._dtype
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given buffer is not writable")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from paceline.kernels import streaming
+from paceline.kernels.cache_rows import from_rows
 
 
 class CacheReader(ABC):
@@ -96,7 +97,8 @@ class KvReader(CacheReader):
             layer: One of :attr:`layers`.
 
         Returns:
-            Keys and values of one part after the other, each ``[Hkv, n, D]`` with n > 0. They stay
+            Keys and values of one part after the other, each ``[Hkv, n, D]`` with n > 0, floats
+            whatever the type of the cache. They stay
             unchanged until the next :meth:`refresh`.
 
         Raises:
@@ -111,7 +113,8 @@ class StreamingReader(KvReader):
 
     @abstractmethod
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Returns keys and values of a layer, each ``[Hkv, capacity, D]``."""
+        """Returns keys and values of a layer, each ``[Hkv, capacity, D]``; int8 as in
+        :mod:`paceline.kernels.cache_rows`."""
 
     def refresh(self, below: int, budget: int) -> int:
         """See :class:`KvReader`."""
@@ -120,10 +123,13 @@ class StreamingReader(KvReader):
         return length
 
     def parts(self, layer: int) -> list[tuple[Tensor, Tensor]]:
-        """See :class:`KvReader`. The parts are views: nothing is copied."""
+        """See :class:`KvReader`. The parts are views; of int8 they are copies."""
         keys, values = self.layer(layer)
         return [
-            (keys[:, part.start : part.stop], values[:, part.start : part.stop])
+            (
+                from_rows(keys[:, part.start : part.stop]),
+                from_rows(values[:, part.start : part.stop]),
+            )
             for part in self._ranges
         ]
 

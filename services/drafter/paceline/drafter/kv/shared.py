@@ -11,12 +11,13 @@ from torch import Tensor
 from paceline.drafter.kv.description import read_kv, read_states, resolve
 from paceline.drafter.kv.mapping import MappedReader
 from paceline.drafter.kv.reader import MappedKv, StateReader, StreamingReader
+from paceline.kernels.cache_rows import from_rows
 from paceline.kv.segment import TAP_AHEAD
 from paceline.v1 import kv_pb2
 
 
 class SharedKv(MappedReader, StreamingReader, MappedKv):
-    """K and V of some layers in the verifier's own memory: nothing is copied.
+    """K and V of some layers in the verifier's own memory.
 
     For the safety contract see :class:`MappedReader`.
     """
@@ -40,7 +41,7 @@ class SharedKv(MappedReader, StreamingReader, MappedKv):
         numbers = resolve(self.layers, description.layers)
         super().__init__(description.file, read_grant, description.capacity)
         self.byte_size = len(self.layers) * description.layer_bytes
-        elements = self._elements()
+        elements = self._elements(description.dtype)
         self._views: dict[int, tuple[Tensor, Tensor]] = {}
         for layer, number in zip(self.layers, numbers, strict=True):
             keys, values = description.layers[number]
@@ -48,7 +49,7 @@ class SharedKv(MappedReader, StreamingReader, MappedKv):
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Returns keys (after RoPE) and values of a layer on the CPU, each ``[heads, capacity,
-        head_dim]``, last dimension dense.
+        head_dim]``, last dimension dense; int8 as in :mod:`paceline.kernels.cache_rows`.
 
         Args:
             index: One of :attr:`layers`.
@@ -61,7 +62,10 @@ class SharedKv(MappedReader, StreamingReader, MappedKv):
     def gather(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`MappedKv`."""
         keys, values = self._views[layer]
-        return keys.index_select(1, positions), values.index_select(1, positions)
+        return (
+            from_rows(keys.index_select(1, positions)),
+            from_rows(values.index_select(1, positions)),
+        )
 
     def close(self) -> None:
         """See :class:`MappedReader`."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from paceline.decoder.sources import Origin
 from paceline.drafter.errors import LoadError as LoadError
 from paceline.drafter.kv.options import KvOptions
 from paceline.tree import TokenTree
@@ -58,6 +59,9 @@ class Fit:
     target_fingerprint: str = ""
     """Fingerprint of the target that it was made for."""
 
+    target_origin: Origin | None = None
+    """By which other formats of that target are recognised."""
+
     tokenizer_digest: str = ""
     """SHA-256 hex of its tokenizer.json."""
 
@@ -74,6 +78,9 @@ class Resources:
 
     threads: int | None = None
     """Threads of the math library; None: its default."""
+
+    numerics: str | None = None
+    """Choice of :func:`paceline.kernels.set_numerics` for the process; None: as it is."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +112,10 @@ class Generation:
 
     sampling: sampling_pb2.SamplingParams = field(default_factory=sampling_pb2.SamplingParams)
     """Sampling parameters of the verifier."""
+
+    owner: str = ""
+    """Whose text it is: a drafter may use it for later texts of the same owner, never for others'.
+    Empty: for no other text."""
 
     read_grant: bytes = b""
     """Capability to read the committed KV of the cache."""

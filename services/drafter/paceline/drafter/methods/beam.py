@@ -40,7 +40,7 @@ class BeamOptions:
 
     weights: str = "auto"
     """Format of the weights: auto (as stored), float32 or bfloat16, also the type of the KV; for
-    ``lm`` and ``selfspec`` also int8 or int4."""
+    ``longspec`` also int8, for ``lm`` and ``selfspec`` also int8 or int4."""
 
     formats: ClassVar[tuple[str, ...]] = ("auto", "float32", "bfloat16")
     """Known values of ``weights``."""
@@ -167,9 +167,9 @@ class Beam:
         if ranked.proposal is not None:
             self.proposals.append(ranked.proposal)
         self.level += 1
-        least = max(self._min_score, self._least_score())
-        stop = start
-        while stop < len(self.scores) and self.scores[stop] >= least:
+        # A child scores at most as much as its parent, and loses ties to nodes added before it.
+        least, stop = self._least_score(), start
+        while stop < len(self.scores) and least < self.scores[stop] >= self._min_score:
             stop += 1
         self.frontier = range(start, stop)
 

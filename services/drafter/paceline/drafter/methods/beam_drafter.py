@@ -73,6 +73,7 @@ class BeamSequence(DraftSequence):
             output=generation.tokens[generation.prompt_length :],
             vocab_size=min(generation.vocab_size, drafter.shape.vocab_size),
             candidates=drafter.options.candidates,
+            drafted=drafter.drafted_tokens,
         )
         self._widths = self._ranker.widths(drafter.options.widths)
 
@@ -156,6 +157,8 @@ class BeamDrafter(Drafter, Generic[S]):
         self.max_nodes = min(options.max_nodes or MAX_TREE_NODES - 1, options.drafted)
         self.max_depth = options.levels
         self.weight_bytes = size
+        self.drafted_tokens: Tensor | None = None
+        """The target's token id of each logit, rising, int64 ``[R]`` on the CPU; None: all ids."""
 
     def draft_many(self, rounds: Sequence[tuple[DraftSequence, Budget]]) -> list[TokenTree]:
         """Grows one tree for each round, level by level.

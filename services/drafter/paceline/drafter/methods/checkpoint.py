@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from paceline.decoder import UnsupportedModelError, open_model, use_device
+from paceline.decoder.sources import Origin
 from paceline.drafter.methods.base import Fit, LoadError, Resources
+from paceline.kernels import set_numerics
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -46,6 +48,8 @@ def load_model(
 
     def prepare() -> None:
         torch.set_num_threads(threads)
+        if resources.numerics is not None:
+            set_numerics(resources.numerics)
         use_device(resources.device)
 
     try:
@@ -65,8 +69,9 @@ def weight_bytes(path: Path) -> int:
 def read_fit(folder: Path) -> Fit:
     """Read which targets the drafter in a model folder or GGUF file fits.
 
-    The ``paceline`` section of config.json may have a ``target_fingerprint`` and a
-    ``tokenizer_digest``. Without the latter, the digest is that of the folder's tokenizer.json.
+    The ``paceline`` section of config.json may have a ``target_fingerprint``, a ``target_origin``
+    and a ``tokenizer_digest``. Without the last one, the digest is that of the folder's
+    tokenizer.json.
 
     Raises:
         LoadError: There is no valid config.json or no safetensors file, the digest in
@@ -82,15 +87,17 @@ def read_fit(folder: Path) -> Fit:
         )
     section = config.get("paceline", {})
     declared = str(section.get("tokenizer_digest", ""))
-    found = tokenizer_digest(folder)
+    found = open_model(folder).tokenizer_digest
     if declared and found and declared != found:
         raise LoadError(
             "TOKENIZER_MISMATCH",
             f"config.json of {folder} has the tokenizer_digest {declared}, but that of "
             f"{TOKENIZER_FILE} is {found}; restore the one the drafter was trained with",
         )
+    origin = section.get("target_origin")
     return Fit(
         target_fingerprint=str(section.get("target_fingerprint", "")),
+        target_origin=Origin.parse(origin) if isinstance(origin, dict) else None,
         tokenizer_digest=declared or found,
         vocab_size=_vocab_size(config, folder),
     )
@@ -105,19 +112,24 @@ def _read_gguf_fit(file: Path) -> Fit:
         raise LoadError("UNSUPPORTED_MODEL", str(error)) from error
 
 
-def tokenizer_digest(folder: str | Path) -> str:
-    """Returns the SHA-256 hex of a folder's tokenizer.json; empty if there is none."""
-    path = Path(folder) / TOKENIZER_FILE
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
-
-
-def check_target(folder: Path, target: Path, fit: Fit) -> None:
+def check_target(folder: Path, target: Path, fit: Fit) -> Fit:
     """Check that the drafter in ``folder`` was trained for the target in ``target``.
+
+    Another format of that target fits too.
+
+    Returns:
+        The fit to ``target`` itself.
 
     Raises:
         LoadError: TARGET_MISMATCH or TOKENIZER_MISMATCH.
     """
     source = open_model(target)
+    if fit.target_origin is not None and fit.target_origin.fits(Origin.of(source)):
+        return replace(
+            fit,
+            target_fingerprint=source.fingerprint(),
+            tokenizer_digest=source.tokenizer_digest,
+        )
     pairs = (
         ("TARGET_MISMATCH", "weights", fit.target_fingerprint, source.fingerprint()),
         ("TOKENIZER_MISMATCH", "the tokenizer", fit.tokenizer_digest, source.tokenizer_digest),
@@ -129,6 +141,7 @@ def check_target(folder: Path, target: Path, fit: Fit) -> None:
                 f"{folder} was made for a target with {what} {expected}, but {target} has "
                 f"{found or 'none'}; give the target it was trained for",
             )
+    return fit
 
 
 def _vocab_size(config: dict[str, Any], folder: Path) -> int:

@@ -60,6 +60,7 @@ class Ranker:
         output: Sequence[int],
         vocab_size: int,
         candidates: int,
+        drafted: Tensor | None = None,
     ) -> None:
         """Creates a ranker.
 
@@ -70,10 +71,13 @@ class Ranker:
             vocab_size: Only ids below it are drafted.
             candidates: At T > 0, number of likeliest tokens that noise is added to. The others are
                 left out, unless the vocabulary is small.
+            drafted: The target's token id of each logit, rising, int64 ``[R]`` on the CPU; None:
+                logit i is of token i.
         """
         self._params = params
         self._vocab_size = vocab_size
         self._candidates = candidates
+        self._drafted = None if drafted is None else drafted[drafted < vocab_size]
         self._history = History(prompt, output) if params.penalised else History(())
         self._by_row = params.penalised or (
             not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
@@ -95,8 +99,9 @@ class Ranker:
         """Ranks candidates for one position after each of several paths.
 
         Args:
-            logits: ``[F, V]`` of any float type and device, of the last token of each path. If
-                possible they are reduced to candidates before they are copied to the CPU.
+            logits: ``[F, V]`` or, of drafted tokens alone, ``[F, R]``, of any float type and
+                device, of the last token of each path. If possible they are reduced to candidates
+                before they are copied to the CPU.
             position: Absolute position of the token to be chosen.
             paths: F paths of drafted tokens after the text.
             width: Most candidates per path.
@@ -105,16 +110,26 @@ class Ranker:
             At most ``width`` candidates per path, on the CPU. Under rejection sampling, which takes
             one path, the token that was drawn.
         """
+        drafted = self._drafted
         if self._by_row or self._params.rejection:
-            logits = logits.cpu()
-        scores = self._filtered(logits[:, : self._vocab_size], paths)
+            logits, drafted = self._all_tokens(logits.cpu()), None
+        count = self._vocab_size if drafted is None else len(drafted)
+        scores = self._filtered(logits[:, :count], paths)
         if self._params.rejection:
             return self._drawn(scores, position)
-        ids: Tensor | None = None
+        ids = None if drafted is None else drafted.to(scores.device).expand(len(scores), -1)
         if not self._params.greedy:
-            scores, ids = self._perturbed(scores, position)
+            scores, ids = self._perturbed(scores, ids, position)
         best, logs = best_candidates(scores, min(width, scores.shape[1]))
         return Ranked((best if ids is None else ids.gather(1, best)).cpu(), logs.cpu())
+
+    def _all_tokens(self, logits: Tensor) -> Tensor:
+        """Logits of the whole vocabulary: -inf for tokens that are not drafted."""
+        if self._drafted is None:
+            return logits
+        whole = logits.new_full((len(logits), self._vocab_size), -torch.inf)
+        whole[:, self._drafted] = logits[:, : len(self._drafted)]
+        return whole
 
     def _drawn(self, scores: Tensor, position: int) -> Ranked:
         (row,) = scores
@@ -124,13 +139,16 @@ class Ranker:
             torch.tensor([[token]]), torch.tensor([[(1 + proposal.peak) / 2]]).log(), proposal
         )
 
-    def _perturbed(self, scores: Tensor, position: int) -> tuple[Tensor, Tensor | None]:
-        """Adds noise. Returns scores and their token ids; None: all ids in order."""
+    def _perturbed(
+        self, scores: Tensor, ids: Tensor | None, position: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Adds noise. Takes and returns scores and their token ids; None: all ids in order."""
         seed, vocab = self._params.seed, scores.shape[1]
-        if vocab <= max(_SMALL_VOCAB, self._candidates):
+        if ids is None and vocab <= max(_SMALL_VOCAB, self._candidates):
             return scores.cpu() + gumbel_noise(seed, position, vocab), None
-        top, ids = (each.cpu() for each in scores.topk(self._candidates))
-        return top + gumbel_noise_at(seed, position, ids.flatten()).view_as(top), ids
+        top, best = scores.topk(min(self._candidates, vocab))
+        ids = (best if ids is None else ids.gather(1, best)).cpu()
+        return top.cpu() + gumbel_noise_at(seed, position, ids.flatten()).view_as(top), ids
 
     def _filtered(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         if self._by_row:

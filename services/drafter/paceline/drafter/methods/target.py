@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,11 +13,12 @@ from torch import Tensor
 
 from paceline.decoder import ModelSource, UnsupportedModelError, open_model
 from paceline.decoder.linear import Linear
-from paceline.decoder.sources import ModelFolder
+from paceline.decoder.sources import ModelFolder, Origin
 from paceline.decoder.weights import Checkpoint
 from paceline.drafter.methods.base import Fit
 from paceline.drafter.methods.beam import BeamOptions
 from paceline.drafter.methods.checkpoint import check_target
+from paceline.kernels.blocks import quantise
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -34,6 +35,9 @@ SPECULATORS_VERSION = "0.6.0"
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 """Names of the target's frozen tensors in a drafter's folder that holds them."""
 
+DRAFT_TOKENS = "d2t"
+"""Name of the tensor with the target's token id of each drafted token, rising; int64 ``[R]``."""
+
 _TARGET_EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -46,12 +50,14 @@ class TargetRef:
         architectures: From its config.json.
         fingerprint: See :func:`paceline.decoder.weights_fingerprint`.
         tokenizer_digest: SHA-256 hex of its tokenizer.json; empty if it has none.
+        origin: By which other formats of it are recognised; None: not known.
     """
 
     name: str
     architectures: tuple[str, ...]
     fingerprint: str
     tokenizer_digest: str
+    origin: Origin | None = None
 
     @classmethod
     def of(cls, path: str | Path) -> TargetRef:
@@ -67,6 +73,7 @@ class TargetRef:
             architectures=source.architectures,
             fingerprint=source.fingerprint(),
             tokenizer_digest=source.tokenizer_digest,
+            origin=Origin.of(source),
         )
 
 
@@ -130,13 +137,19 @@ def write_checkpoint(
         "target_fingerprint": target.fingerprint,
         "tokenizer_digest": target.tokenizer_digest,
     }
+    if target.origin is not None:
+        ours["target_origin"] = asdict(target.origin)
     if notes:
         ours["training"] = dict(notes)
     whole = {**config, "dtype": str(dtype).removeprefix("torch."), SECTION: ours}
     base = Path(folder)
     base.mkdir(parents=True, exist_ok=True)
     # Copies: a tied embedding and head share memory, which the file format does not allow.
-    copies = {n: t.detach().to("cpu", dtype, copy=True).contiguous() for n, t in tensors.items()}
+    copies = {
+        name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None, copy=True)
+        for name, tensor in tensors.items()
+    }
+    copies = {name: tensor.contiguous() for name, tensor in copies.items()}
     save_file(copies, base / WEIGHTS_FILE, metadata={"format": "pt"})
     text = json.dumps(whole, indent=2, sort_keys=True)
     (base / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
@@ -180,13 +193,22 @@ class TargetEmbedding:
     Attributes:
         embedding: ``[V, hidden]``.
         head: The LM head.
+        tokens: The target's token id of each row of the head, int64 ``[R]``; None: all, in order.
     """
 
-    def __init__(self, embedding: Tensor, head: Tensor) -> None:
-        """Takes both tensors, ``[V, hidden]``."""
-        self.embedding = embedding
-        self.head = Linear(head)
-        self.private_bytes = 0 if self.head.packed is None else head.nbytes
+    def __init__(
+        self, embedding: Tensor, head: Tensor, tokens: Tensor | None = None, int8: bool = False
+    ) -> None:
+        """Takes both tensors, ``[V, hidden]``.
+
+        With ``tokens``, the head keeps their rows alone; with ``int8``, 8 bits in blocks of 32.
+        """
+        if tokens is not None:
+            head = head[tokens.to(head.device)]
+        self.embedding, self.tokens = embedding, tokens
+        self.head = Linear(quantise(head.float(), 8) if int8 else head)
+        packed = self.head.packed
+        self.private_bytes = sum(t.nbytes for t in packed.tensors().values()) if packed else 0
         """Bytes of the packed head."""
 
     @classmethod
@@ -197,6 +219,8 @@ class TargetEmbedding:
         shape: EmbeddingShape,
         dtype: torch.dtype,
         device: torch.device | str,
+        tokens: Tensor | None = None,
+        int8: bool = False,
     ) -> TargetEmbedding:
         """Reads both from the drafter's folder if it holds them, otherwise from the target's.
 
@@ -206,6 +230,8 @@ class TargetEmbedding:
             shape: Expected shape.
             dtype: Type of the model.
             device: Device of the model.
+            tokens: Tokens that are drafted; None: all.
+            int8: Whether the head gets 8 bits.
 
         Raises:
             UnsupportedModelError: Neither folder has them, or they have another shape.
@@ -229,7 +255,7 @@ class TargetEmbedding:
                     f"{name!r} of {source.path} has shape {tuple(found[-1].shape)}, expected "
                     f"{(shape.vocab_size, shape.hidden)}"
                 )
-        return cls(found[0], found[1])
+        return cls(found[0], found[1], tokens, int8)
 
 
 @dataclass(frozen=True)
@@ -245,14 +271,25 @@ class TargetOptions(BeamOptions):
         return Path(self.target) if self.target else None
 
     def read_embedding(
-        self, folder: Path, fit: Fit, shape: EmbeddingShape, dtype: torch.dtype, device: str
-    ) -> TargetEmbedding:
+        self,
+        folder: Path,
+        fit: Fit,
+        shape: EmbeddingShape,
+        dtype: torch.dtype,
+        device: str,
+        tokens: Tensor | None = None,
+        int8: bool = False,
+    ) -> tuple[TargetEmbedding, Fit]:
         """Checks the target, then reads its embedding and LM head (:class:`TargetEmbedding`).
+
+        Returns:
+            Both, and the fit to the given target.
 
         Raises:
             LoadError: The drafter in ``folder`` was made for another target.
             UnsupportedModelError: See :meth:`TargetEmbedding.read`.
         """
         if self.target_folder is not None:
-            check_target(folder, self.target_folder, fit)
-        return TargetEmbedding.read(folder, self.target_folder, shape, dtype, device)
+            fit = check_target(folder, self.target_folder, fit)
+        read = TargetEmbedding.read(folder, self.target_folder, shape, dtype, device, tokens, int8)
+        return read, fit

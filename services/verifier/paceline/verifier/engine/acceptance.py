@@ -13,7 +13,7 @@ from paceline.verifier.engine.batch import BatchEntry
 from paceline.verifier.engine.errors import StepFailed
 from paceline.verifier.engine.job import Prefill, Round
 from paceline.verifier.engine.output import FinishReason, StepOutput
-from paceline.verifier.engine.sampler import Sampler, sample_batch
+from paceline.verifier.engine.sampler import Sampler, sample_batch, score_prompt
 from paceline.verifier.engine.sequence import HiddenStates
 
 _log = logging.getLogger(__name__)
@@ -72,6 +72,7 @@ def accept(
     job, sequence = entry.job, entry.job.sequence
     if isinstance(job, Prefill):
         sequence.record(sequence.committed, states, entry.rows)
+        job.prompt_logprobs += score_prompt(sequence, logits[entry.scored])
         sequence.committed = entry.stop
         if entry.stop < len(sequence.tokens):
             return None

@@ -29,6 +29,8 @@ class BatchEntry:
         logits: Its rows of the batch's logits: the anchor's and one per node, or the last one of a
             prefill; none in the middle of a prefill.
         rows: Its rows of the batch.
+        scored: Rows of the batch's logits that give the log-probabilities of the prompt's next
+            tokens; none unless they are requested.
     """
 
     job: Job
@@ -36,6 +38,7 @@ class BatchEntry:
     stop: int
     logits: slice
     rows: slice
+    scored: slice
 
 
 class Batch:
@@ -80,7 +83,7 @@ class Batch:
         sequence, nodes = round_.sequence, 1 + len(tree)
         first, start = len(self._logit_rows), sequence.committed
         self._logit_rows.extend(range(len(self), len(self) + nodes))
-        self._add_entry(round_, tree, start + nodes, slice(first, first + nodes))
+        self._add_entry(round_, tree, start + nodes, slice(first, first + nodes), slice(0, 0))
         parents = None if tree.is_chain else (-1, *(parent + 1 for parent in tree.parents))
         self._add_block(start, [sequence.tokens[-1], *tree.tokens], parents)
         self._observe(sequence)
@@ -88,10 +91,17 @@ class Batch:
     def add_prefill(self, prefill: Prefill, stop: int) -> None:
         """Add a part of a prefill: the text from its committed length to ``stop``."""
         sequence = prefill.sequence
-        first, ends = len(self._logit_rows), stop == len(sequence.tokens)
+        start, ends = sequence.committed, stop == len(sequence.tokens)
+        scored = 0
+        if sequence.generation.prompt_logprobs is not None:
+            scored = max(0, min(stop, len(sequence.generation.prompt) - 1) - start)
+        first = len(self._logit_rows)
+        self._logit_rows.extend(range(len(self), len(self) + scored))
+        chosen = len(self._logit_rows)
         if ends:
-            self._logit_rows.append(len(self) + stop - sequence.committed - 1)
-        self._add_entry(prefill, EMPTY, stop, slice(first, first + ends))
+            self._logit_rows.append(len(self) + stop - start - 1)
+        logits, prompt = slice(chosen, chosen + ends), slice(first, chosen)
+        self._add_entry(prefill, EMPTY, stop, logits, prompt)
         for start in range(sequence.committed, stop, MAX_TREE_NODES):
             self._add_block(start, sequence.tokens[start : min(start + MAX_TREE_NODES, stop)])
         if ends:
@@ -143,10 +153,17 @@ class Batch:
             self._observer.publish(config.q_heads)
         return result
 
-    def _add_entry(self, job: Job, tree: TokenTree, stop: int, logits: slice) -> None:
+    def _add_entry(
+        self,
+        job: Job,
+        tree: TokenTree,
+        stop: int,
+        logits: slice,
+        scored: slice,
+    ) -> None:
         sequence = job.sequence
         rows = slice(len(self), len(self) + stop - sequence.committed)
-        self.entries.append(BatchEntry(job, tree, stop, logits, rows))
+        self.entries.append(BatchEntry(job, tree, stop, logits, rows, scored))
         self._caches.append(sequence.segment)
         if sequence.generation.taps is not None:
             self._taps.update(sequence.generation.taps.layers)

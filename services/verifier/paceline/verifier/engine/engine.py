@@ -24,6 +24,7 @@ from paceline.verifier.engine.batch import Batch
 from paceline.verifier.engine.errors import DeviceLost, SequenceClosed, StepFailed, device_lost
 from paceline.verifier.engine.job import Job, Prefill, Round, microseconds
 from paceline.verifier.engine.output import StepOutput
+from paceline.verifier.engine.prefixes import PrefixCache
 from paceline.verifier.engine.queue import JobQueue
 from paceline.verifier.engine.sequence import Sequence
 from paceline.verifier.engine.thread import CommandThread
@@ -53,6 +54,7 @@ class Engine:
         scheduler: Scheduler | None = None,
         node_budget: int = MAX_NODES,
         graphs: GraphRunner | None = None,
+        most_prefixes: int = 0,
     ) -> None:
         """Make an engine; :meth:`start` starts its thread.
 
@@ -65,6 +67,8 @@ class Engine:
             scheduler: Chooses the nodes of a step; None: all nodes are verified.
             node_budget: Most drafted nodes that a client is to send.
             graphs: CUDA graphs of the model, where KV lies in pages.
+            most_prefixes: Most ended texts whose KV is kept for prompts that begin like them; 0: no
+                prompt reuses the KV of another one, unless it names its cache.
         """
         self._decoder = decoder
         self._threads = threads
@@ -72,7 +76,9 @@ class Engine:
         self._node_budget = node_budget
         self._graphs = graphs
         self._thread = CommandThread("paceline-engine")
-        self._queue = JobQueue(step_tokens, prefill_tokens)
+        self.prefixes = PrefixCache(most_prefixes)
+        self._reuses = most_prefixes > 0
+        self._queue = JobQueue(step_tokens, prefill_tokens, self.prefixes)
         self._running: Batch | None = None
         self._stopping = False
         self._lost: Future[None] = Future()
@@ -108,7 +114,10 @@ class Engine:
         await asyncio.shield(asyncio.wrap_future(self._lost))
 
     def prefill(self, job: Prefill, parent: Sequence | None = None) -> None:
-        """Queue a prefill; KV of the longest common prefix with ``parent`` is copied."""
+        """Queue a prefill; KV of the longest common prefix with ``parent`` is copied.
+
+        Without a parent, the one with the longest common prefix among the owner's other texts.
+        """
         self._thread.submit(partial(self._begin_prefill, job, parent))
 
     def verify(self, job: Round) -> None:
@@ -116,7 +125,10 @@ class Engine:
         self._thread.submit(partial(self._queue.add, job))
 
     async def release(self, sequence: Sequence) -> None:
-        """End the jobs of a sequence and free its memory. A second call does nothing."""
+        """End the jobs of a sequence, and free its memory or keep it for other prompts.
+
+        A second call does nothing.
+        """
         await self.between_steps(partial(self._close, sequence))
 
     async def between_steps(self, action: Callable[[], _T]) -> _T:
@@ -225,6 +237,8 @@ class Engine:
             if self._scheduler is not None and job.done and job.sequence.finish is None:
                 assert output is not None
                 self._scheduler.budget_sent(job.sequence, output.node_budget)
+            if self._reuses and job.done and isinstance(job, Prefill):
+                self.prefixes.add(job.sequence)
             if job.notifies:
                 self._queue.updated.append(job)
             if not job.done:
@@ -267,16 +281,27 @@ class Engine:
         self._scheduler = None
 
     def _begin_prefill(self, job: Prefill, parent: Sequence | None) -> None:
-        try:
-            if parent is not None and not parent.segment.closed:
+        if parent is None and self._reuses:
+            parent = self.prefixes.find(job.sequence)
+        while parent is not None and not parent.segment.closed:
+            try:
                 job.reuse(parent)
-        except OutOfMemory as error:
-            self._queue.fail(job, error)
-        else:
-            self._queue.add(job)
+                break
+            except OutOfMemory as error:
+                if not self.prefixes.evict():
+                    self._queue.fail(job, error)
+                    return
+        self._queue.add(job)
 
     def _close(self, sequence: Sequence) -> None:
-        sequence.segment.close()
+        if sequence.released:
+            return
+        sequence.released = True
+        if self._reuses and not self._stopping:
+            sequence.segment.header.close()  # its readers stop
+            self.prefixes.keep(sequence)
+        else:
+            sequence.segment.close()
         if self._scheduler is not None:
             self._scheduler.forget(sequence)
         closed = SequenceClosed("the cache was released")
@@ -285,6 +310,7 @@ class Engine:
 
     def _end(self) -> None:
         self._stopping = True
+        self.prefixes.clear()
         self._queue.fail_all(lambda job: True, StepFailed("the verifier is stopping"))
 
     def _notify(self) -> None:

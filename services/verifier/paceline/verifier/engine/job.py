@@ -86,8 +86,10 @@ class Prefill(Job):
 
     Attributes:
         total: Tokens to compute or copy. Unit: tokens.
-        reused: Tokens copied from a parent cache. Unit: tokens.
+        reused: Tokens whose KV came from another cache. Unit: tokens.
         output: The first token, once done without an error.
+        prompt_logprobs: Raw log-probability of each prompt token but the first, and the likeliest
+            (token, log-probability) pairs at its position; empty unless the request has them.
         queue_us: Wait for the first step. Unit: microseconds.
         step_us: Time of all its steps so far. Unit: microseconds.
     """
@@ -97,6 +99,7 @@ class Prefill(Job):
         self.total = len(sequence.tokens)
         self.reused = 0
         self.output: StepOutput | None = None
+        self.prompt_logprobs: list[tuple[float, list[tuple[int, float]]]] = []
         self.queue_us = 0
         self.step_us = 0
         self._began = False
@@ -104,12 +107,16 @@ class Prefill(Job):
     def reuse(self, parent: Sequence) -> None:
         """Copy the KV of the longest common prefix with another sequence. Engine thread only.
 
+        Does nothing if the prompt's log-probabilities are requested: they are computed with the KV.
+
         Raises:
             OutOfMemory: /dev/shm is full.
         """
-        self.reused = self.sequence.common_prefix(parent)
-        self.sequence.segment.copy_prefix(parent.segment, self.reused)
-        self.sequence.committed = self.reused
+        if self.sequence.generation.prompt_logprobs is not None:
+            return
+        shared = self.sequence.common_prefix(parent)
+        self.sequence.segment.copy_prefix(parent.segment, shared)
+        self.sequence.committed = self.reused = shared
 
     def add_output(self, output: StepOutput | None, began: float, ended: float) -> None:
         """Add a step; the last one has the first token."""

@@ -9,6 +9,7 @@ from paceline.kernels import CHUNK
 from paceline.verifier.engine.batch import Batch
 from paceline.verifier.engine.errors import SequenceClosed, StepFailed
 from paceline.verifier.engine.job import Job, Prefill, Round
+from paceline.verifier.engine.prefixes import PrefixCache
 from paceline.verifier.kv.base import OutOfMemory
 
 
@@ -21,8 +22,9 @@ class JobQueue:
         updated: Jobs that ended or have output; the engine notifies their waiters.
     """
 
-    def __init__(self, step_tokens: int, prefill_tokens: int) -> None:
+    def __init__(self, step_tokens: int, prefill_tokens: int, prefixes: PrefixCache) -> None:
         """Make an empty queue; the arguments are the engine's."""
+        self._prefixes = prefixes
         self._step_tokens = step_tokens
         self._prefill_tokens = prefill_tokens
         self._rounds: deque[Round] = deque()
@@ -87,7 +89,7 @@ class JobQueue:
                 left -= stop - start
 
     def _cancelled(self, job: Job) -> bool:
-        if job.sequence.segment.closed:
+        if job.sequence.released:
             self.fail(job, SequenceClosed("the cache was released"))
         elif job.cancelled:
             job.done = True
@@ -95,10 +97,15 @@ class JobQueue:
         return job.done
 
     def _reserve(self, job: Job, tokens: int) -> bool:
-        try:
-            job.sequence.segment.reserve(tokens)
-        except OutOfMemory as error:
-            self.fail(job, error)
-        except OSError as error:
-            self.fail(job, StepFailed(f"KV memory could not be reserved: {error}"))
+        """Reserve KV, over that of ended texts where memory is short."""
+        while not job.done:
+            try:
+                job.sequence.segment.reserve(tokens)
+            except OutOfMemory as error:
+                if not self._prefixes.evict():
+                    self.fail(job, error)
+            except OSError as error:
+                self.fail(job, StepFailed(f"KV memory could not be reserved: {error}"))
+            else:
+                break
         return not job.done

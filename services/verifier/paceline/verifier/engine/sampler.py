@@ -89,6 +89,21 @@ class Sampler:
         return accept_or_resample(logits, sampling, len(history), history, drafted, proposal)
 
 
+def score_prompt(sequence: Sequence, logits: Tensor) -> list[tuple[float, list[tuple[int, float]]]]:
+    """Log-probabilities of the prompt's tokens after the committed ones.
+
+    Args:
+        sequence: A sequence before the commit of these positions.
+        logits: Of consecutive positions from the committed length on, ``[rows, V]``; may be empty.
+
+    Returns:
+        For each row the next token's raw log-probability, and the likeliest tokens with theirs.
+    """
+    first, top = sequence.committed + 1, sequence.generation.prompt_logprobs or 0
+    tokens = sequence.tokens[first : first + len(logits)]
+    return [raw_logprobs(row, token, top) for row, token in zip(logits.cpu(), tokens, strict=True)]
+
+
 def sample_batch(entries: Items[BatchEntry], logits: Tensor) -> dict[int, Items[int]]:
     """Choose the tokens after every row of a batch in one call, where its logits are on a GPU.
 

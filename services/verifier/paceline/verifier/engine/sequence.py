@@ -33,6 +33,8 @@ class Generation:
         grammar: Grammar of the output; None: none.
         drafter: Name of the drafter that the client uses; None: none, or not sent. Unlike the
             other fields it does not influence the tokens.
+        prompt_logprobs: Likeliest tokens to report with each prompt token but the first; None: no
+            log-probabilities of the prompt.
     """
 
     prompt: tuple[int, ...]
@@ -44,6 +46,7 @@ class Generation:
     taps: Taps | None = None
     grammar: Grammar | None = None
     drafter: str | None = None
+    prompt_logprobs: int | None = None
 
 
 HiddenStates = Mapping[int, Tensor]
@@ -62,7 +65,9 @@ class Sequence:
 
     Attributes:
         generation: The request.
-        segment: Its KV; closed by the engine when the sequence is released.
+        owner: The client that made the request. Another client's prompt never reuses its KV.
+        segment: Its KV; closed by the engine after the sequence is released.
+        released: Whether it has ended and runs no more jobs.
         tokens: Prompt and output.
         finish: Why the generation ended; None: it has not ended.
         drafter: Name of the drafter that its client uses; see the request.
@@ -71,9 +76,11 @@ class Sequence:
         listeners: Called on the event loop, which owns them, after steps and at the release.
     """
 
-    def __init__(self, generation: Generation, segment: SequenceKv) -> None:
+    def __init__(self, generation: Generation, segment: SequenceKv, owner: str = "") -> None:
         self.generation = generation
+        self.owner = owner
         self.segment = segment
+        self.released = False
         self.tokens: list[int] = [*generation.prompt, *generation.output]
         self.history = History(generation.prompt, generation.output)
         grammar = generation.grammar

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from paceline.kernels import LayerTable, Plane
 from paceline.kv.segment import HEADER_BYTES, PREFIX, SHM, SegmentHeader, claim
+from paceline.kv.wire import cache_dtype
 from paceline.v1 import kv_pb2
 from paceline.verifier.kv.layout import KvLayout
 from paceline.verifier.kv.taps import TapLayout, TapPlanes
@@ -45,7 +46,6 @@ class SequenceKv(ABC):
         layout: Shape of the model's KV.
         capacity: Slots. Unit: tokens.
         reserved: Slots that have memory. Unit: tokens.
-        byte_size: Memory of the whole capacity. Unit: bytes.
         device: Where the KV is.
         name: Name below /dev/shm: ``paceline-<pid>-<process start in ticks>-<random>``.
         file_bytes: The file's size. Unit: bytes.
@@ -57,7 +57,6 @@ class SequenceKv(ABC):
 
     device = torch.device("cpu")
     table: LayerTable | None = None
-    byte_size: int
     mappable: bool = True
 
     def __init__(
@@ -69,7 +68,7 @@ class SequenceKv(ABC):
             layout: Shape of the model's KV.
             capacity: Slots.
             body_bytes: Size of the body, between header and hidden states, a multiple of an
-                element's size.
+                element's size in both.
             taps: Layout of the hidden states; None: none are kept.
 
         Raises:
@@ -97,14 +96,16 @@ class SequenceKv(ABC):
                 f"cannot map {self.file_bytes} bytes of {self.path}: {error}"
             ) from error
         self.header = SegmentHeader(mapping)
-        memory = torch.frombuffer(mapping, dtype=layout.dtype, offset=HEADER_BYTES)
-        elements = body_bytes // layout.dtype.itemsize
-        self._body: Tensor = memory[:elements]
-        self.taps = None if taps is None else TapPlanes(taps, memory[elements:])
+        memory = torch.frombuffer(mapping, dtype=torch.uint8, offset=HEADER_BYTES)
+        self._body: Tensor = memory[:body_bytes]
+        self.taps: TapPlanes | None = None
+        if taps is not None:
+            self.taps = TapPlanes(taps, memory[body_bytes:].view(taps.dtype))
 
     @abstractmethod
     def layer(self, index: int) -> tuple[Plane, Plane]:
-        """Returns keys and values of a layer, each ``[kv_heads, capacity, head_dim]``."""
+        """Returns keys and values of a layer, each ``[kv_heads, capacity, head_dim]``
+        (int8 as in :mod:`paceline.kernels.cache_rows`)."""
 
     @abstractmethod
     def gather(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,7 +116,7 @@ class SequenceKv(ABC):
             positions: int64 ``[n]`` on the CPU.
 
         Returns:
-            Each ``[kv_heads, n, head_dim]``.
+            Each ``[kv_heads, n, head_dim]`` (int8 with its scales).
         """
 
     @abstractmethod
@@ -126,8 +127,18 @@ class SequenceKv(ABC):
             OutOfMemory: There is not enough. What was reserved before stays reserved.
         """
 
+    @property
+    def reserved_bytes(self) -> int:
+        """Memory of the reserved slots and their hidden states. Unit: bytes."""
+        return self._bytes_of(self.reserved)
+
+    def _bytes_of(self, slots: int) -> int:
+        """Memory of so many slots and their hidden states. Unit: bytes."""
+        taps = 0 if self.taps is None else self.taps.layout.bytes_of(slots)
+        return slots * self.layout.token_bytes + taps
+
     def copy_prefix(self, source: Self, tokens: int) -> None:
-        """Copy the first ``tokens`` positions of another cache of the same class and layout.
+        """Take over the first ``tokens`` positions of another cache of the same class and layout.
 
         Raises:
             OutOfMemory: There is not enough memory for them.
@@ -182,6 +193,7 @@ class SequenceKv(ABC):
             capacity=self.capacity,
             head_stride=plane_bytes,
             position_stride=layout.row_bytes,
+            dtype=cache_dtype(layout.dtype),
         )
 
     def describe_states(self, layers: Iterable[int]) -> kv_pb2.HiddenStateLayout:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.kernels.cache_rows import row_width
 from paceline.kv.segment import HEADER_BYTES
 
 BLOCK_TOKENS = 256
@@ -22,7 +23,7 @@ def round_up(tokens: int) -> int:
 
 @dataclass(frozen=True)
 class KvLayout:
-    """Shape of the KV of one model: planes of ``[capacity, head_dim]`` by layer, kind and head.
+    """Shape of the KV of one model: planes of ``[capacity, row_width]`` by layer, kind and head.
 
     The planes are in the order ``[layers, 2 (keys, values), kv_heads]``, so that each of them is
     contiguous in tokens and one gather moves a path of all layers. The header precedes the first.
@@ -31,8 +32,9 @@ class KvLayout:
         layers: Decoder layers.
         kv_heads: Key/value heads per layer.
         head_dim: Elements per head.
-        dtype: Type of the elements.
+        dtype: Type of keys and values; int8 as in :mod:`paceline.kernels.cache_rows`.
         hidden: Elements of a hidden state.
+        hidden_dtype: Type of hidden states.
     """
 
     layers: int
@@ -40,6 +42,7 @@ class KvLayout:
     head_dim: int
     dtype: torch.dtype
     hidden: int = 0
+    hidden_dtype: torch.dtype = torch.float32
 
     @property
     def planes(self) -> int:
@@ -47,9 +50,14 @@ class KvLayout:
         return self.layers * 2 * self.kv_heads
 
     @property
+    def row_width(self) -> int:
+        """Elements of one token in one plane."""
+        return row_width(self.head_dim, self.dtype)
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of one token in one plane."""
-        return self.head_dim * self.dtype.itemsize
+        return self.row_width * self.dtype.itemsize
 
     @property
     def token_bytes(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Self
@@ -82,9 +81,24 @@ class PagePool:
         most = (round_up(max_context) + TREE_TOKENS) // PAGE_TOKENS
         # Row 0 belongs to no sequence; all its entries are page 0.
         self.tables = torch.zeros(max_sequences + 1, most, dtype=torch.int32, device=device)
+        self._holders = [0] * count  # sequences that hold each page
         self._reading = torch.Stream(device) if device.type in ACCELERATORS else None
         self._free_pages = list(range(count))[::-1]
         self._free_rows = list(range(1, max_sequences + 1))[::-1]
+
+    @property
+    def limit_bytes(self) -> int:
+        """Memory of all pages. Unit: bytes."""
+        return len(self._holders) * self.page_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory of the pages that sequences hold. Unit: bytes."""
+        return self.limit_bytes - self.free_pages * self.page_bytes
+
+    def allocate(self, capacity: int, taps: TapLayout | None) -> PagedKv:
+        """Take a page table for a sequence; see :class:`PagedKv`."""
+        return PagedKv(self, capacity, taps)
 
     @property
     def free_pages(self) -> int:
@@ -134,12 +148,25 @@ class PagePool:
                 f"the pool has {len(self._free_pages)} pages of KV left, {count} are needed; "
                 "wait for other sequences to end"
             )
-        return [self._free_pages.pop() for _ in range(count)]
+        pages = [self._free_pages.pop() for _ in range(count)]
+        self.share_pages(pages)
+        return pages
+
+    def share_pages(self, pages: list[int]) -> None:
+        """Hold pages once more, for a sequence with the same text up to their end.
+
+        Nobody writes to them again: a sequence writes only behind its committed length.
+        """
+        for page in pages:
+            self._holders[page] += 1
 
     def free(self, row: int, pages: list[int]) -> None:
-        """Free the page table and pages of a sequence."""
+        """Free the page table of a sequence, and those of its pages that no other one holds."""
         self._free_rows.append(row)
-        self._free_pages += pages[::-1]
+        for page in pages[::-1]:
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                self._free_pages.append(page)
 
     def check_integrity(self) -> None:
         """Check that everything is free. Call it only when there is no sequence.
@@ -212,8 +239,6 @@ class PagedKv(SequenceKv):
             raise
         self.device = pool.device
         self.pool = pool
-        taps_bytes = 0 if taps is None else taps.byte_size
-        self.byte_size = pool.layout.byte_size(capacity) + taps_bytes
         self._table = self._body.view(torch.int32)
         self._pages: list[int] = []
         self._layers = pool.planes(self._row, capacity)
@@ -254,19 +279,29 @@ class PagedKv(SequenceKv):
             return
         target = min(round_up(tokens), self.capacity)
         self._fill_taps(self.reserved, target)
+        self._append(self.pool.take_pages(target // PAGE_TOKENS - len(self._pages)))
+
+    def _append(self, new: list[int]) -> None:
+        """Add pages that this sequence holds to its table."""
         have = len(self._pages)
-        new = self.pool.take_pages(target // PAGE_TOKENS - have)
         self._pages += new
         self._table[have : have + len(new)] = torch.tensor(new, dtype=torch.int32)
         row = self.pool.tables[self._row, have : have + len(new)]
         row.copy_(self._table[have : have + len(new)])
-        self.reserved = target
+        self.reserved = len(self._pages) * PAGE_TOKENS
+
+    def copy_prefix(self, source: Self, tokens: int) -> None:
+        """See :class:`SequenceKv`: whole pages are shared, only the last one is copied."""
+        shared = source._pages[: tokens // PAGE_TOKENS]
+        self._fill_taps(0, len(shared) * PAGE_TOKENS)
+        self.pool.share_pages(shared)
+        self._append(shared)
+        super().copy_prefix(source, tokens)
 
     def _copy_kv(self, source: Self, tokens: int) -> None:
-        for own, theirs in zip(
-            self._pages[: math.ceil(tokens / PAGE_TOKENS)], source._pages, strict=False
-        ):
-            self.pool.kv[own].copy_(self.pool.kv[theirs])
+        if tokens % PAGE_TOKENS:
+            last = tokens // PAGE_TOKENS
+            self.pool.kv[self._pages[last]].copy_(self.pool.kv[source._pages[last]])
 
     def keep(self, slots: list[int], start: int) -> None:
         """See :class:`SequenceKv`."""

@@ -11,11 +11,59 @@ from torch import Tensor
 
 from paceline.kernels import LayerTable
 from paceline.kv.segment import PREFIX, SHM, is_orphan
-from paceline.verifier.kv.base import SequenceKv, own_prefix
+from paceline.verifier.kv.base import OutOfMemory, SequenceKv, own_prefix
 from paceline.verifier.kv.layout import KvLayout, round_up
 from paceline.verifier.kv.taps import TapLayout
 
 _log = logging.getLogger(__name__)
+
+
+class SegmentMemory:
+    """Memory of all segments of a verifier, up to a limit. Segments take it in steps of 256 slots.
+
+    Safety contract: only the engine thread takes memory and gives it back. Other threads may read
+    the counts.
+
+    Attributes:
+        layout: Shape of the model's KV.
+        limit_bytes: Most memory of all segments together. Unit: bytes.
+        used_bytes: Memory taken. Unit: bytes.
+    """
+
+    def __init__(self, layout: KvLayout, limit_bytes: int) -> None:
+        self.layout = layout
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+
+    def allocate(self, capacity: int, taps: TapLayout | None) -> Segment:
+        """Make a segment, which has no memory yet; see :class:`Segment`."""
+        return Segment(self.layout, capacity, taps, self)
+
+    def take(self, byte_size: int) -> None:
+        """Take memory.
+
+        Raises:
+            OutOfMemory: Less is left.
+        """
+        if self.used_bytes + byte_size > self.limit_bytes:
+            raise OutOfMemory(
+                f"{self.used_bytes} of {self.limit_bytes} bytes of KV are in use, and {byte_size} "
+                "more are needed; wait for other sequences to end"
+            )
+        self.used_bytes += byte_size
+
+    def give_back(self, byte_size: int) -> None:
+        """Give memory back."""
+        self.used_bytes -= byte_size
+
+    def check_integrity(self) -> None:
+        """Check that nothing is taken. Call it only when there is no segment.
+
+        Raises:
+            AssertionError: Memory leaked, or was given back twice.
+        """
+        if self.used_bytes:
+            raise AssertionError(f"{self.used_bytes} bytes of KV are taken, expected 0")
 
 
 class Segment(SequenceKv):
@@ -36,24 +84,31 @@ class Segment(SequenceKv):
       mapping.
 
     Attributes:
-        kv: ``[layers, 2, kv_heads, capacity, head_dim]`` over the mapping; 0 is keys, 1 values.
+        kv: ``[layers, 2, kv_heads, capacity, row_width]`` over the mapping; 0 is keys, 1 values.
     """
 
-    def __init__(self, layout: KvLayout, capacity: int, taps: TapLayout | None = None) -> None:
+    def __init__(
+        self,
+        layout: KvLayout,
+        capacity: int,
+        taps: TapLayout | None = None,
+        memory: SegmentMemory | None = None,
+    ) -> None:
         """Make a segment. It has an address range, but memory for its header only.
 
         Args:
             layout: Shape of the model's KV.
             capacity: Slots, a multiple of 256.
             taps: Layout of the hidden states; None: none are kept.
+            memory: Where it takes its memory from; None: it has no limit but its capacity.
 
         Raises:
             OutOfMemory: No file can be made in /dev/shm, or it cannot be mapped.
         """
         super().__init__(layout, capacity, capacity * layout.token_bytes, taps)
-        self.byte_size = self.file_bytes
-        shape = (layout.layers, 2, layout.kv_heads, capacity, layout.head_dim)
-        self.kv: Tensor = self._body.view(shape)
+        self._memory = memory
+        shape = (layout.layers, 2, layout.kv_heads, capacity, layout.row_width)
+        self.kv: Tensor = self._body.view(layout.dtype).view(shape)
         self._layers = [(layer[0], layer[1]) for layer in self.kv]
         self.table = LayerTable(self._layers)
 
@@ -71,11 +126,19 @@ class Segment(SequenceKv):
         if tokens <= self.reserved:
             return
         target = min(round_up(tokens), self.capacity)
-        row = self.layout.row_bytes
-        for plane in range(self.layout.planes):
-            start = self.layout.offset(plane, self.capacity) + self.reserved * row
-            self._fill(start, (target - self.reserved) * row, target - self.reserved)
-        self._fill_taps(self.reserved, target)
+        taken = self._bytes_of(target) - self.reserved_bytes
+        if self._memory is not None:
+            self._memory.take(taken)
+        try:
+            row = self.layout.row_bytes
+            for plane in range(self.layout.planes):
+                start = self.layout.offset(plane, self.capacity) + self.reserved * row
+                self._fill(start, (target - self.reserved) * row, target - self.reserved)
+            self._fill_taps(self.reserved, target)
+        except BaseException:
+            if self._memory is not None:
+                self._memory.give_back(taken)
+            raise
         self.reserved = target
 
     def _copy_kv(self, source: Self, tokens: int) -> None:
@@ -87,7 +150,9 @@ class Segment(SequenceKv):
         self.kv[..., start : start + len(slots), :] = moved
 
     def close(self) -> None:
-        """See :class:`SequenceKv`."""
+        """See :class:`SequenceKv`. Gives its memory back."""
+        if self._memory is not None:
+            self._memory.give_back(self.reserved_bytes)
         super().close()
         self._layers = []
         self.table = None

@@ -34,7 +34,7 @@ class TapLayout:
         taps: The requested layers and window.
         slots: Positions that are kept: the window and a margin, or the whole capacity.
         hidden: Elements of a row.
-        dtype: Type of the elements, that of the KV.
+        dtype: Type of the elements.
     """
 
     taps: Taps
@@ -46,7 +46,7 @@ class TapLayout:
     def of(cls, taps: Taps, layout: KvLayout, capacity: int) -> TapLayout:
         """Returns the layout for a cache of ``capacity`` slots."""
         slots = min(capacity, round_up(taps.window) + TAP_MARGIN) if taps.window else capacity
-        return cls(taps, slots, layout.hidden, layout.dtype)
+        return cls(taps, slots, layout.hidden, layout.hidden_dtype)
 
     @property
     def row_bytes(self) -> int:
@@ -62,6 +62,10 @@ class TapLayout:
     def byte_size(self) -> int:
         """Bytes of all planes."""
         return len(self.taps.layers) * self.plane_bytes
+
+    def bytes_of(self, tokens: int) -> int:
+        """Bytes of the rows of so many positions."""
+        return len(self.taps.layers) * min(tokens, self.slots) * self.row_bytes
 
 
 class TapPlanes:

@@ -149,7 +149,7 @@ class FollowStream:
             layers=len(layers),
             heads=layout.kv_heads,
             head_dim=layout.head_dim,
-            dtype=cache_dtype(layout.dtype),
+            dtype=cache_dtype(layout.hidden_dtype),
             wire_dtype=wire or kv_pb2.KV_DTYPE_UNSPECIFIED,
             hidden_size=0 if states is None else states.hidden,
         )

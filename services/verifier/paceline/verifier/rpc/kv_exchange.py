@@ -50,7 +50,7 @@ class KvExchangeServicer(kv_pb2_grpc.KvExchangeServiceServicer):
         segment = cache.sequence.segment
         response = kv_pb2.MapCacheResponse(
             file=segment.describe_file(),
-            dtype=cache_dtype(segment.layout.dtype),
+            dtype=cache_dtype(segment.layout.hidden_dtype),
             committed_length=cache.sequence.committed,
             generation=cache.generation,
             lease_ms=round(self._store.lease_left(cache) * 1000),

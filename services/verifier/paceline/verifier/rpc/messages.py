@@ -12,7 +12,7 @@ from paceline.tree import MAX_NODES, TokenTree, TreeError
 from paceline.v1 import sampling_pb2, tree_pb2, verifier_pb2
 from paceline.verifier.engine.output import FinishReason, StepOutput
 from paceline.verifier.engine.sequence import Generation
-from paceline.verifier.grammar import MAX_SCHEMA_BYTES, Grammar, GrammarError, Grammars
+from paceline.verifier.grammar import MAX_SCHEMA_BYTES, Grammar, GrammarError, Grammars, Kind
 from paceline.verifier.kv.taps import Taps
 
 MAX_TOP_LOGPROBS = 20
@@ -39,7 +39,7 @@ async def read_generation(
     Args:
         request: The request.
         model: The served model.
-        grammars: Compiler for the request's JSON schema.
+        grammars: Compiler for the request's constraint.
 
     Raises:
         ServiceError: INVALID_ARGUMENT.
@@ -77,6 +77,11 @@ async def read_generation(
             "BAD_TOP_LOGPROBS",
             f"top_logprobs is {request.top_logprobs}, expected at most {MAX_TOP_LOGPROBS}",
         )
+    if request.prompt_logprobs > MAX_TOP_LOGPROBS:
+        raise _invalid(
+            "BAD_TOP_LOGPROBS",
+            f"prompt_logprobs is {request.prompt_logprobs}, expected at most {MAX_TOP_LOGPROBS}",
+        )
     if len(request.drafter) > MAX_NAME:
         raise _invalid(
             "BAD_DRAFTER",
@@ -95,8 +100,9 @@ async def read_generation(
         stop_ids=frozenset(stop_ids),
         top_logprobs=request.top_logprobs if logprobs else None,
         taps=_read_taps(request, model),
-        grammar=await _read_grammar(request.sampling.json_schema, tuple(output), grammars),
+        grammar=await _read_grammar(request.sampling, tuple(output), grammars),
         drafter=request.drafter if request.HasField("drafter") else None,
+        prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
     )
 
 
@@ -161,24 +167,42 @@ def write_result(output: StepOutput) -> verifier_pb2.RoundResult:
         finish_reason=_FINISH[output.finish],
         committed_length=output.committed,
     )
-    for top in output.top_logprobs:
-        result.top_logprobs.add(
-            tokens=[token for token, _ in top], logprobs=[value for _, value in top]
-        )
+    result.top_logprobs.extend(map(write_top, output.top_logprobs))
     return result
 
 
-async def _read_grammar(schema: str, output: tuple[int, ...], grammars: Grammars) -> Grammar | None:
-    if not schema:
+def write_top(top: Items[tuple[int, float]]) -> verifier_pb2.TopLogprobs:
+    """The message of the likeliest tokens at one position."""
+    return verifier_pb2.TopLogprobs(
+        tokens=[token for token, _ in top], logprobs=[value for _, value in top]
+    )
+
+
+async def _read_grammar(
+    message: sampling_pb2.SamplingParams, output: tuple[int, ...], grammars: Grammars
+) -> Grammar | None:
+    sources: dict[Kind, str] = {
+        "json_schema": message.json_schema,
+        "regex": message.regex,
+        "grammar": message.grammar,
+    }
+    given = [(kind, source) for kind, source in sources.items() if source]
+    if not given:
         return None
-    size = len(schema.encode())
-    if size > MAX_SCHEMA_BYTES:
+    if len(given) > 1:
         raise _invalid(
             "INVALID_SCHEMA",
-            f"the JSON schema has {size} bytes, expected at most {MAX_SCHEMA_BYTES}",
+            f"{' and '.join(kind for kind, _ in given)} were given, expected one; a text can have "
+            "one constraint",
+        )
+    (kind, source) = given[0]
+    size = len(source.encode())
+    if size > MAX_SCHEMA_BYTES:
+        raise _invalid(
+            "INVALID_SCHEMA", f"{kind} has {size} bytes, expected at most {MAX_SCHEMA_BYTES}"
         )
     try:
-        grammar = await asyncio.to_thread(grammars.compile, schema)
+        grammar = await asyncio.to_thread(grammars.compile, kind, source)
         grammar.begin(output)
     except GrammarError as error:
         raise _invalid("INVALID_SCHEMA", str(error)) from error

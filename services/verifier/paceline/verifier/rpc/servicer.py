@@ -13,7 +13,7 @@ from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.job import Prefill
 from paceline.verifier.model import ModelInfo
 from paceline.verifier.rpc.errors import as_service_errors, cache_not_found
-from paceline.verifier.rpc.messages import read_generation, write_result
+from paceline.verifier.rpc.messages import read_generation, write_result, write_top
 from paceline.verifier.rpc.stream import VerifyStream
 from paceline.verifier.store import CacheNotFound, CacheStore
 from paceline.verifier.telemetry import Telemetry
@@ -51,7 +51,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             parent = None
             if request.parent_handle:
                 parent = self._find(request.parent_handle, owner).sequence
-            cache = self._store.admit(generation, owner)
+            cache = await self._store.admit(generation, owner)
             self._telemetry.admitted(cache)
             try:
                 prefill = Prefill(cache.sequence)
@@ -125,7 +125,10 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             queue_us=prefill.queue_us,
             prefill_us=prefill.step_us,
             node_budget=prefill.output.node_budget,
+            prompt_logprobs=[logprob for logprob, _ in prefill.prompt_logprobs],
         )
+        if cache.sequence.generation.prompt_logprobs:
+            created.top_prompt_logprobs.extend(write_top(top) for _, top in prefill.prompt_logprobs)
         return verifier_pb2.CreateCacheResponse(created=created)
 
 

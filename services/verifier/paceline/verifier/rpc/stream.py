@@ -27,8 +27,8 @@ class VerifyStream:
     """Serves the rounds of one cache until its client ends the stream or a newer stream begins.
 
     A round is answered once it emitted a token; its answer is kept until the next round is
-    answered. A round that failed before is not counted: its client repeats the round_id. A cache
-    that cannot grow is released, unless it is the oldest; its client creates it again later.
+    answered. A round that failed before is not counted: its client repeats the round_id. If there
+    is no memory for a round, the youngest generation is released.
     """
 
     def __init__(
@@ -143,8 +143,8 @@ class VerifyStream:
         finally:
             round_.cancelled = True  # if the stream broke; no effect on a round that is done
         if round_.error is not None:
-            if isinstance(round_.error, OutOfMemory) and self._store.preemptible(self._cache):
-                await self._store.release(self._cache, "preempted")
+            if isinstance(round_.error, OutOfMemory):
+                await self._store.make_room(round_.ready_at)
             with as_service_errors():
                 raise round_.error
 

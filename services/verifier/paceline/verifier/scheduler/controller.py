@@ -3,9 +3,9 @@
 Everything is counted in plain tokens: tokens that the sequence would have been given in plain
 decoding. The clock of :class:`PlainClock` turns wall-clock time into them. The interval from one
 answer of a drafting sequence to the next brings ``emitted`` tokens and costs the plain tokens that
-passed on the clock, whatever they passed with: draft, transport, queue or verification. It also
-costs the tokens that sequences without a draft got less meanwhile. The difference is the
-interval's gain.
+passed on the clock, whatever they passed with: draft, transport, queue or verification. Of a step
+that is longer because of drafted nodes, each tree pays the part of its nodes, for all sequences in
+the step. The difference is the interval's gain.
 
 A sequence drafts while its balance is above 0. Gains and losses of drafted intervals change the
 balance; in plain decoding it rises by a small share of the emitted tokens. So drafting that does
@@ -17,20 +17,22 @@ finds nothing but gains much now and then (``ngram``) pays for its failed attemp
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paceline.verifier.scheduler.calibration import Calibration
 
 _SHARE = 0.02  # of plain tokens that exploration may cost
-_SHARE_IF_PAYING = 0.05  # the same while the drafter pays for other sequences
-_START = 2.0  # balance of a sequence whose drafter is unknown. Unit: plain tokens
+_SHARE_IF_PAYING = 0.05  # the same while the drafter's mean gain is above 0
+_START = 2.0  # balance of a new sequence of an unknown drafter. Unit: plain tokens
+_START_INTERVALS = 10.0  # mean gains of its drafter that are added to it
+_START_MOST = 5.0  # balance of a new sequence at most. Unit: plain tokens
 _MOST = 16.0  # balance at most: what a change for the worse can cost. Unit: plain tokens
 _LEAST = -32.0  # balance at least: the next attempt comes after 32 / 0.02 tokens
 # The same for a drafter that was paying, here or for other sequences: a stall of the machine or a
 # few bad rounds must not end drafting for long. Unit: plain tokens.
 _LEAST_IF_PAYING = -1.0
-_SEED_MOST = 5.0  # balance that a new sequence takes over at most. Unit: plain tokens
+_NEWEST_GAIN = 0.05  # weight of the newest drafted interval in a drafter's mean gain
 _NAMES = 64  # drafter names that are remembered; clients choose names
 
 _KNOWN = 16  # plain steps after which the speed of plain decoding at a load is known
@@ -64,9 +66,11 @@ class PlainClock:
         self._speeds: dict[int, _PlainSpeed] = {}
 
     def known(self, load: int) -> bool:
-        """Whether plain decoding was measured at this load. Drafting starts afterwards."""
-        speed = self._speeds.get(load_bucket(load))
-        return speed is not None and speed.steps >= _KNOWN
+        """Whether plain decoding was measured. Drafting starts afterwards.
+
+        At a load that is new, the ratio of the nearest one counts until it is due.
+        """
+        return self._nearest(load).steps >= _KNOWN
 
     def advance(self, load: int, seconds: float, predicted: float) -> None:
         """Let wall-clock time pass; ``predicted`` is a plain step of all ``load`` sequences."""
@@ -78,7 +82,7 @@ class PlainClock:
 
     def observe(self, load: int, seconds: float, predicted: float) -> None:
         """A step without drafting sequences took ``seconds`` from the end of the last step."""
-        speed = self._speeds.setdefault(load_bucket(load), _PlainSpeed(self._nearest(load).ratio))
+        speed = self._at(load)
         ratio = seconds / predicted
         if ratio > _OUTLIER * speed.ratio and speed.steps:
             return
@@ -88,11 +92,14 @@ class PlainClock:
 
     def drafted(self, load: int) -> None:
         """Count a step with drafting sequences. After many, plain steps are measured again."""
-        speed = self._speeds.get(load_bucket(load))
-        if speed is not None:
-            speed.drafted += 1
-            if speed.drafted >= _STALE:
-                speed.drafted, speed.steps = 0, _KNOWN // 2
+        speed = self._at(load)
+        speed.drafted += 1
+        if speed.drafted >= _STALE:
+            speed.drafted, speed.steps = 0, _KNOWN // 2
+
+    def _at(self, load: int) -> _PlainSpeed:
+        """The speed of a load; a new one begins as a copy of the nearest."""
+        return self._speeds.setdefault(load_bucket(load), replace(self._nearest(load)))
 
     def _nearest(self, load: int) -> _PlainSpeed:
         bucket = load_bucket(load)
@@ -101,7 +108,8 @@ class PlainClock:
 
     def to_json(self) -> dict[str, Any]:
         """The ratios."""
-        return {str(bucket): speed.ratio for bucket, speed in self._speeds.items() if speed.steps}
+        speeds = self._speeds.items()
+        return {str(bucket): speed.ratio for bucket, speed in speeds if speed.steps >= _KNOWN}
 
     def load_json(self, stored: dict[str, Any]) -> None:
         """Take over ratios of an earlier process."""
@@ -112,11 +120,26 @@ class PlainClock:
 
 @dataclass
 class DrafterStatistics:
-    """What sequences of one drafter name ended with; new ones start with it."""
+    """What all sequences of one drafter name show; new ones start with it.
 
-    balance: float = _START
+    Attributes:
+        gain: Running mean of the gains of drafted intervals. Unit: plain tokens.
+        nodes: Node budget of the sequence that was admitted last; None: there was none.
+        calibration: Of its confidences.
+    """
+
+    gain: float = 0.0
     nodes: float | None = None
     calibration: Calibration = field(default_factory=Calibration)
+
+    @property
+    def start(self) -> float:
+        """Balance of a new sequence. Unit: plain tokens."""
+        return max(_LEAST, min(_START_MOST, _START + _START_INTERVALS * self.gain))
+
+    def observe(self, gain: float) -> None:
+        """A drafted interval brought ``gain`` plain tokens."""
+        self.gain += _NEWEST_GAIN * (max(_LEAST, gain) - self.gain)
 
 
 class SequenceState:
@@ -129,7 +152,8 @@ class SequenceState:
         suspended: Whether the last answer's node budget was 0.
         exploring: Whether it drafts again after a suspension and has gained nothing yet.
         seen: When it was served or answered last (time.perf_counter).
-        interference: Tokens that its drafting took from others since its last answer.
+        interference: Tokens that its drafting took from others since its last answer, less those
+            that theirs took from it.
         balance: See the module. Unit: plain tokens.
     """
 
@@ -141,11 +165,10 @@ class SequenceState:
         self.exploring = False
         self.seen = 0.0
         self.interference = 0.0
-        self.balance = min(drafter.balance, _SEED_MOST)
+        self.balance = drafter.start
         self._most = most_nodes
         self._nodes = float(most_nodes) if drafter.nodes is None else drafter.nodes
         self._drafting = False
-        self._overridden = False  # its client drafts although its node budget is 0
         self._answered: float | None = None
 
     @property
@@ -164,6 +187,7 @@ class SequenceState:
         if target < self._nodes or admitted == drafted:
             self._nodes += 0.25 * (target - self._nodes)
             self._nodes = min(self._nodes, self._most)
+        self.drafter.nodes = self._nodes
 
     def answered(self, now: float, emitted: int, *, tree: bool) -> None:
         """A step gave it tokens.
@@ -174,16 +198,15 @@ class SequenceState:
             tree: Whether it had sent a tree.
         """
         self.drafts |= tree
-        self._overridden |= tree and self.suspended
         if self._answered is not None and (self._drafting or tree):
             gain = emitted - (now - self._answered) - self.interference
-            paying = max(self.balance, self.drafter.balance) > _START
+            paying = self.balance > _START or self.drafter.gain > 0
             least = _LEAST_IF_PAYING if paying else _LEAST
             self.balance = min(_MOST, max(self.balance + gain, min(self.balance, least)))
+            self.drafter.observe(gain)
             self.exploring &= gain <= 0
         elif self.balance < _START:
-            pays = self.drafter.balance > _START
-            self.balance += (_SHARE_IF_PAYING if pays else _SHARE) * emitted
+            self.balance += (_SHARE_IF_PAYING if self.drafter.gain > 0 else _SHARE) * emitted
         # The interval after a tree counts too: the way back to plain decoding is part of its cost.
         self._drafting = tree
         self._answered, self.interference = now, 0.0
@@ -196,12 +219,6 @@ class SequenceState:
             self.exploring = self.balance < _START
         self.suspended = not opens
         self._drafting |= opens
-
-    def ended(self) -> None:
-        """The sequence is released. New sequences of the drafter start from its state."""
-        if self.drafts and not self._overridden:
-            self.drafter.balance += 0.5 * (self.balance - self.drafter.balance)
-            self.drafter.nodes = self._nodes
 
 
 class Drafters:
@@ -219,12 +236,12 @@ class Drafters:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """Balances and budgets by name."""
-        return {name: [each.balance, each.nodes] for name, each in self._named.items()}
+        """Gains and budgets by name."""
+        return {name: [each.gain, each.nodes] for name, each in self._named.items()}
 
     def load_json(self, stored: dict[str, Any]) -> None:
         """Take over those of an earlier process."""
-        for name, (balance, nodes) in stored.items():
+        for name, (gain, nodes) in stored.items():
             self._named[str(name)] = DrafterStatistics(
-                min(_MOST, max(_LEAST, float(balance))), None if nodes is None else float(nodes)
+                min(_MOST, max(_LEAST, float(gain))), None if nodes is None else float(nodes)
             )

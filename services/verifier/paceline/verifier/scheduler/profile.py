@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.decoder import Decoder, DecoderConfig, LocalCache
+from paceline.decoder import Decoder, LocalCache
 from paceline.kernels import TreeSegment, plan_trees
 from paceline.verifier.scheduler.costs import CostTable
 
@@ -39,7 +39,7 @@ class Profiler:
         slots = longest + max(TOKENS)
         self._caches = [
             LocalCache(config, decoder.device)
-            for _ in range(max(1, min(32, _KV_BYTES // (_position_bytes(config) * slots))))
+            for _ in range(max(1, min(32, _KV_BYTES // (config.kv_bytes_per_token * slots))))
         ]
         for cache in self._caches:
             cache.reserve(slots)
@@ -79,7 +79,7 @@ def profile(decoder: Decoder, max_context: int) -> CostTable:
         decoder: The model.
         max_context: Longest text that will be served. Unit: tokens.
     """
-    contexts = contexts_of(min(max_context, _KV_BYTES // _position_bytes(decoder.config)))
+    contexts = contexts_of(min(max_context, _KV_BYTES // decoder.config.kv_bytes_per_token))
     profiler = Profiler(decoder, contexts[-1])
     grid = [
         [shapes_of(tokens, context) for context in contexts]
@@ -147,11 +147,6 @@ def least_seconds(profiler: Profiler, steps: Sequence[list[tuple[int, int]]]) ->
                 if times[index] > _SHORT:
                     break
     return times
-
-
-def _position_bytes(config: DecoderConfig) -> int:
-    """KV of one position."""
-    return 2 * config.layers * config.kv_heads * config.head_dim * config.dtype.itemsize
 
 
 def _worth_measuring(profiler: Profiler, context: int) -> tuple[int, ...]:

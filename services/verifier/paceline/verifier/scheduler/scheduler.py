@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from paceline.verifier.engine.sequence import Sequence
 
 _NEWEST = 0.1  # weight of the newest step in the mean idle time
-_SURPLUS = 2.0  # tokens a sequence that drafting as a whole has gained, remembered at most
 _AWAY = 5.0  # seconds after which a client that was to draft is taken for gone or paused
 
 
@@ -80,7 +79,6 @@ class Scheduler:
         self._idle = 0.0
         self._ended = perf_counter()
         self._load = 1  # sequences that the newest step would serve in plain decoding
-        self._surplus = 0.0
 
     def admit(self, rounds: Items[Round], trees: Items[TokenTree], step: Step) -> list[TokenTree]:
         """Cut the trees of a step that begins now.
@@ -138,11 +136,12 @@ class Scheduler:
             if plan.plain and plan.rounds == self._before:
                 self._clock.observe(self._load, passed, plan.plain_seconds)
         self._before = plan.rounds
+        self._clock.advance(self._load, passed - (ended - began), plan.plain_seconds)
         before = self._clock.now
-        self._clock.advance(self._load, passed, plan.plain_seconds)
+        self._clock.advance(self._load, ended - began, plan.plain_seconds)
         if not plan.plain:
             self._clock.drafted(self._load)
-            self._share_interference(self._clock.now - before, served)
+            self._charge(self._clock.now - before, served)
         for each in served:
             self._answered(each, ended)
         return plan.decided
@@ -167,9 +166,7 @@ class Scheduler:
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence was released."""
-        state = self._states.pop(sequence, None)
-        if state is not None:
-            state.ended()
+        self._states.pop(sequence, None)
 
     def to_json(self) -> dict[str, Any]:
         """What it learnt, to be stored beside the cost table."""
@@ -237,30 +234,34 @@ class Scheduler:
             self._load, step.tokens + away, step.attended + away * per_sequence
         )
 
-    def _share_interference(self, passed: float, served: Items[Served]) -> None:
-        """Charge drafting sequences with what they take from the others beyond what they gain.
+    def _charge(self, passed: float, served: Items[Served]) -> None:
+        """Charge drafting sequences with the time by which they make steps longer.
 
-        One sequence that drafts among many gains little more than the others lose, and all of them
-        together may gain much. So losses count only where drafting as a whole loses tokens.
+        All sequences in a step lose this time, whoever's nodes it checks. They get it back, and
+        each tree pays by its number of nodes. A sequence would otherwise stop drafting because
+        others draft, and they would slow it down all the same. Without trees, sequences that draft
+        meanwhile pay: on a CPU their drafters take time from the step.
 
         Args:
-            passed: Plain tokens that passed.
-            served: What came of the step.
+            passed: Duration of the step. Unit: plain tokens.
+            served: What came of it.
         """
-        drafting = [state for state in self._states.values() if state.drafting]
-        others = [
-            len(each.output.tokens)
-            for each in served
-            if not self._state(each.round.sequence).drafting
-        ]
-        lost = passed * len(others) - sum(others)
-        emitted = sum(len(each.output.tokens) for each in served)
-        gained = emitted - sum(others) - passed * len(drafting)
-        self._surplus = min(self._surplus + gained - lost, _SURPLUS * self._load)
-        if self._surplus < 0:
-            for state in drafting:
-                state.interference += min(max(lost, 0.0), -self._surplus) / len(drafting)
-            self._surplus = 0.0
+        lost = max(0.0, passed - 1.0)
+        here = [self._state(each.round.sequence) for each in served]
+        weights = {
+            state: len(each.tree)
+            for state, each in zip(here, served, strict=True)
+            if len(each.tree) > 0
+        }
+        if not weights:
+            weights = {state: 1 for state in self._states.values() if state.drafting}
+        if not weights:
+            return
+        for state in here:
+            state.interference -= lost
+        share = lost * len(here) / sum(weights.values())
+        for state, weight in weights.items():
+            state.interference += share * weight
 
     def _answered(self, served: Served, ended: float) -> None:
         sequence = served.round.sequence

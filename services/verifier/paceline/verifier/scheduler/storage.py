@@ -22,7 +22,7 @@ from paceline.verifier.scheduler.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)
 _MOST_FILES = 64
-_FORMAT = 4  # of the file, and of what is measured
+_FORMAT = 5  # of the file, and of what is measured
 
 
 def cost_table(decoder: Decoder, max_context: int, *, again: bool = False) -> CostTable:

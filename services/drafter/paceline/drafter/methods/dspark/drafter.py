@@ -208,7 +208,7 @@ def _read(folder: Path, fit: Fit, options: DSparkOptions, device: str) -> DSpark
     target = options.target_folder
     config, dtype = read_dspark(folder, load_config(target).layers if target else 0)
     dtype = options.torch_dtype(dtype)
-    embedding = options.read_embedding(folder, fit, config, dtype, device)
+    embedding, fit = options.read_embedding(folder, fit, config, dtype, device)
     weights = load_weights(folder, config, dtype, device)
     with torch.inference_mode():
         backbone = DSparkBackbone(config, weights, embedding, dtype, device)

@@ -32,7 +32,7 @@ from paceline.drafter.methods.beam_drafter import (
     required,
 )
 from paceline.drafter.methods.checkpoint import load_model, read_fit, required_folder, weight_bytes
-from paceline.drafter.methods.longspec.checkpoint import read_longspec
+from paceline.drafter.methods.longspec.checkpoint import drafted_tokens, read_longspec
 from paceline.drafter.methods.longspec.layer import LongSpecLayer, TargetKv
 from paceline.drafter.methods.options import parse_options
 from paceline.drafter.methods.target import TargetEmbedding, TargetOptions
@@ -128,6 +128,8 @@ class LongSpecOptions(TargetOptions, KvOptions):
     10 on a CPU if no widths are given.
     """
 
+    formats: ClassVar[tuple[str, ...]] = (*TargetOptions.formats, "int8")
+
     context: int = 512
     """KV budget: most target positions that a round reads, the first 4 and the newest; 0: all.
     With a budget, a draft takes as long at 128k tokens as at 1k. Unit: tokens."""
@@ -162,6 +164,7 @@ class LongSpecDrafter(BeamDrafter[LongSpecSequence]):
         """Builds a drafter; ``options`` must be those :meth:`~LongSpecOptions.for_device`."""
         super().__init__(layer.config, options, fit, size)
         self.layer = layer
+        self.drafted_tokens = layer.drafted_tokens
         self.needs = Needs((layer.config.target_layer,), options, options.context)
 
     @classmethod
@@ -174,7 +177,9 @@ class LongSpecDrafter(BeamDrafter[LongSpecSequence]):
         except ValueError as error:
             raise LoadError("INVALID_OPTION", str(error)) from error
         fit = read_fit(folder)
-        layer, shared = load_model(folder, resources, _read, folder, fit, parsed, resources.device)
+        layer, shared, fit = load_model(
+            folder, resources, _read, folder, fit, parsed, resources.device
+        )
         return cls(layer, parsed, fit, weight_bytes(folder) + shared.private_bytes)
 
     def start(self, generation: Generation) -> LongSpecSequence:
@@ -195,10 +200,13 @@ class LongSpecDrafter(BeamDrafter[LongSpecSequence]):
 
 def _read(
     folder: Path, fit: Fit, options: LongSpecOptions, device: str
-) -> tuple[LongSpecLayer, TargetEmbedding]:
+) -> tuple[LongSpecLayer, TargetEmbedding, Fit]:
     config, dtype = read_longspec(folder)
-    dtype = options.torch_dtype(dtype)
-    embedding = options.read_embedding(folder, fit, config, dtype, device)
+    int8 = options.weights == "int8"
+    if not int8:
+        dtype = options.torch_dtype(dtype)
+    tokens = drafted_tokens(folder, config)
+    embedding, fit = options.read_embedding(folder, fit, config, dtype, device, tokens, int8)
     weights = Checkpoint(folder, dtype, device)
     with torch.inference_mode():
-        return LongSpecLayer(config, weights, embedding, dtype, device), embedding
+        return LongSpecLayer(config, weights, embedding, dtype, device, int8), embedding, fit

@@ -14,6 +14,7 @@ from paceline.drafter.methods.longspec.config import LongSpecConfig
 from paceline.drafter.methods.slots import WindowCache
 from paceline.drafter.methods.target import TargetEmbedding
 from paceline.kernels import Context, Executor, Heads, LayerTable, Norm, Pass, Recorder, TreePlan
+from paceline.kernels.blocks import quantise
 
 
 class TargetKv:
@@ -72,14 +73,19 @@ class LongSpecLayer:
         embedding: TargetEmbedding,
         dtype: torch.dtype,
         device: torch.device | str,
+        int8: bool = False,
     ) -> None:
         """Builds the layer from the folder's tensors and the target's.
+
+        With ``int8`` its matrices get 8 bits in blocks of 32.
 
         Raises:
             UnsupportedModelError: A tensor is missing or of another shape.
         """
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         self._rope = Rope(config, device)
+        self.drafted_tokens = embedding.tokens
+        """The target's token id of each logit, int64 ``[R]``; None: all ids."""
         width, hidden = config.q_heads * config.head_dim, config.hidden
         kv, wide = config.kv_heads * config.head_dim, config.intermediate
 
@@ -88,7 +94,8 @@ class LongSpecLayer:
 
         def linear(ins: int, outs: Mapping[str, int]) -> Linear:
             parts = [take(weights, f"layers.0.{n}.weight", (o, ins)) for n, o in outs.items()]
-            return Linear(torch.cat(parts))
+            weight = torch.cat(parts)
+            return Linear(quantise(weight.float(), 8) if int8 else weight)
 
         attention, mlp = {"q": width, "k": kv, "v": kv}, ("gate", "up")
         qkv = linear(hidden, {f"self_attn.{n}_proj": outs for n, outs in attention.items()})
@@ -154,7 +161,7 @@ class LongSpecLayer:
             logit_rows: Rows to compute logits for, int64 ``[R]``.
 
         Returns:
-            Logits ``[R, V]``.
+            Logits ``[R, V]``, or of the drafted tokens alone.
         """
         table = self._rope.table(plan.longest)
         call = Pass(tokens, plan, caches, table, logit_rows, contexts=contexts)

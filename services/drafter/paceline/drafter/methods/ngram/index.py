@@ -35,10 +35,13 @@ class NgramIndex:
                 latest[key] = end
             text.append(token)
 
-    def matches(self, *, limit: int, match_limit: int) -> list[tuple[int, int]]:
-        """Finds earlier positions preceded by the same tokens as the end of the text.
+    def matches(
+        self, text: Sequence[int], *, limit: int, match_limit: int
+    ) -> list[tuple[int, int]]:
+        """Finds positions preceded by the same tokens as the end of a text.
 
         Args:
+            text: The text of the index.
             limit: Most matches, and most positions compared for each n.
             match_limit: Longest match that is measured. Unit: tokens.
 
@@ -46,7 +49,6 @@ class NgramIndex:
             (position of the continuation, length of the match) of each match, longer n-grams first,
             more recent positions first among equals.
         """
-        text = self.tokens
         end = len(text)
         found: dict[int, int] = {}
         for index in range(len(self._sizes) - 1, -1, -1):

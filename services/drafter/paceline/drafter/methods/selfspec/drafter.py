@@ -1,13 +1,17 @@
-"""The target drafts for itself, attending to few positions of its own KV.
+"""The target drafts for itself, with fewer bits of its weights or fewer positions of its KV.
 
-After Yue et al., "SpecAttn: Co-Designing Sparse Attention with Self-Speculative Decoding"
-(policy ``verified``), and Sadhukhan et al., "MagicDec" (``streaming``, ``quest``). The prefix that
-the verifier has committed is sparse. Tokens after it are dense: their keys and values are computed
-here.
+After Tiwari et al., "QuantSpec" (4-bit weights), Yue et al., "SpecAttn: Co-Designing Sparse
+Attention with Self-Speculative Decoding" (policy ``verified``), and Sadhukhan et al., "MagicDec"
+(``streaming``, ``quest``). The prefix that the verifier has committed is sparse. Tokens after it
+are dense: their keys and values are computed here.
+
+A drafted token costs about half a step of the target or more, so a chain ends where the next token
+would probably be wrong. For this the confidences are calibrated as tokens are accepted.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,8 +31,15 @@ from paceline.decoder import (
 )
 from paceline.drafter.kv.options import KvOptions
 from paceline.drafter.kv.reader import KvReader
-from paceline.drafter.methods.base import Fit, Generation, LoadError, Needs, Resources
-from paceline.drafter.methods.beam import BeamOptions, check_context
+from paceline.drafter.methods.base import (
+    Fit,
+    Generation,
+    LoadError,
+    Needs,
+    Resources,
+    Update,
+)
+from paceline.drafter.methods.beam import Beam, BeamOptions, check_context
 from paceline.drafter.methods.beam_drafter import (
     BeamDrafter,
     DecoderSequence,
@@ -37,6 +48,7 @@ from paceline.drafter.methods.beam_drafter import (
 )
 from paceline.drafter.methods.checkpoint import load_model, read_fit, required_folder, weight_bytes
 from paceline.drafter.methods.options import check_choice, check_range, parse_options
+from paceline.drafter.methods.ranking import Ranked
 from paceline.kernels import LayerTable, TreePlan
 
 MAX_NEW_TOKENS = 128
@@ -44,6 +56,16 @@ MAX_NEW_TOKENS = 128
 connection, catching up would take longer than a draft saves: the tree is empty. Unit: tokens."""
 
 _GROWTH = 256
+
+_EXPONENT = 0.25
+"""Exponent on confidences before any token was compared: a copy of the target agrees with it far
+more often than its probabilities say."""
+
+_LEAST_EXPONENT = 1 / 32
+"""Below it, tokens of any probability would be drafted."""
+
+_RATE = 0.1
+"""Relative change of the exponent for each token that was expected and wrong: about ten count."""
 
 
 class SelfSpecSequence(DecoderSequence):
@@ -61,6 +83,21 @@ class SelfSpecSequence(DecoderSequence):
         self.kv = kv
         self._set_slots(0)
         self._begin = self._slot = 0
+        self.exponent = drafter.exponent
+        """A probability to this power is the confidence of a node of a chain."""
+
+    def extend(self, update: Update) -> None:
+        if self.beam is not None and self._is_chain:
+            self._calibrate(self.beam, update.tokens)
+        super().extend(update)
+
+    def rank(self, logits: Tensor) -> Ranked:
+        ranked = super().rank(logits)
+        return ranked._replace(logs=ranked.logs * self.exponent) if self._is_chain else ranked
+
+    @property
+    def _is_chain(self) -> bool:
+        return max(self._widths) == 1  # powers of siblings' probabilities would sum to more than 1
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Returns keys and values of a layer, each ``[Hkv, capacity, D]``."""
@@ -107,6 +144,16 @@ class SelfSpecSequence(DecoderSequence):
         super().close()
         self._set_slots(0)
 
+    def _calibrate(self, beam: Beam, emitted: Sequence[int]) -> None:
+        """Compares a chain with the tokens that the verifier chose, up to the first difference."""
+        surplus = 0.0
+        for drafted, log_prob, token in zip(beam.tokens, beam.log_probs, emitted, strict=False):
+            surplus += math.exp(log_prob) - (drafted == token)
+            if drafted != token:
+                break
+        self.exponent = min(1.0, max(_LEAST_EXPONENT, self.exponent * math.exp(_RATE * surplus)))
+        self._drafter.exponent = self.exponent
+
     def _set_slots(self, slots: int) -> None:
         """Makes new memory of so many slots; its content is 0."""
         decoder = self._drafter.decoder
@@ -127,8 +174,8 @@ class SelfSpecOptions(BeamOptions, KvOptions):
     """Options of ``selfspec``."""
 
     widths: tuple[int, ...] = (1,)
-    depth: int = 5
-    min_survival: float = 0.05
+    depth: int = 8
+    min_survival: float = 0.7
     formats: ClassVar[tuple[str, ...]] = WEIGHTS
 
     context: int = 512
@@ -158,6 +205,8 @@ class SelfSpecDrafter(BeamDrafter[SelfSpecSequence]):
     def __init__(self, decoder: Decoder, options: SelfSpecOptions, fit: Fit, size: int) -> None:
         super().__init__(decoder.config, options, fit, size)
         self.decoder = decoder
+        self.exponent = _EXPONENT
+        """Exponent of the sequence that was calibrated last; new ones start with it."""
         layers = tuple(range(decoder.config.layers))
         self.needs = Needs(layers, options, options.context, options.ratio)
 

@@ -1,0 +1,285 @@
+"""`paceline chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from paceline.cli.conversation import Conversation, TooLongError
+from paceline.cli.errors import exit_with
+from paceline.cli.generate import (
+    add_client_arguments,
+    add_generation_arguments,
+    generation_arguments,
+    new_client,
+    summary,
+)
+from paceline.cli.service_process import new_runner
+from paceline.cli.tokens import print_chunk
+from paceline.cli.verifier import WEIGHTS
+from paceline.client import Client, Generation, GenerationResult, PacelineError, Stats
+from paceline.gateway.errors import ApiError
+from paceline.harness import ProcessFailed, local_services
+from paceline.harness.models import MODEL, drafter_spec, model_path
+from paceline.service.options import OptionsError
+
+_COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "red")
+_COMMANDS = {
+    "/drafter": "NAME: draft with NAME from now on, or none; without NAME: list drafters",
+    "/stats": "speed and drafting of the last answer and of all",
+    "/system": "TEXT: set the system message; without TEXT: remove it",
+    "/save": "FILE: write the messages as JSON, in the form of OpenAI's API",
+    "/clear": "forget the conversation",
+    "/help": "this list",
+    "/quit": "end; so does Ctrl-D. Ctrl-C stops an answer",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the model, the parameters of answers, and the services."""
+    add = parser.add_argument
+    add(
+        "model",
+        nargs="?",
+        type=model_path,
+        metavar="MODEL",
+        help=f"start services for it: {MODEL}; default: use running services",
+    )
+    add("--system", default="", metavar="TEXT", help="system message")
+    add("--weights", choices=WEIGHTS, default="auto", help="format of MODEL's weights")
+    add(
+        "--load",
+        action="append",
+        type=drafter_spec,
+        metavar="[NAME=]METHOD[:DIR][,KEY=VALUE...]",
+        help="drafter to load beside MODEL; repeatable (default: as of `paceline serve`)",
+    )
+    add_generation_arguments(parser)
+    parser.set_defaults(max_new_tokens=1024)
+    add_client_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Converse until the end of the input; fails with code 1 if the services do not start."""
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    with exit_with(2, OptionsError, OSError, ValueError):
+        options = generation_arguments(args)
+    with exit_with(1, ProcessFailed, PacelineError), _services(args, console):
+        with exit_with(2, OptionsError, ValueError):
+            client = new_client(args)
+        with new_runner() as runner:
+            chat = Chat(client, console, options, args.system)
+            try:
+                runner.run(chat.connect())
+                _converse(chat, runner)
+            finally:
+                runner.run(client.aclose())
+    return 0
+
+
+@contextmanager
+def _services(args: argparse.Namespace, console: Console) -> Iterator[None]:
+    """Services of MODEL for the length of the block, and their addresses in `args`."""
+    if args.model is None:
+        yield
+        return
+    loads = [f"--load={spec}" for spec in args.load or ()] or [f"--target={args.model}"]
+    verifier = [f"--target={args.model}", f"--weights={args.weights}"]
+    with ExitStack() as stack:
+        with console.status(f"Loading {args.model} ..."):
+            found = stack.enter_context(local_services(verifier, loads))
+        args.verifier_address, args.drafter_address = (service.address for service in found)
+        yield
+
+
+def _converse(chat: Chat, runner: asyncio.Runner) -> None:
+    """Answers line by line until the input ends or /quit."""
+    with suppress(ImportError):
+        import readline  # noqa: F401 - gives `input` a history and editing
+    terminal = sys.stdin.isatty()
+    while True:
+        try:
+            line = input(">>> " if terminal else "").strip()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            chat.notice("\n/quit or Ctrl-D ends the chat")
+            continue
+        if line == "/quit":
+            return
+        if not line:
+            continue
+        with suppress(KeyboardInterrupt):
+            runner.run(chat.handle(line))
+
+
+class Chat:
+    """A conversation with the model of running services, printed to a console.
+
+    Args:
+        client: Client of the services; not closed.
+        console: Where answers and notices are printed.
+        options: Arguments of `Client.generate`.
+        system: System message; empty: none.
+    """
+
+    def __init__(
+        self, client: Client, console: Console, options: dict[str, Any], system: str = ""
+    ) -> None:
+        self.conversation = Conversation()
+        self.conversation.system = system
+        self._client = client
+        self._console = console
+        self._options = options
+        self._drafters: tuple[str, ...] = ()
+        self._results: list[GenerationResult] = []
+
+    def notice(self, text: str) -> None:
+        """Print a line that is no part of an answer."""
+        self._console.print(text, style="dim")
+
+    async def connect(self) -> None:
+        """Ask the services for model and drafters, and greet on a terminal.
+
+        Raises:
+            PacelineError: The verifier cannot be reached.
+        """
+        model = await self._client.model()
+        with suppress(PacelineError):  # answers come without drafts then
+            self._drafters = await self._client.drafters()
+        if self._console.is_terminal:
+            self.notice(f"{model.facts.name}, {model.facts.max_context} tokens of context")
+            self._list_drafters()
+            self.notice("/help lists commands")
+
+    async def handle(self, line: str) -> None:
+        """Run a command, or answer a message."""
+        if not line.startswith("/"):
+            await self._answer(line)
+            return
+        name, _, argument = line.partition(" ")
+        commands: dict[str, Callable[[str], object]] = {
+            "/drafter": self._choose,
+            "/stats": self._statistics,
+            "/system": self._system,
+            "/save": self._save,
+            "/clear": self._clear,
+            "/help": self._help,
+        }
+        if name in commands:
+            commands[name](argument.strip())
+        else:
+            self.notice(f"there is no command {name}; /help lists them")
+
+    async def _answer(self, text: str) -> None:
+        """Stream the answer to a message. A failed one is removed from the conversation."""
+        conversation = self.conversation
+        conversation.add("user", text)
+        parts: list[str] = []
+        try:
+            model = await self._client.model()
+            limit = self._options["max_new_tokens"]
+            prompt, forgotten = await conversation.prompt(model, limit)
+            if forgotten:
+                turns = "turn is" if forgotten == 1 else f"{forgotten} turns are"
+                self.notice(f"(the context is full: the oldest {turns} forgotten)")
+            left = model.facts.max_context - len(prompt)
+            options = {**self._options, "max_new_tokens": min(limit, left)}
+            generation = self._client.generate(prompt, **options)
+            await self._stream(generation, parts)
+        except (TooLongError, ApiError, PacelineError) as error:
+            self.notice(f"no answer: {error}" if not parts else f"the answer broke off: {error}")
+        except asyncio.CancelledError:
+            self.notice("(stopped)")
+            raise
+        finally:
+            if parts:
+                conversation.add("assistant", "".join(parts))
+            elif conversation.turns and conversation.turns[-1].role == "user":
+                conversation.turns.pop()
+
+    async def _stream(self, generation: Generation, parts: list[str]) -> None:
+        style = self._style(self._options["drafter"])
+        try:
+            async for chunk in generation:
+                parts.append(chunk.text)
+                print_chunk(self._console, chunk, style)
+        finally:
+            if parts:
+                self._console.print()
+        result = await generation
+        self._results.append(result)
+        if result.finish_reason == "length":
+            count = len(result.token_ids)
+            self.notice(f"(ended after {count} tokens: --max-new-tokens allows longer answers)")
+        if self._console.is_terminal:
+            self.notice(summary(result))
+
+    def _style(self, drafter: str | None) -> str:
+        """Colour of tokens of a drafter; None: the default one."""
+        place = self._drafters.index(drafter) if drafter in self._drafters else 0
+        return f"bold {_COLOURS[place % len(_COLOURS)]}"
+
+    def _list_drafters(self) -> None:
+        chosen = self._options["drafter"] or next(iter(self._drafters), "none")
+        self._console.print("drafters:", style="dim", end="")
+        for name in (*self._drafters, "none"):
+            style = "dim" if name == "none" else self._style(name)
+            self._console.print(f" {name}{' (chosen)' if name == chosen else ''}", style, end="")
+        self._console.print()
+
+    def _choose(self, name: str) -> None:
+        if name in (*self._drafters, "none"):
+            self._options["drafter"] = name
+        elif name:
+            self.notice(f"there is no drafter {name}")
+        self._list_drafters()
+
+    def _statistics(self, _: str) -> None:
+        if not self._results:
+            self.notice("there is no answer yet")
+            return
+        for title, results in (("last answer", self._results[-1:]), ("all", self._results)):
+            stats, tokens = Stats(), sum(len(result.token_ids) for result in results)
+            for result in results:
+                stats.merge(result.stats)
+            drafted = f"{stats.drafted_rounds} of {len(stats.rounds)} rounds drafted"
+            by = f" by {', '.join(stats.drafter_versions)}" if stats.drafter_versions else ""
+            self.notice(
+                f"{title}: {tokens} tokens in {stats.total_ms / 1000:.2f} s, {drafted}{by}, "
+                f"{stats.accepted} of {stats.drafted} drafted tokens accepted, "
+                f"{stats.mean_accepted_length:.2f} tokens a drafted round"
+            )
+
+    def _system(self, text: str) -> None:
+        self.conversation.system = text
+
+    def _save(self, file: str) -> None:
+        messages = [
+            {"role": message.role, "content": message.text}
+            for message in self.conversation.messages
+        ]
+        try:
+            Path(file).write_text(
+                json.dumps({"messages": messages}, ensure_ascii=False, indent=2) + "\n",
+                encoding="utf-8",
+            )
+        except OSError as error:
+            self.notice(f"cannot save: {error}; give /save a file")
+        else:
+            self.notice(f"saved {len(messages)} messages in {file}")
+
+    def _clear(self, _: str) -> None:
+        self.conversation.turns.clear()
+
+    def _help(self, _: str) -> None:
+        for name, text in _COMMANDS.items():
+            self.notice(f"{name:9} {text}")

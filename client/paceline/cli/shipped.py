@@ -1,0 +1,68 @@
+"""Drafters that ship with the project for a target."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+_METHODS = ("longspec", "dspark", "lm")
+"""Methods with trained weights, the preferred one first. Folders of drafters are named after them;
+variants with other names are loaded explicitly."""
+
+
+def drafters_for(target: Path) -> list[str]:
+    """What to load for a target: the drafters trained for it, and `ngram`.
+
+    Without any, `ngram` and `selfspec` with the target's own weights in 4 bits. Imports torch.
+
+    Args:
+        target: Hugging Face folder or GGUF file.
+
+    Returns:
+        Drafters in the form of `paceline drafter --load`, the default one first.
+
+    Raises:
+        OSError: There is no such model.
+        LoadError: A folder in `models` is damaged.
+    """
+    trained = [
+        f"{folder.name}={folder.name}:{folder}"
+        + ("" if folder.name == "lm" else f",target={target}")
+        for folder in _fitting(target)
+    ]
+    if trained:
+        return [*trained, "ngram=ngram"]
+    return ["ngram=ngram", f"selfspec=selfspec:{target},weights=int4"]
+
+
+def models_folder() -> Path | None:
+    """`models` below the working folder or of the checkout that contains this file, if any."""
+    roots = (Path.cwd(), *Path(__file__).resolve().parents)
+    found = (root / "models" for root in roots if (root / "models" / "demo" / "target").is_dir())
+    return next(found, None)
+
+
+def _fitting(target: Path) -> Iterator[Path]:
+    """Folders of drafters that fit the target: by its weights, without such a rule by the tokens.
+
+    What takes time, digests of weights and tokenizer, is read only if the vocabularies are equal.
+    """
+    from paceline.decoder import open_model
+    from paceline.drafter.methods.checkpoint import read_fit
+
+    models = models_folder()
+    if models is None:
+        return
+    source = open_model(target)
+    vocab_size = source.config().vocab_size
+    for method in _METHODS:
+        for file in sorted(models.glob(f"*/{method}/config.json")):
+            fit = read_fit(file.parent)
+            if fit.vocab_size != vocab_size:
+                continue
+            if fit.target_fingerprint:
+                fits = fit.target_fingerprint == source.fingerprint()
+            else:
+                fits = fit.tokenizer_digest == source.tokenizer_digest
+            if fits:
+                yield file.parent

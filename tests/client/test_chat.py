@@ -1,0 +1,198 @@
+"""`paceline chat`: the conversation with a mock of the verifier, the terminal with both fakes."""
+
+import asyncio
+import io
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from paceline.cli.chat import Chat
+from paceline.cli.main import main
+from paceline.client import Client, MockTransport
+from paceline.v1 import verifier_pb2
+
+from .fake_target import continuation
+from .world import World
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+CONTEXT = 400
+
+
+class ShortMock(MockTransport):
+    """A mock with a chat template and a short context; tokens are bytes."""
+
+    async def get_model(
+        self, request: verifier_pb2.GetModelRequest
+    ) -> verifier_pb2.GetModelResponse:
+        facts = await super().get_model(request)
+        facts.chat_template, facts.max_context = TEMPLATE, CONTEXT
+        return facts
+
+
+async def converse(*lines: str, reply: Any = "fine", system: str = "") -> tuple[list[str], str]:
+    """Prompts that reached the verifier, and the screen after these lines."""
+    transport = ShortMock(reply)
+    screen = io.StringIO()
+    options: dict[str, Any] = {"max_new_tokens": 64, "drafter": None}
+    async with Client(transport=transport, cache_dir=None) as client:
+        chat = Chat(client, Console(file=screen, width=200), options, system)
+        await chat.connect()
+        for line in lines:
+            await chat.handle(line)
+    return [bytes(request.prompt_tokens).decode() for request in transport.requests], (
+        screen.getvalue()
+    )
+
+
+async def test_the_prompt_is_the_whole_conversation_in_the_models_template() -> None:
+    prompts, screen = await converse("hello", "/system be brief", "and?", "/clear", "new")
+    assert prompts == [
+        "<user>hello<assistant>",
+        "<system>be brief<user>hello<assistant>fine<user>and?<assistant>",
+        "<system>be brief<user>new<assistant>",
+    ]
+    assert screen == "fine\n" * 3
+
+
+async def test_the_oldest_turns_make_room_and_that_is_said() -> None:
+    """A turn takes 101 tokens, and an answer may take 64."""
+    prompts, screen = await converse(*(letter * 80 for letter in "abcd"))
+    assert "a" * 80 in prompts[2]
+    assert "<user>aaa" not in prompts[3]
+    assert prompts[3].startswith("<user>bbb")
+    assert screen.count("the oldest turn is forgotten") == 1
+    assert all(len(prompt) + 64 <= CONTEXT for prompt in prompts)
+
+
+async def test_a_message_that_never_fits_is_dropped() -> None:
+    prompts, screen = await converse("x" * CONTEXT, "y")
+    assert prompts == ["<user>y<assistant>"]
+    assert "shorten the message" in screen
+
+
+async def test_a_cut_answer_is_kept_and_said() -> None:
+    prompts, screen = await converse("a", "b", reply="z" * 100)
+    assert prompts[1] == f"<user>a<assistant>{'z' * 64}<user>b<assistant>"
+    assert "ended after 64 tokens" in screen
+
+
+async def test_commands(tmp_path: Path) -> None:
+    file = tmp_path / "chat.json"
+    _, screen = await converse(
+        *("/stats", "hi", "/stats", f"/save {file}", "/save /nowhere/x", "/drafter x", "/what"),
+        "/help",
+        system="short",
+    )
+    assert json.loads(file.read_text()) == {
+        "messages": [
+            {"role": "system", "content": "short"},
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": "fine"},
+        ]
+    }
+    for said in (
+        *("no answer yet", "all: 5 tokens", "saved 3 messages", "cannot save"),
+        *("no drafter x", "no command /what", "/quit"),
+    ):
+        assert said in screen
+
+
+async def test_a_model_without_a_template_is_said() -> None:
+    screen = io.StringIO()
+    async with Client(transport=MockTransport("x"), cache_dir=None) as client:
+        await Chat(client, Console(file=screen), {"max_new_tokens": 9, "drafter": None}).handle("a")
+    assert "has no chat template" in screen.getvalue()
+
+
+def services(world: World) -> list[str]:
+    world.verifier.chat_template = TEMPLATE
+    verifier, drafter = world.addresses
+    return ["chat", "--verifier", verifier, "--drafter-address", drafter, "--seed", "5"]
+
+
+async def test_lines_of_a_pipe_are_answered(
+    world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without control codes, prompts or statistics."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n\n/quit\nnever\n"))
+    words = [*services(world), "--max-new-tokens", "40"]
+    assert await asyncio.to_thread(main, words) == 0
+    answer = bytes(continuation([*b"<user>hi<assistant>"], 40, 5)).decode()
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"{answer}\n(ended after 40 tokens")
+    assert "\x1b" not in shown
+    assert ">>>" not in shown
+    assert not world.verifier.caches
+
+
+class Terminal:
+    """`paceline chat` on a pseudo-terminal."""
+
+    def __init__(self, words: list[str], home: Path) -> None:
+        self._master, slave = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "paceline.cli.main", *words],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env={**os.environ, "TERM": "xterm", "XDG_CACHE_HOME": str(home)},
+        )
+        os.close(slave)
+        self._screen = ""
+
+    def write(self, text: str) -> None:
+        os.write(self._master, text.encode())
+
+    def read_to(self, end: str) -> str:
+        """The screen up to and with `end`."""
+        while end not in self._screen:
+            self._screen += os.read(self._master, 4096).decode()
+        shown, _, self._screen = self._screen.partition(end)
+        return shown + end
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._master)
+
+
+async def test_a_terminal_has_colours_history_and_ctrl_c(world: World, tmp_path: Path) -> None:
+    terminal = Terminal([*services(world), "--draft-always", "--draft-timeout", "60"], tmp_path)
+
+    def talk() -> None:
+        assert "drafters:" in terminal.read_to(">>> ")
+        terminal.write("hi\n")
+        answer = terminal.read_to("tokens/s")
+        assert "\x1b[1;32m" in answer
+        terminal.read_to(">>> ")
+        world.verifier.step_seconds = 0.2
+        terminal.write("\x1b[A\n")  # the line before
+        terminal.read_to("hi\r\n")
+        while len(world.verifier.creates) < 2 or not world.verifier.caches:
+            time.sleep(0.01)
+        terminal.process.send_signal(signal.SIGINT)
+        terminal.read_to("(stopped)")
+        terminal.read_to(">>> ")
+        terminal.process.send_signal(signal.SIGINT)
+        terminal.read_to("ends the chat")
+        terminal.read_to(">>> ")
+        terminal.write("/quit\n")
+        assert terminal.process.wait(60) == 0
+
+    try:
+        await asyncio.wait_for(asyncio.to_thread(talk), 300)
+    finally:
+        terminal.close()
+    assert not world.verifier.caches
+    second = bytes(world.verifier.creates[1].prompt_tokens).decode()
+    assert second.startswith("<user>hi<assistant>")
+    assert second.endswith("<user>hi<assistant>")

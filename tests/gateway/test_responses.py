@@ -1,0 +1,118 @@
+"""`/v1/responses` with the official client."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+
+from paceline.client import MockTransport
+
+from .conftest import Serve
+from .test_tools import PLAIN
+
+CALLING = 'Wait.<tool_call>{"name": "weather", "arguments": {"city": "Rom"}}</tool_call>'
+WEATHER: Any = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
+
+
+async def test_a_text(serve: Serve) -> None:
+    async with serve(MockTransport(str.upper), chat_template=PLAIN) as served:
+        create = served.openai.responses.create
+        answer = await create(model="mock", input="hi", instructions="be kind")
+        assert answer.output_text == "<SYSTEM>BE KIND<USER>HI<ASSISTANT>"
+        assert answer.status == "completed"
+        assert answer.usage is not None
+        assert answer.usage.input_tokens == len("<system>be kind<user>hi<assistant>")
+        # What came back can be sent again.
+        items: list[Any] = [{"role": "user", "content": "hi"}, *answer.output]
+        again = await create(model="mock", input=items, max_output_tokens=3)
+        assert again.status == "incomplete"
+        assert again.incomplete_details is not None
+        assert again.incomplete_details.reason == "max_output_tokens"
+        sent = bytes(served.transport.requests[-1].prompt_tokens).decode()
+        assert sent == "<user>hi<assistant><SYSTEM>BE KIND<USER>HI<ASSISTANT><assistant>"
+
+
+async def test_calls_and_their_results(serve: Serve) -> None:
+    async with serve(MockTransport(CALLING), chat_template=PLAIN) as served:
+        create = served.openai.responses.create
+        answer = await create(model="mock", input="hi", tools=[WEATHER])
+        message, call = answer.output
+        assert (message.type, call.type) == ("message", "function_call")
+        assert call.type == "function_call"
+        assert (call.name, call.arguments) == ("weather", '{"city": "Rom"}')
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+        items: list[Any] = [{"role": "user", "content": "hi"}, *answer.output, result]
+        await create(model="mock", input=items, tools=[WEATHER])
+        sent = bytes(served.transport.requests[-1].prompt_tokens).decode()
+        assert sent.endswith(
+            "<user>hi<assistant>Wait.\n<tool_call>\n"
+            '{"name": "weather", "arguments": {"city": "Rom"}}\n</tool_call>'
+            "<user><tool_response>\nsunny\n</tool_response><assistant>"
+        )
+
+
+async def test_events(serve: Serve) -> None:
+    async with serve(MockTransport(CALLING), chat_template=PLAIN) as served:
+        stream = await served.openai.responses.create(
+            model="mock", input="hi", tools=[WEATHER], stream=True
+        )
+        events = [event async for event in stream]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = dict.fromkeys(event.type for event in events)
+    assert list(kinds) == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.delta",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.function_call_arguments.delta",
+        "response.function_call_arguments.done",
+        "response.completed",
+    ]
+    text = "".join(e.delta for e in events if e.type == "response.output_text.delta")
+    assert text == "Wait."
+    last = events[-1]
+    assert last.type == "response.completed"
+    assert [item.type for item in last.response.output] == ["message", "function_call"]
+    assert last.response.output_text == "Wait."
+
+
+async def test_a_schema_and_a_named_function(serve: Serve) -> None:
+    async with serve(MockTransport("{}"), chat_template=PLAIN) as served:
+        create = served.openai.responses.create
+        form: Any = {"type": "json_schema", "name": "n", "schema": {"const": 1}}
+        await create(model="mock", input="hi", text={"format": form})
+        assert served.transport.requests[-1].sampling.json_schema == '{"const": 1}'
+        answer = await create(
+            model="mock",
+            input="hi",
+            tools=[WEATHER],
+            tool_choice={"type": "function", "name": "weather"},
+        )
+        assert [item.type for item in answer.output] == ["function_call"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"input": [{"type": "item_reference", "id": "1"}]}, "input"),
+        ({"input": [{"role": "user", "content": 1}]}, "input.0.content"),
+        ({"input": []}, "input"),
+        ({"temperature": -1}, "temperature"),
+        ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
+    ],
+)
+async def test_what_is_refused(serve: Serve, wrong: dict[str, Any], param: str) -> None:
+    async with serve(MockTransport("x"), chat_template=PLAIN) as served:
+        with pytest.raises(openai.BadRequestError) as raised:
+            await served.openai.post(
+                "/responses", body={"model": "mock", "input": "a", **wrong}, cast_to=object
+            )
+        assert raised.value.param == param

@@ -1,0 +1,194 @@
+"""Tools: how they are shown to the model, and how its calls are read."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from paceline.client import MockTransport
+from paceline.gateway.calls import Call, CallParser
+from paceline.gateway.tools import Function, Tool, ToolUse
+
+from .conftest import Serve
+
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+KNOWING = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<{{ m.role }}>"
+    "{% for c in m.tool_calls or () %}{{ c.function.name }}:{{ c.function.arguments.city }}"
+    "{% endfor %}{{ m.content }}{% endfor %}<assistant>"
+)
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Weather of a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"$ref": "#/$defs/City"}},
+            "required": ["city"],
+            "$defs": {"City": {"type": "string"}},
+        },
+    },
+}
+CLOCK: dict[str, Any] = {"type": "function", "function": {"name": "clock"}}
+ASK: list[Any] = [{"role": "user", "content": "hi"}]
+HERMES = (
+    "I look.\n<tool_call>\n"
+    '{"name": "weather", "arguments": {"city": "Rom"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>\n'
+)
+BOTH = [("weather", {"city": "Rom"}), ("clock", {})]
+USE = ToolUse(
+    [Tool(function=Function(name="weather")), Tool(function=Function(name="clock"))], "auto"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (HERMES, "I look.", BOTH),
+        (
+            '{"name": "weather", "parameters": {"city": "Rom"}}; {"name": "clock"}',
+            "",
+            BOTH,
+        ),
+        (
+            '[{"name": "weather", "arguments": {"city": "Rom"}}, {"name": "clock"}]',
+            "",
+            BOTH,
+        ),
+        (
+            '{"type": "function", "function": {"name": "weather", "parameters": {"city": "}"}}}',
+            "",
+            [("weather", {"city": "}"})],
+        ),
+        ('<tool_call>[{"name": "other"}]', "", [("other", {})]),
+        ("a <b> c < d <tool", "a <b> c < d <tool", []),
+        ('{"name": "Bob"}', '{"name": "Bob"}', []),
+        ('{"answer": 1}', '{"answer": 1}', []),
+        ('{"name": "weat', '{"name": "weat', []),
+        ("[1, 2]", "[1, 2]", []),
+        ("<tool_call>?</tool_call> x", "<tool_call>?</tool_call> x", []),
+        ("<tool_call>{", "<tool_call>{", []),
+        (" \n", " \n", []),
+    ],
+)
+def test_calls_in_a_text(text: str, content: str, calls: list[Any]) -> None:
+    for pieces in ([text], list(text)):
+        parser = CallParser(USE)
+        parts = [part for piece in pieces for part in parser.push(piece)] + parser.flush()
+        assert "".join(part for part in parts if isinstance(part, str)) == content
+        found = [part for part in parts if isinstance(part, Call)]
+        assert [(call.name, json.loads(call.arguments)) for call in found] == calls
+
+
+def test_text_that_cannot_be_a_call_is_not_held_back() -> None:
+    parser = CallParser(USE)
+    assert parser.push('{"answer": ') == ['{"answer":']
+    assert parser.push("plain ") == [" plain"]
+
+
+async def test_calls_streamed_and_whole(serve: Serve) -> None:
+    async with serve(MockTransport(HERMES), chat_template=PLAIN) as served:
+        create = served.openai.chat.completions.create
+        asked: Any = {"model": "mock", "messages": ASK, "tools": [WEATHER, CLOCK]}
+        whole = (await create(**asked)).choices[0]
+        assert whole.message.content == "I look."
+        assert whole.finish_reason == "tool_calls"
+        names = [call.function.name for call in whole.message.tool_calls or ()]  # type: ignore[union-attr]
+        assert names == ["weather", "clock"]
+
+        choices = [event.choices[0] async for event in await create(**asked, stream=True)]
+        deltas = [call for choice in choices for call in choice.delta.tool_calls or ()]
+        assert [delta.index for delta in deltas] == [0, 1]
+        assert all(delta.id and delta.function and delta.function.name for delta in deltas)
+        assert "".join(choice.delta.content or "" for choice in choices) == "I look."
+        assert choices[-1].finish_reason == "tool_calls"
+
+        single = (await create(**asked, parallel_tool_calls=False)).choices[0]
+        assert len(single.message.tool_calls or ()) == 1
+        ignored = (await create(**asked, tool_choice="none")).choices[0]
+        assert (ignored.message.content, ignored.message.tool_calls) == (HERMES, None)
+
+
+async def test_required_calls_are_a_schema(serve: Serve) -> None:
+    reply = '[{"name":"weather","arguments":{"city":"Rom"}},{"name":"clock","arguments":{}}]'
+    async with serve(MockTransport(reply), chat_template=PLAIN) as served:
+        answer = await served.openai.chat.completions.create(
+            model="mock", messages=ASK, tools=[WEATHER, CLOCK], tool_choice="required"
+        )
+        calls = answer.choices[0].message.tool_calls or []
+        assert [call.function.name for call in calls] == ["weather", "clock"]  # type: ignore[union-attr]
+        schema = json.loads(served.transport.requests[-1].sampling.json_schema)
+        moved = schema["$defs"]["arguments0"]["properties"]["city"]["$ref"]
+        assert moved == "#/$defs/arguments0/$defs/City"
+        consts = [each["properties"]["name"]["const"] for each in schema["items"]["anyOf"]]
+        assert consts == ["weather", "clock"]
+
+
+async def test_a_named_function_is_called(serve: Serve) -> None:
+    async with serve(MockTransport('{"city":"Rom"}'), chat_template=PLAIN) as served:
+        asked: Any = {
+            "model": "mock",
+            "messages": ASK,
+            "tools": [WEATHER, CLOCK],
+            "tool_choice": {"type": "function", "function": {"name": "weather"}},
+        }
+        answer = await served.openai.chat.completions.create(**asked)
+        (call,) = answer.choices[0].message.tool_calls or ()
+        assert call.type == "function"
+        assert (call.function.name, call.function.arguments) == ("weather", '{"city":"Rom"}')
+        schema = json.loads(served.transport.requests[-1].sampling.json_schema)
+        assert schema == WEATHER["function"]["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"tool_choice": "required"}, "needs tools"),
+        (
+            {"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "no function 'x'",
+        ),
+        (
+            {"tools": [CLOCK], "tool_choice": "required", "extra_body": {"guided_regex": "a"}},
+            "constrained text",
+        ),
+        ({"tools": [{"type": "function"}]}, "tools"),
+    ],
+)
+async def test_wrong_tools_are_refused(serve: Serve, wrong: dict[str, Any], message: str) -> None:
+    async with serve(MockTransport("x"), chat_template=PLAIN) as served:
+        with pytest.raises(openai.BadRequestError, match=message):
+            await served.openai.chat.completions.create(model="mock", messages=ASK, **wrong)
+
+
+@pytest.mark.parametrize("template", [PLAIN, KNOWING])
+async def test_a_conversation_with_results(serve: Serve, template: str) -> None:
+    async with serve(MockTransport(lambda prompt: prompt), chat_template=template) as served:
+        create = served.openai.chat.completions.create
+        function = {"name": "weather", "arguments": '{"city": "Rom"}'}
+        call = {"id": "1", "type": "function", "function": function}
+        messages: list[Any] = [
+            *ASK,
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "1", "content": "sunny"},
+        ]
+        # With "none", no call is looked for in the text that repeats the prompt.
+        answer = await create(model="mock", messages=messages)
+        text = answer.choices[0].message.content
+        if template == KNOWING:
+            assert text == "<user>hi<assistant>weather:Rom<tool>sunny<assistant>"
+        else:
+            assert text == (
+                "<user>hi<assistant><tool_call>\n"
+                '{"name": "weather", "arguments": {"city": "Rom"}}\n</tool_call>'
+                "<user><tool_response>\nsunny\n</tool_response><assistant>"
+            )
+        await create(model="mock", messages=messages, tools=[WEATHER])
+        sent = bytes(served.transport.requests[-1].prompt_tokens).decode()
+        assert "Weather of a city" in sent
+        assert ("<system>" in sent) == (template == PLAIN)

@@ -1,0 +1,135 @@
+"""Conversations that a target writes, its stored signals, and a drafter trained on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from paceline.decoder import Decoder
+from paceline.drafter import Resources
+from paceline.drafter.methods.longspec import read_longspec
+from paceline.drafter.methods.longspec.drafter import LongSpecDrafter
+from paceline.kernels.sampling import SamplingParams
+from paceline.train.author import Task, write_texts
+from paceline.train.conversations import read_conversations, write, write_conversations
+from paceline.train.corpus import Corpus
+from paceline.train.longspec.instruct import train_longspec_instruct
+from paceline.train.longspec.preset import LongSpecPreset
+from paceline.train.loop import Run
+from paceline.train.schedule import Stage
+from paceline.train.signals import signals_of
+from paceline.train.tokenizer import load_tokenizer
+from paceline.train.whole_texts import PADDING, WholeTexts
+
+_TEMPLATE = (
+    "{% for m in messages %}{{ bos_token + m['role'] + ': ' + m['content'] + eos_token }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ bos_token + 'assistant: ' }}{% endif %}"
+)
+_DOCUMENTS = [list(range(20, 90))]
+
+
+@pytest.fixture(autouse=True)
+def short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write, "_TOGETHER", 6)
+    for name, value in {"_QUESTION": 6, "_ANSWER": 12, "_DOCUMENT_ANSWER": 12}.items():
+        monkeypatch.setattr(write, name, value)
+    monkeypatch.setattr(write, "_EDIT", (4, 8))
+    monkeypatch.setattr(write, "_DOCUMENT", (16, 40))
+
+
+@pytest.fixture
+def instruct(target: Path) -> Path:
+    """The target with a chat template."""
+    tokenizer = load_tokenizer(target)
+    tokenizer.chat_template = _TEMPLATE
+    tokenizer.save_pretrained(target)
+    return target
+
+
+def test_answers_are_the_target_s_and_a_stopped_file_goes_on(
+    instruct: Path, tmp_path: Path
+) -> None:
+    decoder, tokenizer = Decoder.load(instruct), load_tokenizer(instruct)
+    path = tmp_path / "own.jsonl"
+    whole = write_conversations(decoder, tokenizer, _DOCUMENTS, 24, path)
+    assert whole == read_conversations(path)
+    for each in whole:
+        task = Task(each.prompt, SamplingParams(each.temperature, seed=each.seed), 12)
+        ((_, answer),) = write_texts(decoder, [task], tokenizer.eos_token_id)
+        assert each.answer == tuple(answer)
+        assert tokenizer.decode(each.prompt).endswith("assistant: ")
+    assert {each.temperature for each in whole} == {0.0, 0.7}
+    assert len({each.kind for each in whole}) > 3
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[:12], lines[12][:20]]))  # killed while writing
+    assert write_conversations(decoder, tokenizer, _DOCUMENTS, 24, path) == whole
+
+
+def test_what_cannot_be_written_or_read_is_refused(target: Path, tmp_path: Path) -> None:
+    tokenizer: PreTrainedTokenizerFast = load_tokenizer(target)
+    with pytest.raises(ValueError, match="needs an instruct model"):
+        write_conversations(Decoder.load(target), tokenizer, _DOCUMENTS, 1, tmp_path / "a")
+    (tmp_path / "b").write_text('{"kind": "chat"}\n')
+    with pytest.raises(ValueError, match=r"line 1 of .* is no conversation"):
+        read_conversations(tmp_path / "b")
+
+
+def test_signals_are_the_target_s_and_are_computed_once(target: Path, tmp_path: Path) -> None:
+    decoder = Decoder.load(target)
+    texts = [list(range(30)), list(range(40, 100)), [5]]
+    signals = signals_of(decoder, target, texts, 1, tmp_path)
+    assert signals.starts == [0, 30, 90, 91]
+    for text, start in zip(texts, signals.starts, strict=False):
+        ((_, (token,)),) = write_texts(decoder, [Task(text, SamplingParams(0.0), 1)], None)
+        last = signals.hidden[start + len(text) - 1]
+        assert decoder.head(last[None]).argmax().item() == token
+    kept = signals.kv.clone()
+    again = signals_of(decoder, target, texts, 0, tmp_path)
+    assert torch.equal(again.kv, kept)  # not those of layer 0
+
+
+def test_rows_are_whole_texts_each_once_an_epoch() -> None:
+    lengths = torch.randint(1, 90, (151,), generator=torch.Generator().manual_seed(0))
+    starts = [0, *lengths.cumsum(0).tolist()]
+    batches = WholeTexts(starts)
+    seen: list[int] = []
+    while True:
+        batch = batches.next(2, 64)
+        if batches.position.epoch:
+            break
+        assert len(batch) % 2 == 0
+        longest = int((batch != PADDING).sum(1).max())
+        assert len(batch) * longest <= 128 or len(batch) == 2
+        for row in batch:
+            real = row[row != PADDING]
+            assert real.tolist() == list(range(real[0], starts[starts.index(real[0]) + 1]))
+            seen.append(int(real[0]))
+    assert len(seen) == len(set(seen)) >= 148  # an odd one of each group is left out
+    other = WholeTexts(starts)
+    other.seek(replace(batches.position))
+    assert torch.equal(other.next(2, 64), batches.next(2, 64))
+
+
+def test_a_run_from_nothing_to_a_drafter(
+    instruct: Path, corpus: Corpus, make_run: Callable[..., Run], tmp_path: Path
+) -> None:
+    preset = LongSpecPreset(
+        (Stage("texts", 1.0, rows=2, length=64),), minutes=60, steps=12, adamw_rate=1e-3,
+        levels=2, lags=1, window=32, conversations=40, draft_vocab_size=100,
+    )  # fmt: skip
+    run = make_run("work", 12)
+    train_longspec_instruct(instruct, corpus, preset, run, tmp_path / "out")
+    config, _ = read_longspec(tmp_path / "out")
+    assert config.draft_vocab_size == 100
+    assert "conversations" in (tmp_path / "out" / "README.md").read_text()
+    given = {"target": str(instruct)}
+    drafter = LongSpecDrafter.load(tmp_path / "out", given, Resources())
+    assert len(drafter.drafted_tokens) == 100
+    log = torch.load(run.work / "run.pt", weights_only=True)["progress"]["log"]
+    losses = [row["loss"] for row in log if "loss" in row]
+    assert losses[-1] < losses[0]

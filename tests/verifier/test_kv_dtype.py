@@ -1,0 +1,61 @@
+"""Types of KV caches: what they take, and where they are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import drafters
+import pytest
+from verifier_support import serving, text
+
+from paceline.decoder import Decoder
+from paceline.kv.segment import HEADER_BYTES
+from paceline.v1 import verifier_pb2
+from paceline.verifier import build_service
+
+FIELDS = {"max_new_tokens": 40, "ignore_eos": True}
+
+
+async def test_8_bits_take_half_and_move_with_forks(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    sizes, told = {}, {}
+    for kv in ("bfloat16", "int8"):
+        async with serving(
+            models["bf16"], tmp_path / "v.sock", kv_bytes=1 << 28, kv_cache_dtype=kv
+        ) as client:
+            parent = await client.create(text(1, 300), **FIELDS)
+            (cache,) = client.service.store
+            sizes[kv] = cache.byte_size - HEADER_BYTES
+            told[kv] = (await client.stub.GetModel(verifier_pb2.GetModelRequest())).kv_cache_dtype
+            prompt = [*text(1, 300), 7]
+            fork = await client.create(prompt, parent_handle=parent.handle, **FIELDS)
+            assert fork.reused_tokens == 300
+            alone = await client.create(prompt, **FIELDS)
+            assert fork.first == alone.first
+            forked = list(client.service.store)[1].sequence.segment
+            computed = list(client.service.store)[2].sequence.segment
+            assert forked.kv[..., :301, :].equal(computed.kv[..., :301, :])
+    assert sizes["int8"] / sizes["bfloat16"] == (16 + 4) / 32  # heads of 16 values, and a scale
+    assert told == {"bfloat16": "bfloat16", "int8": "int8"}
+
+
+async def test_float_types_differ_from_hidden_states(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """A float32 cache of a bfloat16 model: other tokens are possible, drafters change none."""
+    async with serving(
+        models["bf16"], tmp_path / "v.sock", kv_bytes=1 << 28, kv_cache_dtype="float32"
+    ) as client:
+        plain = await client.generate(text(2, 40), drafters.nothing, **FIELDS)
+        for name, draw in drafters.all_of(plain, 40).items():
+            assert await client.generate(text(2, 40), draw, seed=5, **FIELDS) == plain, name
+
+
+def test_what_is_not_supported_is_refused(models: dict[str, Path]) -> None:
+    with pytest.raises(ValueError, match="kv_cache_dtype is 'int7', expected one of auto, float32"):
+        Decoder.load(models["bf16"], kv_cache_dtype="int7")
+    with pytest.raises(ValueError, match="supported on the CPU; with device 'cuda:0' use auto"):
+        Decoder.load(models["bf16"], device="cuda:0", kv_cache_dtype="int8")
+    with pytest.raises(ValueError, match="'int8', expected auto: KV in pages"):
+        build_service(models["bf16"], paged_kv=True, kv_cache_dtype="int8")

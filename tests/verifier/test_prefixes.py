@@ -1,0 +1,207 @@
+"""KV of ended texts is taken over by prompts of the same client, and by nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import drafters
+import grpc
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from verifier_support import LAYOUT, VOCAB, Client, reason_of, serving, text, until
+
+from paceline.verifier.engine.prefixes import CHUNK_TOKENS, PrefixCache
+from paceline.verifier.engine.sequence import Generation, Sequence
+from paceline.verifier.kv.pool import PagedKv, PagePool
+from paceline.verifier.kv.segment import Segment
+
+FIELDS: dict[str, Any] = {"max_new_tokens": 30, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("options", [{}, {"paged_kv": True}], ids=["segments", "pages"])
+async def test_turns_of_a_conversation(
+    model: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """A turn reuses the one before, with the tokens of a prefill of everything."""
+    turns, prompt = [], text(9, 300)
+    async with serving(model, tmp_path / "f.sock", kv_bytes=1 << 24, **options) as fresh:
+        for turn in range(3):
+            output = await fresh.generate(prompt, drafters.nothing, **FIELDS)
+            turns.append((prompt, output))
+            prompt = [*prompt, *output, *text(turn, 20)]
+    options |= {"kv_bytes": 1 << 24, "prefix_caching": True}
+    async with serving(model, tmp_path / "v.sock", **options) as client:
+        done = 0
+        for prompt, output in turns:
+            created = await client.create(prompt, **FIELDS)
+            assert created.reused_tokens == done
+            got = [*created.first.tokens, *await client.free_run(created.handle)]
+            assert got == output
+            await client.release(created.handle)
+            done = len(prompt) + len(output) - 1
+        await client.service.check_integrity()
+        assert len(client.service.engine.prefixes) == 1, "a turn replaces the one it continues"
+        draws = drafters.all_of(turns[-1][1], len(turns[-1][0]))
+        for name, draw in draws.items():
+            assert await client.generate(turns[-1][0], draw, **FIELDS) == turns[-1][1], name
+
+
+async def test_a_running_text_is_shared(client_reusing: Client) -> None:
+    client = client_reusing
+    prompt = text(3, 200)
+    first = await client.create(prompt, **FIELDS)
+    second = await client.create([*prompt[:150], 1], **FIELDS)
+    assert second.reused_tokens == 150
+    assert [r.reused_tokens for r in [await client.create(text(4, 200), **FIELDS)]] == [0]
+    assert first.read_grant != second.read_grant
+
+
+async def test_hidden_states_are_reused_only_where_they_were_kept(client_reusing: Client) -> None:
+    client, prompt = client_reusing, text(5, 200)
+    taps = {"hidden_state_layers": [0], **FIELDS}
+    await client.generate(prompt, drafters.nothing, **FIELDS)
+    created = await client.create(prompt, **taps)
+    assert created.reused_tokens == 0
+    await client.release(created.handle)
+    again = await client.create(prompt, **taps)
+    assert again.reused_tokens == len(prompt) - 1
+
+
+async def test_memory_of_ended_texts_is_freed_when_needed(model: Path, tmp_path: Path) -> None:
+    """There is memory for two texts. Each of six different ones gets it, and the newest is kept."""
+    options: dict[str, Any] = {"kv_bytes": 1 << 19, "prefix_caching": True}
+    async with serving(model, tmp_path / "v.sock", **options) as client:
+        memory = client.service.store.memory
+        block = 256 * memory.layout.token_bytes
+        texts = [text(seed, 300) for seed in range(memory.limit_bytes // block)]
+        for prompt in texts:
+            await client.generate(prompt, drafters.nothing, **FIELDS)
+        assert block <= memory.used_bytes <= memory.limit_bytes
+        assert (await client.create(texts[-1], **FIELDS)).reused_tokens == 299
+        assert (await client.create(texts[0], **FIELDS)).reused_tokens == 0
+        await client.service.check_integrity()
+
+
+async def test_readers_of_an_ended_text_stop(client_reusing: Client) -> None:
+    client = client_reusing
+    created = await client.create(text(1, 200), **FIELDS)
+    (cache,) = client.service.store
+    await client.release(created.handle)
+    await until(lambda: len(client.service.engine.prefixes) == 1)
+    segment = cache.sequence.segment
+    assert (segment.closed, segment.header.generation) == (False, 0)
+
+
+async def test_many_at_once_in_little_memory(model: Path, tmp_path: Path) -> None:
+    """Texts that outgrow the memory pre-empt each other; each one ends with its own tokens."""
+    prompts = [text(seed, 100) for seed in range(12)]
+    fields: dict[str, Any] = {"max_new_tokens": 300, "ignore_eos": True}
+    async with serving(model, tmp_path / "f.sock", kv_bytes=1 << 26, lease_seconds=600.0) as fresh:
+        expected = [await fresh.generate(p, drafters.nothing, **fields) for p in prompts]
+    options: dict[str, Any] = {"kv_bytes": 5 << 17, "prefix_caching": True, "lease_seconds": 600.0}
+    async with serving(model, tmp_path / "v.sock", **options) as client:
+        client.service.store.admission.expected_output = 1.0
+        texts = await asyncio.gather(*(recovering(client, p, **fields) for p in prompts))
+        assert texts == expected
+        await client.service.check_integrity()
+
+
+async def recovering(client: Client, prompt: list[int], **fields: Any) -> list[int]:
+    """A generation in runs of 50 tokens whose cache is created again when it was released."""
+    tokens: list[int] = []
+    while len(tokens) < fields["max_new_tokens"]:
+        handle = b""
+        try:
+            created = await client.create(prompt, output_tokens=tokens, **fields)
+            handle = created.handle
+            tokens += created.first.tokens
+            for number in range(1, fields["max_new_tokens"]):
+                if len(tokens) == fields["max_new_tokens"]:
+                    break
+                tokens += await client.free_run(handle, number, steps=50)
+        except grpc.aio.AioRpcError as error:
+            if reason_of(error) not in ("KV_FULL", "CACHE_NOT_FOUND"):
+                raise
+        if handle:
+            await client.release(handle)
+    return tokens
+
+
+@pytest.fixture
+async def client_reusing(model: Path, tmp_path: Path) -> Any:
+    """A client of a verifier that keeps ended texts."""
+    options: dict[str, Any] = {"kv_bytes": 1 << 26, "prefix_caching": True}
+    async with serving(model, tmp_path / "v.sock", **options) as client:
+        yield client
+
+
+def sequence(owner: str, tokens: list[int]) -> Sequence:
+    """A sequence whose whole text but the newest token is committed."""
+    made = Sequence(Generation(tuple(tokens), length_limit=1000), Segment(LAYOUT, 1024), owner)
+    made.committed = len(tokens) - 1
+    return made
+
+
+TEXTS = st.lists(
+    st.tuples(st.sampled_from(["a", "b"]), st.lists(st.sampled_from([0, 1]), max_size=4)),
+    max_size=8,
+)
+
+
+@given(kept=TEXTS, asked=TEXTS, most=st.integers(1, 4))
+def test_the_longest_prefix_of_the_same_owner(
+    kept: list[tuple[str, list[int]]], asked: list[tuple[str, list[int]]], most: int
+) -> None:
+    """Against a search through all kept texts, chunk by chunk."""
+
+    def written(chunks: list[int]) -> list[int]:
+        return [chunk for chunk in chunks for _ in range(CHUNK_TOKENS)] + [7]
+
+    prefixes = PrefixCache(most)
+    for owner, chunks in kept:
+        prefixes.keep(sequence(owner, written(chunks)))
+    assert len(prefixes) <= most
+    for owner, chunks in asked:
+        new = sequence(owner, written(chunks))
+        found = prefixes.find(new)
+        shared = [each.common_prefix(new) for each in prefixes if each.owner == owner]
+        best = max(shared, default=0) // CHUNK_TOKENS
+        assert (0 if found is None else found.common_prefix(new) // CHUNK_TOKENS) == best
+        assert found is None or (found.owner == owner and not found.segment.closed)
+        new.segment.close()
+    prefixes.clear()
+    assert not len(prefixes)
+    assert not prefixes._found
+
+
+def test_whole_pages_are_shared_and_freed_with_their_last_text() -> None:
+    pool = PagePool(
+        LAYOUT, torch.device("cpu"), kv_bytes=8 * 256 * LAYOUT.token_bytes, max_sequences=3,
+        max_context=1024,
+    )  # fmt: skip
+    first, second = PagedKv(pool, 1024), PagedKv(pool, 1024)
+    first.reserve(600)
+    pool.kv[first._pages[2]].fill_(3.0)
+    second.copy_prefix(first, 530)
+    assert pool.free_pages == 4, "two pages are shared, the third is copied"
+    assert second._pages[:2] == first._pages[:2]
+    assert second._pages[2] != first._pages[2]
+    assert (pool.kv[second._pages[2]] == 3.0).all()
+    first.close()
+    assert pool.free_pages == 5
+    second.reserve(1024)
+    second.close()
+    pool.check_integrity()
+
+
+def test_equal_chunks_of_different_tokens_do_not_match() -> None:
+    prefixes = PrefixCache(2)
+    prefixes.keep(sequence("a", [1] * (2 * CHUNK_TOKENS)))
+    other = sequence("a", [VOCAB, *[1] * (2 * CHUNK_TOKENS)])
+    assert prefixes.find(other) is None
+    other.segment.close()
+    prefixes.clear()

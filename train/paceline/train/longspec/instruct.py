@@ -1,0 +1,166 @@
+"""A training run of a LongSpec layer for an instruct model, on conversations that it wrote."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from paceline.decoder import Decoder, ModelSource, open_model
+from paceline.drafter.methods.longspec import LongSpecConfig, LongSpecModel
+from paceline.drafter.recordings import Recording
+from paceline.train.checkpoint import Progress
+from paceline.train.conversations import Conversation, own_conversations
+from paceline.train.corpus import Corpus
+from paceline.train.drafter import Objective, parameters, rounds_section, train_drafter
+from paceline.train.drafter_models import LongSpecDrafter
+from paceline.train.heldout import Heldout
+from paceline.train.identity import begin_run
+from paceline.train.longspec.lagged import LaggedLayer
+from paceline.train.longspec.preset import LongSpecPreset
+from paceline.train.longspec.signal_loss import SignalLoss
+from paceline.train.loop import Run
+from paceline.train.schedule import Plan
+from paceline.train.signals import signals_of
+from paceline.train.whole_texts import WholeTexts
+
+_HELD_OUT = 17  # one conversation in so many: odd, as temperatures alternate
+_LOGGED, _MEASURED = 2, 12  # texts of each kind and temperature
+_TOKENS = 128  # of an answer that are measured
+_TREES = {"widths": "4,4", "max_nodes": "7", "weights": "int8"}
+
+
+def train_longspec_instruct(
+    target: Path, corpus: Corpus, preset: LongSpecPreset, run: Run, out: Path
+) -> LongSpecModel:
+    """Train a layer for the instruct model in `target`; writes its folder and card to `out`.
+
+    The target writes the conversations first, which is not part of `run.minutes`. The layer begins
+    as a copy of layers of the target. Returns the layer, fp32.
+
+    Raises what `begin_run` and `write_conversations` raise.
+    """
+    run = replace(run, bf16=torch.device(run.device).type != "cpu")  # slower without AMX
+    begin_run(run, out, "longspec", preset, corpus, target=target)
+    decoder = Decoder.load(target, "int8")
+    texts = own_conversations(decoder, target, corpus, preset.conversations, run)
+    trained = [each for number, each in enumerate(texts) if number % _HELD_OUT]
+    heldout = texts[::_HELD_OUT]
+    config = LongSpecConfig.for_target(
+        target,
+        window=preset.window,
+        intermediate=preset.intermediate,
+        draft_vocab_size=preset.draft_vocab_size,
+    )
+    source = open_model(target)
+    model = LongSpecModel(config)
+    model.load_state_dict(initial_weights(source, config, frequent(texts, config)))
+    drafter = LongSpecDrafter(target, model.to(run.device), preset.levels)
+    signals = signals_of(
+        decoder, target, [each.tokens for each in trained], config.target_layer, run.work
+    )
+    torch.manual_seed(0)
+    embedding, head = source.vocabulary(torch.bfloat16)
+    loss = SignalLoss(model, embedding, head.float(), signals, preset)
+    objective = Objective(LaggedLayer(model), loss, preset.muon_rate, preset.adamw_rate)
+    plan = Plan(preset.stages, run.minutes, run.steps)
+    notes = {"conversations": len(trained)}
+    progress = train_drafter(
+        drafter, objective, WholeTexts(signals.starts), plan, run,
+        _heldout(drafter, decoder, heldout, _LOGGED), notes, out,
+    )  # fmt: skip
+    if progress is not None:
+        rounds = _heldout(drafter, decoder, heldout, _MEASURED).measure(out)
+        card = _card(model, trained, objective, progress, preset)
+        (out / "README.md").write_text(f"{card}\n{rounds_section(rounds)}")
+    return model
+
+
+def frequent(texts: Sequence[Conversation], config: LongSpecConfig) -> Tensor:
+    """The most frequent tokens of conversations, rising, int64 ``[draft_vocab_size]``.
+
+    Where there are too few different ones, the first tokens of the vocabulary fill up.
+    """
+    counts = Counter(range(config.vocab_size))  # each token once
+    for each in texts:
+        counts.update(each.tokens)
+    found = [token for token, _ in counts.most_common(config.draft_vocab_size)]
+    return torch.tensor(sorted(found), dtype=torch.int64)
+
+
+def initial_weights(
+    source: ModelSource, config: LongSpecConfig, drafted: Tensor
+) -> dict[str, Tensor]:
+    """Weights copied from a target, by the names of a LongSpecModel with a norm.
+
+    Self-attention reads embeddings, as the target's first layer does; queries of the target layer
+    that is read fit its keys.
+    """
+    first, read = "model.layers.0.", f"model.layers.{config.target_layer}."
+    names = {
+        "input_layernorm": first + "input_layernorm",
+        **{f"self_attn.{n}_proj": f"{first}self_attn.{n}_proj" for n in "qkvo"},
+        "cross_layernorm": read + "input_layernorm",
+        **{f"cross_attn.{n}_proj": f"{read}self_attn.{n}_proj" for n in "qo"},
+        "post_attention_layernorm": read + "post_attention_layernorm",
+        **{f"mlp.{n}_proj": f"{read}mlp.{n}_proj" for n in ("gate", "up", "down")},
+    }
+    weights = {f"layers.0.{own}.weight": f"{name}.weight" for own, name in names.items()}
+    weights["norm.weight"] = "model.norm.weight"
+    found = {own: source.tensor(name, torch.float32, "cpu") for own, name in weights.items()}
+    return {**found, "d2t": drafted} if config.draft_vocab_size else found
+
+
+def _heldout(
+    drafter: LongSpecDrafter, decoder: Decoder, texts: Sequence[Conversation], count: int
+) -> Heldout:
+    """At most `count` texts of each kind and temperature."""
+    groups: defaultdict[str, list[Recording]] = defaultdict(list)
+    for each in texts:
+        group = groups[f"{each.kind}, temperature {each.temperature:g}"]
+        if len(group) < count and len(each.answer) > drafter.levels + 1:
+            answer = each.answer[:_TOKENS]
+            group.append(Recording(each.prompt, answer, each.temperature, each.seed))
+    return Heldout(drafter, decoder, dict(sorted(groups.items())), {"": _TREES})
+
+
+def _card(
+    model: LongSpecModel,
+    texts: Sequence[Conversation],
+    objective: Objective,
+    progress: Progress,
+    preset: LongSpecPreset,
+) -> str:
+    config = model.config
+    counts = Counter(each.kind for each in texts)
+    kinds = ", ".join(f"{count:,} {kind}" for kind, count in counts.most_common())
+    tokens = sum(len(each.tokens) for each in texts)
+    return f"""# LongSpec layer
+
+Drafter method `longspec` (LongSpec, section 3). It works with one target only: `config.json` holds
+the target's fingerprint.
+
+- {parameters(model)}, bf16: one layer of width {config.hidden}, {config.q_heads} heads over
+  {config.kv_heads} KV heads of {config.head_dim}, feed-forward {config.intermediate}, window
+  {config.window}
+- reads keys and values of target layer {config.target_layer} (0 is the first of
+  {config.target_layers}); drafts the {config.draft_vocab_size:,} most frequent of
+  {config.vocab_size:,} tokens; embedding and LM head are the target's and not in this folder
+
+## Data
+
+{len(texts):,} conversations, {tokens / 1e3:,.0f} thousand tokens, that the target wrote itself
+({kinds}). One in {_HELD_OUT} of all is held out.
+
+## Training
+
+{progress.description}, on {os.cpu_count()} processors.
+The layer begins as a copy of the target's first and last layer. KL divergence from the target's
+distribution over the drafted tokens; {objective.rates}; lags 1 to {preset.levels}.
+Measured with trees of {_TREES["max_nodes"]} nodes, {_TREES["widths"]} by level, and 8-bit weights.
+"""
