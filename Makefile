@@ -99,9 +99,9 @@ docs: setup
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
-# Every drafter beside transformers, into bench/results: about 20 minutes on two cores. BENCH= takes
+# Every drafter beside other engines, into bench/results: 40 minutes on two cores. BENCH= takes
 # another command of `paceline bench` with its options.
-BENCH ?= table
+BENCH ?= table --target smollm2
 bench: setup
 	$(BIN)/paceline bench $(BENCH)
 

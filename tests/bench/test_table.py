@@ -1,97 +1,282 @@
-"""The table: from runs to figures, and the measurement with real services."""
+"""The table: statistics, resumption, and a run with real services and a rival that is no engine."""
 
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import pytest
-import torch
-import uvloop
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from paceline.bench.baseline import MODES, Transformers
-from paceline.bench.models import Models
-from paceline.bench.prompts import long_prompts
-from paceline.bench.services import Sample
-from paceline.bench.table.measure import measure
-from paceline.bench.table.rows import PLAIN, Turn, decode_rate, summary
-from paceline.client import RoundStats, Stats
+from paceline.bench.cli import add_arguments
+from paceline.bench.table.engines import Answer, Program, Request, Server, llama_server
+from paceline.bench.table.figures import Cell, best, interval, markdown, sample, summarize, table
+from paceline.bench.table.measure import Limits, Phase, measure
+from paceline.bench.table.picture import draw
+from paceline.bench.table.run import CATEGORIES, MIXED, choose, run
+from paceline.harness import read_prompts
 
-DEMO = Path(__file__).parents[2] / "models" / "demo"
-NGRAM = "paceline ngram"
+ROOT = Path(__file__).parents[2]
+TARGET = ROOT / "models" / "demo" / "target"
+GREEDY = "chat, T = 0, 1 user"
 
+RIVAL = f"""#!{sys.executable}
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
-def sample(*rounds: tuple[int, int, float], tokens: list[int] | None = None) -> Sample:
-    """Of rounds (drafted, emitted, ms), after a first token that took 10 ms."""
-    stats = Stats(first_token_ms=10.0, total_ms=10.0 + sum(ms for _, _, ms in rounds))
-    for drafted, emitted, ms in rounds:
-        stats.add(RoundStats(drafted, emitted - 1, emitted, ms, 1.0, 2.0, 0.0))
-    count = 1 + sum(emitted for _, emitted, _ in rounds)
-    return Sample(tokens or [*range(count)], stats.total_ms / 1e3, stats)
+class Rival(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.answer("application/json", json.dumps({{"data": [{{"id": "rival"}}]}}))
 
+    def do_POST(self):
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        choice = {{"index": 0, "text": "word ", "finish_reason": None}}
+        events = [{{"id": "1", "choices": [choice]}}] * request["max_tokens"]
+        usage = {{"prompt_tokens": 1, "completion_tokens": request["max_tokens"]}}
+        events.append({{"id": "1", "choices": [], "usage": usage}})
+        lines = [json.dumps(event) for event in events] + ["[DONE]"]
+        body = "".join(f"data: {{line}}\\n\\n" for line in lines)
+        self.answer("text/event-stream", body if request.get("stream") else lines[0])
 
-def test_the_round_in_which_a_drafter_reads_the_prompt_is_left_out() -> None:
-    assert decode_rate(sample((4, 2, 100.0), (4, 3, 10.0), (4, 1, 10.0))) == pytest.approx(200.0)
-    assert decode_rate(sample((0, 8, 40.0))) == pytest.approx(200.0), "plain steps draft nothing"
+    def answer(self, kind, text):
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
 
+    def log_message(self, *_): pass
 
-def test_rows_are_medians_of_ratios_within_a_turn() -> None:
-    turns = []
-    for speed in (1.0, 2.0, 4.0):  # of the machine, which drifts
-        rates = dict(zip(MODES, (10.0, 20.0, 5.0), strict=True)) | {PLAIN: 30.0, NGRAM: 60.0}
-        drafted = sample((4, 2, 50.0), (4, 4, 10.0 / speed))
-        turns.append(
-            Turn(
-                {name: rate * speed for name, rate in rates.items()},
-                {PLAIN: sample((0, 6, 1.0)), NGRAM: drafted},
-                {NGRAM: drafted},
-            )
-        )
-    cell = summary(turns)
-    row = cell["rows"][NGRAM]
-    assert (cell["runs"], cell["identical"]) == (3, True)
-    assert (row["against_none"], row["against_transformers"]) == (2.0, 6.0)
-    assert row["against_transformers_best"] == 3.0
-    assert row["always"] == pytest.approx(400.0 / 30.0)
-    assert row["accepted_length"] == 3.0
-    assert "accepted_length" not in cell["rows"][PLAIN]
-    turns[1].always[NGRAM] = sample((4, 6, 1.0), tokens=[7] * 7)
-    assert not summary(turns)["identical"]
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Rival).serve_forever()
+"""
 
 
-@pytest.mark.slow
-def test_all_rows_write_after_the_same_prefilled_prompt(tmp_path: Path) -> None:
-    for name in ("lm", "dspark"):
-        (tmp_path / name).symlink_to(DEMO / name)
-    models = Models(tmp_path, DEMO / "target")
-    prompts = long_prompts(DEMO / "prompts", models.target, 116, 1)
-    measuring = measure(
-        models, prompts, dtype="bfloat16", tokens=12, repeats=1, progress=lambda _: None
+def answer(tokens: int, first: float, ended: float, output: str = "x", rounds: int = 0) -> Answer:
+    return Answer(tokens, first, ended, first, output, rounds, tokens if rounds else 0)
+
+
+def cell_of(**rates: tuple[float, ...]) -> Cell:
+    """Contestants by name, "_" for a space, with a rate for each prompt."""
+    cell: Cell = {}
+    for name, found in rates.items():
+        samples = {
+            str(number): sample([answer(11, 0.5, 0.5 + 10 / rate, rounds=5)], [[1] * 1000])
+            for number, rate in enumerate(found)
+        }
+        cell[name.replace("_", " ").replace("cpp", ".cpp")] = {"samples": samples}
+    summarize(cell)
+    return cell
+
+
+class Fake:
+    """Answers at once, and notes what it was asked."""
+
+    concurrent = True
+
+    def __init__(self, name: str, every: int = 1, fails: bool = False) -> None:
+        self.name, self.every, self._fails = name, every, fails
+        self.modes = ("none", "ngram")
+        self.asked: list[tuple[str, list[int], int]] = []
+
+    async def __aenter__(self) -> Self:
+        if self._fails:
+            raise OSError("no such program")
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None: ...
+
+    async def answer(self, mode: str, request: Request) -> Answer:
+        self.asked.append((mode, request.prompt, request.seed))
+        now = time.perf_counter()
+        return answer(3, now, now + 1.0, "same")
+
+
+def test_a_group_counts_tokens_after_the_first_until_the_last() -> None:
+    both = sample([answer(11, 1.0, 3.0, "a"), answer(21, 2.0, 6.0, "b", rounds=7)], [[1], [1] * 3])
+    assert both["rate"] == pytest.approx(31 / 5.0)
+    assert (both["tokens"], both["prompt_tokens"], both["first_s"]) == (32, 2, 1.5)
+    assert (both["rounds"], both["drafted"]) == (7, 21)
+    one = sample([answer(1, 1.0, 1.0, "a")], [[1]])
+    assert one["rate"] is None, "one token has no rate"
+    assert one["output"] != both["output"]
+
+
+def test_ratios_are_within_a_prompt_and_have_intervals() -> None:
+    speed = (1.0, 2.0, 4.0)  # of the machine, which drifts
+    cell = cell_of(
+        paceline_int8_none=tuple(10 * each for each in speed),
+        paceline_int8_ngram=tuple(15 * each for each in speed),
+        llamacpp_Q8_0_none=tuple(12 * each for each in speed[:2]),
     )
-    cells = uvloop.run(measuring)
-    assert list(cells) == [0.0, 1.0]
-    for cell in cells.values():
-        assert cell["identical"]
-        names = ("ngram", "lm", "dspark", "selfspec")
-        assert list(cell["rows"]) == [*MODES, PLAIN, *(f"paceline {name}" for name in names)]
-        assert all(row["tokens_per_second"] > 0 for row in cell["rows"].values())
-        assert 1 <= cell["rows"]["paceline dspark"]["accepted_length"] <= 7
+    assert cell["paceline int8 ngram"]["figures"]["over_none"] == [1.5, 1.5, 1.5]
+    assert cell["paceline int8 ngram"]["figures"]["accepted_length"] == pytest.approx(11 / 5)
+    assert cell["paceline int8 ngram"]["figures"]["same_output"] == 3
+    low, middle, high = cell["paceline int8 none"]["figures"]["tokens_per_second"]
+    assert (low, middle, high) == (10.0, 20.0, 40.0)
+    assert interval([]) is None
+    narrow = interval([1.0, 2.0, 3.0] * 100)
+    assert narrow == [2.0, 2.0, 2.0]
 
 
-def test_transformers_continues_from_given_kv(tmp_path: Path) -> None:
-    """Its assisted generation would read the prompt twice."""
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
-    for name in ("target", "small"):
-        config = LlamaConfig(**shape, num_attention_heads=2, eos_token_id=None)
-        LlamaForCausalLM(config).save_pretrained(tmp_path / name)
-    models = Transformers(tmp_path / "target", tmp_path / "small", "float32")
-    prompt = [*range(1, 30)] * 2
-    cache, _ = models.prefill(prompt)
-    plain = LlamaForCausalLM.from_pretrained(tmp_path / "target")
-    written = plain.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)
-    expected = written[0, len(prompt) :].tolist()
-    for mode in models.modes():
-        output, rate = models.decode(mode, prompt, cache, 12, temperature=0.0, seed=0)
-        assert output == expected
-        assert rate > 0
-        assert cache.get_seq_length() == len(prompt) - 1
-    assert len(models.decode(MODES[2], prompt, cache, 12, temperature=1.0, seed=0)[0]) == 12
+def test_outputs_that_differ_are_counted() -> None:
+    cell = cell_of(paceline_int8_none=(10.0, 10.0), paceline_int8_ngram=(10.0, 10.0))
+    cell["paceline int8 ngram"]["samples"]["1"]["output"] = "another"
+    summarize(cell)
+    figures = cell["paceline int8 ngram"]["figures"]
+    assert (figures["same_output"], figures["compared"]) == (1, 2)
+    assert table("x", cell).row_count == 2
+
+
+def test_the_summary_takes_every_engine_at_its_best() -> None:
+    cell = cell_of(
+        paceline_int8_none=(10.0, 10.0),
+        paceline_int8_ngram=(30.0, 30.0),
+        paceline_int8_ngram_always=(90.0, 90.0),
+        llamacpp_Q8_0_none=(5.0, 5.0),
+        llamacpp_Q4_1_none=(20.0, 20.0),
+    )
+    assert best(cell, "paceline", drafted=True) == "paceline int8 ngram"
+    lines = markdown({GREEDY: cell, "chat, T = 0.7, 1 user": cell}).splitlines()
+    assert lines[2:] == ["| chat | `ngram` | 30 | 3.00 | 1.50 |  |  |"]
+    with pytest.raises(ValueError, match="no cell of greedy decoding"):
+        markdown({GREEDY: cell_of(paceline_int8_none=(1.0,))})
+    picture = draw({GREEDY: cell, "long, T = 0, 1 user": cell})
+    assert picture.count("<polyline") == 5
+    assert "tokens/s by category" in picture
+
+
+async def test_contestants_take_turns_and_the_deadline_ends_a_phase() -> None:
+    first, slow = Fake("one"), Fake("two", every=2)
+    prompts = {"a": [[1], [2], [3]], "b": [[4]]}
+    found: list[tuple[str, str, list[str]]] = []
+    messages: list[str] = []
+
+    async def take(deadline: float, known: object = None) -> bool:
+        found.clear()
+        return await measure(
+            Phase(0.0, 1, 1.0),
+            [first, slow, Fake("broken", fails=True)],
+            prompts,
+            [9],
+            Limits(8, deadline, lambda name: "two ngram" not in name, lambda *key: key == known),
+            lambda cell, group, samples: found.append((cell, group, list(samples))),
+            messages.append,
+        )
+
+    assert await take(time.monotonic() + 60)
+    assert [(cell[0], group) for cell, group, _ in found] == [
+        ("a", "0"),
+        ("b", "0"),
+        ("a", "1"),
+        ("a", "2"),
+    ]
+    assert found[0][2] == ["one none", "one ngram", "two none"]
+    assert found[1][2] == ["one ngram", "two none", "one none"], (
+        "the next prompt begins with another"
+    )
+    assert found[2][2] == ["one none", "one ngram"], "a slow engine answers every second prompt"
+    assert any("without broken: no such program" in message for message in messages)
+    assert ("none", [3], 3) in first.asked
+    assert await take(time.monotonic() + 60, ("a, T = 0, 1 user", "one none", "0"))
+    assert found[0][2] == ["one ngram", "two none"], "what is known is not measured again"
+    assert not await take(time.monotonic() - 1)
+    assert found == [("a, T = 0, 1 user", "0", [])]
+
+
+async def test_users_ask_at_the_same_time() -> None:
+    engine = Fake("one")
+    limits = Limits(8, time.monotonic() + 60, lambda name: True, lambda *key: False)
+    prompts = {"a": [[1], [2], [3]]}
+    samples = []
+    await measure(
+        Phase(0.0, 2, 1.0), [engine], prompts, [9], limits,
+        lambda cell, group, found: samples.append((cell, found["one none"]["tokens"])), print,
+    )  # fmt: skip
+    assert samples == [("a, T = 0, 2 users", 6)], "the third prompt has no partner"
+
+
+async def test_a_server_that_is_started_is_stopped(tmp_path: Path) -> None:
+    program = tmp_path / "rival"
+    program.write_text(RIVAL)
+    program.chmod(0o755)
+    server = llama_server(str(program), Path("M.Q4_1.gguf"), ["ngram-mod"], 1)
+    assert (server.name, server.modes) == ("llama.cpp Q4_1", ("none", "ngram-mod"))
+    async with server:
+        found = await server.answer("ngram-mod", Request([1, 2], 5, 0.0, 1))
+        assert (found.tokens, found.output) == (5, "word " * 5)
+        assert found.first_seconds > 0
+    with pytest.raises(OSError, match="No such file"):
+        async with Server("x", {"none": [str(tmp_path / "missing")]}):
+            pass
+
+
+async def test_transformers_answers_with_and_without_prompt_lookup() -> None:
+    program = Program("transformers", sys.executable, TARGET, [])
+    assert program.name == "transformers bfloat16"
+    async with program:
+        plain, lookup = [
+            await program.answer(mode, Request([5, 6, 7, 8] * 8, 12, 0.0, 1))
+            for mode in program.modes
+        ]
+    assert plain.tokens == lookup.tokens == 12
+    assert len(json.loads(plain.output)) == 12
+    assert plain.first < plain.ended
+    broken = Program("transformers", sys.executable, ROOT / "missing", [])
+    with pytest.raises(OSError, match="ended with code 1"):
+        async with broken:
+            pass
+
+
+def test_a_run_records_resumes_and_replaces(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program, prompts, output = (tmp_path / name for name in ("rival", "chat.jsonl", "found.json"))
+    program.write_text(RIVAL)
+    program.chmod(0o755)
+    prompts.write_text('"def one"\n"def two"\n')
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    words = [
+        "table", "--models", str(tmp_path), "--target", str(TARGET), "--output", str(output),
+        "--tokens", "16", "--weights", "bfloat16", "--prompts", str(prompts), "--temperature", "0",
+        "--users", "1", "--drafter", "ngram=ngram", "--llama-server", str(program),
+        "--llama-model", "M-Q8_0.gguf",
+    ]  # fmt: skip
+    assert run(parser.parse_args([*words, "--contestants", "paceline", "llama.cpp"])) == 0
+    first = json.loads(output.read_text())["results"][GREEDY]["contestants"]
+    names = ["paceline bfloat16 none", "paceline bfloat16 ngram", "llama.cpp Q8_0 none"]
+    assert set(first) == {*names, "llama.cpp Q8_0 ngram-mod"}
+    assert all(entry["figures"]["runs"] == 2 for entry in first.values())
+    assert first[names[1]]["figures"]["same_output"] == 2
+    assert output.with_suffix(".svg").read_text().startswith("<svg")
+
+    assert run(parser.parse_args([*words, "--contestants", "llama.cpp", "--resume"])) == 0
+    assert json.loads(output.read_text())["results"][GREEDY]["contestants"] == first
+    assert run(parser.parse_args([*words, "--contestants", "llama.cpp Q8_0 none"])) == 0
+    again = json.loads(output.read_text())["results"][GREEDY]["contestants"]
+    assert again[names[0]] == first[names[0]]
+    assert again[names[2]]["samples"] != first[names[2]]["samples"]
+    capfd.readouterr()
+    assert run(parser.parse_args([*words, "--markdown"])) == 0
+    assert "| chat | `ngram` |" in capfd.readouterr().out
+
+
+def test_prompts_of_the_repository() -> None:
+    texts = {
+        name: read_prompts(ROOT / "bench" / "prompts" / f"{name}.jsonl") for name in CATEGORIES
+    }
+    assert all(len(found) == len(set(map(str, found))) >= 16 for found in texts.values())
+    prompts = {name: [[1]] * len(found) for name, found in texts.items()}
+    assert set(choose(prompts, Phase(0.0, 1, 1.0), [])) == set(CATEGORIES)
+    assert set(choose(prompts, Phase(0.7, 1, 1.0), [])) == set(CATEGORIES[:3])
+    assert set(choose(prompts, Phase(0.0, 1, 1.0), ["edit"])) == {"edit"}
+    assert len(choose(prompts, Phase(0.0, 8, 1.0), [])[MIXED]) == 48

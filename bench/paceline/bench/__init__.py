@@ -1,11 +1,7 @@
 """Measurements of Paceline, recorded in ``bench/results``. Works from a source checkout.
 
-- ``paceline bench table``: decoding speed of every drafter, and of transformers' plain,
-  prompt-lookup and assisted generation on the same prompts, by context length and temperature;
-  accepted lengths.
-- ``paceline bench server``: whole requests beside any server with OpenAI's completions endpoint.
-- ``paceline bench load``: throughput and latencies of many requests at once, without a drafter,
-  with fixed trees, and with the verifier's scheduler.
+- ``paceline bench table``: speed of every drafter and of transformers, llama.cpp, OpenVINO and any
+  server with OpenAI's interface, on the same prompts of ``bench/prompts``, by category.
 - ``paceline bench controller``: no drafts, drafts in every round, and the verifier's controller, by
   turns, on prompts that repeat themselves and on prompts that do not.
 - ``paceline bench replay``: the services apart from any drafter. A recorded continuation is

@@ -12,8 +12,6 @@ from paceline.harness.models import model_path
 
 _MODULES = {
     "table": "paceline.bench.table.run",
-    "server": "paceline.bench.server",
-    "load": "paceline.bench.load.run",
     "controller": "paceline.bench.controller",
     "replay": "paceline.bench.replay",
     "step": "paceline.bench.step.run",
@@ -31,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     def add(name: str, text: str, tokens: int = 0, repeats: int = 0) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text)
         option = sub.add_argument
-        option("--models", type=Path, default=Path("models/demo"), help="drafters and prompts")
+        option("--models", type=Path, default=Path("models/demo"), help="target and prompts")
         option("--target", type=model_path, help="model or its name; default: MODELS/target")
         option("--output", type=Path, help=f"default: bench/results/MACHINE-{name}.json")
         if tokens:
@@ -40,41 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             option("--repeats", type=int, default=repeats, help="times that all is measured")
         return sub
 
-    def add_dtype(sub: argparse.ArgumentParser) -> None:
-        sub.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-
-    table = add("table", "decoding speed of all drafters beside transformers", 64, 1)
-    add_dtype(table)
-    _add_prompts(table, texts=3)
-    table.add_argument(
-        "--context", type=int, nargs="+", default=[1024, 4096, 16_384], metavar="N",
-        help="tokens of prompt and text; a longer context than the target's scales RoPE by YaRN",
-    )  # fmt: skip
-    server = add("server", "whole requests beside a server with OpenAI's interface", 256, 1)
-    add_dtype(server)
-    _add_prompts(server, texts=8)
-    server.add_argument("url", help="such as http://127.0.0.1:8000/v1")
-    server.add_argument("--label", default="server", help="its name in the results")
-    server.add_argument("--server-model", metavar="NAME", help="default: the first that it lists")
-    server.add_argument("--key-file", type=Path, metavar="FILE", help="holds its API key")
-    load = add("load", "many requests at once, with the scheduler and without", repeats=3)
-    _add_format(load)
-    load.add_argument("--drafter", default="ngram", help="name of a drafter of MODELS")
-    load.add_argument(
-        "--set", nargs="+", default=["heldout", "trained", "copying"], help="prompt sets, in turn"
-    )
-    load.add_argument(
-        "--concurrency", type=int, nargs="*", default=[1, 4, 16, 64], help="requests at a time"
-    )
-    load.add_argument(
-        "--request-rate",
-        type=float,
-        nargs="*",
-        default=[],
-        help="requests a second, at random times",
-    )
-    load.add_argument("--requests", type=int, default=12, help="of a window at a concurrency")
-    load.add_argument("--seconds", type=float, default=8.0, help="of a window at a request rate")
+    _add_table(add("table", "drafters beside other engines, by category of prompts", 128))
     controller = add("controller", "whether the verifier finds where drafting pays", 192, 3)
     _add_format(controller)
     controller.add_argument("--drafter", default="ngram", help="METHOD[:DIR][,KEY=VALUE...]")
@@ -114,12 +78,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     drills.add_argument("--short", action="store_true", help="fewer and smaller: minutes")
 
 
-def _add_prompts(parser: argparse.ArgumentParser, texts: int) -> None:
-    parser.add_argument("--texts", type=int, default=texts, help="prompts of each file or length")
-    parser.add_argument(
-        "--prompts", type=Path, nargs="+", default=[], metavar="FILE",
-        help=f"prompts of your own: {PROMPT_FILE}",
+def _add_table(parser: argparse.ArgumentParser) -> None:
+    option = parser.add_argument
+    _add_weights(parser, "int8,bfloat16")
+    option("--minutes", type=float, default=40.0, help="when to stop; default: %(default)g")
+    option("--resume", action="store_true", help="keep samples of the file, and add what it lacks")
+    option("--markdown", action="store_true", help="print a summary of the file; measure nothing")
+    option("--categories", nargs="+", default=[], metavar="NAME", help="default: all")
+    option(
+        "--contestants", nargs="+", default=[], metavar="TEXT",
+        help="only those with one of these in their name, such as 'paceline int8'",
     )  # fmt: skip
+    option("--temperature", type=float, nargs="+", default=[0.0, 0.7], metavar="T")
+    option("--users", type=int, nargs="+", default=[1, 8], metavar="N", help="requests at a time")
+    option(
+        "--prompts", type=Path, nargs="+", default=[], metavar="FILE",
+        help=f"prompts of your own, a category a file: {PROMPT_FILE}",
+    )  # fmt: skip
+    option(
+        "--drafter", action="append", default=[], metavar="NAME=METHOD[:DIR][,KEY=VALUE...]",
+        help="repeatable; default: those that ship for the target, ngram and selfspec in 4 bits",
+    )  # fmt: skip
+    option("--always", action="store_true", help="each drafter also with a tree in every round")
+    option("--llama-server", metavar="PROGRAM", help="default: from PATH")
+    option("--llama-model", type=Path, nargs="*", default=[], metavar="GGUF", help="for llama.cpp")
+    option(
+        "--llama-modes", nargs="*", default=["ngram-mod"], metavar="TYPE",
+        help="of its speculation; default: %(default)s",
+    )  # fmt: skip
+    option("--openvino-python", metavar="PROGRAM", help="Python with openvino-genai")
+    option("--openvino-model", type=Path, metavar="GGUF", help="for OpenVINO")
+    option(
+        "--server", type=_server, action="append", default=[], metavar="NAME=URL",
+        help="a server with OpenAI's interface, such as vllm=http://127.0.0.1:8000/v1; repeatable. "
+        "Its key is read from OPENAI_API_KEY",
+    )  # fmt: skip
+
+
+def _server(text: str) -> tuple[str, str]:
+    name, equals, url = text.partition("=")
+    if not (name and equals and url.startswith(("http://", "https://"))):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=http://HOST:PORT/v1")
+    return name, url
 
 
 def _add_format(parser: argparse.ArgumentParser) -> None:

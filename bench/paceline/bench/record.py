@@ -44,7 +44,7 @@ class Results:
         words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
         self.entries[name] = {"command": shlex.join(["paceline", *words]), **entry}
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        self.file.write_text(json.dumps({**self._head, "results": self.entries}, indent=1) + "\n")
+        self.file.write_text(_lines({**self._head, "results": self.entries}) + "\n")
 
 
 def make_console() -> Console:
@@ -61,3 +61,19 @@ def digest(folder: Path) -> str:
     for file in sorted(folder.glob("*.safetensors")):
         found.update(file.read_bytes())
     return found.hexdigest()
+
+
+def _lines(value: Any, indent: int = 1) -> str:
+    """JSON with innermost lists and objects on one line each."""
+    if not isinstance(value, dict | list):
+        return json.dumps(value)
+    values = list(value.values()) if isinstance(value, dict) else value
+    if not any(isinstance(each, dict | list) for each in values):
+        return json.dumps(value)
+    begin, end = "{}" if isinstance(value, dict) else "[]"
+    keys = [f"{json.dumps(key)}: " if begin == "{" else "" for key in value]
+    lines = [
+        " " * indent + key + _lines(each, indent + 1)
+        for key, each in zip(keys, values, strict=True)
+    ]
+    return "\n".join([begin, ",\n".join(lines), " " * (indent - 1) + end])

@@ -17,9 +17,8 @@ import uvloop
 from paceline.bench.models import Models
 from paceline.bench.prompts import long_prompts
 from paceline.bench.record import Results, make_console
-from paceline.bench.services import ALWAYS, generate, recording, services
+from paceline.bench.services import ALWAYS, Sample, generate, recording, services
 from paceline.bench.step.engines import Paceline
-from paceline.bench.table.rows import decode_rate
 
 
 async def measure(
@@ -69,6 +68,19 @@ async def measure(
         "efficiency": rate / ideal,
         "identical": drafted.tokens == plain.tokens,
     }
+
+
+def decode_rate(sample: Sample) -> float:
+    """Tokens per second after the first token, and after the first round if that is drafted.
+
+    A drafter reads the prompt in its first round.
+    """
+    stats = sample.stats
+    tokens, milliseconds = len(sample.tokens) - 1, stats.total_ms - stats.first_token_ms
+    if stats.rounds[0].drafted and len(stats.rounds) > 1:
+        tokens -= stats.rounds[0].emitted
+        milliseconds -= stats.rounds[0].round_ms
+    return tokens / milliseconds * 1e3
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,1 +1,1 @@
-"""Decoding speed of every drafter beside transformers, by context length and temperature."""
+"""Speed of Paceline's drafters beside other engines, by category of prompts."""

@@ -1,146 +1,133 @@
-"""One group of prompts: all rows take turns prompt by prompt."""
+"""All contestants on all prompts of one phase, by turns."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from statistics import median
-from typing import Any
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from itertools import zip_longest
 
-from paceline.bench.baseline import Transformers
-from paceline.bench.models import Models
-from paceline.bench.services import ALWAYS, Sample, generate, services
-from paceline.bench.table.rows import PLAIN, Turn, decode_rate, summary
-from paceline.client import Client
+from openai import OpenAIError
 
-TEMPERATURES = (0.0, 1.0)
+from paceline.bench.table.engines import Engine, Request
+from paceline.bench.table.figures import Sample, sample
+from paceline.harness import ProcessFailed
 
-_WARM_UP = 24  # tokens
-_LEARN = 128  # tokens in which verifier and client measure what rounds cost
-_LEASE = "--lease-seconds=7200"
+_WARM_UP = 64  # tokens in which verifier and client measure what rounds cost
+
+Prompts = Mapping[str, Sequence[list[int]]]
+"""Token ids of prompts by category."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What all cells of one start of the engines have in common.
+
+    An engine sees a prompt once in each mode of a phase: those that remember texts of earlier
+    requests cannot know the answer.
+
+    Attributes:
+        temperature: Of the sampling.
+        users: Requests at a time.
+        share: Of the time, beside the shares of other phases.
+    """
+
+    temperature: float
+    users: int
+    share: float
+
+    def cell(self, category: str) -> str:
+        """Name of a cell."""
+        users = "1 user" if self.users == 1 else f"{self.users} users"
+        return f"{category}, T = {self.temperature:g}, {users}"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What ends a measurement, and what is measured.
+
+    Attributes:
+        tokens: Most new tokens of an answer.
+        deadline: Value of time.monotonic.
+        wanted: Whether a contestant takes part.
+        known: Whether a sample exists: cell, contestant, group.
+    """
+
+    tokens: int
+    deadline: float
+    wanted: Callable[[str], bool]
+    known: Callable[[str, str, str], bool]
 
 
 async def measure(
-    models: Models,
-    prompts: Sequence[list[int]],
-    *,
-    dtype: str,
-    tokens: int,
-    repeats: int,
-    progress: Callable[[str], None],
-) -> dict[float, dict[str, Any]]:
-    """A cell for each temperature.
+    phase: Phase,
+    engines: Sequence[Engine],
+    prompts: Prompts,
+    warm_up: list[int],
+    limits: Limits,
+    record: Callable[[str, str, dict[str, Sample]], None],
+    log: Callable[[str], None],
+) -> bool:
+    """Record a sample for each contestant and group of prompts.
 
-    Every prompt is prefilled once on either side, and each run begins with a copy of that KV: rates
-    are of decoding, prefill is reported by itself. Accepted lengths come from runs of their own in
-    which every round drafts; in the others drafting is adaptive.
+    Categories take turns, and the contestants of a group begin with another one each time.
 
     Args:
-        models: The target, its drafters, and the assistant of transformers.
-        prompts: Token ids.
-        dtype: float32 or bfloat16.
-        tokens: New tokens of each run.
-        repeats: Passes over the prompts.
-        progress: Called after every prompt.
+        phase: Sampling and users.
+        engines: Those that do not start are left out.
+        prompts: By category.
+        warm_up: A prompt for the first request in each mode.
+        limits: What ends the measurement.
+        record: Called after every group with its cell, its number, and samples by contestant.
+        log: Called with a message.
+
+    Returns:
+        Whether all was measured before the deadline.
     """
-    baseline = Transformers(models.target, models.trained.get("lm"), dtype)
-    turns: dict[float, list[Turn]] = {temperature: [] for temperature in TEMPERATURES}
-    prefill: dict[str, list[float]] = {"paceline": [], "transformers": []}
-    # Caches with hidden states serve every drafter, those without serve all but DSpark.
-    richest = "dspark" if "dspark" in models.drafters else "ngram"
-    running = services(models.target, models.drafters, dtype, verifier=["--share-weights", _LEASE])
-    with running as pair:
-        async with pair.client() as adaptive, pair.client(ALWAYS) as always:
-            rows = _Rows(baseline, adaptive, always, tuple(models.drafters), tokens)
-            await rows.warm_up(prompts[0][-64:])
-            for index, prompt in enumerate(prompts):
-                cache, seconds = baseline.prefill(prompt)
-                prefill["transformers"].append(seconds)
-                parent = always.generate(
-                    prompt, max_new_tokens=2, drafter=richest, ignore_eos=True, keep_cache=True
-                )
-                prefill["paceline"].append((await parent).stats.first_token_ms / 1e3)
-                for repeat in range(repeats):
-                    for temperature, found in turns.items():
-                        how = {"temperature": temperature, "seed": index + 1}
-                        first = index + repeat
-                        found.append(await rows.turn(prompt, cache, parent.handle, how, first))
-                await parent.aclose()
-                progress(f"prompt {index + 1} of {len(prompts)}")
-    return {
-        temperature: {
-            "temperature": temperature,
-            "prompts": len(prompts),
-            "prompt_tokens": median(map(len, prompts)),
-            "prefill_seconds": {name: median(times) for name, times in prefill.items()},
-            **summary(found),
-        }
-        for temperature, found in turns.items()
-    }
+    async with AsyncExitStack() as stack:
+        contestants: list[tuple[Engine, str]] = []
+        for engine in engines:
+            modes = [mode for mode in engine.modes if limits.wanted(f"{engine.name} {mode}")]
+            if not modes or (phase.users > 1 and not engine.concurrent):
+                continue
+            try:
+                await stack.enter_async_context(engine)
+            except (OSError, ProcessFailed, OpenAIError) as error:
+                log(f"without {engine.name}: {error}")
+                continue
+            contestants += [(engine, mode) for mode in modes]
+        for engine, mode in contestants:
+            await engine.answer(mode, Request(warm_up, _WARM_UP, phase.temperature, 0))
+        for turn, (category, group, texts) in enumerate(_groups(prompts, phase.users)):
+            cell, first = phase.cell(category), turn % max(1, len(contestants))
+            found: dict[str, Sample] = {}
+            for engine, mode in contestants[first:] + contestants[:first]:
+                name = f"{engine.name} {mode}"
+                if int(group) % engine.every or limits.known(cell, name, group):
+                    continue
+                if time.monotonic() > limits.deadline:
+                    record(cell, group, found)
+                    return False
+                requests = [
+                    Request(text, limits.tokens, phase.temperature, int(group) + 1)
+                    for text in texts
+                ]
+                answers = await asyncio.gather(*(engine.answer(mode, each) for each in requests))
+                found[name] = sample(answers, texts)
+            record(cell, group, found)
+            log(f"{cell}: prompt {int(group) + 1} of {len(prompts[category]) // phase.users}")
+    return True
 
 
-class _Rows:
-    """Transformers' modes, plain decoding and every drafter, on one prompt at a time."""
-
-    def __init__(
-        self,
-        baseline: Transformers,
-        adaptive: Client,
-        always: Client,
-        drafters: Sequence[str],
-        tokens: int,
-    ) -> None:
-        self._baseline = baseline
-        self._adaptive, self._always = adaptive, always
-        self._drafters = drafters
-        self._tokens = tokens
-
-    async def warm_up(self, prompt: list[int]) -> None:
-        """Run every row once."""
-        cache, _ = self._baseline.prefill(prompt)
-        for mode in self._baseline.modes():
-            self._baseline.decode(mode, prompt, cache, _WARM_UP, temperature=0.0, seed=0)
-        for drafter in ("none", *self._drafters):
-            await generate(self._adaptive, prompt, _LEARN, drafter)
-        for drafter in self._drafters:
-            await generate(self._always, prompt, _WARM_UP, drafter)
-
-    async def turn(
-        self, prompt: list[int], cache: Any, parent: bytes, how: dict[str, Any], first: int
-    ) -> Turn:
-        """Run every row, beginning with another one each time.
-
-        Plain decoding, which all rows are compared with, runs several times; its median counts.
-        """
-        turn = Turn()
-        plain: list[float] = []
-
-        async def transformers(mode: str) -> None:
-            _, turn.rates[mode] = self._baseline.decode(mode, prompt, cache, self._tokens, **how)
-
-        async def paceline(drafter: str) -> None:
-            name = f"paceline {drafter}"
-            sample = await self._generate(self._adaptive, prompt, drafter, parent, how)
-            turn.adaptive[name] = sample
-            turn.rates[name] = decode_rate(sample)
-            if drafter == "none":
-                plain.append(turn.rates[name])
-                turn.rates[name] = median(plain)
-            else:
-                turn.always[name] = await self._generate(self._always, prompt, drafter, parent, how)
-
-        steps: list[tuple[Callable[[str], Awaitable[None]], str]]
-        steps = [(transformers, mode) for mode in self._baseline.modes()]
-        for place, drafter in enumerate(self._drafters):
-            steps += [(paceline, "none")] if place % 2 == 0 else []
-            steps.append((paceline, drafter))
-        first %= len(steps)
-        for step, name in steps[first:] + steps[:first]:
-            await step(name)
-        order = [*self._baseline.modes(), PLAIN, *(f"paceline {name}" for name in self._drafters)]
-        turn.rates = {name: turn.rates[name] for name in order}
-        return turn
-
-    async def _generate(
-        self, client: Client, prompt: list[int], drafter: str, parent: bytes, how: dict[str, Any]
-    ) -> Sample:
-        return await generate(client, prompt, self._tokens, drafter, parent=parent, **how)
+def _groups(prompts: Prompts, users: int) -> Iterator[tuple[str, str, list[list[int]]]]:
+    """Category, number, and prompts that are asked at a time; categories take turns."""
+    columns = [
+        [
+            (category, str(number), list(texts[number * users : (number + 1) * users]))
+            for number in range(len(texts) // users)
+        ]
+        for category, texts in prompts.items()
+    ]
+    yield from (each for row in zip_longest(*columns) for each in row if each is not None)

@@ -1,67 +1,171 @@
-"""`paceline bench table`: groups of prompts, one after the other."""
+"""`paceline bench table`: Paceline's drafters beside other engines, by category of prompts."""
 
 from __future__ import annotations
 
 import argparse
-import tempfile
+import hashlib
+import shutil
+import sys
+import time
 from collections.abc import Iterator
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import uvloop
+from tokenizers import Tokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from paceline.bench.models import Models
-from paceline.bench.prompts import encode, long_prompts
-from paceline.bench.record import Results, digest, make_console
-from paceline.bench.table.measure import measure
-from paceline.bench.table.rows import show
+from paceline.bench.record import Results, make_console
+from paceline.bench.table.engines import Engine, Paceline, Program, Server, llama_server
+from paceline.bench.table.figures import Sample, markdown, summarize, table
+from paceline.bench.table.measure import Limits, Phase, Prompts, measure
+from paceline.bench.table.picture import draw
+from paceline.cli.shipped import drafters_for
+from paceline.decoder import ModelSource, open_model
 from paceline.harness import read_prompts
 
-Group = tuple[str, int, list[list[int]]]
-"""Name, longest text in tokens, prompts."""
+CATEGORIES = ("chat", "code", "mathematics", "edit", "long")
+MIXED = "chat, code, mathematics"
+"""The category of several users: prompts of the three in turn."""
+
+_FILES = Path(__file__).parents[3] / "prompts"
+_SHORT = CATEGORIES[:3]
+_WARM_UP = "Name the months of the year."
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure every group; its cells are written and shown as soon as they are measured."""
+    """Measure all phases until the time is over; print, draw and record.
+
+    Raises:
+        ValueError: The result file has nothing to print, or a prompt file has no prompt.
+    """
     console = make_console()
     models = Models.of(args)
-    folders = {"target": models.target, **models.trained}
-    weights = {name: digest(folder) for name, folder in folders.items()}
-    head = {"dtype": args.dtype, "tokens": args.tokens, "weights": weights}
+    source = open_model(models.target)
+    files = args.prompts or [_FILES / f"{name}.jsonl" for name in CATEGORIES]
+    content = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    head = {"target": source.fingerprint(), "tokens": args.tokens, "prompts": content}
     results = Results("table", args.output, **head)
-    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as work:
-        for name, length, prompts in groups(args, models):
-            console.log(name)
-            cells = uvloop.run(
-                measure(
-                    models.for_context(length, Path(work)),
-                    prompts,
-                    dtype=args.dtype,
-                    tokens=args.tokens,
-                    repeats=args.repeats,
-                    progress=console.log,
-                )
-            )
-            for temperature, cell in cells.items():
-                results.add(f"{name}, T = {temperature:g}", cell)
-                show(f"{name}, T = {temperature:g}", cell, console)
-    console.print(f"written to {results.file}")
+    cells = {name: entry["contestants"] for name, entry in results.entries.items()}
+    if args.markdown:
+        print(markdown(cells))
+        return 0
+    prompts = read(files, source, args.tokens)
+    fresh: set[tuple[str, str]] = set()
+
+    def known(cell: str, name: str, group: str) -> bool:
+        entry = cells.get(cell, {}).get(name, {"samples": {}})
+        return args.resume and group in entry["samples"]
+
+    def record(title: str, group: str, found: dict[str, Sample]) -> None:
+        cell = cells.setdefault(title, {})
+        for name, each in found.items():
+            if name not in cell or not (args.resume or (title, name) in fresh):
+                cell[name] = {"samples": {}}
+            fresh.add((title, name))
+            cell[name]["samples"][group] = each
+        summarize(cell)
+        results.add(title, {"contestants": cell})
+
+    end = time.monotonic() + 60 * args.minutes
+    phases = [
+        Phase(heat, users, 4.0 if (heat, users) == (0.0, 1) else 1.0)
+        for users in args.users
+        for heat in args.temperature
+        if heat == 0 or users == 1
+    ]
+    for place, phase in enumerate(phases):
+        began = time.monotonic()
+        share = phase.share / sum(each.share for each in phases[place:])
+        limits = Limits(
+            args.tokens,
+            began + share * (end - began),
+            lambda name: not args.contestants or any(word in name for word in args.contestants),
+            known,
+        )
+        chosen = choose(prompts, phase, args.categories)
+        [warm_up] = encode(source, [_WARM_UP])
+        engines = list(contestants(args, models, source, phase))
+        whole = uvloop.run(measure(phase, engines, chosen, warm_up, limits, record, console.log))
+        if not whole:
+            console.log("the time of this phase is over; --resume goes on")
+    for cell in dict.fromkeys(cell for cell, _ in fresh):
+        console.print(table(cell, cells[cell]))
+    picture = results.file.with_suffix(".svg")
+    picture.write_text(draw(cells))
+    console.print(f"written to {results.file} and {picture}")
     return 0
 
 
-def groups(args: argparse.Namespace, models: Models) -> Iterator[Group]:
-    """The user's prompts if there are any, else long ones by context length.
+def read(files: list[Path], source: ModelSource, tokens: int) -> dict[str, list[list[int]]]:
+    """Prompts in the target's chat template, by category, which is the name of a file.
 
-    Raises:
-        ValueError: A file has no prompt that fits the target's context.
+    Prompts that do not fit the target's context with their answers are left out.
     """
-    for file in args.prompts:
-        room = models.max_position - args.tokens
-        fitting = [ids for ids in encode(read_prompts(file), models.target) if 1 < len(ids) <= room]
-        if not fitting:
-            raise ValueError(f"{file}: expected prompts of 2 to {room} tokens")
-        step = max(1, len(fitting) // args.texts)
-        yield file.stem, 0, fitting[::step][: args.texts]
-    for context in () if args.prompts else args.context:
-        length = context - args.tokens
-        prompts = long_prompts(models.prompts, models.target, length, args.texts)
-        yield f"{context} tokens", context, prompts
+    room = source.config().max_position - tokens
+    texts = {file.stem: read_prompts(file) for file in files}
+    return {
+        category: [ids for ids in encode(source, prompts) if len(ids) <= room]
+        for category, prompts in texts.items()
+    }
+
+
+def encode(source: ModelSource, prompts: list[str | list[int]]) -> list[list[int]]:
+    """Token ids of user turns; token ids stay as they are, and without a template so do texts."""
+    tokenizer = Tokenizer.from_str(source.tokenizer.decode())
+    template = source.chat_template
+
+    def ids(text: str) -> list[int]:
+        if not template:
+            return list(tokenizer.encode(text).ids)
+        turns = [{"role": "user", "content": text}]
+        rendered = render_jinja_template(
+            [turns], chat_template=template, add_generation_prompt=True
+        )[0][0]
+        return list(tokenizer.encode(rendered, add_special_tokens=False).ids)
+
+    return [ids(each) if isinstance(each, str) else each for each in prompts]
+
+
+def choose(prompts: Prompts, phase: Phase, wanted: list[str]) -> Prompts:
+    """Prompts of a phase: of several users a mixture, above temperature 0 the short categories."""
+    if not set(_SHORT) <= prompts.keys():
+        return prompts
+    if phase.users > 1:
+        mixture = [
+            each for row in zip(*(prompts[name] for name in _SHORT), strict=False) for each in row
+        ]
+        return {MIXED: mixture}
+    names = _SHORT if phase.temperature else tuple(prompts)
+    return {name: prompts[name] for name in names if name in (wanted or names)}
+
+
+def contestants(
+    args: argparse.Namespace, models: Models, source: ModelSource, phase: Phase
+) -> Iterator[Engine]:
+    """Engines of a phase that are here. Slow ones answer fewer prompts, and only greedily."""
+    shipped = [*drafters_for(models.target), f"selfspec=selfspec:{models.target},weights=int4"]
+    drafters = dict(spec.split("=", 1) for spec in args.drafter or shipped)
+    for weights in args.weights:
+        yield Paceline(
+            models.target,
+            weights,
+            drafters,
+            always=args.always,
+            reuse=phase.users == 1,
+            every=1 if weights == args.weights[0] else 2,
+        )
+    yield from (Server(name, {"none": url}) for name, url in args.server)
+    program = args.llama_server or shutil.which("llama-server")
+    for place, file in enumerate(args.llama_model if program else ()):
+        every = 1 if place == 0 else 2
+        yield llama_server(str(program), file, args.llama_modes, phase.users, every=every)
+    if phase.temperature or phase.users > 1:
+        return
+    library = partial(Program, eos=source.config().eos_token_ids)
+    python = args.openvino_python or (find_spec("openvino_genai") and sys.executable)
+    if python and args.openvino_model:
+        yield library("openvino", python, args.openvino_model, every=2)
+    yield library("transformers", sys.executable, models.target, every=4)

@@ -1,1 +1,0 @@
-"""Many requests at once: throughput, and what each of them gets."""

@@ -1,0 +1,347 @@
+"""Engines of the table: Paceline, servers with OpenAI's interface, and Python libraries."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+from openai import APIConnectionError, AsyncOpenAI, InternalServerError
+
+from paceline.bench.services import ALWAYS, services
+from paceline.client import Generation
+
+NONE = "none"
+"""The mode without speculation, the first of every engine."""
+
+_START_SECONDS = 180.0
+_PROGRAM = Path(__file__).with_name("program.py")
+
+
+@dataclass(frozen=True)
+class Request:
+    """Token ids, the most new tokens, and the sampling."""
+
+    prompt: list[int]
+    tokens: int
+    temperature: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came. Times are values of time.perf_counter.
+
+    Attributes:
+        tokens: New tokens.
+        first: Time of the first token.
+        ended: Time of the last token.
+        first_seconds: From the call to the first token, with nothing of the prompt in a cache.
+        output: The text or its tokens.
+        drafted_rounds: Rounds of Paceline with a tree.
+        drafted_tokens: Tokens of these rounds.
+    """
+
+    tokens: int
+    first: float
+    ended: float
+    first_seconds: float
+    output: str
+    drafted_rounds: int = 0
+    drafted_tokens: int = 0
+
+
+class Engine(Protocol):
+    """An async context manager that starts the engine and stops it.
+
+    Attributes:
+        name: Engine and format of the weights.
+        modes: Ways to decode, `NONE` first.
+        concurrent: Whether it answers several requests at a time.
+        every: It answers every n-th prompt; slow engines answer fewer.
+    """
+
+    name: str
+    modes: tuple[str, ...]
+    concurrent: bool
+    every: int
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *error: object) -> None: ...
+
+    async def answer(self, mode: str, request: Request) -> Answer:
+        """Answer one request in a mode."""
+        ...
+
+
+class Paceline:
+    """A verifier and a drafter, through the client.
+
+    Args:
+        target: Hugging Face folder or GGUF file.
+        weights: Format of the target's weights.
+        drafters: Specifications METHOD[:DIR][,KEY=VALUE...] by name.
+        always: Add a mode for each drafter in which every round drafts.
+        reuse: Read a prompt once and decode behind copies of its KV. For one user.
+        every: See :class:`Engine`.
+    """
+
+    concurrent = True
+
+    def __init__(
+        self,
+        target: Path,
+        weights: str,
+        drafters: Mapping[str, str],
+        *,
+        always: bool = False,
+        reuse: bool = False,
+        every: int = 1,
+    ) -> None:
+        self.name, self.every = f"paceline {weights}", every
+        self.modes = (NONE, *drafters, *(f"{name} always" for name in drafters if always))
+        self._arguments = target, drafters, weights
+        # A cache with hidden states serves every drafter, one without serves all but DSpark.
+        self._reader = "dspark" if "dspark" in drafters else NONE
+        self._reuse = reuse
+        self._parent: tuple[list[int], Generation] | None = None
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            options = ["--lease-seconds=7200"]
+            pair = stack.enter_context(services(*self._arguments, verifier=options))
+            self._client = await stack.enter_async_context(pair.client())
+            self._always = await stack.enter_async_context(pair.client(ALWAYS))
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._stack.aclose()
+
+    async def answer(self, mode: str, request: Request) -> Answer:
+        """See :class:`Engine`."""
+        drafter, _, always = mode.partition(" ")
+        parent = await self._read(request.prompt) if self._reuse else None
+        began, first = time.perf_counter(), None
+        generation = (self._always if always else self._client).generate(
+            request.prompt,
+            max_new_tokens=request.tokens,
+            temperature=request.temperature,
+            seed=request.seed,
+            drafter=drafter,
+            parent=parent,
+        )
+        async for _ in generation:
+            first = first or time.perf_counter()
+        ended, stats = time.perf_counter(), generation.stats
+        first = first or ended
+        return Answer(
+            len((await generation).token_ids),
+            first,
+            ended,
+            parent.stats.first_token_ms / 1e3 if parent else first - began,
+            json.dumps((await generation).token_ids),
+            stats.drafted_rounds,
+            sum(entry.emitted for entry in stats.rounds if entry.drafted),
+        )
+
+    async def _read(self, prompt: list[int]) -> Generation:
+        if self._parent is None or self._parent[0] != prompt:
+            if self._parent is not None:
+                await self._parent[1].aclose()
+            generation = self._client.generate(
+                prompt, max_new_tokens=2, drafter=self._reader, ignore_eos=True, keep_cache=True
+            )
+            await generation
+            self._parent = prompt, generation
+        return self._parent[1]
+
+
+class Server:
+    """Servers with OpenAI's completions endpoint, one for each mode.
+
+    Args:
+        name: See :class:`Engine`.
+        modes: By mode the URL of a running server, or the command that starts one, in which
+            ``{port}`` stands for its port.
+        every: See :class:`Engine`.
+    """
+
+    concurrent = True
+
+    def __init__(self, name: str, modes: Mapping[str, str | Sequence[str]], every: int = 1) -> None:
+        self.name, self.modes, self.every = name, tuple(modes), every
+        self._given = modes
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            self._servers = {
+                mode: await self._connect(given, stack) for mode, given in self._given.items()
+            }
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._stack.aclose()
+
+    async def answer(self, mode: str, request: Request) -> Answer:
+        """See :class:`Engine`.
+
+        Raises:
+            openai.OpenAIError: The server cannot be reached, or refuses.
+            ValueError: The stream has no text, or no usage at its end.
+        """
+        server, model = self._servers[mode]
+        began = time.perf_counter()
+        stream = await server.completions.create(
+            model=model,
+            prompt=request.prompt,
+            max_tokens=request.tokens,
+            temperature=request.temperature,
+            seed=request.seed,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        first, tokens, text = 0.0, 0, []
+        async with aclosing(stream):
+            async for event in stream:
+                if event.choices and event.choices[0].text:
+                    first = first or time.perf_counter()
+                    text.append(event.choices[0].text)
+                if event.usage is not None:
+                    tokens = event.usage.completion_tokens
+        if not (first and tokens):
+            raise ValueError(f"{self.name} streamed {tokens} tokens: expected text, and its usage")
+        return Answer(tokens, first, time.perf_counter(), first - began, "".join(text))
+
+    async def _connect(
+        self, given: str | Sequence[str], stack: AsyncExitStack
+    ) -> tuple[AsyncOpenAI, str]:
+        """A client of a server that is ready, and the name of its first model."""
+        url, process = given, None
+        if not isinstance(given, str):
+            port = _free_port()
+            command = [word.replace("{port}", str(port)) for word in given]
+            quiet = subprocess.DEVNULL
+            process = await asyncio.create_subprocess_exec(*command, stdout=quiet, stderr=quiet)
+            stack.push_async_callback(_stop, process)
+            url = f"http://127.0.0.1:{port}/v1"
+        key = os.environ.get("OPENAI_API_KEY", "none")
+        client = AsyncOpenAI(base_url=str(url), api_key=key, max_retries=0)
+        await stack.enter_async_context(client)
+        deadline = time.monotonic() + _START_SECONDS
+        while True:
+            try:
+                model = (await client.models.list()).data[0].id
+                await client.completions.create(model=model, prompt="1", max_tokens=1)
+                return client, model
+            except (APIConnectionError, InternalServerError):
+                if process is None or process.returncode is not None or time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(0.2)
+
+
+class Program:
+    """A Python library in a process of its own, which may run another Python; see ``program.py``.
+
+    Args:
+        library: transformers or openvino.
+        python: Path of the Python.
+        model: Hugging Face folder or GGUF file.
+        eos: Tokens that end a text.
+        every: See :class:`Engine`.
+    """
+
+    concurrent = False
+    modes: tuple[str, ...] = (NONE, "prompt lookup")
+
+    def __init__(
+        self, library: str, python: str, model: Path, eos: Sequence[int], every: int = 1
+    ) -> None:
+        self.name, self.every = f"{library} {_format(model)}", every
+        self._command = [python, str(_PROGRAM), library, str(model), json.dumps(list(eos))]
+
+    async def __aenter__(self) -> Self:
+        self._process = await asyncio.create_subprocess_exec(
+            *self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        await self._ask()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await _stop(self._process)
+
+    async def answer(self, mode: str, request: Request) -> Answer:
+        """See :class:`Engine`."""
+        began = time.perf_counter()
+        found = await self._ask({"lookup": mode != NONE, **asdict(request)})
+        first, ended = found["first"], found["seconds"]
+        output = json.dumps(found["tokens"])
+        return Answer(len(found["tokens"]), began + first, began + ended, first, output)
+
+    async def _ask(self, question: dict[str, object] | None = None) -> dict[str, Any]:
+        pipe, answers = self._process.stdin, self._process.stdout
+        assert pipe is not None
+        assert answers is not None
+        if question is not None:
+            pipe.write(json.dumps(question).encode() + b"\n")
+        line = await answers.readline()
+        if not line:
+            code = await self._process.wait()
+            raise OSError(f"{self.name} ended with code {code}; its error is above")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+
+def llama_server(
+    program: str, model: Path, modes: Sequence[str], users: int, *, every: int = 1
+) -> Server:
+    """``llama-server`` on one GGUF file, by mode of n-gram speculation.
+
+    A prompt is read anew each time. At temperature 0.7 no filter is applied, as in the others.
+    """
+    command = [program, "-m", str(model), "--port", "{port}", "-t", str(threads())]
+    command += ["-np", str(users), "-c", str(8192 if users == 1 else 2048 * users)]
+    command += ["--no-cache-prompt", "--top-k", "0", "--top-p", "1", "--min-p", "0"]
+    kinds = {NONE: command, **{mode: [*command, "--spec-type", mode] for mode in modes}}
+    return Server(f"llama.cpp {_format(model)}", kinds, every)
+
+
+def threads() -> int:
+    """Threads of an engine: one for each core that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def digest(text: str) -> str:
+    """A short digest of an output, to compare it with others."""
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _format(model: Path) -> str:
+    """The format of a GGUF file, as its name ends: `NAME-Q8_0.gguf` or `NAME.Q4_1.gguf`."""
+    if model.suffix != ".gguf":
+        return "bfloat16"
+    return model.stem.replace(".", "-").rpartition("-")[2]
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.kill()
+    await process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

@@ -1,0 +1,172 @@
+"""From samples to figures: medians with intervals, ratios within a prompt, tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from paceline.bench.table.engines import NONE, Answer, digest
+
+Sample = dict[str, Any]
+"""Of one group of requests; see :func:`sample`."""
+
+Cell = dict[str, dict[str, Any]]
+"""By contestant, ``samples`` by number of the group, and ``figures``."""
+
+OURS = "paceline"
+RIVALS = ("llama.cpp", "openvino", "transformers")
+GREEDY, MANY = ", T = 0, 1 user", ", T = 0, 8 users"
+"""Ends of names of cells."""
+
+_RESAMPLES = 1000
+
+
+def sample(answers: Sequence[Answer], prompts: Sequence[list[int]]) -> Sample:
+    """One or several requests at a time.
+
+    The rate counts tokens after the first over the time from the first token to the last.
+    """
+    tokens = sum(answer.tokens for answer in answers)
+    seconds = max(each.ended for each in answers) - min(each.first for each in answers)
+    return {
+        "prompt_tokens": round(median(map(len, prompts))),
+        "tokens": tokens,
+        "rate": round((tokens - 1) / seconds, 2) if tokens > 1 else None,
+        "first_s": round(median(answer.first_seconds for answer in answers), 4),
+        "rounds": sum(answer.drafted_rounds for answer in answers),
+        "drafted": sum(answer.drafted_tokens for answer in answers),
+        "output": digest("\n".join(answer.output for answer in answers)),
+    }
+
+
+def summarize(cell: Cell) -> None:
+    """Fill in the figures of every contestant."""
+    for name, entry in cell.items():
+        samples = entry["samples"]
+        figures = {
+            "runs": len(samples),
+            "tokens": sum(each["tokens"] for each in samples.values()),
+            "tokens_per_second": interval(_rates(cell, name).values()),
+            "first_token_s": interval(each["first_s"] for each in samples.values()),
+        }
+        if rounds := sum(each["rounds"] for each in samples.values()):
+            figures["accepted_length"] = sum(s["drafted"] for s in samples.values()) / rounds
+        plain = _plain(name)
+        if plain in cell and plain != name:
+            shared = samples.keys() & cell[plain]["samples"].keys()
+            same = [_output(cell, name, each) == _output(cell, plain, each) for each in shared]
+            figures |= {"over_none": ratio(cell, name, plain), "same_output": sum(same)}
+            figures["compared"] = len(same)
+        entry["figures"] = figures
+
+
+def interval(values: Any) -> list[float] | None:
+    """Lower end, median and upper end: a 95% bootstrap interval of the median.
+
+    Returns None without values.
+    """
+    found = np.array(list(values))
+    if not len(found):
+        return None
+    draws = np.random.default_rng(1).choice(found, (_RESAMPLES, len(found)))
+    low, high = np.percentile(np.median(draws, axis=1), (2.5, 97.5))
+    return [round(float(each), 3) for each in (low, np.median(found), high)]
+
+
+def ratio(cell: Cell, name: str, other: str) -> list[float] | None:
+    """The interval of one contestant's rate over another's on the same prompts."""
+    ours, theirs = _rates(cell, name), _rates(cell, other)
+    return interval(ours[key] / theirs[key] for key in ours.keys() & theirs.keys())
+
+
+def best(cell: Cell, engine: str, drafted: bool = False) -> str | None:
+    """The contestant of an engine with the highest median rate; None if it has none.
+
+    Args:
+        cell: With figures.
+        engine: Beginning of its name.
+        drafted: Only with a drafter, and not one that drafts in every round.
+    """
+    names = [
+        name
+        for name, entry in cell.items()
+        if name.startswith(engine)
+        and entry["figures"]["tokens_per_second"]
+        and not (drafted and name.endswith((f" {NONE}", " always")))
+    ]
+    return max(names, key=lambda name: _rate(cell, name), default=None)
+
+
+def markdown(cells: Mapping[str, Cell]) -> str:
+    """The summary: Paceline's fastest drafter in greedy decoding beside the others at their best.
+
+    Raises:
+        ValueError: No cell has a drafter.
+    """
+    heads = ["prompts", "drafter", "tokens/s", "x no drafter", *(f"x {name}" for name in RIVALS)]
+    lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
+    for title, cell in cells.items():
+        ours = best(cell, OURS, drafted=True)
+        if ours is None or not title.endswith((GREEDY, MANY)):
+            continue
+        others = (_plain(ours), *(best(cell, name) for name in RIVALS))
+        row = [title.replace(GREEDY, "").replace(MANY, ", 8 users"), f"`{ours.split()[-1]}`"]
+        row += [f"{_rate(cell, ours):.0f}", *(_times(cell, ours, other) for other in others)]
+        lines.append(f"| {' | '.join(row)} |")
+    if len(lines) == 2:
+        raise ValueError("the result file has no cell of greedy decoding with a drafter")
+    return "\n".join(lines)
+
+
+def table(title: str, cell: Cell) -> Table:
+    """All contestants of a cell."""
+    columns = ("runs", "tokens/s", "95%", "x none", "first token s", "accepted", "same output")
+    found = Table("", *columns, title=title)
+    for name, entry in cell.items():
+        figures = entry["figures"]
+        rate, over, first = (
+            figures.get(key) or () for key in ("tokens_per_second", "over_none", "first_token_s")
+        )
+        found.add_row(
+            name,
+            str(figures["runs"]),
+            _number(rate, 1, ".1f"),
+            f"{_number(rate, 0, '.1f')} to {_number(rate, 2, '.1f')}",
+            _number(over, 1, ".2f"),
+            _number(first, 1, ".2f"),
+            f"{figures['accepted_length']:.2f}" if "accepted_length" in figures else "",
+            f"{figures['same_output']} of {figures['compared']}" if "compared" in figures else "",
+        )
+    return found
+
+
+def _number(values: Sequence[float], place: int, form: str) -> str:
+    return format(values[place], form) if values else ""
+
+
+def _times(cell: Cell, name: str, other: str | None) -> str:
+    found = ratio(cell, name, other) if other in cell else None
+    return f"{found[1]:.2f}" if found else ""
+
+
+def _rate(cell: Cell, name: str) -> float:
+    return float(cell[name]["figures"]["tokens_per_second"][1])
+
+
+def _rates(cell: Cell, name: str) -> dict[str, float]:
+    """Tokens per second by group, where an answer has more than one token."""
+    samples = cell[name]["samples"]
+    return {key: each["rate"] for key, each in samples.items() if each["rate"]}
+
+
+def _output(cell: Cell, name: str, group: str) -> str:
+    return str(cell[name]["samples"][group]["output"])
+
+
+def _plain(name: str) -> str:
+    """The same engine and weights without speculation."""
+    return " ".join([*name.split()[:2], NONE])
