@@ -32,7 +32,8 @@ def multiply_blocks(x: Tensor, blocks: Blocks, bias: Tensor | None) -> Tensor:
     a_sums = a_scale * a.sum(2)
     total = torch.zeros(rows, outs)
     for b in range(count):
-        total = _fma(sums[b], blocks.scale[:, b] * a_scale[:, b, None], total)
+        scaled = sums[b] * blocks.scale[:, b] + 0.0  # no negative zero, as fma(sum, scale, 0)
+        total = _fma(scaled, a_scale[:, b, None].expand(rows, outs), total)
         if blocks.minimum is not None:
             total = _fma(blocks.minimum[:, b].expand(rows, outs), a_sums[:, b, None], total)
     return total if bias is None else total + bias

@@ -1,5 +1,6 @@
 /* Linear layers in plain C, one number after the other: the reference that every level is compared
- * with when it is loaded, and the rows of packed weights. It shares no code with the levels but the conversion of float16. */
+ * with when it is loaded, and the rows of packed weights. It shares no code with the levels but the
+ * conversion of float16. */
 #include <stdlib.h>
 
 #include "dots.h"

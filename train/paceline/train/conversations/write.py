@@ -153,7 +153,9 @@ def _question(
         return template.text(ids[start : start + length])
 
     if kind == "chat":
-        return _Question(kind, one_of(openings.FREE if draw.random() < 0.5 else openings.CHAT), True)
+        return _Question(
+            kind, one_of(openings.FREE if draw.random() < 0.5 else openings.CHAT), True
+        )
     if kind == "code":
         return _Question(kind, one_of(openings.CODE), True)
     if kind == "mathematics":
