@@ -100,6 +100,7 @@ async def measure(
             contestants += [(engine, mode) for mode in modes]
         for engine, mode in contestants:
             await engine.answer(mode, Request(warm_up, _WARM_UP, phase.temperature, 0))
+            log(f"{engine.name} {mode} is ready")
         for turn, (category, group, texts) in enumerate(_groups(prompts, phase.users)):
             cell, first = phase.cell(category), turn % max(1, len(contestants))
             found: dict[str, Sample] = {}
