@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from paceline.cli.cores import default_threads
 from paceline.service import (
     SERVER_ARGUMENTS,
     OptionsError,
@@ -74,7 +75,10 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
         help="TOML file with more arguments, in the tables [verifier] and [drafter]",
     )
     group.add_argument(
-        "--threads", type=int, metavar="N", help="compute threads (default: all cores)"
+        "--threads",
+        type=int,
+        metavar="N",
+        help="threads (default: the cores of one NUMA node)",
     )
     add_log_arguments(group)
 
@@ -160,7 +164,7 @@ def set_torch_environment(threads: int | None) -> None:
         if threads < 1:
             raise OptionsError("--threads must be at least 1")
         os.environ["OMP_NUM_THREADS"] = str(threads)
-    os.environ.setdefault("OMP_NUM_THREADS", str(_cores()))
+    os.environ.setdefault("OMP_NUM_THREADS", str(default_threads()))
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     os.environ.setdefault("KMP_BLOCKTIME", "1")
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
@@ -200,9 +204,3 @@ def _registry(options: ServerOptions) -> CollectorRegistry | None:
     from paceline.service.metrics import new_registry
 
     return new_registry()
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
