@@ -149,7 +149,7 @@ def test_no_description_leads_out_of_the_planes(
         last = sum((n - 1) * s for n, s in zip(plane.shape, plane.stride(), strict=True))
         start = plane.data_ptr() - base
         assert start >= HEADER_BYTES
-        assert start + (last + 1) * plane.element_size() <= segment.byte_size
+        assert start + (last + 1) * plane.element_size() <= segment.file_bytes
         assert plane.shape[1] == answer.kv.capacity
     kv.close()
 
@@ -211,7 +211,7 @@ def test_links_pipes_and_other_files_are_refused(segment: Segment, other: Path) 
         SharedKv(answer, GRANT, (0,))
     other.unlink()
     with other.open("wb") as file:
-        file.truncate(segment.byte_size)
+        file.truncate(segment.file_bytes)
     with pytest.raises(KvNotShared, match="not, or no longer, the cache"):
         SharedKv(answer, GRANT, (0,))
     with other.open("wb") as file:

@@ -47,7 +47,7 @@ def mapped(path: Path) -> list[tuple[int, int, str]]:
 def test_it_copies_nothing(segment: Segment, kv: SharedKv) -> None:
     """All tensors lie in one read-only mapping, and show what the owner writes."""
     (reading,) = [found for found in mapped(segment.path) if "w" not in found[2]]
-    assert reading[1] - reading[0] == -(-segment.byte_size // mmap.PAGESIZE) * mmap.PAGESIZE
+    assert reading[1] - reading[0] == -(-segment.file_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     planes = [*kv.layer(0), *kv.layer(-1)]
     assert len({plane.untyped_storage().data_ptr() for plane in planes}) == 1
     assert all(reading[0] <= plane.data_ptr() < reading[1] for plane in planes)

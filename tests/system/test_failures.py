@@ -48,6 +48,7 @@ def services(
 ) -> Iterator[tuple[ServiceProcess, ServiceProcess]]:
     """A verifier and a drafter, which run again after each test."""
     arguments = ["--target", str(models["llama"]), "--weights", "float32", "--lease-seconds", "5"]
+    arguments.append("--no-prefix-caching")  # the KV of ended texts is freed at once
     loads = {"lm": f"lm:{models['small']}", "ngram": "ngram"}
     for name, way in SELFSPEC.items():
         loads[name] = f"selfspec:{models['llama']},context=24,{way}"

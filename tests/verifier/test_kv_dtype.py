@@ -26,7 +26,7 @@ async def test_8_bits_take_half_and_move_with_forks(
         ) as client:
             parent = await client.create(text(1, 300), **FIELDS)
             (cache,) = client.service.store
-            sizes[kv] = cache.byte_size - HEADER_BYTES
+            sizes[kv] = cache.sequence.segment.file_bytes - HEADER_BYTES
             told[kv] = (await client.stub.GetModel(verifier_pb2.GetModelRequest())).kv_cache_dtype
             prompt = [*text(1, 300), 7]
             fork = await client.create(prompt, parent_handle=parent.handle, **FIELDS)

@@ -111,7 +111,7 @@ async def test_readers_have_what_the_verifier_committed(
 
 async def test_a_mapping_does_not_delay_a_release(model: Path, tmp_path: Path) -> None:
     """Room for one cache: it is released, accounted and admitted anew under ten mappings."""
-    need = 1 << 19
+    need = 3 << 17
     async with serving(model, tmp_path / "v.sock", kv_bytes=need, prefix_caching=False) as client:
         mapped = []
         for _ in range(10):

@@ -117,7 +117,7 @@ async def test_mapping_does_not_keep_a_cache_alive(model: Path, tmp_path: Path) 
 async def test_an_expired_lease_ends_access_before_the_sweep() -> None:
     clock = Clock()
     store = new_store(clock)
-    cache = store.admit(Generation((1,), length_limit=9), "me")
+    cache = await store.admit(Generation((1,), length_limit=9), "me")
     clock.now = 6.0
     assert store.find_granted(cache.read_grant) is cache
     assert store.lease_left(cache) == 4.0
@@ -131,7 +131,7 @@ async def test_an_expired_lease_ends_access_before_the_sweep() -> None:
 
 async def test_callers_on_other_machines_are_refused() -> None:
     store = new_store(Clock())
-    cache = store.admit(Generation((1,), length_limit=9), "me")
+    cache = await store.admit(Generation((1,), length_limit=9), "me")
     servicer = KvExchangeServicer(store)
     request = kv_pb2.MapCacheRequest(read_grant=cache.read_grant)
     away, here = (

@@ -22,9 +22,9 @@ from verifier_support import (
     serving,
 )
 
-from paceline.kv.segment import HEADER_BYTES
 from paceline.tree import TokenTree
 from paceline.v1 import sampling_pb2, tree_pb2, verifier_pb2
+from paceline.verifier import admission
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 PROMPT = [3, 1, 4, 1, 5]
@@ -151,9 +151,12 @@ async def test_malformed_messages(client: Client) -> None:
         assert (error.code(), reason_of(error)) == (INVALID, "MALFORMED_MESSAGE")
 
 
-async def test_a_full_verifier_returns_a_retry_delay(model: Path, tmp_path: Path) -> None:
-    # One cache of 512 + 256 slots: 2 layers x 2 kinds x 2 heads x 16 elements of 4 bytes; a header.
-    one = 768 * 2 * 2 * 2 * 16 * 4 + HEADER_BYTES
+async def test_a_full_verifier_returns_a_retry_delay(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "WAIT_SECONDS", 0.0)
+    # A text of 512 tokens: 2 layers x 2 kinds x 2 heads x 16 elements of 4 bytes each.
+    one = 512 * 2 * 2 * 2 * 16 * 4
     async with serving(model, tmp_path / "v.sock", kv_bytes=2 * one + 1) as client:
         caches = [await client.create([1] * 500, max_new_tokens=12) for _ in range(2)]
         request = verifier_pb2.CreateCacheRequest(prompt_tokens=[1] * 500, max_new_tokens=12)
@@ -166,7 +169,8 @@ async def test_a_full_verifier_returns_a_retry_delay(model: Path, tmp_path: Path
         assert retry.retry_delay.ToMilliseconds() > 0
         await client.release(caches[0].handle)
         caches[0] = await client.create([1] * 500, max_new_tokens=12)
-        request.max_new_tokens = 0  # the whole context never fits
+        request.max_new_tokens = 0  # the whole context never fits with its hidden states
+        request.hidden_state_layers.extend([0, 1])
         error = await failure(client.stub.CreateCache(request))
         assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "max_new_tokens" in error.details()

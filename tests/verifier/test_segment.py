@@ -22,7 +22,7 @@ def test_memory_comes_when_reserved(segment: Segment) -> None:
     def pages() -> int:
         return segment.path.stat().st_blocks * 512
 
-    assert segment.path.stat().st_size == LAYOUT.byte_size(1024) == segment.byte_size
+    assert segment.path.stat().st_size == LAYOUT.byte_size(1024) == segment.file_bytes
     assert segment.path.stat().st_mode & 0o777 == 0o600
     assert pages() == HEADER_BYTES
     segment.reserve(1)

@@ -44,7 +44,7 @@ async def test_only_requested_layers_are_kept(client: Client) -> None:
     plain = await client.create(PROMPT)
     tapped = await client.create(PROMPT, hidden_state_layers=[1])
     narrow = await client.create(PROMPT, hidden_state_layers=[1], hidden_state_window=16)
-    sizes = [cache.byte_size for cache in client.service.store]
+    sizes = [cache.sequence.segment.file_bytes for cache in client.service.store]
     hidden = 48 * 4  # bytes of a row
     assert sizes[1] - sizes[0] == cache_slots(client) * hidden
     assert sizes[2] - sizes[0] == (256 + 512) * hidden

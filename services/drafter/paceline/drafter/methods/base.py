@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from paceline.decoder.sources import Origin
 from paceline.drafter.errors import LoadError as LoadError
 from paceline.drafter.kv.options import KvOptions
 from paceline.tree import TokenTree
 from paceline.v1 import sampling_pb2
 
 if TYPE_CHECKING:
+    from paceline.decoder.sources import Origin
     from paceline.drafter.calibration import Calibration
     from paceline.drafter.kv.reader import KvReader, StateReader
 
