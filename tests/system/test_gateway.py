@@ -103,6 +103,20 @@ async def test_choices_share_a_prompt_and_count_seeds_up(api: AsyncOpenAI) -> No
     assert [choice.index for choice in many.choices] == list(range(6))
 
 
+async def test_a_turn_reuses_the_prompt_of_the_one_before(api: AsyncOpenAI) -> None:
+    """The fixture's tokenizer has a token for each byte; prefixes are whole chunks of 64 tokens."""
+    first = "A prompt that no other test has, and that is long enough to be kept. " * 3
+    cached = []
+    for prompt in (first, first + "more"):
+        answer = await api.completions.create(model="llama", prompt=prompt, max_tokens=4)
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        cached.append(answer.usage.prompt_tokens_details.cached_tokens)
+    assert cached[0] == 0
+    assert cached[1] is not None
+    assert 128 <= cached[1] < len(first) + 4
+
+
 async def test_a_streamed_chat_is_the_whole_one(api: AsyncOpenAI) -> None:
     asked: dict[str, Any] = {
         "model": "llama",

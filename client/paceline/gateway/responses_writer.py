@@ -184,7 +184,7 @@ class ResponsesWriter(Writer):
         counted = usage(self._asked, [result])
         return {
             "input_tokens": counted["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens_details": counted["prompt_tokens_details"],
             "output_tokens": counted["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": counted["total_tokens"],

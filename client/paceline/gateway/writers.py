@@ -296,8 +296,11 @@ def usage(asked: Asked, results: Sequence[GenerationResult]) -> Json:
     for result in results:
         stats.merge(result.stats)
     completion = sum(result.usage.completion_tokens for result in results)
+    first_choices = results[:: asked.choices]
+    cached = sum(result.usage.reused_tokens for result in first_choices)
     return {
         "prompt_tokens": prompt,
+        "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "speculation": stats.summary(),
