@@ -119,7 +119,12 @@ async def _show(
     verifier, drafter = addresses
     async with Client(verifier, drafter=drafter) as client:
         model, names = await client.model(), await client.drafters()
-        texts = [await _tokens(model, prompt) for prompt in prompts]
+        room = model.facts.max_context - args.max_new_tokens
+        tokens = [(prompt, await _tokens(model, prompt)) for prompt in prompts]
+        fitting = [(prompt, text) for prompt, text in tokens if len(text) < room]
+        if not fitting:
+            raise PacelineError(f"no prompt fits a context of {model.facts.max_context} tokens")
+        prompts, texts = zip(*fitting, strict=True)
         # Short runs warm up the services and select the drafter of the streamed answer.
         warm_up = [await _measure(client, texts[0], name, args, tokens=48) for name in names]
         best = max(warm_up, key=lambda run: run.tokens_per_second).drafter
