@@ -71,6 +71,8 @@ def write_dspark(folder: Path, target: Path, seed: int = 0, **shape: Any) -> Pat
             torch.nn.init.normal_(parameter, 0.0, 0.3)
         else:
             parameter.data += 0.2 * torch.randn_like(parameter)
+    if model.d2t is not None:
+        model.d2t.copy_(torch.randperm(VOCAB)[: len(model.d2t)].sort().values)
     save_dspark(folder, config, model.state_dict(), TargetRef.of(target), dtype=torch.float32)
     return folder
 
@@ -108,21 +110,20 @@ class Dense:
         begin = max(0, end - self.config.window) if self.config.window else 0
         fed = [text[-1], *[self.config.mask_token] * (self.config.block - 1)]
         hidden: Tensor = self.model(
-            self.embedding[torch.tensor(fed)][None],
-            torch.tensor([end]),
-            states.states[begin:end],
-            torch.arange(begin, end),
-            torch.arange(end - begin)[None],
+            self.embedding[torch.tensor(fed)][None, None],
+            torch.tensor([[end]]),
+            states.states[None, begin:end],
+            torch.arange(begin, end)[None],
         )
-        return hidden[0]
+        return hidden[0, 0]
 
     def after(self, hidden: Tensor, tokens: Sequence[int]) -> tuple[Tensor, float]:
         """Logits after the anchor and a path, and the log confidence of that position."""
-        levels = len(tokens)
-        scores, confidence = self.head @ hidden[levels - 1], 0.0
+        levels, drafted = len(tokens), self.model.d2t
+        scores, confidence = self.model.draft_head(self.head) @ hidden[levels - 1], 0.0
         rows = None
         if self.model.markov_head is not None:
-            before = torch.tensor(tokens)[None]
+            before = self.model.draft_rows(torch.tensor(tokens))[None]
             bias, rows = self.model.markov_head(before, hidden[None, :levels])
             scores = scores + bias[0, -1]
         if self.model.confidence_head is not None:
@@ -130,6 +131,10 @@ class Dense:
                 hidden[levels - 1], None if rows is None else rows[0, -1]
             )
             confidence = float(torch.nn.functional.logsigmoid(logit))
+        if drafted is not None:
+            whole = torch.full((len(self.head),), -torch.inf)
+            whole[drafted] = scores
+            scores = whole
         return scores, confidence
 
     @torch.inference_mode()

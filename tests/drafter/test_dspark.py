@@ -22,6 +22,7 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "rnn, two layers": ("qwen3", {}, {"markov_rank": 6, "markov_head": "rnn", "layers": 2}),
     "no confidence": ("llama", {}, {"markov_rank": 6, "confidence": False, "window": 3}),
+    "reduced vocabulary": ("llama", {}, {"markov_rank": 6, "draft_vocab_size": 40}),
     "confidence alone": ("llama", {}, {"window": 30}),
     "dflash, yarn": (
         "qwen3",

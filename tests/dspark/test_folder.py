@@ -161,6 +161,22 @@ def test_exports_are_read_back(tmp_path: Path, layout: Layout, change: dict[str,
     assert section["training"] == {"steps": 3}
 
 
+def test_a_reduced_vocabulary_is_read_back(tmp_path: Path) -> None:
+    reduced = replace(CONFIG, draft_vocab_size=9)
+    weights = {**make(reduced).state_dict(), "d2t": torch.arange(3, 48, 5)}
+    assert weights["markov_head.markov_w1.weight"].shape == (10, R)  # one for all other tokens
+    assert weights["markov_head.markov_w2.weight"].shape == (9, R)
+    save_dspark(tmp_path, reduced, weights, REF)
+    assert json.loads((tmp_path / "config.json").read_text())["draft_vocab_size"] == 9
+    assert read_dspark(tmp_path) == (reduced, torch.bfloat16)
+    assert torch.equal(load_weights(tmp_path, reduced, torch.bfloat16)["d2t"], weights["d2t"])
+    with pytest.raises(UnsupportedModelError, match="whole vocabulary"):
+        save_dspark(tmp_path, reduced, weights, REF, layout=Layout.DEEPSPEC)
+    save_dspark(tmp_path, reduced, {**weights, "d2t": torch.zeros(9, dtype=torch.int64)}, REF)
+    with pytest.raises(UnsupportedModelError, match="expected 9 rising token ids below 50"):
+        load_weights(tmp_path, reduced, torch.bfloat16)
+
+
 def test_exports_have_the_fields_of_the_other_projects(tmp_path: Path) -> None:
     """Layer numbers in particular: the output of layer 0 is DeepSpec's 0 and speculators' 1."""
     weights = make(CONFIG).state_dict()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -66,51 +67,49 @@ def by_hand(model: DSparkModel, embedded: Tensor, anchor: int, taps: Tensor) -> 
 def test_a_block_by_hand(anchor: int) -> None:
     model = make(CONFIG)
     embedded, taps = torch.randn(4, 24), torch.randn(anchor, 48)
-    seen = torch.arange(anchor)[None]
-    positions = torch.arange(anchor)
     with torch.no_grad():
-        if anchor == 0:  # nothing before it: one row that is not seen
-            taps, positions, seen = torch.randn(1, 48), torch.tensor([5]), torch.tensor([[-1]])
-        found = model(embedded[None], torch.tensor([anchor]), taps, positions, seen)
-        expected = by_hand(model, embedded, anchor, taps[:anchor])
-    torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-4)
+        found = model(
+            embedded[None, None], torch.tensor([[anchor]]), taps[None], torch.arange(anchor)[None]
+        )
+        expected = by_hand(model, embedded, anchor, taps)
+    torch.testing.assert_close(found[0, 0], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_anchor_predicts_only_with_from_anchor() -> None:
     model = make(CONFIG)
     later = make(replace(CONFIG, from_anchor=False))
-    blocks = torch.randn(2, 4, 24), torch.tensor([3, 5]), torch.randn(3, 48), torch.arange(3)
-    seen = torch.tensor([[0, 1, 2], [2, -1, -1]])
+    inputs = torch.randn(1, 2, 4, 24), torch.tensor([[3, 5]]), torch.randn(1, 3, 48)
+    positions = torch.arange(3)[None]
     with torch.no_grad():
-        assert model(*blocks, seen).shape == (2, 4, 24)
-        torch.testing.assert_close(later(*blocks, seen), model(*blocks, seen)[:, 1:])
+        assert model(*inputs, positions).shape == (1, 2, 4, 24)
+        torch.testing.assert_close(later(*inputs, positions), model(*inputs, positions)[:, :, 1:])
 
 
 @settings(max_examples=25)
 @given(data=st.data())
 def test_packed_blocks_are_independent(data: st.DataObject) -> None:
-    """Blocks of several texts in one pass equal each block alone, with contexts in any order."""
-    model = make(CONFIG)
-    lengths = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))
-    texts = [torch.randn(length, 48) for length in lengths]
-    starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    blocks = data.draw(st.lists(st.integers(0, len(texts) - 1), min_size=1, max_size=4))
-    anchors = [data.draw(st.integers(0, lengths[text])) for text in blocks]
-    embedded = torch.randn(len(blocks), 4, 24)
-    seen = torch.full((len(blocks), max(lengths) + 1), -1)
-    for row, text, anchor in zip(seen, blocks, anchors, strict=True):
-        slots = torch.randperm(len(row))[:anchor]
-        row[slots] = starts[text] + torch.arange(anchor)
-    positions = torch.cat([torch.arange(length) for length in lengths])
+    """Blocks of several texts equal each block alone, with its window in any order."""
+    window = data.draw(st.sampled_from([0, 1, 5]))
+    model = make(replace(CONFIG, window=window))
+    texts, blocks = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
+    lengths = [data.draw(st.integers(1, 12)) for _ in range(texts)]
+    positions = torch.full((texts, max(lengths) + 1), -1)
+    for row, length in zip(positions, lengths, strict=True):
+        row[torch.randperm(len(row))[:length]] = torch.arange(length)
+    anchors = torch.stack([torch.randint(0, length + 1, (blocks,)) for length in lengths])
+    embedded, taps = torch.randn(texts, blocks, 4, 24), torch.randn(*positions.shape, 48)
     with torch.no_grad():
-        found = model(embedded, torch.tensor(anchors), torch.cat(texts), positions, seen)
-        for number, (text, anchor) in enumerate(zip(blocks, anchors, strict=True)):
-            one = torch.arange(anchor)[None] if anchor else torch.tensor([[-1]])
+        found = model(embedded, anchors, taps, positions)
+        for text, block in itertools.product(range(texts), range(blocks)):
+            anchor = int(anchors[text, block])
+            seen = (positions[text] >= 0) & (positions[text] < anchor)
+            if window:
+                seen &= positions[text] >= anchor - window
             alone = model(
-                embedded[number : number + 1], torch.tensor([anchor]), texts[text],
-                torch.arange(lengths[text]), one,
+                embedded[text, block][None, None], torch.tensor([[anchor]]),
+                taps[text, seen][None], positions[text, seen][None],
             )  # fmt: skip
-            torch.testing.assert_close(found[number], alone[0], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(found[text, block], alone[0, 0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", MARKOV_HEADS)

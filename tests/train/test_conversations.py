@@ -12,12 +12,18 @@ from transformers import PreTrainedTokenizerFast
 
 from paceline.decoder import Decoder
 from paceline.drafter import Resources
+from paceline.drafter.acceptance import replay
+from paceline.drafter.methods.dspark import read_dspark
+from paceline.drafter.methods.dspark.drafter import DSparkDrafter
 from paceline.drafter.methods.longspec import read_longspec
 from paceline.drafter.methods.longspec.drafter import LongSpecDrafter
+from paceline.kernels import processor_name
 from paceline.kernels.sampling import SamplingParams
 from paceline.train.author import Task, write_texts
 from paceline.train.conversations import read_conversations, write, write_conversations
 from paceline.train.corpus import Corpus
+from paceline.train.dspark.instruct import train_dspark_instruct
+from paceline.train.dspark.preset import DSparkPreset
 from paceline.train.longspec.instruct import train_longspec_instruct
 from paceline.train.longspec.preset import LongSpecPreset
 from paceline.train.loop import Run
@@ -82,14 +88,16 @@ def test_what_cannot_be_written_or_read_is_refused(target: Path, tmp_path: Path)
 def test_signals_are_the_target_s_and_are_computed_once(target: Path, tmp_path: Path) -> None:
     decoder = Decoder.load(target)
     texts = [list(range(30)), list(range(40, 100)), [5]]
-    signals = signals_of(decoder, target, texts, 1, tmp_path)
+    signals = signals_of(decoder, target, texts, tmp_path, kv_layer=1, taps=[0, 1])
     assert signals.starts == [0, 30, 90, 91]
     for text, start in zip(texts, signals.starts, strict=False):
         ((_, (token,)),) = write_texts(decoder, [Task(text, SamplingParams(0.0), 1)], None)
         last = signals.hidden[start + len(text) - 1]
         assert decoder.head(last[None]).argmax().item() == token
+    whole = replay(decoder, texts[1][:1], texts[1][1:], layers=[0, 1])
+    assert torch.equal(signals.taps[30:89], torch.cat([whole.states[0], whole.states[1]], dim=1))
     kept = signals.kv.clone()
-    again = signals_of(decoder, target, texts, 0, tmp_path)
+    again = signals_of(decoder, target, texts, tmp_path, kv_layer=0)
     assert torch.equal(again.kv, kept)  # not those of layer 0
 
 
@@ -133,3 +141,36 @@ def test_a_run_from_nothing_to_a_drafter(
     log = torch.load(run.work / "run.pt", weights_only=True)["progress"]["log"]
     losses = [row["loss"] for row in log if "loss" in row]
     assert losses[-1] < losses[0]
+
+
+def test_dspark_from_given_conversations(
+    instruct: Path, corpus: Corpus, make_run: Callable[..., Run], tmp_path: Path
+) -> None:
+    """Resumed with the texts that it began with, although their file has grown since."""
+    decoder, tokenizer = Decoder.load(instruct), load_tokenizer(instruct)
+    own = tmp_path / "own.jsonl"
+    given = write_conversations(decoder, tokenizer, _DOCUMENTS, 40, own)
+    preset = DSparkPreset(
+        taps=(0, 1), layers=1, block=3, markov_rank=32, window=16, minutes=60, steps=16,
+        rows=4, length=12, anchors=4, adamw_rate=3e-3, conversations=9999, draft_vocab_size=100,
+    )  # fmt: skip
+    out = tmp_path / "out"
+    train_dspark_instruct(instruct, corpus, preset, make_run("work", 16), out, [own])
+    trained = read_dspark(out)[0]
+    assert (trained.draft_vocab_size, trained.taps, trained.levels) == (100, (0, 1), 3)
+    log = torch.load(tmp_path / "work" / "run.pt", weights_only=True)["progress"]["log"]
+    losses = [row["loss"] for row in log if "loss" in row]
+    assert losses[-1] < losses[0]
+    card = (out / "README.md").read_text()
+    assert f"{len(given) - -(-len(given) // 17)} conversations" in card
+    assert processor_name() in card
+    for weights in ("auto", "int8"):
+        options = {"target": str(instruct), "weights": weights}
+        drafter = DSparkDrafter.load(out, options, Resources())
+        assert len(drafter.drafted_tokens) == 100
+    write_conversations(decoder, tokenizer, _DOCUMENTS, 60, own)
+    again = make_run("work", 16, force=True)
+    train_dspark_instruct(instruct, corpus, preset, again, out, [own])
+    assert (out / "README.md").read_text() == card
+    with pytest.raises(ValueError, match="holds another run"):
+        train_dspark_instruct(instruct, corpus, preset, again, out, [tmp_path / "other"])

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from paceline.decoder import load_config
-from paceline.drafter.methods.dspark import DSparkConfig
-from paceline.train.dspark.blocks import Blocks
+from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel
+from paceline.train.dspark.answers import Answers
+from paceline.train.dspark.blocks import Blocks, whole_blocks
 from paceline.train.dspark.objective import weighted_loss
 from paceline.train.dspark.preset import DSparkPreset
+from paceline.train.dspark.signal_loss import SignalBlockLoss
 from paceline.train.dspark.target import TappedTarget
+from paceline.train.signals import Signals
+from paceline.train.whole_texts import PADDING
 
 CONFIG = DSparkConfig(
     hidden=16, intermediate=24, layers=1, q_heads=2, kv_heads=1, head_dim=8, vocab_size=90,
@@ -30,65 +37,110 @@ SMALL = DSparkPreset(
 
 
 @given(
-    rows=st.integers(1, 3), length=st.integers(6, 40), window=st.sampled_from([0, 1, 5, 64]),
-    count=st.integers(1, 60), seed=st.integers(0, 99), from_anchor=st.booleans(),
+    rows=st.integers(1, 3), length=st.integers(6, 40), count=st.integers(1, 60),
+    seed=st.integers(0, 99), from_anchor=st.booleans(),
 )  # fmt: skip
-def test_blocks_are_whole_and_see_what_is_before_them(
-    rows: int, length: int, window: int, count: int, seed: int, from_anchor: bool
+def test_blocks_of_rows_of_several_texts_are_whole(
+    rows: int, length: int, count: int, seed: int, from_anchor: bool
 ) -> None:
-    config = replace(CONFIG, window=window, from_anchor=from_anchor)
+    config = replace(CONFIG, from_anchor=from_anchor)
     torch.manual_seed(seed)
     tokens = torch.randint(0, 9, (rows, length))  # 0 ends texts
-    blocks = Blocks.draw(config, tokens, count, separator=0)
-    if blocks is None:
-        return
-    flat = tokens.flatten()
-    for n, anchor in enumerate(blocks.anchors.tolist()):
-        row = int(blocks.target[n, 0]) // length
-        text = tokens[row]
-        assert anchor >= 1
-        inside = text[anchor : anchor + config.levels + 1]
-        assert len(inside) == config.levels + 1
-        assert (inside[:-1] != 0).all()  # the last may end the text
-        assert blocks.fed[n].tolist() == [int(text[anchor])] + [0] * (config.block - 1)
-        assert torch.equal(blocks.before[n], inside[:-1])
-        assert torch.equal(blocks.labels[n], inside[1:])
-        assert torch.equal(flat[blocks.target[n]], inside[:-1])
-        seen = blocks.used[blocks.seen[n][blocks.seen[n] >= 0]]
-        begin = max(0, anchor - window) if window else 0
-        assert sorted(seen.tolist()) == [row * length + p for p in range(begin, anchor)]
-    pairs = list(zip(blocks.target[:, 0].tolist(), strict=True))
-    assert len(set(pairs)) == len(pairs) <= rows * count
+    positions = torch.arange(length).expand(rows, length)
+    possible = whole_blocks(tokens, config.levels, separator=0)
+    blocks = Blocks.draw(config, tokens, positions, possible, count)
+    check_blocks(config, blocks, tokens)
+    for row in range(rows):
+        drawn = blocks.anchors[row][blocks.counted[row, :, 0]].tolist()
+        assert len(drawn) == len(set(drawn)) == min(count, int(possible[row].sum()))
+        for anchor in drawn:
+            inside = tokens[row, anchor : anchor + config.levels + 1]
+            assert anchor >= 1
+            assert len(inside) == config.levels + 1
+            assert (inside[:-1] != 0).all()  # the last may end the text
+    assert (blocks.counted.all(-1) == blocks.counted[..., 0]).all()
 
 
-def test_cost_does_not_grow_with_the_text() -> None:
-    """With a window: as many positions seen and used of 4,000 tokens as of 100."""
-    config = replace(CONFIG, window=8)
-    for length in (100, 4000):
-        blocks = Blocks.at(
-            config, torch.ones(1, length).long(), torch.zeros(3).long(), torch.tensor([20, 40, 60])
-        )
-        assert blocks.seen.shape == (3, 8)
-        assert blocks.used.shape == (24,)
+def check_blocks(config: DSparkConfig, blocks: Blocks, tokens: Tensor) -> None:
+    """Every label that counts follows its anchor in the row."""
+    for row, block, level in blocks.counted.nonzero().tolist():
+        place = int(blocks.target[row, block, 0]) - row * tokens.shape[1]
+        assert blocks.fed[row, block].tolist() == [
+            int(tokens[row, place]), *[0] * (config.block - 1)
+        ]  # fmt: skip
+        assert blocks.target[row, block, level] == row * tokens.shape[1] + place + level
+        assert blocks.before[row, block, level] == tokens[row, place + level]
+        assert blocks.labels[row, block, level] == tokens[row, place + level + 1]
+
+
+def test_answers_are_drawn_by_their_length_with_their_window() -> None:
+    starts, answers = [0, 30, 50, 200], [20, 35, 60]  # answers of 10, 15 and 140 tokens
+    batches = Answers(starts, answers, window=8)
+    seen: Counter[tuple[int, int]] = Counter()
+    for _ in range(300):
+        for row in batches.next(4, 100):
+            real = row[row != PADDING].tolist()
+            assert real == list(range(real[0], real[-1] + 1))
+            seen[real[0], real[-1]] += 1
+    assert set(seen) == {(12, 29), (30, 49), (52, 159)}  # a text's begin, and 100 tokens at most
+    for (_, last), length in {(12, 29): 10, (30, 49): 15, (52, 159): 100}.items():
+        count = next(n for ends, n in seen.items() if ends[1] == last)
+        expected = 1200 * length / 125
+        assert abs(count - expected) < 6 * expected**0.5
+    other = Answers(starts, answers, window=8)
+    other.seek(replace(batches.position))
+    assert torch.equal(other.next(4, 100), batches.next(4, 100))
+
+
+def test_blocks_begin_in_answers_and_end_with_their_text() -> None:
+    tokens = torch.arange(1, 41)
+    signals = Signals(tokens, [0, 25, 40], torch.randn(40, 16), None, torch.randn(40, 32))
+    model, drawn = DSparkModel(CONFIG), list[Blocks]()
+
+    def forward(embedded: Tensor, blocks: Blocks, positions: Tensor, taps: Tensor) -> Any:
+        drawn.append(blocks)
+        texts = taps.view(-1, 32)[positions.flatten() >= 0]
+        assert torch.equal(texts, signals.taps[torch.cat([torch.arange(12, 25), tokens[25:] - 1])])
+        shape = (embedded.shape[0] * embedded.shape[1], CONFIG.levels)
+        return torch.zeros(*shape, 16), None, torch.zeros(shape)
+
+    vocabulary = torch.randn(90, 16)
+    preset = replace(SMALL, anchors=60)
+    loss = SignalBlockLoss(model, vocabulary, vocabulary, signals, [20, 30], preset)
+    rows = torch.full((2, 15), PADDING)
+    rows[0, :13], rows[1] = torch.arange(12, 25), torch.arange(25, 40)
+    loss(forward, rows, 0.0)  # type: ignore[arg-type]
+    (blocks,) = drawn
+    check_blocks(CONFIG, blocks, tokens[rows.clamp(min=0)])
+    first = blocks.counted[..., 0]
+    assert [sorted(a[c].tolist()) for a, c in zip(blocks.anchors, first, strict=True)] == [
+        [20, 21, 22, 23], [5, 6, 7, 8, 9, 10, 11, 12, 13]
+    ]  # fmt: skip
+    for row, block in first.nonzero().tolist():
+        left = (24, 14)[row] - int(blocks.anchors[row, block])
+        assert int(blocks.counted[row, block].sum()) == min(left, CONFIG.levels)
 
 
 def test_the_loss_by_hand() -> None:
     preset = replace(SMALL, ce=0.1, tv=0.9, certainty=1.0)
     torch.manual_seed(0)
     draft, target = (torch.randn(2, 3, 5).log_softmax(-1) for _ in range(2))
-    wanted, confidence = torch.randint(0, 5, (2, 3)), torch.randn(2, 3)
+    wanted, confidence = torch.tensor([[0, 4, 1], [2, 5, 3]]), torch.randn(2, 3)
+    counted = torch.tensor([[True, True, False], [True, True, True]])
     expected = 0.0
     for block in range(2):
-        for place in range(3):
+        for place in range(2):  # text ends in one block, an undrafted token ends the other
             weight = torch.exp(torch.tensor(-place / 3))
             distance = (draft[block, place].exp() - target[block, place].exp()).abs().sum()
             label, said = 1 - distance / 2, confidence[block, place].sigmoid()
-            entropy = -(label * said.log() + (1 - label) * (1 - said).log())
-            loss = -0.1 * draft[block, place, wanted[block, place]] + 0.9 * distance + entropy
+            token, known = int(wanted[block, place]), bool(wanted[block, place] < 5)
+            label = label if known else torch.tensor(0.0)
+            loss = -(label * said.log() + (1 - label) * (1 - said).log())
+            if known:
+                loss = loss - 0.1 * draft[block, place, token] + 0.9 * distance
             expected += float(weight * loss) / 2
-    assert float(weighted_loss(draft, target, wanted, confidence, preset)) == pytest.approx(
-        expected
-    )
+    found = weighted_loss(draft, target, wanted, counted, confidence, preset)
+    assert float(found) == pytest.approx(expected)
 
 
 def test_the_confidence_trains_the_backbone_but_not_its_label() -> None:
@@ -97,8 +149,9 @@ def test_the_confidence_trains_the_backbone_but_not_its_label() -> None:
     confidence = torch.zeros(1, 2, requires_grad=True)
     target = torch.randn(1, 2, 5).log_softmax(-1)
     loss = weighted_loss(
-        draft.log_softmax(-1), target, torch.zeros(1, 2).long(), confidence, preset
-    )
+        draft.log_softmax(-1), target, torch.zeros(1, 2).long(), torch.ones(1, 2).bool(),
+        confidence, preset,
+    )  # fmt: skip
     loss.backward()
     assert confidence.grad is not None
     assert confidence.grad.abs().min() > 0

@@ -4,7 +4,8 @@ import os
 import platform
 import re
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+
+from paceline.kernels import processor
 
 PACKAGES = ("torch", "transformers", "grpcio", "protobuf", "uvloop", "triton")
 
@@ -14,7 +15,7 @@ def describe() -> dict[str, object]:
 
     `kind` names the sort of machine by processor, its family and model (`cpu-2x-amd-epyc-25-17`).
     """
-    fields = _processor()
+    fields = processor()
     model, flags = fields.get("model name", platform.machine()), fields.get("flags", "").split()
     number = [fields[name] for name in ("cpu family", "model") if name in fields]
     cores = len(os.sched_getaffinity(0))
@@ -28,14 +29,6 @@ def describe() -> dict[str, object]:
         "python": platform.python_version(),
         "packages": {name: found for name in PACKAGES if (found := _installed(name))},
     }
-
-
-def _processor() -> dict[str, str]:
-    """Fields of /proc/cpuinfo; empty on other systems than Linux."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    pairs = (line.partition(":") for line in lines)
-    return {key.strip(): value.strip() for key, _, value in pairs}
 
 
 def _installed(name: str) -> str | None:

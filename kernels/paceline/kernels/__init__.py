@@ -3,6 +3,7 @@
 Backends are chosen by device in :func:`backend_for`. Imports nothing but torch and numpy.
 """
 
+from paceline.kernels._compile import processor, processor_name
 from paceline.kernels._native import CpuKernels, cpu_kernels
 from paceline.kernels.attention import (
     AttentionBackend,
@@ -82,6 +83,8 @@ __all__ = [
     "gumbel_noise_at",
     "philox",
     "plan_trees",
+    "processor",
+    "processor_name",
     "raw_logprobs",
     "register_backend",
     "row_kernels",

@@ -49,12 +49,25 @@ def levels_here() -> tuple[str, ...]:
 
 def cpu_flags() -> frozenset[str]:
     """Instruction sets of this processor as Linux names them; empty on other systems."""
+    fields = processor()
+    return frozenset(fields.get("flags", fields.get("Features", "")).split())
+
+
+def processor() -> dict[str, str]:
+    """Fields of this processor in Linux's /proc/cpuinfo; empty on other systems."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return frozenset()
-    named = (line.partition(":")[2] for line in lines if line.startswith(("flags", "Features")))
-    return frozenset(next(named, "").split())
+        return {}
+    pairs = (line.partition(":") for line in lines)
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def processor_name() -> str:
+    """Model of this processor, such as ``Intel(R) Xeon(R) Platinum 8488C``."""
+    fields = processor()
+    known = fields.get("model name") or fields.get("CPU part") or platform.processor()
+    return known or platform.machine()
 
 
 def _tiles_permitted() -> bool:

@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     longspec = commands.add_parser("longspec", help="train a LongSpec layer for a target")
     _add_common(longspec, sorted(LONGSPEC_PRESETS), preset="cpu", out=_DEMO / "longspec")
     _add_target(longspec)
+    _add_written(longspec)
     longspec.add_argument(
         "--no-offset", action="store_true", help="ablation: without anchor-offset indices"
     )
@@ -46,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dspark = commands.add_parser("dspark", help="train a DSpark drafter for a target")
     _add_common(dspark, sorted(DSPARK_PRESETS), preset="cpu", out=_DEMO / "dspark")
     _add_target(dspark)
+    _add_written(dspark)
     dspark.add_argument(
         "--no-heads", action="store_true", help="without sequential and confidence head: DFlash"
     )
@@ -140,17 +142,27 @@ def _longspec(args: argparse.Namespace) -> None:
         offset=preset.offset and not args.no_offset,
         noise=preset.noise and not args.no_noise,
     )
-    train = train_longspec_instruct if preset.conversations else train_longspec
-    train(args.target, _corpus(args), preset, _run(args, preset), args.out)
+    given = args.target, _corpus(args), preset, _run(args, preset), args.out
+    if preset.conversations:
+        train_longspec_instruct(*given, args.own_text)
+    else:
+        _no_own_text(args)
+        train_longspec(*given)
 
 
 def _dspark(args: argparse.Namespace) -> None:
+    from paceline.train.dspark.instruct import train_dspark_instruct
     from paceline.train.dspark.run import train_dspark
 
     preset = DSPARK_PRESETS[args.preset]
     if args.no_heads:
         preset = preset.without_heads()
-    train_dspark(args.target, _corpus(args), preset, _run(args, preset), args.out)
+    given = args.target, _corpus(args), preset, _run(args, preset), args.out
+    if preset.conversations:
+        train_dspark_instruct(*given, args.own_text)
+    else:
+        _no_own_text(args)
+        train_dspark(*given)
 
 
 def _budget(args: argparse.Namespace) -> None:
@@ -188,6 +200,11 @@ def _own_text(args: argparse.Namespace) -> None:
     documents = encode_all(tokenizer, _corpus(args).train)
     decoder = Decoder.load(args.target, args.weights)
     write_conversations(decoder, tokenizer, documents, args.count, args.out, args.seed)
+
+
+def _no_own_text(args: argparse.Namespace) -> None:
+    if args.own_text:
+        raise ValueError(f"preset {args.preset} reads no --own-text: give --preset smollm2")
 
 
 _COMMANDS = {
@@ -251,6 +268,13 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target", type=_model, default=_DEMO / "target", help="the target: a path or a name"
     )
+
+
+def _add_written(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--own-text", type=Path, nargs="+", default=(), metavar="FILE",
+        help="conversations of `own-text`, for the preset smollm2; default: write them first",
+    )  # fmt: skip
 
 
 def _model(text: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from accelerate import PartialState
 from torch import nn
 
 from paceline.decoder import Decoder
+from paceline.kernels import processor_name
 from paceline.train.batches import Batches, Rows
 from paceline.train.checkpoint import Progress
 from paceline.train.corpus import Corpus
@@ -120,6 +122,11 @@ def train_drafter(
 def parameters(model: nn.Module) -> str:
     """Number of parameters, for a model card."""
     return f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters"
+
+
+def machine() -> str:
+    """This machine's processors, for a model card."""
+    return f"{os.cpu_count()} threads of a processor {processor_name()}"
 
 
 def rounds_section(rounds: Rounds) -> str:

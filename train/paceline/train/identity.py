@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ def begin_run(
     target: Path | None = None,
     start: Path | None = None,
     recordings: Path | None = None,
+    written: Sequence[Path] = (),
 ) -> None:
     """Claim `run.work` for this run, and check that the model may be written to `out`.
 
@@ -50,6 +52,7 @@ def begin_run(
         target: Folder of the model to learn from.
         start: Folder of the model to train further.
         recordings: Recorded texts to learn from.
+        written: Files of conversations to learn from.
 
     Raises:
         FileExistsError: `out` holds something, and `run.force` is not set or it is no model.
@@ -66,6 +69,7 @@ def begin_run(
         "target": target and weights_fingerprint(target),
         "start": start and weights_fingerprint(start),
         "recordings": recordings and str(recordings.resolve()),
+        "written": [str(file.resolve()) for file in written] or None,
     }
     for name in ("minutes", "steps"):
         identity.pop(f"preset.{name}", None)

@@ -28,63 +28,86 @@ class Signals:
         tokens: int64 ``[N]``.
         starts: Index of the first token of each text, and N.
         hidden: The target's hidden states after its final norm, bfloat16 ``[N, hidden]``.
-        kv: Keys after RoPE and values of one layer, bfloat16 ``[N, 2, Hkv, D]``.
+        kv: Keys after RoPE and values of one layer, bfloat16 ``[N, 2, Hkv, D]``; None: not kept.
+        taps: Outputs of the tapped layers side by side, bfloat16 ``[N, layers * hidden]``.
     """
 
     tokens: Tensor
     starts: Sequence[int]
     hidden: Tensor
-    kv: Tensor
+    kv: Tensor | None
+    taps: Tensor
 
 
 def signals_of(
-    decoder: Decoder, target: Path, texts: Sequence[Sequence[int]], layer: int, work: Path
+    decoder: Decoder,
+    target: Path,
+    texts: Sequence[Sequence[int]],
+    work: Path,
+    *,
+    kv_layer: int | None = None,
+    taps: Sequence[int] = (),
 ) -> Signals:
     """Run `texts` through a target, and keep the results in files in `work`.
 
     Texts that an earlier call has run are not run again: its files must be about the same texts.
 
     Started by `accelerate launch` or `torchrun`, the processes share the texts. A token takes
-    `2 hidden + 4 Hkv D` bytes on disk: 1.9 KB for SmolLM2-135M.
+    `2 hidden` bytes on disk for the hidden states and for each tap, and `4 Hkv D` for keys and
+    values: 1.2 KB and 0.8 KB for SmolLM2-135M.
 
     Args:
         decoder: The target.
         target: Its folder or file.
         texts: Token ids of each text.
-        layer: Layer whose keys and values are kept.
         work: Folder of the files.
+        kv_layer: Layer whose keys and values are kept.
+        taps: Layers whose outputs are kept, rising.
     """
     config, state = decoder.config, PartialState(cpu=True)
     starts = [0, *np.cumsum([len(text) for text in texts]).tolist()]
-    hidden = _mapped(work / "hidden.bin", (starts[-1], config.hidden))
-    kv = _mapped(work / "kv.bin", (starts[-1], 2, config.kv_heads, config.head_dim))
+    count = starts[-1]
+    hidden = _mapped(work / "hidden.bin", (count, config.hidden))
+    tapped = torch.empty(count, 0)
+    if taps:
+        tapped = _mapped(work / "taps.bin", (count, len(taps) * config.hidden))
+    kv = None
+    if kv_layer is not None:
+        kv = _mapped(work / "kv.bin", (count, 2, config.kv_heads, config.head_dim))
     norm = open_model(target).tensor("model.norm.weight", torch.float32, "cpu")
     own = range(state.process_index, len(texts), state.num_processes)
     for index in track(own, "running the target", disable=not state.is_main_process):
         part = slice(starts[index], starts[index + 1])
-        if kv[part.stop - 1, 1].any():  # written last, by an earlier call
+        if hidden[part.stop - 1].any():  # written last, by an earlier call
             continue
-        out, cache = _run(decoder, texts[index])
-        hidden[part] = F.rms_norm(out.float(), norm.shape, norm, config.norm_eps).bfloat16()
-        for plane, each in enumerate(cache.layer(layer)):
-            kv[part, plane] = each[:, : len(cache)].transpose(0, 1)
+        outputs, cache = _run(decoder, texts[index], sorted({*taps, config.layers - 1}))
+        if kv is not None and kv_layer is not None:
+            for plane, each in enumerate(cache.layer(kv_layer)):
+                kv[part, plane] = each[:, : len(cache)].transpose(0, 1)
+        if taps:
+            tapped[part] = torch.cat([outputs[layer] for layer in taps], dim=1)
+        out = outputs[config.layers - 1].float()
+        hidden[part] = F.rms_norm(out, norm.shape, norm, config.norm_eps).bfloat16()
     state.wait_for_everyone()
     tokens = torch.tensor([token for text in texts for token in text])
-    return Signals(tokens, starts, hidden, kv)
+    return Signals(tokens, starts, hidden, kv, tapped)
 
 
-def _run(decoder: Decoder, tokens: Sequence[int]) -> tuple[Tensor, LocalCache]:
-    """Outputs of the last layer, ``[S, hidden]``, and the cache of a text."""
+def _run(
+    decoder: Decoder, tokens: Sequence[int], layers: Sequence[int]
+) -> tuple[dict[int, Tensor], LocalCache]:
+    """Outputs of layers, each ``[S, hidden]``, and the cache of a text."""
     cache = LocalCache(decoder.config)
     cache.reserve(len(tokens))
-    parts: list[Tensor] = []
+    parts: list[tuple[Tensor, ...]] = []
     for start in range(0, len(tokens), _BLOCK):
         block = torch.tensor(tokens[start : start + _BLOCK])
         plan = plan_trees([TreeSegment(0, start, None, len(block))])
-        rows, last = torch.tensor([0]), [decoder.config.layers - 1]
-        parts += decoder.forward(block, plan, [cache], logit_rows=rows, taps=last).taps
+        rows = torch.tensor([0])
+        parts.append(decoder.forward(block, plan, [cache], logit_rows=rows, taps=layers).taps)
         cache.commit(range(len(block)))
-    return torch.cat(parts), cache
+    outputs = (torch.cat(each) for each in zip(*parts, strict=True))
+    return dict(zip(layers, outputs, strict=True)), cache
 
 
 def _mapped(path: Path, shape: tuple[int, ...]) -> Tensor:

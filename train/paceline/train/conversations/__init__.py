@@ -5,6 +5,7 @@ Nothing": given the head of a user's turn, the model writes the question, then a
 """
 
 from paceline.train.conversations.file import Conversation, read_conversations
-from paceline.train.conversations.write import own_conversations, write_conversations
+from paceline.train.conversations.own import OwnTexts
+from paceline.train.conversations.write import write_conversations
 
-__all__ = ["Conversation", "own_conversations", "read_conversations", "write_conversations"]
+__all__ = ["Conversation", "OwnTexts", "read_conversations", "write_conversations"]

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from accelerate import PartialState
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from transformers import PreTrainedTokenizerFast
 
@@ -16,9 +15,6 @@ from paceline.kernels.sampling import SamplingParams
 from paceline.train.author import Task, write_texts
 from paceline.train.conversations import openings
 from paceline.train.conversations.file import Conversation, append, read_conversations
-from paceline.train.corpus import Corpus
-from paceline.train.loop import Run
-from paceline.train.tokenizer import encode_all, load_tokenizer
 
 _TOGETHER = 64  # conversations that are written before the file grows
 _SHARES = {"chat": 0.32, "code": 0.24, "mathematics": 0.2, "edit": 0.18, "document": 0.06}
@@ -115,25 +111,6 @@ def write_conversations(
             written += new
             progress.update(bar, completed=len(written))
     return written
-
-
-def own_conversations(
-    decoder: Decoder, target: Path, corpus: Corpus, count: int, run: Run
-) -> list[Conversation]:
-    """Conversations of the target in the folder `target`, kept in `run.work`.
-
-    Several processes share the writing: each has a file and a seed of its own.
-    """
-    state = PartialState(cpu=True)
-    tokenizer = load_tokenizer(target)
-    share = -(-count // state.num_processes)
-    path = run.work / f"own-{state.process_index}.jsonl"
-    if not path.is_file() or len(read_conversations(path)) < share:
-        documents = encode_all(tokenizer, corpus.train)
-        write_conversations(decoder, tokenizer, documents, share, path, state.process_index)
-    state.wait_for_everyone()
-    files = sorted(run.work.glob("own-*.jsonl"))
-    return [each for path in files for each in read_conversations(path)]
 
 
 def _question(

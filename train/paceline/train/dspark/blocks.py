@@ -1,4 +1,4 @@
-"""Random blocks of a batch, packed by indices: inputs, visible positions and labels."""
+"""Random blocks of a batch of texts: inputs, labels and what counts."""
 
 from __future__ import annotations
 
@@ -12,20 +12,16 @@ from paceline.drafter.methods.dspark import DSparkConfig
 
 @dataclass(frozen=True)
 class Blocks:
-    """N blocks over a batch of B rows of S tokens; indices are into the flattened batch.
-
-    Visible positions are given as indices instead of a mask, so the cost of a step depends on the
-    number of visible positions, not on the length of the rows (DSpark, section 5.1). With a window
-    of 0 a block attends to all of its row before the anchor.
+    """G blocks of each of B rows of S tokens.
 
     Attributes:
-        anchors: Positions in their rows, int64 `[N]`.
-        fed: Tokens fed, anchor and masks, int64 `[N, block]`.
-        before: The token before each predicted one, int64 `[N, levels]`.
+        anchors: Positions in their texts, int64 `[B, G]`.
+        fed: Tokens fed, anchor and masks, int64 `[B, G, block]`.
+        before: The token before each predicted one, int64 `[B, G, levels]`.
         labels: The tokens to predict, like `before`.
-        target: Indices whose target states predict the labels, like `before`.
-        used: Indices whose hidden states any block attends to, int64 `[U]`.
-        seen: For each block its indices into `used`, padded with -1, int64 `[N, C]`.
+        target: Indices into the flattened batch of the target states that predict the labels, like
+            `before`.
+        counted: Whether the text has this label, and the row this block, bool like `before`.
     """
 
     anchors: Tensor
@@ -33,48 +29,53 @@ class Blocks:
     before: Tensor
     labels: Tensor
     target: Tensor
-    used: Tensor
-    seen: Tensor
-
-    @classmethod
-    def at(cls, config: DSparkConfig, tokens: Tensor, rows: Tensor, anchors: Tensor) -> Blocks:
-        """The blocks at given positions.
-
-        Args:
-            config: Of the drafter.
-            tokens: int64 `[B, S]`; each anchor has `config.levels` tokens behind it.
-            rows: Row of each block, int64 `[N]`.
-            anchors: Position of its anchor, at least 1, int64 `[N]`.
-        """
-        length = tokens.shape[1]
-        ahead = torch.arange(config.levels, device=tokens.device)
-        target = (rows * length + anchors)[:, None] + ahead
-        flat = tokens.flatten()
-        fed = torch.full((len(anchors), config.block), config.mask_token, device=tokens.device)
-        fed[:, 0] = flat[target[:, 0]]
-        reach = min(config.window or length, int(anchors.max()))
-        back = anchors[:, None] - 1 - torch.arange(reach, device=tokens.device)
-        indices = torch.where(back >= 0, rows[:, None] * length + back, -1)
-        used, seen = indices.unique(return_inverse=True)
-        if used[0] < 0:
-            used, seen = used[1:], seen - 1
-        return cls(anchors, fed, flat[target], flat[target + 1], target, used, seen)
+    counted: Tensor
 
     @classmethod
     def draw(
-        cls, config: DSparkConfig, tokens: Tensor, count: int, separator: int
-    ) -> Blocks | None:
-        """Up to `count` random blocks of each row, from torch's global generator.
+        cls, config: DSparkConfig, tokens: Tensor, positions: Tensor, possible: Tensor, count: int
+    ) -> Blocks:
+        """Draw up to `count` random blocks of each row, from torch's global generator.
 
-        A block begins at the second token or later, and never continues after a `separator`, where
-        another text begins. None if the batch has room for no block.
+        Args:
+            config: Of the drafter.
+            tokens: int64 `[B, S]`.
+            positions: Their positions in their texts, -1 for padding, like `tokens`.
+            possible: Where a block may begin, bool like `tokens`.
+            count: Most blocks of a row. A row with fewer such places has blocks that do not count.
         """
-        usable = tokens.shape[1] - config.levels
-        inside = (tokens != separator).unfold(1, config.levels, 1).all(-1)[:, :usable].clone()
-        inside[:, 0] = False
-        chance = torch.rand(inside.shape).to(tokens.device).masked_fill(~inside, -1.0)
-        best = chance.topk(min(count, usable), dim=1)
-        rows, order = (best.values >= 0).nonzero(as_tuple=True)
-        if not len(rows):
-            return None
-        return cls.at(config, tokens, rows, best.indices[rows, order])
+        length = tokens.shape[1]
+        chance = torch.rand(tokens.shape).to(tokens.device).masked_fill(~possible, -1.0)
+        best = chance.topk(min(count, length), dim=1)
+        ahead = torch.arange(config.levels + 1, device=tokens.device)
+        places = best.indices[..., None] + ahead
+        inside = (places < length) & (best.values >= 0)[..., None]
+        rows = torch.arange(len(tokens), device=tokens.device)[:, None, None] * length
+        places = rows + places.clamp(max=length - 1)
+        text, at = tokens.flatten()[places], positions.flatten()[places]
+        shape = (*best.indices.shape, config.block)
+        fed = torch.full(shape, config.mask_token, device=tokens.device)
+        fed[..., 0] = text[..., 0]
+        counted = (inside & (at >= 0))[..., 1:]
+        return cls(at[..., 0], fed, text[..., :-1], text[..., 1:], places[..., :-1], counted)
+
+
+def whole_blocks(tokens: Tensor, levels: int, separator: int) -> Tensor:
+    """Where a block may begin in rows of several texts.
+
+    This is at the second token or later, `levels` tokens before the row's end, and never if the
+    block would continue after a `separator`, where another text begins.
+
+    Args:
+        tokens: int64 `[B, S]`.
+        levels: Tokens that a block predicts.
+        separator: The token between texts.
+
+    Returns:
+        bool `[B, S]`.
+    """
+    possible = torch.zeros_like(tokens, dtype=torch.bool)
+    inside = (tokens != separator).unfold(1, levels, 1).all(-1)
+    usable = tokens.shape[1] - levels
+    possible[:, 1:usable] = inside[:, 1:usable]
+    return possible

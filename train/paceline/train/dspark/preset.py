@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paceline.train.schedule import Plan, Stage
+
+if TYPE_CHECKING:
+    from paceline.drafter.methods.dspark import DSparkConfig
 
 _WARM_UP = 0.04  # share of the run in which the learning rates rise, as in the reference
 _FINAL_RATE = 0.03
@@ -36,12 +41,28 @@ class DSparkPreset:
     """From this share of the run on, only texts that the target wrote are read."""
     own_texts: int = 0
     files: int = 1_000_000
+    conversations: int = 0
+    """Conversations that an instruct model writes; the run then reads nothing else, and `length` is
+    of answers."""
+    draft_vocab_size: int = 0
+    """Tokens that can be drafted, the most frequent ones; 0: all."""
     ce: float = 0.1
     """Weight of the cross-entropy (equation 12)."""
     tv: float = 0.9
     """Weight of the distance of the two distributions."""
     certainty: float = 1.0
     """Weight of the confidence head's loss."""
+
+    def config(self, target: Path, mask_token: int) -> DSparkConfig:
+        """The shape of a drafter for the model in the folder `target`."""
+        from paceline.drafter.methods.dspark import DSparkConfig
+
+        names = (
+            "taps", "block", "layers", "window", "markov_rank", "markov_head", "confidence",
+            "draft_vocab_size",
+        )  # fmt: skip
+        fields = {name: getattr(self, name) for name in names}
+        return DSparkConfig.for_target(target, mask_token=mask_token, **fields)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -72,6 +93,12 @@ PRESETS: dict[str, DSparkPreset] = {
         taps=(1, 4, 6), layers=2, block=6, markov_rank=128, window=128,
         minutes=40, steps=20_000, rows=2, length=512, anchors=64,
         muon_rate=0.02, adamw_rate=3e-3, files=400, own_texts=1536, own_from=0.4,
+    ),
+    # For SmolLM2-135M-Instruct on two CPU cores: answers of the target alone.
+    "smollm2": DSparkPreset(
+        taps=(2, 15, 27, 29), layers=1, block=6, markov_rank=128, window=256,
+        minutes=45, steps=100_000, rows=6, length=320, anchors=48, adamw_rate=1.5e-3,
+        conversations=4096, draft_vocab_size=6144,
     ),
     # The paper's for Qwen3-4B: 5 layers, block 7, the whole context, AdamW (section 4.1).
     "paper": DSparkPreset(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel
+from paceline.drafter.methods.dspark import DSparkModel
 from paceline.train.checkpoint import Progress
 from paceline.train.corpus import Corpus
 from paceline.train.drafter import (
@@ -38,17 +38,7 @@ def train_dspark(
     """
     begin_run(run, out, "dspark", preset, corpus, target=target_folder)
     texts = Texts.load(target_folder, corpus, preset.own_texts, run)
-    config = DSparkConfig.for_target(
-        target_folder,
-        taps=preset.taps,
-        block=preset.block,
-        mask_token=texts.eos,
-        layers=preset.layers,
-        window=preset.window,
-        markov_rank=preset.markov_rank,
-        markov_head=preset.markov_head,
-        confidence=preset.confidence,
-    )
+    config = preset.config(target_folder, texts.eos)
     target = TappedTarget(target_folder, run.device, config.taps)
     torch.manual_seed(0)
     model = DSparkModel(config).to(run.device)
@@ -66,35 +56,18 @@ def train_dspark(
     if progress is not None:
         splits = {"held out": texts.heldout, "trained on": texts.trained}
         measured = Heldout(drafter, texts.decoder, write_groups(texts.decoder, splits)).measure(out)
-        card = _card(config, texts, preset, progress, model)
+        card = _card(model, texts, preset, progress)
         (out / "README.md").write_text(f"{card}\n{rounds_section(measured)}")
     return model
 
 
-def _card(
-    config: DSparkConfig,
-    texts: Texts,
-    preset: DSparkPreset,
-    progress: Progress,
-    model: DSparkModel,
-) -> str:
-    heads = "no sequential head and no confidence head: this is DFlash"
-    if config.markov_rank:
-        confidence = "a confidence head" if config.confidence else "no confidence head"
-        heads = f"{config.markov_head} sequential head of rank {config.markov_rank}, {confidence}"
-    context = f"the last {config.window} positions" if config.window else "all positions"
-    return f"""# Paceline demo drafter: {"DSpark" if config.markov_rank else "DFlash"}
+def _card(model: DSparkModel, texts: Texts, preset: DSparkPreset, progress: Progress) -> str:
+    return f"""# Paceline demo drafter: {"DSpark" if preset.markov_rank else "DFlash"}
 
 Drafter method `dspark` (DSpark, section 3) for the demo target: drafts a block at a time. It works
 with no other model: `config.json` holds the target's fingerprint.
 
-- {parameters(model)}, bf16: backbone of {config.layers} layers, width {config.hidden},
-  {config.q_heads} heads over {config.kv_heads} KV heads of {config.head_dim}, feed-forward
-  {config.intermediate}
-- blocks of {config.block} tokens, {config.levels} of them drafted; {heads}
-- reads the outputs of target layers {", ".join(map(str, config.taps))} (0 is the first of
-  {config.target_layers}) at {context}; embedding and LM head are the target's and not in this
-  folder
+{shape_section(model)}
 
 {texts.card_section(preset.files)}
 
@@ -105,3 +78,23 @@ with no other model: `config.json` holds the target's fingerprint.
 the target wrote. Weights of the losses: cross-entropy {preset.ce:g}, distance {preset.tv:g},
 confidence {preset.certainty:g} (DSpark, section 3.3).
 """
+
+
+def shape_section(model: DSparkModel) -> str:
+    """The list of a model card about a drafter's shape."""
+    config = model.config
+    heads = "no sequential head and no confidence head: this is DFlash"
+    if config.markov_rank:
+        confidence = "a confidence head" if config.confidence else "no confidence head"
+        heads = f"{config.markov_head} sequential head of rank {config.markov_rank}, {confidence}"
+    context = f"the last {config.window} positions" if config.window else "all positions"
+    drafted = f"{config.drafted:,} most frequent" if config.draft_vocab_size else "all"
+    return f"""\
+- {parameters(model)}, bf16: backbone of {config.layers} layers, width {config.hidden},
+  {config.q_heads} heads over {config.kv_heads} KV heads of {config.head_dim}, feed-forward
+  {config.intermediate}
+- blocks of {config.block} tokens, {config.levels} of them drafted; {heads}
+- reads the outputs of target layers {", ".join(map(str, config.taps))} (0 is the first of
+  {config.target_layers}) at {context}
+- drafts {drafted} of {config.vocab_size:,} tokens; embedding and LM head are the target's and
+  not in this folder"""

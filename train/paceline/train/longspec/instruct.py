@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +11,16 @@ from torch import Tensor
 
 from paceline.decoder import Decoder, ModelSource, open_model
 from paceline.drafter.methods.longspec import LongSpecConfig, LongSpecModel
-from paceline.drafter.recordings import Recording
 from paceline.train.checkpoint import Progress
-from paceline.train.conversations import Conversation, own_conversations
+from paceline.train.conversations import OwnTexts
 from paceline.train.corpus import Corpus
-from paceline.train.drafter import Objective, parameters, rounds_section, train_drafter
+from paceline.train.drafter import (
+    Objective,
+    machine,
+    parameters,
+    rounds_section,
+    train_drafter,
+)
 from paceline.train.drafter_models import LongSpecDrafter
 from paceline.train.heldout import Heldout
 from paceline.train.identity import begin_run
@@ -29,28 +32,30 @@ from paceline.train.schedule import Plan
 from paceline.train.signals import signals_of
 from paceline.train.whole_texts import WholeTexts
 
-_HELD_OUT = 17  # one conversation in so many: odd, as temperatures alternate
 _LOGGED, _MEASURED = 2, 12  # texts of each kind and temperature
-_TOKENS = 128  # of an answer that are measured
 _TREES = {"widths": "4,4", "max_nodes": "7", "weights": "int8"}
 
 
 def train_longspec_instruct(
-    target: Path, corpus: Corpus, preset: LongSpecPreset, run: Run, out: Path
+    target: Path,
+    corpus: Corpus,
+    preset: LongSpecPreset,
+    run: Run,
+    out: Path,
+    written: Sequence[Path] = (),
 ) -> LongSpecModel:
     """Train a layer for the instruct model in `target`; writes its folder and card to `out`.
 
-    The target writes the conversations first, which is not part of `run.minutes`. The layer begins
-    as a copy of layers of the target. Returns the layer, fp32.
+    The target writes the conversations first, which is not part of `run.minutes`, unless they are
+    in the files `written`. The layer begins as a copy of layers of the target. Returns the layer,
+    fp32.
 
-    Raises what `begin_run` and `write_conversations` raise.
+    Raises what `begin_run` and `OwnTexts.load` raise.
     """
     run = replace(run, bf16=torch.device(run.device).type != "cpu")  # slower without AMX
-    begin_run(run, out, "longspec", preset, corpus, target=target)
+    begin_run(run, out, "longspec", preset, corpus, target=target, written=written)
     decoder = Decoder.load(target, "int8")
-    texts = own_conversations(decoder, target, corpus, preset.conversations, run)
-    trained = [each for number, each in enumerate(texts) if number % _HELD_OUT]
-    heldout = texts[::_HELD_OUT]
+    texts = OwnTexts.load(decoder, target, corpus, preset.conversations, run, written)
     config = LongSpecConfig.for_target(
         target,
         window=preset.window,
@@ -59,38 +64,27 @@ def train_longspec_instruct(
     )
     source = open_model(target)
     model = LongSpecModel(config)
-    model.load_state_dict(initial_weights(source, config, frequent(texts, config)))
+    model.load_state_dict(initial_weights(source, config, texts.frequent(config.drafted)))
     drafter = LongSpecDrafter(target, model.to(run.device), preset.levels)
-    signals = signals_of(
-        decoder, target, [each.tokens for each in trained], config.target_layer, run.work
-    )
+    tokens = [each.tokens for each in texts.trained]
+    signals = signals_of(decoder, target, tokens, run.work, kv_layer=config.target_layer)
     torch.manual_seed(0)
     embedding, head = source.vocabulary(torch.bfloat16)
     loss = SignalLoss(model, embedding, head.float(), signals, preset)
     objective = Objective(LaggedLayer(model), loss, preset.muon_rate, preset.adamw_rate)
     plan = Plan(preset.stages, run.minutes, run.steps)
-    notes = {"conversations": len(trained)}
-    progress = train_drafter(
-        drafter, objective, WholeTexts(signals.starts), plan, run,
-        _heldout(drafter, decoder, heldout, _LOGGED), notes, out,
-    )  # fmt: skip
+
+    def heldout(count: int) -> Heldout:
+        return Heldout(drafter, decoder, texts.recordings(count, preset.levels), {"": _TREES})
+
+    notes = {"conversations": len(texts.trained)}
+    batches = WholeTexts(signals.starts)
+    progress = train_drafter(drafter, objective, batches, plan, run, heldout(_LOGGED), notes, out)
     if progress is not None:
-        rounds = _heldout(drafter, decoder, heldout, _MEASURED).measure(out)
-        card = _card(model, trained, objective, progress, preset)
+        rounds = heldout(_MEASURED).measure(out)
+        card = _card(model, texts, objective, progress, preset)
         (out / "README.md").write_text(f"{card}\n{rounds_section(rounds)}")
     return model
-
-
-def frequent(texts: Sequence[Conversation], config: LongSpecConfig) -> Tensor:
-    """The most frequent tokens of conversations, rising, int64 ``[draft_vocab_size]``.
-
-    Where there are too few different ones, the first tokens of the vocabulary fill up.
-    """
-    counts = Counter(range(config.vocab_size))  # each token once
-    for each in texts:
-        counts.update(each.tokens)
-    found = [token for token, _ in counts.most_common(config.draft_vocab_size)]
-    return torch.tensor(sorted(found), dtype=torch.int64)
 
 
 def initial_weights(
@@ -116,30 +110,14 @@ def initial_weights(
     return {**found, "d2t": drafted} if config.draft_vocab_size else found
 
 
-def _heldout(
-    drafter: LongSpecDrafter, decoder: Decoder, texts: Sequence[Conversation], count: int
-) -> Heldout:
-    """At most `count` texts of each kind and temperature."""
-    groups: defaultdict[str, list[Recording]] = defaultdict(list)
-    for each in texts:
-        group = groups[f"{each.kind}, temperature {each.temperature:g}"]
-        if len(group) < count and len(each.answer) > drafter.levels + 1:
-            answer = each.answer[:_TOKENS]
-            group.append(Recording(each.prompt, answer, each.temperature, each.seed))
-    return Heldout(drafter, decoder, dict(sorted(groups.items())), {"": _TREES})
-
-
 def _card(
     model: LongSpecModel,
-    texts: Sequence[Conversation],
+    texts: OwnTexts,
     objective: Objective,
     progress: Progress,
     preset: LongSpecPreset,
 ) -> str:
     config = model.config
-    counts = Counter(each.kind for each in texts)
-    kinds = ", ".join(f"{count:,} {kind}" for kind, count in counts.most_common())
-    tokens = sum(len(each.tokens) for each in texts)
     return f"""# LongSpec layer
 
 Drafter method `longspec` (LongSpec, section 3). It works with one target only: `config.json` holds
@@ -152,14 +130,11 @@ the target's fingerprint.
   {config.target_layers}); drafts the {config.draft_vocab_size:,} most frequent of
   {config.vocab_size:,} tokens; embedding and LM head are the target's and not in this folder
 
-## Data
-
-{len(texts):,} conversations, {tokens / 1e3:,.0f} thousand tokens, that the target wrote itself
-({kinds}). One in {_HELD_OUT} of all is held out.
+{texts.card_section()}
 
 ## Training
 
-{progress.description}, on {os.cpu_count()} processors.
+{progress.description}, on {machine()}.
 The layer begins as a copy of the target's first and last layer. KL divergence from the target's
 distribution over the drafted tokens; {objective.rates}; lags 1 to {preset.levels}.
 Measured with trees of {_TREES["max_nodes"]} nodes, {_TREES["widths"]} by level, and 8-bit weights.

@@ -27,7 +27,7 @@ class SignalLoss:
         self._embedding, self._head = vocabulary, model.draft_head(head)
         self._signals, self._preset = signals, preset
         drafted = torch.zeros(len(vocabulary), dtype=torch.bool)
-        drafted[model.d2t if model.config.draft_vocab_size else slice(None)] = True
+        drafted[slice(None) if model.d2t is None else model.d2t] = True
         self._counts = drafted[signals.tokens].roll(-1)
         self._counts[torch.tensor(signals.starts[1:]) - 1] = False  # no next token
 
@@ -35,6 +35,7 @@ class SignalLoss:
         signals, preset = self._signals, self._preset
         real = indices != PADDING
         indices = indices.clamp(min=0)
+        assert signals.kv is not None
         keys, values = signals.kv[indices].permute(2, 0, 3, 1, 4).contiguous()
         embedded = self._embedding[signals.tokens[indices]].float()
         positions = torch.arange(indices.shape[1]).expand(indices.shape)

@@ -6,17 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import ClassVar, TypeVar, cast
-
-import torch
+from typing import ClassVar
 
 from paceline.drafter.methods.base import Budget
 from paceline.drafter.methods.options import check_choice, check_range
 from paceline.drafter.methods.ranking import Ranked
 from paceline.kernels import MAX_TREE_NODES, SINKS, Proposal
 from paceline.tree import TokenTree
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -40,7 +36,7 @@ class BeamOptions:
 
     weights: str = "auto"
     """Format of the weights: auto (as stored), float32 or bfloat16, also the type of the KV; for
-    ``longspec`` also int8, for ``lm`` and ``selfspec`` also int8 or int4."""
+    ``longspec`` and ``dspark`` also int8, for ``lm`` and ``selfspec`` also int8 or int4."""
 
     formats: ClassVar[tuple[str, ...]] = ("auto", "float32", "bfloat16")
     """Known values of ``weights``."""
@@ -55,10 +51,6 @@ class BeamOptions:
         """Nodes drafted in a round, before the likeliest are selected."""
         more = self.widths[-1] * max(0, self.levels - len(self.widths)) if self.widths else 0
         return sum(self.widths[: self.levels]) + more
-
-    def torch_dtype(self, auto: T) -> T | torch.dtype:
-        """Returns the torch type of ``weights``, or ``auto`` if that is the option's value."""
-        return auto if self.weights == "auto" else cast(torch.dtype, getattr(torch, self.weights))
 
     def __post_init__(self) -> None:
         for width in self.widths:

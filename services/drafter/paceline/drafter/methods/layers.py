@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -15,6 +15,9 @@ from torch.nn import functional as F
 
 from paceline.decoder import UnsupportedModelError, open_model
 from paceline.decoder.config import check_rope, rope_frequencies
+from paceline.decoder.linear import Linear
+from paceline.drafter.methods.vocabulary import DRAFT_TOKENS, draft_rows
+from paceline.kernels.blocks import quantise
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class LayerShape:
         max_position: Longest context. Unit: tokens.
         norm_eps: Epsilon of every RMS norm.
         rope_parameters: ``rope_parameters`` of a transformers configuration.
+        draft_vocab_size: Tokens that can be drafted, the most frequent ones (EAGLE-3, section 3);
+            0: all of the vocabulary.
 
     Raises:
         UnsupportedModelError: A field is out of range.
@@ -58,6 +63,7 @@ class LayerShape:
     max_position: int
     norm_eps: float
     rope_parameters: Mapping[str, Any]
+    draft_vocab_size: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in self.HF_FIELDS:
@@ -67,6 +73,11 @@ class LayerShape:
         if self.q_heads % self.kv_heads:
             raise UnsupportedModelError(
                 f"{self.q_heads} query heads are not a multiple of {self.kv_heads} kv heads"
+            )
+        if not 0 <= self.draft_vocab_size <= self.vocab_size:
+            raise UnsupportedModelError(
+                f"draft_vocab_size is {self.draft_vocab_size}, expected 0 (all) to "
+                f"{self.vocab_size}, the vocabulary of the target"
             )
 
     def to_hf(self) -> dict[str, Any]:
@@ -89,6 +100,11 @@ class LayerShape:
             rope_parameters=dict(layer["rope_parameters"]),
             **rest,
         )
+
+    @property
+    def drafted(self) -> int:
+        """Tokens that can be drafted: rows of the LM head."""
+        return self.draft_vocab_size or self.vocab_size
 
     @property
     def group(self) -> int:
@@ -158,6 +174,44 @@ def config_errors(drafter: str) -> Iterator[None]:
         raise UnsupportedModelError(
             f"a field of a {drafter} drafter is missing or invalid in config.json: {error!r}"
         ) from error
+
+
+class DraftModel(nn.Module):
+    """A drafter's layers in training, without embedding and LM head, which are the target's.
+
+    Parameters have the names of the folder's tensors.
+
+    Attributes:
+        d2t: The target's id of each drafted token, rising, int64 ``[R]``; None: all tokens.
+        rope_inv_freq: Inverse frequencies of the rotary embedding.
+    """
+
+    d2t: Tensor | None
+    rope_inv_freq: Tensor
+
+    def __init__(self, config: LayerShape) -> None:
+        super().__init__()
+        count = config.draft_vocab_size
+        self.register_buffer(DRAFT_TOKENS, torch.arange(count) if count else None)
+        # Not in the state dict: config.json contains it.
+        self.register_buffer("rope_inv_freq", torch.tensor(config.rope_inv_freq), persistent=False)
+
+    def draft_head(self, head: Tensor) -> Tensor:
+        """Rows of the target's LM head ``[V, hidden]`` whose tokens are drafted."""
+        return head if self.d2t is None else head[self.d2t]
+
+    def draft_rows(self, tokens: Tensor) -> Tensor:
+        """See :func:`~paceline.drafter.methods.vocabulary.draft_rows`."""
+        return draft_rows(self.d2t, tokens)
+
+
+def linear(parts: Sequence[Tensor], int8: bool) -> Linear:
+    """Returns linear layers ``[out, in]`` of one input as one layer.
+
+    With ``int8`` the weights get 8 bits in blocks of 32, so ``in`` must be a multiple of 32.
+    """
+    weight = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    return Linear(quantise(weight.float(), 8) if int8 else weight)
 
 
 class RmsNorm(nn.Module):

@@ -6,19 +6,19 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from paceline.decoder import ModelSource, UnsupportedModelError, open_model
-from paceline.decoder.linear import Linear
 from paceline.decoder.sources import ModelFolder, Origin
 from paceline.decoder.weights import Checkpoint
 from paceline.drafter.methods.base import Fit
 from paceline.drafter.methods.beam import BeamOptions
 from paceline.drafter.methods.checkpoint import check_target
-from paceline.kernels.blocks import quantise
+from paceline.drafter.methods.layers import linear
+from paceline.drafter.methods.vocabulary import DraftedShape, drafted_tokens
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -34,9 +34,6 @@ SPECULATORS_VERSION = "0.6.0"
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 """Names of the target's frozen tensors in a drafter's folder that holds them."""
-
-DRAFT_TOKENS = "d2t"
-"""Name of the tensor with the target's token id of each drafted token, rising; int64 ``[R]``."""
 
 _TARGET_EMBEDDING = "model.embed_tokens.weight"
 
@@ -173,11 +170,8 @@ def read_config_file(folder: str | Path, method: str) -> dict[str, Any]:
     return config
 
 
-class EmbeddingShape(Protocol):
-    """Shape of an embedding."""
-
-    @property
-    def vocab_size(self) -> int: ...
+class EmbeddingShape(DraftedShape, Protocol):
+    """Shape of an embedding, and of the part of it that is drafted."""
 
     @property
     def hidden(self) -> int: ...
@@ -206,7 +200,7 @@ class TargetEmbedding:
         if tokens is not None:
             head = head[tokens.to(head.device)]
         self.embedding, self.tokens = embedding, tokens
-        self.head = Linear(quantise(head.float(), 8) if int8 else head)
+        self.head = linear([head], int8)
         packed = self.head.packed
         self.private_bytes = sum(t.nbytes for t in packed.tensors().values()) if packed else 0
         """Bytes of the packed head."""
@@ -219,7 +213,6 @@ class TargetEmbedding:
         shape: EmbeddingShape,
         dtype: torch.dtype,
         device: torch.device | str,
-        tokens: Tensor | None = None,
         int8: bool = False,
     ) -> TargetEmbedding:
         """Reads both from the drafter's folder if it holds them, otherwise from the target's.
@@ -230,12 +223,13 @@ class TargetEmbedding:
             shape: Expected shape.
             dtype: Type of the model.
             device: Device of the model.
-            tokens: Tokens that are drafted; None: all.
             int8: Whether the head gets 8 bits.
 
         Raises:
-            UnsupportedModelError: Neither folder has them, or they have another shape.
+            UnsupportedModelError: Neither folder has them, or they have another shape; the ids of
+                the drafted tokens are missing or invalid.
         """
+        tokens = drafted_tokens(folder, shape)
         names = (EMBEDDING, HEAD)
         source: ModelSource = ModelFolder(folder)
         if EMBEDDING not in Checkpoint(folder, dtype, device):
@@ -262,6 +256,8 @@ class TargetEmbedding:
 class TargetOptions(BeamOptions):
     """Options of every method whose drafters share a target's embedding and LM head."""
 
+    formats: ClassVar[tuple[str, ...]] = (*BeamOptions.formats, "int8")
+
     target: str = ""
     """Folder of the target, for its embedding and LM head; empty: the drafter's folder has them."""
 
@@ -270,6 +266,16 @@ class TargetOptions(BeamOptions):
         """Folder of the target, if given."""
         return Path(self.target) if self.target else None
 
+    @property
+    def int8(self) -> bool:
+        """Whether matrices get 8 bits."""
+        return self.weights == "int8"
+
+    def torch_dtype(self, stored: torch.dtype) -> torch.dtype:
+        """Returns the type of the model: that of ``weights`` or, if it has none, ``stored``."""
+        known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+        return known.get(self.weights, stored)
+
     def read_embedding(
         self,
         folder: Path,
@@ -277,8 +283,6 @@ class TargetOptions(BeamOptions):
         shape: EmbeddingShape,
         dtype: torch.dtype,
         device: str,
-        tokens: Tensor | None = None,
-        int8: bool = False,
     ) -> tuple[TargetEmbedding, Fit]:
         """Checks the target, then reads its embedding and LM head (:class:`TargetEmbedding`).
 
@@ -291,5 +295,5 @@ class TargetOptions(BeamOptions):
         """
         if self.target_folder is not None:
             fit = check_target(folder, self.target_folder, fit)
-        read = TargetEmbedding.read(folder, self.target_folder, shape, dtype, device, tokens, int8)
-        return read, fit
+        target = self.target_folder
+        return TargetEmbedding.read(folder, target, shape, dtype, device, self.int8), fit

@@ -7,7 +7,6 @@ import hashlib
 import json
 import logging
 import os
-import platform
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 import torch
 
 from paceline.decoder import Decoder
-from paceline.kernels import cpu_kernels
+from paceline.kernels import cpu_kernels, processor_name
 from paceline.verifier.scheduler.costs import CostTable
 from paceline.verifier.scheduler.profile import contexts_of, profile
 from paceline.verifier.scheduler.scheduler import Scheduler
@@ -70,19 +69,9 @@ def _key(decoder: Decoder, max_context: int) -> str:
         torch.get_num_threads(),
         torch.__version__,
         cpu_kernels().level,
-        _machine(),
+        (processor_name(), len(os.sched_getaffinity(0))),
     )
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
-
-
-def _machine() -> tuple[str, int]:
-    """The kind of processor, and how many of it this process may use."""
-    cores = len(os.sched_getaffinity(0))
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("model name", "CPU part")):
-                return line.partition(":")[2].strip(), cores
-    return platform.processor() or platform.machine(), cores
 
 
 def _folder() -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from paceline.decoder.linear import Linear
 from paceline.decoder.rope import Rope
 from paceline.drafter.methods.dspark.config import DSparkConfig
+from paceline.drafter.methods.layers import linear
 from paceline.drafter.methods.slots import WindowCache, chain_segments
 from paceline.drafter.methods.target import TargetEmbedding
 from paceline.kernels import (
@@ -38,12 +40,17 @@ class DSparkBackbone:
         embedding: TargetEmbedding,
         dtype: torch.dtype,
         device: torch.device | str,
+        int8: bool = False,
     ) -> None:
-        """Builds the backbone from tensors of :func:`~.checkpoint.load_weights`."""
+        """Builds the backbone from tensors of :func:`~.checkpoint.load_weights`.
+
+        With ``int8`` its matrices get 8 bits in blocks of 32.
+        """
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         self._rope = Rope(config, device)
-        self._writing = Executor(_record_context(config, weights, dtype))
-        self._drafting = Executor(_record_block(config, weights, embedding, dtype))
+        tensors = _Tensors(config, weights, int8)
+        self._writing = Executor(_record_context(tensors, dtype))
+        self._drafting = Executor(_record_block(tensors, embedding, dtype))
 
     def new_context(self) -> WindowCache:
         """Returns an empty context for one generation: the KV of its hidden states.
@@ -86,7 +93,7 @@ class DSparkBackbone:
 
         Returns:
             Hidden states ``[S, levels, hidden]`` of the positions that predict, in the weights'
-            type, and the target's logits of them ``[S, levels, V]``.
+            type, and the target's logits of them ``[S, levels, V]``, or of drafted tokens alone.
         """
         config, length = self.config, self.config.block
         caches = [context for context, _ in blocks]
@@ -118,63 +125,61 @@ class DSparkBackbone:
         return result.taps[0].view(shape), result.logits.view(shape)
 
 
-def _record_context(
-    config: DSparkConfig, weights: Mapping[str, Tensor], dtype: torch.dtype
-) -> Program:
+@dataclass(frozen=True)
+class _Tensors:
+    """The parts of a program, from tensors by name."""
+
+    config: DSparkConfig
+    weights: Mapping[str, Tensor]
+    int8: bool
+
+    @property
+    def heads(self) -> Heads:
+        return Heads(self.config.q_heads, self.config.kv_heads, self.config.head_dim)
+
+    def norm(self, name: str) -> Norm:
+        return Norm(self.weights[f"{name}.weight"].float(), self.config.norm_eps)
+
+    def head_norms(self, base: str) -> tuple[Norm, Norm]:
+        return self.norm(f"{base}q_norm"), self.norm(f"{base}k_norm")
+
+    def matrix(self, *names: str) -> Linear:
+        return linear([self.weights[f"{name}.weight"] for name in names], self.int8)
+
+
+def _record_context(tensors: _Tensors, dtype: torch.dtype) -> Program:
     """Hidden states to the keys and values of all layers."""
-    program = Recorder(_heads(config), dtype)
+    config = tensors.config
+    program = Recorder(tensors.heads, dtype)
     states = program.input(len(config.taps) * config.hidden)
-    projected = program.multiply(states, Linear(weights["fc.weight"]))
-    inputs = program.add_norm(projected, 0, _norm(config, weights, "hidden_norm"))
+    projected = program.multiply(states, tensors.matrix("fc"))
+    inputs = program.add_norm(projected, 0, tensors.norm("hidden_norm"))
     for index in range(config.layers):
         base = f"layers.{index}.self_attn."
-        pair = program.multiply(inputs, _linear(weights, base, "k", "v"))
-        program.write(pair, _head_norms(config, weights, base), index)
+        pair = program.multiply(inputs, tensors.matrix(f"{base}k_proj", f"{base}v_proj"))
+        program.write(pair, tensors.head_norms(base), index)
     return program.finish()
 
 
-def _record_block(
-    config: DSparkConfig,
-    weights: Mapping[str, Tensor],
-    embedding: TargetEmbedding,
-    dtype: torch.dtype,
-) -> Program:
+def _record_block(tensors: _Tensors, embedding: TargetEmbedding, dtype: torch.dtype) -> Program:
     """Tokens of blocks to logits; the tap is the hidden state that the LM head reads."""
+    config = tensors.config
     window = config.window + config.block if config.window else None
-    program = Recorder(_heads(config), dtype)
+    program = Recorder(tensors.heads, dtype)
     x, delta = program.embed(embedding.embedding), 0
     for index in range(config.layers):
-        base = f"layers.{index}."
-        attention = f"{base}self_attn."
-        inputs = program.add_norm(x, delta, _norm(config, weights, f"{base}input_layernorm"))
-        heads = program.multiply(inputs, _linear(weights, attention, "q", "k", "v"))
-        q = program.rotate(heads, _head_norms(config, weights, attention), index)
+        base, attention = f"layers.{index}.", f"layers.{index}.self_attn."
+        inputs = program.add_norm(x, delta, tensors.norm(f"{base}input_layernorm"))
+        heads = program.multiply(inputs, tensors.matrix(*(f"{attention}{n}_proj" for n in "qkv")))
+        q = program.rotate(heads, tensors.head_norms(attention), index)
         attended = program.attend_context(q, index, window)
-        delta = program.multiply(attended, _linear(weights, attention, "o"))
-        norm = _norm(config, weights, f"{base}post_attention_layernorm")
-        inputs = program.add_norm(x, delta, norm)
-        gate_up = program.multiply(inputs, _linear(weights, f"{base}mlp.", "gate", "up"))
-        delta = program.multiply(program.gate(gate_up), _linear(weights, f"{base}mlp.", "down"))
+        delta = program.multiply(attended, tensors.matrix(f"{attention}o_proj"))
+        inputs = program.add_norm(x, delta, tensors.norm(f"{base}post_attention_layernorm"))
+        wide = tensors.matrix(f"{base}mlp.gate_proj", f"{base}mlp.up_proj")
+        gated = program.gate(program.multiply(inputs, wide))
+        delta = program.multiply(gated, tensors.matrix(f"{base}mlp.down_proj"))
     program.add(x, delta)
-    hidden = program.add_norm(program.select(x), 0, _norm(config, weights, "norm"))
+    hidden = program.add_norm(program.select(x), 0, tensors.norm("norm"))
     program.tap(hidden, 0)
     program.multiply(hidden, embedding.head)
     return program.finish()
-
-
-def _heads(config: DSparkConfig) -> Heads:
-    return Heads(config.q_heads, config.kv_heads, config.head_dim)
-
-
-def _norm(config: DSparkConfig, weights: Mapping[str, Tensor], name: str) -> Norm:
-    return Norm(weights[f"{name}.weight"].float(), config.norm_eps)
-
-
-def _head_norms(
-    config: DSparkConfig, weights: Mapping[str, Tensor], base: str
-) -> tuple[Norm, Norm]:
-    return _norm(config, weights, f"{base}q_norm"), _norm(config, weights, f"{base}k_norm")
-
-
-def _linear(weights: Mapping[str, Tensor], base: str, *names: str) -> Linear:
-    return Linear(torch.cat([weights[f"{base}{name}_proj.weight"] for name in names]))

@@ -22,11 +22,12 @@ from paceline.drafter.methods.target import (
     read_config_file,
     write_checkpoint,
 )
+from paceline.drafter.methods.vocabulary import DRAFT_TOKENS, drafted_tokens
 
 METHOD = "dspark"
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.bfloat16}
-_OTHER_TENSORS = frozenset({EMBEDDING, HEAD, "t2d", "d2t"})
+_OTHER_TENSORS = frozenset({EMBEDDING, HEAD, "t2d", DRAFT_TOKENS})
 """Tensors that a folder may also hold: the target's own, and maps between vocabularies."""
 
 
@@ -125,4 +126,8 @@ def load_weights(
             f"{folder} holds the tensors {unknown[:5]}, which no DSpark drafter of its config.json "
             "has"
         )
-    return {name: take(found, name, shape) for name, shape in shapes.items()}
+    drafted = drafted_tokens(Path(folder), config)
+    if drafted is not None:
+        del shapes[DRAFT_TOKENS]
+    weights = {name: take(found, name, shape) for name, shape in shapes.items()}
+    return weights if drafted is None else {**weights, DRAFT_TOKENS: drafted.to(device)}

@@ -85,7 +85,7 @@ class DSparkSequence(BeamSequence):
         return self._readable >= self.length - 1 and self.length >= 2
 
     def set_block(self, hidden: Tensor, logits: Tensor) -> None:
-        """Sets the backbone's output of the block, ``[levels, hidden]`` and ``[levels, V]``."""
+        """Sets the backbone's output of the block, ``[levels, hidden]`` and ``[levels, V or R]``."""
         self._hidden, self._logits = hidden, logits
 
     def head_input(self) -> HeadInput:
@@ -163,11 +163,12 @@ class DSparkDrafter(BeamDrafter[DSparkSequence]):
         options: DSparkOptions,
         fit: Fit,
         size: int,
+        drafted_tokens: Tensor | None,
     ) -> None:
         config = backbone.config
         depth = min(options.depth or config.levels, config.levels)
         super().__init__(config, replace(options, depth=depth), fit, size)
-        self.backbone, self.heads = backbone, heads
+        self.backbone, self.heads, self.drafted_tokens = backbone, heads, drafted_tokens
         self.needs = Needs(
             hidden_state_layers=config.taps,
             hidden_state_window=config.window,
@@ -211,7 +212,7 @@ def _read(folder: Path, fit: Fit, options: DSparkOptions, device: str) -> DSpark
     embedding, fit = options.read_embedding(folder, fit, config, dtype, device)
     weights = load_weights(folder, config, dtype, device)
     with torch.inference_mode():
-        backbone = DSparkBackbone(config, weights, embedding, dtype, device)
-        heads = DSparkHeads(config, weights, dtype, device)
+        backbone = DSparkBackbone(config, weights, embedding, dtype, device, options.int8)
+        heads = DSparkHeads(config, weights, dtype, device, options.int8)
     size = sum(tensor.nbytes for tensor in weights.values()) + embedding.private_bytes
-    return DSparkDrafter(backbone, heads, options, fit, size)
+    return DSparkDrafter(backbone, heads, options, fit, size, embedding.tokens)

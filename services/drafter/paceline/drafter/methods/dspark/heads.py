@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.drafter.methods.dspark.config import DSparkConfig
+from paceline.drafter.methods.layers import linear
+from paceline.drafter.methods.vocabulary import DRAFT_TOKENS, draft_rows
 
 
 class MarkovHead(nn.Module):
@@ -18,7 +20,8 @@ class MarkovHead(nn.Module):
     The bias is W2 of features, which :meth:`step` computes from the previous token, the backbone's
     hidden state of the position and, for ``rnn``, the recurrent state (DSpark, section 3.1,
     equations 5 and 6). For ``gated``, W1's features are weighted by the sigmoid of a linear layer
-    over hidden state and features.
+    over hidden state and features. With a reduced vocabulary W1 has rows for the drafted tokens and
+    one for all others, since only an anchor can be another token.
     """
 
     def __init__(self, config: DSparkConfig) -> None:
@@ -26,8 +29,9 @@ class MarkovHead(nn.Module):
         super().__init__()
         rank, hidden = config.markov_rank, config.hidden
         self.kind = config.markov_head
-        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, config.vocab_size, bias=False)
+        others = 1 if config.draft_vocab_size else 0  # a row for all tokens that are not drafted
+        self.markov_w1 = nn.Embedding(config.drafted + others, rank)
+        self.markov_w2 = nn.Linear(rank, config.drafted, bias=False)
         if self.kind == "gated":
             self.gate_proj = nn.Linear(hidden + rank, rank)
         elif self.kind == "rnn":
@@ -64,11 +68,12 @@ class MarkovHead(nn.Module):
         """Computes all positions of blocks whose tokens are known.
 
         Args:
-            before: Token before each position, int64 ``[N, S]``.
+            before: Row among the drafted tokens of the token before each position, int64
+                ``[N, S]``.
             hidden: The backbone's hidden states, ``[N, S, hidden]``.
 
         Returns:
-            The bias ``[N, S, V]``, and W1's rows ``[N, S, r]``.
+            The bias ``[N, S, V]``, or of the drafted tokens alone, and W1's rows ``[N, S, r]``.
         """
         rows = self.markov_w1(before)
         if self.kind == "rnn":
@@ -116,7 +121,7 @@ class HeadOutput:
     """Output of the heads.
 
     Attributes:
-        bias: Added to the logits, ``[R, V]``; None: nothing.
+        bias: Added to the logits, ``[R, V]`` or of drafted tokens alone; None: nothing.
         state: Recurrent state for the next level, ``[R, r]``; None without a sequential head.
         log_confidence: Log probability that a token of the level is accepted, float32 ``[R]``; None
             without a confidence head.
@@ -144,8 +149,10 @@ class DSparkHeads:
         weights: Mapping[str, Tensor],
         dtype: torch.dtype,
         device: torch.device | str,
+        int8: bool = False,
     ) -> None:
-        """Builds the heads from the folder's tensors."""
+        """Builds the heads from the folder's tensors; with ``int8``, W2 gets 8 bits."""
+        self._drafted = weights.get(DRAFT_TOKENS)
         self._markov = MarkovHead(config) if config.markov_rank else None
         self._confidence = ConfidenceHead(config) if config.confidence else None
         for name, head in (("markov_head.", self._markov), ("confidence_head.", self._confidence)):
@@ -153,6 +160,8 @@ class DSparkHeads:
                 head.to(device, dtype)
                 own = {n.removeprefix(name): t for n, t in weights.items() if n.startswith(name)}
                 head.load_state_dict(own)
+        if self._markov is not None:
+            self._w2 = linear([self._markov.markov_w2.weight], int8)
 
     @torch.inference_mode()
     def forward(self, batch: Sequence[HeadInput]) -> list[HeadOutput]:
@@ -162,10 +171,10 @@ class DSparkHeads:
         states = [each.state for each in batch if each.state is not None]
         rows = bias = state = confidence = None
         if self._markov is not None:
-            rows = self._markov.markov_w1(before)
+            rows = self._markov.markov_w1(draft_rows(self._drafted, before))
             begin = torch.cat(states) if states else self._markov.begin(hidden)
             state, features = self._markov.step(begin, rows, hidden)
-            bias = self._markov.markov_w2(features)
+            bias = self._w2(features)
         if self._confidence is not None:
             confidence = F.logsigmoid(self._confidence(hidden, rows).float())
         return HeadOutput(bias, state, confidence).split([len(each.before) for each in batch])

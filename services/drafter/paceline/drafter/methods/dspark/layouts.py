@@ -94,10 +94,10 @@ def write_config(config: DSparkConfig, layout: Layout, target: TargetRef) -> dic
     }
     if layout is Layout.SPECULATORS:
         return _speculators(config, target) | heads
-    if not config.from_anchor or config.window:
+    if not config.from_anchor or config.window or config.draft_vocab_size:
         raise UnsupportedModelError(
-            "DeepSpec supports only blocks from the anchor on that attend to the whole context; "
-            "export to speculators instead"
+            "DeepSpec supports only blocks from the anchor on that attend to the whole context and "
+            "draft the whole vocabulary; export to speculators instead"
         )
     return {
         **_backbone(config),
@@ -142,11 +142,12 @@ def _read_speculators(described: Json) -> DSparkConfig:
         raise UnsupportedModelError(
             f"projector type {described['projector_type']!r} is not supported, only 'dflash'"
         )
-    reduced = described.get("draft_vocab_size")
-    if reduced not in (None, layer["vocab_size"]):
+    drafted = described.get("draft_vocab_size") or layer["vocab_size"]
+    reduced = int(drafted) if drafted != layer["vocab_size"] else 0
+    if reduced and SECTION not in described:  # its d2t has differences of ids
         raise UnsupportedModelError(
-            f"a vocabulary reduced to {reduced} of {layer['vocab_size']} tokens is not supported; "
-            "use a drafter with the target's whole vocabulary"
+            f"a vocabulary reduced to {reduced} of {layer['vocab_size']} tokens is supported only "
+            "in folders of this project; use a drafter with the target's whole vocabulary"
         )
     if described.get("target_hidden_size") not in (None, layer["hidden_size"]):
         raise UnsupportedModelError(
@@ -162,6 +163,7 @@ def _read_speculators(described: Json) -> DSparkConfig:
         target_layers=int(section.get("target_layers", 0)),
         from_anchor=bool(described["sample_from_anchor"]),
         window=int(section.get("window", 0)),
+        draft_vocab_size=reduced,
         **(_read_heads(described) if described["speculators_model_type"] == "dspark" else {}),
     )
 
@@ -212,7 +214,7 @@ def _speculators(config: DSparkConfig, target: TargetRef) -> dict[str, Any]:
     return {
         **speculators_fields(architecture, kind, "greedy", config.levels, target),
         "transformer_layer_config": _backbone(config),
-        "draft_vocab_size": config.vocab_size,
+        "draft_vocab_size": config.drafted,
         "aux_hidden_state_layer_ids": [layer + 1 for layer in config.taps],
         "sample_from_anchor": config.from_anchor,
     }

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from paceline.drafter.methods.dspark.config import DSparkConfig
 from paceline.drafter.methods.dspark.heads import ConfidenceHead, MarkovHead
-from paceline.drafter.methods.layers import Mlp, RmsNorm, apply_rope
+from paceline.drafter.methods.layers import DraftModel, Mlp, RmsNorm, apply_rope
 
 
 class Attention(nn.Module):
@@ -23,7 +23,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(q, config.hidden, bias=False)
         self.q_norm = RmsNorm(config.head_dim, config.norm_eps)
         self.k_norm = RmsNorm(config.head_dim, config.norm_eps)
-        self._dim, self._kv_heads = config.head_dim, config.kv_heads
+        self._dim, self._group = config.head_dim, config.group
 
     def keys_values(self, x: Tensor, factors: Factors) -> tuple[Tensor, Tensor]:
         """Projects ``[..., hidden]`` to keys after RoPE and values, each ``[..., Hkv, D]``."""
@@ -33,28 +33,22 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, factors: Factors, context: tuple[Tensor, Tensor], seen: Tensor
     ) -> Tensor:
-        """Attends from blocks to their contexts and to themselves.
+        """Attends from blocks to their context and to themselves.
 
         Args:
-            x: Blocks, ``[N, block, hidden]``.
+            x: The blocks of each text, ``[N, Q, hidden]``.
             factors: Cosines and sines of their positions.
-            context: Keys and values of the context, each ``[U, Hkv, D]``.
-            seen: Rows of the context that each block attends to, -1 for none, ``[N, C]``.
+            context: Keys and values of the texts, each ``[N, C, Hkv, D]``.
+            seen: Which context and which positions of blocks each one attends to, bool
+                ``[N, 1, Q, C + Q]``.
         """
-        blocks, length, _ = x.shape
         q = apply_rope(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self._dim))), factors)
-        own = self.keys_values(x, factors)
-        rows = seen.clamp(min=0)
         k, v = (
-            torch.cat([F.embedding(rows, there.flatten(1)).unflatten(-1, here.shape[2:]), here], 1)
-            for there, here in zip(context, own, strict=True)
+            torch.cat(parts, dim=1).transpose(1, 2).repeat_interleave(self._group, dim=1)
+            for parts in zip(context, self.keys_values(x, factors), strict=True)
         )
-        # All positions of a block attend to the same keys, so they share one row of the mask.
-        q = q.unflatten(2, (self._kv_heads, -1)).permute(0, 2, 1, 3, 4).flatten(2, 3)
-        mask = F.pad(seen >= 0, (0, length), value=True)[:, None, None]
-        out = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), mask)
-        out = out.unflatten(2, (length, -1)).permute(0, 2, 1, 3, 4).reshape(blocks, length, -1)
-        attended: Tensor = self.o_proj(out)
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, seen)
+        attended: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
         return attended
 
 
@@ -69,18 +63,14 @@ class Layer(nn.Module):
         self.mlp = Mlp(config.hidden, config.intermediate)
 
 
-class DSparkModel(nn.Module):
-    """Backbone and heads (DSpark, section 3); no embedding and no LM head.
+class DSparkModel(DraftModel):
+    """Backbone and heads (DSpark, section 3).
 
-    Parameters have the names of the folders' tensors. Blocks of any number of texts are packed, and
-    indices select each block's context. The cost depends on the blocks and their contexts, not on
-    the lengths of the texts (section 5.1, anchor-bounded sequence packing).
+    Blocks of one text share its context: all of them are one attention call under a mask.
     """
 
-    rope_inv_freq: Tensor
-
     def __init__(self, config: DSparkConfig) -> None:
-        super().__init__()
+        super().__init__(config)
         self.config = config
         self.fc = nn.Linear(len(config.taps) * config.hidden, config.hidden, bias=False)
         self.hidden_norm = RmsNorm(config.hidden, config.norm_eps)
@@ -88,44 +78,49 @@ class DSparkModel(nn.Module):
         self.norm = RmsNorm(config.hidden, config.norm_eps)
         self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.confidence else None
-        # Not in the state dict: config.json contains it.
-        self.register_buffer("rope_inv_freq", torch.tensor(config.rope_inv_freq), persistent=False)
 
     def forward(
-        self,
-        embedded: Tensor,
-        anchors: Tensor,
-        taps: Tensor,
-        tap_positions: Tensor,
-        seen: Tensor,
+        self, embedded: Tensor, anchors: Tensor, taps: Tensor, tap_positions: Tensor
     ) -> Tensor:
-        """Runs the backbone over blocks.
+        """Runs the backbone over G blocks of each of N texts.
 
         Args:
-            embedded: The target's embedding of anchor and masks, ``[N, block, hidden]``.
-            anchors: Positions of the anchors, int64 ``[N]``.
-            taps: Outputs of the tapped layers, side by side, ``[U, taps * hidden]``.
-            tap_positions: Position of each row in its text, int64 ``[U]``.
-            seen: Rows of ``taps`` that each block attends to, in any order, -1 for none, int64
-                ``[N, C]``. Their positions are before the anchor.
+            embedded: The target's embedding of anchors and masks, ``[N, G, block, hidden]``.
+            anchors: Positions of the anchors, int64 ``[N, G]``.
+            taps: Outputs of the tapped layers, side by side, ``[N, C, taps * hidden]``. A block
+                attends to those of the window before its anchor.
+            tap_positions: Their positions in any order, -1 for padding, int64 ``[N, C]``.
 
         Returns:
-            Hidden states of the positions that predict, ``[N, levels, hidden]``.
+            Hidden states of the positions that predict, ``[N, G, levels, hidden]``.
         """
-        config = self.config
+        config, shape = self.config, embedded.shape
         context = self.hidden_norm(self.fc(taps))
         context_factors = self._factors(tap_positions)
         offsets = torch.arange(config.block, device=anchors.device)
-        factors = self._factors(anchors[:, None] + offsets)
-        x = embedded
+        factors = self._factors((anchors[..., None] + offsets).flatten(1))
+        seen = self._seen(anchors, tap_positions)
+        x = embedded.flatten(1, 2)
         for layer in self.layers:
             assert isinstance(layer, Layer)
             attention = layer.self_attn
             context_kv = attention.keys_values(context, context_factors)
             x = x + attention(layer.input_layernorm(x), factors, context_kv, seen)
             x = x + layer.mlp(layer.post_attention_layernorm(x))
-        hidden: Tensor = self.norm(x[:, config.block - config.levels :])
+        hidden: Tensor = self.norm(x.view(shape)[:, :, config.block - config.levels :])
         return hidden
+
+    def _seen(self, anchors: Tensor, tap_positions: Tensor) -> Tensor:
+        """The mask of :class:`Attention`: the window before an anchor, and the block itself."""
+        texts, count = anchors.shape
+        block, window = self.config.block, self.config.window
+        ends, places = anchors[:, :, None], tap_positions[:, None]
+        before = (places >= 0) & (places < ends)
+        if window:
+            before &= places >= ends - window
+        number = torch.arange(count * block, device=anchors.device) // block
+        own = (number[:, None] == number).expand(texts, -1, -1)
+        return torch.cat([before.repeat_interleave(block, dim=1), own], dim=-1)[:, None]
 
     def _factors(self, positions: Tensor) -> Factors:
         angles = positions[..., None, None].float() * self.rope_inv_freq

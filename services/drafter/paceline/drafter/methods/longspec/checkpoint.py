@@ -14,9 +14,7 @@ from paceline.drafter.methods.layers import config_errors
 from paceline.drafter.methods.longspec.config import LongSpecConfig
 from paceline.drafter.methods.target import (
     CONFIG_FILE,
-    DRAFT_TOKENS,
     SECTION,
-    WEIGHTS_FILE,
     TargetRef,
     read_config_file,
     speculators_fields,
@@ -94,27 +92,3 @@ def read_longspec(folder: str | Path) -> tuple[LongSpecConfig, torch.dtype]:
         section = {"draft_vocab_size": 0, **section}  # older folders do not have it
         rest = {name: kind(section[name]) for name, kind in _SECTION_FIELDS.items()}
         return LongSpecConfig.from_hf(layer, **rest), dtype
-
-
-def drafted_tokens(folder: str | Path, config: LongSpecConfig) -> Tensor | None:
-    """Reads the target's id of each token that is drafted, int64 ``[R]``; None: all tokens.
-
-    Raises:
-        UnsupportedModelError: They are missing, or are not that many rising ids.
-    """
-    if not config.draft_vocab_size:
-        return None
-    from safetensors import safe_open
-
-    path = Path(folder) / WEIGHTS_FILE
-    file: Any = safe_open(str(path), framework="pt")
-    found = file.get_tensor(DRAFT_TOKENS) if DRAFT_TOKENS in file.keys() else torch.empty(0)  # noqa: SIM118
-    count, vocab = config.draft_vocab_size, config.vocab_size
-    valid = found.dtype == torch.int64 and found.shape == (count,)
-    if not valid or found[0] < 0 or found[-1] >= vocab or (found.diff() <= 0).any():
-        raise UnsupportedModelError(
-            f"{path} has no valid tensor {DRAFT_TOKENS!r}, expected {count} rising token ids "
-            f"below {vocab}"
-        )
-    ids: Tensor = found
-    return ids

@@ -23,8 +23,6 @@ class LongSpecConfig(LayerShape):
         target_layers: Number of layers of the target.
         window: Positions that self-attention sees, the token's own included. Unit: tokens.
         final_norm: Whether there is a norm before the LM head; the paper's layer has none.
-        draft_vocab_size: Tokens that can be drafted, the most frequent ones (EAGLE-3, section 3);
-            0: all of the vocabulary.
     """
 
     HF_FIELDS: ClassVar = {**LayerShape.HF_FIELDS, "window": "sliding_window"}
@@ -33,7 +31,6 @@ class LongSpecConfig(LayerShape):
     target_layers: int
     window: int = 512
     final_norm: bool = True
-    draft_vocab_size: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -41,11 +38,6 @@ class LongSpecConfig(LayerShape):
             raise UnsupportedModelError(
                 f"target_layer is {self.target_layer}, expected 0 to {self.target_layers - 1}: the "
                 f"target has {self.target_layers} layers"
-            )
-        if not 0 <= self.draft_vocab_size <= self.vocab_size:
-            raise UnsupportedModelError(
-                f"draft_vocab_size is {self.draft_vocab_size}, expected 0 (all) to "
-                f"{self.vocab_size}, the vocabulary of the target"
             )
 
     @classmethod

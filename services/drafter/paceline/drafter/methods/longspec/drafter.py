@@ -32,7 +32,7 @@ from paceline.drafter.methods.beam_drafter import (
     required,
 )
 from paceline.drafter.methods.checkpoint import load_model, read_fit, required_folder, weight_bytes
-from paceline.drafter.methods.longspec.checkpoint import drafted_tokens, read_longspec
+from paceline.drafter.methods.longspec.checkpoint import read_longspec
 from paceline.drafter.methods.longspec.layer import LongSpecLayer, TargetKv
 from paceline.drafter.methods.options import parse_options
 from paceline.drafter.methods.target import TargetEmbedding, TargetOptions
@@ -128,8 +128,6 @@ class LongSpecOptions(TargetOptions, KvOptions):
     10 on a CPU if no widths are given.
     """
 
-    formats: ClassVar[tuple[str, ...]] = (*TargetOptions.formats, "int8")
-
     context: int = 512
     """KV budget: most target positions that a round reads, the first 4 and the newest; 0: all.
     With a budget, a draft takes as long at 128k tokens as at 1k. Unit: tokens."""
@@ -202,11 +200,9 @@ def _read(
     folder: Path, fit: Fit, options: LongSpecOptions, device: str
 ) -> tuple[LongSpecLayer, TargetEmbedding, Fit]:
     config, dtype = read_longspec(folder)
-    int8 = options.weights == "int8"
-    if not int8:
-        dtype = options.torch_dtype(dtype)
-    tokens = drafted_tokens(folder, config)
-    embedding, fit = options.read_embedding(folder, fit, config, dtype, device, tokens, int8)
+    dtype = options.torch_dtype(dtype)
+    embedding, fit = options.read_embedding(folder, fit, config, dtype, device)
     weights = Checkpoint(folder, dtype, device)
     with torch.inference_mode():
-        return LongSpecLayer(config, weights, embedding, dtype, device, int8), embedding, fit
+        layer = LongSpecLayer(config, weights, embedding, dtype, device, options.int8)
+    return layer, embedding, fit

@@ -10,11 +10,11 @@ from torch import Tensor
 from paceline.decoder.linear import Linear
 from paceline.decoder.rope import Rope
 from paceline.decoder.weights import take
+from paceline.drafter.methods.layers import linear
 from paceline.drafter.methods.longspec.config import LongSpecConfig
 from paceline.drafter.methods.slots import WindowCache
 from paceline.drafter.methods.target import TargetEmbedding
 from paceline.kernels import Context, Executor, Heads, LayerTable, Norm, Pass, Recorder, TreePlan
-from paceline.kernels.blocks import quantise
 
 
 class TargetKv:
@@ -92,13 +92,12 @@ class LongSpecLayer:
         def norm(name: str) -> Norm:
             return Norm(take(weights, f"{name}.weight", (hidden,)).float(), config.norm_eps)
 
-        def linear(ins: int, outs: Mapping[str, int]) -> Linear:
+        def matrix(ins: int, outs: Mapping[str, int]) -> Linear:
             parts = [take(weights, f"layers.0.{n}.weight", (o, ins)) for n, o in outs.items()]
-            weight = torch.cat(parts)
-            return Linear(quantise(weight.float(), 8) if int8 else weight)
+            return linear(parts, int8)
 
         attention, mlp = {"q": width, "k": kv, "v": kv}, ("gate", "up")
-        qkv = linear(hidden, {f"self_attn.{n}_proj": outs for n, outs in attention.items()})
+        qkv = matrix(hidden, {f"self_attn.{n}_proj": outs for n, outs in attention.items()})
         self_norm = norm("layers.0.input_layernorm")
         heads = Heads(config.q_heads, config.kv_heads, config.head_dim)
 
@@ -111,14 +110,14 @@ class LongSpecLayer:
         x = program.embed(embedding.embedding)
         q = program.rotate(program.multiply(program.add_norm(x, 0, self_norm), qkv), None, 0)
         attended = program.attend(q, 0, config.window)
-        delta = program.multiply(attended, linear(width, {"self_attn.o_proj": hidden}))
+        delta = program.multiply(attended, matrix(width, {"self_attn.o_proj": hidden}))
         inputs = program.add_norm(x, delta, norm("layers.0.cross_layernorm"))
-        q = program.multiply(inputs, linear(hidden, {"cross_attn.q_proj": width}))
+        q = program.multiply(inputs, matrix(hidden, {"cross_attn.q_proj": width}))
         attended = program.attend_context(program.rotate_queries(q), 0, None)
-        delta = program.multiply(attended, linear(width, {"cross_attn.o_proj": hidden}))
+        delta = program.multiply(attended, matrix(width, {"cross_attn.o_proj": hidden}))
         inputs = program.add_norm(x, delta, norm("layers.0.post_attention_layernorm"))
-        gate_up = program.multiply(inputs, linear(hidden, {f"mlp.{n}_proj": wide for n in mlp}))
-        down = linear(wide, {"mlp.down_proj": hidden})
+        gate_up = program.multiply(inputs, matrix(hidden, {f"mlp.{n}_proj": wide for n in mlp}))
+        down = matrix(wide, {"mlp.down_proj": hidden})
         program.add(x, program.multiply(program.gate(gate_up), down))
         x = program.select(x)
         last = program.add_norm(x, 0, norm("norm")) if config.final_norm else x

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.drafter.methods.layers import Mlp, RmsNorm, apply_rope
+from paceline.drafter.methods.layers import DraftModel, Mlp, RmsNorm, apply_rope
 from paceline.drafter.methods.longspec.config import LongSpecConfig
-from paceline.drafter.methods.target import DRAFT_TOKENS
 from paceline.kernels import SINKS
 
 
@@ -38,24 +37,17 @@ class Layer(nn.Module):
         self.mlp = Mlp(config.hidden, config.intermediate)
 
 
-class LongSpecModel(nn.Module):
-    """The layer and its final norm (LongSpec, section 3.1); no embedding and no LM head.
+class LongSpecModel(DraftModel):
+    """The layer and its final norm (LongSpec, section 3.1).
 
-    Parameters have the names of the folder's tensors. Memory grows with queries times keys.
+    Memory grows with queries times keys.
     """
 
-    rope_inv_freq: Tensor
-    d2t: Tensor
-
     def __init__(self, config: LongSpecConfig) -> None:
-        super().__init__()
+        super().__init__(config)
         self.config = config
         self.layers = nn.ModuleList([Layer(config)])
         self.norm = RmsNorm(config.hidden, config.norm_eps) if config.final_norm else None
-        if config.draft_vocab_size:
-            self.register_buffer(DRAFT_TOKENS, torch.arange(config.draft_vocab_size))
-        # Not in the state dict: config.json contains it.
-        self.register_buffer("rope_inv_freq", torch.tensor(config.rope_inv_freq), persistent=False)
 
     def forward(
         self,
@@ -99,10 +91,6 @@ class LongSpecModel(nn.Module):
         if self.norm is not None:
             x = self.norm(x)
         return x
-
-    def draft_head(self, head: Tensor) -> Tensor:
-        """Rows of the target's LM head ``[V, hidden]`` whose tokens are drafted."""
-        return head[self.d2t] if self.config.draft_vocab_size else head
 
     def rope_factors(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions[..., None].float() * self.rope_inv_freq
