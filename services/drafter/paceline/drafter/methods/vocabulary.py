@@ -1,4 +1,4 @@
-"""Reduced vocabularies: a drafter that drafts the most frequent tokens alone (EAGLE-3, section 3)."""
+"""Reduced vocabularies: only the most frequent tokens are drafted (EAGLE-3, section 3)."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class DSparkSequence(BeamSequence):
         return self._readable >= self.length - 1 and self.length >= 2
 
     def set_block(self, hidden: Tensor, logits: Tensor) -> None:
-        """Sets the backbone's output of the block, ``[levels, hidden]`` and ``[levels, V or R]``."""
+        """Sets the backbone's output: hidden states ``[levels, hidden]`` and logits."""
         self._hidden, self._logits = hidden, logits
 
     def head_input(self) -> HeadInput:
