@@ -124,8 +124,8 @@ class Dense:
         rows = None
         if self.model.markov_head is not None:
             before = self.model.draft_rows(torch.tensor(tokens))[None]
-            bias, rows = self.model.markov_head(before, hidden[None, :levels])
-            scores = scores + bias[0, -1]
+            features, rows = self.model.markov_head(before, hidden[None, :levels])
+            scores = scores + self.model.markov_head.markov_w2(features)[0, -1]
         if self.model.confidence_head is not None:
             logit = self.model.confidence_head(
                 hidden[levels - 1], None if rows is None else rows[0, -1]

@@ -120,7 +120,8 @@ def test_the_sequential_head_by_hand(kind: str) -> None:
     w1, w2 = head.markov_w1.weight, head.markov_w2.weight
     before, hidden = torch.tensor([[3, 9, 3]]), torch.randn(1, 3, 24)
     with torch.no_grad():
-        bias, rows = head(before, hidden)
+        found, rows = head(before, hidden)
+        bias = head.markov_w2(found)
         state = torch.zeros(6)
         for place, token in enumerate(before[0]):
             features = w1[token]
@@ -139,8 +140,8 @@ def test_the_sequential_head_by_hand(kind: str) -> None:
 def test_a_new_head_has_no_bias() -> None:
     """Training starts from DFlash."""
     head = MarkovHead(CONFIG)
-    bias, _ = head(torch.tensor([[3, 9]]), torch.randn(1, 2, 24))
-    assert not bias.any()
+    features, _ = head(torch.tensor([[3, 9]]), torch.randn(1, 2, 24))
+    assert not head.markov_w2(features).any()
 
 
 @pytest.mark.parametrize("markov", [True, False])

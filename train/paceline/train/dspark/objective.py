@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel
+from paceline.drafter.methods.dspark import DSparkModel
 from paceline.train.batches import Batches
 from paceline.train.dspark.blocks import Blocks, whole_blocks
 from paceline.train.dspark.preset import DSparkPreset
@@ -32,18 +32,18 @@ class BlockDrafter(nn.Module):
             taps: Likewise, `[B, S, taps * hidden]`.
 
         Returns:
-            Of the N blocks of all rows: hidden states for the LM head `[N, levels, hidden]`, the
-            sequential head's bias on their logits `[N, levels, V]` or of drafted tokens alone, and
-            logits of the confidences `[N, levels]`; None for a head that the drafter does not have.
+            Of the N blocks of all rows: hidden states for the LM head `[N, levels, hidden]`,
+            features of the sequential head `[N, levels, r]`, and logits of the confidences
+            `[N, levels]`; None for a head that the drafter does not have.
         """
         model = self.model
         hidden = model(embedded, blocks.anchors, taps, positions).flatten(0, 1)
-        bias = rows = confidence = None
+        features = rows = confidence = None
         if model.markov_head is not None:
-            bias, rows = model.markov_head(model.draft_rows(blocks.before).flatten(0, 1), hidden)
+            features, rows = model.markov_head(model.draft_rows(blocks.before).flatten(0, 1), hidden)
         if model.confidence_head is not None:
             confidence = model.confidence_head(hidden, rows)
-        return hidden, bias, confidence
+        return hidden, features, confidence
 
 
 class BlockLoss:
@@ -54,17 +54,18 @@ class BlockLoss:
 
     def __init__(
         self,
-        config: DSparkConfig,
+        model: DSparkModel,
         target: TappedTarget,
         batches: Batches,
         preset: DSparkPreset,
         separator: int,
     ) -> None:
-        self._config, self._target, self._batches = config, target, batches
+        self._model, self._target, self._batches = model, target, batches
         self._preset, self._separator = preset, separator
 
     def __call__(self, forward: nn.Module, indices: Tensor, done: float) -> Tensor:
-        config, preset, target = self._config, self._preset, self._target
+        model, preset, target = self._model, self._preset, self._target
+        config = model.config
         tokens = self._batches.stream[indices].to(target.head.device)
         possible = whole_blocks(tokens, config.levels, self._separator)
         if not possible.any():
@@ -75,12 +76,12 @@ class BlockLoss:
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
         blocks = Blocks.draw(config, tokens, positions, possible, preset.anchors)
         taps, logits = target.read(tokens, blocks.target.flatten())
-        hidden, bias, confidence = forward(
+        hidden, features, confidence = forward(
             target.embed(blocks.fed), blocks, positions, taps.view(*tokens.shape, -1).float()
         )
         drafted = F.linear(hidden.to(target.head.dtype), target.head).float()
-        if bias is not None:
-            drafted = drafted + bias
+        if model.markov_head is not None:
+            drafted = drafted + model.markov_head.markov_w2(features)
         return weighted_loss(
             drafted.log_softmax(-1),
             logits.float().log_softmax(-1).view_as(drafted),
@@ -112,16 +113,32 @@ def weighted_loss(
         confidence: Logits of the confidences, `[N, levels]`, or None.
         preset: The three weights.
     """
-    levels, count = draft.shape[1:]
-    other = labels == count
-    reached = counted & (other.cumsum(1) - other.long() == 0)
-    weights = torch.exp(-torch.arange(levels, device=draft.device) / levels) * reached
+    count = draft.shape[-1]
+    weights, known = label_weights(labels, counted, count)
     entropy = -draft.gather(-1, labels.clamp(max=count - 1)[..., None]).squeeze(-1)
     distance = (draft.exp() - target.exp()).abs().sum(-1)
-    loss = (preset.ce * entropy + preset.tv * distance) * ~other
+    loss = ((preset.ce * entropy + preset.tv * distance) * known * weights).sum()
     if confidence is not None:
-        accepted = (1 - distance.detach() / 2).clamp(0, 1) * ~other  # equation 8
-        loss = loss + preset.certainty * F.binary_cross_entropy_with_logits(
-            confidence.float(), accepted, reduction="none"
-        )
-    return (loss * weights).sum() / counted[:, 0].sum()
+        distance = torch.where(known, distance, 2.0)
+        loss = loss + confidence_loss(confidence, distance, weights, preset)
+    return loss
+
+
+def label_weights(labels: Tensor, counted: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The weight of each label, fp32, and whether it is drafted, both `[N, levels]`.
+
+    Labels are those of :func:`weighted_loss`, rows of `count` drafted tokens.
+    """
+    levels, other = labels.shape[1], labels == count
+    reached = counted & (other.cumsum(1) - other.long() == 0)
+    falling = torch.exp(-torch.arange(levels, device=labels.device) / levels)
+    return falling * reached / counted[:, 0].sum(), ~other
+
+
+def confidence_loss(
+    confidence: Tensor, distance: Tensor, weights: Tensor, preset: DSparkPreset
+) -> Tensor:
+    """The weighted loss of the confidences: logits, all `[N, levels]`."""
+    accepted = (1 - distance.detach() / 2).clamp(0, 1)  # equation 8
+    entropy = F.binary_cross_entropy_with_logits(confidence.float(), accepted, reduction="none")
+    return preset.certainty * (entropy * weights).sum()

@@ -44,7 +44,7 @@ def train_dspark(
     model = DSparkModel(config).to(run.device)
     drafter = DSparkDrafter(target_folder, model)
     batches = texts.batches(preset.files)
-    loss = BlockLoss(config, target, batches, preset, texts.eos)
+    loss = BlockLoss(model, target, batches, preset, texts.eos)
     objective = Objective(BlockDrafter(model), loss, preset.muon_rate, preset.adamw_rate)
     plan = DSparkPlan(preset.stages, run.minutes, run.steps, focus=len(texts.own))
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from paceline.drafter.methods.dspark import DSparkModel
 from paceline.train.dspark.blocks import Blocks
-from paceline.train.dspark.objective import weighted_loss
+from paceline.train.dspark.chunked import ChunkedBlockLoss
+from paceline.train.dspark.objective import confidence_loss, label_weights
 from paceline.train.dspark.preset import DSparkPreset
 from paceline.train.signals import Signals
 from paceline.train.whole_texts import PADDING
@@ -57,16 +57,23 @@ class SignalBlockLoss:
         blocks = Blocks.draw(model.config, tokens, positions, possible, preset.anchors)
         embedded = self._embedding[blocks.fed].float()
         taps = signals.taps[indices].float()
-        hidden, bias, confidence = forward(embedded, blocks, positions, taps)
-        drafted = F.linear(hidden, self._head)
-        if bias is not None:
-            drafted = drafted + bias
-        states = signals.hidden[indices].flatten(0, 1)[blocks.target.flatten()].float()
-        return weighted_loss(
-            drafted.log_softmax(-1),
-            F.linear(states, self._head).log_softmax(-1).view_as(drafted),
-            model.draft_rows(blocks.labels).flatten(0, 1),
-            blocks.counted.flatten(0, 1),
-            confidence,
+        hidden, features, confidence = forward(embedded, blocks, positions, taps)
+        labels = model.draft_rows(blocks.labels).flatten(0, 1)
+        weights, known = label_weights(labels, blocks.counted.flatten(0, 1), len(self._head))
+        used = known & (weights > 0)
+        states = signals.hidden[indices].flatten(0, 1)[blocks.target.flatten(0, 1)[used]].float()
+        total, distances = ChunkedBlockLoss.apply(
+            hidden[used],
+            None if features is None else features[used],
+            None if model.markov_head is None else model.markov_head.markov_w2.weight,
+            states,
+            self._head,
+            labels[used],
+            weights[used],
             preset,
         )
+        if confidence is not None:
+            distance = torch.full_like(weights, 2.0)
+            distance[used] = distances
+            total = total + confidence_loss(confidence, distance, weights, preset)
+        return total

@@ -144,7 +144,7 @@ def _module_and_loss(
     if isinstance(drafter, DSparkDrafter):
         tapped = TappedTarget(drafter.target, device, drafter.config.taps)
         preset = DSPARK_PRESETS["cpu"]
-        loss = BlockLoss(drafter.config, tapped, batches, preset, separator)
+        loss = BlockLoss(drafter.model, tapped, batches, preset, separator)
         return BlockDrafter(drafter.model), loss
     if isinstance(drafter, LongSpecDrafter):
         layer_preset = replace(LONGSPEC_PRESETS["cpu"], levels=drafter.levels)

@@ -73,7 +73,7 @@ class MarkovHead(nn.Module):
             hidden: The backbone's hidden states, ``[N, S, hidden]``.
 
         Returns:
-            The bias ``[N, S, V]``, or of the drafted tokens alone, and W1's rows ``[N, S, r]``.
+            Features, of which W2 makes the bias, and W1's rows, both ``[N, S, r]``.
         """
         rows = self.markov_w1(before)
         if self.kind == "rnn":
@@ -81,8 +81,8 @@ class MarkovHead(nn.Module):
             for position in range(before.shape[1]):
                 state, found = self.step(state, rows[:, position], hidden[:, position])
                 features.append(found)
-            return self.markov_w2(torch.stack(features, dim=1)), rows
-        return self.markov_w2(self.step(rows, rows, hidden)[1]), rows
+            return torch.stack(features, dim=1), rows
+        return self.step(rows, rows, hidden)[1], rows
 
 
 class ConfidenceHead(nn.Module):
