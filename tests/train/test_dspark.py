@@ -17,7 +17,8 @@ from paceline.decoder import load_config
 from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel
 from paceline.train.dspark.answers import Answers
 from paceline.train.dspark.blocks import Blocks, whole_blocks
-from paceline.train.dspark.objective import weighted_loss
+from paceline.train.dspark.chunked import CHUNK, ChunkedBlockLoss
+from paceline.train.dspark.objective import label_weights, weighted_loss
 from paceline.train.dspark.preset import DSparkPreset
 from paceline.train.dspark.signal_loss import SignalBlockLoss
 from paceline.train.dspark.target import TappedTarget
@@ -141,6 +142,31 @@ def test_the_loss_by_hand() -> None:
             expected += float(weight * loss) / 2
     found = weighted_loss(draft, target, wanted, counted, confidence, preset)
     assert float(found) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("markov", [True, False])
+def test_the_fused_loss_is_that_of_all_logits_and_so_is_its_gradient(markov: bool) -> None:
+    torch.manual_seed(0)
+    shape = (CHUNK // 2 + 3, 3)  # more than one chunk
+    hidden = torch.randn(*shape, 16, requires_grad=True)
+    features, w2 = torch.randn(*shape, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+    states, head = torch.randn(*shape, 16), torch.randn(9, 16)
+    labels, counted = torch.randint(0, 10, shape), torch.rand(shape) < 0.9
+    counted[0] = True
+    weights, known = label_weights(labels, counted, 9)
+    used = known & (weights > 0)
+    given = (features[used], w2) if markov else (None, None)
+    fused, distances = ChunkedBlockLoss.apply(
+        hidden[used], *given, states[used], head, labels[used], weights[used], SMALL
+    )
+    logits = hidden @ head.T + (features @ w2.T if markov else 0)
+    draft, target = logits.log_softmax(-1), (states @ head.T).log_softmax(-1)
+    plain = weighted_loss(draft, target, labels, counted, None, SMALL)
+    torch.testing.assert_close(fused, plain)
+    torch.testing.assert_close(distances, (draft.exp() - target.exp()).abs().sum(-1)[used])
+    inputs = (hidden, features, w2) if markov else (hidden,)
+    found, expected = (torch.autograd.grad(2 * loss, inputs) for loss in (fused, plain))
+    torch.testing.assert_close(found, expected)
 
 
 def test_the_confidence_trains_the_backbone_but_not_its_label() -> None:

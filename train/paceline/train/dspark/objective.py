@@ -40,7 +40,9 @@ class BlockDrafter(nn.Module):
         hidden = model(embedded, blocks.anchors, taps, positions).flatten(0, 1)
         features = rows = confidence = None
         if model.markov_head is not None:
-            features, rows = model.markov_head(model.draft_rows(blocks.before).flatten(0, 1), hidden)
+            features, rows = model.markov_head(
+                model.draft_rows(blocks.before).flatten(0, 1), hidden
+            )
         if model.confidence_head is not None:
             confidence = model.confidence_head(hidden, rows)
         return hidden, features, confidence
