@@ -1,11 +1,15 @@
 """Drafters that are loaded for a target where none is named."""
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
+from gguf_files import write_gguf
 
 from paceline.cli import shipped
+from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel, save_dspark
+from paceline.drafter.methods.target import TargetRef
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 
@@ -34,3 +38,22 @@ def test_without_a_checkout_nothing_ships(target: Path, monkeypatch: pytest.Monk
     assert [spec.partition("=")[0] for spec in shipped.drafters_for(target)] == [
         *("ngram", "selfspec")
     ]
+
+
+def test_drafters_fit_every_format_of_their_target(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described = json.loads((target / "config.json").read_text())
+    target = shutil.copytree(target, tmp_path / "target")
+    ends = {"bos_token_id": 0, "eos_token_id": 1}
+    (target / "config.json").write_text(json.dumps({**described, **ends}))
+    (target / "tokenizer.json").unlink()
+    config = DSparkConfig.for_target(target, taps=(0,), block=2, mask_token=0)
+    folder = tmp_path / "models" / "ours" / "dspark"
+    save_dspark(folder, config, DSparkModel(config).state_dict(), TargetRef.of(target))
+    monkeypatch.setattr(shipped, "models_folder", lambda: tmp_path / "models")
+    for path in (target, write_gguf(tmp_path / "target.gguf", target)):
+        assert shipped.drafters_for(path) == [
+            f"dspark=dspark:{folder},target={path}",
+            "ngram=ngram",
+        ]

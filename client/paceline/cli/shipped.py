@@ -43,26 +43,25 @@ def models_folder() -> Path | None:
 
 
 def _fitting(target: Path) -> Iterator[Path]:
-    """Folders of drafters that fit the target: by its weights, without such a rule by the tokens.
+    """Folders of drafters that fit the target, whatever format it has.
 
     What takes time, digests of weights and tokenizer, is read only if the vocabularies are equal.
     """
     from paceline.decoder import open_model
-    from paceline.drafter.methods.checkpoint import read_fit
+    from paceline.drafter.methods.base import LoadError
+    from paceline.drafter.methods.checkpoint import check_target, read_fit
 
     models = models_folder()
     if models is None:
         return
-    source = open_model(target)
-    vocab_size = source.config().vocab_size
+    vocab_size = open_model(target).config().vocab_size
     for method in _METHODS:
         for file in sorted(models.glob(f"*/{method}/config.json")):
             fit = read_fit(file.parent)
             if fit.vocab_size != vocab_size:
                 continue
-            if fit.target_fingerprint:
-                fits = fit.target_fingerprint == source.fingerprint()
-            else:
-                fits = fit.tokenizer_digest == source.tokenizer_digest
-            if fits:
-                yield file.parent
+            try:
+                check_target(file.parent, target, fit)
+            except LoadError:
+                continue
+            yield file.parent
