@@ -27,6 +27,7 @@ from paceline.train.loop import Run
 from paceline.train.signals import signals_of
 from paceline.train.tokenizer import load_tokenizer
 
+_FIRST_NORM = 0.25  # of the target's
 _LOGGED, _MEASURED = 2, 12  # texts of each kind and temperature
 _TREES = {"widths": "4,4,2,1", "max_nodes": "8", "weights": "int8"}
 
@@ -86,7 +87,8 @@ def initial_weights(
     """Weights copied from a target, by the names of a DSparkModel.
 
     The layers are the target's last ones, and their context is what the first of them reads there,
-    as near as a tap is.
+    as near as a tap is. Mask tokens are new to them: the final norm is small at first, so that
+    logits are nearly even and not wrong by far.
     """
     first = config.target_layers - config.layers
     names = {"hidden_norm": f"model.layers.{first}.input_layernorm", "norm": "model.norm"}
@@ -103,6 +105,7 @@ def initial_weights(
     mixed = torch.zeros(len(config.taps), config.hidden, config.hidden)
     mixed[near] = torch.eye(config.hidden)
     weights["fc.weight"] = torch.cat(list(mixed), dim=1)
+    weights["norm.weight"] *= _FIRST_NORM
     return {**weights, "d2t": drafted} if config.draft_vocab_size else weights
 
 

@@ -97,8 +97,8 @@ PRESETS: dict[str, DSparkPreset] = {
     # For SmolLM2-135M-Instruct on two CPU cores: answers of the target alone.
     "smollm2": DSparkPreset(
         taps=(2, 15, 27, 29), layers=1, block=6, markov_rank=128, window=256,
-        minutes=45, steps=100_000, rows=6, length=320, anchors=48, adamw_rate=1.5e-3,
-        conversations=4096, draft_vocab_size=6144,
+        minutes=45, steps=100_000, rows=6, length=320, anchors=48, adamw_rate=2e-3,
+        ce=0.5, conversations=4096, draft_vocab_size=6144,
     ),
     # The paper's for Qwen3-4B: 5 layers, block 7, the whole context, AdamW (section 4.1).
     "paper": DSparkPreset(
