@@ -17,7 +17,7 @@ from paceline.decoder import load_config
 from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel
 from paceline.train.dspark.answers import Answers
 from paceline.train.dspark.blocks import Blocks, whole_blocks
-from paceline.train.dspark.chunked import CHUNK, ChunkedBlockLoss
+from paceline.train.dspark.chunked import CHUNK, block_loss
 from paceline.train.dspark.objective import label_weights, weighted_loss
 from paceline.train.dspark.preset import DSparkPreset
 from paceline.train.dspark.signal_loss import SignalBlockLoss
@@ -156,7 +156,7 @@ def test_the_fused_loss_is_that_of_all_logits_and_so_is_its_gradient(markov: boo
     weights, known = label_weights(labels, counted, 9)
     used = known & (weights > 0)
     given = (features[used], w2) if markov else (None, None)
-    fused, distances = ChunkedBlockLoss.apply(
+    fused, distances = block_loss(
         hidden[used], *given, states[used], head, labels[used], weights[used], SMALL
     )
     logits = hidden @ head.T + (features @ w2.T if markov else 0)

@@ -83,3 +83,19 @@ class ChunkedBlockLoss(torch.autograd.Function):
             for each, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
         )
         return (*gradients, None, None, None, None, None)
+
+
+def block_loss(
+    hidden: Tensor,
+    features: Tensor | None,
+    markov: Tensor | None,
+    states: Tensor,
+    head: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    preset: DSparkPreset,
+) -> tuple[Tensor, Tensor]:
+    """Cross-entropy and distance of drafted tokens, see :class:`ChunkedBlockLoss`."""
+    given = (hidden, features, markov, states, head, labels, weights, preset)
+    total, distances = ChunkedBlockLoss.apply(*given)  # type: ignore[no-untyped-call]
+    return total, distances

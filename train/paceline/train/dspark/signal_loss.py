@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from paceline.drafter.methods.dspark import DSparkModel
 from paceline.train.dspark.blocks import Blocks
-from paceline.train.dspark.chunked import ChunkedBlockLoss
+from paceline.train.dspark.chunked import block_loss
 from paceline.train.dspark.objective import confidence_loss, label_weights
 from paceline.train.dspark.preset import DSparkPreset
 from paceline.train.signals import Signals
@@ -62,7 +62,7 @@ class SignalBlockLoss:
         weights, known = label_weights(labels, blocks.counted.flatten(0, 1), len(self._head))
         used = known & (weights > 0)
         states = signals.hidden[indices].flatten(0, 1)[blocks.target.flatten(0, 1)[used]].float()
-        total, distances = ChunkedBlockLoss.apply(
+        total, distances = block_loss(
             hidden[used],
             None if features is None else features[used],
             None if model.markov_head is None else model.markov_head.markov_w2.weight,
