@@ -88,7 +88,7 @@ def shape_section(model: DSparkModel) -> str:
         confidence = "a confidence head" if config.confidence else "no confidence head"
         heads = f"{config.markov_head} sequential head of rank {config.markov_rank}, {confidence}"
     context = f"the last {config.window} positions" if config.window else "all positions"
-    drafted = f"{config.drafted:,} most frequent" if config.draft_vocab_size else "all"
+    drafted = f"the {config.drafted:,} most frequent" if config.draft_vocab_size else "all"
     return f"""\
 - {parameters(model)}, bf16: backbone of {config.layers} layers, width {config.hidden},
   {config.q_heads} heads over {config.kv_heads} KV heads of {config.head_dim}, feed-forward
