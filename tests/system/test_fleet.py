@@ -1,15 +1,16 @@
-"""Several real verifiers: one dies, one drains, one is added, and no text changes."""
+"""Several real verifiers: one dies, one drains, and no text changes."""
 
 import asyncio
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from openai import AsyncOpenAI
 from system_support import EAGER, THREADS, generate_and, make_prompts
 
-from paceline.client import Client, RetryOptions
+from paceline.client import Client
 from paceline.harness import ServiceProcess
 
 TOKENS = 256
@@ -17,10 +18,10 @@ TOKENS = 256
 
 @pytest.fixture(scope="module")
 def verifiers(models: dict[str, Path]) -> Iterator[list[ServiceProcess]]:
-    """Two verifiers of one target, which run again after each test."""
+    """Three verifiers of one target. Each test ends one of them."""
     arguments = ["--target", str(models["llama"]), "--weights", "float32", "--schedule", "off"]
     with ExitStack() as stack:
-        processes = [ServiceProcess("verifier", arguments, environment=THREADS) for _ in range(2)]
+        processes = [ServiceProcess("verifier", arguments, environment=THREADS) for _ in range(3)]
         for process in processes:
             process.spawn()
         for process in processes:
@@ -67,37 +68,38 @@ async def test_a_text_survives_the_death_of_its_verifier(
         stats = result.stats
         assert stats.fallbacks["verifier_moved"] == 1
         assert stats.same_numerics
-        assert [stats.verifiers[0], *stats.verifiers[1:]] == [
-            dead[0].address,
-            *(v.address for v in verifiers if v is not dead[0]),
-        ]
+        assert len(stats.verifiers) == 2
+        assert stats.verifiers[0] == dead[0].address
         moved_at = len(stats.rounds) // 2
         assert any(entry.drafted for entry in stats.rounds[moved_at:])
-        dead[0].start()
 
 
-async def test_a_gateway_with_two_verifiers(verifiers: list[ServiceProcess]) -> None:
-    """One drains while 8 texts stream, is gone, and comes back."""
+async def test_a_gateway_with_several_verifiers(verifiers: list[ServiceProcess]) -> None:
+    """One of them drains while 8 texts are written."""
     services = ["--verifier-address", addresses(verifiers), "--drafter-address", ""]
     prompts = make_prompts(8, seed=12)
-    async with Client(verifiers[0].address, retry=RetryOptions(budget=60)) as direct:
-        expected = [
-            (await direct.generate(prompt, max_new_tokens=64, ignore_eos=True)).text
-            for prompt in prompts
-        ]
+    options: dict[str, Any] = {"temperature": 1.0, "seed": 3}
+
+    async def write(api: AsyncOpenAI, prompt: list[int]) -> str:
+        more = {"ignore_eos": True}
+        answer = await api.completions.create(
+            model="llama", prompt=prompt, max_tokens=64, extra_body=more, **options
+        )
+        return answer.choices[0].text
+
+    drained, kept = [each for each in verifiers if each.returncode is None][:2]
+    async with Client(kept.address) as direct:
+        results = await asyncio.gather(
+            *(
+                direct.generate(prompt, max_new_tokens=64, ignore_eos=True, **options)
+                for prompt in prompts
+            )
+        )
     with ServiceProcess("gateway", services, environment=THREADS) as gateway:
         url = f"http://{gateway.address}/v1"
         async with AsyncOpenAI(base_url=url, api_key="any", max_retries=0) as api:
-            model = (await api.models.list()).data[0].id
-
-            async def write(prompt: list[int]) -> str:
-                answer = await api.completions.create(
-                    model=model, prompt=prompt, max_tokens=64, extra_body={"ignore_eos": True}
-                )
-                return answer.choices[0].text
-
-            for act in (verifiers[0].terminate, verifiers[0].start, verifiers[1].kill):
-                texts = asyncio.gather(*(write(prompt) for prompt in prompts))
-                await asyncio.to_thread(act)
-                assert await texts == expected
-    verifiers[1].start()
+            for end in (lambda: None, drained.terminate):
+                texts = asyncio.gather(*(write(api, prompt) for prompt in prompts))
+                await asyncio.to_thread(end)
+                assert await texts == [result.text for result in results]
+    assert drained.returncode == 0
