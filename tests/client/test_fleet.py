@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
@@ -26,6 +26,7 @@ from paceline.v1 import drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb
 from .fake_drafter import FakeDrafter
 from .fake_target import continuation
 from .fake_verifier import FakeVerifier
+from .statuses import status
 from .world import Service
 
 PROMPT = [104, 105, 106]
@@ -236,7 +237,7 @@ async def test_a_dns_name_stands_for_its_addresses(
         await generate(client, 4)
         while not site.made[2]:
             await generate(client, 2)
-        addresses = {status.address for status in client.verifiers()}
+        addresses = {each.address for each in client.verifiers()}
         assert addresses == {site.services[1].address, site.services[2].address}
 
 
@@ -259,13 +260,15 @@ async def generate(client: Client, count: int, length: int = 20) -> None:
         assert result.token_ids == continuation(PROMPT, length, seed)
 
 
-async def test_generations_are_spread_by_load(site: Site) -> None:
+async def test_generations_are_spread_by_load(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.client._members._MAX_AGE", 600.0)
     site.verifiers[2].others = 6
     async with client_of(site, 0, 1, 2) as client:
         await generate(client, 14)
         assert sum(site.made) == 14
-        assert sorted(site.made[:2]) == [6, 7] or site.made[:2] == [7, 7]
-        assert all(not status.running for status in client.verifiers())
+        assert sorted(site.made) in ([0, 7, 7], [1, 6, 7])
+        assert site.made[2] <= 1, "others keep it busy"
+        assert not any(each.running for each in client.verifiers())
 
 
 async def test_the_turns_of_a_chat_stay_on_a_verifier(site: Site) -> None:
@@ -276,12 +279,10 @@ async def test_the_turns_of_a_chat_stay_on_a_verifier(site: Site) -> None:
     assert sorted(site.made) == [0, 0, 6]
 
 
-async def disturbed(
-    client: Client, site: Site, act: str, length: int = 400
-) -> tuple[Sequence[int], Sequence[int]]:
-    """Generates, and does something to the verifier of the text in its middle.
+async def disturbed(client: Client, site: Site, act: str, length: int = 400) -> tuple[int, int]:
+    """Generates, does something to the verifier of the text in its middle, checks the tokens.
 
-    Returns the index of that verifier before and after, and checks the tokens.
+    Returns the index of the first and of the last verifier of the text.
     """
     generation = client.generate(PROMPT, max_new_tokens=length, seed=SEED)
     tokens: list[int] = []
@@ -301,11 +302,10 @@ async def disturbed(
     result = await generation
     assert tokens == result.token_ids == continuation(PROMPT, length, SEED)
     assert result.stats.verifiers[0] == site.services[before].address
-    after = [site.addresses(i) for i in range(3)].index(result.stats.verifiers[-1])
-    moved = result.stats.fallbacks["verifier_moved"]
-    assert moved == (after != before)
+    after = [service.address for service in site.services].index(result.stats.verifiers[-1])
+    assert result.stats.fallbacks["verifier_moved"] == (after != before)
     assert result.stats.same_numerics
-    return [before], [after]
+    return before, after
 
 
 @pytest.mark.parametrize("drafter", [False, True])
@@ -316,21 +316,21 @@ async def test_a_killed_verifiers_generation_goes_on_elsewhere(site: Site, draft
     assert before != after
     if drafter:
         attached = [attach.verifier_address for attach in site.drafters[0].attaches]
-        assert attached == [site.addresses(*before), site.addresses(*after)]
+        assert attached == [site.addresses(before), site.addresses(after)]
         assert not site.drafters[0].out_of_step
-    assert not any(verifier.caches for i, verifier in enumerate(site.verifiers) if [i] == after)
+    assert not any(verifier.caches for i, verifier in enumerate(site.verifiers) if i == after)
 
 
 async def test_a_draining_verifier_finishes_its_texts_and_gets_no_other(site: Site) -> None:
     async with client_of(site, 0, 1) as client:
         before, after = await disturbed(client, site, "drain")
         assert before == after
-        made = site.made[before[0]]
+        made = site.made[before]
         await asyncio.sleep(0.6)
         await generate(client, 4)
-        assert site.made[before[0]] == made
-        (status,) = [s for s in client.verifiers() if s.address == site.addresses(*before)]
-        assert (status.state, status.reason) == ("unavailable", "it is draining")
+        assert site.made[before] == made
+        (found,) = [each for each in client.verifiers() if each.address == site.addresses(before)]
+        assert (found.state, found.reason) == ("unavailable", "it is draining")
 
 
 async def test_draining_is_noticed_when_a_cache_is_refused(site: Site) -> None:
@@ -379,15 +379,10 @@ async def test_a_full_verifier_is_passed_over(site: Site) -> None:
 
 
 async def test_a_failed_step_is_tried_elsewhere(site: Site) -> None:
-    failed = grpc.StatusCode.INTERNAL
-
+    failed = status(grpc.StatusCode.INTERNAL, "STEP_FAILED", "a bug there")
+    site.verifiers[0].fail_once(1, 1, failed)
+    site.verifiers[1].others = 5
     async with client_of(site, 0, 1) as client:
-        from .statuses import status
-
-        for verifier in site.verifiers:
-            verifier.fail_once(1, 1, status(failed, "STEP_FAILED", "a bug there"))
-        site.verifiers[1].fault = lambda *_: None
-        site.verifiers[1].others = 5
         result = await client.generate(PROMPT, max_new_tokens=40, seed=SEED)
     assert result.token_ids == continuation(PROMPT, 40, SEED)
     assert result.stats.fallbacks == {"verifier_moved": 1}
@@ -397,7 +392,6 @@ async def test_a_failed_step_is_tried_elsewhere(site: Site) -> None:
 async def test_all_down_names_each_and_why(site: Site) -> None:
     site.verifiers[0].draining = True
     await site.services[1].stop()
-    site.verifiers[2].fingerprint = "0" * 64
     async with client_of(site, 0, 1, budget=0.1) as client:
         with pytest.raises(UnavailableError) as caught:
             await client.generate(PROMPT)
@@ -421,7 +415,7 @@ async def test_a_verifier_of_another_target_is_refused(
         assert len(refusals) == 1
         assert refusals[0].levelno == logging.ERROR
         assert site.addresses(1) in refusals[0].message
-        assert [status.state for status in client.verifiers()] == ["serving", "refused"]
+        assert [each.state for each in client.verifiers()] == ["serving", "refused"]
         await site.services[0].stop()
         with pytest.raises(UnavailableError, match=r"v0: .*v1: its context|v0: .*v1: it serves"):
             await client.generate(PROMPT)

@@ -60,7 +60,8 @@ class Stats:
     accepted_per_position: list[int] = field(default_factory=list)
     """Number of rounds that accepted the drafted token at depth 1, 2, ..."""
     verifiers: list[str] = field(default_factory=list)
-    """Addresses of the verifiers that generated the text, by first use."""
+    """Addresses of the verifiers that generated the text, by first use. Not in `summary`, which a
+    gateway sends to its callers."""
     drafter_versions: list[str] = field(default_factory=list)
     """Versions of drafters whose trees were verified, as "name@version", by first use."""
     fallbacks: Counter[str] = field(default_factory=Counter)
@@ -159,7 +160,6 @@ class Stats:
             "accepted_per_position": list(self.accepted_per_position),
             "batch_invariant": self.batch_invariant,
             "same_numerics": self.same_numerics,
-            "verifiers": list(self.verifiers),
             "drafter_versions": list(self.drafter_versions),
             "fallbacks": dict(self.fallbacks),
         }
