@@ -50,6 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     replay.add_argument("--acceptance", type=float, default=0.8, help="of each drafted token")
     replay.add_argument("--nodes", type=int, default=8, help="nodes of a tree")
     replay.add_argument("--context", type=int, default=256, help="tokens of the prompt")
+    replay.add_argument(
+        "--level-ms", type=float, default=0.0, help="time of a drafted level, on other cores"
+    )
+    replay.add_argument("--overlap", action="store_true", help="draft while the verifier works")
     step = add("step", "a decoder step by rows and context beside its roofline", repeats=5)
     _add_weights(step, "bfloat16")
     step.add_argument("--rows", type=_numbers, default="1,8,33,64,256", help="rows of a step")

@@ -21,7 +21,7 @@ from paceline.drafter.methods.base import (
     Generation,
     Update,
 )
-from paceline.drafter.methods.beam import Beam, BeamOptions
+from paceline.drafter.methods.beam import Beam, BeamOptions, Chain
 from paceline.drafter.methods.ranking import Ranked, Ranker
 from paceline.drafter.methods.slots import chain_segments
 from paceline.kernels import MAX_TREE_NODES, TreePlan, TreeSegment, plan_trees
@@ -91,11 +91,22 @@ class BeamSequence(DraftSequence):
         self.beam = None
         drafter = self._drafter
         depth = min(budget.depth, drafter.max_depth, drafter.shape.max_position - self.length + 1)
-        if budget.nodes <= 0 or depth <= 0 or not self.prepare():
+        if budget.nodes <= 0 or depth <= 0:
+            return False
+        drafted = self.take_drafted()
+        if drafted is None and not self.prepare():
             return False
         limits = Budget(min(budget.nodes, drafter.max_nodes), depth)
-        self.beam = Beam(limits, self._widths, drafter.options.min_survival)
+        self.beam = Beam(limits, self._widths, drafter.options.min_survival, drafted)
         return True
+
+    def take_drafted(self) -> Chain | None:
+        """Returns what was drafted ahead and became the text's continuation; None: nothing."""
+        return None
+
+    def begin_ahead(self) -> bool:
+        """Gets ready for a level beyond the tree. Returns False if it cannot be drafted."""
+        return False
 
     @abstractmethod
     def prepare(self) -> bool:
@@ -167,7 +178,11 @@ class BeamDrafter(Drafter, Generic[S]):
         level is the duration of the one before.
         """
         own = cast(Sequence[tuple[S, Budget]], rounds)
-        growing = [(sequence, budget) for sequence, budget in own if sequence.begin(budget)]
+        growing = [
+            (sequence, budget)
+            for sequence, budget in own
+            if sequence.begin(budget) and sequence.tree.grows
+        ]
         while growing:
             begun = time.monotonic()
             self.grow_level([sequence for sequence, _ in growing])
@@ -182,6 +197,12 @@ class BeamDrafter(Drafter, Generic[S]):
         for sequence, _ in own:
             sequence.finish()
         return trees
+
+    def draft_ahead(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
+        going = [each for each in cast(Sequence[S], sequences) if each.begin_ahead()]
+        if going:
+            self.grow_level(going)
+        return list(going)
 
     @abstractmethod
     def grow_level(self, growing: Sequence[S]) -> None:
@@ -234,16 +255,41 @@ def forward_blocks(forward: Forward, blocks: Sequence[Block], device: torch.devi
 
 
 class DecoderSequence(BeamSequence):
-    """A sequence that feeds the newest tokens of its text, then the nodes of its tree."""
+    """A sequence that feeds the newest tokens of its text, then the nodes of its tree.
+
+    Its KV depends on tokens only, so a chain can grow beyond the tree of a round, up to one more
+    token, the verifier's own, and the chain of the next round.
+    """
 
     def __init__(self, drafter: BeamDrafter[Any], generation: Generation) -> None:
         super().__init__(drafter, generation)
         self.text: list[int] | deque[int] = list(generation.tokens)
         """The text, or its newest tokens."""
+        self._drafted: Chain | None = None
+        self.room = 2 * drafter.options.drafted + 1
+        """Slots behind the text for the nodes of a round and those drafted ahead."""
 
     def extend(self, update: Update) -> None:
+        if update.tokens:
+            self._drafted = self.beam.after(update.tokens) if self.beam is not None else None
         self.text.extend(update.tokens)
         super().extend(update)
+
+    def take_drafted(self) -> Chain | None:
+        drafted, self._drafted = self._drafted, None
+        return drafted if drafted is not None and self.keep_drafted() else None
+
+    @abstractmethod
+    def keep_drafted(self) -> bool:
+        """Gets a round ready that begins with nodes drafted ahead. Returns False if it cannot."""
+
+    def begin_ahead(self) -> bool:
+        return (
+            self.beam is not None
+            and self.beam.level < self.room
+            and self.length + self.beam.level < self._drafter.shape.max_position
+            and self.beam.expand_last()
+        )
 
     @property
     @abstractmethod

@@ -120,10 +120,14 @@ class LmSequence(DecoderSequence):
         if self.cached == self.length:
             # Nothing is new: the logits after the anchor are needed once more.
             self.cache.truncate(self.length - 1)
-        return (
-            self._reserve(self.length - self.cached + self._drafter.options.drafted)
-            and self._select()
-        )
+        return self._reserve(self.length - self.cached + self.room) and self._select()
+
+    def begin_ahead(self) -> bool:
+        # A copy of selected positions ends with its round.
+        return self._sparse is None and super().begin_ahead()
+
+    def keep_drafted(self) -> bool:
+        return self._reserve(self.room)
 
     @property
     def begin_position(self) -> int:
@@ -172,7 +176,7 @@ class LmSequence(DecoderSequence):
             self._sparse = LocalCache(self._drafter.decoder.config, self._drafter.decoder.device)
         self._sparse.truncate(0)
         self._sparse.take(self.cache, self.selected)
-        self._sparse.reserve(self.length - length + self._drafter.options.drafted)
+        self._sparse.reserve(self.length - length + self.room)
         return self._count(before)
 
     def _reserve(self, slots: int) -> bool:

@@ -82,7 +82,7 @@ class SelfSpecSequence(DecoderSequence):
         super().__init__(drafter, generation)
         self.kv = kv
         self._set_slots(0)
-        self._begin = self._slot = 0
+        self._begin = self._slot = self._fed = 0
         self.exponent = drafter.exponent
         """A probability to this power is the confidence of a node of a chain."""
 
@@ -114,7 +114,7 @@ class SelfSpecSequence(DecoderSequence):
         new = self.length - self._begin
         if not self._slot or new > MAX_NEW_TOKENS:
             return False
-        slots = self._slot + new + self._drafter.options.drafted
+        slots = self._slot + new + self.room
         if slots > self._layers[0][0].shape[1]:
             self._set_slots(-(-slots // _GROWTH) * _GROWTH)
         for (own_keys, own_values), parts in zip(self._layers, layers, strict=True):
@@ -126,6 +126,14 @@ class SelfSpecSequence(DecoderSequence):
                 begin = stop
         return True
 
+    def keep_drafted(self) -> bool:
+        """Counts the drafted tokens that were accepted as text; their KV stays this drafter's."""
+        self.kv.check()
+        fed = self.length - self._begin
+        self._slot += fed - self._fed
+        self._fed = fed
+        return fed <= MAX_NEW_TOKENS and self._slot + self.room <= self._layers[0][0].shape[1]
+
     @property
     def begin_position(self) -> int:
         return self._begin
@@ -135,7 +143,8 @@ class SelfSpecSequence(DecoderSequence):
         return self._slot
 
     def commit_text(self) -> None:
-        self._slot += self.length - self._begin
+        self._fed = self.length - self._begin
+        self._slot += self._fed
 
     def finish(self) -> None:
         self.kv.check()
