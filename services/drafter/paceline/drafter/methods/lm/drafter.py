@@ -20,13 +20,9 @@ from torch import Tensor
 from paceline.decoder import WEIGHTS, Decoder, LocalCache
 from paceline.drafter.methods.base import Fit, Generation, Resources, Update
 from paceline.drafter.methods.beam import BeamOptions, check_context
-from paceline.drafter.methods.beam_drafter import (
-    BeamDrafter,
-    Block,
-    DecoderSequence,
-    forward_blocks,
-)
+from paceline.drafter.methods.beam_drafter import BeamDrafter
 from paceline.drafter.methods.checkpoint import load_model, read_fit, required_folder, weight_bytes
+from paceline.drafter.methods.decoder_sequence import AheadSequence, Block, forward_blocks
 from paceline.drafter.methods.lm.selection import (
     OBSERVED,
     POLICIES,
@@ -39,7 +35,7 @@ from paceline.kernels import CHUNK, TreePlan
 from paceline.kv.selection import streaming_positions
 
 
-class LmSequence(DecoderSequence):
+class LmSequence(AheadSequence):
     """One generation of ``lm``.
 
     The first ``cached`` tokens of the text have their KV in the cache, followed by the nodes of the

@@ -40,13 +40,9 @@ from paceline.drafter.methods.base import (
     Update,
 )
 from paceline.drafter.methods.beam import Beam, BeamOptions, check_context
-from paceline.drafter.methods.beam_drafter import (
-    BeamDrafter,
-    DecoderSequence,
-    forward_blocks,
-    required,
-)
+from paceline.drafter.methods.beam_drafter import BeamDrafter, required
 from paceline.drafter.methods.checkpoint import load_model, read_fit, required_folder, weight_bytes
+from paceline.drafter.methods.decoder_sequence import AheadSequence, forward_blocks
 from paceline.drafter.methods.options import check_choice, check_range, parse_options
 from paceline.drafter.methods.ranking import Ranked
 from paceline.kernels import LayerTable, TreePlan
@@ -68,7 +64,7 @@ _RATE = 0.1
 """Relative change of the exponent for each token that was expected and wrong: about ten count."""
 
 
-class SelfSpecSequence(DecoderSequence):
+class SelfSpecSequence(AheadSequence):
     """One generation of ``selfspec``; a ``KVCacheView`` for the decoder.
 
     Each round begins with a table of the target's selected positions, in any order, since their
