@@ -101,7 +101,7 @@ docs: setup
 
 # Every drafter beside other engines, into bench/results: 40 minutes on two cores. BENCH= takes
 # another command of `paceline bench` with its options.
-BENCH ?= table --target smollm2
+BENCH ?= table --target "$$($(BIN)/paceline fetch smollm2 --format folder)"
 bench: setup
 	$(BIN)/paceline bench $(BENCH)
 
