@@ -15,12 +15,14 @@ from paceline.telemetry.tracing import continuing
 
 from .answers import Work, stream, whole
 from .chat import render
+from .chat_writer import ChatWriter
+from .completion_writer import CompletionWriter
 from .errors import ApiError, bad_request
 from .middleware import CALLER, SPENT
 from .options import GatewayOptions
 from .requests import MAX_PROMPTS, ChatRequest, CompletionRequest, GenerationRequest
 from .texts import Event, generate_texts
-from .writers import Asked, ChatWriter, CompletionWriter, Writer
+from .writers import Asked, Writer
 
 if TYPE_CHECKING:
     from .metrics import GatewayMetrics
