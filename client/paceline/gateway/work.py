@@ -142,7 +142,7 @@ class Worker:
         with self.gate.enter(), continuing(request.headers):
             if streams:
                 return await stream(request, work, self._options.keep_alive_seconds)
-            return await whole(work)
+            return await whole(request, work)
 
     def work(self, asked: Asked, events: AsyncGenerator[Event, None], writer: Writer) -> Work:
         prompt_tokens = sum(map(len, asked.prompts))
