@@ -163,7 +163,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _raise_file_limit() -> None:
-    """Allow as many open files as the system does. A connection is one, and many limits are 1024."""
+    """Allow as many connections as the system does: each is an open file, often 1024 at most."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):  # macOS does not accept its own limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
