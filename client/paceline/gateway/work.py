@@ -117,9 +117,7 @@ class Worker:
 
     async def chat_prompt(self, model: Model, body: ChatRequest) -> list[int]:
         """Token ids of a conversation."""
-        template, tools = self._options.chat_template, body.tool_use().tools
-        text = render(model, template, body.messages, tools, body.chat_template_kwargs)
-        return await model.encode_rendered(text)
+        return await model.encode_rendered(render(model, self._options.chat_template, body))
 
     async def respond(
         self, request: web.Request, work: Work, *, streams: bool
