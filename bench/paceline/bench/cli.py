@@ -18,6 +18,7 @@ _MODULES = {
     "quality": "paceline.bench.quality",
     "drills": "paceline.bench.drills.run",
     "soak": "paceline.bench.soak",
+    "lm-eval": "paceline.bench.lm_eval",
 }
 
 _WEIGHTS = ("float32", "bfloat16", "int8", "int4")
@@ -80,6 +81,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     soak.add_argument("--seed", type=int, default=1, help="of the conversations")
     for sub in (step, quality, soak):
         sub.add_argument("--label", help="the entry of the result file; default: the target's name")
+    harness = add("lm-eval", "lm-evaluation-harness with the gateway and with transformers")
+    harness.add_argument(
+        "--lm-eval", default="lm_eval", metavar="PROGRAM", help="default: from PATH"
+    )
+    harness.add_argument("--limit", type=int, help="requests of a task; default: all")
     drills = add("drills", "inject faults under load and check what must hold")
     drills.add_argument("drill", nargs="*", metavar="DRILL", help="name, in quotes; default: all")
     drills.add_argument("--short", action="store_true", help="fewer and smaller: minutes")
