@@ -262,10 +262,11 @@ class _State(Collector):
         waiting = [cache.job for cache in caches if cache.busy and cache.job not in in_step]
         prefills = sum(isinstance(job, Prefill) for job in waiting)
         running = sum(cache.sequence.finish is None for cache in caches)
+        queued = len(waiting) + store.admission.waiting
         device = {"device": str(engine.device)}
         for name, text, value, labels in (
             (Metric.REQUESTS_RUNNING, "Generations that have not ended", running, {}),
-            (Metric.REQUESTS_WAITING, "Generations waiting for the engine", len(waiting), {}),
+            (Metric.REQUESTS_WAITING, "Those waiting for the engine or for KV memory", queued, {}),
             (Metric.LEASES, "Caches", len(caches), {}),
             (Metric.LEASES_LIMIT, "Most caches at once", store.max_sequences, {}),
             (Metric.FOLLOW_STREAMS, "FollowCache streams", follows.streams, {}),
