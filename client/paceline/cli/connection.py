@@ -31,8 +31,19 @@ def add_service_arguments(parser: argparse.ArgumentParser) -> argparse._Argument
     """Add the addresses of both services, TLS and token; returns the group of the addresses."""
     group = parser.add_argument_group("services")
     add = group.add_argument
-    add("--verifier-address", default=verifier_address(), metavar="A", help="default: %(default)s")
-    add("--drafter-address", default=drafter_address(), metavar="B", help="default: %(default)s")
+    form = "host:port, unix:/path, dns:///name:port, or a list of these with commas"
+    add(
+        "--verifier-address",
+        default=verifier_address(),
+        metavar="A",
+        help=f"{form} (default: %(default)s)",
+    )
+    add(
+        "--drafter-address",
+        default=drafter_address(),
+        metavar="B",
+        help="the same (default: %(default)s)",
+    )
     add_connection_arguments(parser)
     return group
 

@@ -63,7 +63,7 @@ class Rounds:
         Returns the number of prompt tokens whose KV came from another cache.
         """
         began = perf_counter()
-        created = await self._verifier.open()
+        created = await self._verifier.cache.create()
         self._stats.first_token_ms = (perf_counter() - began) * 1000
         if created.HasField("node_budget"):
             self._node_budget = created.node_budget
@@ -185,7 +185,7 @@ class Rounds:
             )
 
     def _follow_grant(self, drafter: DrafterSession) -> None:
-        grant = self._verifier.read_grant
+        grant = self._verifier.cache.read_grant
         if self._grant and grant != self._grant:
             drafter.reattach(grant)
         else:
@@ -220,6 +220,6 @@ class Rounds:
 
     async def _wait_for_reader(self) -> None:
         """Waits until the reader has taken chunks, and renews the lease of the cache meanwhile."""
-        while not await self._chunks.wait_for_room(self._verifier.lease_seconds / 6):
-            await self._verifier.renew()
+        while not await self._chunks.wait_for_room(self._verifier.cache.lease_seconds / 6):
+            await self._verifier.cache.renew()
         self._round_began = perf_counter()

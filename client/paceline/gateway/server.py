@@ -58,7 +58,7 @@ async def run_gateway(
     metrics, endpoint = _metrics(options)
     gateway = Gateway(client, options, metrics)
     if metrics is not None:
-        metrics.show(gateway.gate)
+        metrics.show(gateway.gate, client)
     runner = web.AppRunner(
         gateway.app,
         handler_cancellation=True,

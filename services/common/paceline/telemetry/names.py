@@ -133,6 +133,9 @@ class Metric:
     GATEWAY_PROMPT_TOKENS: Final = "specdec_gateway_prompt_tokens"
     GATEWAY_GENERATION_TOKENS: Final = "specdec_gateway_generation_tokens"
     GATEWAY_IN_FLIGHT: Final = "specdec_gateway_requests_in_flight"
+    GATEWAY_VERIFIER_STATE: Final = "specdec_gateway_verifier_state"
+    GATEWAY_VERIFIER_TEXTS: Final = "specdec_gateway_verifier_texts_running"
+    GATEWAY_FALLBACKS: Final = "specdec_gateway_fallbacks"
 
     RPCS: Final = "specdec_rpcs"
 
