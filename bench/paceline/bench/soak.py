@@ -179,8 +179,8 @@ async def _answer(soak: Soak, api: AsyncOpenAI, asked: dict[str, Any], kind: str
         soak.tokens += answer.usage.completion_tokens
         return answer.choices[0].message.content or ""
     text = ""
-    options = {"include_usage": True}
-    stream = await api.chat.completions.create(**asked, stream=True, stream_options=options)
+    asked = {**asked, "stream": True, "stream_options": {"include_usage": True}}
+    stream: Any = await api.chat.completions.create(**asked)
     with suppress(StopAsyncIteration):
         async for event in stream:
             if event.usage is not None:
