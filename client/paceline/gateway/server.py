@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("paceline.gateway")
 
+# A connection without a request, or with a part of its head only, is closed after this time. Longer
+# than the 60 seconds after which load balancers usually close it. Unit: seconds.
+_IDLE_SECONDS = 75.0
 # Time before requests that outlast the drain are cancelled. Unit: seconds.
 _CANCEL_GRACE = 0.5
 
@@ -57,7 +60,11 @@ async def run_gateway(
     if metrics is not None:
         metrics.show(gateway.gate, client)
     runner = web.AppRunner(
-        gateway.app, handler_cancellation=True, access_log=None, shutdown_timeout=_CANCEL_GRACE
+        gateway.app,
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=_CANCEL_GRACE,
+        keepalive_timeout=_IDLE_SECONDS,
     )
     with stop.on_signals():
         await runner.setup()

@@ -100,6 +100,7 @@ class Metric:
     KV_USED_BYTES: Final = "specdec_kv_cache_used_bytes"
     KV_PREFIX_BYTES: Final = "specdec_kv_cache_prefix_bytes"
     KV_LIMIT_BYTES: Final = "specdec_kv_cache_limit_bytes"
+    KV_USAGE: Final = "specdec_kv_cache_usage"
     LEASES: Final = "specdec_leases"
     LEASES_LIMIT: Final = "specdec_leases_limit"
     LEASES_EXPIRED: Final = "specdec_leases_expired"
