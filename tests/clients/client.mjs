@@ -5,7 +5,7 @@ import OpenAI from "openai";
 
 const [url, model, tool] = process.argv.slice(2);
 const api = new OpenAI({ baseURL: url, apiKey: "any", maxRetries: 0 });
-const asked = { model, max_tokens: 300, temperature: 0 };
+const asked = { model, max_tokens: 1500, temperature: 1, seed: 1 };
 const messages = [{ role: "user", content: "ride" }];
 const tools = [JSON.parse(tool)];
 
@@ -51,8 +51,7 @@ assert(JSON.parse(structured.choices[0].message.content).gear);
 const response = await api.responses.create({
   model,
   input: "ride",
-  max_output_tokens: 300,
-  temperature: 0,
+  max_output_tokens: 1500,
   text: { format: { type: "json_schema", ...json_schema } },
 });
 assert(JSON.parse(response.output_text).gear);

@@ -28,6 +28,8 @@ class Ride(BaseModel, extra="forbid"):
     laps: int = Field(ge=0, le=999)
 
 
+SAMPLED: dict[str, Any] = {"temperature": 1, "seed": 1, "max_tokens": 1500}
+"""A random model's likeliest JSON would be white space without end."""
 TOOL: dict[str, Any] = {
     "type": "function",
     "function": {

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from .conftest import MODEL, TOOL, Ride
+from .conftest import MODEL, SAMPLED, TOOL, Ride
 
 langchain_openai = pytest.importorskip("langchain_openai", reason="make clients installs it")
 
@@ -14,7 +14,7 @@ langchain_openai = pytest.importorskip("langchain_openai", reason="make clients 
 @pytest.fixture
 def chat(url: str) -> Any:
     return langchain_openai.ChatOpenAI(
-        model=MODEL, base_url=url, api_key="any", max_retries=0, temperature=0, max_tokens=300
+        model=MODEL, base_url=url, api_key="any", max_retries=0, **SAMPLED
     )
 
 

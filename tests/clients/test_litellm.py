@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from .conftest import MODEL, TOOL, Ride
+from .conftest import MODEL, SAMPLED, TOOL, Ride
 
 ASKED: list[Any] = [{"role": "user", "content": "ride"}]
 
@@ -24,8 +24,7 @@ def asked(url: str) -> dict[str, Any]:
         "model": f"openai/{MODEL}",
         "api_base": url,
         "api_key": "any",
-        "max_tokens": 300,
-        "temperature": 0,
+        **SAMPLED,
     }
 
 

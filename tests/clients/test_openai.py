@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from .conftest import MODEL, TOOL, Ride
+from .conftest import MODEL, SAMPLED, TOOL, Ride
 
 ASKED: list[Any] = [{"role": "user", "content": "ride"}]
 
@@ -20,7 +20,7 @@ def api(url: str) -> Iterator[OpenAI]:
 
 
 def test_a_call_and_its_result(api: OpenAI) -> None:
-    asked: dict[str, Any] = {"model": MODEL, "tools": [TOOL], "max_tokens": 300, "temperature": 0}
+    asked: dict[str, Any] = {"model": MODEL, "tools": [TOOL], **SAMPLED}
     called = api.chat.completions.create(
         **asked, messages=ASKED, tool_choice="required", parallel_tool_calls=False
     )
@@ -49,19 +49,22 @@ def test_a_call_and_its_result(api: OpenAI) -> None:
 
 def test_structured_output(api: OpenAI) -> None:
     answer = api.chat.completions.parse(
-        model=MODEL, messages=ASKED, max_tokens=300, response_format=Ride
+        model=MODEL, messages=ASKED, response_format=Ride, **SAMPLED
     )
     assert isinstance(answer.choices[0].message.parsed, Ride)
 
 
 def test_responses(api: OpenAI) -> None:
-    parsed = api.responses.parse(
-        model=MODEL, input="ride", text_format=Ride, max_output_tokens=300, temperature=0
-    )
+    asked: dict[str, Any] = {
+        "model": MODEL,
+        "input": "ride",
+        "text_format": Ride,
+        "max_output_tokens": 1500,
+        "extra_body": {"seed": 1},
+    }
+    parsed = api.responses.parse(**asked)
     assert isinstance(parsed.output_parsed, Ride)
-    with api.responses.stream(
-        model=MODEL, input="ride", text_format=Ride, max_output_tokens=300, temperature=0
-    ) as stream:
+    with api.responses.stream(**asked) as stream:
         text = "".join(
             event.delta for event in stream if event.type == "response.output_text.delta"
         )
@@ -73,7 +76,7 @@ def test_responses(api: OpenAI) -> None:
         tools=[tool],
         tool_choice="required",
         parallel_tool_calls=False,
-        max_output_tokens=300,
+        max_output_tokens=1500,
     )
     (call,) = called.output
     assert call.type == "function_call"

@@ -37,24 +37,23 @@ async def test_a_caller_that_reads_nothing_is_disconnected(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     monkeypatch.setattr(answers, "_STALLED_SECONDS", 0.2)
-    async with serve(MockTransport(TEXT), max_requests=2) as served:
+    async with serve(MockTransport(TEXT), max_requests=1) as served:
         # A whole response is as long with log-probabilities as a stream.
-        callers = [await reading_nothing(served, stream=stream, logprobs=0) for _ in range(2)]
-        await eventually(lambda: len(served.transport.requests) == 2)
+        caller = await reading_nothing(served, stream=stream, logprobs=0)
+        await eventually(lambda: len(served.transport.requests) == 1)
         await eventually(lambda: served.transport.open_caches == 0)
-        # Their places are free again.
+        # Its place is free again.
         create = served.openai.with_options(max_retries=5).completions.create
         answer = await create(model="mock", prompt="a", max_tokens=1)
         assert answer.choices[0].text == "x"
-        for caller in callers:
-            caller.close()
+        caller.close()
 
 
 async def test_others_are_served_beside_callers_that_read_nothing(serve: Serve) -> None:
     async with serve(MockTransport(TEXT)) as served:
-        callers = [await reading_nothing(served, stream=True) for _ in range(20)]
-        await eventually(lambda: len(served.transport.requests) == 20)
-        for _ in range(20):
+        callers = [await reading_nothing(served, stream=True) for _ in range(2)]
+        await eventually(lambda: len(served.transport.requests) == 2)
+        for _ in range(5):
             answer = await served.openai.completions.create(model="mock", prompt="a", max_tokens=9)
             assert answer.choices[0].text == "x" * 9
         for caller in callers:
