@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +106,20 @@ def metadata_of(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {token}"),) if token else ()
 
 
-def open_channel(address: str, args: argparse.Namespace) -> grpc.Channel:
-    """A blocking channel. Raises InvalidRequestError if a TLS file cannot be read."""
+def open_channel(address: str, args: argparse.Namespace, name: str = "") -> grpc.Channel:
+    """A blocking channel.
+
+    Args:
+        address: Address of the service.
+        args: Arguments of `add_connection_arguments`.
+        name: DNS name that its certificate has, if it is not in `args`.
+
+    Raises:
+        InvalidRequestError: A TLS file cannot be read.
+    """
     tls = tls_of(args)
+    if tls is not None and name and not tls.server_name:
+        tls = replace(tls, server_name=name)
     if tls is None:
         return grpc.insecure_channel(address)
     return grpc.secure_channel(address, tls.credentials(), options=tls.channel_options())

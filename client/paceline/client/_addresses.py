@@ -136,12 +136,8 @@ class Pool(Generic[M]):
         entries, found = self._entries, dict[str, str]()
         failures: dict[str, PacelineError] = {}
         for entry in entries:
-            if not entry.startswith(_DNS):
-                found[entry] = ""
-                continue
-            name, _, port = entry.removeprefix(_DNS).rpartition(":")
             try:
-                found |= dict.fromkeys(await _lookup(name.strip("[]"), int(port)), name)
+                found |= await addresses_of(entry)
             except OSError as error:
                 failures[entry] = UnavailableError(f"the name cannot be resolved: {error}")
                 logger.warning("%s cannot be resolved, its last addresses stay: %s", entry, error)
@@ -157,6 +153,18 @@ class Pool(Generic[M]):
             address: self._members.get(address) or self._make(address, name)
             for address, name in addresses.items()
         }
+
+
+async def addresses_of(entry: str) -> dict[str, str]:
+    """Addresses of an entry, with the DNS name that each was resolved from; empty for none.
+
+    Raises:
+        OSError: The name cannot be resolved.
+    """
+    if not entry.startswith(_DNS):
+        return {entry: ""}
+    name, _, port = entry.removeprefix(_DNS).rpartition(":")
+    return dict.fromkeys(await _lookup(name.strip("[]"), int(port)), name)
 
 
 async def _lookup(name: str, port: int) -> list[str]:
