@@ -34,7 +34,8 @@ _CANCEL_GRACE = 0.5
 
 def _is_ours(record: logging.LogRecord) -> bool:
     """Whether an error is not one of the caller's HTTP, which gets status 400."""
-    return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
+    broken = (HttpProcessingError, web.RequestPayloadError)
+    return record.exc_info is None or not isinstance(record.exc_info[1], broken)
 
 
 async def run_gateway(
