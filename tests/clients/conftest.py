@@ -54,7 +54,10 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             "gateway",
             [
                 *("--verifier-address", verifier.address, "--drafter-address", drafter.address),
-                *("--chat-template", str(folder / "template"), "--strict"),
+                *(
+                    "--chat-template",
+                    str(folder / "template"),
+                ),
             ],
         ) as gateway,
     ):

@@ -175,6 +175,36 @@ async def test_only_json_of_a_bounded_size_is_read(serve: Serve) -> None:
                     }
 
 
+@pytest.mark.parametrize(
+    ("body", "headers", "message"),
+    [
+        (b'{"prompt": "\\ud800"}', {}, "surrogate"),
+        (b'{"prompt": "a", "metadata": {"a": NaN}}', {}, "NaN"),
+        (b'{"prompt": "a", "metadata": {"a": 1e999}}', {}, "too large"),
+        (b'{"prompt": "a"}', {"Content-Encoding": "gzip"}, "encoding"),
+        (b"[" * 100_000, {}, "JSON"),
+    ],
+)
+async def test_bodies_that_are_no_json(
+    served: Served, body: bytes, headers: dict[str, str], message: str
+) -> None:
+    headers = {"Content-Type": "application/json", **headers}
+    async with aiohttp.ClientSession(auto_decompress=False) as session:
+        url = f"{served.url}/v1/completions"
+        async with session.post(url, data=body, headers=headers, compress=False) as response:
+            assert response.status == 400
+            assert message in (await response.json())["error"]["message"]
+
+
+async def test_broken_http_is_not_logged(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    host, port = served.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"nonsense\r\n\r\n")
+    assert b" 400 " in await reader.readline()
+    writer.close()
+    assert not caplog.records
+
+
 async def test_the_api_key_is_required(serve: Serve) -> None:
     async with serve(MockTransport("x"), key="right", api_key="right") as served:
         assert (await served.openai.models.list()).data[0].id == "mock"

@@ -84,7 +84,11 @@ def run(args: argparse.Namespace) -> int:
             subprocess.run(command, check=True, cwd=scratch)
             return _read(out)
 
-        with services(models.target, drafters, "float32") as pair, _gateway(pair) as url:
+        # Speed does not matter: no profile of the model's steps.
+        with (
+            services(models.target, drafters, "float32", verifier=["--schedule=off"]) as pair,
+            _gateway(pair) as url,
+        ):
             ours = evaluate(
                 "local-completions",
                 f"model={models.target.name},base_url={url}/v1/completions,tokenizer={target},"

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from paceline.client import Client
 from paceline.service.options import OptionsError, socket_path_of, split_address
@@ -29,6 +30,12 @@ logger = logging.getLogger("paceline.gateway")
 _IDLE_SECONDS = 75.0
 # Time before requests that outlast the drain are cancelled. Unit: seconds.
 _CANCEL_GRACE = 0.5
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Whether an error is not one of the caller's HTTP, which gets status 400."""
+    broken = (HttpProcessingError, web.RequestPayloadError)
+    return record.exc_info is None or not isinstance(record.exc_info[1], broken)
 
 
 async def run_gateway(
@@ -53,6 +60,7 @@ async def run_gateway(
         OptionsError: The address cannot be bound, or a TLS file is invalid.
         SystemExit: With 128 + signal number, after a second signal.
     """
+    logging.getLogger("aiohttp.server").addFilter(_is_ours)
     stop = Stop(stop_event)
     context = _tls(options)
     metrics, endpoint = _metrics(options)
