@@ -2,6 +2,7 @@ import { Answer } from "./answer.js";
 import { copy, element, oncePerFrame } from "./elements.js";
 import { Panel } from "./panel.js";
 import { rate, Run } from "./run.js";
+import { TokenText } from "./tokens.js";
 
 /** A conversation. What is sent is the whole history, through the model's chat template. */
 export class Chat {
@@ -66,8 +67,8 @@ export class Chat {
   }
 
   async #send() {
-    const message = this.#message.value.trim(), { settings, gateway } = this.#context;
-    if (!message || this.#abort) return;
+    const message = this.#message.value, { settings, gateway } = this.#context;
+    if (!message.trim() || this.#abort) return;
     const abort = this.#abort = new AbortController();
     const error = this.#root.querySelector(".error");
     error.textContent = "";
@@ -121,10 +122,9 @@ class AnswerView {
   root = element("article", "", "turn assistant");
   #settings;
   #panel;
-  #text = element("div", "", "markdown");
   #figures = element("span", "", "figures");
   #copy = element("button", "Copy");
-  #answer = new Answer(this.#text);
+  #text = null;
   #run = null;
   #drafter = "none";
   changed = oncePerFrame(() => this.#draw());
@@ -137,12 +137,17 @@ class AnswerView {
     this.#copy.addEventListener("click", () => copy(this.#run.text, this.#copy));
     const footer = element("footer");
     footer.append(this.#figures, this.#copy);
-    this.root.append(this.#text, footer);
+    this.root.append(footer);
   }
 
   begin(run, drafter) {
     this.#run = run;
     this.#drafter = drafter;
+    // Without a chat template the text is a continuation, such as code, and no Markdown.
+    const chats = this.#settings.model.chat_template;
+    const place = element("div", "", chats ? "answer markdown" : "answer plain");
+    this.#text = chats ? new Answer(place) : new TokenText(place);
+    this.root.prepend(place);
     this.root.classList.add(this.#settings.accent(drafter));
     // Screen readers read the answer when it is complete.
     this.root.ariaBusy = "true";
@@ -165,7 +170,7 @@ class AnswerView {
   #draw() {
     const run = this.#run, seconds = run.ended ?? run.now, count = run.tokens.length;
     const followed = nearTheEnd();
-    this.#answer.show(run.tokens);
+    this.#text.show(run.tokens);
     const drafted = run.tokens.filter((token) => token.by === "drafter").length;
     this.#figures.textContent = [
       `${rate(count, seconds)} tokens/s`,

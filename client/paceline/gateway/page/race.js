@@ -1,6 +1,7 @@
 import { element, setAccent } from "./elements.js";
 import { Panel } from "./panel.js";
 import { rate, Run } from "./run.js";
+import { TokenText } from "./tokens.js";
 
 /** The same request without and with a drafter, and a replay of both by their recorded times. */
 export class Race {
@@ -50,8 +51,8 @@ export class Race {
 
   async #start() {
     const form = this.#root.querySelector(".composer"), error = this.#root.querySelector(".error");
-    const prompt = form.querySelector("textarea").value.trim();
-    if (!prompt || this.#abort) return;
+    const prompt = form.querySelector("textarea").value;
+    if (!prompt.trim() || this.#abort) return;
     this.stop();
     const abort = this.#abort = new AbortController();
     form.elements.start.disabled = true;
@@ -187,12 +188,13 @@ class Lane {
   root = document.getElementById("lane").content.cloneNode(true).firstElementChild;
   run = new Run();
   differsFrom = Infinity;
-  #shown = 0;
+  #text;
 
   constructor(title, drafter, accent) {
     this.drafter = drafter;
     this.root.querySelector("h2").textContent = title;
     this.root.querySelector(".text").ariaLabel = title;
+    this.#text = new TokenText(this.root.querySelector(".text"));
     this.root.classList.add(accent);
   }
 
@@ -222,14 +224,7 @@ class Lane {
     this.root.querySelector(".figures").textContent =
       `${count} tokens · ${rate(count, seconds)} tokens/s`;
     const text = this.root.querySelector(".text");
-    while (this.#shown > count) {
-      text.lastChild.remove();
-      this.#shown -= 1;
-    }
-    for (; this.#shown < count; this.#shown++) {
-      const token = this.run.tokens[this.#shown];
-      text.append(element("span", token.text, token.by));
-    }
+    this.#text.show(this.run.tokens, count);
     [...text.children].slice(this.differsFrom).forEach((token) => token.classList.add("differs"));
     text.scrollTop = text.scrollHeight;
   }
