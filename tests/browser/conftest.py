@@ -98,7 +98,7 @@ def open_page(browser: Browser) -> Open:
         page.on("console", lambda m: wrong.append(m.text) if m.type == "error" else None)
         origin = f"http://{address}/"
         page.on("request", lambda r: None if _inside(r.url, origin) else wrong.append(r.url))
-        await page.goto(f"{origin}#{view}")
+        await page.goto(f"{origin}#/{view}")
         await page.bring_to_front()
         yield page
         await page.close()

@@ -117,7 +117,7 @@ async def test_tokens_are_marked_by_who_wrote_them(open_page: Open, services: Se
         figures = await page.locator(".turn .figures").text_content()
         assert "tokens/s" in figures
         assert f"{len(result.token_ids)} tokens" in figures
-        assert await page.locator("#chat .tree .accepted").count() > 0
+        assert await page.locator("#chat .tree .node").count() > 0
         assert await page.locator("#chat .steps .drafted").count() > 0
         assert "ngram" in await page.locator("#chat .panel dl").text_content()
 
@@ -197,7 +197,7 @@ async def test_keyboard_and_small_screens(chat_gateway, open_page: Open) -> None
             assert await page.evaluate(outline) == "solid"
             await page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
             for view in ("chat", "race"):
-                await page.click(f"nav [href='#{view}']")
+                await page.click(f"nav [href='#/{view}']")
                 await expect(page.locator(f"#{view}")).to_be_visible()
                 width = await page.evaluate("document.documentElement.scrollWidth")
                 assert width <= screen["width"], view

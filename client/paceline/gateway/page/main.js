@@ -15,12 +15,12 @@ const views = {
   race: new Race(document.getElementById("race"), { gateway, settings, failed }),
 };
 
-/** Shows the view that the address names. */
+/** Shows the view that the address names. The name has a slash, or the browser would focus the view. */
 function show() {
-  const shown = location.hash === "#race" ? "race" : "chat";
+  const shown = location.hash === "#/race" ? "race" : "chat";
   for (const view of document.querySelectorAll(".view")) view.hidden = view.id !== shown;
   for (const link of document.querySelectorAll("nav a")) {
-    link.ariaCurrent = link.hash === `#${shown}` ? "page" : "false";
+    link.ariaCurrent = link.hash === `#/${shown}` ? "page" : "false";
   }
   document.querySelector(`#${shown} textarea`).focus({ preventScroll: true });
 }
