@@ -2,9 +2,10 @@
 
 const SVG = "http://www.w3.org/2000/svg";
 // Sizes in pixels, and how much of a large tree is drawn.
-const COLUMN = 88, ROW = 28, NODE = 20, CHARACTER = 7, MOST_COLUMNS = 16, MOST_ROWS = 8;
+const ROW = 28, NODE = 20, GAP = 24, CHARACTER = 7.3, MOST_COLUMNS = 20, MOST_ROWS = 8;
 const LONGEST_LABEL = 9;
 const STEP_HEIGHT = 48, FEWEST_STEPS = 40;
+const ROOT = { row: 0, x: 4, width: 4 };
 
 /**
  * Draws a tree from left to right, a column a level. The accepted path is the first row.
@@ -17,56 +18,68 @@ export function drawTree(svg, tree) {
     svg.replaceChildren();
     return;
   }
-  const accepted = new Set(tree.accepted);
-  const children = new Map([[-1, []]]);
-  tree.parents.forEach((parent, node) => {
-    children.set(node, []);
-    children.get(parent).push(node);
+  const { nodes, rows } = place(tree);
+  const widths = [];
+  for (const { depth, width } of nodes) widths[depth] = Math.max(widths[depth] ?? 0, width);
+  let right = ROOT.x + ROOT.width;
+  const columns = widths.map((width) => {
+    const left = right + GAP;
+    right = left + width;
+    return left;
   });
-  const places = new Map([[-1, { x: 6, y: ROW / 2 }]]);
-  const drawn = [make("circle", { class: "anchor", cx: 6, cy: ROW / 2, r: 4 })];
-  let rows = 1, columns = 0;
+  for (const node of nodes) node.x = columns[node.depth];
 
-  const place = (parent, depth, row) => {
-    const nodes = children.get(parent).sort((a, b) => accepted.has(b) - accepted.has(a) || a - b);
-    nodes.forEach((node, i) => {
-      const own = i === 0 ? row : rows;
-      if (depth >= MOST_COLUMNS || own >= MOST_ROWS) return;
-      rows = Math.max(rows, own + 1);
-      columns = Math.max(columns, depth + 1);
-      const at = { x: 28 + depth * COLUMN, y: own * ROW + ROW / 2 };
-      places.set(node, { x: at.x + COLUMN - 22, y: at.y });
-      drawn.push(...drawNode(tree.tokens[node], places.get(parent), at, depth, accepted.has(node)));
-      place(node, depth + 1, own);
-    });
-  };
-  place(-1, 0, 0);
-
-  const hidden = tree.parents.length - places.size + 1;
-  const width = 28 + columns * COLUMN, height = rows * ROW + (hidden ? ROW / 2 : 0);
-  if (hidden) drawn.push(make("text", { class: "more", x: 28, y: height - 3 }, `${hidden} more`));
+  const hidden = tree.tokens.length - nodes.length;
+  const width = right + 2, height = rows * ROW + (hidden ? ROW / 2 : 0);
   for (const [name, value] of [["width", width], ["height", height]]) svg.setAttribute(name, value);
   svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
   svg.setAttribute("aria-label", `${tree.tokens.length} tokens drafted, accepted: ${
     tree.accepted.map((node) => tree.tokens[node]).join("") || "none"}`);
-  svg.replaceChildren(...drawn);
+  svg.replaceChildren(
+    make("circle", { class: "anchor", cx: ROOT.x, cy: ROW / 2, r: 4 }),
+    ...nodes.map(drawNode),
+    ...(hidden ? [make("text", { class: "more", x: columns[0] ?? 0, y: height - 3 }, `${hidden} more`)] : []),
+  );
 }
 
-/** An edge and a node. Nodes appear level by level. */
-function drawNode(token, from, at, depth, accepted) {
-  const name = label(token), width = Math.max(NODE, name.length * CHARACTER + 10);
-  const end = COLUMN - 22, middle = (from.x + at.x) / 2;
+/** Rows and columns of the nodes that are drawn, parents before children. */
+function place(tree) {
+  const accepted = new Set(tree.accepted), children = new Map([[-1, []]]), nodes = [];
+  tree.parents.forEach((parent, node) => {
+    children.set(node, []);
+    children.get(parent).push(node);
+  });
+  let rows = 1;
+  const below = (index, parent, depth) => {
+    const order = children.get(index).sort((a, b) => accepted.has(b) - accepted.has(a) || a - b);
+    order.forEach((child, i) => {
+      const row = i === 0 ? parent.row : rows;
+      if (depth >= MOST_COLUMNS || row >= MOST_ROWS) return;
+      rows = Math.max(rows, row + 1);
+      const name = label(tree.tokens[child]);
+      const width = Math.max(NODE, name.length * CHARACTER + 12);
+      nodes.push({ name, parent, depth, row, width, accepted: accepted.has(child) });
+      below(child, nodes.at(-1), depth + 1);
+    });
+  };
+  below(-1, ROOT, 0);
+  return { nodes, rows };
+}
+
+/** A node with the edge from its parent. Nodes appear level by level. */
+function drawNode({ name, parent, depth, row, x, width, accepted }) {
   const group = make("g", { class: accepted ? "node accepted" : "node" });
   group.style.setProperty("--depth", depth);
-  const rest = width < end ? ` M${at.x + width} ${at.y} H${at.x + end}` : "";
+  const y = row * ROW + ROW / 2, fromX = parent.x + parent.width, fromY = parent.row * ROW + ROW / 2;
+  const middle = x - GAP / 2;
   group.append(
     make("path", {
-      d: `M${from.x} ${from.y} C${middle} ${from.y} ${middle} ${at.y} ${at.x} ${at.y}${rest}`,
+      d: `M${fromX} ${fromY} H${x - GAP} C${middle} ${fromY} ${middle} ${y} ${x} ${y}`,
     }),
-    make("rect", { x: at.x, y: at.y - NODE / 2, width, height: NODE, rx: 5 }),
-    make("text", { x: at.x + width / 2, y: at.y + 4 }, name),
+    make("rect", { x, y: y - NODE / 2, width, height: NODE, rx: 5 }),
+    make("text", { x: x + width / 2, y: y + 4 }, name),
   );
-  return [group];
+  return group;
 }
 
 /** A token as a short label: white space is made visible. */
