@@ -16,6 +16,7 @@ import pytest
 from paceline.client import Client, MockTransport
 from paceline.gateway import GatewayOptions, run_gateway
 from paceline.harness import ServiceProcess
+from paceline.v1 import verifier_pb2
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, Page
@@ -45,12 +46,33 @@ def services() -> Iterator[Services]:
             yield Services(verifier.address, drafter.address, gateway.address)
 
 
+class Unending(MockTransport):
+    """Emits the first token of each text, and nothing more."""
+
+    def verify(self) -> Any:
+        return _Silent()
+
+
+class _Silent:
+    async def write(self, request: verifier_pb2.VerifyRequest) -> None:
+        pass
+
+    async def read(self) -> verifier_pb2.VerifyResponse:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    def cancel(self) -> None:
+        pass
+
+
 @contextlib.asynccontextmanager
-async def _chat_gateway(reply: Callable[[str], str]) -> AsyncIterator[str]:
+async def _chat_gateway(
+    reply: Callable[[str], str], kind: type[MockTransport] = MockTransport
+) -> AsyncIterator[str]:
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     stop = asyncio.Event()
     options = GatewayOptions(address="127.0.0.1:0", chat_template=TEMPLATE, model_name="mock")
-    async with Client(transport=MockTransport(reply), cache_dir=None) as client:
+    async with Client(transport=kind(reply), cache_dir=None) as client:
         server = asyncio.create_task(
             run_gateway(client, options, on_ready=ready.set_result, stop_event=stop)
         )
@@ -60,7 +82,7 @@ async def _chat_gateway(reply: Callable[[str], str]) -> AsyncIterator[str]:
 
 
 @pytest.fixture
-def chat_gateway() -> Callable[[Callable[[str], str]], AbstractAsyncContextManager[str]]:
+def chat_gateway() -> Callable[..., AbstractAsyncContextManager[str]]:
     """Starts a gateway without drafters whose model answers `reply(prompt)`; its address."""
     return _chat_gateway
 

@@ -8,8 +8,9 @@ import re
 import pytest
 
 from paceline.client import Client
+from paceline.v1 import drafter_pb2
 
-from .conftest import Open, Services, give_key
+from .conftest import Open, Services, Unending, give_key
 
 playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed")
 pytestmark = pytest.mark.browser
@@ -105,13 +106,21 @@ async def test_without_a_drafter_there_is_no_race(chat_gateway, open_page: Open)
             await expect(page.locator("#race .error")).to_contain_text("needs a drafter")
 
 
-async def test_stop(open_page: Open, services: Services) -> None:
-    async with open_page(services.gateway, "race") as page:
-        await prepare(page)
-        await page.fill("#settings [name=max_tokens]", "900")
-        await page.click("#race [name=start]")
-        await expect(page.locator("#race .lane .text").first).not_to_be_empty()
-        await page.keyboard.press("Escape")
-        await expect(page.locator("#race .verdict")).to_contain_text("Stopped")
-        await expect(page.locator("#race [name=start]")).to_be_enabled()
-        assert await page.locator("#race .error").text_content() == ""
+class Racing(Unending):
+    """Also lists a drafter, which the test stops before it is used."""
+
+    has_drafter = True
+
+    async def list_drafters(self) -> drafter_pb2.ListDraftersResponse:
+        return drafter_pb2.ListDraftersResponse(drafters=[drafter_pb2.DrafterInfo(name="ngram")])
+
+
+async def test_stop(chat_gateway, open_page: Open) -> None:
+    async with chat_gateway(lambda prompt: "A text without end", Racing) as address:
+        async with open_page(address, "race") as page:
+            await page.click("#race [name=start]")
+            await expect(page.locator("#race .lane .text").first).to_contain_text("A")
+            await page.keyboard.press("Escape")
+            await expect(page.locator("#race .verdict")).to_contain_text("Stopped")
+            await expect(page.locator("#race [name=start]")).to_be_enabled()
+            assert await page.locator("#race .error").text_content() == ""

@@ -83,7 +83,7 @@ export class Chat {
       this.#message.value = "";
       this.#thread.querySelector(".welcome").hidden = true;
       this.#thread.append(asked, view.root);
-      view.root.scrollIntoView({ block: "nearest" });
+      scrollToEnd();
       view.begin(run, body.drafter);
       await run.follow(gateway.stream(path, body, abort.signal), () => view.changed());
       view.end(abort.signal.aborted);
@@ -182,11 +182,15 @@ class AnswerView {
       drafters: this.#settings.model.drafters,
       accent: this.#settings.accent(this.#drafter),
     });
-    if (followed) window.scrollTo(0, document.body.scrollHeight);
+    if (followed) scrollToEnd();
   }
 }
 
 /** Whether the reader is at the end of the page, so that it should follow the text. */
 function nearTheEnd() {
   return window.innerHeight + window.scrollY > document.body.scrollHeight - 80;
+}
+
+function scrollToEnd() {
+  window.scrollTo(0, document.body.scrollHeight);
 }
