@@ -41,7 +41,7 @@ def guard(keyring: Keyring) -> Middleware:
     @web.middleware
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            if request.path not in _OPEN_PATHS and request.method != "OPTIONS":
+            if not _open(request.path) and request.method != "OPTIONS":
                 authorization = request.headers.get("Authorization", "")
                 request[CALLER] = keyring.find(authorization)
             return await handler(request)
@@ -140,6 +140,10 @@ def add_headers(
 def _allowed(request: web.Request, origins: Sequence[str]) -> bool:
     origin = request.headers.get("Origin")
     return origin is not None and ("*" in origins or origin in origins)
+
+
+def _open(path: str) -> bool:
+    return path in _OPEN_PATHS or path.startswith("/page/")
 
 
 def _request_id(given: str) -> str:

@@ -140,9 +140,11 @@ class ChoicesWriter(Writer):
         return {
             "index": chunk.round,
             "tokens": len(chunk.token_ids),
+            "token_ids": chunk.token_ids,
             "pieces": chunk.pieces,
             "proposed_by": chunk.proposed_by,
             "tree": tree,
+            "undrafted": chunk.undrafted,
         }
 
 
