@@ -5,7 +5,10 @@ BIN := $(VENV)/bin
 PROTOS := $(wildcard protos/paceline/v1/*.proto)
 
 .PHONY: setup demo smollm2 test test-slow levels resolve chart containers up down lint imports types proto \
-	proto-check browser docs bench drills fuzz audit gpu-check gpu-packages gpu-train clean
+	proto-check browser clients docs bench drills fuzz audit gpu-check gpu-packages gpu-train clean
+
+# The version of OpenAI's client for Node that `make clients` tests.
+OPENAI_NODE := 7.57.0
 
 # One more package index to take torch from at the first set-up: PyTorch's index of CPU builds, for
 # example, whose torch comes without CUDA's libraries.
@@ -57,6 +60,14 @@ chart: setup
 	    kubernetes-validate || echo "chart: skipped: there is no Helm for this machine"
 	$(BIN)/python -m pytest tests/compose
 
+# Client libraries of other projects against the gateway, where pip and npm can install them.
+clients: setup
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt langchain-openai litellm \
+	    || echo "clients: LangChain and LiteLLM are left out: they cannot be installed"
+	npm install --silent --no-save --prefix .make/clients openai@$(OPENAI_NODE) \
+	    || echo "clients: the client for Node is left out: it cannot be installed"
+	$(BIN)/python -m pytest tests/clients
+
 # The CPU deployment in real containers: where there is no Docker Engine, says so and does nothing.
 containers: setup
 	tests/containers/with_engine.sh $(BIN)/python -m pytest tests/containers
@@ -101,7 +112,7 @@ docs: setup
 
 # Every drafter beside other engines, into bench/results: 40 minutes on two cores. BENCH= takes
 # another command of `paceline bench` with its options.
-BENCH ?= table --target smollm2
+BENCH ?= table --target "$$($(BIN)/paceline fetch smollm2 --format folder)"
 bench: setup
 	$(BIN)/paceline bench $(BENCH)
 
@@ -109,12 +120,13 @@ bench: setup
 drills: setup
 	$(BIN)/paceline bench drills
 
-# Nonsense to every RPC for FUZZ_SECONDS, from the seed FUZZ_SEED.
+# Nonsense to every RPC for FUZZ_SECONDS, and FUZZ_REQUESTS to the gateway, from the seed FUZZ_SEED.
 FUZZ_SECONDS ?= 300
+FUZZ_REQUESTS ?= 1000000
 FUZZ_SEED ?= 1
 fuzz: setup
-	PACELINE_FUZZ_SECONDS=$(FUZZ_SECONDS) PACELINE_FUZZ_SEED=$(FUZZ_SEED) \
-	    $(BIN)/python -m pytest tests/fuzz -s
+	PACELINE_FUZZ_SECONDS=$(FUZZ_SECONDS) PACELINE_FUZZ_REQUESTS=$(FUZZ_REQUESTS) \
+	    PACELINE_FUZZ_SEED=$(FUZZ_SEED) $(BIN)/python -m pytest tests/fuzz -s -m ""
 
 # Known holes in what constraints.txt pins; asks an advisory service, so it needs a network.
 audit: setup

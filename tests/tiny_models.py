@@ -1,5 +1,6 @@
 """Random tiny targets of every family, and a tokenizer for all of them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -62,3 +63,16 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+
+
+def write_ending_model(folder: Path) -> None:
+    """A llama whose last token ends a text, as texts by a JSON schema need."""
+    write_model("llama", folder)
+    write_tokenizer(folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    end = VOCABULARY - 1
+    tokenizer.add_special_tokens([tokenizer.id_to_token(end)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": end}))

@@ -45,6 +45,20 @@ def test_a_version_is_loaded_activated_and_unloaded(
     assert listed(registry, capsys) == before
 
 
+def test_an_action_reaches_every_service_of_a_list(
+    registry: ServiceProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ServiceProcess("drafter", ["--load", "other=ngram"]) as second:
+        port = second.address.rpartition(":")[2]
+        every = f"{registry.address},127.0.0.1:1,dns:///localhost:{port}"
+        words = ("--address", every, "--timeout", "5")
+        assert main(["drafters", "load", "everywhere", "ngram", *words]) == 1
+        assert "127.0.0.1:1: " in capsys.readouterr().err  # the others are not left out
+        for each in (registry, second):
+            assert "everywhere" in [name for name, _ in listed(each, capsys)]
+    assert drafters(registry, "unload", "everywhere") == 0
+
+
 def test_the_table_shows_what_is_loaded(
     registry: ServiceProcess, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,6 +56,12 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         self.instance = "first"
         self.fingerprint = "f" * 64
         self.batch_invariant = True
+        self.numerics = "portable"
+        self.draining = False
+        self.others = 0
+        self.max_context = 4096
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
         self.full = 0
         self.retry_after: float | None = 0.01
         self.step_seconds = 0.0
@@ -117,12 +123,13 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
 
     async def GetModel(self, request: Any, context: Any) -> Any:
         self.models_asked.append(request)
+        await self.may_answer.wait()
         self.metadata.append(dict(context.invocation_metadata()))
         wanted = not request.omit_tokenizer and request.known_tokenizer_digest != DIGEST
         return verifier_pb2.GetModelResponse(
             name="fake",
             vocab_size=257,
-            max_context=4096,
+            max_context=self.max_context,
             chat_template=self.chat_template,
             eos_token_ids=[END],
             target_fingerprint=self.fingerprint,
@@ -132,11 +139,18 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             instance_id=self.instance,
             batch_invariant=self.batch_invariant,
             lease_ms=self.lease_ms,
+            numerics=self.numerics,
+            draining=self.draining,
+            generations=len(self.caches) + self.others,
         )
 
     async def CreateCache(self, request: Any, context: Any) -> AsyncIterator[Any]:
         self._called("CreateCache", context)
         self.creates.append(request)
+        if self.draining:
+            await context.abort_with_status(
+                status(grpc.StatusCode.UNAVAILABLE, "DRAINING", "shutting down")
+            )
         if self.create_faults:
             await context.abort_with_status(self.create_faults.pop())
         if self.full > 0:

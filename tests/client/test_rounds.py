@@ -168,6 +168,28 @@ async def test_a_zero_node_budget_sends_no_tree(world: World, client: Client) ->
     assert sum(1 for nodes in trees if nodes) <= 1
 
 
+async def test_chunks_say_why_they_were_not_drafted(world: World, eager: Client) -> None:
+    async def reasons(client: Client, drafter: str | None = None) -> set[str | None]:
+        generation = client.generate(PROMPT, max_new_tokens=100, seed=SEED, drafter=drafter)
+        first, *chunks = [chunk async for chunk in generation]
+        assert first.undrafted is None
+        assert all((chunk.tree is None) == (chunk.undrafted is not None) for chunk in chunks)
+        return {chunk.undrafted for chunk in chunks}
+
+    assert await reasons(eager) <= {None, "last_token"}
+    assert await reasons(eager, "none") == {"no_drafter"}
+    world.drafter.mode = "empty"
+    assert await reasons(eager) <= {"empty", "last_token"}
+    world.drafter.mode = "silent"
+    async with quick_client(world, adaptive=False, timeout=0.02) as impatient:
+        assert "late" in await reasons(impatient)
+    world.drafter.mode = "refusing"
+    assert "not_ready" in await reasons(eager)
+    world.verifier.node_budget = 0
+    async with quick_client(world, adaptive=True) as adaptive:
+        assert "node_budget" in await reasons(adaptive)
+
+
 async def test_budgets_bound_the_tree(world: World, eager: Client) -> None:
     await eager.generate(PROMPT, max_new_tokens=60, seed=SEED, max_nodes=3)
     await eager.generate(PROMPT, max_new_tokens=60, seed=SEED)

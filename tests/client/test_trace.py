@@ -120,11 +120,13 @@ async def test_a_restarted_verifier_gets_another_prefill_in_the_round(
     assert result.token_ids == continuation(PROMPT, 150, SEED)
     assert result.stats.fallbacks["verifier_restarted"] == 1
     first, second = recording.named("specdec.prefill")
+    assert facts(first)["server.address"] == world.addresses[0]
     (root,) = recording.named("text_completion fake")
     assert f"{first.parent.span_id:016x}" == span_id(root)
     assert f"{second.parent.span_id:016x}" in {
         span_id(span) for span in recording.named("specdec.round")
     }
+    assert facts(root)["server.address"] == world.addresses[0]
 
 
 async def test_a_generation_cut_short_ends_its_spans(

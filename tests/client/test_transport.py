@@ -60,6 +60,26 @@ async def test_mutual_tls_and_a_token(
     assert verifier.metadata[0]["authorization"] == "Bearer secret"
 
 
+async def test_a_resolved_address_must_have_the_certificate_of_its_name(
+    pki: tuple[Path, Pair, Pair],
+    secure: tuple[str, FakeVerifier],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (address, _), (authority, _, own) = secure, pki
+
+    async def lookup(name: str, port: int) -> list[str]:
+        return [address]
+
+    monkeypatch.setattr("paceline.client._addresses._lookup", lookup)
+    tls = TlsOptions(authority, own.cert, own.key)
+    async with Client("dns:///verifier.example:1", tls=tls, cache_dir=None) as client:
+        result = await client.generate(PROMPT, max_new_tokens=20, seed=5)
+    assert result.token_ids == continuation(PROMPT, 20, 5)
+    async with Client("dns:///other.example:1", tls=tls, cache_dir=None, retry=QUICK) as client:
+        with pytest.raises(UnavailableError):
+            await client.generate(PROMPT)
+
+
 async def test_a_client_without_certificate_is_refused(
     pki: tuple[Path, Pair, Pair], secure: tuple[str, FakeVerifier]
 ) -> None:

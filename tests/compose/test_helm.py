@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from paceline.cli import drafter, verifier
+from paceline.cli import drafter, gateway, verifier
 from paceline.client._transport import CLIENT_HEADER
 from paceline.telemetry.names import Metric
 
@@ -33,6 +33,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "canary": {"drafters": CANARY, "metrics": {"insecure": True}},
     "scaled": {"verifier": {"count": 2, **SCALED}, "drafters": [{**CANARY[0], **SCALED}]},
     "own secret, no GPU": {"existingSecret": "mine", "verifier": {"gpu": ""}},
+    "state": {"drafters": [{**CANARY[0], **SCALED, "state": {"size": "64Mi"}}]},
+    "co-located state": {
+        "coLocated": True,
+        "drafters": [{**CANARY[0], "state": {"size": "1Gi", "storageClass": "fast"}}],
+    },
+    "guarded": {
+        "gateway": {"ingress": {"enabled": True, "host": "llm.example", "tlsSecret": "llm"}},
+        "networkPolicy": {"enabled": True, "metricsFrom": [{"namespaceSelector": {}}]},
+        "metrics": {"serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}}},
+    },
 }
 
 
@@ -48,6 +58,10 @@ def render(values: dict[str, Any]) -> list[dict[str, Any]]:
 def of_kind(objects: list[dict[str, Any]], kind: str, part: str = "") -> dict[str, dict[str, Any]]:
     named = {found["metadata"]["name"]: found for found in objects if found["kind"] == kind}
     return {name: found for name, found in named.items() if part in name}
+
+
+def workloads(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return of_kind(objects, "Deployment") | of_kind(objects, "StatefulSet")
 
 
 def containers(deployment: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -83,13 +97,14 @@ def test_lint_finds_nothing() -> None:
 @pytest.mark.parametrize("version", KUBERNETES)
 def test_kubernetes_takes_every_object(objects: list[dict[str, Any]], version: str) -> None:
     for found in objects:
-        kubernetes_validate.validate(found, version, strict=True)
+        if found["kind"] != "ServiceMonitor":  # of an operator: Kubernetes has no schema for it
+            kubernetes_validate.validate(found, version, strict=True)
 
 
 def test_containers_gain_no_rights_and_their_ports_have_names(
     objects: list[dict[str, Any]],
 ) -> None:
-    for deployment in of_kind(objects, "Deployment").values():
+    for deployment in workloads(objects).values():
         pod = deployment["spec"]["template"]["spec"]
         assert pod["securityContext"]["runAsNonRoot"]
         ports = []
@@ -103,18 +118,19 @@ def test_containers_gain_no_rights_and_their_ports_have_names(
 
 def test_arguments_are_ones_that_the_services_take(objects: list[dict[str, Any]]) -> None:
     seen = set()
-    for deployment in of_kind(objects, "Deployment").values():
+    for deployment in workloads(objects).values():
         for name, container in containers(deployment).items():
-            if name in ("verifier", "drafter"):
+            if name != "envoy":
                 parser = argparse.ArgumentParser(exit_on_error=False)
-                {"verifier": verifier, "drafter": drafter}[name].add_arguments(parser)
+                commands = {"verifier": verifier, "drafter": drafter, "gateway": gateway}
+                commands[name].add_arguments(parser)
                 parser.parse_args(container["args"])
                 seen.add(name)
-    assert seen == {"verifier", "drafter"}
+    assert seen == {"verifier", "drafter", "gateway"}
 
 
 def test_selectors_and_services_meet_their_pods(objects: list[dict[str, Any]]) -> None:
-    pods = [each["spec"]["template"] for each in of_kind(objects, "Deployment").values()]
+    pods = [each["spec"]["template"] for each in workloads(objects).values()]
     for found in objects:
         if found["kind"] not in ("Service", "PodDisruptionBudget"):
             continue
@@ -158,7 +174,7 @@ def test_each_gpu_has_a_deployment_of_its_own() -> None:
 def test_services_without_a_gpu_are_told_so() -> None:
     for deployment in of_kind(render(SETTINGS["own secret, no GPU"]), "Deployment").values():
         for name, container in containers(deployment).items():
-            assert name == "envoy" or "--device=cpu" in container["args"]
+            assert name in ("envoy", "gateway") or "--device=cpu" in container["args"]
 
 
 def test_the_demo_has_its_drafters_on_a_gpu_of_their_own() -> None:
@@ -174,10 +190,10 @@ def test_the_demo_has_its_drafters_on_a_gpu_of_their_own() -> None:
 
 
 def test_services_can_write_their_home(objects: list[dict[str, Any]]) -> None:
-    for deployment in of_kind(objects, "Deployment").values():
+    for deployment in workloads(objects).values():
         volumes = deployment["spec"]["template"]["spec"]["volumes"]
         for name, container in containers(deployment).items():
-            if name in ("verifier", "drafter"):
+            if name != "envoy":
                 assert {"name": "home", "emptyDir": {}} in volumes
                 assert {"name": "home", "mountPath": "/home/paceline"} in container["volumeMounts"]
 
@@ -234,10 +250,87 @@ def test_an_own_secret_is_used_and_none_made() -> None:
         assert "mine" in [each["secret"]["secretName"] for each in volumes if "secret" in each]
 
 
+def test_loaded_versions_outlive_a_pod() -> None:
+    (drafters,) = of_kind(render(SETTINGS["state"]), "StatefulSet").values()
+    (claim,) = drafters["spec"]["volumeClaimTemplates"]
+    assert claim["spec"]["resources"]["requests"] == {"storage": "64Mi"}
+    objects = render(SETTINGS["co-located state"])
+    (verifiers,) = of_kind(objects, "Deployment", "-verifier-").values()
+    (kept,) = of_kind(objects, "PersistentVolumeClaim")
+    volumes = verifiers["spec"]["template"]["spec"]["volumes"]
+    assert {"name": "state", "persistentVolumeClaim": {"claimName": kept}} in volumes
+    for found in (drafters, verifiers):
+        container = containers(found)["drafter"]
+        assert "--state-dir=/state" in container["args"]
+        assert {"name": "state", "mountPath": "/state"} in container["volumeMounts"]
+
+
+def test_the_gateway_is_behind_the_ingress() -> None:
+    objects = render(SETTINGS["guarded"])
+    (ingress,) = of_kind(objects, "Ingress").values()
+    (rule,) = ingress["spec"]["rules"]
+    backend = rule["http"]["paths"][0]["backend"]["service"]
+    ports = of_kind(objects, "Service")[backend["name"]]["spec"]["ports"]
+    assert backend["port"]["name"] in [port["name"] for port in ports]
+    assert ingress["spec"]["tls"] == [{"hosts": ["llm.example"], "secretName": "llm"}]
+    assert not of_kind(render({"gateway": {"enabled": False}}), "Deployment", "-gateway")
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_the_gateway_knows_every_verifier(together: bool) -> None:
+    objects = render({"coLocated": together, "verifier": {"count": 3}})
+    (gateway,) = of_kind(objects, "Deployment", "-gateway").values()
+    variables = {each["name"]: each["value"] for each in containers(gateway)["gateway"]["env"]}
+    services = of_kind(objects, "Service")
+    for service in ("VERIFIER", "DRAFTER"):
+        name, _, port = variables[f"PACELINE_{service}_ADDRESS"].rpartition(":")
+        spec = services[name.removeprefix("dns:///")]["spec"]
+        assert int(port) in [each["port"] for each in spec["ports"]]
+        headless = service == "VERIFIER" or together
+        assert (name.startswith("dns:///"), spec.get("clusterIP") == "None") == (headless,) * 2
+
+
+def test_every_pod_has_a_policy_for_its_ports() -> None:
+    objects = render(SETTINGS["guarded"])
+    policies = list(of_kind(objects, "NetworkPolicy").values())
+    for found in workloads(objects).values():
+        labels = found["spec"]["template"]["metadata"]["labels"]
+        (policy,) = [each for each in policies if selects(each["spec"]["podSelector"], labels)]
+        rules = policy["spec"]["ingress"]
+        allowed = {port["port"] for rule in rules for port in rule["ports"]}
+        for container in containers(found).values():
+            assert {port["containerPort"] for port in container["ports"]} <= allowed
+        if labels["app.kubernetes.io/component"] not in ("balancer", "gateway"):
+            assert all("from" in rule for rule in rules)
+
+
+def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    return selector["matchLabels"].items() <= labels.items() and all(
+        labels.get(each["key"]) in each["values"] for each in selector["matchExpressions"]
+    )
+
+
+def test_the_monitor_reads_every_service_with_metrics() -> None:
+    objects = render(SETTINGS["guarded"])
+    (monitor,) = of_kind(objects, "ServiceMonitor").values()
+    ports = {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]}
+    wanted = monitor["spec"]["selector"]["matchLabels"]
+    offered = {
+        port["name"]
+        for service in of_kind(objects, "Service").values()
+        if wanted.items() <= service["metadata"]["labels"].items()
+        for port in service["spec"]["ports"]
+    }
+    assert {"metrics-9431", "metrics-9432", "metrics-9433"} <= offered & ports
+    assert all(endpoint["scheme"] == "https" for endpoint in monitor["spec"]["endpoints"])
+
+
 @pytest.mark.parametrize(
     "values",
     [
         {"verifier": {"count": 0}},
+        {"gateway": {"ingress": {"enabled": True}}},
+        {"drafters": [{**CANARY[0], "state": {"storageClass": "fast"}}]},
         {"nonsense": 1},
         {"drafters": []},
         {"drafters": [{**CANARY[0], "weight": 0}]},

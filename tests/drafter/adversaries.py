@@ -42,7 +42,7 @@ class HostileSequence(DraftSequence):
 class Hostile(Drafter):
     """Base class."""
 
-    inline: ClassVar[bool] = True
+    inline = True
     max_nodes = 255
 
     @classmethod
@@ -141,7 +141,7 @@ class Failing(Hostile):
 class FailingThread(Failing):
     """Fails on the worker's thread."""
 
-    inline: ClassVar[bool] = False
+    inline = False
     method: ClassVar[str] = "failing-thread"
 
 

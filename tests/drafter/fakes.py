@@ -127,7 +127,7 @@ class FakeDrafter(Drafter):
 class InlineFake(FakeDrafter):
     """A FakeDrafter on the event loop."""
 
-    inline: ClassVar[bool] = True
+    inline = True
     method: ClassVar[str] = "inline-fake"
 
 

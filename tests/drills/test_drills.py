@@ -16,6 +16,7 @@ MODELS = Models(DEMO, DEMO / "target")
 HERE = (
     "swap",
     "verifier stopped",
+    "three verifiers",
     "verifier out of KV",
     "full shared memory",
     "clock jumps",

@@ -30,7 +30,7 @@ class Fuzzer:
     def raw(self, kind: Descriptor) -> bytes:
         """A serialized random message, often with corrupted bytes."""
         raw = self.message(kind).SerializeToString()
-        return raw if self.draws.random() < 0.6 else self._mutated(raw)
+        return raw if self.draws.random() < 0.6 else mutated(self.draws, raw)
 
     def message(self, kind: Descriptor, depth: int = 0) -> Message:
         """A random message: each field is set at random, to any value of its type."""
@@ -47,7 +47,7 @@ class Fuzzer:
         for index, message in enumerate(messages):
             raw = message.SerializeToString()
             if index == faulty and self.draws.random() < 0.3:
-                raw = self._mutated(raw)
+                raw = mutated(self.draws, raw)
             elif index == faulty:
                 self._alter(message)
                 raw = message.SerializeToString()
@@ -103,20 +103,22 @@ class Fuzzer:
             return value % (1 << 31)
         return value
 
-    def _mutated(self, raw: bytes) -> bytes:
-        draws, data = self.draws, bytearray(raw)
-        for _ in range(draws.randint(1, 8)):
-            at = draws.randrange(len(data) + 1)
-            match draws.randrange(4):
-                case 0:
-                    data[at : at + 1] = draws.randbytes(1)
-                case 1:
-                    del data[at : at + draws.randint(1, 9)]
-                case 2:
-                    data[at:at] = draws.randbytes(draws.randint(1, 9))
-                case _:
-                    data[at:at] = data[: draws.randint(0, 40)]
-        return bytes(data)
+
+def mutated(draws: random.Random, raw: bytes) -> bytes:
+    """Bytes with some changed, removed, added or repeated."""
+    data = bytearray(raw)
+    for _ in range(draws.randint(1, 8)):
+        at = draws.randrange(len(data) + 1)
+        match draws.randrange(4):
+            case 0:
+                data[at : at + 1] = draws.randbytes(1)
+            case 1:
+                del data[at : at + draws.randint(1, 9)]
+            case 2:
+                data[at:at] = draws.randbytes(draws.randint(1, 9))
+            case _:
+                data[at:at] = data[: draws.randint(0, 40)]
+    return bytes(data)
 
 
 def _is_integer(field: FieldDescriptor) -> bool:

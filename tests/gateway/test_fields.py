@@ -12,7 +12,10 @@ from paceline.client import MockTransport
 
 from .conftest import Serve, Served
 
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 @pytest.fixture
@@ -31,6 +34,23 @@ async def test_an_answer_can_be_sent_back(served: Served) -> None:
     assert again.choices[0].message.content == (
         "<USER>HI<ASSISTANT><USER>HI<ASSISTANT><USER>AND<ASSISTANT>"
     )
+
+
+async def test_the_last_message_is_continued(serve: Serve) -> None:
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}<assistant>"
+    messages: list[Any] = [
+        {"role": "user", "content": "sure?"},
+        {"role": "assistant", "content": "Sure, "},
+    ]
+    async with serve(MockTransport(lambda prompt: prompt), chat_template=template) as served:
+        create = served.openai.chat.completions.create
+        more = {"continue_final_message": True}
+        answer = await create(model="mock", messages=messages, extra_body=more)
+        assert answer.choices[0].message.content == "<user>sure?</><assistant>Sure,"
+        messages[1]["content"] = " "
+        with pytest.raises(openai.BadRequestError) as raised:
+            await create(model="mock", messages=messages, extra_body=more)
+        assert raised.value.param == "continue_final_message"
 
 
 async def test_every_optional_field_may_be_null(served: Served) -> None:
@@ -171,8 +191,13 @@ async def test_tokens_of_texts_and_chats(served: Served) -> None:
 
     assert (await post("/tokenize", prompt="abc"))["tokens"] == [97, 98, 99]
     assert (await post("/tokenize", content="a", return_token_strs=True))["token_strs"] == ["a"]
-    chat = await post("/tokenize", messages=[{"role": "user", "content": "hi"}])
+    pieces = (await post("/tokenize", content="ab", with_pieces=True))["tokens"]
+    assert pieces == [{"id": 97, "piece": "a"}, {"id": 98, "piece": "b"}]
+    messages = [{"role": "user", "content": "hi"}]
+    chat = await post("/tokenize", messages=messages)
     assert chat["count"] == len("<user>hi<assistant>")
+    chat = await post("/tokenize", messages=messages, add_generation_prompt=False)
+    assert chat["count"] == len("<user>hi")
     assert await post("/detokenize", tokens=[97, 98]) == {"prompt": "ab", "content": "ab"}
     status, _, answer = await served.post("/tokenize")
     assert status == 400

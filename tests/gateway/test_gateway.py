@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import aiohttp
 import openai
 import pytest
 from openai import AsyncOpenAI
+from yarl import URL
 
 from paceline.client import MockTransport, UnavailableError
 from paceline.gateway import GatewayOptions
@@ -18,6 +20,7 @@ from paceline.service.options import OptionsError
 
 from .conftest import Serve, Served
 
+SCRIPTS = ("text/javascript", "application/javascript")
 TEMPLATE = """{{ bos_token }}{% for message in messages %}
 {% if message.role == "assistant" and loop.first %}
 {{ raise_exception("begin with a user") }}{% endif %}
@@ -133,17 +136,28 @@ async def test_rounds_are_streamed_on_request(served: Served) -> None:
     assert "".join(piece for round in told for piece in round["pieces"]) == "ABC"
     assert {who for round in told for who in round["proposed_by"]} == {"verifier"}
     assert [round["tree"] for round in told] == [None] * len(told)
+    assert {round["undrafted"] for round in told} == {None, "no_drafter"}
+    tokens = [token for round in told for token in round["token_ids"]]
+    assert tokens == [*b"ABC", MockTransport.END]
 
 
-async def test_the_page_may_connect_to_this_gateway_only(served: Served) -> None:
-    async with aiohttp.ClientSession() as session:
-        async with session.get(f"{served.url}/") as response:
-            page = await response.text()
-            policy = response.headers["Content-Security-Policy"]
-    assert page.startswith("<!doctype html>")
-    assert "connect-src 'self'" in policy
-    assert "http://" not in page.replace("http://www.w3.org/", "")
-    assert "https://" not in page
+async def test_the_page_is_whole_and_connects_to_this_gateway_only(serve: Serve) -> None:
+    """Its files need no key, and there is nothing else below its path."""
+    async with serve(MockTransport("x"), api_key="secret") as served:
+        async with aiohttp.ClientSession(served.url) as session:
+            async with session.get("/") as response:
+                page = await response.text()
+                policy = response.headers["Content-Security-Policy"]
+            assert page.startswith("<!doctype html>")
+            assert "connect-src 'self'" in policy
+            assert "unsafe" not in policy
+            for name in re.findall(r'(?:src|href)="(page/[^"]+)"', page):
+                async with session.get(f"/{name}") as response:
+                    assert response.status == 200
+                    assert response.content_type in ("text/css", *SCRIPTS)
+            for path in ("/page/", "/page/../app.py", "/page/%2e%2e/app.py", "/page/none.js"):
+                async with session.get(URL(path, encoded=True)) as response:
+                    assert response.status in (401, 404)
 
 
 async def test_a_wrong_model_and_a_wrong_path(served: Served) -> None:
@@ -156,6 +170,7 @@ async def test_a_wrong_model_and_a_wrong_path(served: Served) -> None:
     assert model.id == "mock"
     assert model.model_extra is not None
     assert model.model_extra["batch_invariant"] is True
+    assert model.model_extra["chat_template"] is True
     assert model.model_extra["batch_invariance_reason"] == ""
 
 
@@ -173,6 +188,36 @@ async def test_only_json_of_a_bounded_size_is_read(serve: Serve) -> None:
                     assert set((await response.json())["error"]) == {
                         *("message", "type", "param", "code")
                     }
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "message"),
+    [
+        (b'{"prompt": "\\ud800"}', {}, "surrogate"),
+        (b'{"prompt": "a", "metadata": {"a": NaN}}', {}, "NaN"),
+        (b'{"prompt": "a", "metadata": {"a": 1e999}}', {}, "too large"),
+        (b'{"prompt": "a"}', {"Content-Encoding": "gzip"}, "encoding"),
+        (b"[" * 100_000, {}, "JSON"),
+    ],
+)
+async def test_bodies_that_are_no_json(
+    served: Served, body: bytes, headers: dict[str, str], message: str
+) -> None:
+    headers = {"Content-Type": "application/json", **headers}
+    async with aiohttp.ClientSession(auto_decompress=False) as session:
+        url = f"{served.url}/v1/completions"
+        async with session.post(url, data=body, headers=headers, compress=False) as response:
+            assert response.status == 400
+            assert message in (await response.json())["error"]["message"]
+
+
+async def test_broken_http_is_not_logged(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    host, port = served.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"nonsense\r\n\r\n")
+    assert b" 400 " in await reader.readline()
+    writer.close()
+    assert not caplog.records
 
 
 async def test_the_api_key_is_required(serve: Serve) -> None:

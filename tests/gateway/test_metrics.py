@@ -57,6 +57,9 @@ async def test_requests_are_counted_as_they_end(serve: Serve, registry: Collecto
     assert value(f"{Metric.GATEWAY_GENERATION_TOKENS}_total") == 4 + 4 + 2 + 2 + 3
     assert value(f"{Metric.GATEWAY_FIRST_TOKEN_SECONDS}_count") == 5
     assert value(Metric.GATEWAY_IN_FLIGHT) == 0
+    serving = {"verifier": "", "state": "serving"}
+    assert registry.get_sample_value(Metric.GATEWAY_VERIFIER_STATE, serving) == 1
+    assert registry.get_sample_value(Metric.GATEWAY_VERIFIER_TEXTS, {"verifier": ""}) == 0
 
 
 async def test_a_disconnect_is_counted_as_499(serve: Serve, registry: CollectorRegistry) -> None:

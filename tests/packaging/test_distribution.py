@@ -106,7 +106,8 @@ def test_every_package_is_there_and_typed(built: Distribution) -> None:
         "verifier",
     } <= packages
     assert {f"paceline/{package}/py.typed" for package in packages} <= inside
-    assert {"paceline/gateway/page.html", "paceline/kernels/native/attention.c"} <= inside
+    files = ("gateway/page/index.html", "gateway/page/main.js", "kernels/native/attention.c")
+    assert {f"paceline/{name}" for name in files} <= inside
     assert "bench" not in packages, "it works from a source checkout only"
     assert "paceline/__init__.py" not in inside, "the namespace would be closed to others"
 

@@ -162,7 +162,7 @@ async def test_a_mapping_outlives_its_verifier(
         await kept
         assert kept._verifier is not None
         exchange = KvExchange(VerifierAccess())
-        kv = await exchange.map_cache(verifier.address, kept._verifier.read_grant, (0, -1))
+        kv = await exchange.map_cache(verifier.address, kept._verifier.cache.read_grant, (0, -1))
         await exchange.close()
         kv.check()
         keys, _ = kv.layer(-1)

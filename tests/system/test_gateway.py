@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import shutil
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 from openai import AsyncOpenAI
-from tokenizers import Tokenizer
+from tiny_models import write_ending_model
 
 from paceline.client import Client
 from paceline.harness import ServiceProcess
@@ -208,17 +207,10 @@ async def test_errors_are_the_openai_clients(api: AsyncOpenAI, gateway: ServiceP
     assert {"lm", "ngram"} <= set(card["drafters"])
 
 
-async def test_json_by_a_schema_with_any_drafter(models: dict[str, Path], tmp_path: Path) -> None:
+async def test_json_by_a_schema_with_any_drafter(tmp_path: Path) -> None:
     """A model whose last token ends a text; it drafts for itself, so that much would stand."""
     folder = tmp_path / "ending"
-    shutil.copytree(models["llama"], folder)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    end = tokenizer.get_vocab_size() - 1
-    tokenizer.add_special_tokens([tokenizer.id_to_token(end)])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "generation_config.json").unlink(missing_ok=True)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": end}))
+    write_ending_model(folder)
     schema = {
         "type": "object",
         "properties": {

@@ -157,6 +157,7 @@ async def expect_caches(endpoint: Endpoint, client: Client) -> None:
     used = value("specdec_kv_cache_used_bytes", device="cpu")
     prefixes = value("specdec_kv_cache_prefix_bytes", device="cpu")
     assert 0 < used < used + prefixes < 64 << 20
+    assert value("specdec_kv_cache_usage", device="cpu") == used / (64 << 20)
     await kept.aclose()
     await endpoint.eventually(lambda: value("specdec_kv_cache_used_bytes") == 0)
     assert value("specdec_leases") == 0

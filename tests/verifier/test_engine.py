@@ -79,8 +79,13 @@ async def test_a_sequence_whose_acceptance_fails_fails_alone(
 async def test_draining_lets_generations_end(client: Client) -> None:
     plain = await client.generate(PROMPT, drafters.nothing, **FIELDS)
     created = await client.create(PROMPT, **FIELDS)
+    request = verifier_pb2.GetModelRequest()
+    told = await client.stub.GetModel(request)
+    assert (told.draining, told.generations) == (False, 1)
     drain = asyncio.create_task(client.service.drain())
     await asyncio.sleep(0)
+    told = await client.stub.GetModel(request)
+    assert (told.draining, told.generations) == (True, 1)
     call = client.stub.CreateCache(verifier_pb2.CreateCacheRequest(prompt_tokens=PROMPT))
     error = await failure(call)
     assert (error.code(), reason_of(error)) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
@@ -89,6 +94,7 @@ async def test_draining_lets_generations_end(client: Client) -> None:
     tokens += await client.free_run(created.handle, 2)
     await drain
     assert tokens == plain
+    assert (await client.stub.GetModel(request)).generations == 0
 
 
 async def test_model(client: Client, model: Path) -> None:

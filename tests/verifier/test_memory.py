@@ -15,6 +15,8 @@ import pytest
 from test_store import Clock
 from verifier_support import Client, Round, failure, paused_engine, reason_of, serving, until
 
+from paceline.service.metrics import new_registry
+from paceline.telemetry.names import Metric
 from paceline.v1 import verifier_pb2
 from paceline.verifier import service
 from paceline.verifier.kv.base import OutOfMemory
@@ -129,6 +131,23 @@ async def test_caches_that_cannot_grow_are_preempted_youngest_first(
     (answer,) = await client.verify(Round.of(caches[0].handle, 1))
     assert len(answer.result.tokens) + len(await client.free_run(caches[0].handle, 2)) == 299
     await client.release(caches[0].handle)
+
+
+async def test_requests_that_wait_for_memory_are_counted(model: Path, tmp_path: Path) -> None:
+    registry = new_registry()
+
+    def waiting() -> float:
+        samples = [sample for family in registry.collect() for sample in family.samples]
+        return sum(each.value for each in samples if each.name == Metric.REQUESTS_WAITING)
+
+    options: dict[str, Any] = {"kv_bytes": 1 << 28, "max_sequences": 1, "metrics": registry}
+    async with serving(model, tmp_path / "v.sock", **options) as client:
+        first = await client.create(PROMPT)
+        second = asyncio.create_task(client.create(PROMPT))
+        await until(lambda: waiting() == 1)
+        await client.release(first.handle)
+        await client.release((await second).handle)
+        assert waiting() == 0
 
 
 async def test_nothing_leaks_under_churn(client: Client) -> None:

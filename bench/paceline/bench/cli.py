@@ -17,6 +17,8 @@ _MODULES = {
     "step": "paceline.bench.step.run",
     "quality": "paceline.bench.quality",
     "drills": "paceline.bench.drills.run",
+    "soak": "paceline.bench.soak",
+    "lm-eval": "paceline.bench.lm_eval",
 }
 
 _WEIGHTS = ("float32", "bfloat16", "int8", "int4")
@@ -50,6 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     replay.add_argument("--acceptance", type=float, default=0.8, help="of each drafted token")
     replay.add_argument("--nodes", type=int, default=8, help="nodes of a tree")
     replay.add_argument("--context", type=int, default=256, help="tokens of the prompt")
+    replay.add_argument(
+        "--level-ms", type=float, default=0.0, help="time of a drafted level, on other cores"
+    )
+    replay.add_argument("--overlap", action="store_true", help="draft while the verifier works")
     step = add("step", "a decoder step by rows and context beside its roofline", repeats=5)
     _add_weights(step, "bfloat16")
     step.add_argument("--rows", type=_numbers, default="1,8,33,64,256", help="rows of a step")
@@ -68,11 +74,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     quality.add_argument("--gguf", type=Path, nargs="*", default=[], help="targets to measure too")
     quality.add_argument("--llama-perplexity", metavar="PROGRAM", help="default: from PATH")
     for sub in (step, quality):
-        sub.add_argument("--label", help="the entry of the result file; default: the target's name")
         sub.add_argument(
             "--llama-model", type=Path, nargs="*", default=[], metavar="GGUF",
             help="for llama.cpp; `quality` compares with the first",
         )  # fmt: skip
+    soak = add("soak", "mixed chats over HTTP for a long time: memory and texts")
+    soak.add_argument("--minutes", type=float, default=60.0, help="default: %(default)g")
+    soak.add_argument("--users", type=int, default=16, help="conversations at a time")
+    soak.add_argument("--kv-bytes", default="512MiB", metavar="SIZE", help="of the verifier")
+    soak.add_argument("--seed", type=int, default=1, help="of the conversations")
+    for sub in (step, quality, soak):
+        sub.add_argument("--label", help="the entry of the result file; default: the target's name")
+    harness = add("lm-eval", "lm-evaluation-harness with the gateway and with transformers")
+    harness.add_argument(
+        "--lm-eval", default="lm_eval", metavar="PROGRAM", help="default: from PATH"
+    )
+    harness.add_argument("--limit", type=int, help="requests of a task; default: all")
     drills = add("drills", "inject faults under load and check what must hold")
     drills.add_argument("drill", nargs="*", metavar="DRILL", help="name, in quotes; default: all")
     drills.add_argument("--short", action="store_true", help="fewer and smaller: minutes")

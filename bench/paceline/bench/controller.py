@@ -22,15 +22,15 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tokenizers import Tokenizer
-
 from paceline.bench.plugins import register
+from paceline.bench.prompts import tokenizer
 from paceline.bench.record import Results, digest
 from paceline.bench.services import ALWAYS, generate, recording, services
 from paceline.client import Client
 from paceline.drafter import Budget, Generation, Resources, TokenTree
 from paceline.drafter.methods.options import parse_options
 from paceline.drafter.methods.replay import (
+    Records,
     ReplayDrafter,
     ReplayOptions,
     ReplaySequence,
@@ -123,8 +123,11 @@ class Changing(ReplayDrafter):
     """``replay`` that takes ``seconds`` for a tree, and drafts wrong tokens up to a position."""
 
     method: ClassVar[str] = "changing"
-    inline: ClassVar[bool] = False
     _options: _ChangingOptions
+
+    def __init__(self, options: _ChangingOptions, records: Records) -> None:
+        super().__init__(options, records)
+        self.inline = False
 
     @classmethod
     def load(
@@ -146,7 +149,7 @@ async def adapt(target: Path, weights: str, tokens: int = 1000) -> dict[str, dic
         tokens: Tokens of each generation.
     """
     [(text, sampling)] = varied(1)
-    prompt = Tokenizer.from_file(str(target / "tokenizer.json")).encode(text).ids
+    prompt = tokenizer(target).encode(text).ids
     half = tokens // 2
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         environment = register(Path(folder), {"changing": "paceline.bench.controller:Changing"})

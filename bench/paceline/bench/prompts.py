@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from paceline.decoder import open_model
 from paceline.harness import read_prompts
 
 _LENGTH = 384  # tokens of a demo prompt, at most
@@ -26,8 +27,15 @@ class Prompt:
 
 
 def tokenizer(target: Path) -> Tokenizer:
-    """The target's tokenizer."""
-    return Tokenizer.from_file(str(target / "tokenizer.json"))
+    """The target's tokenizer.
+
+    Raises:
+        ValueError: The target has none.
+    """
+    found = open_model(target).tokenizer
+    if found is None:
+        raise ValueError(f"{target} has no tokenizer: give a model with one")
+    return Tokenizer.from_buffer(found)
 
 
 def encode(prompts: Sequence[str | list[int]], target: Path) -> list[list[int]]:

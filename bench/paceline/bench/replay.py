@@ -22,7 +22,15 @@ from paceline.bench.step.engines import Paceline
 
 
 async def measure(
-    models: Models, *, weights: str, acceptance: float, nodes: int, tokens: int, context: int
+    models: Models,
+    *,
+    weights: str,
+    acceptance: float,
+    nodes: int,
+    tokens: int,
+    context: int,
+    level_ms: float = 0.0,
+    overlap: bool = False,
 ) -> dict[str, Any]:
     """Rates with a drafter of the recorded continuation; times in ms, medians over rounds.
 
@@ -36,13 +44,16 @@ async def measure(
         nodes: Nodes of a tree.
         tokens: New tokens.
         context: Tokens of the prompt.
+        level_ms: Time that the drafter sleeps for each level.
+        overlap: Whether it drafts ahead.
     """
     [prompt] = long_prompts(models.prompts, models.target, context, 1)
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         file = Path(folder) / "recording.jsonl"
         file.write_text(await recording(models.target, weights, prompt, tokens))
-        spec = f"replay:{file},p={acceptance},max_nodes={nodes},seed=1"
-        with services(models.target, {"replay": spec}, weights) as pair:
+        spec = f"replay:{file},p={acceptance},max_nodes={nodes},seed=1,level_ms={level_ms}"
+        options = ["--overlap" if overlap else "--no-overlap"]
+        with services(models.target, {"replay": spec}, weights, drafter=options) as pair:
             async with pair.client(ALWAYS) as client:
                 await generate(client, prompt, 32, "replay")
                 plain = await generate(client, prompt, tokens, "none")
@@ -89,8 +100,14 @@ def run(args: argparse.Namespace) -> int:
     models = Models.of(args)
     head = {"weights": args.weights, "tokens": args.tokens, "context": args.context}
     results = Results("replay", args.output, **head)
-    found = uvloop.run(measure(models, acceptance=args.acceptance, nodes=args.nodes, **head))
-    results.add(f"{models.target.name}, p = {args.acceptance:g}, {args.nodes} nodes", found)
+    draft = {"level_ms": args.level_ms, "overlap": args.overlap}
+    found = uvloop.run(
+        measure(models, acceptance=args.acceptance, nodes=args.nodes, **head, **draft)
+    )
+    level = f", {args.level_ms:g} ms a level" if args.level_ms else ""
+    ahead = ", overlap" if args.overlap else ""
+    name = f"{models.target.name}, p = {args.acceptance:g}, {args.nodes} nodes{level}{ahead}"
+    results.add(name, found)
     for name, value in found.items():
         console.print(f"{name}: {value:.2f}" if isinstance(value, float) else f"{name}: {value}")
     console.print(f"written to {results.file}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,19 @@ def add_service_arguments(parser: argparse.ArgumentParser) -> argparse._Argument
     """Add the addresses of both services, TLS and token; returns the group of the addresses."""
     group = parser.add_argument_group("services")
     add = group.add_argument
-    add("--verifier-address", default=verifier_address(), metavar="A", help="default: %(default)s")
-    add("--drafter-address", default=drafter_address(), metavar="B", help="default: %(default)s")
+    form = "host:port, unix:/path, dns:///name:port, or a list of these with commas"
+    add(
+        "--verifier-address",
+        default=verifier_address(),
+        metavar="A",
+        help=f"{form} (default: %(default)s)",
+    )
+    add(
+        "--drafter-address",
+        default=drafter_address(),
+        metavar="B",
+        help="the same (default: %(default)s)",
+    )
     add_connection_arguments(parser)
     return group
 
@@ -94,9 +106,20 @@ def metadata_of(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {token}"),) if token else ()
 
 
-def open_channel(address: str, args: argparse.Namespace) -> grpc.Channel:
-    """A blocking channel. Raises InvalidRequestError if a TLS file cannot be read."""
+def open_channel(address: str, args: argparse.Namespace, name: str = "") -> grpc.Channel:
+    """A blocking channel.
+
+    Args:
+        address: Address of the service.
+        args: Arguments of `add_connection_arguments`.
+        name: DNS name that its certificate has, if it is not in `args`.
+
+    Raises:
+        InvalidRequestError: A TLS file cannot be read.
+    """
     tls = tls_of(args)
+    if tls is not None and name and not tls.server_name:
+        tls = replace(tls, server_name=name)
     if tls is None:
         return grpc.insecure_channel(address)
     return grpc.secure_channel(address, tls.credentials(), options=tls.channel_options())

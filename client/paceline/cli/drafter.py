@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
 _OPTIONS = (
-    *("device", "max_context", "max_streams", "state_dir", "recordings"),
+    *("device", "overlap", "max_context", "max_streams", "state_dir", "recordings"),
     *("record", "record_bytes"),
 )
 
@@ -61,6 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="device of drafters with weights: auto (default: the second GPU, the only one, or the "
         "CPU), cpu, cuda or cuda:N; drafters on a GPU map the KV of a verifier on a GPU, drafters "
         "on the CPU receive it over gRPC",
+    )
+    add(
+        "--overlap",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="draft on while the verifier works: chains of lm and selfspec; it pays where the "
+        "drafter has cores or a device of its own (default: on a GPU)",
     )
     add("--max-context", type=int, metavar="N", help="longest text, in tokens")
     add("--max-streams", type=int, metavar="N", help="most generations attached at a time")

@@ -2,15 +2,11 @@
 
 import argparse
 import asyncio
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import grpc
-from google.protobuf.message import Message
-from rich.console import Console
-from rich.table import Table
 
 from paceline.cli.connection import (
     add_connection_arguments,
@@ -20,8 +16,10 @@ from paceline.cli.connection import (
     open_channel,
     verifier_address,
 )
+from paceline.cli.drafter_tables import show, show_canaries
 from paceline.cli.errors import CommandError, exit_with
 from paceline.client import DraftOptions, PacelineError
+from paceline.client._addresses import addresses_of, parse_addresses
 from paceline.client._errors import from_rpc_error
 from paceline.harness import read_prompts
 from paceline.service.options import OptionsError
@@ -103,24 +101,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Call the registry; fails with code 1 if the service refuses, 2 for bad arguments."""
+    """Call every registry; fails with code 1 if one refuses, 2 for bad arguments."""
     with exit_with(2, OptionsError, PacelineError):
-        metadata = metadata_of(args)
-        with open_channel(args.address, args) as channel:
-            stub: Any = drafter_pb2_grpc.DrafterRegistryServiceStub
-            registry = stub(channel)
-
-            def call(rpc: str, request: Any) -> Any:
-                return getattr(registry, rpc)(request, timeout=args.timeout, metadata=metadata)
-
+        services = asyncio.run(_services(args.address))
+        failures = []
+        for address, name in services.items():
+            if len(services) > 1:
+                print(f"{address}:", flush=True)
             try:
-                args.action(args, call)
-            except grpc.RpcError as error:
-                # The error of a blocking call has the same methods as that of an async one.
-                failure = from_rpc_error(cast(Any, error))
-                reason = f" [{failure.reason}]" if failure.reason else ""
-                raise CommandError(f"{args.address}: {failure.message}{reason}", 1) from error
+                _call(argparse.Namespace(**{**vars(args), "address": address}), name)
+            except CommandError as error:
+                failures.append(error)
+        if failures:
+            raise CommandError("\n".join(map(str, failures)), failures[0].code)
     return 0
+
+
+async def _services(text: str) -> dict[str, str]:
+    """Addresses of a list, and the DNS names they were resolved from."""
+    with exit_with(1, OSError):
+        found = [await addresses_of(entry) for entry in parse_addresses(text, "drafter")]
+    return {address: name for each in found for address, name in each.items()}
+
+
+def _call(args: argparse.Namespace, name: str) -> None:
+    """Runs the action with the service at `args.address`."""
+    metadata = metadata_of(args)
+    with open_channel(args.address, args, name) as channel:
+        stub: Any = drafter_pb2_grpc.DrafterRegistryServiceStub
+        registry = stub(channel)
+
+        def call(rpc: str, request: Any) -> Any:
+            return getattr(registry, rpc)(request, timeout=args.timeout, metadata=metadata)
+
+        try:
+            args.action(args, call)
+        except grpc.RpcError as error:
+            # The error of a blocking call has the same methods as that of an async one.
+            failure = from_rpc_error(cast(Any, error))
+            reason = f" [{failure.reason}]" if failure.reason else ""
+            raise CommandError(f"{args.address}: {failure.message}{reason}", 1) from error
 
 
 def _add(
@@ -128,7 +148,10 @@ def _add(
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=help)
     parser.add_argument(
-        "--address", default=drafter_address(), help="of the drafter (default: %(default)s)"
+        "--address",
+        default=drafter_address(),
+        help="of the drafter, or of several: a list with commas, or dns:///name:port for all "
+        "addresses of a name (default: %(default)s)",
     )
     parser.add_argument(
         "--timeout",
@@ -146,7 +169,7 @@ def _add(
 
 def _list(args: argparse.Namespace, call: Call) -> None:
     response = call("ListDrafters", drafter_pb2.ListDraftersRequest())
-    _show(response.drafters, response.default_drafter, args.json)
+    show(response.drafters, response.default_drafter, args.json)
     if response.records_texts and not args.json:
         print("This service records the texts of generations.")
 
@@ -174,7 +197,7 @@ def _load(args: argparse.Namespace, call: Call) -> None:
             activate = drafter_pb2.ActivateDrafterRequest(**which, traffic_share=1.0)
             info = call("ActivateDrafter", activate).drafter
         info.check.CopyFrom(checked)
-    _show([info], "", args.json)
+    show([info], "", args.json)
 
 
 async def _check(
@@ -219,7 +242,7 @@ def _activate(args: argparse.Namespace, call: Call) -> None:
     request = drafter_pb2.ActivateDrafterRequest(
         name=args.name, version=args.version, traffic_share=args.share
     )
-    _show([call("ActivateDrafter", request).drafter], "", args.json)
+    show([call("ActivateDrafter", request).drafter], "", args.json)
 
 
 def _canary(args: argparse.Namespace, call: Call) -> None:
@@ -234,7 +257,7 @@ def _canary(args: argparse.Namespace, call: Call) -> None:
             max_generations=args.max_generations,
         ),
     )
-    _show([call("ActivateDrafter", request).drafter], "", args.json)
+    show([call("ActivateDrafter", request).drafter], "", args.json)
 
 
 def _unload(args: argparse.Namespace, call: Call) -> None:
@@ -252,59 +275,6 @@ def _option(text: str) -> tuple[str, str]:
     return key, value
 
 
-def _show(drafters: Sequence[drafter_pb2.DrafterInfo], default: str, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps([_as_dict(info) for info in drafters], indent=2))
-        return
-    table = Table(
-        "name", "version", "method", "share", "streams", "weights", "check", "state", box=None
-    )
-    for info in drafters:
-        table.add_row(
-            info.name + (" (default)" if info.name == default else ""),
-            info.version,
-            info.method,
-            f"{info.traffic_share:.0%}",
-            str(info.active_streams),
-            f"{info.weight_bytes / 2**20:.1f} MiB" if info.weight_bytes else "-",
-            f"{info.check.accepted_length:.2f} accepted, {info.check.draft_us / 1e3:.2f} ms"
-            if info.HasField("check")
-            else "-",
-            "draining" if info.draining else "active" if info.traffic_share else "idle",
-        )
-    Console(highlight=False).print(table)
-
-
 def _canaries(args: argparse.Namespace, call: Call) -> None:
-    canaries = call("ListDrafters", drafter_pb2.ListDraftersRequest()).canaries
-    if args.json:
-        print(json.dumps([_as_dict(canary) for canary in canaries], indent=2))
-        return
-    table = Table(
-        "name", "canary", "baseline", "generations", "accepted", "draft", "state", box=None
-    )
-    for each in canaries:
-        new, old = each.canary_statistics, each.baseline_statistics
-        state = drafter_pb2.CanaryState.Name(each.state).removeprefix("CANARY_STATE_").lower()
-        table.add_row(
-            each.name,
-            each.canary,
-            each.baseline,
-            f"{new.generations} / {old.generations}",
-            f"{new.accepted_length:.2f} / {old.accepted_length:.2f}",
-            f"{new.draft_us / 1e3:.2f} / {old.draft_us / 1e3:.2f} ms",
-            state.replace("_", " ") + (f": {each.reason}" if each.reason else ""),
-        )
-    Console(highlight=False).print(table)
-
-
-def _as_dict(message: Message) -> dict[str, object]:
-    """Fields by name, JSON-ready: messages as dicts, repeated numbers as lists."""
-    found: dict[str, object] = {}
-    for field in message.DESCRIPTOR.fields:
-        value = getattr(message, field.name)
-        if isinstance(value, Message):
-            found[field.name] = _as_dict(value)
-        else:
-            found[field.name] = list(value) if field.is_repeated else value
-    return found
+    response = call("ListDrafters", drafter_pb2.ListDraftersRequest())
+    show_canaries(response.canaries, args.json)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import resource
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -153,10 +155,18 @@ def run(args: argparse.Namespace) -> int:
             )
             if args.stop_with_stdin:
                 stop_with_stdin()
+            _raise_file_limit()
             run_async(_serve(args, options))
         except (OptionsError, PacelineError, ValueError, OSError) as error:
             return refuse(error)
     return 0
+
+
+def _raise_file_limit() -> None:
+    """Allow as many connections as the system does: each is an open file, often 1024 at most."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # macOS does not accept its own limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 async def _serve(args: argparse.Namespace, options: GatewayOptions) -> None:

@@ -16,6 +16,7 @@ from ._errors import (
     UnimplementedError,
 )
 from ._generation import Generation, GenerationResult
+from ._members import VerifierStatus
 from ._mock import MockTransport
 from ._model import Model
 from ._options import DraftOptions, RetryOptions, TlsOptions, user_cache_dir
@@ -23,7 +24,7 @@ from ._output import Chunk, TokenLogprob, VerifiedTree
 from ._stats import RoundStats, Stats, Usage
 from ._sync import SyncClient
 from ._text import Detokenizer, TextCodec
-from ._transport import GrpcTransport, Stream, Transport
+from ._transport import Stream, Transport
 
 __all__ = [
     "AuthError",
@@ -36,7 +37,6 @@ __all__ = [
     "DraftOptions",
     "Generation",
     "GenerationResult",
-    "GrpcTransport",
     "InvalidRequestError",
     "MockTransport",
     "Model",
@@ -58,5 +58,6 @@ __all__ = [
     "UnimplementedError",
     "Usage",
     "VerifiedTree",
+    "VerifierStatus",
     "user_cache_dir",
 ]

@@ -7,8 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ._addresses import Pool, parse_addresses
 from ._errors import InvalidRequestError
+from ._fleet import Fleet
 from ._generation import Generation
+from ._members import DrafterService, Verifier, VerifierStatus
 from ._model import Model
 from ._options import (
     DraftOptions,
@@ -21,7 +24,7 @@ from ._options import (
 )
 from ._shared import Shared
 from ._tokenizer import TokenizerCache
-from ._transport import GrpcTransport, Transport
+from ._transport import Connections, GrpcDrafterTransport, GrpcTransport, Transport
 
 
 class Client:
@@ -35,17 +38,23 @@ class Client:
     Use it in one event loop. Generations may run concurrently.
 
     Args:
-        verifier_address: "host:port" or "unix:/path".
-        drafter: address of the drafter service; None: generate without speculation.
-        token: bearer token for both services. Requires `tls` beyond loopback.
+        verifier_address: "host:port", "unix:/path", "dns:///name:port" for all addresses of a DNS
+            name, or a list of these, separated by commas. Several verifiers serve one target;
+            generations go to them by prefix, then by load, and move if one ends.
+        drafter: address of the drafter service, or a list; None: generate without speculation.
+        token: bearer token for all services. Requires `tls` beyond loopback.
         tls: TLS options; None: no TLS.
-        retry: retries when the verifier is unreachable or full.
+        retry: retries when all verifiers are unreachable or full.
         drafting: draft timeouts and back-off.
         cache_dir: folder of cached tokenizers; None: cache in memory only. Default: the user's
             cache folder.
         unread_chunks: number of chunks in a slow reader's queue at which the generation pauses.
         max_message_bytes: longest message received or sent.
         transport: replaces gRPC: see `MockTransport`.
+
+    Raises:
+        InvalidRequestError: an argument is invalid, the token would be sent unencrypted, or a TLS
+            file cannot be read.
     """
 
     def __init__(
@@ -67,22 +76,26 @@ class Client:
         if unread_chunks < 1:
             raise InvalidRequestError(f"unread_chunks must be >= 1, not {unread_chunks}")
 
-        if transport is None:
-            transport = GrpcTransport(
-                verifier_address or "",
-                drafter,
-                token=token,
-                tls=tls,
-                max_message_bytes=max_message_bytes,
-            )
+        retry, drafting = retry or RetryOptions(), drafting or DraftOptions()
+        self._connections = connections = Connections(token, tls, max_message_bytes)
+        given = transport
+
+        def verifier(address: str, name: str) -> Verifier:
+            return Verifier(given or GrpcTransport(connections, address, name), retry)
+
+        def drafter_service(address: str, name: str) -> DrafterService:
+            return DrafterService(GrpcDrafterTransport(connections, address, name), drafting)
+
         folder = user_cache_dir() / "tokenizers" if cache_dir == "" else cache_dir
-        self._shared = Shared(
-            transport,
+        verifiers = (transport.address,) if transport else self._addresses(verifier_address or "")
+        drafters = self._addresses(drafter, "drafter service") if drafter else ()
+        fleet = Fleet(
+            Pool(verifier, verifiers),
+            Pool(drafter_service, drafters),
             TokenizerCache(Path(folder) if folder is not None else None),
-            retry or RetryOptions(),
-            drafting or DraftOptions(),
-            unread_chunks,
+            retry,
         )
+        self._shared = Shared(fleet, retry, drafting, unread_chunks)
 
     async def __aenter__(self) -> Client:
         return self
@@ -195,9 +208,24 @@ class Client:
         return Generation(self._shared, text, options, keep_cache)
 
     async def model(self) -> Model:
-        """The model of the verifier, and its tokenizer."""
+        """The model of the verifiers, and its tokenizer."""
         self._shared.check_open()
-        return await self._shared.models.get()
+        return await self._shared.fleet.model()
+
+    def set_verifiers(self, addresses: str) -> None:
+        """Replaces the list of verifiers. New generations go to those of the new list.
+
+        Generations on a verifier that is not in it finish there.
+
+        Raises:
+            InvalidRequestError: the list is invalid, or the token would be sent unencrypted.
+        """
+        self._shared.check_open()
+        self._shared.fleet.set_verifiers(self._addresses(addresses))
+
+    def verifiers(self) -> tuple[VerifierStatus, ...]:
+        """State of each verifier, as far as known: it is requested when generations start."""
+        return self._shared.fleet.status()
 
     async def drafters(self) -> tuple[str, ...]:
         """Names of drafters, the default one first; empty without a drafter service.
@@ -205,12 +233,14 @@ class Client:
         Raises UnavailableError if the service cannot be reached.
         """
         self._shared.check_open()
-        if not self._shared.transport.has_drafter:
-            return ()
-        listed = await self._shared.transport.list_drafters()
-        names = {drafter.name for drafter in listed.drafters}
-        return tuple(sorted(names, key=lambda name: (name != listed.default_drafter, name)))
+        return await self._shared.fleet.drafters()
 
     async def aclose(self) -> None:
         """Stops all generations, releases their caches and disconnects. Safe to call again."""
         await self._shared.close()
+
+    def _addresses(self, text: str, kind: str = "verifier") -> tuple[str, ...]:
+        addresses = parse_addresses(text, kind)
+        for address in addresses:
+            self._connections.check(address)
+        return addresses

@@ -6,17 +6,18 @@ from dataclasses import dataclass
 
 from paceline.v1 import verifier_pb2
 
+from ._fleet import Fleet
+from ._members import Verifier
 from ._options import GenerationOptions
 from ._stats import Stats
 from ._trace import GenerationTrace
-from ._transport import Transport
 
 
-@dataclass(frozen=True)
+@dataclass
 class GenerationContext:
-    """One generation's transport, model, options, tokens, statistics and trace."""
+    """One generation's services, model, options, tokens, statistics and trace."""
 
-    transport: Transport
+    fleet: Fleet
     facts: verifier_pb2.GetModelResponse
     options: GenerationOptions
     prompt: list[int]
@@ -27,6 +28,8 @@ class GenerationContext:
     """None if the generation is not traced."""
     deadline: float | None
     """Of `time.monotonic`; None: no deadline."""
+    verifier: Verifier | None = None
+    """The verifier with the cache; changes when the generation moves."""
 
     def begin_span(self, name: str) -> str:
         """Starts a span, one of `names.Span`; returns its traceparent, empty without a trace."""

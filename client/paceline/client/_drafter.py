@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from contextlib import suppress
 from time import monotonic
 
@@ -17,7 +16,8 @@ from paceline.v1 import drafter_pb2, tree_pb2
 
 from ._context import GenerationContext
 from ._errors import PacelineError, UnavailableError
-from ._hidden_states import HiddenStateSource, split_version
+from ._hidden_states import split_version
+from ._members import DrafterHealth, DrafterService
 from ._options import DraftOptions
 from ._transport import DraftStream
 
@@ -35,38 +35,6 @@ _ATTACH_TIMEOUT = 0.02
 _HUNG_AFTER = 10.0
 
 
-class DrafterHealth:
-    """Failures and back-off of one drafter, shared by all generations of a client.
-
-    Because it is shared, one generation at a time tries an unreachable drafter.
-    """
-
-    def __init__(self, options: DraftOptions) -> None:
-        self._options = options
-        self._failures = 0
-        self._blocked_until = 0.0
-
-    def may_attach(self) -> bool:
-        """Whether the back-off is over."""
-        return monotonic() >= self._blocked_until
-
-    def failed(self, *, wrong: bool = False) -> bool:
-        """Backs off exponentially, with jitter, and longer at once for a wrong reply.
-
-        Returns:
-            Whether this is the first failure since the last success.
-        """
-        delay = self._options.first_delay * 2 ** min(self._failures + 3 * wrong, 16)
-        delay = min(delay, self._options.longest_delay) * random.uniform(0.5, 1.0)
-        self._blocked_until = monotonic() + delay
-        self._failures += 1
-        return self._failures == 1
-
-    def succeeded(self) -> None:
-        """A tree of the drafter was verified."""
-        self._failures = 0
-
-
 class DrafterSession:
     """Sends new tokens to a drafter and requests trees, one at a time.
 
@@ -75,19 +43,12 @@ class DrafterSession:
     read would end it.
     """
 
-    def __init__(
-        self,
-        context: GenerationContext,
-        name: str,
-        options: DraftOptions,
-        health: DrafterHealth,
-        hidden_states: HiddenStateSource,
-    ) -> None:
+    def __init__(self, context: GenerationContext, name: str, options: DraftOptions) -> None:
         self._context = context
         self._name = name
         self._options = options
-        self._health = health
-        self._hidden_states = hidden_states
+        self._service: DrafterService | None = None
+        self._health: DrafterHealth | None = None
         # None while detached. A pending reply: the drafter is attaching or drafting.
         self._stream: DraftStream | None = None
         self._reply: asyncio.Future[drafter_pb2.DraftTree | None] | None = None
@@ -101,9 +62,13 @@ class DrafterSession:
 
     def attach(self, read_grant: bytes) -> None:
         """Opens a stream and sends all tokens so far, unless attached or backing off."""
-        if self._stream is not None or not self._health.may_attach():
-            return
         context, facts = self._context, self._context.facts
+        if self._stream is not None or context.verifier is None:
+            return
+        verifier = context.verifier.address
+        service = context.fleet.drafter_for(context.verifier, self._name)
+        if service is None:
+            return
         name, version = split_version(self._name)
         request = drafter_pb2.DraftAttach(
             drafter=name,
@@ -115,11 +80,13 @@ class DrafterSession:
             prompt_length=len(context.prompt),
             sampling=context.options.sampling(),
             read_grant=read_grant,
-            verifier_address=context.transport.verifier_address,
+            verifier_address=verifier,
             traceparent="" if context.trace is None else context.trace.traceparent,
         )
         self._attached = None
-        self._stream = context.transport.draft()
+        self._service, self._health = service, service.health(self._name, verifier)
+        service.running += 1
+        self._stream = service.transport.draft()
         self._expect_reply()
         self._reader = asyncio.create_task(self._read_all(self._stream, request))
 
@@ -182,7 +149,8 @@ class DrafterSession:
 
     def record_verified(self, tree: drafter_pb2.DraftTree) -> None:
         """Records that the verifier accepted the tree as valid."""
-        self._health.succeeded()
+        if self._health is not None:
+            self._health.succeeded()
         attached = self._attached or drafter_pb2.DraftAttached()
         version = f"{attached.drafter or self._name}@{tree.version or attached.version}"
         versions = self._context.stats.drafter_versions
@@ -227,7 +195,8 @@ class DrafterSession:
             if stream is self._stream:
                 unavailable = isinstance(error, UnavailableError)
                 reason = "drafter_unavailable" if unavailable else "drafter_refused"
-                self._hidden_states.forget(self._name)
+                if self._service is not None:
+                    self._service.hidden_states.forget(self._name)
                 self._fail(reason, error, wrong=not unavailable)
 
     def _receive(self, response: drafter_pb2.DraftResponse) -> None:
@@ -235,7 +204,8 @@ class DrafterSession:
             return
         if self._attached is None and response.HasField("attached"):
             self._attached = response.attached
-            self._hidden_states.learn(self._name, response.attached)
+            if self._service is not None:
+                self._service.hidden_states.learn(self._name, response.attached)
             self._reply.set_result(None)
         elif self._attached is not None and response.tree.round_id == self._round_id:
             latency = monotonic() - self._sent_at
@@ -245,7 +215,8 @@ class DrafterSession:
 
     def _fail(self, reason: str, error: PacelineError, *, wrong: bool = False) -> None:
         self._context.stats.fallbacks[reason] += 1
-        level = logging.WARNING if self._health.failed(wrong=wrong) else logging.INFO
+        first = self._health is not None and self._health.failed(wrong=wrong)
+        level = logging.WARNING if first else logging.INFO
         logger.log(level, "drafter %r failed (%s), will retry: %s", self._name, reason, error)
         self._detach()
 
@@ -256,6 +227,8 @@ class DrafterSession:
             self._reply.set_result(None)
         if stream is not None:
             stream.cancel()
+            if self._service is not None:
+                self._service.running -= 1
         if reader is not None and reader is not asyncio.current_task():
             reader.cancel()
 

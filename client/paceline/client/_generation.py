@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from time import monotonic, perf_counter
 from typing import Any
 
+from ._cache import Cache
 from ._chunks import ChunkQueue
 from ._context import GenerationContext
 from ._drafter import DrafterSession
 from ._errors import ClientClosedError, DeadlineError, InvalidRequestError
-from ._hidden_states import HiddenStates
 from ._model import Model
 from ._options import GenerationOptions
 from ._output import Chunk, Output, TokenLogprob
@@ -78,12 +78,12 @@ class Generation:
     @property
     def handle(self) -> bytes:
         """Handle of the cache, to be the `parent` of another generation; empty without a cache."""
-        return self._verifier.handle if self._verifier is not None else b""
+        return self._verifier.cache.handle if self._verifier is not None else b""
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprob]:
         """Log-probabilities of the prompt tokens but the first, once known, if requested."""
-        return self._verifier.prompt_logprobs if self._verifier is not None else []
+        return self._verifier.cache.prompt_logprobs if self._verifier is not None else []
 
     def __await__(self) -> Generator[Any, None, GenerationResult]:
         return self._result().__await__()
@@ -148,7 +148,7 @@ class Generation:
         """The task of the generation: generate, release the resources, return the result."""
         began = perf_counter()
         self._shared.running.add(self)
-        self._trace = GenerationTrace.start(self._options, self._shared.transport.verifier_address)
+        self._trace = GenerationTrace.start(self._options)
         error: BaseException | None = None
         try:
             await self._generate()
@@ -193,13 +193,11 @@ class Generation:
                 if self._stopped_by is not None:
                     raise asyncio.CancelledError
                 self._shared.check_open()
-                model = await self._shared.models.get()
-                self.stats.batch_invariant = model.facts.batch_invariant
+                model = await self._shared.fleet.model()
                 if self._trace is not None:
                     self._trace.served_by(model.facts.name)
                 await self._prepare(model)
-                hidden_states = await self._hidden_states()
-                self._reused = await self._rounds(model, hidden_states).run()
+                self._reused = await self._rounds(model).run()
         except TimeoutError:
             if not timeout.expired():
                 raise
@@ -231,18 +229,10 @@ class Generation:
             )
         self._output = Output(model.codec, self._options.stop)
 
-    async def _hidden_states(self) -> HiddenStates:
-        """Hidden states that the drafter will read."""
-        shared, name = self._shared, self._options.drafter or ""
-        may_draft = name != "none" and shared.transport.has_drafter
-        if not may_draft or not shared.health(name).may_attach():
-            return HiddenStates()
-        return await shared.hidden_states.get(name)
-
-    def _rounds(self, model: Model, hidden_states: HiddenStates) -> Rounds:
+    def _rounds(self, model: Model) -> Rounds:
         shared, options, name = self._shared, self._options, self._options.drafter or ""
         context = GenerationContext(
-            shared.transport,
+            shared.fleet,
             model.facts,
             options,
             self._prompt_tokens,
@@ -251,14 +241,10 @@ class Generation:
             self._trace,
             None if options.deadline is None else monotonic() + options.deadline,
         )
-        drafts = shared.transport.has_drafter and name != "none"
-        self._verifier = VerifierSession(
-            context, shared.retry, hidden_states, name if drafts else None
-        )
+        drafts = shared.fleet.has_drafters and name != "none"
+        self._verifier = VerifierSession(context, shared.retry, name if drafts else None)
         if drafts:
-            self._drafter = DrafterSession(
-                context, name, shared.drafting, shared.health(name), shared.hidden_states
-            )
+            self._drafter = DrafterSession(context, name, shared.drafting)
         return Rounds(
             self._verifier,
             self._drafter,
@@ -271,24 +257,24 @@ class Generation:
     async def _clean_up(self) -> None:
         verifier, drafter = self._verifier, self._drafter
         if verifier is not None:
+            verifier.end_stream()
             if self._keep_cache and self._output.finish_reason in ("stop", "length"):
-                verifier.end_stream()
-                self._lease_task = self._shared.in_background(self._renew_lease(verifier))
+                self._lease_task = self._shared.in_background(self._renew_lease(verifier.cache))
                 self._shared.kept.add(self)
             else:
-                await verifier.close()
+                await verifier.cache.release()
         if drafter is not None:
             await drafter.close()
 
-    async def _renew_lease(self, verifier: VerifierSession) -> None:
+    async def _renew_lease(self, cache: Cache) -> None:
         """Keeps the cache of a finished generation until `aclose`."""
         try:
             while True:
-                await asyncio.sleep(verifier.lease_seconds / 6)
-                await verifier.renew()
+                await asyncio.sleep(cache.lease_seconds / 6)
+                await cache.renew()
         finally:
             self._shared.kept.discard(self)
-            await verifier.close()
+            await cache.release()
 
 
 class _Cancelled(Exception):

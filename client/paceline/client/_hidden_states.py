@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from paceline.v1 import drafter_pb2
 
 from ._errors import PacelineError
-from ._transport import Transport
+from ._transport import DrafterTransport
 
 # Longest wait for the list of drafters when a generation starts. Unit: seconds.
 _TIMEOUT = 1.0
@@ -27,7 +27,7 @@ class HiddenStates:
 class HiddenStateSource:
     """The hidden states of each drafter, requested once and updated when it is attached."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: DrafterTransport) -> None:
         self._transport = transport
         self._known: dict[str, HiddenStates] = {}
         self._lock = asyncio.Lock()

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from paceline.v1 import drafter_pb2, sampling_pb2, verifier_pb2
+from paceline.v1 import sampling_pb2, verifier_pb2
 
-from ._errors import NotFoundError, UnavailableError, UnimplementedError
+from ._errors import NotFoundError, UnavailableError
 from ._text import BYTE_OF
-from ._transport import DraftStream, VerifyStream
+from ._transport import VerifyStream
 
 Reply = str | Sequence[int] | Callable[[str], str]
 
@@ -43,8 +43,7 @@ class MockTransport:
         self._made = 0
         self.requests: list[verifier_pb2.CreateCacheRequest] = []
 
-    verifier_address = ""
-    has_drafter = False
+    address = ""
 
     @property
     def open_caches(self) -> int:
@@ -95,12 +94,6 @@ class MockTransport:
 
     async def release_cache(self, request: verifier_pb2.ReleaseCacheRequest) -> None:
         self._caches.pop(request.handle, None)
-
-    def draft(self) -> DraftStream:
-        raise UnimplementedError("the mock has no drafter")
-
-    async def list_drafters(self) -> drafter_pb2.ListDraftersResponse:
-        raise UnimplementedError("the mock has no drafter")
 
     async def close(self) -> None:
         self._caches.clear()

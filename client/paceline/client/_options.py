@@ -52,9 +52,14 @@ class TlsOptions:
         except OSError as error:
             raise InvalidRequestError(f"cannot read a TLS file: {error}") from error
 
-    def channel_options(self) -> list[tuple[str, Any]]:
-        """Options of a channel with these credentials."""
-        return [("grpc.ssl_target_name_override", self.server_name)] if self.server_name else []
+    def channel_options(self, name: str = "") -> list[tuple[str, Any]]:
+        """Options of a channel with these credentials.
+
+        Args:
+            name: Expected name in the certificate, unless `server_name` is set; empty: the host.
+        """
+        expected = self.server_name or name
+        return [("grpc.ssl_target_name_override", expected)] if expected else []
 
     def __post_init__(self) -> None:
         if (self.cert is None) != (self.key is None):

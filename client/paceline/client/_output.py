@@ -12,6 +12,7 @@ from ._stop import StopMatcher
 from ._text import Detokenizer, TextCodec
 
 Proposer = Literal["drafter", "verifier"]
+Undrafted = Literal["no_drafter", "node_budget", "not_ready", "late", "empty", "last_token"]
 
 _REASONS = {
     sampling_pb2.FINISH_REASON_STOP: "stop",
@@ -73,6 +74,10 @@ class Chunk:
     """Text that became final with each token; joined they are `text`."""
     tree: VerifiedTree | None = None
     """The verified tree; None in a free run."""
+    undrafted: Undrafted | None = None
+    """Why the round has no tree: no drafter was asked for; the verifier's node budget is 0, because
+    drafting does not pay; the drafter is attaching, failed or still busy; it was late; it had
+    nothing to propose; only one token is left. None with a tree and for the prefill."""
 
 
 class Output:
@@ -112,6 +117,7 @@ class Output:
         result: verifier_pb2.RoundResult,
         round_index: int,
         drafted: tree_pb2.TokenTree | None = None,
+        undrafted: Undrafted | None = None,
     ) -> Chunk:
         """Detokenizes tokens that were appended before, and finds stop strings."""
         pieces = [] if self._detokenizer is None else self._read(result.tokens)
@@ -132,7 +138,9 @@ class Output:
             "drafter" if i < accepted else "verifier" for i in range(len(tokens))
         )
         tree = None if drafted is None else VerifiedTree(drafted, result)
-        return Chunk(text, tokens, tuple(logprobs), proposers, round_index, tuple(pieces), tree)
+        return Chunk(
+            text, tokens, tuple(logprobs), proposers, round_index, tuple(pieces), tree, undrafted
+        )
 
     def _read(self, tokens: Iterable[int]) -> list[str]:
         """Final text of each token, up to the one that completes a stop string."""

@@ -10,7 +10,7 @@ from paceline.v1 import drafter_pb2, tree_pb2, verifier_pb2
 from ._chunks import ChunkQueue
 from ._context import GenerationContext
 from ._drafter import DrafterSession
-from ._output import Output
+from ._output import Output, Undrafted
 from ._stats import RoundStats
 from ._verifier import VerifierSession
 
@@ -18,8 +18,8 @@ from ._verifier import VerifierSession
 # late, and where it found nothing to draft.
 _PLAIN_RUN, _WAITING_RUN, _EMPTY_RUN = 64, 16, 1
 
-# What came out, the index of its round, and the tree that was verified.
-_Published = tuple[verifier_pb2.RoundResult, int, tree_pb2.TokenTree | None]
+# What came out, the index of its round, and the tree that was verified or why there is none.
+_Published = tuple[verifier_pb2.RoundResult, int, tree_pb2.TokenTree | None, Undrafted | None]
 
 
 class Rounds:
@@ -53,6 +53,7 @@ class Rounds:
         self._committed = 0
         self._steps = 0
         self._tree_requested = False
+        self._undrafted: Undrafted = "no_drafter"
         self._round_began = perf_counter()
         self._grant = b""
         self._unpublished: _Published | None = None
@@ -63,7 +64,7 @@ class Rounds:
         Returns the number of prompt tokens whose KV came from another cache.
         """
         began = perf_counter()
-        created = await self._verifier.open()
+        created = await self._verifier.cache.create()
         self._stats.first_token_ms = (perf_counter() - began) * 1000
         if created.HasField("node_budget"):
             self._node_budget = created.node_budget
@@ -112,12 +113,13 @@ class Rounds:
         )
         self._end_round(entry, response)
         self._node_budget = response.node_budget
-        self._unpublished = (result, len(self._stats.rounds), tree.tree)
+        self._unpublished = (result, len(self._stats.rounds), tree.tree, None)
         await self._accept(result)
 
     async def _free_run(self) -> None:
         """Runs a round without a tree; publishes the tokens of its steps as they arrive."""
         self._tree_requested = False
+        undrafted = self._undrafted
         began = perf_counter()
         emitted, verify_us, queue_us = 0, 0, 0
         left = self._options.max_new_tokens - len(self._output.token_ids)
@@ -142,7 +144,7 @@ class Rounds:
                 )
                 self._end_round(entry, response)
                 self._node_budget = response.node_budget
-            self._unpublished = (result, len(self._stats.rounds) + (not last), None)
+            self._unpublished = (result, len(self._stats.rounds) + (not last), None, undrafted)
             await self._accept(result, plan=last)
             if not self._tree_requested:
                 self._publish_waiting()
@@ -174,18 +176,20 @@ class Rounds:
         if self._eager:
             nodes = nodes or self._most_nodes
         if nodes == 0:
+            self._undrafted = "node_budget"
             return  # a free run, which the verifier ends when drafting may start again
         self._follow_grant(self._drafter)
         left = self._options.max_new_tokens - len(self._output.token_ids)
         self._steps = _WAITING_RUN
         # The last token of a round is the verifier's own, so a path ends one token earlier.
+        self._undrafted = "not_ready" if left > 1 else "last_token"
         if left > 1:
             self._tree_requested = await self._drafter.request_tree(
                 nodes, left - 1, self._committed
             )
 
     def _follow_grant(self, drafter: DrafterSession) -> None:
-        grant = self._verifier.read_grant
+        grant = self._verifier.cache.read_grant
         if self._grant and grant != self._grant:
             drafter.reattach(grant)
         else:
@@ -197,6 +201,7 @@ class Rounds:
         if not self._tree_requested or self._drafter is None:
             return None
         tree = await self._drafter.receive_tree()
+        self._undrafted = "late" if tree is None else "empty"
         if tree is None:
             return None
         self._steps = _EMPTY_RUN
@@ -213,13 +218,14 @@ class Rounds:
         result: verifier_pb2.RoundResult,
         index: int,
         tree: tree_pb2.TokenTree | None = None,
+        undrafted: Undrafted | None = None,
     ) -> None:
-        chunk = self._output.publish(result, index, tree)
+        chunk = self._output.publish(result, index, tree, undrafted)
         if chunk.token_ids or chunk.text:
             self._chunks.put(chunk)
 
     async def _wait_for_reader(self) -> None:
         """Waits until the reader has taken chunks, and renews the lease of the cache meanwhile."""
-        while not await self._chunks.wait_for_room(self._verifier.lease_seconds / 6):
-            await self._verifier.renew()
+        while not await self._chunks.wait_for_room(self._verifier.cache.lease_seconds / 6):
+            await self._verifier.cache.renew()
         self._round_began = perf_counter()

@@ -6,13 +6,9 @@ import asyncio
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
-from ._drafter import DrafterHealth
 from ._errors import ClientClosedError
-from ._hidden_states import HiddenStateSource
-from ._model import ModelSource
+from ._fleet import Fleet
 from ._options import DraftOptions, RetryOptions
-from ._tokenizer import TokenizerCache
-from ._transport import Transport
 
 if TYPE_CHECKING:
     from ._generation import Generation
@@ -22,36 +18,24 @@ _CLOSE_TIMEOUT = 5.0
 
 
 class Shared:
-    """Transport, model, per-drafter state, and running generations."""
+    """The services, options, and running generations."""
 
     def __init__(
-        self,
-        transport: Transport,
-        tokenizers: TokenizerCache,
-        retry: RetryOptions,
-        drafting: DraftOptions,
-        unread_chunks: int,
+        self, fleet: Fleet, retry: RetryOptions, drafting: DraftOptions, unread_chunks: int
     ) -> None:
-        self.transport = transport
-        self.models = ModelSource(transport, tokenizers, retry)
+        self.fleet = fleet
         self.retry = retry
         self.drafting = drafting
         self.unread_chunks = unread_chunks
         self.running: set[Generation] = set()
         self.kept: set[Generation] = set()
         self._background: set[asyncio.Task[None]] = set()
-        self._health: dict[str, DrafterHealth] = {}
-        self.hidden_states = HiddenStateSource(transport)
         self.closed = False
 
     def check_open(self) -> None:
         """Raises ClientClosedError after `close`."""
         if self.closed:
             raise ClientClosedError("the client is closed: create a new one")
-
-    def health(self, drafter: str) -> DrafterHealth:
-        """Failures of a drafter, by its name."""
-        return self._health.setdefault(drafter, DrafterHealth(self.drafting))
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Runs a coroutine in a task that cancelling a user's task does not cancel."""
@@ -70,4 +54,4 @@ class Shared:
         ]
         if pending := {*closing, *self._background}:
             await asyncio.wait(pending, timeout=_CLOSE_TIMEOUT)
-        await self.transport.close()
+        await self.fleet.close()

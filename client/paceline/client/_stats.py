@@ -59,6 +59,9 @@ class Stats:
     """Every round in order, free runs included."""
     accepted_per_position: list[int] = field(default_factory=list)
     """Number of rounds that accepted the drafted token at depth 1, 2, ..."""
+    verifiers: list[str] = field(default_factory=list)
+    """Addresses of the verifiers that generated the text, by first use. Not in `summary`, which a
+    gateway sends to its callers."""
     drafter_versions: list[str] = field(default_factory=list)
     """Versions of drafters whose trees were verified, as "name@version", by first use."""
     fallbacks: Counter[str] = field(default_factory=Counter)
@@ -74,6 +77,9 @@ class Stats:
     batch_invariant: bool | None = None
     """Whether all verifiers that generated the text are batch-invariant. If not, drafting may
     change tokens at numeric ties. None until the first response."""
+    same_numerics: bool = True
+    """Whether all verifiers that generated the text promise the same bits. If not, tokens after
+    the text moved to another one may differ at numeric ties."""
 
     def add(self, entry: RoundStats) -> None:
         """Adds a round."""
@@ -153,6 +159,7 @@ class Stats:
             **{name: getattr(self, name) for name in names},
             "accepted_per_position": list(self.accepted_per_position),
             "batch_invariant": self.batch_invariant,
+            "same_numerics": self.same_numerics,
             "drafter_versions": list(self.drafter_versions),
             "fallbacks": dict(self.fallbacks),
         }
@@ -163,6 +170,8 @@ class Stats:
             self.add(entry)
         self.fallbacks.update(other.fallbacks)
         self.drafter_versions = list(dict.fromkeys(self.drafter_versions + other.drafter_versions))
+        self.verifiers = list(dict.fromkeys(self.verifiers + other.verifiers))
+        self.same_numerics = self.same_numerics and other.same_numerics
         self.prefill_ms += other.prefill_ms
         self.first_token_ms += other.first_token_ms
         self.total_ms += other.total_ms

@@ -36,7 +36,7 @@ class GenerationTrace:
         """Trace context of the generation."""
 
     @classmethod
-    def start(cls, options: GenerationOptions, address: str) -> GenerationTrace | None:
+    def start(cls, options: GenerationOptions) -> GenerationTrace | None:
         """Starts the span of the generation as a child of the current one.
 
         The span becomes the current one of this task. Returns None if it is not recorded.
@@ -47,7 +47,7 @@ class GenerationTrace:
         from opentelemetry import context, trace
 
         kind = trace.SpanKind.CLIENT
-        root = source.start_span(Span.GENERATION, None, kind, _request(options, address))
+        root = source.start_span(Span.GENERATION, None, kind, _request(options))
         if not root.is_recording():
             return None
         context.attach(trace.set_span_in_context(root))
@@ -57,6 +57,13 @@ class GenerationTrace:
         """Sets the name of the model."""
         self._root.update_name(f"{Span.GENERATION} {model}")
         self._root.set_attributes({Attribute.REQUEST_MODEL: model, Attribute.RESPONSE_MODEL: model})
+
+    def placed(self, address: str) -> None:
+        """Sets the verifier's address, of the generation and of its prefill in progress."""
+        values = _server(address)
+        self._root.set_attributes(values)
+        if Span.PREFILL in self._open:
+            self._open[Span.PREFILL].set_attributes(values)
 
     def begin(self, name: str) -> str:
         """Starts a span, one of `names.Span`; returns the traceparent for the services."""
@@ -170,7 +177,7 @@ class GenerationTrace:
         span.end()
 
 
-def _request(options: GenerationOptions, address: str) -> _Values:
+def _request(options: GenerationOptions) -> _Values:
     values: dict[str, Any] = {
         Attribute.OPERATION: Span.GENERATION,
         Attribute.PROVIDER: PROVIDER,
@@ -188,12 +195,14 @@ def _request(options: GenerationOptions, address: str) -> _Values:
     values |= {key: value for key, value in optional.items() if value}
     if options.drafter is not None:
         values[Attribute.DRAFTER_NAME] = options.drafter
+    return values
+
+
+def _server(address: str) -> _Values:
     host, colon, port = address.rpartition(":")
     if colon and port.isdecimal():
-        values |= {Attribute.SERVER_ADDRESS: host.strip("[]"), Attribute.SERVER_PORT: int(port)}
-    elif address:
-        values[Attribute.SERVER_ADDRESS] = address
-    return values
+        return {Attribute.SERVER_ADDRESS: host.strip("[]"), Attribute.SERVER_PORT: int(port)}
+    return {Attribute.SERVER_ADDRESS: address} if address else {}
 
 
 def _depth(tree: tree_pb2.TokenTree) -> int:

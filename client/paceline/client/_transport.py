@@ -1,11 +1,10 @@
-"""The calls of a client to its services: an interface, and its implementation with gRPC.
+"""The calls of a client to a verifier and a drafter service: interfaces, and gRPC.
 
 `MockTransport` is another implementation. A transport raises exceptions of this package only.
 """
 
 from __future__ import annotations
 
-import ipaddress
 import secrets
 from collections.abc import AsyncGenerator
 from functools import cached_property
@@ -16,6 +15,7 @@ import grpc
 from paceline.telemetry.tracing import current_metadata
 from paceline.v1 import drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 
+from ._addresses import host_of
 from ._errors import InvalidRequestError, rpc_errors
 from ._options import TlsOptions
 
@@ -63,15 +63,11 @@ DraftStream = Stream[drafter_pb2.DraftRequest, drafter_pb2.DraftResponse]
 
 
 class Transport(Protocol):
-    """The calls of a client. All may run concurrently."""
+    """The calls of a client to a verifier. All may run concurrently."""
 
     @property
-    def verifier_address(self) -> str:
+    def address(self) -> str:
         """Address of the verifier's KvExchangeService for drafters; empty: no KV for drafters."""
-
-    @property
-    def has_drafter(self) -> bool:
-        """Whether there is a drafter service to call."""
 
     async def get_model(
         self, request: verifier_pb2.GetModelRequest
@@ -87,6 +83,16 @@ class Transport(Protocol):
 
     async def release_cache(self, request: verifier_pb2.ReleaseCacheRequest) -> None: ...
 
+    async def close(self) -> None: ...
+
+
+class DrafterTransport(Protocol):
+    """The calls of a client to a drafter service. All may run concurrently."""
+
+    @property
+    def address(self) -> str:
+        """Address of the service."""
+
     def draft(self) -> DraftStream: ...
 
     async def list_drafters(self) -> drafter_pb2.ListDraftersResponse: ...
@@ -94,34 +100,30 @@ class Transport(Protocol):
     async def close(self) -> None: ...
 
 
-class GrpcTransport:
-    """Calls a verifier and, if there is one, a drafter. Connects with the first call.
+class Connections:
+    """How a client connects to its services.
 
-    Addresses are "host:port" or "unix:/path". Every call carries the bearer token, which is refused
-    without TLS beyond loopback, and in `paceline-client` a random name of this transport. A load
-    balancer that hashes the name sends all calls of a client to the verifier with its caches.
+    Every call carries the bearer token, which is refused without TLS beyond loopback, and in
+    `paceline-client` a random name of the client. A load balancer that hashes the name sends all
+    calls of a client to the verifier with its caches.
+
+    Args:
+        token: Bearer token; None: none.
+        tls: TLS options; None: no TLS.
+        max_message_bytes: Longest message received or sent.
 
     Raises:
-        InvalidRequestError: The token would be sent unencrypted, or a TLS file cannot be read.
+        InvalidRequestError: A TLS file cannot be read.
     """
 
     def __init__(
         self,
-        verifier_address: str,
-        drafter_address: str | None = None,
-        *,
         token: str | None = None,
         tls: TlsOptions | None = None,
         max_message_bytes: int = 64 << 20,
     ) -> None:
-        for address in (verifier_address, drafter_address):
-            if token and tls is None and address and not _is_local(address):
-                raise InvalidRequestError(
-                    f"a token would travel to {address} unencrypted: give tls=TlsOptions(...)"
-                )
-        self.verifier_address = verifier_address
-        self._drafter_address = drafter_address or ""
-        self._metadata = (
+        self._token, self._tls = token, tls
+        self.metadata = (
             (CLIENT_HEADER, secrets.token_hex(8)),
             *([("authorization", f"Bearer {token}")] if token else []),
         )
@@ -130,45 +132,63 @@ class GrpcTransport:
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", max_message_bytes),
             *_CHANNEL_OPTIONS,
-            *(tls.channel_options() if tls else []),
         ]
-        self._channels: list[Any] = []
 
-    @property
-    def has_drafter(self) -> bool:
-        return bool(self._drafter_address)
+    def check(self, address: str) -> None:
+        """Raises InvalidRequestError if the token would travel to an address unencrypted."""
+        if self._token and self._tls is None and host_of(address) != "localhost":
+            raise InvalidRequestError(
+                f"a token would travel to {address} unencrypted: give tls=TlsOptions(...)"
+            )
+
+    def channel(self, address: str, name: str) -> Any:
+        """A channel, which binds to the running event loop.
+
+        Args:
+            address: "host:port" or "unix:/path".
+            name: DNS name that was resolved to the address, for its certificate; empty: none.
+        """
+        if self._credentials is None or self._tls is None:
+            return _aio.insecure_channel(address, options=self._options)
+        options = [*self._options, *self._tls.channel_options(name)]
+        return _aio.secure_channel(address, self._credentials, options=options)
+
+
+class _GrpcService:
+    """Calls one service. Connects with the first call.
+
+    Args:
+        connections: Token, TLS and limits.
+        address: "host:port" or "unix:/path".
+        name: DNS name that was resolved to the address; empty: none.
+    """
+
+    def __init__(self, connections: Connections, address: str, name: str = "") -> None:
+        self.address = address
+        self._connections = connections
+        self._metadata = connections.metadata
+        self._name = name
 
     @cached_property
-    def _verifier(self) -> Any:
-        stub: Any = verifier_pb2_grpc.VerifierServiceStub
-        return stub(self._channel(self.verifier_address))
-
-    @cached_property
-    def _drafter(self) -> Any:
-        stub: Any = drafter_pb2_grpc.DrafterServiceStub
-        return stub(self._drafter_channel)
-
-    @cached_property
-    def _registry(self) -> Any:
-        stub: Any = drafter_pb2_grpc.DrafterRegistryServiceStub
-        return stub(self._drafter_channel)
-
-    @cached_property
-    def _drafter_channel(self) -> Any:
-        return self._channel(self._drafter_address)
-
-    def _channel(self, address: str) -> Any:
-        """A channel. It binds to the running event loop, so the first call creates it."""
-        if self._credentials is None:
-            channel = _aio.insecure_channel(address, options=self._options)
-        else:
-            channel = _aio.secure_channel(address, self._credentials, options=self._options)
-        self._channels.append(channel)
-        return channel
+    def _channel(self) -> Any:
+        return self._connections.channel(self.address, self._name)
 
     async def _unary(self, method: Any, request: Any) -> Any:
         with rpc_errors():
             return await method(request, metadata=(*self._metadata, *current_metadata()))
+
+    async def close(self) -> None:
+        if "_channel" in self.__dict__:
+            await self._channel.close()
+
+
+class GrpcTransport(_GrpcService):
+    """Calls a verifier by gRPC."""
+
+    @cached_property
+    def _verifier(self) -> Any:
+        stub: Any = verifier_pb2_grpc.VerifierServiceStub
+        return stub(self._channel)
 
     async def get_model(
         self, request: verifier_pb2.GetModelRequest
@@ -196,6 +216,20 @@ class GrpcTransport:
     async def release_cache(self, request: verifier_pb2.ReleaseCacheRequest) -> None:
         await self._unary(self._verifier.ReleaseCache, request)
 
+
+class GrpcDrafterTransport(_GrpcService):
+    """Calls a drafter service by gRPC."""
+
+    @cached_property
+    def _drafter(self) -> Any:
+        stub: Any = drafter_pb2_grpc.DrafterServiceStub
+        return stub(self._channel)
+
+    @cached_property
+    def _registry(self) -> Any:
+        stub: Any = drafter_pb2_grpc.DrafterRegistryServiceStub
+        return stub(self._channel)
+
     def draft(self) -> DraftStream:
         return _GrpcStream(self._drafter.Draft(metadata=self._metadata))
 
@@ -206,10 +240,6 @@ class GrpcTransport:
                 drafter_pb2.ListDraftersRequest(), metadata=self._metadata
             )
             return listed
-
-    async def close(self) -> None:
-        while self._channels:
-            await self._channels.pop().close()
 
 
 class _GrpcStream(Generic[Request, Response]):
@@ -231,14 +261,3 @@ class _GrpcStream(Generic[Request, Response]):
 
     def cancel(self) -> None:
         self._call.cancel()
-
-
-def _is_local(address: str) -> bool:
-    """Whether the address is on this machine."""
-    host = address.rpartition(":")[0].strip("[]")
-    if address.startswith("unix:") or host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

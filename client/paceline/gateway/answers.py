@@ -17,6 +17,14 @@ from .writers import Text, Writer
 
 FAILED = web.RequestKey("failed", int)
 """HTTP status of the error that ended a request's stream."""
+DISCONNECTED = 499
+"""Status of a caller that is gone, in metrics and log, as in nginx."""
+
+# Longest time in which a caller reads nothing. Its text, which holds memory of the verifier, ends
+# then. Unit: seconds.
+_STALLED_SECONDS = 60.0
+# A whole response is sent in pieces of so many bytes.
+_PIECE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -32,8 +40,8 @@ class Work:
     writer: Writer
 
 
-async def whole(work: Work) -> web.StreamResponse:
-    """A response with all texts."""
+async def whole(request: web.Request, work: Work) -> web.StreamResponse:
+    """Sends a response with all texts."""
     texts = [Text() for _ in range(work.count)]
     async with aclosing(work.events) as events:
         async for event in events:
@@ -43,7 +51,31 @@ async def whole(work: Work) -> web.StreamResponse:
                 text.chunks.append(event.chunk)
             if event.result is not None:
                 text.result = event.result
-    return web.json_response(work.writer.whole(texts))
+    content = json.dumps(work.writer.whole(texts)).encode()
+    response = web.StreamResponse(headers={"Content-Type": "application/json; charset=utf-8"})
+    response.content_length = len(content)
+    with suppress(ConnectionResetError):
+        for begin in range(0, len(content), _PIECE):
+            await _send(request, response, content[begin : begin + _PIECE])
+    return response
+
+
+async def _send(request: web.Request, response: web.StreamResponse, content: bytes) -> None:
+    """Sends a part of a response.
+
+    Raises:
+        ConnectionResetError: The caller is gone, or reads nothing.
+    """
+    try:
+        async with asyncio.timeout(_STALLED_SECONDS):
+            if not response.prepared:
+                await response.prepare(request)
+            await response.write(content)
+    except TimeoutError:
+        request[FAILED] = DISCONNECTED
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError("the caller reads nothing") from None
 
 
 async def stream(request: web.Request, work: Work, keep_alive_seconds: float) -> web.StreamResponse:
@@ -61,15 +93,11 @@ async def stream(request: web.Request, work: Work, keep_alive_seconds: float) ->
         headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
     )
 
-    async def send(content: bytes) -> None:
-        if not response.prepared:
-            await response.prepare(request)
-        await response.write(content)
-
     async def send_all(events: Sequence[dict[str, Any]]) -> None:
         for event in events:
             name = f"event: {event['type']}\n" if "type" in event else ""
-            await send(f"{name}data: {json.dumps(event)}\n\n".encode())
+            content = f"{name}data: {json.dumps(event)}\n\n"
+            await _send(request, response, content.encode())
 
     begun = asyncio.Event()
 
@@ -79,7 +107,7 @@ async def stream(request: web.Request, work: Work, keep_alive_seconds: float) ->
                 async with asyncio.timeout(keep_alive_seconds):
                     await begun.wait()
             except TimeoutError:
-                await send(b": keep-alive\n\n")
+                await _send(request, response, b": keep-alive\n\n")
 
     quiet = asyncio.create_task(keep_alive())
 
@@ -100,7 +128,7 @@ async def stream(request: web.Request, work: Work, keep_alive_seconds: float) ->
                     texts[event.index].result = event.result
                     await send_all(writer.ending(event.index, event.result))
         await send_all(writer.total([text.result for text in texts if text.result is not None]))
-        await send(writer.last)
+        await _send(request, response, writer.last)
     except Exception as error:
         with suppress(ConnectionResetError):
             await begin()

@@ -29,11 +29,18 @@ if TYPE_CHECKING:
 # Longest wait for the verifier in health checks. Unit: seconds.
 _HEALTH_TIMEOUT = 5.0
 
-_PAGE = Path(__file__).with_name("page.html")
-_PAGE_POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
-    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+_PAGE = Path(__file__).with_name("page")
+_PAGE_FILES = frozenset(
+    path.relative_to(_PAGE).as_posix() for path in _PAGE.rglob("*") if path.is_file()
 )
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    # Files of another version must not be mixed with this one's.
+    "Cache-Control": "no-cache",
+    "X-Content-Type-Options": "nosniff",
+}
 
 
 class Gateway:
@@ -80,6 +87,7 @@ class Gateway:
                 web.get("/version", _version),
                 web.get("/openapi.json", _openapi),
                 web.get("/", _page),
+                web.get("/page/{file:.+}", _page),
             ]
         )
 
@@ -118,6 +126,7 @@ class Gateway:
             "max_model_len": facts.max_context,
             "batch_invariant": facts.batch_invariant,
             "batch_invariance_reason": facts.batch_invariance_reason,
+            "chat_template": bool(self._options.chat_template or facts.chat_template),
             "drafters": list(await self._worker.drafters() or ()),
         }
 
@@ -159,5 +168,8 @@ async def _openapi(request: web.Request) -> web.StreamResponse:
 
 
 async def _page(request: web.Request) -> web.StreamResponse:
-    """The web page, restricted to connections to this gateway."""
-    return web.FileResponse(_PAGE, headers={"Content-Security-Policy": _PAGE_POLICY})
+    """A file of the web page, which is restricted to connections to this gateway."""
+    name = request.match_info.get("file", "index.html")
+    if name not in _PAGE_FILES:
+        raise web.HTTPNotFound
+    return web.FileResponse(_PAGE / name, headers=_PAGE_HEADERS)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import re
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -17,6 +19,8 @@ UNKNOWN_FIELDS = web.RequestKey("unknown_fields", list)
 
 # Longest time for the arrival of a request's body. Unit: seconds.
 _BODY_TIMEOUT = 30.0
+# An escaped half of a character outside the basic plane.
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class Body(BaseModel):
@@ -64,8 +68,12 @@ async def read_request(request: web.Request, kind: type[AnyBody], *, strict: boo
             content = await request.read()
     except TimeoutError:
         raise ApiError(408, "the request's body took too long", code="timeout") from None
+    except web.RequestPayloadError as error:
+        raise bad_request(
+            f"the body is not in its content or transfer encoding: {error}", None
+        ) from None
     try:
-        body = kind.model_validate(json.loads(content))
+        body = kind.model_validate(_parsed(content))
     except (ValueError, RecursionError) as error:
         if isinstance(error, ValidationError):
             raise from_validation(error) from None
@@ -75,3 +83,29 @@ async def read_request(request: web.Request, kind: type[AnyBody], *, strict: boo
         raise bad_request(f"unrecognized request argument: {unknown[0]}", unknown[0])
     request[UNKNOWN_FIELDS] = unknown
     return body
+
+
+def _parsed(content: bytes) -> Any:
+    """JSON without what Python reads beyond it, since answers repeat parts of requests.
+
+    Raises:
+        ValueError: It is not that.
+    """
+    value = json.loads(content, parse_constant=_no_number, parse_float=_finite)
+    if _SURROGATE.search(content):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError("a text has half a surrogate pair") from None
+    return value
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text} is too large")
+    return value

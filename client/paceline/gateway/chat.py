@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -17,27 +16,19 @@ from paceline.client import Model
 from .errors import bad_request
 from .hermes import in_hermes_form
 from .messages import Message
-from .tools import Tool
+from .requests import ChatRequest
 
 
-def render(
-    model: Model,
-    template: str | None,
-    messages: Sequence[Message],
-    tools: Sequence[Tool],
-    variables: dict[str, Any],
-) -> str:
+def render(model: Model, template: str | None, body: ChatRequest) -> str:
     """The prompt of a conversation, with its special tokens as text.
 
     A template that does not know tools gets them, their calls and their results as text in
-    Hermes's form.
+    Hermes's form. Role "developer" is the same as "system".
 
     Args:
         model: Model with its template and special tokens.
         template: Jinja template; None: that of the model.
-        messages: The conversation; role "developer" is the same as "system".
-        tools: Functions that may be called.
-        variables: More variables of the template.
+        body: The request.
 
     Raises:
         ApiError: There is no template, or it refuses the messages.
@@ -50,23 +41,41 @@ def render(
             "messages",
             "no_chat_template",
         )
-    shown = [tool.model_dump(exclude_none=True) for tool in tools]
-    conversation = [_as_dict(message) for message in messages]
+    shown = [tool.model_dump(exclude_none=True) for tool in body.tool_use().tools]
+    conversation = [_as_dict(message) for message in body.messages]
     if "tools" not in source:
         conversation = in_hermes_form(conversation, shown)
+    continued = body.continue_final_message
     values = {
         **_special_tokens(model),
-        **variables,
+        **body.chat_template_kwargs,
         "messages": conversation,
         "tools": shown or None,
-        "add_generation_prompt": True,
+        "add_generation_prompt": body.add_generation_prompt and not continued,
     }
     try:
-        return _compiled(source).render(values)
+        text = _compiled(source).render(values)
     except (TemplateError, TypeError, ValueError) as error:
         raise bad_request(
             f"the chat template refuses these messages: {error}", "messages"
         ) from None
+    return _up_to(text, body.messages[-1].text) if continued else text
+
+
+def _up_to(text: str, message: str) -> str:
+    """A rendered conversation up to the end of its last message's text.
+
+    Raises:
+        ApiError: The template does not render this text as it is.
+    """
+    message = message.strip()  # as many templates do
+    start = text.rfind(message)
+    if not message or start < 0:
+        raise bad_request(
+            "the last message cannot be continued: it is empty, or not in the template's text",
+            "continue_final_message",
+        )
+    return text[: start + len(message)]
 
 
 @lru_cache(maxsize=8)

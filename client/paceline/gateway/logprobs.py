@@ -49,11 +49,10 @@ def of_completion(
     for piece in pieces:
         offsets.append(offset)
         offset += len(piece)
-    has_top = any(each.top for each in entries)
     return {
         "tokens": [codec.token_text(each.token_id) for each in entries],
         "token_logprobs": [each.logprob for each in entries],
-        "top_logprobs": [likeliest(each) for each in entries] if has_top else None,
+        "top_logprobs": [likeliest(each) for each in entries],
         "text_offset": offsets[: len(entries)],
     }
 
@@ -70,11 +69,10 @@ def of_prompt(tokens: Sequence[int], entries: Sequence[TokenLogprob], codec: Tex
     pieces = [detokenizer.push(token) for token in tokens]
     first = of_completion([TokenLogprob(tokens[0], 0.0)], pieces[:1], codec, 0)
     rest = of_completion(entries, pieces[1:], codec, len(pieces[0]))
-    top = rest["top_logprobs"]
     return {
         "tokens": first["tokens"] + rest["tokens"],
         "token_logprobs": [None, *rest["token_logprobs"]],
-        "top_logprobs": None if top is None else [None, *top],
+        "top_logprobs": [None, *rest["top_logprobs"]],
         "text_offset": first["text_offset"] + rest["text_offset"],
     }
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
+from paceline.client import Client
 from paceline.service.gate import Gate
 from paceline.telemetry.names import Metric
 
@@ -48,9 +51,16 @@ class GatewayMetrics:
         self._written = Counter(
             Metric.GATEWAY_GENERATION_TOKENS, "Tokens generated", registry=registry
         )
+        self._fallbacks = Counter(
+            Metric.GATEWAY_FALLBACKS,
+            "Failures of drafting, connections and verifiers that finished texts survived",
+            ("reason",),
+            registry=registry,
+        )
 
-    def show(self, gate: Gate) -> None:
-        """Adds the number of requests in flight."""
+    def show(self, gate: Gate, client: Client) -> None:
+        """Adds the number of requests in flight, and the state of each verifier."""
+        self._registry.register(_Verifiers(client))
         Gauge(
             Metric.GATEWAY_IN_FLIGHT, "Generating requests in flight", registry=self._registry
         ).set_function(lambda: gate.inside)
@@ -72,4 +82,25 @@ class GatewayMetrics:
                         self._first.observe(time.perf_counter() - began)
                 if event.result is not None:
                     self._prompt.inc(event.result.usage.prompt_tokens)
+                    for reason, count in event.result.stats.fallbacks.items():
+                        self._fallbacks.labels(reason).inc(count)
                 yield event
+
+
+class _Verifiers(Collector):
+    """The verifiers of a client, as they are when the metrics are read."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Yields a value for each verifier. Runs on the endpoint's thread."""
+        state = GaugeMetricFamily(Metric.GATEWAY_VERIFIER_STATE, "1", labels=["verifier", "state"])
+        texts = GaugeMetricFamily(
+            Metric.GATEWAY_VERIFIER_TEXTS, "Texts with a cache there", labels=["verifier"]
+        )
+        for verifier in self._client.verifiers():
+            state.add_metric([verifier.address, verifier.state], 1)
+            texts.add_metric([verifier.address], verifier.running)
+        yield state
+        yield texts

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from .answers import FAILED
+from .answers import DISCONNECTED, FAILED
 from .body import UNKNOWN_FIELDS
 from .errors import from_error, from_http
 from .keys import Caller, Keyring
@@ -28,8 +28,6 @@ SPENT = web.RequestKey("spent", list)
 
 # Paths without a key: health checks, and what describes the gateway alone.
 _OPEN_PATHS = ("/", "/health", "/version", "/openapi.json")
-# Status of disconnected clients in metrics and log, as in nginx.
-_DISCONNECTED = 499
 _EXPOSED = "x-request-id, x-paceline-warning, retry-after"
 
 _access = logging.getLogger("paceline.gateway.access")
@@ -43,7 +41,7 @@ def guard(keyring: Keyring) -> Middleware:
     @web.middleware
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            if request.path not in _OPEN_PATHS and request.method != "OPTIONS":
+            if not _open(request.path) and request.method != "OPTIONS":
                 authorization = request.headers.get("Authorization", "")
                 request[CALLER] = keyring.find(authorization)
             return await handler(request)
@@ -63,7 +61,7 @@ def observe(metrics: GatewayMetrics | None, *, access_log: bool) -> Middleware:
     async def observed(request: web.Request, handler: Handler) -> web.StreamResponse:
         request[REQUEST_ID] = _request_id(request.headers.get("x-request-id", ""))
         began = time.perf_counter()
-        status = _DISCONNECTED
+        status = DISCONNECTED
         try:
             response = await handler(request)
             status = request.get(FAILED, response.status)
@@ -142,6 +140,10 @@ def add_headers(
 def _allowed(request: web.Request, origins: Sequence[str]) -> bool:
     origin = request.headers.get("Origin")
     return origin is not None and ("*" in origins or origin in origins)
+
+
+def _open(path: str) -> bool:
+    return path in _OPEN_PATHS or path.startswith("/page/")
 
 
 def _request_id(given: str) -> str:

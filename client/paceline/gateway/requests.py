@@ -130,6 +130,10 @@ class ChatRequest(GenerationRequest):
     modalities: list[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default={})
     """More variables of the chat template."""
+    add_generation_prompt: bool = True
+    """End the prompt with the beginning of an answer."""
+    continue_final_message: bool = False
+    """End the prompt with the text of the last message, which the answer continues."""
 
     def tool_use(self) -> ToolUse:
         """Its tools and how they may be called.

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from paceline.client import Client
 from paceline.service.options import OptionsError, socket_path_of, split_address
@@ -24,8 +25,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("paceline.gateway")
 
+# A connection without a request, or with a part of its head only, is closed after this time. Longer
+# than the 60 seconds after which load balancers usually close it. Unit: seconds.
+_IDLE_SECONDS = 75.0
 # Time before requests that outlast the drain are cancelled. Unit: seconds.
 _CANCEL_GRACE = 0.5
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Whether an error is not one of the caller's HTTP, which gets status 400."""
+    broken = (HttpProcessingError, web.RequestPayloadError)
+    return record.exc_info is None or not isinstance(record.exc_info[1], broken)
 
 
 async def run_gateway(
@@ -50,14 +60,19 @@ async def run_gateway(
         OptionsError: The address cannot be bound, or a TLS file is invalid.
         SystemExit: With 128 + signal number, after a second signal.
     """
+    logging.getLogger("aiohttp.server").addFilter(_is_ours)
     stop = Stop(stop_event)
     context = _tls(options)
     metrics, endpoint = _metrics(options)
     gateway = Gateway(client, options, metrics)
     if metrics is not None:
-        metrics.show(gateway.gate)
+        metrics.show(gateway.gate, client)
     runner = web.AppRunner(
-        gateway.app, handler_cancellation=True, access_log=None, shutdown_timeout=_CANCEL_GRACE
+        gateway.app,
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=_CANCEL_GRACE,
+        keepalive_timeout=_IDLE_SECONDS,
     )
     with stop.on_signals():
         await runner.setup()

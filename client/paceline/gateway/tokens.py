@@ -22,12 +22,18 @@ class TokenizeRequest(Body):
     prompt: str | None = None
     content: str | None = None
     add_special_tokens: bool = True
-    """Add the special tokens of a prompt to a text."""
+    """Add the special tokens of a prompt to `prompt`."""
+    add_special: bool = False
+    """The same for `content`."""
     return_token_strs: bool = False
     """Also return the text of each token."""
+    with_pieces: bool = False
+    """Return each token as an object with `id` and `piece`."""
     messages: list[Message] | None = None
     tools: list[Tool] = Field(default=[])
     chat_template_kwargs: dict[str, Any] = Field(default={})
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
     @model_validator(mode="after")
     def _has_one_text(self) -> TokenizeRequest:
@@ -43,6 +49,8 @@ class TokenizeRequest(Body):
             messages=self.messages,
             tools=self.tools,
             chat_template_kwargs=self.chat_template_kwargs,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
         )
 
 
@@ -55,15 +63,25 @@ class DetokenizeRequest(Body):
 
 async def tokens_of(body: TokenizeRequest, model: Model) -> list[int]:
     """Token ids of a text."""
-    text = body.prompt if body.prompt is not None else body.content or ""
-    return await (model.encode(text) if body.add_special_tokens else model.encode_rendered(text))
+    text, special = body.prompt, body.add_special_tokens
+    if text is None:
+        text, special = body.content or "", body.add_special
+    return await (model.encode(text) if special else model.encode_rendered(text))
 
 
 def described(body: TokenizeRequest, model: Model, tokens: list[int]) -> dict[str, Any]:
     """The response to `/tokenize`."""
-    answer = {"count": len(tokens), "max_model_len": model.facts.max_context, "tokens": tokens}
-    if body.return_token_strs and model.codec is not None:
-        answer["token_strs"] = [model.codec.token_text(token) for token in tokens]
+    answer: dict[str, Any] = {
+        "count": len(tokens),
+        "max_model_len": model.facts.max_context,
+        "tokens": tokens,
+    }
+    pieces = [model.codec.token_text(token) for token in tokens] if model.codec is not None else []
+    if body.return_token_strs:
+        answer["token_strs"] = pieces
+    if body.with_pieces:
+        both = zip(tokens, pieces, strict=True)
+        answer["tokens"] = [{"id": token, "piece": piece} for token, piece in both]
     return answer
 
 

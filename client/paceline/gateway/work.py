@@ -15,12 +15,14 @@ from paceline.telemetry.tracing import continuing
 
 from .answers import Work, stream, whole
 from .chat import render
+from .chat_writer import ChatWriter
+from .completion_writer import CompletionWriter
 from .errors import ApiError, bad_request
 from .middleware import CALLER, SPENT
 from .options import GatewayOptions
 from .requests import MAX_PROMPTS, ChatRequest, CompletionRequest, GenerationRequest
 from .texts import Event, generate_texts
-from .writers import Asked, ChatWriter, CompletionWriter, Writer
+from .writers import Asked, Writer
 
 if TYPE_CHECKING:
     from .metrics import GatewayMetrics
@@ -115,9 +117,7 @@ class Worker:
 
     async def chat_prompt(self, model: Model, body: ChatRequest) -> list[int]:
         """Token ids of a conversation."""
-        template, tools = self._options.chat_template, body.tool_use().tools
-        text = render(model, template, body.messages, tools, body.chat_template_kwargs)
-        return await model.encode_rendered(text)
+        return await model.encode_rendered(render(model, self._options.chat_template, body))
 
     async def respond(
         self, request: web.Request, work: Work, *, streams: bool
@@ -140,7 +140,7 @@ class Worker:
         with self.gate.enter(), continuing(request.headers):
             if streams:
                 return await stream(request, work, self._options.keep_alive_seconds)
-            return await whole(work)
+            return await whole(request, work)
 
     def work(self, asked: Asked, events: AsyncGenerator[Event, None], writer: Writer) -> Work:
         prompt_tokens = sum(map(len, asked.prompts))

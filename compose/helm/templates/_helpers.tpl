@@ -106,6 +106,19 @@ volumeMounts:
   {{- if .shared }}
   - {name: shared-memory, mountPath: /dev/shm}
   {{- end }}
+  {{- if .state }}
+  - {name: state, mountPath: /state}
+  {{- end }}
+{{- end }}
+
+{{- /* The claim of a volume for a drafter's state. */ -}}
+{{- define "paceline.claim" -}}
+accessModes: [ReadWriteOnce]
+{{- with .storageClass }}
+storageClassName: {{ . }}
+{{- end }}
+resources:
+  requests: {storage: {{ .size }}}
 {{- end }}
 
 {{- define "paceline.arguments" -}}
@@ -134,9 +147,12 @@ volumeMounts:
     {{- if .shared }}
     - --kv-address=127.0.0.1:7431
     {{- end }}
+    {{- if .drafter.state }}
+    - --state-dir=/state
+    {{- end }}
     - --device={{ ternary "auto" "cpu" (not (empty .drafter.gpu)) }}
     {{- include "paceline.arguments" (dict "root" .root "port" 7432 "metrics" 9432 "more" .drafter.arguments) | nindent 4 }}
-  {{- include "paceline.container" (dict "root" .root "name" "drafter" "port" 7432 "metrics" 9432 "gpu" .drafter.gpu "resources" .drafter.resources "shared" .shared) | nindent 2 }}
+  {{- include "paceline.container" (dict "root" .root "name" "drafter" "port" 7432 "metrics" 9432 "gpu" .drafter.gpu "resources" .drafter.resources "shared" .shared "state" .drafter.state) | nindent 2 }}
 {{- end }}
 
 {{- define "paceline.check" -}}

@@ -45,7 +45,7 @@ class Garbage(_Hostile):
     """Trees with unknown tokens, cycles, lengths that differ, and NaN confidences."""
 
     method: ClassVar[str] = "garbage"
-    inline: ClassVar[bool] = True
+    inline = True
 
     def start(self, generation: Generation) -> DraftSequence:
         return _GarbageSequence()

@@ -34,6 +34,10 @@ class Load:
         self.fallbacks: Counter[str] = Counter()
         self.versions: set[str] = set()
         """Drafter versions whose trees were verified."""
+        self.verifiers: set[str] = set()
+        """Addresses of the verifiers that generated."""
+        self.slowest_stall = 0.0
+        """Longest time between two chunks of a text. Unit: seconds."""
         self._client = client
         self._texts = texts
         self._drafter = drafter
@@ -77,15 +81,20 @@ class Load:
         """Run one generation and count its outcome."""
         text = self._texts[next(self._next) % len(self._texts)]
         began = monotonic()
+        generation = self._client.generate(
+            text.prompt,
+            max_new_tokens=len(text.expected),
+            temperature=1.0,
+            seed=text.seed,
+            ignore_eos=True,
+            drafter=self._drafter,
+        )
         try:
-            result = await self._client.generate(
-                text.prompt,
-                max_new_tokens=len(text.expected),
-                temperature=1.0,
-                seed=text.seed,
-                ignore_eos=True,
-                drafter=self._drafter,
-            )
+            chunk_at = None
+            async for _ in generation:
+                before, chunk_at = chunk_at, monotonic()
+                self.slowest_stall = max(self.slowest_stall, chunk_at - (before or chunk_at))
+            result = await generation
         except Exception as error:
             self.failures[f"{type(error).__name__}: {error}"[:200]] += 1
         else:
@@ -94,6 +103,7 @@ class Load:
             self.wrong += result.token_ids != text.expected
             self.fallbacks += stats.fallbacks
             self.versions.update(stats.drafter_versions)
+            self.verifiers.update(stats.verifiers)
             self.drafted_rounds += stats.drafted_rounds
             for drafted in {False, stats.drafted_rounds > 0}:
                 self._newest_begin[drafted] = max(self._newest_begin[drafted], began)

@@ -50,7 +50,7 @@ class LocalCache:
         if need <= self.capacity:
             return
         grown = self._allocate(-(-max(need, self.capacity * 3 // 2) // _GROWTH) * _GROWTH)
-        grown[..., : self._length, :] = self._store[..., : self._length, :]
+        grown[..., : self.capacity, :] = self._store
         self._keep(grown)
 
     def commit(self, path: Sequence[int]) -> None:

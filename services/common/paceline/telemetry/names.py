@@ -100,6 +100,7 @@ class Metric:
     KV_USED_BYTES: Final = "specdec_kv_cache_used_bytes"
     KV_PREFIX_BYTES: Final = "specdec_kv_cache_prefix_bytes"
     KV_LIMIT_BYTES: Final = "specdec_kv_cache_limit_bytes"
+    KV_USAGE: Final = "specdec_kv_cache_usage"
     LEASES: Final = "specdec_leases"
     LEASES_LIMIT: Final = "specdec_leases_limit"
     LEASES_EXPIRED: Final = "specdec_leases_expired"
@@ -132,6 +133,9 @@ class Metric:
     GATEWAY_PROMPT_TOKENS: Final = "specdec_gateway_prompt_tokens"
     GATEWAY_GENERATION_TOKENS: Final = "specdec_gateway_generation_tokens"
     GATEWAY_IN_FLIGHT: Final = "specdec_gateway_requests_in_flight"
+    GATEWAY_VERIFIER_STATE: Final = "specdec_gateway_verifier_state"
+    GATEWAY_VERIFIER_TEXTS: Final = "specdec_gateway_verifier_texts_running"
+    GATEWAY_FALLBACKS: Final = "specdec_gateway_fallbacks"
 
     RPCS: Final = "specdec_rpcs"
 

@@ -99,6 +99,7 @@ def build_service(
     *,
     roots: Sequence[Path] = (),
     device: str = "cpu",
+    overlap: bool | None = None,
     threads: int | None = None,
     max_context: int = 1 << 20,
     max_streams: int = 1024,
@@ -119,6 +120,8 @@ def build_service(
         device: Device of methods with weights: auto, cpu, cuda or cuda:N
             (:func:`paceline.drafter.device.drafting_device`). KV on a GPU is mapped only by
             drafters on a GPU.
+        overlap: Whether chains of ``lm`` and ``selfspec`` grow on while the verifier works. It pays
+            where the drafter has a processor of its own. None: if ``device`` is a GPU.
         threads: Threads of the math library for methods with weights; None: its default.
         max_context: Longest text of a stream. Unit: tokens.
         max_streams: Maximum number of attached generations; further ones get RESOURCE_EXHAUSTED.
@@ -143,7 +146,9 @@ def build_service(
     resources = Resources(device=drafting_device(device), threads=threads, numerics="auto")
     folders = [folder for spec in load for folder in spec.folders]
     allowed = [*roots, *folders] if roots else [f for each in folders for f in (each, each.parent)]
-    worker = DraftWorker(thread_setup(resources.device))
+    if overlap is None:
+        overlap = resources.device != "cpu"
+    worker = DraftWorker(thread_setup(resources.device), overlap=overlap)
 
     def dispose(drafter: Drafter) -> None:
         worker.post(drafter.close)

@@ -57,13 +57,15 @@ class DraftWorker:
     """One thread for all drafting; it batches the rounds that are queued together.
 
     Rounds come first. A long backlog, such as a prompt to prefill, is processed in slices between
-    the rounds of other sequences. From its first use here until it was closed, only the thread
-    touches a sequence. Call the methods on the event loop.
+    the rounds of other sequences. With ``overlap``, an idle thread drafts ahead, level by level.
+    From its first use here until it was closed, only the thread touches a sequence. Call the
+    methods on the event loop.
     """
 
-    def __init__(self, prepare: Callable[[], None] | None = None) -> None:
+    def __init__(self, prepare: Callable[[], None] | None = None, *, overlap: bool = False) -> None:
         """Create a worker; ``prepare`` runs first on its thread."""
         self._prepare = prepare
+        self._overlap = overlap
         self._wake = threading.Condition()
         self._jobs: deque[_Job] = deque()
         self._calls: deque[Callable[[], None]] = deque()
@@ -73,6 +75,8 @@ class DraftWorker:
         # but no round.
         self._prefilling: list[_Job] = []
         self._idle: dict[DraftSequence, None] = {}
+        # Sequences whose tree is being verified.
+        self._ahead: dict[DraftSequence, Drafter] = {}
 
     @property
     def waiting(self) -> int:
@@ -106,6 +110,7 @@ class DraftWorker:
 
         def close_now() -> None:
             self._idle.pop(sequence, None)
+            self._ahead.pop(sequence, None)
             self._prefilling = [job for job in self._prefilling if job.sequence is not sequence]
             sequence.close()
 
@@ -139,7 +144,12 @@ class DraftWorker:
         """
         with self._wake:
             while not (
-                self._jobs or self._calls or self._stopping or self._prefilling or self._idle
+                self._jobs
+                or self._calls
+                or self._stopping
+                or self._prefilling
+                or self._idle
+                or self._ahead
             ):
                 self._wake.wait()
             jobs, calls = list(self._jobs), deque(self._calls)
@@ -155,6 +165,8 @@ class DraftWorker:
             self._prefill_slice()
         elif self._idle and not jobs:
             self._idle_slice()
+        elif self._ahead and not jobs:
+            self._draft_ahead()
         return True
 
     def _serve(self, jobs: list[_Job]) -> None:
@@ -167,6 +179,7 @@ class DraftWorker:
 
     def _extend(self, job: _Job) -> bool:
         """Append the update. Returns whether the round can be drafted now."""
+        self._ahead.pop(job.sequence, None)
         if not job.extended:
             begun = time.monotonic()
             try:
@@ -202,6 +215,8 @@ class DraftWorker:
             (job, Drafted(tree, job.worked + spent, begun - job.queued - job.worked))
             for job, tree in zip(jobs, trees, strict=True)
         )
+        if self._overlap:
+            self._ahead.update((job.sequence, drafter) for job in jobs)
 
     def _prefill_slice(self) -> None:
         """Process one slice of the backlog of a waiting round, in round-robin order."""
@@ -227,6 +242,16 @@ class DraftWorker:
         del self._idle[sequence]
         if _run_logged(lambda: sequence.warm(SLICE)):
             self._mark_idle(sequence)
+
+    def _draft_ahead(self) -> None:
+        """Draft one level ahead for all sequences of one drafter."""
+        drafter = next(iter(self._ahead.values()))
+        sequences = [each for each, its in self._ahead.items() if its is drafter]
+        going: list[DraftSequence] = []
+        _run_logged(lambda: going.extend(drafter.draft_ahead(sequences)))
+        for sequence in sequences:
+            if sequence not in going:
+                del self._ahead[sequence]
 
     def _mark_idle(self, sequence: DraftSequence) -> None:
         if sequence.backlog > 0:

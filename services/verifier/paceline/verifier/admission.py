@@ -44,6 +44,11 @@ class Admission:
         self._tickets = count()
         self._changed = asyncio.Event()
 
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for memory now."""
+        return len(self._waiting)
+
     def expected_length(self, generation: Generation) -> int:
         """Tokens that a generation is expected to have at its end."""
         so_far = len(generation.prompt) + len(generation.output)

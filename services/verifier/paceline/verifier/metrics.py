@@ -257,20 +257,23 @@ class _State(Collector):
         caches = list(store)
         used = sum(each.sequence.segment.reserved_bytes for each in caches)
         kept = sum(each.segment.reserved_bytes for each in store.prefixes)
+        limit = store.memory.limit_bytes
         in_step = engine.in_step
         waiting = [cache.job for cache in caches if cache.busy and cache.job not in in_step]
         prefills = sum(isinstance(job, Prefill) for job in waiting)
         running = sum(cache.sequence.finish is None for cache in caches)
+        queued = len(waiting) + store.admission.waiting
         device = {"device": str(engine.device)}
         for name, text, value, labels in (
             (Metric.REQUESTS_RUNNING, "Generations that have not ended", running, {}),
-            (Metric.REQUESTS_WAITING, "Generations waiting for the engine", len(waiting), {}),
+            (Metric.REQUESTS_WAITING, "Those waiting for the engine or for KV memory", queued, {}),
             (Metric.LEASES, "Caches", len(caches), {}),
             (Metric.LEASES_LIMIT, "Most caches at once", store.max_sequences, {}),
             (Metric.FOLLOW_STREAMS, "FollowCache streams", follows.streams, {}),
             (Metric.KV_USED_BYTES, "KV memory of caches", used, device),
             (Metric.KV_PREFIX_BYTES, "KV memory of ended texts, freed when needed", kept, device),
-            (Metric.KV_LIMIT_BYTES, "KV memory in all", store.memory.limit_bytes, device),
+            (Metric.KV_LIMIT_BYTES, "KV memory in all", limit, device),
+            (Metric.KV_USAGE, "Share of KV memory in use, 0 to 1", used / limit, device),
         ):
             gauge = GaugeMetricFamily(name, text, labels=["model_name", *labels])
             gauge.add_metric([self._model, *labels.values()], value)

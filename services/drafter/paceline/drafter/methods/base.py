@@ -190,7 +190,7 @@ class Drafter(ABC):
     method: ClassVar[str]
     """Name of the method."""
 
-    inline: ClassVar[bool] = False
+    inline: bool = False
     """Whether a round takes well under 100 µs and runs on the event loop."""
 
     path_options: ClassVar[tuple[str, ...]] = ()
@@ -234,6 +234,17 @@ class Drafter(ABC):
         If it raises, every one of the sequences must be able to draft again.
         """
         return [sequence.draft(budget) for sequence, budget in rounds]
+
+    def draft_ahead(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
+        """Drafts one level beyond the newest tree of each, as if the verifier accepted its path.
+
+        Called while the verifier works, where the drafter has a processor of its own. A sequence
+        keeps what turns out to be the text for its next tree.
+
+        Returns:
+            The sequences for which another call can be of use.
+        """
+        return []
 
     def close(self) -> None:  # noqa: B027 - only methods that hold more than memory need it
         """Releases memory and connections."""

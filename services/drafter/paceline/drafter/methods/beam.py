@@ -80,6 +80,17 @@ def check_context(context: int) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Chain:
+    """Nodes drafted ahead, each the child of the one before; the first follows the text."""
+
+    tokens: Sequence[int]
+    log_probs: Sequence[float]
+    proposals: Sequence[Proposal]
+    fed: int
+    """Leading nodes whose KV is in the cache, behind that of the text."""
+
+
 class Beam:
     """The tree of one sequence in one round.
 
@@ -93,13 +104,21 @@ class Beam:
     The trunk, leading levels of one node each that were fed before, is not fed again.
     """
 
-    def __init__(self, budget: Budget, widths: Sequence[int], min_survival: float) -> None:
-        """Creates a tree of the anchor alone.
+    def __init__(
+        self,
+        budget: Budget,
+        widths: Sequence[int],
+        min_survival: float,
+        drafted: Chain | None = None,
+    ) -> None:
+        """Creates a tree of the anchor and the nodes that were drafted ahead.
 
         Args:
             budget: Most nodes and greatest depth of the result.
             widths: Nodes of each level; the last number applies to all deeper levels.
             min_survival: Nodes less likely than this are not expanded.
+            drafted: Nodes drafted ahead. Those beyond the depth, and those that would not have
+                been expanded, are dropped.
         """
         self.tokens: list[int] = []
         self.parents: list[int] = []
@@ -116,6 +135,8 @@ class Beam:
         self._budget = budget
         self._widths = widths
         self._min_score = math.log(min_survival) if min_survival > 0 else -math.inf
+        if drafted is not None:
+            self._take(drafted)
 
     @property
     def width(self) -> int:
@@ -158,12 +179,28 @@ class Beam:
             self.log_probs.append(log)
         if ranked.proposal is not None:
             self.proposals.append(ranked.proposal)
-        self.level += 1
-        # A child scores at most as much as its parent, and loses ties to nodes added before it.
-        least, stop = self._least_score(), start
-        while stop < len(self.scores) and least < self.scores[stop] >= self._min_score:
-            stop += 1
-        self.frontier = range(start, stop)
+        self._end_level(start)
+
+    def expand_last(self) -> bool:
+        """Makes the last node of a chain the frontier, whatever its score and the budget.
+
+        Returns False for a tree with siblings, and if nothing followed the last node.
+        """
+        last = len(self.tokens) - 1
+        if last < 0 or last + 1 != self.level:
+            return False
+        self.frontier = range(last, last + 1)
+        return True
+
+    def after(self, tokens: Sequence[int]) -> Chain | None:
+        """Returns the nodes of a chain behind ``tokens``; None if it does not begin with them."""
+        count = len(tokens)
+        if len(self.tokens) != self.level or count >= self.level:
+            return None
+        if self.tokens[:count] != list(tokens):
+            return None
+        fed = max(0, self.fed - count)
+        return Chain(self.tokens[count:], self.log_probs[count:], self.proposals[count:], fed)
 
     def tree(self) -> TokenTree:
         """Returns the best nodes within the budget, sorted by falling survival."""
@@ -202,6 +239,29 @@ class Beam:
     def frontier_tokens(self) -> list[list[int]]:
         """Returns, for each node of the frontier, the tokens from the anchor's child to it."""
         return [[self.tokens[each] for each in self.path(node)] for node in self.frontier]
+
+    def _take(self, chain: Chain) -> None:
+        for token, log in zip(chain.tokens, chain.log_probs, strict=True):
+            if not self.grows:
+                break
+            node = len(self.tokens)
+            self.tokens.append(token)
+            self.parents.append(node - 1)
+            self.scores.append(log + (self.scores[-1] if self.scores else 0.0))
+            self.log_probs.append(log)
+            self._end_level(node)
+        self.proposals += chain.proposals[: self.level]
+        # The last node is fed again if it is expanded: its logits are not kept.
+        self.trunk = self.fed = min(chain.fed, self.level - 1)
+
+    def _end_level(self, start: int) -> None:
+        """Chooses the frontier among the nodes from ``start`` on."""
+        self.level += 1
+        # A child scores at most as much as its parent, and loses ties to nodes added before it.
+        least, stop = self._least_score(), start
+        while stop < len(self.scores) and least < self.scores[stop] >= self._min_score:
+            stop += 1
+        self.frontier = range(start, stop)
 
     def _least_score(self) -> float:
         """Score of the worst node that still fits the budget."""

@@ -6,10 +6,11 @@ apart from any model. For texts without a recording the trees are empty.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from paceline.drafter.methods.base import (
     Budget,
@@ -43,10 +44,15 @@ class ReplayOptions:
     seed: int = 0
     """Seed of the draws. Equal seeds give equal trees for the same text."""
 
+    level_ms: float = 0.0
+    """Time that a level takes, as if on a processor of its own: the drafter sleeps. A chain can be
+    drafted ahead then. Unit: milliseconds."""
+
     def __post_init__(self) -> None:
         check_range("p", self.p, 0.0, 1.0)
         check_range("max_nodes", self.max_nodes, 1, 255)
         check_range("width", self.width, 1, self.max_nodes)
+        check_range("level_ms", self.level_ms, 0.0, 1e4)
 
 
 Records = Mapping[tuple[int, ...], tuple[int, ...]]
@@ -71,9 +77,15 @@ class ReplaySequence(DraftSequence):
         prompt = tuple(generation.tokens[: generation.prompt_length])
         self._record = records.get(prompt, ())
         self._emitted = 0
+        self._levels = self._ahead = 0  # of the newest tree, and beyond it
         self._follow(generation.tokens[generation.prompt_length :])
 
     def extend(self, update: Update) -> None:
+        if update.tokens:
+            ends = range(self._emitted, self._emitted + self._levels + 1)
+            hit = len(update.tokens) == len(ends) and all(map(self._right, ends))
+            self._ahead = max(0, self._ahead - 1) if hit else 0
+            self._levels = 0
         self._follow(update.tokens)
 
     def draft(self, budget: Budget) -> TokenTree:
@@ -82,13 +94,14 @@ class ReplaySequence(DraftSequence):
         levels = min(budget.depth, len(self._record) - self._emitted, -(-nodes // options.width))
         if levels <= 0:
             return EMPTY
+        self._sleep(max(0, levels - self._ahead))
+        self._levels, self._ahead = levels, 0
         tokens: list[int] = []
         parents: list[int] = []
         main = -1
         for level in range(levels):
             at = self._emitted + level
-            draw = _mix(options.seed, at)
-            right = draw < options.p * (1 << 64)
+            draw, right = _mix(options.seed, at), self._right(at)
             width = min(options.width, nodes - len(tokens), max(1, self._vocab_size - 1))
             level_start = len(tokens)
             # Wrong tokens step through all other ids, so none repeats or equals the recorded one.
@@ -99,6 +112,23 @@ class ReplaySequence(DraftSequence):
                 parents.append(main)
             main = level_start
         return TokenTree(tuple(tokens), tuple(parents))
+
+    def draft_ahead(self) -> bool:
+        """Drafts a level beyond the newest tree. Returns whether there is another."""
+        options = self._options
+        if options.width > 1 or not 0 < self._levels + self._ahead <= 2 * options.max_nodes:
+            return False
+        self._sleep(1)
+        self._ahead += 1
+        return True
+
+    def _right(self, at: int) -> bool:
+        """Whether the recorded token is drafted at a position of the output."""
+        return _mix(self._options.seed, at) < self._options.p * (1 << 64)
+
+    def _sleep(self, levels: int) -> None:
+        if self._options.level_ms:
+            time.sleep(levels * self._options.level_ms / 1000)
 
     def _follow(self, tokens: Sequence[int]) -> None:
         end = self._emitted + len(tokens)
@@ -111,12 +141,12 @@ class ReplayDrafter(Drafter):
     """The method ``replay``. Thread-safe."""
 
     method: ClassVar[str] = "replay"
-    inline: ClassVar[bool] = True
 
     def __init__(self, options: ReplayOptions, records: Records) -> None:
         self._options = options
         self._records = records
         self.max_nodes = options.max_nodes
+        self.inline = options.level_ms == 0
 
     @classmethod
     def load(
@@ -128,6 +158,9 @@ class ReplayDrafter(Drafter):
 
     def start(self, generation: Generation) -> ReplaySequence:
         return ReplaySequence(self._options, self._records, generation)
+
+    def draft_ahead(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
+        return [each for each in cast(Sequence[ReplaySequence], sequences) if each.draft_ahead()]
 
 
 def _mix(seed: int, position: int) -> int:

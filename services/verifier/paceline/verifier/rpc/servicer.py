@@ -40,8 +40,11 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
     async def GetModel(
         self, request: verifier_pb2.GetModelRequest, context: Any
     ) -> verifier_pb2.GetModelResponse:
-        """Describe the served model."""
-        return self._model.response(request)
+        """Describe the served model, and how busy the verifier is."""
+        response = self._model.response(request)
+        response.draining = self._gate.closed
+        response.generations = self._store.unfinished
+        return response
 
     async def CreateCache(self, request: verifier_pb2.CreateCacheRequest, context: Any) -> None:
         """Prefill a prompt; stream progress, then the capabilities and the first token."""

@@ -20,13 +20,9 @@ from torch import Tensor
 from paceline.decoder import WEIGHTS, Decoder, LocalCache
 from paceline.drafter.methods.base import Fit, Generation, Resources, Update
 from paceline.drafter.methods.beam import BeamOptions, check_context
-from paceline.drafter.methods.beam_drafter import (
-    BeamDrafter,
-    Block,
-    DecoderSequence,
-    forward_blocks,
-)
+from paceline.drafter.methods.beam_drafter import BeamDrafter
 from paceline.drafter.methods.checkpoint import load_model, read_fit, required_folder, weight_bytes
+from paceline.drafter.methods.decoder_sequence import AheadSequence, Block, forward_blocks
 from paceline.drafter.methods.lm.selection import (
     OBSERVED,
     POLICIES,
@@ -39,7 +35,7 @@ from paceline.kernels import CHUNK, TreePlan
 from paceline.kv.selection import streaming_positions
 
 
-class LmSequence(DecoderSequence):
+class LmSequence(AheadSequence):
     """One generation of ``lm``.
 
     The first ``cached`` tokens of the text have their KV in the cache, followed by the nodes of the
@@ -120,10 +116,14 @@ class LmSequence(DecoderSequence):
         if self.cached == self.length:
             # Nothing is new: the logits after the anchor are needed once more.
             self.cache.truncate(self.length - 1)
-        return (
-            self._reserve(self.length - self.cached + self._drafter.options.drafted)
-            and self._select()
-        )
+        return self._reserve(self.length - self.cached + self.room) and self._select()
+
+    def begin_ahead(self) -> bool:
+        # A copy of selected positions ends with its round.
+        return self._sparse is None and super().begin_ahead()
+
+    def keep_drafted(self) -> bool:
+        return self._reserve(self.room)
 
     @property
     def begin_position(self) -> int:
@@ -172,7 +172,7 @@ class LmSequence(DecoderSequence):
             self._sparse = LocalCache(self._drafter.decoder.config, self._drafter.decoder.device)
         self._sparse.truncate(0)
         self._sparse.take(self.cache, self.selected)
-        self._sparse.reserve(self.length - length + self._drafter.options.drafted)
+        self._sparse.reserve(self.length - length + self.room)
         return self._count(before)
 
     def _reserve(self, slots: int) -> bool:

@@ -25,13 +25,9 @@ from paceline.drafter.kv.options import KvOptions
 from paceline.drafter.kv.reader import KvReader
 from paceline.drafter.methods.base import Fit, Generation, LoadError, Needs, Resources
 from paceline.drafter.methods.beam import check_context
-from paceline.drafter.methods.beam_drafter import (
-    BeamDrafter,
-    DecoderSequence,
-    forward_blocks,
-    required,
-)
+from paceline.drafter.methods.beam_drafter import BeamDrafter, required
 from paceline.drafter.methods.checkpoint import load_model, read_fit, required_folder, weight_bytes
+from paceline.drafter.methods.decoder_sequence import DecoderSequence, forward_blocks
 from paceline.drafter.methods.longspec.checkpoint import read_longspec
 from paceline.drafter.methods.longspec.layer import LongSpecLayer, TargetKv
 from paceline.drafter.methods.options import parse_options

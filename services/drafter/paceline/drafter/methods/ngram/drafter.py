@@ -192,7 +192,7 @@ class NgramDrafter(Drafter):
     """The method ``ngram``. Thread-safe."""
 
     method: ClassVar[str] = "ngram"
-    inline: ClassVar[bool] = True
+    inline = True
 
     def __init__(self, options: NgramOptions) -> None:
         self._options = options

@@ -40,13 +40,9 @@ from paceline.drafter.methods.base import (
     Update,
 )
 from paceline.drafter.methods.beam import Beam, BeamOptions, check_context
-from paceline.drafter.methods.beam_drafter import (
-    BeamDrafter,
-    DecoderSequence,
-    forward_blocks,
-    required,
-)
+from paceline.drafter.methods.beam_drafter import BeamDrafter, required
 from paceline.drafter.methods.checkpoint import load_model, read_fit, required_folder, weight_bytes
+from paceline.drafter.methods.decoder_sequence import AheadSequence, forward_blocks
 from paceline.drafter.methods.options import check_choice, check_range, parse_options
 from paceline.drafter.methods.ranking import Ranked
 from paceline.kernels import LayerTable, TreePlan
@@ -68,7 +64,7 @@ _RATE = 0.1
 """Relative change of the exponent for each token that was expected and wrong: about ten count."""
 
 
-class SelfSpecSequence(DecoderSequence):
+class SelfSpecSequence(AheadSequence):
     """One generation of ``selfspec``; a ``KVCacheView`` for the decoder.
 
     Each round begins with a table of the target's selected positions, in any order, since their
@@ -82,7 +78,7 @@ class SelfSpecSequence(DecoderSequence):
         super().__init__(drafter, generation)
         self.kv = kv
         self._set_slots(0)
-        self._begin = self._slot = 0
+        self._begin = self._slot = self._fed = 0
         self.exponent = drafter.exponent
         """A probability to this power is the confidence of a node of a chain."""
 
@@ -114,7 +110,7 @@ class SelfSpecSequence(DecoderSequence):
         new = self.length - self._begin
         if not self._slot or new > MAX_NEW_TOKENS:
             return False
-        slots = self._slot + new + self._drafter.options.drafted
+        slots = self._slot + new + self.room
         if slots > self._layers[0][0].shape[1]:
             self._set_slots(-(-slots // _GROWTH) * _GROWTH)
         for (own_keys, own_values), parts in zip(self._layers, layers, strict=True):
@@ -126,6 +122,14 @@ class SelfSpecSequence(DecoderSequence):
                 begin = stop
         return True
 
+    def keep_drafted(self) -> bool:
+        """Counts the drafted tokens that were accepted as text; their KV stays this drafter's."""
+        self.kv.check()
+        fed = self.length - self._begin
+        self._slot += fed - self._fed
+        self._fed = fed
+        return fed <= MAX_NEW_TOKENS and self._slot + self.room <= self._layers[0][0].shape[1]
+
     @property
     def begin_position(self) -> int:
         return self._begin
@@ -135,7 +139,8 @@ class SelfSpecSequence(DecoderSequence):
         return self._slot
 
     def commit_text(self) -> None:
-        self._slot += self.length - self._begin
+        self._fed = self.length - self._begin
+        self._slot += self._fed
 
     def finish(self) -> None:
         self.kv.check()

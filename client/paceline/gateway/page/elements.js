@@ -1,0 +1,37 @@
+/** Helpers for the page's elements. */
+
+/** A new element with a text and CSS classes. */
+export function element(kind, text = "", classes = "") {
+  const made = document.createElement(kind);
+  made.textContent = text;
+  if (classes) made.className = classes;
+  return made;
+}
+
+/** Gives an element the colour of a drafter, in place of an earlier one. */
+export function setAccent(target, accent) {
+  target.classList.remove(...[...target.classList].filter((name) => name.startsWith("accent-")));
+  target.classList.add(accent);
+}
+
+/** Calls `draw` once before the next frame, however often the returned function is called. */
+export function oncePerFrame(draw) {
+  let waiting = false;
+  return () => {
+    if (waiting) return;
+    waiting = true;
+    requestAnimationFrame(() => {
+      waiting = false;
+      draw();
+    });
+  };
+}
+
+/** Copies a text, and says on the button what became of it. */
+export async function copy(text, button) {
+  const name = button.textContent;
+  // Browsers offer the clipboard to pages of this machine and to pages with HTTPS only.
+  const copied = await navigator.clipboard?.writeText(text).then(() => true, () => false);
+  button.textContent = copied ? "Copied" : "Copying needs HTTPS";
+  setTimeout(() => { button.textContent = name; }, 2000);
+}

@@ -1,0 +1,53 @@
+/** Starts the page: the two views, their settings, and keys that hold everywhere. */
+
+import { Chat } from "./chat.js";
+import { Gateway } from "./gateway.js";
+import { Race } from "./race.js";
+import { Settings } from "./settings.js";
+
+const gateway = new Gateway();
+const settings = new Settings(document.getElementById("settings"));
+const failed = (error) => {
+  if (error.status === 401) settings.askForKey();
+};
+const views = {
+  chat: new Chat(document.getElementById("chat"), { gateway, settings, failed }),
+  race: new Race(document.getElementById("race"), { gateway, settings, failed }),
+};
+
+/** Shows the view that the address names. The name has a slash, or the browser would focus the view. */
+function show() {
+  const shown = location.hash === "#/race" ? "race" : "chat";
+  for (const view of document.querySelectorAll(".view")) view.hidden = view.id !== shown;
+  for (const link of document.querySelectorAll("nav a")) {
+    link.ariaCurrent = link.hash === `#/${shown}` ? "page" : "false";
+  }
+  document.querySelector(`#${shown} textarea`).focus({ preventScroll: true });
+}
+
+/** Loads what the gateway serves, and says what is missing. */
+async function load() {
+  const notice = document.getElementById("notice");
+  gateway.key = settings.key;
+  let said = "";
+  try {
+    const model = settings.model = await gateway.model();
+    document.getElementById("model").textContent = `${model.id} · ${model.max_model_len} tokens of context`;
+    document.title = `${model.id} · Paceline`;
+    if (!model.chat_template) said = "This model has no chat template: it continues your text.";
+    if (!model.drafters.length) said += " There is no drafter: tokens come from the model alone.";
+  } catch (error) {
+    said = error.message;
+    failed(error);
+  }
+  notice.textContent = said.trim();
+  notice.hidden = !said;
+}
+
+settings.onKey(load);
+addEventListener("hashchange", show);
+addEventListener("keydown", (event) => {
+  if (event.key === "Escape") Object.values(views).forEach((view) => view.stop());
+});
+show();
+load();

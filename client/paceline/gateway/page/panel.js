@@ -1,0 +1,59 @@
+import { element, setAccent } from "./elements.js";
+import { explain } from "./reasons.js";
+import { accepted } from "./run.js";
+import { drawSteps, drawTree } from "./tree.js";
+
+/** The steps of a run: the newest tree, tokens of each step, sums, and why steps were not drafted. */
+export class Panel {
+  #root;
+
+  /** @param {HTMLDetailsElement} root An empty element. */
+  constructor(root) {
+    this.#root = root;
+    root.append(document.getElementById("panel").content.cloneNode(true));
+    // On a small screen the text comes first.
+    root.open = matchMedia("(min-width: 60rem)").matches;
+  }
+
+  /**
+   * Shows the steps of a run up to now or to a time.
+   *
+   * @param {Run} run The run.
+   * @param {{drafter: string, drafters: string[], accent: string, at?: number}} about
+   */
+  show(run, { drafter, drafters, accent, at = Infinity }) {
+    const find = (selector) => this.#root.querySelector(selector);
+    const steps = run.stepsAt(at);
+    const drafted = steps.filter((step) => step.tree);
+    const newest = drafted.at(-1)?.tree ?? null;
+    setAccent(this.#root, accent);
+    find(".why").textContent = explain(steps, run.usage, drafter, drafters);
+    find(".round").textContent = newest
+      ? `${steps.lastIndexOf(drafted.at(-1))}: ${newest.tokens.length} drafted, ${newest.accepted.length} accepted`
+      : "";
+    drawTree(find(".tree"), newest);
+    drawSteps(find(".steps"), steps);
+    find("dl").replaceChildren(...this.#sums(run, steps, drafted, at).flatMap(([name, value]) => [
+      element("dt", name), element("dd", value),
+    ]));
+  }
+
+  #sums(run, steps, drafted, at) {
+    const sum = (of, from = steps) => from.reduce((total, step) => total + of(step), 0);
+    const sums = [
+      ["Steps of the verifier", `${steps.length}, of which ${drafted.length} drafted`],
+      ["Tokens of a drafted step", drafted.length ? (sum((step) => step.tokens, drafted) / drafted.length).toFixed(2) : "–"],
+      ["Accepted", `${sum(accepted)} of ${sum((step) => step.tree?.tokens.length ?? 0)} drafted tokens`],
+    ];
+    const spent = at === Infinity && run.usage?.speculation;
+    if (spent) {
+      sums.push(
+        ["First token after", `${spent.first_token_ms.toFixed(0)} ms`],
+        ["Time of the drafter", `${spent.draft_ms.toFixed(0)} ms`],
+        ["Time of the verifier", `${spent.verify_ms.toFixed(0)} ms`],
+        ["Drafter", spent.drafter_versions.join(", ") || "–"],
+      );
+    }
+    return sums;
+  }
+}

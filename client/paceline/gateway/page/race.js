@@ -1,0 +1,238 @@
+import { element, setAccent } from "./elements.js";
+import { Panel } from "./panel.js";
+import { rate, Run } from "./run.js";
+import { TokenText } from "./tokens.js";
+
+/** The same request without and with a drafter, and a replay of both by their recorded times. */
+export class Race {
+  #root;
+  #context;
+  #panel;
+  #lanes = [];
+  #abort = null;
+  #replay = 0; // the frame that the replay waits for
+
+  /**
+   * @param {HTMLElement} root The view.
+   * @param {{gateway: Gateway, settings: Settings, failed: (error: Error) => void}} context
+   */
+  constructor(root, context) {
+    this.#root = root;
+    this.#context = context;
+    this.#panel = new Panel(root.querySelector(".panel"));
+    const form = root.querySelector(".composer"), prompt = form.querySelector("textarea");
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.#start();
+    });
+    prompt.addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+      event.preventDefault();
+      this.#start();
+    });
+    form.elements.stop.addEventListener("click", () => this.stop());
+    const { play, time } = this.#controls;
+    play.addEventListener("click", () => this.#play());
+    time.addEventListener("input", () => {
+      cancelAnimationFrame(this.#replay);
+      this.#show(Number(time.value));
+    });
+  }
+
+  /** Ends the running requests and the replay. */
+  stop() {
+    this.#abort?.abort();
+    cancelAnimationFrame(this.#replay);
+  }
+
+  get #controls() {
+    return this.#root.querySelector(".replay").elements;
+  }
+
+  async #start() {
+    const form = this.#root.querySelector(".composer"), error = this.#root.querySelector(".error");
+    const prompt = form.querySelector("textarea").value;
+    if (!prompt.trim() || this.#abort) return;
+    this.stop();
+    const abort = this.#abort = new AbortController();
+    form.elements.start.disabled = true;
+    form.elements.stop.disabled = false;
+    error.textContent = "";
+    this.#say("Reading the prompt …");
+    this.#root.querySelector(".replay").hidden = true;
+    try {
+      await this.#run(prompt, form.elements.order.value, abort.signal);
+    } catch (failure) {
+      abort.abort(); // the other lane's request, if both run
+      this.#say(failure.name === "AbortError" ? "Stopped." : "");
+      if (failure.name !== "AbortError") {
+        error.textContent = failure.message;
+        this.#context.failed(failure);
+      }
+    }
+    this.#abort = null;
+    form.elements.start.disabled = false;
+    form.elements.stop.disabled = true;
+  }
+
+  async #run(prompt, order, signal) {
+    const { settings, gateway } = this.#context;
+    if (!settings.model) settings.model = await gateway.model();
+    const drafter = settings.drafter === "none" ? settings.model.drafters[0] : settings.drafter;
+    if (!drafter) {
+      throw new Error("A race needs a drafter, and the gateway finds none. `paceline serve` and `paceline drafter` start one.");
+    }
+    const turns = [{ role: "user", content: prompt }];
+    const request = (changes) => settings.request(turns, { seed, ...changes });
+    const seed = settings.request(turns).body.seed ?? Math.floor(Math.random() * 2 ** 31);
+    const plain = new Lane("Without a drafter", "none", "plain");
+    const drafted = new Lane(`With ${drafter}`, drafter, settings.accent(drafter));
+    this.#lanes = [plain, drafted];
+    this.#root.querySelector(".lanes").replaceChildren(plain.root, drafted.root);
+
+    const warm = request({ drafter: "none", max_tokens: 1 });
+    await new Run().follow(gateway.stream(warm.path, warm.body, signal), () => {});
+    const race = (lane) => {
+      const { path, body } = request({ drafter: lane.drafter });
+      return lane.follow(gateway.stream(path, body, signal), () => this.#showPanel());
+    };
+    if (order === "together") {
+      this.#say("Both are running …");
+      await Promise.all([race(plain), race(drafted)]);
+    } else {
+      this.#say("Running without a drafter …");
+      await race(plain);
+      this.#say(`Running with ${drafter} …`);
+      await race(drafted);
+    }
+    this.#judge(plain.run, drafted.run, drafter, order);
+    this.#root.querySelector(".replay").hidden = false;
+    this.#controls.time.max = this.#length;
+    if (order === "together" || matchMedia("(prefers-reduced-motion: reduce)").matches) {
+      this.#show(this.#length);
+    } else {
+      this.#play();
+    }
+  }
+
+  /** Seconds of the slower run. */
+  get #length() {
+    return Math.max(...this.#lanes.map((lane) => lane.run.ended));
+  }
+
+  #play() {
+    cancelAnimationFrame(this.#replay);
+    const pace = Number(this.#controls.pace.value), began = performance.now();
+    const frame = () => {
+      const at = Math.min(((performance.now() - began) / 1000) * pace, this.#length);
+      this.#show(at);
+      if (at < this.#length) this.#replay = requestAnimationFrame(frame);
+    };
+    frame();
+  }
+
+  #show(at) {
+    this.#controls.time.value = at;
+    for (const lane of this.#lanes) lane.show(at);
+    this.#showPanel(at >= this.#length ? Infinity : at);
+  }
+
+  #showPanel(at = Infinity) {
+    const { run, drafter } = this.#lanes[1], { settings } = this.#context;
+    this.#panel.show(run, {
+      drafter, drafters: settings.model.drafters, accent: settings.accent(drafter), at,
+    });
+  }
+
+  #say(text) {
+    const verdict = this.#root.querySelector(".verdict");
+    verdict.className = "verdict";
+    verdict.replaceChildren(element("p", text));
+  }
+
+  /** Compares the tokens and the times of both runs. */
+  #judge(plain, drafted, drafter, order) {
+    const verdict = this.#root.querySelector(".verdict");
+    const differs = firstDifference(plain.tokens, drafted.tokens);
+    const speedUp = plain.ended / drafted.ended;
+    const headline = speedUp >= 1
+      ? `${speedUp.toFixed(2)}× as fast with ${drafter}`
+      : `${(1 / speedUp).toFixed(2)}× slower with ${drafter}: drafting does not pay for this text`;
+    const how = order === "together"
+      ? "Both ran at the same time and shared the machine."
+      : "They ran one after the other; the replay shows both by their recorded times.";
+    setAccent(verdict, this.#context.settings.accent(drafter));
+    if (differs === null) {
+      verdict.replaceChildren(
+        element("p", headline, "headline"),
+        element("p", `✓ All ${plain.tokens.length} tokens are the same.`, "same"),
+        element("p", `${plain.ended.toFixed(2)} s without, ${drafted.ended.toFixed(2)} s with. ${how}`),
+      );
+      return;
+    }
+    for (const lane of this.#lanes) lane.differsFrom = differs;
+    const quote = (run) => JSON.stringify(run.tokens[differs]?.text ?? "the end");
+    const { batch_invariant: invariant, batch_invariance_reason: reason } = this.#context.settings.model;
+    verdict.classList.add("different");
+    verdict.replaceChildren(
+      element("p", `The texts differ from token ${differs + 1} on`, "headline"),
+      element("p", `Without a drafter it is ${quote(plain)}, with ${drafter} ${quote(drafted)}. ` + (invariant
+        ? "This must not happen: please report it with the prompt and the settings."
+        : `This verifier is not batch-invariant (${reason}): near ties may be decided otherwise.`)),
+    );
+  }
+}
+
+/** One of the two runs: a clock, its sums and its text. */
+class Lane {
+  root = document.getElementById("lane").content.cloneNode(true).firstElementChild;
+  run = new Run();
+  differsFrom = Infinity;
+  #text;
+
+  constructor(title, drafter, accent) {
+    this.drafter = drafter;
+    this.root.querySelector("h2").textContent = title;
+    this.root.querySelector(".text").ariaLabel = title;
+    this.#text = new TokenText(this.root.querySelector(".text"));
+    this.root.classList.add(accent);
+  }
+
+  /** Runs, with the clock going. */
+  async follow(events, onStep) {
+    let frame = 0;
+    const tick = () => {
+      this.show(this.run.now);
+      frame = requestAnimationFrame(tick);
+    };
+    const following = this.run.follow(events, onStep);
+    tick();
+    try {
+      await following;
+    } finally {
+      cancelAnimationFrame(frame);
+      this.show(this.run.ended);
+    }
+  }
+
+  /** Shows what had arrived at a time. */
+  show(at) {
+    const seconds = Math.min(at, this.run.ended ?? at), count = this.run.countAt(at);
+    const ended = this.run.ended !== null && at >= this.run.ended;
+    this.root.classList.toggle("ended", ended);
+    this.root.querySelector(".seconds").textContent = seconds.toFixed(2);
+    this.root.querySelector(".figures").textContent =
+      `${count} tokens · ${rate(count, seconds)} tokens/s`;
+    const text = this.root.querySelector(".text");
+    this.#text.show(this.run.tokens, count);
+    [...text.children].slice(this.differsFrom).forEach((token) => token.classList.add("differs"));
+    text.scrollTop = text.scrollHeight;
+  }
+}
+
+/** Index of the first token that differs; null if all are the same. */
+function firstDifference(one, other) {
+  const length = Math.max(one.length, other.length);
+  for (let i = 0; i < length; i++) if (one[i]?.id !== other[i]?.id) return i;
+  return null;
+}

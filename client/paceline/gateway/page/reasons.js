@@ -1,0 +1,50 @@
+/** Why steps of a run were not drafted, in words. */
+
+const UNDRAFTED = {
+  no_drafter: "the gateway has no drafter service",
+  node_budget: "the verifier’s controller finds that drafting does not pay here at present",
+  not_ready: "the drafter was not ready",
+  late: "the drafter’s tree did not come in time",
+  empty: "the drafter had nothing to propose",
+  last_token: "only one token was left",
+};
+const FALLBACKS = {
+  drafter_unavailable: "The drafter cannot be reached.",
+  drafter_refused: "The drafter refused this model or text; its log says why.",
+  drafter_timeout: "The drafter was slower than its deadline.",
+  drafter_hung: "The drafter does not answer.",
+  malformed_tree: "The drafter sent an invalid tree.",
+  invalid_tree: "The drafter sent an invalid tree.",
+};
+
+/**
+ * What to say about steps without a tree; empty if there is nothing to say.
+ *
+ * @param {object[]} steps Steps of a run so far.
+ * @param {object | null} usage The run's usage, at its end.
+ * @param {string} drafter The drafter that was asked for.
+ * @param {string[]} drafters All drafters of the gateway.
+ */
+export function explain(steps, usage, drafter, drafters) {
+  if (!drafters.length) {
+    return "Nothing is drafted: the gateway finds no drafter. `paceline serve` and `paceline drafter` start one.";
+  }
+  if (drafter === "none") {
+    return "Nothing is drafted: the settings say “none”. Every token is the verifier’s own.";
+  }
+  const counts = new Map();
+  for (const { undrafted } of steps) {
+    if (undrafted) counts.set(undrafted, (counts.get(undrafted) ?? 0) + 1);
+  }
+  if (!counts.size) return "";
+  const [reason] = [...counts].sort((a, b) => b[1] - a[1])[0];
+  const why = UNDRAFTED[reason] ?? reason;
+  const plain = [...counts.values()].reduce((sum, count) => sum + count);
+  const drafted = steps.some((step) => step.tree);
+  const failures = Object.keys(usage?.speculation.fallbacks ?? {});
+  return [
+    drafted ? `${plain} of ${steps.length} steps were not drafted, most because ${why}.`
+      : `Nothing is drafted: ${why}.`,
+    ...new Set(failures.map((failure) => FALLBACKS[failure] ?? "")),
+  ].join(" ").trim();
+}

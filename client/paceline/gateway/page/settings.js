@@ -1,0 +1,97 @@
+/** The settings that both views share, and the requests that follow from them. */
+
+const ACCENTS = 5; // colours of drafters in style.css
+
+export class Settings {
+  #form;
+  #details;
+  #model = null;
+
+  /** @param {HTMLDetailsElement} details The settings with their form. */
+  constructor(details) {
+    this.#details = details;
+    this.#form = details.querySelector("form");
+    this.#form.addEventListener("input", () => this.#describe());
+    this.#form.addEventListener("submit", (event) => event.preventDefault());
+  }
+
+  get model() {
+    return this.#model;
+  }
+
+  /** Shows the drafters of a model; keeps the chosen one. */
+  set model(model) {
+    this.#model = model;
+    const select = this.#form.elements.drafter, chosen = select.value;
+    select.replaceChildren(...[...model.drafters, "none"].map((name) => new Option(name, name)));
+    if ([...select.options].some((option) => option.value === chosen)) select.value = chosen;
+    this.#describe();
+  }
+
+  get drafter() {
+    return this.#form.elements.drafter.value || "none";
+  }
+
+  get key() {
+    return this.#form.elements.key.value;
+  }
+
+  /** Calls back when the key was changed. */
+  onKey(changed) {
+    this.#form.elements.key.addEventListener("change", changed);
+  }
+
+  /** Opens the settings and asks for the key. */
+  askForKey() {
+    this.#details.open = true;
+    this.#form.elements.key.focus();
+  }
+
+  /** Name of the CSS class with the colour of a drafter. */
+  accent(drafter) {
+    const index = this.#model?.drafters.indexOf(drafter) ?? -1;
+    return `accent-${Math.max(0, index) % ACCENTS}`;
+  }
+
+  /**
+   * Path and body of a request for the next turn. A model without a chat template continues the
+   * text of all turns.
+   *
+   * @param {{role: string, content: string}[]} turns Messages, oldest first.
+   * @param {object} [changes] Fields of the body that differ from the settings.
+   */
+  request(turns, changes = {}) {
+    if (!this.#form.checkValidity()) {
+      this.#details.open = true;
+      this.#form.reportValidity();
+      throw new Error("A setting is not valid.");
+    }
+    const value = (name) => this.#form.elements[name].value.trim();
+    const body = {
+      model: this.#model.id,
+      stream: true,
+      stream_options: { include_usage: true, include_rounds: true },
+      drafter: this.drafter,
+      temperature: Number(value("temperature")),
+      seed: value("seed") === "" ? null : Number(value("seed")),
+      max_tokens: Number(value("max_tokens")),
+      ...changes,
+    };
+    if (!this.#model.chat_template) {
+      const prompt = turns.map((turn) => turn.content).join("");
+      return { path: "v1/completions", body: { ...body, prompt } };
+    }
+    const system = value("system") ? [{ role: "system", content: value("system") }] : [];
+    return { path: "v1/chat/completions", body: { ...body, messages: [...system, ...turns] } };
+  }
+
+  #describe() {
+    const { temperature, seed, max_tokens } = this.#form.elements;
+    this.#details.querySelector("#chosen").textContent = [
+      this.drafter === "none" ? "no drafter" : this.drafter,
+      `temperature ${temperature.value}`,
+      seed.value === "" ? "random seed" : `seed ${seed.value}`,
+      `${max_tokens.value} tokens`,
+    ].join(" · ");
+  }
+}

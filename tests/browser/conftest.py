@@ -1,0 +1,144 @@
+"""A real headless browser, real services, and gateways whose model's text is known."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from paceline.client import Client, MockTransport
+from paceline.gateway import GatewayOptions, run_gateway
+from paceline.harness import ServiceProcess
+from paceline.v1 import verifier_pb2
+
+if TYPE_CHECKING:
+    from playwright.async_api import Browser, Page
+
+TARGET = Path(__file__).parents[2] / "models" / "demo" / "target"
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+
+
+@dataclass
+class Services:
+    """Addresses of running services."""
+
+    verifier: str
+    drafter: str
+    gateway: str
+    """Its gateway asks for the key "secret"."""
+
+
+@pytest.fixture(scope="session")
+def services() -> Iterator[Services]:
+    verifier = ServiceProcess("verifier", ["--target", str(TARGET), "--schedule", "off"])
+    drafter = ServiceProcess("drafter", ["--load", "ngram=ngram"])
+    with verifier, drafter:
+        arguments = ["--verifier-address", verifier.address, "--drafter-address", drafter.address]
+        environment = {"PACELINE_API_KEY": "secret"}
+        with ServiceProcess("gateway", arguments, environment=environment) as gateway:
+            yield Services(verifier.address, drafter.address, gateway.address)
+
+
+class Unending(MockTransport):
+    """Emits the first token of each text, and nothing more."""
+
+    def verify(self) -> Any:
+        return _Silent()
+
+
+class _Silent:
+    async def write(self, request: verifier_pb2.VerifyRequest) -> None:
+        pass
+
+    async def read(self) -> verifier_pb2.VerifyResponse:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    def cancel(self) -> None:
+        pass
+
+
+@contextlib.asynccontextmanager
+async def _chat_gateway(
+    reply: Callable[[str], str], kind: type[MockTransport] = MockTransport
+) -> AsyncIterator[str]:
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    stop = asyncio.Event()
+    options = GatewayOptions(address="127.0.0.1:0", chat_template=TEMPLATE, model_name="mock")
+    async with Client(transport=kind(reply), cache_dir=None) as client:
+        server = asyncio.create_task(
+            run_gateway(client, options, on_ready=ready.set_result, stop_event=stop)
+        )
+        yield await ready
+        stop.set()
+        await server
+
+
+@pytest.fixture
+def chat_gateway() -> Callable[..., AbstractAsyncContextManager[str]]:
+    """Starts a gateway without drafters whose model answers `reply(prompt)`; its address."""
+    return _chat_gateway
+
+
+@pytest.fixture
+async def browser() -> AsyncIterator[Browser]:
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("there is no chromium")
+    from playwright.async_api import async_playwright
+
+    async with async_playwright() as started:
+        yield await started.chromium.launch(
+            executable_path=chromium, args=["--no-sandbox", "--disable-gpu"]
+        )
+
+
+Open = Callable[..., AbstractAsyncContextManager["Page"]]
+
+
+@pytest.fixture
+def open_page(browser: Browser) -> Open:
+    """Opens the page of a gateway: `open_page(address, view="chat", **options of the context)`.
+
+    An error that the page logs fails the test, but for refused requests. So does a request to
+    another host.
+    """
+
+    @contextlib.asynccontextmanager
+    async def opened(address: str, view: str = "chat", **options: Any) -> AsyncIterator[Page]:
+        wrong: list[str] = []
+        page = await browser.new_page(**options)
+        page.set_default_timeout(60_000)
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("console", lambda m: wrong.append(m.text) if m.type == "error" else None)
+        origin = f"http://{address}/"
+        page.on("request", lambda r: None if _inside(r.url, origin) else wrong.append(r.url))
+        await page.goto(f"{origin}#/{view}")
+        await page.bring_to_front()
+        yield page
+        await page.close()
+        expected = ("status of 4", "ERR_INTERNET_DISCONNECTED")
+        assert [text for text in wrong if not any(part in text for part in expected)] == []
+
+    return opened
+
+
+def _inside(url: str, origin: str) -> bool:
+    return url.startswith((origin, "data:"))
+
+
+async def give_key(page: Page) -> None:
+    """Enters the key that the gateway of `services` asks for."""
+    from playwright.async_api import expect
+
+    await expect(page.locator("#settings [name=key]")).to_be_focused(timeout=60_000)
+    await page.keyboard.type("secret")
+    await page.keyboard.press("Tab")
+    await expect(page.locator("#settings [name=drafter] option")).to_have_count(2)

@@ -1,0 +1,198 @@
+"""The chat of the gateway's page. Run by `make browser`."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.client import Client
+
+from .conftest import Open, Services, Unending, give_key
+
+playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed")
+pytestmark = pytest.mark.browser
+expect = playwright.expect
+expect.set_options(timeout=60_000)
+
+PROMPT = "import os\nimport sys\nimport os\nimport sys\nimport os\n"
+MARKDOWN = """# A title
+
+**Bold**, `code` and 1 < 2.
+
+| a | b |
+| - | - |
+| 1 | 2 |
+
+```python
+print("<b>")
+```
+
+<script>window.ran = 1</script>
+
+<img src="x" onerror="window.ran = 1"> and [a link](javascript:window.ran=1)
+and ![a picture](https://example.org/p.png)
+"""
+
+
+async def send(page: playwright.Page, text: str) -> None:
+    await page.fill("#chat .composer textarea", text)
+    await page.press("#chat .composer textarea", "Enter")
+
+
+async def answered(page: playwright.Page, turns: int) -> None:
+    """Waits until this many answers are complete."""
+    await expect(page.locator(".turn.assistant[aria-busy=false]")).to_have_count(turns)
+    await expect(page.locator("#chat [name=send]")).to_be_enabled()
+
+
+async def test_turns_keep_their_history(chat_gateway, open_page: Open) -> None:
+    prompts: list[str] = []
+
+    def reply(prompt: str) -> str:
+        prompts.append(prompt)
+        return f"Answer *{len(prompts)}*"
+
+    async with chat_gateway(reply) as address, open_page(address) as page:
+        await page.click("#settings summary")
+        await page.fill("#settings [name=system]", "Be brief.")
+        await send(page, "First")
+        await answered(page, 1)
+        await send(page, "Second")
+        await answered(page, 2)
+        turns = await page.locator(".turn .markdown, .turn.user").all_text_contents()
+        assert [turn.strip() for turn in turns] == ["First", "Answer 1", "Second", "Answer 2"]
+        assert prompts[-1] == (
+            "<system>Be brief.<user>First<assistant>Answer *1*<user>Second<assistant>"
+        )
+        await page.click("#chat [name=new]")
+        await send(page, "Third")
+        await answered(page, 1)
+        assert prompts[-1] == "<system>Be brief.<user>Third<assistant>"
+
+
+async def test_markdown_is_rendered_and_nothing_in_it_runs(chat_gateway, open_page: Open) -> None:
+    async with chat_gateway(lambda prompt: MARKDOWN) as address, open_page(address) as page:
+        await send(page, "Show me")
+        await answered(page, 1)
+        answer = page.locator(".turn .markdown")
+        assert await answer.locator("h1").text_content() == "A title"
+        assert await answer.locator("strong").text_content() == "Bold"
+        assert await answer.locator("table td").all_text_contents() == ["1", "2"]
+        assert await answer.locator("pre code").text_content() == 'print("<b>")\n'
+        text = await answer.text_content()
+        assert "1 < 2" in text
+        assert "<script>window.ran = 1</script>" in text
+        assert '<img src="x" onerror="window.ran = 1">' in text
+        assert await answer.locator("script, img, b").count() == 0
+        links = answer.locator("a")
+        assert await links.all_text_contents() == ["a link", "a picture"]
+        assert await links.nth(0).get_attribute("href") is None
+        await links.nth(0).click()
+        assert await page.evaluate("window.ran") is None
+
+
+async def test_tokens_are_marked_by_who_wrote_them(open_page: Open, services: Services) -> None:
+    """A model without a chat template continues the text."""
+    async with open_page(services.gateway) as page:
+        await give_key(page)
+        await expect(page.locator("#notice")).to_contain_text("no chat template")
+        drafted = page.locator(".turn .answer .drafter")
+        for attempt in range(1, 20):
+            # The drafter may not be ready before the text ends: once more.
+            await page.click("#chat [name=new]")
+            await send(page, PROMPT)
+            await answered(page, 1)
+            if await drafted.count():
+                break
+            assert attempt < 20
+        async with Client(services.verifier, cache_dir=None) as client:
+            result = await client.generate(PROMPT, max_new_tokens=384, seed=1)
+        assert await page.locator(".turn .answer").text_content() == result.text
+        colours = [
+            await page.evaluate("e => getComputedStyle(e).color", await place.element_handle())
+            for place in (drafted.first, page.locator(".turn .answer"))
+        ]
+        assert colours[0] != colours[1]
+        figures = await page.locator(".turn .figures").text_content()
+        assert "tokens/s" in figures
+        assert f"{len(result.token_ids)} tokens" in figures
+        assert await page.locator("#chat .tree .node").count() > 0
+        assert await page.locator("#chat .steps .drafted").count() > 0
+        assert "ngram" in await page.locator("#chat .panel dl").text_content()
+
+
+async def test_stop_keeps_what_was_written(chat_gateway, open_page: Open) -> None:
+    prompts: list[str] = []
+
+    def reply(prompt: str) -> str:
+        prompts.append(prompt)
+        return "A text without end"
+
+    async with chat_gateway(reply, Unending) as address, open_page(address) as page:
+        for turn, text in enumerate(("First", "Second")):
+            await send(page, text)
+            await expect(page.locator(".turn .answer").nth(turn)).to_contain_text("A")
+            await page.keyboard.press("Escape")
+            await answered(page, turn + 1)
+            await expect(page.locator(".turn .figures").nth(turn)).to_contain_text("stopped")
+            assert await page.locator("#chat .error").text_content() == ""
+        assert prompts[-1] == "<user>First<assistant>A<user>Second<assistant>"
+
+
+async def test_an_error_is_shown_and_the_message_given_back(
+    open_page: Open, services: Services
+) -> None:
+    async with open_page(services.gateway) as page:
+        error, message = page.locator("#chat .error"), page.locator("#chat textarea")
+        await give_key(page)
+        await send(page, "word " * 5000)
+        await expect(error).to_contain_text("context")
+        assert (await message.input_value()).startswith("word word")
+        assert await page.locator(".turn").count() == 0
+        await page.fill("#settings [name=key]", "wrong")
+        await page.press("#settings [name=key]", "Tab")
+        await send(page, "x")
+        await expect(error).to_contain_text("key")
+        await page.context.set_offline(True)
+        await send(page, "x")
+        await expect(error).to_contain_text("cannot be reached")
+        await page.context.set_offline(False)
+
+
+async def test_why_nothing_is_drafted(chat_gateway, open_page: Open, services: Services) -> None:
+    async with chat_gateway(lambda prompt: "Hello") as address, open_page(address) as page:
+        await expect(page.locator("#notice")).to_contain_text("no drafter")
+        await send(page, "Hi")
+        await answered(page, 1)
+        await expect(page.locator("#chat .why")).to_contain_text("finds no drafter")
+    async with open_page(services.gateway) as page:
+        await give_key(page)
+        await page.select_option("#settings [name=drafter]", "none")
+        await page.fill("#settings [name=max_tokens]", "8")
+        await send(page, PROMPT)
+        await answered(page, 1)
+        await expect(page.locator("#chat .why")).to_contain_text("settings say")
+        assert await page.locator("#chat .tree .node").count() == 0
+
+
+async def test_keyboard_and_small_screens(chat_gateway, open_page: Open) -> None:
+    screen = {"width": 360, "height": 640}
+    async with chat_gateway(lambda prompt: f"`{'long' * 90}`\n\n{MARKDOWN}") as address:
+        async with open_page(address, viewport=screen, color_scheme="dark") as page:
+            await expect(page.locator("#chat textarea")).to_be_focused()
+            await page.keyboard.type("one")
+            await page.keyboard.press("Shift+Enter")
+            await page.keyboard.type("two")
+            assert await page.locator("#chat textarea").input_value() == "one\ntwo"
+            await page.keyboard.press("Enter")
+            await answered(page, 1)
+            assert await page.locator(".turn.user").text_content() == "one\ntwo"
+            await page.keyboard.press("Tab")
+            await expect(page.locator("#chat [name=new]")).to_be_focused()
+            outline = "getComputedStyle(document.activeElement).outlineStyle"
+            assert await page.evaluate(outline) == "solid"
+            await page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
+            for view in ("chat", "race"):
+                await page.click(f"nav [href='#/{view}']")
+                await expect(page.locator(f"#{view}")).to_be_visible()
+                width = await page.evaluate("document.documentElement.scrollWidth")
+                assert width <= screen["width"], view

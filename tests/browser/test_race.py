@@ -1,0 +1,126 @@
+"""The race of the gateway's page. Run by `make browser`."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from paceline.client import Client
+from paceline.v1 import drafter_pb2
+
+from .conftest import Open, Services, Unending, give_key
+
+playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed")
+pytestmark = pytest.mark.browser
+expect = playwright.expect
+expect.set_options(timeout=60_000)
+
+PROMPT = "import os\nimport sys\nimport os\nimport sys\nimport os"
+TOKENS = 96
+
+
+async def prepare(page: playwright.Page) -> None:
+    await give_key(page)
+    await page.fill("#settings [name=max_tokens]", str(TOKENS))
+    await page.fill("#race textarea", PROMPT)
+
+
+async def start(page: playwright.Page) -> None:
+    await page.click("#race [name=start]")
+    await expect(page.locator("#race [name=start]")).to_be_enabled()
+
+
+@pytest.mark.parametrize("order", ["turns", "together"])
+async def test_both_give_the_same_tokens(open_page: Open, services: Services, order: str) -> None:
+    async with open_page(services.gateway, "race") as page:
+        await prepare(page)
+        await page.select_option("#race [name=order]", order)
+        drafted = page.locator("#race .lane .drafter")
+        for _ in range(20):
+            await start(page)
+            await expect(page.locator("#race .verdict .same")).to_contain_text(
+                f"All {TOKENS} tokens are the same"
+            )
+            await expect(page.locator("#race .lane.ended")).to_have_count(2)
+            if await drafted.count():
+                break
+        async with Client(services.verifier, cache_dir=None) as client:
+            result = await client.generate(PROMPT, max_new_tokens=TOKENS, seed=1)
+        texts = page.locator("#race .lane .text")
+        assert await texts.all_text_contents() == [result.text, result.text]
+        assert await drafted.count() > 0
+        assert await texts.nth(0).locator(".drafter").count() == 0
+        assert await page.locator("#race .tree .node").count() > 0
+        # The headline is the ratio of the clocks.
+        plain, fast = map(float, await page.locator("#race .seconds").all_text_contents())
+        headline = await page.locator("#race .headline").text_content()
+        ratio = float(re.match(r"[\d.]+", headline)[0])
+        assert ratio == pytest.approx(plain / fast if "fast" in headline else fast / plain, rel=0.1)
+        how = "same time" if order == "together" else "one after the other"
+        assert how in await page.locator("#race .verdict").text_content()
+        # The replay shows any time of both.
+        await page.locator("#race [name=time]").fill("0")
+        assert await texts.all_text_contents() == ["", ""]
+        assert await page.locator("#race .seconds").all_text_contents() == ["0.00", "0.00"]
+        await page.click("#race [name=play]")
+        await expect(page.locator("#race .lane.ended")).to_have_count(2)
+        assert await texts.all_text_contents() == [result.text, result.text]
+
+
+async def test_a_difference_is_shown_loudly(open_page: Open, services: Services) -> None:
+    async def answer(route: playwright.Route) -> None:
+        body = json.loads(route.request.post_data)
+        words = ["same", "one" if body["drafter"] == "none" else "other", "end"]
+        rounds = [
+            {
+                "token_ids": [len(word)],
+                "pieces": [f"{word} "],
+                "proposed_by": ["verifier"],
+                "tree": None,
+                "undrafted": "empty",
+            }
+            for word in words
+        ]
+        events = [json.dumps({"choices": [{"round": each}]}) for each in rounds]
+        stream = "".join(f"data: {event}\n\n" for event in [*events, "[DONE]"])
+        await route.fulfill(content_type="text/event-stream", body=stream)
+
+    async with open_page(services.gateway, "race") as page:
+        await prepare(page)
+        await page.route("**/v1/completions", answer)
+        await start(page)
+        verdict = page.locator("#race .verdict.different")
+        await expect(verdict).to_contain_text("differ from token 2 on")
+        await expect(verdict).to_contain_text('it is "one ", with ngram "other "')
+        await expect(page.locator("#race .lane .differs")).to_have_count(4)
+        assert await page.locator("#race .same").count() == 0
+
+
+async def test_without_a_drafter_there_is_no_race(chat_gateway, open_page: Open) -> None:
+    async with chat_gateway(lambda prompt: "Hello") as address:
+        async with open_page(address, "race") as page:
+            await expect(page.locator("#model")).to_contain_text("mock")
+            await start(page)
+            await expect(page.locator("#race .error")).to_contain_text("needs a drafter")
+
+
+class Racing(Unending):
+    """Also lists a drafter, which the test stops before it is used."""
+
+    has_drafter = True
+
+    async def list_drafters(self) -> drafter_pb2.ListDraftersResponse:
+        return drafter_pb2.ListDraftersResponse(drafters=[drafter_pb2.DrafterInfo(name="ngram")])
+
+
+async def test_stop(chat_gateway, open_page: Open) -> None:
+    async with chat_gateway(lambda prompt: "A text without end", Racing) as address:
+        async with open_page(address, "race") as page:
+            await page.click("#race [name=start]")
+            await expect(page.locator("#race .lane .text").first).to_contain_text("A")
+            await page.keyboard.press("Escape")
+            await expect(page.locator("#race .verdict")).to_contain_text("Stopped")
+            await expect(page.locator("#race [name=start]")).to_be_enabled()
+            assert await page.locator("#race .error").text_content() == ""

@@ -1,0 +1,498 @@
+"""Several verifiers and drafter services: the choice, moves, refusals, lists and DNS names."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from paceline.client import (
+    Client,
+    DraftOptions,
+    InvalidRequestError,
+    MockTransport,
+    RetryOptions,
+    UnavailableError,
+)
+from paceline.client._addresses import Pool, parse_addresses
+from paceline.client._fleet import Fleet, choose
+from paceline.client._members import DrafterService, Verifier
+from paceline.client._prefixes import CHUNK, PrefixTable
+from paceline.client._tokenizer import TokenizerCache
+from paceline.v1 import drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
+
+from .fake_drafter import FakeDrafter
+from .fake_target import continuation
+from .fake_verifier import FakeVerifier
+from .statuses import status
+from .world import Service
+
+PROMPT = [104, 105, 106]
+SEED = 5
+QUICK = RetryOptions(budget=60, first_delay=0.005, longest_delay=0.05)
+EAGER = DraftOptions(timeout=60, first_delay=0.01, longest_delay=0.05, adaptive=False)
+
+
+class Site:
+    """Three fake verifiers and two fake drafter services, on unix sockets."""
+
+    def __init__(self, folder: Path) -> None:
+        self.verifiers = [FakeVerifier() for _ in range(3)]
+        self.drafters = [FakeDrafter() for _ in range(2)]
+        self.services: list[Service] = []
+        self.drafter_services: list[Service] = []
+        for index, verifier in enumerate(self.verifiers):
+            verifier.instance = f"instance {index}"
+            self.services.append(Service(folder / f"v{index}", self._adds(verifier)))
+        for index, drafter in enumerate(self.drafters):
+            service = Service(folder / f"d{index}", self._adds_drafter(drafter))
+            self.drafter_services.append(service)
+
+    @staticmethod
+    def _adds(verifier: FakeVerifier):  # type: ignore[no-untyped-def]
+        return lambda server: verifier_pb2_grpc.add_VerifierServiceServicer_to_server(
+            verifier, server
+        )
+
+    @staticmethod
+    def _adds_drafter(drafter: FakeDrafter):  # type: ignore[no-untyped-def]
+        return lambda server: drafter_pb2_grpc.add_DrafterServiceServicer_to_server(drafter, server)
+
+    def addresses(self, *indices: int) -> str:
+        return ",".join(self.services[index].address for index in indices)
+
+    @property
+    def made(self) -> list[int]:
+        """Number of caches that each verifier has created."""
+        return [verifier.made for verifier in self.verifiers]
+
+    def busiest(self) -> int:
+        """The verifier with a cache."""
+        (index,) = [i for i, verifier in enumerate(self.verifiers) if verifier.caches]
+        return index
+
+
+@pytest.fixture
+async def site(short_folder: Path) -> AsyncIterator[Site]:
+    site = Site(short_folder)
+    for service in (*site.services, *site.drafter_services):
+        await service.start()
+    yield site
+    for service in (*site.drafter_services, *site.services):
+        await service.stop()
+
+
+def client_of(site: Site, *indices: int, drafter: str | None = None, budget: float = 60) -> Client:
+    """A client of some of the verifiers."""
+    return Client(
+        site.addresses(*indices),
+        drafter=drafter,
+        cache_dir=None,
+        retry=RetryOptions(budget=budget, first_delay=0.005, longest_delay=0.05),
+        drafting=EAGER,
+        unread_chunks=2,
+    )
+
+
+def verifier(load: int = 0, numerics: str = "portable", instance: str = "") -> Verifier:
+    """One that is known to serve."""
+    found = Verifier(MockTransport(""), QUICK)
+    found.facts = verifier_pb2.GetModelResponse(numerics=numerics, instance_id=instance)
+    found.running = load
+    return found
+
+
+# The choice.
+
+
+def test_the_least_busy_verifier_is_chosen() -> None:
+    busy, idle = verifier(load=3), verifier(load=2)
+    assert {choose([busy, idle], None) for _ in range(20)} == {idle}
+    idle.running = 3
+    assert {choose([busy, idle], None) for _ in range(200)} == {idle, busy}
+
+
+@pytest.mark.parametrize(("load", "kept"), [(0, True), (6, True), (7, False)])
+def test_a_prefix_counts_more_than_load_up_to_a_limit(load: int, kept: bool) -> None:
+    holder, other = verifier(load=load), verifier(load=1)
+    assert (choose([holder, other], holder) is holder) == kept
+
+
+def test_full_avoided_and_other_numerics_are_chosen_last() -> None:
+    holder, other = verifier(), verifier(load=9)
+    holder.refused_cache(60)
+    assert choose([holder, other], holder) is other
+    assert choose([holder], holder) is holder
+    first, second = verifier(), verifier(load=9)
+    assert choose([first, second], first, avoid=first) is second
+    tiles, plain = verifier(numerics="amx"), verifier(load=9)
+    assert choose([tiles, plain], tiles, numerics=plain.numerics) is plain
+
+
+def test_the_longest_prefix_of_a_running_process_is_found() -> None:
+    table, text = PrefixTable(), list(range(5 * CHUNK))
+    first, second = verifier(instance="1"), verifier(instance="2")
+    table.add(text[: 2 * CHUNK], first)
+    table.add(text[: CHUNK + 1], second)
+    assert table.find(text, [first, second]) is first
+    assert table.find(text[: 2 * CHUNK - 1], [first, second]) is second
+    assert table.find(text, [second]) is second
+    assert table.find([0, *text], [first, second]) is None
+    assert first.facts is not None
+    first.facts.instance_id = "restarted"
+    assert table.find(text, [first, second]) is second
+
+
+def test_the_prefix_table_is_bounded() -> None:
+    table, holder = PrefixTable(), verifier()
+    for start in range(1100):
+        table.add(range(start, start + 60 * CHUNK), holder)
+    assert len(table._holders) <= 1 << 16
+    assert table.find(range(1099, 2000), [holder]) is holder
+    assert table.find(range(60 * CHUNK), [holder]) is None
+
+
+class NamedDrafters:
+    """A drafter transport that only has an address."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def draft(self):  # type: ignore[no-untyped-def]
+        raise NotImplementedError
+
+    async def list_drafters(self) -> drafter_pb2.ListDraftersResponse:
+        raise NotImplementedError
+
+    async def close(self) -> None: ...
+
+
+def test_a_drafter_service_beside_the_verifier_is_preferred() -> None:
+    addresses = ("10.0.0.1:7432", "10.0.0.2:7432", "10.0.0.3:7432")
+    drafters = Pool(lambda address, _: DrafterService(NamedDrafters(address), EAGER), addresses)
+    none: Pool[Verifier] = Pool(lambda *_: verifier(), ())
+    fleet = Fleet(none, drafters, TokenizerCache(None), QUICK)
+    placed = verifier()
+    placed.address = "10.0.0.2:7431"
+    beside = drafters.members[1]
+    beside.running = 5
+    assert fleet.drafter_for(placed, "") is beside
+    beside.health("", placed.address).failed()
+    drafters.members[0].running = 1
+    assert fleet.drafter_for(placed, "") is drafters.members[2]
+    placed.address = "10.0.0.9:7431"
+    assert fleet.drafter_for(placed, "") is drafters.members[2], "the least busy one"
+
+
+# Lists of addresses.
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a:1,", ",a:1", "a", "a:b", "a:1;b:2", "dns:///a", "dns:///:1", "a:1,a:1"]
+)
+def test_a_bad_list_is_an_error(text: str) -> None:
+    with pytest.raises(InvalidRequestError, match="address of a verifier"):
+        Client(text)
+    if text:
+        with pytest.raises(InvalidRequestError, match="address of a drafter service"):
+            Client("a:1", drafter=text)
+
+
+def test_a_good_list() -> None:
+    text = "a:1, 10.0.0.1:2,[::1]:3,unix:/x/y,dns:///name:4"
+    assert parse_addresses(text, "verifier") == (
+        *("a:1", "10.0.0.1:2", "[::1]:3"),
+        *("unix:/x/y", "dns:///name:4"),
+    )
+
+
+def test_no_entry_of_a_list_gets_the_token_unencrypted() -> None:
+    for bad in ("127.0.0.1:1,10.0.0.1:2", "dns:///name:1"):
+        with pytest.raises(InvalidRequestError, match="unencrypted"):
+            Client(bad, token="secret")
+    client = Client("127.0.0.1:1", token="secret")
+    with pytest.raises(InvalidRequestError, match="unencrypted"):
+        client.set_verifiers("10.0.0.1:2")
+
+
+async def test_a_dns_name_stands_for_its_addresses(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that it has when something changes: a verifier ends, and another one is added."""
+    listed = [0, 1]
+
+    async def lookup(name: str, port: int) -> list[str]:
+        assert (name, port) == ("verifiers", 7431)
+        return [site.services[index].address for index in listed]
+
+    monkeypatch.setattr("paceline.client._addresses._lookup", lookup)
+    async with Client("dns:///verifiers:7431", cache_dir=None, retry=QUICK) as client:
+        await generate(client, 4)
+        assert site.made == [2, 2, 0]
+        listed[:] = [1, 2]
+        await site.services[0].stop()
+        monkeypatch.setattr("paceline.client._members._MAX_AGE", 0.0)
+        await generate(client, 4)
+        while not site.made[2]:
+            await generate(client, 2)
+        addresses = {each.address for each in client.verifiers()}
+        assert addresses == {site.services[1].address, site.services[2].address}
+
+
+async def test_a_name_without_addresses_is_an_error() -> None:
+    address = "dns:///no-such-name.invalid:1"
+    async with Client(address, cache_dir=None, retry=RetryOptions(budget=0)) as client:
+        with pytest.raises(UnavailableError, match=r"no-such-name.*cannot be resolved"):
+            await client.generate(PROMPT)
+
+
+# Generations.
+
+
+async def generate(client: Client, count: int, length: int = 20) -> None:
+    """Concurrent generations, each compared with the text that it must be."""
+    results = await asyncio.gather(
+        *(client.generate(PROMPT, max_new_tokens=length, seed=seed) for seed in range(count))
+    )
+    for seed, result in enumerate(results):
+        assert result.token_ids == continuation(PROMPT, length, seed)
+
+
+async def test_generations_are_spread_by_load(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.client._members._MAX_AGE", 600.0)
+    site.verifiers[2].others = 6
+    async with client_of(site, 0, 1, 2) as client:
+        await generate(client, 14)
+        assert sum(site.made) == 14
+        assert sorted(site.made) in ([0, 7, 7], [1, 6, 7])
+        assert site.made[2] <= 1, "others keep it busy"
+        assert not any(each.running for each in client.verifiers())
+
+
+async def test_the_turns_of_a_chat_stay_on_a_verifier(site: Site) -> None:
+    async with client_of(site, 0, 1, 2) as client:
+        text = PROMPT * 30
+        for _ in range(6):
+            text += (await client.generate(text, max_new_tokens=40, seed=SEED)).token_ids
+    assert sorted(site.made) == [0, 0, 6]
+
+
+async def disturbed(client: Client, site: Site, act: str, length: int = 400) -> tuple[int, int]:
+    """Generates, does something to the verifier of the text in its middle, checks the tokens.
+
+    Returns the index of the first and of the last verifier of the text.
+    """
+    generation = client.generate(PROMPT, max_new_tokens=length, seed=SEED)
+    tokens: list[int] = []
+    before = -1
+    async for chunk in generation:
+        tokens += chunk.token_ids
+        if len(tokens) > 20 and before < 0:
+            before = site.busiest()
+            if act == "kill":
+                await site.services[before].stop()
+            elif act == "drain":
+                site.verifiers[before].draining = True
+            else:
+                site.verifiers[before].restart()
+                await site.services[before].stop()
+                await site.services[before].start()
+    result = await generation
+    assert tokens == result.token_ids == continuation(PROMPT, length, SEED)
+    assert result.stats.verifiers[0] == site.services[before].address
+    after = [service.address for service in site.services].index(result.stats.verifiers[-1])
+    assert result.stats.fallbacks["verifier_moved"] == (after != before)
+    assert result.stats.same_numerics
+    return before, after
+
+
+@pytest.mark.parametrize("drafter", [False, True])
+async def test_a_killed_verifiers_generation_goes_on_elsewhere(site: Site, drafter: bool) -> None:
+    address = site.drafter_services[0].address if drafter else None
+    async with client_of(site, 0, 1, 2, drafter=address) as client:
+        before, after = await disturbed(client, site, "kill")
+    assert before != after
+    if drafter:
+        attached = [attach.verifier_address for attach in site.drafters[0].attaches]
+        assert attached == [site.addresses(before), site.addresses(after)]
+        assert not site.drafters[0].out_of_step
+    assert not any(verifier.caches for i, verifier in enumerate(site.verifiers) if i == after)
+
+
+async def test_a_draining_verifier_finishes_its_texts_and_gets_no_other(site: Site) -> None:
+    async with client_of(site, 0, 1) as client:
+        before, after = await disturbed(client, site, "drain")
+        assert before == after
+        made = site.made[before]
+        await asyncio.sleep(0.6)
+        await generate(client, 4)
+        assert site.made[before] == made
+        (found,) = [each for each in client.verifiers() if each.address == site.addresses(before)]
+        assert (found.state, found.reason) == ("unavailable", "it is draining")
+
+
+async def test_draining_is_noticed_when_a_cache_is_refused(site: Site) -> None:
+    """Before the next answer of GetModel tells it."""
+    async with client_of(site, 0, 1) as client:
+        await client.model()
+        site.verifiers[0].draining = True
+        await generate(client, 4)
+    assert site.made[:2] == [0, 4]
+
+
+async def test_a_restarted_verifier_is_used_again(site: Site) -> None:
+    async with client_of(site, 0) as client:
+        await disturbed(client, site, "restart")
+    async with client_of(site, 0, 1) as client:
+        await site.services[0].stop()
+        await generate(client, 2)
+        assert site.made[1] == 2
+        await site.services[0].start()
+        made = site.made[0]
+        async with asyncio.timeout(60):
+            while site.made[0] == made:
+                await generate(client, 2)
+
+
+async def test_a_list_can_be_replaced(site: Site) -> None:
+    async with client_of(site, 0) as client:
+        generation = client.generate(PROMPT, max_new_tokens=400, seed=SEED)
+        first = await anext(aiter_ := aiter(generation))
+        client.set_verifiers(site.addresses(1, 2))
+        await generate(client, 4)
+        assert site.made == [1, 2, 2]
+        tokens = [*first.token_ids]
+        async for chunk in aiter_:
+            tokens += chunk.token_ids
+        assert tokens == continuation(PROMPT, 400, SEED)
+        assert (await generation).stats.verifiers == [site.addresses(0)]
+
+
+async def test_a_full_verifier_is_passed_over(site: Site) -> None:
+    site.verifiers[0].full = site.verifiers[1].full = 10**6
+    site.verifiers[0].retry_after = site.verifiers[1].retry_after = 60
+    async with client_of(site, 0, 1, 2) as client:
+        await generate(client, 6)
+    assert site.made == [0, 0, 6]
+
+
+async def test_a_failed_step_is_tried_elsewhere(site: Site) -> None:
+    failed = status(grpc.StatusCode.INTERNAL, "STEP_FAILED", "a bug there")
+    site.verifiers[0].fail_once(1, 1, failed)
+    site.verifiers[1].others = 5
+    async with client_of(site, 0, 1) as client:
+        result = await client.generate(PROMPT, max_new_tokens=40, seed=SEED)
+    assert result.token_ids == continuation(PROMPT, 40, SEED)
+    assert result.stats.fallbacks == {"verifier_moved": 1}
+    assert site.made[:2] == [1, 1]
+
+
+async def test_all_down_names_each_and_why(site: Site) -> None:
+    site.verifiers[0].draining = True
+    await site.services[1].stop()
+    async with client_of(site, 0, 1, budget=0.1) as client:
+        with pytest.raises(UnavailableError) as caught:
+            await client.generate(PROMPT)
+        assert f"{site.addresses(0)}: it is draining" in caught.value.message
+        assert f"{site.addresses(1)}: " in caught.value.message
+
+
+@pytest.mark.parametrize("what", ["fingerprint", "context"])
+async def test_a_verifier_of_another_target_is_refused(
+    site: Site, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    if what == "fingerprint":
+        site.verifiers[1].fingerprint = "0" * 64
+    else:
+        site.verifiers[1].max_context = 99
+    async with client_of(site, 0, 1, budget=0.1) as client:
+        for _ in range(3):
+            await generate(client, 2)
+        assert site.made[:2] == [6, 0]
+        refusals = [record for record in caplog.records if "is not used" in record.message]
+        assert len(refusals) == 1
+        assert refusals[0].levelno == logging.ERROR
+        assert site.addresses(1) in refusals[0].message
+        assert [each.state for each in client.verifiers()] == ["serving", "refused"]
+        await site.services[0].stop()
+        with pytest.raises(UnavailableError, match=r"v0: .*v1: its context|v0: .*v1: it serves"):
+            await client.generate(PROMPT)
+        assert site.made[1] == 0, "the right target is down, but it is known"
+
+
+async def test_other_numerics_are_told(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    site.verifiers[0].numerics = "amx"
+    async with client_of(site, 0, 1) as client:
+        for _ in range(3):
+            await generate(client, 2)
+        warnings = [record for record in caplog.records if "differ in numerics" in record.message]
+        assert len(warnings) == 1
+        generation = client.generate(PROMPT, max_new_tokens=400, seed=SEED)
+        async for _ in generation:
+            if len(generation.stats.verifiers) == 1 and generation.stats.rounds:
+                for service, fake in zip(site.services, site.verifiers, strict=True):
+                    if fake.caches and service.running:
+                        await service.stop()
+        stats = (await generation).stats
+        assert stats.fallbacks["verifier_moved"] == 1
+        assert stats.same_numerics is False
+        assert stats.summary()["same_numerics"] is False
+
+
+async def test_a_verifier_that_does_not_answer_is_not_waited_for_twice(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GetModel hangs there. Generations start elsewhere."""
+    monkeypatch.setattr("paceline.client._members.PATIENCE", 0.05)
+    monkeypatch.setattr("paceline.client._fleet.PATIENCE", 0.05)
+    answers = asyncio.Event()
+    site.verifiers[0].may_answer = answers
+    async with client_of(site, 0, 1) as client:
+        await generate(client, 4)
+        assert site.made[:2] == [0, 4]
+        answers.set()
+        async with asyncio.timeout(60):
+            while not site.made[0]:
+                await generate(client, 4)
+
+
+async def test_a_fork_stays_with_its_parent_or_begins_anew(site: Site) -> None:
+    async with client_of(site, 0, 1, 2) as client:
+        parent = client.generate(PROMPT, max_new_tokens=20, seed=SEED, keep_cache=True)
+        text = [*PROMPT, *(await parent).token_ids]
+        holder = site.busiest()
+        for _ in range(4):
+            fork = await client.generate(text, max_new_tokens=5, seed=SEED, parent=parent)
+            assert fork.stats.verifiers == [site.addresses(holder)]
+            assert fork.usage.reused_tokens
+        await site.services[holder].stop()
+        fork = await client.generate(text, max_new_tokens=5, seed=SEED, parent=parent)
+        assert fork.token_ids == continuation(text, 5, SEED)
+        assert fork.stats.verifiers != [site.addresses(holder)]
+
+
+async def test_another_drafter_service_takes_over(site: Site) -> None:
+    """When the first one dies in the middle of a text."""
+    addresses = ",".join(service.address for service in site.drafter_services)
+    async with client_of(site, 0, drafter=addresses) as client:
+        generation = client.generate(PROMPT, max_new_tokens=400, seed=SEED)
+        used = -1
+        async for _ in generation:
+            if used < 0 and generation.stats.drafted_rounds > 2:
+                (used,) = [i for i, drafter in enumerate(site.drafters) if drafter.attaches]
+                await site.drafter_services[used].stop()
+        result = await generation
+    assert result.token_ids == continuation(PROMPT, 400, SEED)
+    other = site.drafters[1 - used]
+    assert other.attaches
+    assert other.asked
+    assert not other.out_of_step
+
+
+async def test_generations_are_spread_over_drafter_services(site: Site) -> None:
+    addresses = ",".join(service.address for service in site.drafter_services)
+    async with client_of(site, 0, drafter=addresses) as client:
+        await generate(client, 8, length=40)
+    assert [len(drafter.attaches) for drafter in site.drafters] == [4, 4]

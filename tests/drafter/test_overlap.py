@@ -1,0 +1,129 @@
+"""Drafting ahead while the verifier works changes when nodes are drafted, not which."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from paceline.drafter.methods.base import Budget, Generation, Update
+from paceline.drafter.methods.selfspec.drafter import SelfSpecDrafter
+from paceline.drafter.worker import DraftWorker
+
+from .conftest import until
+from .fakes import FakeDrafter, FakeSequence
+from .models import GREEDY, SAMPLINGS, VOCAB, Oracle, load, start, text_of, write_model
+from .test_selfspec import greedy, stale_kv
+from .test_selfspec import load as load_selfspec
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("ahead") / "model", "llama", 3)
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_trees_are_those_of_a_drafter_that_waits(folder: Path, name: str) -> None:
+    draw = random.Random(name)
+    drafter = load(folder, widths="1", depth="4", min_survival="0.05")
+    text = text_of(40, 1)
+    ahead, waiting = start(drafter, text, SAMPLINGS[name]), start(drafter, text, SAMPLINGS[name])
+    kept = 0
+    for _ in range(30):
+        budget = Budget(draw.randint(1, 6), draw.randint(1, 6))
+        tree = ahead.draft(budget)
+        assert tree == waiting.draft(budget)
+        levels = draw.randint(0, 12)
+        for _ in range(levels):
+            drafter.draft_ahead([ahead])
+        # Accepted as a whole, with the token drafted ahead, or the verifier differs somewhere.
+        beam = ahead.beam
+        assert beam is not None
+        drafted = list(beam.tokens[: len(tree) + 1])
+        if draw.random() < 0.4:
+            drafted[draw.randrange(len(drafted))] = draw.randrange(VOCAB)
+        kept += beam.after(drafted) is not None
+        for sequence in (ahead, waiting):
+            sequence.extend(Update(drafted))
+    assert kept > 3
+
+
+def test_a_tree_with_siblings_does_not_grow_on(folder: Path) -> None:
+    drafter = load(folder, widths="2,1", min_survival="0")
+    sequence = start(drafter, text_of(20), GREEDY)
+    sequence.draft(Budget(8, 8))
+    assert drafter.draft_ahead([sequence]) == []
+
+
+def test_nothing_is_drafted_ahead_under_a_kv_budget(folder: Path) -> None:
+    drafter = load(folder, widths="1", depth="4", min_survival="0", context="16")
+    sequence = start(drafter, text_of(40), GREEDY)
+    sequence.warm(39)
+    sequence.draft(Budget(4, 4))
+    assert drafter.draft_ahead([sequence]) == []
+
+
+def test_drafting_ahead_ends(folder: Path) -> None:
+    drafter = load(folder, widths="1", depth="3", min_survival="0")
+    oracle = Oracle(drafter, text_of(20), GREEDY)
+    sequence = start(drafter, oracle.text, GREEDY)
+    sequence.draft(Budget(3, 3))
+    calls = 0
+    while drafter.draft_ahead([sequence]):
+        calls += 1
+    assert calls == 4  # the verifier's own token, and the next chain of 3
+
+
+def selfspec(folder: Path, text: list[int]) -> tuple[SelfSpecDrafter, list[int]]:
+    drafter = load_selfspec(folder, context=12, depth=5, min_survival=0)
+    return drafter, greedy(folder, text, len(text) - 1, 12, 11)
+
+
+def test_selfspec_continues_its_own_text(folder: Path) -> None:
+    text = text_of(60, 4)
+    drafter, expected = selfspec(folder, text)
+    kv = stale_kv(drafter.decoder, text, len(text) - 1)
+    sequence = drafter.start(Generation(text, len(text), VOCAB, GREEDY, kv=kv))
+    assert list(sequence.draft(Budget(5, 5)).tokens) == expected[:5]
+    for _ in range(3):
+        drafter.draft_ahead([sequence])
+    sequence.extend(Update(expected[:6]))
+    # The KV of the round before is kept: the rest of one chain under the same budget.
+    assert list(sequence.draft(Budget(5, 5)).tokens) == expected[6:11]
+    sequence.close()
+
+
+class _Ahead(FakeDrafter):
+    """Drafts ahead for ever."""
+
+    def draft_ahead(self, sequences: object) -> list[FakeSequence]:
+        self.journal.append(("ahead", 0))
+        assert all(not each.closed for each in self.sequences)
+        return self.sequences
+
+
+async def test_the_worker_drafts_ahead_between_rounds() -> None:
+    worker = DraftWorker(overlap=True)
+    worker.start()
+    drafter = _Ahead()
+    sequence = drafter.start(Generation([1] * 3, 3, 100))
+    for token in (5, 6):
+        drafter.journal.clear()
+        drafted = await worker.submit(drafter, sequence, Update([token]), Budget(8, 8))
+        assert drafted.tree.tokens == (token,)
+        await until(lambda: drafter.journal.count(("ahead", 0)) > 2)
+    worker.close(sequence)
+    worker.stop()
+    assert sequence.closed == 1
+
+
+async def test_without_overlap_the_worker_waits() -> None:
+    worker = DraftWorker()
+    worker.start()
+    drafter = _Ahead()
+    sequence = drafter.start(Generation([1] * 3, 3, 100))
+    await worker.submit(drafter, sequence, Update([5]), Budget(8, 8))
+    await worker.submit(drafter, sequence, Update([6]), Budget(8, 8))
+    worker.stop()
+    assert ("ahead", 0) not in drafter.journal

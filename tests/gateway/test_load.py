@@ -1,0 +1,75 @@
+"""Callers that read nothing, or never finish a request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+
+import pytest
+
+from paceline.client import MockTransport
+from paceline.gateway import answers, server
+
+from .conftest import Serve, Served
+from .test_gateway import eventually
+
+TEXT = "x" * 50_000
+
+
+async def reading_nothing(served: Served, **body: object) -> socket.socket:
+    """A connection with a request, and a small buffer for the response."""
+    host, port = served.url.removeprefix("http://").split(":")
+    content = json.dumps({"model": "mock", "prompt": "a", "max_tokens": len(TEXT), **body})
+    caller = socket.socket()
+    caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    caller.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(caller, (host, int(port)))
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(content)}\r\n\r\n"
+    await loop.sock_sendall(caller, f"{head}{content}".encode())
+    return caller
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_caller_that_reads_nothing_is_disconnected(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.setattr(answers, "_STALLED_SECONDS", 0.2)
+    async with serve(MockTransport(TEXT), max_requests=1) as served:
+        # A whole response is as long with log-probabilities as a stream.
+        caller = await reading_nothing(served, stream=stream, logprobs=0)
+        await eventually(lambda: len(served.transport.requests) == 1)
+        await eventually(lambda: served.transport.open_caches == 0)
+        # Its place is free again.
+        create = served.openai.with_options(max_retries=5).completions.create
+        answer = await create(model="mock", prompt="a", max_tokens=1)
+        assert answer.choices[0].text == "x"
+        caller.close()
+
+
+async def test_others_are_served_beside_callers_that_read_nothing(serve: Serve) -> None:
+    async with serve(MockTransport(TEXT)) as served:
+        callers = [await reading_nothing(served, stream=True) for _ in range(2)]
+        await eventually(lambda: len(served.transport.requests) == 2)
+        for _ in range(5):
+            answer = await served.openai.completions.create(model="mock", prompt="a", max_tokens=9)
+            assert answer.choices[0].text == "x" * 9
+        for caller in callers:
+            caller.close()
+        await eventually(lambda: served.transport.open_caches == 0)
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConte"])
+async def test_a_connection_without_a_request_is_closed(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr(server, "_IDLE_SECONDS", 0.2)
+    async with serve(MockTransport("x")) as served:
+        host, port = served.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(sent)
+        async with asyncio.timeout(60):
+            assert await reader.read() == b""
+        writer.close()
