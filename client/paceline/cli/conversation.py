@@ -7,6 +7,7 @@ from typing import Literal
 from paceline.client import Model
 from paceline.gateway.chat import render
 from paceline.gateway.messages import Message
+from paceline.gateway.requests import ChatRequest
 
 
 class TooLongError(ValueError):
@@ -49,7 +50,8 @@ class Conversation:
         room = min(room, model.facts.max_context // 4)
         forgotten = 0
         while True:
-            tokens = await model.encode_rendered(render(model, None, self.messages, [], {}))
+            asked = ChatRequest(messages=self.messages)
+            tokens = await model.encode_rendered(render(model, None, asked))
             if len(tokens) + room <= model.facts.max_context:
                 return tokens, forgotten
             if len(self.turns) == 1:
