@@ -77,7 +77,11 @@ def run(args: argparse.Namespace) -> int:
     with ExitStack() as running, tempfile.TemporaryDirectory(prefix="paceline-soak-") as scratch:
         state = ["--state-dir", scratch]
         verifier = running.enter_context(
-            ServiceProcess("verifier", ["--target", str(target), "--kv-bytes", args.kv_bytes])
+            ServiceProcess(
+                "verifier",
+                ["--target", str(target), "--kv-bytes", args.kv_bytes],
+                ready_seconds=600,  # a new profile of the steps takes minutes
+            )
         )
         drafter = running.enter_context(
             ServiceProcess("drafter", ["--target", str(target), *state])
