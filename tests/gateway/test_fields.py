@@ -199,6 +199,7 @@ async def test_tokens_of_texts_and_chats(served: Served) -> None:
     chat = await post("/tokenize", messages=messages, add_generation_prompt=False)
     assert chat["count"] == len("<user>hi")
     assert await post("/detokenize", tokens=[97, 98]) == {"prompt": "ab", "content": "ab"}
-    status, _, answer = await served.post("/tokenize")
-    assert status == 400
-    assert "send one of" in answer["error"]["message"]
+    for body, message in (({}, "send one of"), ({"messages": []}, "at least 1 item")):
+        status, _, answer = await served.post("/tokenize", **body)
+        assert status == 400
+        assert message in answer["error"]["message"]

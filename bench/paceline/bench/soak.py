@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
@@ -77,7 +77,11 @@ def run(args: argparse.Namespace) -> int:
     with ExitStack() as running, tempfile.TemporaryDirectory(prefix="paceline-soak-") as scratch:
         state = ["--state-dir", scratch]
         verifier = running.enter_context(
-            ServiceProcess("verifier", ["--target", str(target), "--kv-bytes", args.kv_bytes])
+            ServiceProcess(
+                "verifier",
+                ["--target", str(target), "--kv-bytes", args.kv_bytes],
+                ready_seconds=600,  # a new profile of the steps takes minutes
+            )
         )
         drafter = running.enter_context(
             ServiceProcess("drafter", ["--target", str(target), *state])
@@ -173,23 +177,21 @@ async def _hold(soak: Soak, api: AsyncOpenAI, chat: Chat, draws: random.Random) 
 
 async def _answer(soak: Soak, api: AsyncOpenAI, asked: dict[str, Any], kind: str) -> str:
     """The first choice of an answer."""
+    create: Any = api.chat.completions.create
     if kind == "whole":
-        answer = await api.chat.completions.create(**asked)
-        assert answer.usage is not None
+        answer = await create(**asked)
         soak.tokens += answer.usage.completion_tokens
-        return answer.choices[0].message.content or ""
+        return str(answer.choices[0].message.content)
     text = ""
-    asked = {**asked, "stream": True, "stream_options": {"include_usage": True}}
-    stream: Any = await api.chat.completions.create(**asked)
-    with suppress(StopAsyncIteration):
-        async for event in stream:
-            if event.usage is not None:
-                soak.tokens += event.usage.completion_tokens
-            for choice in event.choices:
-                if choice.index == 0:
-                    text += choice.delta.content or ""
-            if kind == "abandoned" and len(text) > 40:
-                break
+    stream = await create(**asked, stream=True, stream_options={"include_usage": True})
+    async for event in stream:
+        if event.usage is not None:
+            soak.tokens += event.usage.completion_tokens
+        for choice in event.choices:
+            if choice.index == 0:
+                text += choice.delta.content or ""
+        if kind == "abandoned" and len(text) > 40:
+            break
     await stream.close()
     return text
 

@@ -50,9 +50,8 @@ class Conversation:
         room = min(room, model.facts.max_context // 4)
         forgotten = 0
         while True:
-            tokens = await model.encode_rendered(
-                render(model, None, ChatRequest(messages=self.messages))
-            )
+            asked = ChatRequest(messages=self.messages)
+            tokens = await model.encode_rendered(render(model, None, asked))
             if len(tokens) + room <= model.facts.max_context:
                 return tokens, forgotten
             if len(self.turns) == 1:

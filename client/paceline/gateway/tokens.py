@@ -29,7 +29,7 @@ class TokenizeRequest(Body):
     """Also return the text of each token."""
     with_pieces: bool = False
     """Return each token as an object with `id` and `piece`."""
-    messages: list[Message] | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
     tools: list[Tool] = Field(default=[])
     chat_template_kwargs: dict[str, Any] = Field(default={})
     add_generation_prompt: bool = True
