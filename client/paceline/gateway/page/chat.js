@@ -155,16 +155,18 @@ class AnswerView {
   }
 
   end(stopped) {
+    const followed = nearTheEnd();
     this.#draw();
     this.root.ariaBusy = "false";
     this.#copy.hidden = false;
     const { finish, tokens, usage } = this.#run;
     const cached = usage?.prompt_tokens_details.cached_tokens;
     const parts = [this.#figures.textContent];
-    if (cached) parts.push(`${cached} of ${usage.prompt_tokens} prompt tokens from the cache`);
+    if (cached) parts.push(`${cached} of ${usage.prompt_tokens} prompt tokens cached`);
     if (stopped) parts.push("stopped");
-    if (finish === "length") parts.push(`ended by the limit of ${tokens.length} tokens`);
+    if (finish === "length") parts.push(`cut at ${tokens.length} tokens`);
     this.#figures.textContent = parts.join(" · ");
+    if (followed) scrollToEnd();
   }
 
   #draw() {

@@ -3,6 +3,9 @@ import { Panel } from "./panel.js";
 import { rate, Run } from "./run.js";
 import { TokenText } from "./tokens.js";
 
+// Times that differ by a smaller share count as equal.
+const ALIKE = 0.03;
+
 /** The same request without and with a drafter, and a replay of both by their recorded times. */
 export class Race {
   #root;
@@ -154,10 +157,7 @@ export class Race {
   #judge(plain, drafted, drafter, order) {
     const verdict = this.#root.querySelector(".verdict");
     const differs = firstDifference(plain.tokens, drafted.tokens);
-    const speedUp = plain.ended / drafted.ended;
-    const headline = speedUp >= 1
-      ? `${speedUp.toFixed(2)}× as fast with ${drafter}`
-      : `${(1 / speedUp).toFixed(2)}× slower with ${drafter}: drafting does not pay for this text`;
+    const headline = compareTimes(plain.ended, drafted.ended, drafter);
     const how = order === "together"
       ? "Both ran at the same time and shared the machine."
       : "They ran one after the other; the replay shows both by their recorded times.";
@@ -228,6 +228,14 @@ class Lane {
     [...text.children].slice(this.differsFrom).forEach((token) => token.classList.add("differs"));
     text.scrollTop = text.scrollHeight;
   }
+}
+
+/** Which was faster, and how much. */
+function compareTimes(plain, drafted, drafter) {
+  const ratio = plain / drafted;
+  if (Math.abs(ratio - 1) < ALIKE) return `As fast with ${drafter} as without`;
+  if (ratio > 1) return `${ratio.toFixed(2)}× as fast with ${drafter}`;
+  return `Slower with ${drafter}: ${(1 / ratio).toFixed(2)}× the time`;
 }
 
 /** Index of the first token that differs; null if all are the same. */
