@@ -76,16 +76,12 @@ def run(args: argparse.Namespace) -> int:
     seconds = args.minutes * 60
     with ExitStack() as running, tempfile.TemporaryDirectory(prefix="paceline-soak-") as scratch:
         state = ["--state-dir", scratch]
+        wait = {"ready_seconds": 600.0}  # a new profile of the steps takes minutes
+        arguments = ["--target", str(target)]
         verifier = running.enter_context(
-            ServiceProcess(
-                "verifier",
-                ["--target", str(target), "--kv-bytes", args.kv_bytes],
-                ready_seconds=600,  # a new profile of the steps takes minutes
-            )
+            ServiceProcess("verifier", [*arguments, "--kv-bytes", args.kv_bytes], **wait)
         )
-        drafter = running.enter_context(
-            ServiceProcess("drafter", ["--target", str(target), *state])
-        )
+        drafter = running.enter_context(ServiceProcess("drafter", [*arguments, *state], **wait))
         services = ["--verifier-address", verifier.address, "--drafter-address", drafter.address]
         gateway = running.enter_context(ServiceProcess("gateway", services))
         processes = (verifier, drafter, gateway)
