@@ -31,6 +31,8 @@ from paceline.harness import ServiceProcess
 
 _CHATS = Path("bench/prompts")
 _FOLLOWING = ("Go on.", "Say the same in one sentence.", "Why?", "Give an example.")
+# A new profile of the model's steps takes minutes on a busy machine.
+_READY_SECONDS = 600.0
 _SAMPLES = 240
 """Samples of memory in a run."""
 _MOST_GROWTH = 0.05
@@ -76,15 +78,13 @@ def run(args: argparse.Namespace) -> int:
     seconds = args.minutes * 60
     with ExitStack() as running, tempfile.TemporaryDirectory(prefix="paceline-soak-") as scratch:
         state = ["--state-dir", scratch]
+        arguments = ["--target", str(target)]
+        memory = ["--kv-bytes", args.kv_bytes]
         verifier = running.enter_context(
-            ServiceProcess(
-                "verifier",
-                ["--target", str(target), "--kv-bytes", args.kv_bytes],
-                ready_seconds=600,  # a new profile of the steps takes minutes
-            )
+            ServiceProcess("verifier", [*arguments, *memory], ready_seconds=_READY_SECONDS)
         )
         drafter = running.enter_context(
-            ServiceProcess("drafter", ["--target", str(target), *state])
+            ServiceProcess("drafter", [*arguments, *state], ready_seconds=_READY_SECONDS)
         )
         services = ["--verifier-address", verifier.address, "--drafter-address", drafter.address]
         gateway = running.enter_context(ServiceProcess("gateway", services))

@@ -218,8 +218,8 @@ class ResponsesRequest(Body):
 
 
 def _item(index: int, fields: dict[str, Any]) -> Item:
-    kind = fields.get("type", "message")
-    if kind not in _KINDS:
+    kind = "message" if fields.get("type") is None else fields["type"]
+    if not isinstance(kind, str) or kind not in _KINDS:
         known = ", ".join(_KINDS)
         raise bad_request(f"an item of type {kind!r} is unknown; known are {known}", "input")
     try:
