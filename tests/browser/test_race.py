@@ -8,7 +8,6 @@ import re
 import pytest
 
 from paceline.client import Client
-from paceline.v1 import drafter_pb2
 
 from .conftest import Open, Services, Unending, give_key
 
@@ -108,18 +107,17 @@ async def test_without_a_drafter_there_is_no_race(chat_gateway, open_page: Open)
             await expect(page.locator("#race .error")).to_contain_text("needs a drafter")
 
 
-class Racing(Unending):
-    """Also lists a drafter, which the test stops before it is used."""
-
-    has_drafter = True
-
-    async def list_drafters(self) -> drafter_pb2.ListDraftersResponse:
-        return drafter_pb2.ListDraftersResponse(drafters=[drafter_pb2.DrafterInfo(name="ngram")])
-
-
 async def test_stop(chat_gateway, open_page: Open) -> None:
-    async with chat_gateway(lambda prompt: "A text without end", Racing) as address:
+    async def with_drafter(route: playwright.Route) -> None:
+        answer = await (await route.fetch()).json()
+        answer["data"][0]["drafters"] = ["ngram"]
+        await route.fulfill(json=answer)
+
+    async with chat_gateway(lambda prompt: "A text without end", Unending) as address:
         async with open_page(address, "race") as page:
+            await page.route("**/v1/models", with_drafter)
+            await page.reload()
+            await expect(page.locator("#model")).to_contain_text("mock")
             await page.click("#race [name=start]")
             await expect(page.locator("#race .lane .text").first).to_contain_text("A")
             await page.keyboard.press("Escape")
