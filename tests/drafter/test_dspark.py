@@ -23,6 +23,7 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "rnn, two layers": ("qwen3", {}, {"markov_rank": 6, "markov_head": "rnn", "layers": 2}),
     "no confidence": ("llama", {}, {"markov_rank": 6, "confidence": False, "window": 3}),
     "reduced vocabulary": ("llama", {}, {"markov_rank": 6, "draft_vocab_size": 40}),
+    "state input": ("llama", {}, {"markov_rank": 6, "window": 16, "state_input": True}),
     "confidence alone": ("llama", {}, {"window": 30}),
     "dflash, yarn": (
         "qwen3",

@@ -189,7 +189,7 @@ def test_exports_have_the_fields_of_the_other_projects(tmp_path: Path) -> None:
 
 
 def test_a_window_is_in_the_own_section(tmp_path: Path) -> None:
-    windowed = replace(CONFIG, window=32)
+    windowed = replace(CONFIG, window=32, state_input=True)
     weights = make(windowed).state_dict()
     save_dspark(tmp_path, windowed, weights, REF)
     assert read_dspark(tmp_path)[0] == windowed

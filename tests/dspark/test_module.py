@@ -33,8 +33,11 @@ def turned(x: Tensor, position: int) -> Tensor:
 def by_hand(model: DSparkModel, embedded: Tensor, anchor: int, taps: Tensor) -> Tensor:
     """Equations 2 and 3 for one block that sees ``taps``, those of positions 0 to anchor - 1."""
     weights = model.state_dict()
-    context = [normed(weights["fc.weight"] @ row, weights["hidden_norm.weight"]) for row in taps]
+    projected = [weights["fc.weight"] @ row for row in taps]
+    context = [normed(row, weights["hidden_norm.weight"]) for row in projected]
     x = list(embedded)
+    if model.config.state_input and projected:
+        x = [row + projected[-1] for row in x]
     for number in range(model.config.layers):
         w = {n: weights[f"layers.{number}.{n}.weight"] for n in (
             "input_layernorm", "post_attention_layernorm", "self_attn.q_proj", "self_attn.k_proj",
@@ -63,9 +66,10 @@ def by_hand(model: DSparkModel, embedded: Tensor, anchor: int, taps: Tensor) -> 
     return torch.stack([normed(row, weights["norm.weight"]) for row in x])
 
 
+@pytest.mark.parametrize("state_input", [False, True])
 @pytest.mark.parametrize("anchor", [0, 1, 9])
-def test_a_block_by_hand(anchor: int) -> None:
-    model = make(CONFIG)
+def test_a_block_by_hand(anchor: int, state_input: bool) -> None:
+    model = make(replace(CONFIG, state_input=state_input))
     embedded, taps = torch.randn(4, 24), torch.randn(anchor, 48)
     with torch.no_grad():
         found = model(
@@ -90,7 +94,7 @@ def test_the_anchor_predicts_only_with_from_anchor() -> None:
 def test_packed_blocks_are_independent(data: st.DataObject) -> None:
     """Blocks of several texts equal each block alone, with its window in any order."""
     window = data.draw(st.sampled_from([0, 1, 5]))
-    model = make(replace(CONFIG, window=window))
+    model = make(replace(CONFIG, window=window, state_input=data.draw(st.booleans())))
     texts, blocks = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
     lengths = [data.draw(st.integers(1, 12)) for _ in range(texts)]
     positions = torch.full((texts, max(lengths) + 1), -1)

@@ -28,7 +28,6 @@ class ChunkedBlockLoss(torch.autograd.Function):
         markov: Tensor | None,
         states: Tensor,
         head: Tensor,
-        labels: Tensor,
         weights: Tensor,
         preset: DSparkPreset,
     ) -> tuple[Tensor, Tensor]:
@@ -41,7 +40,6 @@ class ChunkedBlockLoss(torch.autograd.Function):
             markov: W2 of that head, fp32 `[R, r]`, or None.
             states: The target's hidden states, fp32 `[P, d]`.
             head: LM head, fp32 `[R, d]`.
-            labels: Tokens, int64 `[P]`, below R.
             weights: Of the positions, fp32 `[P]`.
             preset: Weights of the two losses.
 
@@ -55,20 +53,20 @@ class ChunkedBlockLoss(torch.autograd.Function):
         total = weights.new_zeros(())
         for start in range(0, len(hidden), CHUNK):
             part = slice(start, start + CHUNK)
-            weight, label = weights[part, None], labels[part, None]
+            weight = weights[part, None]
             logits = F.linear(hidden[part], head).addmm_(features[part], markov.T)
             drafted = logits.log_softmax(-1)
-            entropy = -drafted.gather(-1, label).squeeze(-1)
+            wanted = F.linear(states[part], head).softmax(-1)
+            entropy = -(wanted * drafted).sum(-1)
             drafted = drafted.exp_()
-            slope = drafted - F.linear(states[part], head).softmax(-1)
+            slope = drafted - wanted  # of the entropy by the logits
             distance = slope.abs().sum(-1)
             total += ((preset.ce * entropy + preset.tv * distance) * weights[part]).sum()
             distances[part] = distance
-            # By the logits: softmax' times the slope by the probabilities, sign(p - q).
-            slope.sign_().mul_(drafted)
-            slope.addcmul_(drafted, slope.sum(-1, keepdim=True), value=-1).mul_(preset.tv)
-            slope.add_(drafted, alpha=preset.ce)
-            slope.scatter_add_(1, label, torch.full_like(weight, -preset.ce)).mul_(weight)
+            # Of the distance: softmax' times its slope by the probabilities, sign(p - q).
+            signs = slope.sign().mul_(drafted)
+            signs.addcmul_(drafted, signs.sum(-1, keepdim=True), value=-1)
+            slope.mul_(preset.ce).add_(signs, alpha=preset.tv).mul_(weight)
             to_hidden[part] = slope @ head
             to_features[part] = slope @ markov
             to_markov.addmm_(slope.T, features[part])
@@ -82,7 +80,7 @@ class ChunkedBlockLoss(torch.autograd.Function):
             each * outer[0] if wanted else None
             for each, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
         )
-        return (*gradients, None, None, None, None, None)
+        return (*gradients, None, None, None, None)
 
 
 def block_loss(
@@ -91,11 +89,10 @@ def block_loss(
     markov: Tensor | None,
     states: Tensor,
     head: Tensor,
-    labels: Tensor,
     weights: Tensor,
     preset: DSparkPreset,
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy and distance of drafted tokens, see :class:`ChunkedBlockLoss`."""
-    given = (hidden, features, markov, states, head, labels, weights, preset)
+    given = (hidden, features, markov, states, head, weights, preset)
     total, distances = ChunkedBlockLoss.apply(*given)  # type: ignore[no-untyped-call]
     return total, distances

@@ -29,7 +29,7 @@ from paceline.train.tokenizer import load_tokenizer
 
 _FIRST_NORM = 0.25  # of the target's
 _LOGGED, _MEASURED = 2, 12  # texts of each kind and temperature
-_TREES = {"widths": "4,4,2,1", "max_nodes": "8", "weights": "int8"}
+_TREES = {"widths": "4,4,2", "max_nodes": "8", "weights": "int8"}
 
 
 def train_dspark_instruct(

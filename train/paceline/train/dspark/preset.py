@@ -35,6 +35,7 @@ class DSparkPreset:
     muon_rate: float | None = None
     """Learning rate of the matrices; None: AdamW for all."""
     window: int = 0
+    state_input: bool = False
     markov_head: str = "vanilla"
     confidence: bool = True
     own_from: float = 1.0
@@ -47,7 +48,7 @@ class DSparkPreset:
     draft_vocab_size: int = 0
     """Tokens that can be drafted, the most frequent ones; 0: all."""
     ce: float = 0.1
-    """Weight of the cross-entropy (equation 12)."""
+    """Weight of the cross-entropy with the target's distribution (equation 12)."""
     tv: float = 0.9
     """Weight of the distance of the two distributions."""
     certainty: float = 1.0
@@ -59,7 +60,7 @@ class DSparkPreset:
 
         names = (
             "taps", "block", "layers", "window", "markov_rank", "markov_head", "confidence",
-            "draft_vocab_size",
+            "draft_vocab_size", "state_input",
         )  # fmt: skip
         fields = {name: getattr(self, name) for name in names}
         return DSparkConfig.for_target(target, mask_token=mask_token, **fields)
@@ -96,9 +97,9 @@ PRESETS: dict[str, DSparkPreset] = {
     ),
     # For SmolLM2-135M-Instruct on two CPU cores: answers of the target alone.
     "smollm2": DSparkPreset(
-        taps=(2, 15, 27, 29), layers=1, block=6, markov_rank=128, window=256,
-        minutes=45, steps=100_000, rows=6, length=320, anchors=48, adamw_rate=2e-3,
-        ce=0.5, conversations=4096, draft_vocab_size=6144,
+        taps=(2, 15, 27, 29), layers=1, block=3, markov_rank=128, window=256, state_input=True,
+        minutes=60, steps=100_000, rows=8, length=320, anchors=96, muon_rate=0.02, adamw_rate=2e-3,
+        ce=1.0, tv=0.5, certainty=0.1, conversations=4096, draft_vocab_size=6144,
     ),
     # The paper's for Qwen3-4B: 5 layers, block 7, the whole context, AdamW (section 4.1).
     "paper": DSparkPreset(

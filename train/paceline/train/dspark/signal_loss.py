@@ -68,7 +68,6 @@ class SignalBlockLoss:
             None if model.markov_head is None else model.markov_head.markov_w2.weight,
             states,
             self._head,
-            labels[used],
             weights[used],
             preset,
         )

@@ -84,19 +84,21 @@ class DSparkBackbone:
         self._writing.run(Pass(None, plan, contexts, self._rope.table(plan.longest), inputs=states))
 
     @torch.inference_mode()
-    def forward(self, blocks: Sequence[tuple[WindowCache, int]]) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, blocks: Sequence[tuple[WindowCache, int, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
         """Drafts a block after each context.
 
         Args:
-            blocks: For each generation its context, complete up to its anchor, and the anchor's
-                token.
+            blocks: For each generation its context, complete up to its anchor, the anchor's token,
+                and the hidden states of the position before it, ``[1, taps * hidden]``.
 
         Returns:
             Hidden states ``[S, levels, hidden]`` of the positions that predict, in the weights'
             type, and the target's logits of them ``[S, levels, V]``, or of drafted tokens alone.
         """
         config, length = self.config, self.config.block
-        caches = [context for context, _ in blocks]
+        caches = [context for context, _, _ in blocks]
         for cache in caches:
             cache.reserve(cache.length)
         starts = [cache.length - cache.base for cache in caches]
@@ -106,11 +108,15 @@ class DSparkBackbone:
             device=self.device,
         )
         masks = [config.mask_token] * (length - 1)
-        tokens = [token for _, anchor in blocks for token in (anchor, *masks)]
+        tokens = [token for _, anchor, _ in blocks for token in (anchor, *masks)]
         contexts = [
             Context(cache, start + length) for cache, start in zip(caches, starts, strict=True)
         ]
         rows = torch.arange(len(tokens), device=self.device).view(-1, length)
+        inputs = None
+        if config.state_input:
+            states = torch.cat([state for _, _, state in blocks]).to(self.device, self.dtype)
+            inputs = states.repeat_interleave(length, 0)
         call = Pass(
             torch.tensor(tokens, device=self.device),
             plan,
@@ -119,6 +125,7 @@ class DSparkBackbone:
             rows[:, length - config.levels :].flatten(),
             taps=(0,),
             contexts=contexts,
+            inputs=inputs,
         )
         result = self._drafting.run(call)
         shape = (len(blocks), config.levels, -1)
@@ -167,6 +174,10 @@ def _record_block(tensors: _Tensors, embedding: TargetEmbedding, dtype: torch.dt
     window = config.window + config.block if config.window else None
     program = Recorder(tensors.heads, dtype)
     x, delta = program.embed(embedding.embedding), 0
+    if config.state_input:
+        delta = program.multiply(
+            program.input(len(config.taps) * config.hidden), tensors.matrix("fc")
+        )
     for index in range(config.layers):
         base, attention = f"layers.{index}.", f"layers.{index}.self_attn."
         inputs = program.add_norm(x, delta, tensors.norm(f"{base}input_layernorm"))

@@ -65,7 +65,7 @@ def save_dspark(
     tensors = dict(weights)
     if frozen is not None:
         tensors |= dict(zip((EMBEDDING, HEAD), frozen, strict=True))
-    section = {"target_layers": config.target_layers, "window": config.window}
+    section = {name: getattr(config, name) for name in ("target_layers", "window", "state_input")}
     write_checkpoint(
         folder, METHOD, described, tensors, target, dtype=dtype, section=section, notes=notes
     )

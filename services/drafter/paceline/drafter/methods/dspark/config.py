@@ -30,6 +30,9 @@ class DSparkConfig(LayerShape):
             first one (DSpark). If false, a mask's position predicts its own token, and the anchor's
             predicts nothing (DFlash).
         window: Positions before the anchor that the backbone attends to; 0: all. Unit: tokens.
+        state_input: Whether the projected hidden states of the position before the anchor are added
+            to every embedding of the block, as in EAGLE. If false, they are read by attention
+            alone, as in DSpark.
         markov_rank: Rank of the sequential head (equation 5); 0: there is none.
         markov_head: ``vanilla`` (equation 5), ``gated`` by the hidden state, or ``rnn``
             (equation 6).
@@ -50,6 +53,7 @@ class DSparkConfig(LayerShape):
     mask_token: int
     from_anchor: bool = True
     window: int = 0
+    state_input: bool = False
     markov_rank: int = 0
     markov_head: str = "vanilla"
     confidence: bool = False

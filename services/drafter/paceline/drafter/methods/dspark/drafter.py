@@ -46,6 +46,8 @@ class DSparkSequence(BeamSequence):
         self.anchor = generation.tokens[-1]
         """Newest token of the text."""
         self.context = drafter.backbone.new_context()
+        self.newest = torch.empty(0)
+        """Hidden states of the newest position in the context, ``[1, taps * hidden]``."""
         self._hidden = self._logits = torch.empty(0)
         self._state: Tensor | None = None
 
@@ -76,7 +78,10 @@ class DSparkSequence(BeamSequence):
         if begin >= end:
             return None
         first, states = self.states.read(begin, end)
-        return (first, states) if len(states) else None
+        if not len(states):
+            return None
+        self.newest = states[-1:].clone()  # of a reader's buffer
+        return first, states
 
     def prepare(self) -> bool:
         """Returns False unless the hidden states of all positions before the anchor are there."""
@@ -200,7 +205,7 @@ class DSparkDrafter(BeamDrafter[DSparkSequence]):
         found = [(sequence.context, sequence.new_states()) for sequence in growing]
         if batch := [(context, *new) for context, new in found if new is not None]:
             self.backbone.add_states(batch)
-        blocks = [(sequence.context, sequence.anchor) for sequence in growing]
+        blocks = [(each.context, each.anchor, each.newest) for each in growing]
         for sequence, hidden, logits in zip(growing, *self.backbone.forward(blocks), strict=True):
             sequence.set_block(hidden, logits)
 

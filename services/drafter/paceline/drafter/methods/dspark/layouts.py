@@ -94,10 +94,10 @@ def write_config(config: DSparkConfig, layout: Layout, target: TargetRef) -> dic
     }
     if layout is Layout.SPECULATORS:
         return _speculators(config, target) | heads
-    if not config.from_anchor or config.window or config.draft_vocab_size:
+    if not config.from_anchor or config.window or config.draft_vocab_size or config.state_input:
         raise UnsupportedModelError(
-            "DeepSpec supports only blocks from the anchor on that attend to the whole context and "
-            "draft the whole vocabulary; export to speculators instead"
+            "DeepSpec supports only blocks from the anchor on that attend to the whole context, "
+            "draft the whole vocabulary and add no states to embeddings; export to speculators"
         )
     return {
         **_backbone(config),
@@ -163,6 +163,7 @@ def _read_speculators(described: Json) -> DSparkConfig:
         target_layers=int(section.get("target_layers", 0)),
         from_anchor=bool(described["sample_from_anchor"]),
         window=int(section.get("window", 0)),
+        state_input=bool(section.get("state_input", False)),
         draft_vocab_size=reduced,
         **(_read_heads(described) if described["speculators_model_type"] == "dspark" else {}),
     )

@@ -95,11 +95,16 @@ class DSparkModel(DraftModel):
             Hidden states of the positions that predict, ``[N, G, levels, hidden]``.
         """
         config, shape = self.config, embedded.shape
-        context = self.hidden_norm(self.fc(taps))
+        projected = self.fc(taps)
+        context = self.hidden_norm(projected)
         context_factors = self._factors(tap_positions)
         offsets = torch.arange(config.block, device=anchors.device)
         factors = self._factors((anchors[..., None] + offsets).flatten(1))
         seen = self._seen(anchors, tap_positions)
+        if config.state_input:
+            places = tap_positions[:, None]
+            before = (places >= 0) & (places == anchors[:, :, None] - 1)
+            embedded = embedded + (before.to(projected) @ projected)[:, :, None]
         x = embedded.flatten(1, 2)
         for layer in self.layers:
             assert isinstance(layer, Layer)
