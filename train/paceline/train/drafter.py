@@ -134,9 +134,16 @@ def rounds_section(rounds: Rounds) -> str:
     positions = range(1, 1 + max([1, *map(max, rounds.values())]))
     header = ["texts", "rounds", "accepted length", *(f"position {p}" for p in positions)]
     rows = [header, ["---"] * len(header)]
-    for (group, _), found in rounds.items():
+    for key, found in rounds.items():
         shares = [f"{mean(n >= position for n in found):.2f}" for position in positions]
-        rows.append([group, f"{len(found):,}", f"**{accepted_length(found):.2f}**", *shares])
+        rows.append(
+            [
+                ", ".join(filter(None, key)),
+                f"{len(found):,}",
+                f"**{accepted_length(found):.2f}**",
+                *shares,
+            ]
+        )
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     return f"""## Measured
 

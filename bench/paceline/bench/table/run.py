@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import shutil
 import sys
 import time
@@ -39,9 +40,14 @@ def run(args: argparse.Namespace) -> int:
     """Measure all phases until the time is over; print, draw and record.
 
     Raises:
+        FileNotFoundError: There is no result file to print.
         ValueError: The result file has nothing to print, or a prompt file has no prompt.
     """
     console = make_console()
+    if args.markdown:
+        measured = json.loads(Results("table", args.output).file.read_text())["results"]
+        print(markdown({name: entry["contestants"] for name, entry in measured.items()}))
+        return 0
     models = Models.of(args)
     source = open_model(models.target)
     files = args.prompts or [_FILES / f"{name}.jsonl" for name in CATEGORIES]
@@ -49,9 +55,6 @@ def run(args: argparse.Namespace) -> int:
     head = {"target": source.fingerprint(), "tokens": args.tokens, "prompts": content}
     results = Results("table", args.output, **head)
     cells = {name: entry["contestants"] for name, entry in results.entries.items()}
-    if args.markdown:
-        print(markdown(cells))
-        return 0
     prompts = read(files, source, args.tokens)
     fresh: set[tuple[str, str]] = set()
 

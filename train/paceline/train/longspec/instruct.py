@@ -22,7 +22,7 @@ from paceline.train.drafter import (
     train_drafter,
 )
 from paceline.train.drafter_models import LongSpecDrafter
-from paceline.train.heldout import Heldout
+from paceline.train.heldout import Heldout, Rounds, write_after
 from paceline.train.identity import begin_run
 from paceline.train.longspec.lagged import LaggedLayer
 from paceline.train.longspec.preset import LongSpecPreset
@@ -30,10 +30,16 @@ from paceline.train.longspec.signal_loss import SignalLoss
 from paceline.train.loop import Run
 from paceline.train.schedule import Plan
 from paceline.train.signals import signals_of
+from paceline.train.tokenizer import encode_all, load_tokenizer
 from paceline.train.whole_texts import WholeTexts
 
 _LOGGED, _MEASURED = 2, 12  # texts of each kind and temperature
 _TREES = {"widths": "4,4", "max_nodes": "7", "weights": "int8"}
+_LONG_PROMPTS, _LONG_TEXTS = (1_000, 2_000, 4_000, 7_000), 8
+_CONTEXTS = {
+    "whole context": {**_TREES, "context": "0"},
+    "512 positions": {**_TREES, "context": "512"},
+}
 
 
 def train_longspec_instruct(
@@ -81,10 +87,24 @@ def train_longspec_instruct(
     batches = WholeTexts(signals.starts)
     progress = train_drafter(drafter, objective, batches, plan, run, heldout(_LOGGED), notes, out)
     if progress is not None:
-        rounds = heldout(_MEASURED).measure(out)
+        rounds = heldout(_MEASURED).measure(out) | _long_texts(
+            drafter, decoder, target, corpus, out
+        )
         card = _card(model, texts, objective, progress, preset)
         (out / "README.md").write_text(f"{card}\n{rounds_section(rounds)}")
     return model
+
+
+def _long_texts(
+    drafter: LongSpecDrafter, decoder: Decoder, target: Path, corpus: Corpus, out: Path
+) -> Rounds:
+    """Rounds after long held-out documents, with and without the positions in the middle."""
+    documents = encode_all(load_tokenizer(target), corpus.heldout)
+    texts = {
+        f"document of {length:,}": write_after(decoder, documents, length, 0.0, _LONG_TEXTS)
+        for length in _LONG_PROMPTS
+    }
+    return Heldout(drafter, decoder, texts, _CONTEXTS).measure(out)
 
 
 def initial_weights(
