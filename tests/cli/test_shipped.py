@@ -10,16 +10,19 @@ from gguf_files import write_gguf
 from paceline.cli import shipped
 from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel, save_dspark
 from paceline.drafter.methods.target import TargetRef
+from paceline.kernels import cpu_kernels
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 
 
 def test_drafters_are_found_by_the_weights_of_their_target(target: Path, tmp_path: Path) -> None:
     ours = DEMO / "target"
+    native = cpu_kernels().library is not None
+    options = "lookup=true,weights=int8" if native else "lookup=true"
     assert shipped.drafters_for(ours) == [
-        f"longspec=longspec:{DEMO / 'longspec'},target={ours}",
-        f"dspark=dspark:{DEMO / 'dspark'},target={ours}",
-        f"lm=lm:{DEMO / 'lm'}",
+        f"longspec=longspec:{DEMO / 'longspec'},{options},target={ours}",
+        f"dspark=dspark:{DEMO / 'dspark'},{options},target={ours}",
+        f"lm=lm:{DEMO / 'lm'},{options}",
         "ngram=ngram",
     ]
     moved = tmp_path / "elsewhere"
@@ -28,7 +31,10 @@ def test_drafters_are_found_by_the_weights_of_their_target(target: Path, tmp_pat
     weights = bytearray((moved / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (moved / "model.safetensors").write_bytes(weights)
-    assert shipped.drafters_for(moved) == [f"lm=lm:{DEMO / 'lm'}", "ngram=ngram"]
+    assert shipped.drafters_for(moved, "cuda:0") == [
+        f"lm=lm:{DEMO / 'lm'},lookup=true",
+        "ngram=ngram",
+    ]
     untrained = ["ngram=ngram", f"selfspec=selfspec:{target},weights=int4"]
     assert shipped.drafters_for(target) == untrained
 
@@ -49,11 +55,14 @@ def test_drafters_fit_every_format_of_their_target(
     (target / "config.json").write_text(json.dumps({**described, **ends}))
     (target / "tokenizer.json").unlink()
     config = DSparkConfig.for_target(target, taps=(0,), block=2, mask_token=0)
-    folder = tmp_path / "models" / "ours" / "dspark"
-    save_dspark(folder, config, DSparkModel(config).state_dict(), TargetRef.of(target))
+    first, better = (tmp_path / "models" / name / "dspark" for name in ("first", "second"))
+    for folder, notes in ((first, {}), (better, {"accepted_length": 2.0})):
+        weights = DSparkModel(config).state_dict()
+        save_dspark(folder, config, weights, TargetRef.of(target), notes=notes)
     monkeypatch.setattr(shipped, "models_folder", lambda: tmp_path / "models")
     for path in (target, write_gguf(tmp_path / "target.gguf", target)):
-        assert shipped.drafters_for(path) == [
-            f"dspark=dspark:{folder},target={path}",
+        assert shipped.drafters_for(path, "cuda:0") == [
+            f"dspark=dspark:{better},lookup=true,target={path}",
+            f"dspark=dspark:{first},lookup=true,target={path}",
             "ngram=ngram",
         ]

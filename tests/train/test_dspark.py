@@ -157,9 +157,7 @@ def test_the_fused_loss_is_that_of_all_logits_and_so_is_its_gradient(markov: boo
     weights, known = label_weights(labels, counted, 9)
     used = known & (weights > 0)
     given = (features[used], w2) if markov else (None, None)
-    fused, distances = block_loss(
-        hidden[used], *given, states[used], head, weights[used], SMALL
-    )
+    fused, distances = block_loss(hidden[used], *given, states[used], head, weights[used], SMALL)
     logits = hidden @ head.T + (features @ w2.T if markov else 0)
     draft, target = logits.log_softmax(-1), (states @ head.T).log_softmax(-1)
     plain = weighted_loss(draft, target, labels, counted, None, SMALL)

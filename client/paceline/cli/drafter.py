@@ -134,11 +134,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _build(args: argparse.Namespace, metrics: CollectorRegistry | None) -> Service:
     from paceline.cli.shipped import drafters_for
-    from paceline.drafter import DrafterSpec, VerifierAccess, build_service
+    from paceline.drafter import DrafterSpec, VerifierAccess, build_service, drafting_device
 
     load = args.load
     if not load and args.target is not None:
-        load = drafters_for(args.target)
+        load = drafters_for(args.target, drafting_device(args.device or "auto"))
 
     given: dict[str, Any] = {
         name: value for name in _OPTIONS if (value := getattr(args, name)) is not None

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 _METHODS = ("longspec", "dspark", "lm")
-"""Methods with trained weights, the preferred one first. Folders of drafters are named after them;
-variants with other names are loaded explicitly."""
+"""Methods with trained weights, the preferred one first where no accepted length is noted. Folders
+of drafters are named after them; variants with other names are loaded explicitly."""
 
 
-def drafters_for(target: Path) -> list[str]:
+def drafters_for(target: Path, device: str = "cpu") -> list[str]:
     """What to load for a target: the drafters trained for it, and `ngram`.
 
-    Without any, `ngram` and `selfspec` with the target's own weights in 4 bits. Imports torch.
+    Trained drafters look up earlier text first; native CPU kernels run them in 8 bits. Without any,
+    `ngram` and `selfspec` with the target's own weights in 4 bits. Imports torch.
 
     Args:
         target: Hugging Face folder or GGUF file.
+        device: torch name of the drafters' device.
 
     Returns:
         Drafters in the form of `paceline drafter --load`, the default one first.
@@ -25,10 +28,15 @@ def drafters_for(target: Path) -> list[str]:
         OSError: There is no such model.
         LoadError: A folder in `models` is damaged.
     """
+    from paceline.kernels import cpu_kernels
+
+    options = "lookup=true"
+    if device == "cpu" and cpu_kernels().library is not None:
+        options += ",weights=int8"
     trained = [
-        f"{folder.name}={folder.name}:{folder}"
+        f"{folder.name}={folder.name}:{folder},{options}"
         + ("" if folder.name == "lm" else f",target={target}")
-        for folder in _fitting(target)
+        for folder in sorted(_fitting(target), key=_accepted_length, reverse=True)
     ]
     if trained:
         return [*trained, "ngram=ngram"]
@@ -40,6 +48,13 @@ def models_folder() -> Path | None:
     roots = (Path.cwd(), *Path(__file__).resolve().parents)
     found = (root / "models" for root in roots if (root / "models" / "demo" / "target").is_dir())
     return next(found, None)
+
+
+def _accepted_length(folder: Path) -> float:
+    """Of a drafter on held-out texts, as training noted it; 0 without a note."""
+    described = json.loads((folder / "config.json").read_text())
+    training = described.get("paceline", {}).get("training", {})
+    return float(training.get("accepted_length", 0.0))
 
 
 def _fitting(target: Path) -> Iterator[Path]:

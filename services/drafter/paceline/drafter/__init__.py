@@ -24,6 +24,7 @@ from paceline.drafter.spec import DrafterSpec
 from paceline.tree import TokenTree
 
 if TYPE_CHECKING:
+    from paceline.drafter.device import drafting_device
     from paceline.drafter.kv.access import VerifierAccess
     from paceline.drafter.service import build_service
 
@@ -43,12 +44,14 @@ __all__ = [
     "Update",
     "VerifierAccess",
     "build_service",
+    "drafting_device",
     "method_names",
 ]
 
 _IMPORTED_ON_USE = {
     "VerifierAccess": "paceline.drafter.kv.access",
     "build_service": "paceline.drafter.service",
+    "drafting_device": "paceline.drafter.device",
 }
 
 

@@ -27,6 +27,10 @@ _BUILT_IN = {
 CALIBRATION = "calibration"
 """Option of every method: a file of :mod:`paceline.drafter.calibration`."""
 
+LOOKUP = "lookup"
+"""Option of every method: whether it looks up earlier text first
+(:mod:`paceline.drafter.methods.lookup`)."""
+
 
 def _methods() -> dict[str, EntryPoint]:
     """All installed methods by name. A built-in name cannot be registered again."""

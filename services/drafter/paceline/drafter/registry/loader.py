@@ -7,8 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from paceline.drafter.calibration import FILE, Calibration
-from paceline.drafter.methods import CALIBRATION, method_class, path_options
+from paceline.drafter.methods import CALIBRATION, LOOKUP, method_class, path_options
 from paceline.drafter.methods.base import Drafter, LoadError, Resources
+from paceline.drafter.methods.lookup import LookupDrafter, LookupOptions
+from paceline.drafter.methods.options import parse_options
 from paceline.drafter.spec import DrafterSpec, Roots
 
 
@@ -42,12 +44,14 @@ class Loader:
             for name, text in spec.options.items()
         }
         calibration = options.pop(CALIBRATION, "")
+        lookup = {LOOKUP: options.pop(LOOKUP)} if LOOKUP in options else {}
         if not calibration and folder is not None and (folder / FILE).is_file():
             calibration = str(folder / FILE)
         try:
+            wanted = parse_options(LookupOptions, lookup).lookup
             drafter = method_class(spec.method).load(folder, options, self._resources)
             if calibration:
                 drafter.calibration = Calibration.read(Path(calibration), spec.method)
         except LoadError as error:
             raise LoadError(error.reason, f"drafter {spec.name!r}: {error}") from error
-        return drafter
+        return LookupDrafter(drafter) if wanted else drafter

@@ -84,9 +84,7 @@ class DSparkBackbone:
         self._writing.run(Pass(None, plan, contexts, self._rope.table(plan.longest), inputs=states))
 
     @torch.inference_mode()
-    def forward(
-        self, blocks: Sequence[tuple[WindowCache, int, Tensor]]
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, blocks: Sequence[tuple[WindowCache, int, Tensor]]) -> tuple[Tensor, Tensor]:
         """Drafts a block after each context.
 
         Args:

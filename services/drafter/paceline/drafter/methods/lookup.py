@@ -1,0 +1,153 @@
+"""A model's drafter that looks up earlier text first: the option ``lookup`` of every method.
+
+Where the text repeats itself, prompt lookup drafts longer paths than a model, and in microseconds.
+A round is drafted by ``ngram`` alone if its tree is expected to be accepted further than the
+model's trees of late; otherwise the model drafts too, and the two trees become one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, cast
+
+from paceline.drafter.builders import grow
+from paceline.drafter.methods.base import (
+    Budget,
+    Drafter,
+    DraftSequence,
+    Generation,
+    Resources,
+    Update,
+)
+from paceline.drafter.methods.ngram.drafter import NgramDrafter
+from paceline.service.sampling import rejects
+from paceline.tree import TokenTree
+
+_MEMORY = 0.9
+"""Weight of the earlier trees in the mean of the model's expected accepted tokens."""
+
+
+@dataclass(frozen=True)
+class LookupOptions:
+    """Options of every method for lookup."""
+
+    lookup: bool = False
+    """Whether ``ngram`` looks up earlier text before the model drafts."""
+
+
+class LookupSequence(DraftSequence):
+    """One generation of both drafters."""
+
+    def __init__(self, drafter: LookupDrafter, generation: Generation) -> None:
+        self.model = drafter.model.start(generation)
+        self.lookup = drafter.lookup.start(generation)
+        self.sampled = generation.sampling.temperature > 0
+        self.rejects = rejects(generation.sampling)
+        self.expected = 0.0
+        """Mean accepted tokens that the model's trees of late promised; 0: it has drafted none."""
+        self._drafter = drafter
+
+    @property
+    def backlog(self) -> int:
+        return max(self.lookup.backlog, self.model.backlog)
+
+    def warm(self, limit: int) -> None:
+        self.lookup.warm(limit)
+        self.model.warm(limit)
+
+    def extend(self, update: Update) -> None:
+        self.lookup.extend(update)
+        self.model.extend(update)
+
+    def draft(self, budget: Budget) -> TokenTree:
+        return self._drafter.draft_many([(self, budget)])[0]
+
+    def close(self) -> None:
+        self.lookup.close()
+        self.model.close()
+
+    def needs_model(self, found: TokenTree) -> bool:
+        """Whether the model may draft further than what was looked up."""
+        return not self.expected or float(found.survivals.sum()) < self.expected
+
+    def take(self, tree: TokenTree) -> None:
+        """Notes what a tree of the model promises."""
+        promised = float(tree.survivals.sum())
+        memory = _MEMORY if self.expected else 0.0
+        self.expected = memory * self.expected + (1 - memory) * promised
+
+
+class LookupDrafter(Drafter):
+    """A drafter of another method, and ``ngram``."""
+
+    method: ClassVar[str] = "lookup"
+
+    def __init__(self, model: Drafter) -> None:
+        """Takes over ``model``. Its trees get its calibration here, since ``ngram`` has none."""
+        self.model = model
+        self.lookup = NgramDrafter.load(None, {}, Resources())
+        self.fit, self.needs, self.weight_bytes = model.fit, model.needs, model.weight_bytes
+        self.max_nodes = max(model.max_nodes, self.lookup.max_nodes)
+        self.max_depth = max(model.max_depth, self.lookup.max_depth)
+
+    @classmethod
+    def load(cls, folder: object, options: Mapping[str, str], resources: Resources) -> Drafter:
+        raise NotImplementedError("the loader makes it from a drafter with the option lookup")
+
+    def start(self, generation: Generation) -> LookupSequence:
+        return LookupSequence(self, generation)
+
+    def draft_many(self, rounds: Sequence[tuple[DraftSequence, Budget]]) -> list[TokenTree]:
+        """Looks up all rounds, then drafts those that need the model together."""
+        own = cast(Sequence[tuple[LookupSequence, Budget]], rounds)
+        trees = [sequence.lookup.draft(budget) for sequence, budget in own]
+        asked = [n for n, (each, _) in enumerate(own) if each.needs_model(trees[n])]
+        drafted = self.model.draft_many([(own[n][0].model, own[n][1]) for n in asked])
+        for number, tree in zip(asked, drafted, strict=True):
+            sequence, budget = own[number]
+            if self.model.calibration is not None and not sequence.rejects:
+                tree = self.model.calibration.apply(tree, sampled=sequence.sampled)
+            sequence.take(tree)
+            trees[number] = tree if tree.proposals else merge(trees[number], tree, budget)
+        return trees
+
+    def draft_ahead(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
+        own = cast(Sequence[LookupSequence], sequences)
+        owner = {id(each.model): each for each in own}
+        going = self.model.draft_ahead([each.model for each in own])
+        return [owner[id(each)] for each in going]
+
+    def close(self) -> None:
+        self.lookup.close()
+        self.model.close()
+
+
+def merge(first: TokenTree, second: TokenTree, budget: Budget) -> TokenTree:
+    """The nodes of two trees as one tree, the likeliest within a budget.
+
+    A node of both has the higher probability. Where siblings add up to more than 1, they are
+    scaled.
+    """
+    if not len(first) or not len(second):
+        return second if not len(first) else first
+    trees = (first, second)
+    children = [[tree.children(node) for node in range(-1, len(tree))] for tree in trees]
+
+    def expand(state: tuple[int, int], level: int) -> Iterator[tuple[int, float, tuple[int, int]]]:
+        found: dict[int, tuple[float, tuple[int, int]]] = {}
+        for place, (tree, node) in enumerate(zip(trees, state, strict=True)):
+            for child in children[place][node + 1] if node >= -1 else ():
+                token, chance = tree.tokens[child], tree.acceptance_probabilities[child]
+                other = found.get(token, (0.0, (_NONE, _NONE)))
+                nodes = (child, other[1][1]) if place == 0 else (other[1][0], child)
+                found[token] = (max(chance, other[0]), nodes)
+        total = max(1.0, sum(chance for chance, _ in found.values()))
+        for token, (chance, nodes) in found.items():
+            yield token, chance / total, nodes
+
+    return grow((-1, -1), expand, nodes=budget.nodes, depth=budget.depth)
+
+
+_NONE = -2
+"""State of a tree that a path has left."""
