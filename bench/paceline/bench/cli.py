@@ -18,6 +18,7 @@ _MODULES = {
     "quality": "paceline.bench.quality",
     "drills": "paceline.bench.drills.run",
     "soak": "paceline.bench.soak",
+    "chats": "paceline.bench.chats",
     "lm-eval": "paceline.bench.lm_eval",
 }
 
@@ -83,6 +84,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     soak.add_argument("--users", type=int, default=16, help="conversations at a time")
     soak.add_argument("--kv-bytes", default="512MiB", metavar="SIZE", help="of the verifier")
     soak.add_argument("--seed", type=int, default=1, help="of the conversations")
+    chats = add("chats", "first tokens of turns, users and memory beside llama.cpp", repeats=3)
+    _add_weights(chats, "int8")
+    chats.add_argument("--llama-server", metavar="PROGRAM", help="default: from PATH")
+    chats.add_argument("--llama-model", type=Path, nargs="*", default=[], metavar="GGUF")
     for sub in (step, quality, soak):
         sub.add_argument("--label", help="the entry of the result file; default: the target's name")
     harness = add("lm-eval", "lm-evaluation-harness with the gateway and with transformers")

@@ -231,7 +231,7 @@ class Server:
         """A client of a server that is ready, and the name of its first model."""
         url, process = given, None
         if not isinstance(given, str):
-            port = _free_port()
+            port = free_port()
             command = [word.replace("{port}", str(port)) for word in given]
             quiet = subprocess.DEVNULL
             process = await asyncio.create_subprocess_exec(*command, stdout=quiet, stderr=quiet)
@@ -341,7 +341,8 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
     await process.wait()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port of this machine that nothing listens on."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

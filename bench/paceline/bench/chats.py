@@ -1,0 +1,216 @@
+"""`paceline bench chats`: what users of a chat notice, beside llama.cpp's server.
+
+First tokens of three turns behind a long file, the rate of eight users, and memory by the number of
+chats that run. Both servers are used by OpenAI's chat interface, as they come, prompt caches on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from openai import APIConnectionError, AsyncOpenAI, InternalServerError
+from rich.table import Table
+
+from paceline.bench.models import Models
+from paceline.bench.record import Results, make_console
+from paceline.bench.table.engines import free_port, threads
+from paceline.harness import ServiceProcess
+
+_PROMPTS = Path("bench/prompts")
+_TURNS = ("What is this about?", "What is its most important part?", "Say that in one sentence.")
+_FILE_CHARACTERS = 11_000
+"""Of the long file: 3,000 tokens or a few more."""
+_USERS = 8
+_RUNNING = (1, 8, 32)
+_CHAT_TOKENS = 300
+_READY_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server that answers: its address, and its processes."""
+
+    url: str
+    pids: tuple[int, ...]
+
+    @property
+    def memory(self) -> int:
+        """Proportional memory of all processes, files mapped by them included. Unit: bytes."""
+        lines = (
+            line
+            for pid in self.pids
+            for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        )
+        return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+
+
+Start = Callable[[int, int], AbstractContextManager[Running]]
+"""Starts a server for so many chats at a time, each of so many tokens."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure all servers; print and record."""
+    target, console = Models.of(args).target, make_console()
+    contestants: dict[str, Start] = {
+        f"paceline {weights}": partial(_paceline, target, weights) for weights in args.weights
+    }
+    program = args.llama_server or shutil.which("llama-server")
+    for file in args.llama_model if program else ():
+        contestants[f"llama.cpp {file.stem}"] = partial(_llama, str(program), file)
+    results = Results("chats", args.output, target=target.name)
+    table = Table("", "first token of turn 1, s", "turn 2", "turn 3", f"{_USERS} users, tokens/s",
+                  *(f"MiB, {n} running" for n in (0, *_RUNNING)))  # fmt: skip
+    for name, start in contestants.items():
+        console.log(name)
+        found = _measure(start, args.repeats)
+        results.add(name, found)
+        table.add_row(
+            name,
+            *(f"{each:.2f}" for each in found["first_token_s"]),
+            f"{found['tokens_per_second']:.0f}",
+            *(f"{each:.0f}" for each in found["memory_mib"].values()),
+        )
+    console.print(table)
+    console.print(f"written to {results.file}")
+    return 0
+
+
+def _measure(start: Start, repeats: int) -> dict[str, Any]:
+    firsts = []
+    for number in range(repeats):  # each behind a file of its own, in a new server
+        with start(1, 8192) as server:
+            firsts.append(uvloop.run(_turns(server, number)))
+    with start(max(_RUNNING), 512) as server:
+        rates = [uvloop.run(_rate(server)) for _ in range(repeats)]
+        memory = {"0": server.memory} | {
+            str(count): uvloop.run(_held(server, count)) for count in _RUNNING
+        }
+    return {
+        "first_token_s": [round(statistics.median(turn), 3) for turn in zip(*firsts, strict=True)],
+        "tokens_per_second": round(statistics.median(rates), 1),
+        "memory_mib": {count: round(each / 2**20, 1) for count, each in memory.items()},
+    }
+
+
+async def _turns(server: Running, number: int) -> list[float]:
+    """Seconds to the first token of each turn of a chat about a file."""
+    text = "\n".join(_prompts("long"))[number * _FILE_CHARACTERS :][:_FILE_CHARACTERS]
+    messages: list[dict[str, str]] = []
+    found = []
+    async with _client(server) as api:
+        await _answer(api, [{"role": "user", "content": "Hello"}], 1)
+        for question in _TURNS:
+            said = question if messages else f"{text}\n\n{question}"
+            messages.append({"role": "user", "content": said})
+            began = time.perf_counter()
+            first, _, answer = await _answer(api, messages, 48)
+            found.append(first - began)
+            messages.append({"role": "assistant", "content": answer})
+    return found
+
+
+async def _rate(server: Running) -> float:
+    """Tokens a second of several users at once, from the first request to the last token."""
+    prompts = [*_prompts("chat"), *_prompts("code")][:_USERS]
+    async with _client(server) as api:
+        began = time.perf_counter()
+        chats = ([{"role": "user", "content": prompt[:800]}] for prompt in prompts)
+        answers = await asyncio.gather(*(_answer(api, chat, 128) for chat in chats))
+        return sum(tokens for _, tokens, _ in answers) / (time.perf_counter() - began)
+
+
+async def _held(server: Running, count: int) -> int:
+    """The most memory while so many chats run."""
+    most = 0
+    async with _client(server) as api, asyncio.TaskGroup() as group:
+        chats = [
+            group.create_task(
+                _answer(api, [{"role": "user", "content": f"Tell me story {n}."}], _CHAT_TOKENS)
+            )
+            for n in range(count)
+        ]
+        while not all(chat.done() for chat in chats):
+            most = max(most, server.memory)
+            await asyncio.sleep(0.2)
+    return most
+
+
+async def _answer(
+    api: AsyncOpenAI, messages: list[dict[str, str]], tokens: int
+) -> tuple[float, int, str]:
+    """The time of the first token, the number of tokens, and the text."""
+    create: Any = api.chat.completions.create
+    stream = await create(
+        model="default", messages=messages, max_tokens=tokens, temperature=0.0, stream=True,
+        stream_options={"include_usage": True},
+    )  # fmt: skip
+    first, count, text = 0.0, 0, ""
+    async for event in stream:
+        if event.choices and (content := event.choices[0].delta.content):
+            first, text = first or time.perf_counter(), text + content
+        if event.usage is not None:
+            count = event.usage.completion_tokens
+    return first or time.perf_counter(), count, text
+
+
+def _client(server: Running) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=server.url, api_key="-", max_retries=0, timeout=600)
+
+
+def _prompts(category: str) -> list[str]:
+    lines = (_PROMPTS / f"{category}.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["prompt"] for line in lines]
+
+
+@contextmanager
+def _paceline(target: Path, weights: str, slots: int, context: int) -> Iterator[Running]:
+    given = ["--target", str(target)]
+    with ExitStack() as stack:
+        start = partial(ServiceProcess, ready_seconds=_READY_SECONDS)
+        verifier = stack.enter_context(start("verifier", [*given, "--weights", weights]))
+        drafter = stack.enter_context(start("drafter", given))
+        addresses = ["--verifier-address", verifier.address, "--drafter-address", drafter.address]
+        gateway = stack.enter_context(start("gateway", addresses))
+        pids = tuple(each.pid for each in (verifier, drafter, gateway))
+        yield Running(f"http://{gateway.address}/v1", pids)
+
+
+@contextmanager
+def _llama(program: str, model: Path, slots: int, context: int) -> Iterator[Running]:
+    port = free_port()
+    command = [program, "-m", str(model), "--port", str(port), "-t", str(threads())]
+    command += ["-np", str(slots), "-c", str(slots * context)]
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen(command, stdout=quiet, stderr=quiet) as process:
+        try:
+            server = Running(f"http://127.0.0.1:{port}/v1", (process.pid,))
+            uvloop.run(_ready(server))
+            yield server
+        finally:
+            process.kill()
+
+
+async def _ready(server: Running) -> None:
+    deadline = time.monotonic() + _READY_SECONDS
+    async with _client(server) as api:
+        while True:
+            try:
+                await _answer(api, [{"role": "user", "content": "1"}], 1)
+                return
+            except (APIConnectionError, InternalServerError):
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(0.2)
