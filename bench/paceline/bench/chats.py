@@ -13,8 +13,8 @@ import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -56,6 +56,9 @@ class Running:
         )
         return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
 
+
+Ask = Callable[[list[dict[str, str]], int], Awaitable[tuple[float, int, str]]]
+"""(messages, most tokens) -> time of the first token, number of tokens, text."""
 
 Start = Callable[[int, int], AbstractContextManager[Running]]
 """Starts a server for so many chats at a time, each of so many tokens."""
@@ -110,13 +113,13 @@ async def _turns(server: Running, number: int) -> list[float]:
     text = "\n".join(_prompts("long"))[number * _FILE_CHARACTERS :][:_FILE_CHARACTERS]
     messages: list[dict[str, str]] = []
     found = []
-    async with _client(server) as api:
-        await _answer(api, [{"role": "user", "content": "Hello"}], 1)
+    async with _asking(server) as ask:
+        await ask([{"role": "user", "content": "Hello"}], 1)
         for question in _TURNS:
             said = question if messages else f"{text}\n\n{question}"
             messages.append({"role": "user", "content": said})
             began = time.perf_counter()
-            first, _, answer = await _answer(api, messages, 48)
+            first, _, answer = await ask(messages, 48)
             found.append(first - began)
             messages.append({"role": "assistant", "content": answer})
     return found
@@ -125,36 +128,37 @@ async def _turns(server: Running, number: int) -> list[float]:
 async def _rate(server: Running) -> float:
     """Tokens a second of several users at once, from the first request to the last token."""
     prompts = [*_prompts("chat"), *_prompts("code")][:_USERS]
-    async with _client(server) as api:
+    async with _asking(server) as ask:
         began = time.perf_counter()
         chats = ([{"role": "user", "content": prompt[:800]}] for prompt in prompts)
-        answers = await asyncio.gather(*(_answer(api, chat, 128) for chat in chats))
+        answers = await asyncio.gather(*(ask(chat, 128) for chat in chats))
         return sum(tokens for _, tokens, _ in answers) / (time.perf_counter() - began)
 
 
 async def _held(server: Running, count: int) -> int:
     """The most memory while so many chats run."""
     most = 0
-    async with _client(server) as api, asyncio.TaskGroup() as group:
+    async with _asking(server) as ask:
         chats = [
-            group.create_task(
-                _answer(api, [{"role": "user", "content": f"Tell me story {n}."}], _CHAT_TOKENS)
+            asyncio.ensure_future(
+                ask([{"role": "user", "content": f"Tell me story {n}."}], _CHAT_TOKENS)
             )
             for n in range(count)
         ]
         while not all(chat.done() for chat in chats):
             most = max(most, server.memory)
             await asyncio.sleep(0.2)
+        await asyncio.gather(*chats)
     return most
 
 
 async def _answer(
-    api: AsyncOpenAI, messages: list[dict[str, str]], tokens: int
+    api: AsyncOpenAI, model: str, messages: list[dict[str, str]], tokens: int
 ) -> tuple[float, int, str]:
     """The time of the first token, the number of tokens, and the text."""
     create: Any = api.chat.completions.create
     stream = await create(
-        model="default", messages=messages, max_tokens=tokens, temperature=0.0, stream=True,
+        model=model, messages=messages, max_tokens=tokens, temperature=0.0, stream=True,
         stream_options={"include_usage": True},
     )  # fmt: skip
     first, count, text = 0.0, 0, ""
@@ -166,8 +170,13 @@ async def _answer(
     return first or time.perf_counter(), count, text
 
 
-def _client(server: Running) -> AsyncOpenAI:
-    return AsyncOpenAI(base_url=server.url, api_key="-", max_retries=0, timeout=600)
+@asynccontextmanager
+async def _asking(server: Running) -> AsyncIterator[Ask]:
+    """Asks the server's first model."""
+    async with AsyncOpenAI(
+        base_url=server.url, api_key="-", max_retries=0, timeout=_READY_SECONDS
+    ) as api:
+        yield partial(_answer, api, (await api.models.list()).data[0].id)
 
 
 def _prompts(category: str) -> list[str]:
@@ -205,12 +214,12 @@ def _llama(program: str, model: Path, slots: int, context: int) -> Iterator[Runn
 
 async def _ready(server: Running) -> None:
     deadline = time.monotonic() + _READY_SECONDS
-    async with _client(server) as api:
-        while True:
-            try:
-                await _answer(api, [{"role": "user", "content": "1"}], 1)
+    while True:
+        try:
+            async with _asking(server) as ask:
+                await ask([{"role": "user", "content": "1"}], 1)
                 return
-            except (APIConnectionError, InternalServerError):
-                if time.monotonic() > deadline:
-                    raise
-                await asyncio.sleep(0.2)
+        except (APIConnectionError, InternalServerError):
+            if time.monotonic() > deadline:
+                raise
+            await asyncio.sleep(0.2)
