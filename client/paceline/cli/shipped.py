@@ -30,14 +30,18 @@ def drafters_for(target: Path, device: str = "cpu") -> list[str]:
     """
     from paceline.kernels import cpu_kernels
 
-    options = "lookup=true"
-    if device == "cpu" and cpu_kernels().library is not None:
-        options += ",weights=int8"
-    trained = [
-        f"{folder.name}={folder.name}:{folder},{options}"
-        + ("" if folder.name == "lm" else f",target={target}")
-        for folder in sorted(_fitting(target), key=_accepted_length, reverse=True)
-    ]
+    def described(folder: Path) -> str:
+        options = "lookup=true"
+        if device == "cpu" and folder.name == "dspark":
+            options += ",widths=3,1,max_nodes=4"  # each node costs there, and each level
+        if device == "cpu" and cpu_kernels().library is not None:
+            options += ",weights=int8"
+        if folder.name != "lm":
+            options += f",target={target}"
+        return f"{folder.name}={folder.name}:{folder},{options}"
+
+    found = sorted(_fitting(target), key=_accepted_length, reverse=True)
+    trained = [described(folder) for folder in found]
     if trained:
         return [*trained, "ngram=ngram"]
     return ["ngram=ngram", f"selfspec=selfspec:{target},weights=int4"]
