@@ -119,6 +119,17 @@ def test_a_drafter_that_becomes_good_is_noticed() -> None:
     assert Simulation(accepted, 1, "scheduled", length=9000).run(3500) * 3500 > 3000 + 400 * 2
 
 
+def test_a_drafter_that_becomes_good_is_noticed_in_short_texts_too() -> None:
+    """Each of them ends before a sequence that lost would try again."""
+
+    def accepted(user: int, got: int, draws: random.Random) -> int:
+        return stands(0.0 if user < 40 else 0.9)(user, got, draws)
+
+    slow = Costs(drafting=2.0)
+    load = Simulation(accepted, 1, "scheduled", slow, length=100)
+    assert load.run(16000) > 1.2
+
+
 def state(drafter: DrafterStatistics | None = None) -> SequenceState:
     return SequenceState(drafter or DrafterStatistics(), 64, drafts=True)
 

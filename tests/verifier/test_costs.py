@@ -16,6 +16,7 @@ from paceline.decoder import Decoder
 from paceline.verifier.scheduler import profile, storage
 from paceline.verifier.scheduler.costs import CostTable, LiveCosts
 from paceline.verifier.scheduler.profile import flat_table
+from paceline.verifier.scheduler.scheduler import Scheduler
 
 SOME = CostTable((1, 2), (1, 2), ((1.0, 1.0), (1.0, 1.0)))
 
@@ -58,6 +59,31 @@ def test_tables_are_kept_and_measured_once(
         assert storage.cost_table(decoder, 2048, again=True) == SOME
         file.write_text('{"tokens": [1]}')
         assert storage.cost_table(decoder, 2048) == SOME, "a damaged file"
+
+
+def test_a_table_measured_on_a_busy_machine_is_measured_again(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    decoder, measured = Decoder.load(model), 0
+
+    def count(*_: object) -> CostTable:
+        nonlocal measured
+        measured += 1
+        return SOME
+
+    monkeypatch.setattr(storage, "profile", count)
+    scales = []
+    for learnt in (0.9, 0.5, 1.0):  # of the table, as one process after the other finds it
+        scheduler = Scheduler(storage.cost_table(decoder, 2048), 64)
+        storage.load_state(scheduler, decoder, 2048)
+        state = scheduler.to_json()
+        scales.append(state["costs"]["common"])
+        state["costs"]["common"] = learnt
+        scheduler.load_json(state)
+        storage.save_state(scheduler, decoder, 2048)
+    assert scales == [1.0, 0.9, 1.0]
+    assert measured == 2
 
 
 def test_a_table_that_cannot_be_kept_serves_once(

@@ -126,15 +126,19 @@ class DrafterStatistics:
         gain: Running mean of the gains of drafted intervals. Unit: plain tokens.
         nodes: Node budget of the sequence that was admitted last; None: there was none.
         calibration: Of its confidences.
+        unspent: What ended sequences were allowed for an attempt and did not use. New ones start
+            with it: short texts would otherwise end before the first attempt, one after the other.
+            Unit: plain tokens.
     """
 
     gain: float = 0.0
     nodes: float | None = None
     calibration: Calibration = field(default_factory=Calibration)
+    unspent: float = 0.0
 
     @property
     def start(self) -> float:
-        """Balance of a new sequence. Unit: plain tokens."""
+        """Balance of a new sequence by the mean gain alone. Unit: plain tokens."""
         return max(_LEAST, min(_START_MOST, _START + _START_INTERVALS * self.gain))
 
     def observe(self, gain: float) -> None:
@@ -165,7 +169,10 @@ class SequenceState:
         self.exploring = False
         self.seen = 0.0
         self.interference = 0.0
-        self.balance = drafter.start
+        self._start = drafter.start
+        taken = min(drafter.unspent, max(0.0, _START - self._start))
+        drafter.unspent -= taken
+        self.balance = self._start + taken
         self._most = most_nodes
         self._nodes = float(most_nodes) if drafter.nodes is None else drafter.nodes
         self._drafting = False
@@ -210,6 +217,11 @@ class SequenceState:
         # The interval after a tree counts too: the way back to plain decoding is part of its cost.
         self._drafting = tree
         self._answered, self.interference = now, 0.0
+
+    def ended(self) -> None:
+        """Its sequence was released."""
+        if self.drafts:
+            self.drafter.unspent += max(0.0, min(self.balance, _START) - self._start)
 
     def budget_sent(self, now: float, budget: int) -> None:
         """Its client was sent a node budget and may draft from now on."""

@@ -166,7 +166,9 @@ class Scheduler:
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence was released."""
-        self._states.pop(sequence, None)
+        state = self._states.pop(sequence, None)
+        if state is not None:
+            state.ended()
 
     def to_json(self) -> dict[str, Any]:
         """What it learnt, to be stored beside the cost table."""

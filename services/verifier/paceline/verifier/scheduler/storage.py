@@ -22,13 +22,16 @@ from paceline.verifier.scheduler.scheduler import Scheduler
 _log = logging.getLogger(__name__)
 _MOST_FILES = 64
 _FORMAT = 5  # of the file, and of what is measured
+_TOO_SLOW = 0.75  # learnt scale of a table below which it was measured beside other processes
 
 
 def cost_table(decoder: Decoder, max_context: int, *, again: bool = False) -> CostTable:
     """The table of a model's shape on this kind of machine: the stored one, or one measured now.
 
     Weights make no difference. Of several processes that start at a time one measures, and the
-    others wait for it: they would only disturb each other.
+    others wait for it: they would only disturb each other. A table whose steps then took much less
+    time than it says was measured on a busy machine: it is measured again, and what was learnt
+    with it is dropped.
 
     Args:
         decoder: The model.
@@ -37,7 +40,10 @@ def cost_table(decoder: Decoder, max_context: int, *, again: bool = False) -> Co
     """
     file = _file(decoder, max_context, "costs")
     with _alone(file.with_suffix(".lock")):
-        if not again:
+        state = _file(decoder, max_context, "state")
+        if _scale(state) < _TOO_SLOW:
+            state.unlink()
+        elif not again:
             with suppress(OSError, ValueError):  # none is stored, or it is damaged
                 return CostTable.from_json(file.read_text())
         table = profile(decoder, max_context)
@@ -54,6 +60,13 @@ def load_state(scheduler: Scheduler, decoder: Decoder, max_context: int) -> None
 def save_state(scheduler: Scheduler, decoder: Decoder, max_context: int) -> None:
     """Store what a scheduler learnt. Of several verifiers of one model the last one counts."""
     _write(_file(decoder, max_context, "state"), json.dumps(scheduler.to_json()))
+
+
+def _scale(state: Path) -> float:
+    """The factor by which steps differed from the table in the last process, if stored."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return float(json.loads(state.read_text())["costs"]["common"])
+    return 1.0
 
 
 def _file(decoder: Decoder, max_context: int, kind: str) -> Path:
