@@ -19,7 +19,7 @@ from typing import Any, Protocol, Self
 from openai import APIConnectionError, AsyncOpenAI, InternalServerError
 
 from paceline.bench.services import ALWAYS, services
-from paceline.client import Generation
+from paceline.client import DraftOptions, Generation
 
 NONE = "none"
 """The mode without speculation, the first of every engine."""
@@ -66,7 +66,7 @@ class Engine(Protocol):
 
     Attributes:
         name: Engine and format of the weights.
-        modes: Ways to decode, `NONE` first.
+        modes: Ways to decode; `NONE` first, if it is one.
         concurrent: Whether it answers several requests at a time.
         every: It answers every n-th prompt; slow engines answer fewer.
     """
@@ -92,7 +92,7 @@ class Paceline:
         target: Hugging Face folder or GGUF file.
         weights: Format of the target's weights.
         drafters: Specifications METHOD[:DIR][,KEY=VALUE...] by name.
-        always: Add a mode for each drafter in which every round drafts.
+        always: Every round drafts.
         reuse: Read a prompt once and decode behind copies of its KV. For one user.
         every: See :class:`Engine`.
     """
@@ -110,8 +110,9 @@ class Paceline:
         every: int = 1,
     ) -> None:
         self.name, self.every = f"paceline {weights}", every
-        self.modes = (NONE, *drafters, *(f"{name} always" for name in drafters if always))
+        self.modes = tuple(f"{name} always" for name in drafters) if always else (NONE, *drafters)
         self._arguments = target, drafters, weights
+        self._options = ALWAYS if always else DraftOptions()
         # A cache with hidden states serves every drafter, one without serves all but DSpark.
         self._reader = "dspark" if "dspark" in drafters else NONE
         self._reuse = reuse
@@ -121,8 +122,7 @@ class Paceline:
         async with AsyncExitStack() as stack:
             options = ["--lease-seconds=7200"]
             pair = stack.enter_context(services(*self._arguments, verifier=options))
-            self._client = await stack.enter_async_context(pair.client())
-            self._always = await stack.enter_async_context(pair.client(ALWAYS))
+            self._client = await stack.enter_async_context(pair.client(self._options))
             self._stack = stack.pop_all()
         return self
 
@@ -131,15 +131,14 @@ class Paceline:
 
     async def answer(self, mode: str, request: Request) -> Answer:
         """See :class:`Engine`."""
-        drafter, _, always = mode.partition(" ")
         parent = await self._read(request.prompt) if self._reuse else None
         began, first = time.perf_counter(), None
-        generation = (self._always if always else self._client).generate(
+        generation = self._client.generate(
             request.prompt,
             max_new_tokens=request.tokens,
             temperature=request.temperature,
             seed=request.seed,
-            drafter=drafter,
+            drafter=mode.removesuffix(" always"),
             parent=parent,
         )
         async for _ in generation:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 
 import uvloop
@@ -149,14 +150,18 @@ def contestants(
     args: argparse.Namespace, models: Models, source: ModelSource, phase: Phase
 ) -> Iterator[Engine]:
     """Engines of a phase that are here. Slow ones answer fewer prompts, and only greedily."""
-    shipped = [*drafters_for(models.target), f"selfspec=selfspec:{models.target},weights=int4"]
+    shipped = [
+        *drafters_for(models.target),
+        f"selfspec=selfspec:{models.target},weights=int4,lookup=true",
+    ]
     drafters = dict(spec.split("=", 1) for spec in args.drafter or shipped)
-    for weights in args.weights:
+    # Engines of their own for --always: drafters that remember texts have not seen the answers.
+    for weights, always in product(args.weights, (False, True) if args.always else (False,)):
         yield Paceline(
             models.target,
             weights,
             drafters,
-            always=args.always,
+            always=always,
             reuse=phase.users == 1,
             every=1 if weights == args.weights[0] else 2,
         )
