@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from paceline.client import (
+    CapacityError,
     Client,
     DraftOptions,
     InvalidRequestError,
@@ -126,7 +127,7 @@ def test_full_avoided_and_other_numerics_are_chosen_last() -> None:
     assert choose([holder, other], holder) is other
     assert choose([holder], holder) is holder
     first, second = verifier(), verifier(load=9)
-    assert choose([first, second], first, avoid=first) is second
+    assert choose([first, second], first, avoid=[first]) is second
     tiles, plain = verifier(numerics="amx"), verifier(load=9)
     assert choose([tiles, plain], tiles, numerics=plain.numerics) is plain
 
@@ -376,6 +377,17 @@ async def test_a_full_verifier_is_passed_over(site: Site) -> None:
     async with client_of(site, 0, 1, 2) as client:
         await generate(client, 6)
     assert site.made == [0, 0, 6]
+
+
+async def test_a_text_too_long_for_a_verifier_goes_to_a_larger_one(site: Site) -> None:
+    for small in site.verifiers[:2]:
+        small.full, small.retry_after = 10**6, None
+    async with client_of(site, 0, 1, 2) as client:
+        await generate(client, 6)
+    assert site.made == [0, 0, 6]
+    async with client_of(site, 0, 1) as client:
+        with pytest.raises(CapacityError):
+            await client.generate(PROMPT)
 
 
 async def test_a_failed_step_is_tried_elsewhere(site: Site) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Collection
 from contextlib import aclosing, suppress
 
 from paceline.telemetry.names import Span
@@ -63,17 +64,19 @@ class Cache:
         self.lease_seconds = 30.0
         self.prompt_logprobs: list[TokenLogprob] = []
 
-    async def create(self, avoid: Verifier | None = None) -> verifier_pb2.CacheCreated:
+    async def create(self, avoid: Collection[Verifier] = ()) -> verifier_pb2.CacheCreated:
         """Prefills prompt and output and returns the cache with the next token.
 
-        Tries another verifier if one is unreachable or full, and the same again if there is none.
+        Tries another verifier if one is unreachable, full or too small, and the same again if there
+        is none and it may succeed later.
 
         Args:
-            avoid: Verifier that is chosen only if there is no other.
+            avoid: Verifiers that are chosen only if there are no others.
         """
+        too_small: set[Verifier] = set()
         while True:
             try:
-                verifier = await self.choose(avoid)
+                verifier = await self.choose({*avoid, *too_small})
             except UnavailableError as error:
                 await self._attempts.pause(error)
                 continue
@@ -87,7 +90,10 @@ class Cache:
                     await self._attempts.pause(self._fleet.unavailable())
             except CapacityError as error:
                 if error.retry_after is None:
-                    raise
+                    too_small.add(verifier)
+                    if too_small.issuperset(self._fleet.serving):
+                        raise
+                    continue
                 self._stats.fallbacks["verifier_full"] += 1
                 verifier.refused_cache(error.retry_after)
                 if all(each.full for each in self._fleet.serving):
@@ -99,7 +105,7 @@ class Cache:
                 self._parent = b""  # released meanwhile: prefill the whole prompt
             except ServerError as error:
                 await self.pause_after_failed_step(error)
-                self._parent, avoid = b"", verifier
+                self._parent, avoid = b"", {verifier}
 
     async def renew(self) -> None:
         """Renews the lease of the cache; the next round handles a failure."""
@@ -138,8 +144,11 @@ class Cache:
         self._step_failed = True
         await self._attempts.pause(error)
 
-    async def choose(self, avoid: Verifier | None) -> Verifier:
+    async def choose(self, avoid: Collection[Verifier]) -> Verifier:
         """The verifier for the next cache: that of the parent, or the fleet's choice.
+
+        Args:
+            avoid: Verifiers that are chosen only if there are no others.
 
         Raises:
             TargetChangedError: It serves another target than that which began the text.
@@ -150,10 +159,10 @@ class Cache:
         verifier = await self._fleet.choose(text, numerics=self._numerics, avoid=avoid)
         if self._parent in self._fleet.caches:
             holder = self._fleet.caches[self._parent]
-            if holder in self._fleet.serving:
+            if holder in self._fleet.serving and holder not in avoid:
                 verifier = holder
             else:
-                self._parent = b""  # out of reach: prefill the whole prompt
+                self._parent = b""  # out of reach, or too small: prefill the whole prompt
         facts = verifier.facts or self._facts
         if facts.target_fingerprint != self._facts.target_fingerprint:
             raise TargetChangedError(

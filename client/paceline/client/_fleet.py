@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from paceline.v1 import verifier_pb2
 
@@ -85,14 +85,14 @@ class Fleet:
         text: Sequence[int],
         *,
         numerics: tuple[str, ...] | None = None,
-        avoid: Verifier | None = None,
+        avoid: Collection[Verifier] = (),
     ) -> Verifier:
         """The verifier for a text: that with its longest prefix, or the least busy one.
 
         Args:
             text: Prompt and output so far.
             numerics: Those of its output so far: verifiers with equal ones are preferred.
-            avoid: Chosen only if there is no other.
+            avoid: Chosen only if there are no others.
 
         Raises:
             UnavailableError: No verifier can be used now.
@@ -257,7 +257,7 @@ def choose(
     holder: Verifier | None,
     *,
     numerics: tuple[str, ...] | None = None,
-    avoid: Verifier | None = None,
+    avoid: Collection[Verifier] = (),
 ) -> Verifier:
     """Chooses one of several verifiers.
 
@@ -265,12 +265,12 @@ def choose(
         serving: At least one.
         holder: The one with the longest prefix of the text, unless it is much busier; None: none.
         numerics: Verifiers with these are preferred; None: all are equal.
-        avoid: Chosen only if there is no other.
+        avoid: Chosen only if there are no others.
     """
 
     def rank(verifier: Verifier) -> tuple[bool, bool, bool]:
         other_bits = numerics is not None and verifier.numerics != numerics
-        return verifier is avoid, verifier.full, other_bits
+        return verifier in avoid, verifier.full, other_bits
 
     best = min(serving, key=lambda each: (*rank(each), each.load, random.random()))
     if holder is None or rank(holder) != rank(best):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from contextlib import suppress
 from time import monotonic
 
@@ -122,6 +123,7 @@ class VerifierSession:
         self.recovered = True
         self.end_stream()
         verifier = self._context.verifier
+        here = () if verifier is None else (verifier,)
         if isinstance(error, InvalidRequestError) and self._pending.tree.tokens:
             self.rejection = error
             self._pending.ClearField("tree")
@@ -135,13 +137,13 @@ class VerifierSession:
         elif isinstance(error, ServerError):
             await self.cache.pause_after_failed_step(error)
             await self.cache.release()  # the failed cache still uses memory
-            return await self._recreate("step_failed", avoid=verifier)
+            return await self._recreate("step_failed", avoid=here)
         elif isinstance(error, UnavailableError) or (
             isinstance(error, CapacityError) and error.retry_after is not None
         ):
             if self._broken and isinstance(error, UnavailableError) and await self._leaves(error):
                 logger.info("moving to another verifier after: %s", error)
-                return await self._recreate("verifier_moved", avoid=verifier)
+                return await self._recreate("verifier_moved", avoid=here)
             self._broken = True
             logger.info("resuming after: %s", error)
             self._context.stats.fallbacks["verifier_resumed"] += 1
@@ -163,7 +165,7 @@ class VerifierSession:
             return False
 
     async def _recreate(
-        self, reason: str, avoid: Verifier | None = None
+        self, reason: str, avoid: Collection[Verifier] = ()
     ) -> verifier_pb2.VerifyResponse:
         """Prefills prompt and output again; the next token is the response of the round."""
         round_id, before = self._pending.round_id, self._context.verifier
