@@ -146,7 +146,7 @@ def test_the_summary_takes_every_engine_at_its_best() -> None:
     )
     assert best(cell, "paceline", drafted=True) == "paceline int8 ngram"
     lines = markdown({GREEDY: cell, "chat, T = 0.7, 1 user": cell}).splitlines()
-    assert lines[2:] == ["| chat | `ngram` | 30 | 3.00 | 1.50 |  |  |"]
+    assert lines[2:] == ["| chat | int8 ngram | 30 | 3.00 | 1.50 |  |  |"]
     with pytest.raises(ValueError, match="no cell of greedy decoding"):
         markdown({GREEDY: cell_of(paceline_int8_none=(1.0,))})
     picture = draw({GREEDY: cell, "long, T = 0, 1 user": cell})
@@ -267,7 +267,7 @@ def test_a_run_records_resumes_and_replaces(
     assert again[names[2]]["samples"] != first[names[2]]["samples"]
     capfd.readouterr()
     assert run(parser.parse_args([*words, "--markdown"])) == 0
-    assert "| chat | `ngram` |" in capfd.readouterr().out
+    assert "| chat | int8 ngram |" in capfd.readouterr().out
 
 
 def test_prompts_of_the_repository() -> None:

@@ -104,18 +104,26 @@ def best(cell: Cell, engine: str, drafted: bool = False) -> str | None:
 def markdown(cells: Mapping[str, Cell]) -> str:
     """The summary: Paceline's fastest drafter in greedy decoding beside the others at their best.
 
+    Gains over no drafter are within a format of weights, by the fastest drafter of each.
+
     Raises:
         ValueError: No cell has a drafter.
     """
-    heads = ["prompts", "drafter", "tokens/s", "x no drafter", *(f"x {name}" for name in RIVALS)]
+    all_ours = (name for cell in cells.values() for name in cell if name.startswith(OURS))
+    formats = list(dict.fromkeys(name.split()[1] for name in all_ours))
+    heads = ["prompts", "fastest", "tokens/s", *(f"x no drafter, {name}" for name in formats)]
+    heads += [f"x {name}" for name in RIVALS]
     lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
     for title, cell in cells.items():
         ours = best(cell, OURS, drafted=True)
         if ours is None or not title.endswith((GREEDY, MANY)):
             continue
-        others = (_plain(ours), *(best(cell, name) for name in RIVALS))
-        row = [title.replace(GREEDY, "").replace(MANY, ", 8 users"), f"`{ours.split()[-1]}`"]
-        row += [f"{_rate(cell, ours):.0f}", *(_times(cell, ours, other) for other in others)]
+        row = [title.replace(GREEDY, "").replace(MANY, ", 8 users"), ours.removeprefix(f"{OURS} ")]
+        row.append(f"{_rate(cell, ours):.0f}")
+        for name in formats:
+            drafted = best(cell, f"{OURS} {name} ", drafted=True)
+            row.append(_times(cell, drafted, _plain(drafted)) if drafted else "")
+        row += [_times(cell, ours, best(cell, name)) for name in RIVALS]
         lines.append(f"| {' | '.join(row)} |")
     if len(lines) == 2:
         raise ValueError("the result file has no cell of greedy decoding with a drafter")
