@@ -120,7 +120,8 @@ class Paceline:
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
-            options = ["--lease-seconds=7200"]
+            # A prompt is read anew each time, or behind the parent that the request names.
+            options = ["--lease-seconds=7200", "--no-prefix-caching"]
             pair = stack.enter_context(services(*self._arguments, verifier=options))
             self._client = await stack.enter_async_context(pair.client(self._options))
             self._stack = stack.pop_all()
