@@ -267,7 +267,7 @@ def test_a_run_records_resumes_and_replaces(
     assert again[names[2]]["samples"] != first[names[2]]["samples"]
     capfd.readouterr()
     assert run(parser.parse_args([*words, "--markdown"])) == 0
-    assert "| chat | int8 ngram |" in capfd.readouterr().out
+    assert "| chat | bfloat16 ngram |" in capfd.readouterr().out
 
 
 def test_prompts_of_the_repository() -> None:
