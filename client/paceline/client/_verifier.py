@@ -160,7 +160,7 @@ class VerifierSession:
         assert verifier is not None, "there is a cache"
         self._context.fleet.failed(verifier, error)
         try:
-            return await self.cache.choose(verifier) is not verifier
+            return await self.cache.choose((verifier,)) is not verifier
         except UnavailableError:
             return False
 
