@@ -1,6 +1,7 @@
 """`paceline chat`: the conversation with a mock of the verifier, the terminal with both fakes."""
 
 import asyncio
+import codecs
 import io
 import json
 import os
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from .world import World
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 CONTEXT = 400
+READ_SECONDS = 60.0
 
 
 class ShortMock(MockTransport):
@@ -140,23 +143,35 @@ class Terminal:
 
     def __init__(self, words: list[str], home: Path) -> None:
         self._master, slave = pty.openpty()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "paceline.cli.main", *words],
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            env={**os.environ, "TERM": "xterm", "XDG_CACHE_HOME": str(home)},
-        )
+        # A shell starts background jobs with SIGINT ignored, and processes inherit that.
+        handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "paceline.cli.main", *words],
+                stdin=slave,
+                stdout=slave,
+                stderr=slave,
+                env={**os.environ, "TERM": "xterm", "XDG_CACHE_HOME": str(home)},
+            )
+        finally:
+            signal.signal(signal.SIGINT, handler)
         os.close(slave)
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
         self._screen = ""
 
     def write(self, text: str) -> None:
         os.write(self._master, text.encode())
 
-    def read_to(self, end: str) -> str:
-        """The screen up to and with `end`."""
+    def read_to(self, end: str, seconds: float = READ_SECONDS) -> str:
+        """The screen up to and with `end`.
+
+        Raises:
+            TimeoutError: It did not come within this time.
+        """
         while end not in self._screen:
-            self._screen += os.read(self._master, 4096).decode()
+            if not select.select([self._master], [], [], seconds)[0]:
+                raise TimeoutError(f"no {end!r} within {seconds} s after {self._screen!r}")
+            self._screen += self._decoder.decode(os.read(self._master, 4096))
         shown, _, self._screen = self._screen.partition(end)
         return shown + end
 
@@ -165,11 +180,11 @@ class Terminal:
 
         Python misses a signal that comes after the prompt is shown and before it waits for a key.
         """
-        while end not in self._screen:
+        while True:
             self.process.send_signal(signal.SIGINT)
-            while end not in self._screen and select.select([self._master], [], [], 5)[0]:
-                self._screen += os.read(self._master, 4096).decode()
-        self.read_to(end)
+            with suppress(TimeoutError):
+                self.read_to(end, seconds=5)
+                return
 
     def close(self) -> None:
         self.process.kill()

@@ -160,6 +160,7 @@ async def test_random_http_requests_do_no_harm(tmp_path: Path) -> None:
                     memory.append(
                         [psutil.Process(each.pid).memory_info().rss for each in processes]
                     )
+                    print(f"{REQUESTS - left} requests", flush=True)
 
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(generate())
