@@ -40,6 +40,23 @@ def test_drafters_are_found_by_the_weights_of_their_target(target: Path, tmp_pat
     assert shipped.drafters_for(target) == untrained
 
 
+@pytest.mark.skipif(cpu_kernels().library is None, reason="selfspec needs native kernels to pay")
+def test_a_large_target_that_is_not_quantised_drafts_for_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    ours = DEMO / "target"
+    names = ["longspec", "dspark", "lm", "ngram"]
+
+    def found(device: str = "cpu", weights: str = "auto") -> list[str]:
+        return [spec.partition("=")[0] for spec in shipped.drafters_for(ours, device, weights)]
+
+    assert found() == names
+    monkeypatch.setattr(shipped, "_LARGE", 1 << 20)
+    assert found() == found(weights="bfloat16") == ["selfspec", *names]
+    assert found(weights="int8") == found(device="cuda:0") == names
+
+
 def test_without_a_checkout_nothing_ships(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shipped, "models_folder", lambda: None)
     assert [spec.partition("=")[0] for spec in shipped.drafters_for(target)] == [

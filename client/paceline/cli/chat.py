@@ -91,7 +91,8 @@ def _services(args: argparse.Namespace, console: Console) -> Iterator[None]:
     if args.model is None:
         yield
         return
-    loads = [f"--load={spec}" for spec in args.load or ()] or [f"--target={args.model}"]
+    own = [f"--target={args.model}", f"--target-weights={args.weights}"]
+    loads = [f"--load={spec}" for spec in args.load or ()] or own
     verifier = [f"--target={args.model}", f"--weights={args.weights}"]
     with ExitStack() as stack:
         with console.status(f"Loading {args.model} ..."):

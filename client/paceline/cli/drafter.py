@@ -14,6 +14,7 @@ from paceline.cli.service_process import (
     run_service,
 )
 from paceline.cli.units import byte_count
+from paceline.cli.verifier import WEIGHTS
 from paceline.harness.models import drafter_spec, model_path
 from paceline.service import Service
 from paceline.service.options import read_token
@@ -43,7 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=model_path,
         metavar="MODEL",
         help="without --load: load the drafters that ship for this target and ngram; where there "
-        "are none, ngram and selfspec",
+        "are none, ngram and selfspec; on a CPU, selfspec first for bfloat16 and float32",
+    )
+    add(
+        "--target-weights",
+        choices=WEIGHTS,
+        default="auto",
+        help="--weights of the verifier, which the choice for --target depends on",
     )
     add(
         "--root",
@@ -138,7 +145,8 @@ def _build(args: argparse.Namespace, metrics: CollectorRegistry | None) -> Servi
 
     load = args.load
     if not load and args.target is not None:
-        load = drafters_for(args.target, drafting_device(args.device or "auto"))
+        device = drafting_device(args.device or "auto")
+        load = drafters_for(args.target, device, args.target_weights)
 
     given: dict[str, Any] = {
         name: value for name in _OPTIONS if (value := getattr(args, name)) is not None

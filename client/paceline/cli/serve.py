@@ -126,7 +126,8 @@ def _drafter_arguments(args: argparse.Namespace, model: Path) -> list[str]:
     device = args.drafter_device
     if device is None:
         device = "cpu" if args.share_weights or args.device == "cpu" else "auto"
-    loads = [f"--load={spec}" for spec in args.drafter or ()] or [f"--target={model}"]
+    own = [f"--target={model}", f"--target-weights={args.weights or 'auto'}"]
+    loads = [f"--load={spec}" for spec in args.drafter or ()] or own
     arguments = [*loads, f"--device={device}", *_arguments(args, ("record",)), *_common(args, 1)]
     if args.tls_cert is not None:
         # Both serve with this certificate: the drafter trusts it when it reads the verifier's KV.

@@ -10,16 +10,22 @@ _METHODS = ("longspec", "dspark", "lm")
 """Methods with trained weights, the preferred one first where no accepted length is noted. Folders
 of drafters are named after them; variants with other names are loaded explicitly."""
 
+_LARGE = 1 << 26
+"""Weights from which on a step of a CPU takes as long as reading them. Unit: bytes."""
 
-def drafters_for(target: Path, device: str = "cpu") -> list[str]:
+
+def drafters_for(target: Path, device: str = "cpu", weights: str = "auto") -> list[str]:
     """What to load for a target: the drafters trained for it, and `ngram`.
 
     Trained drafters look up earlier text first; native CPU kernels run them in 8 bits. Without any,
-    `ngram` and `selfspec` with the target's own weights in 4 bits. Imports torch.
+    `ngram` and `selfspec` with the target's own weights in 4 bits. A large target in bfloat16 or
+    float32 on a CPU has `selfspec` first: a step in 4 bits takes a third of its own, and drafts
+    what no trained drafter does. Imports torch.
 
     Args:
         target: Hugging Face folder or GGUF file.
         device: torch name of the drafters' device.
+        weights: Format in which the verifier has the target, as of `paceline verifier --weights`.
 
     Returns:
         Drafters in the form of `paceline drafter --load`, the default one first.
@@ -30,11 +36,13 @@ def drafters_for(target: Path, device: str = "cpu") -> list[str]:
     """
     from paceline.kernels import cpu_kernels
 
+    native = device == "cpu" and cpu_kernels().library is not None
+
     def described(folder: Path) -> str:
         options = "lookup=true"
         if device == "cpu" and folder.name == "dspark":
             options += ",widths=3,1,max_nodes=4"  # each node costs there, and each level
-        if device == "cpu" and cpu_kernels().library is not None:
+        if native:
             options += ",weights=int8"
         if folder.name != "lm":
             options += f",target={target}"
@@ -42,9 +50,21 @@ def drafters_for(target: Path, device: str = "cpu") -> list[str]:
 
     found = sorted(_fitting(target), key=_accepted_length, reverse=True)
     trained = [described(folder) for folder in found]
-    if trained:
-        return [*trained, "ngram=ngram"]
-    return ["ngram=ngram", f"selfspec=selfspec:{target},weights=int4"]
+    own = f"selfspec=selfspec:{target},weights=int4"
+    if native and _is_wide(target, weights):
+        return [f"{own},lookup=true", *trained, "ngram=ngram"]
+    return [*trained, "ngram=ngram"] if trained else ["ngram=ngram", own]
+
+
+def _is_wide(target: Path, weights: str) -> bool:
+    """Whether a target on the CPU has many bytes of weights that are not quantised."""
+    import torch
+
+    from paceline.decoder import open_model
+
+    model = open_model(target)
+    wide = model.config(weights).weights in ("bfloat16", "float32")
+    return wide and model.weight_bytes >= _LARGE and not torch.cuda.is_available()
 
 
 def models_folder() -> Path | None:

@@ -97,15 +97,14 @@ class DSparkSequence(BeamSequence):
         """Returns the input of the heads for the next level."""
         beam = self.tree
         tokens = [beam.tokens[node] for node in beam.frontier] if beam.level else [self.anchor]
-        hidden = self._hidden[beam.level].expand(len(tokens), -1)
-        return HeadInput(hidden, torch.tensor(tokens, device=hidden.device), self._state)
+        return HeadInput(self._hidden[beam.level], tokens, self._state)
 
     def add_level(self, output: HeadOutput) -> None:
         """Adds a level to the tree from the heads' output for :meth:`head_input`."""
         beam, parents = self.tree, self.tree.frontier
         logits = self._logits[beam.level].expand(len(parents), -1)
         if output.bias is not None:
-            logits = logits + output.bias
+            logits = output.bias + logits
         ranked = self.rank(logits)
         if output.log_confidence is not None:
             logs, head = ranked.logs, output.log_confidence.cpu()[:, None]

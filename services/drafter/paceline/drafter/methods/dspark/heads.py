@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,8 @@ from torch.nn import functional as F
 from paceline.drafter.methods.dspark.config import DSparkConfig
 from paceline.drafter.methods.layers import linear
 from paceline.drafter.methods.vocabulary import DRAFT_TOKENS, draft_rows
+
+Head = TypeVar("Head", bound=nn.Module)
 
 
 class MarkovHead(nn.Module):
@@ -103,26 +106,26 @@ class ConfidenceHead(nn.Module):
 
 @dataclass(frozen=True)
 class HeadInput:
-    """Input of the heads for the next level of trees, R parents in all.
+    """Input of the heads for the next level of a tree with R parents.
 
     Attributes:
-        hidden: The backbone's hidden state of the level, ``[R, hidden]``.
-        before: The parents' tokens, int64 ``[R]``.
+        hidden: The backbone's hidden state of the level, ``[hidden]``.
+        before: The parents' tokens.
         state: Recurrent state of each path, ``[R, r]``; None at the first level.
     """
 
     hidden: Tensor
-    before: Tensor
+    before: list[int]
     state: Tensor | None
 
 
 @dataclass(frozen=True)
 class HeadOutput:
-    """Output of the heads.
+    """Output of the heads for one tree.
 
     Attributes:
         bias: Added to the logits, ``[R, V]`` or of drafted tokens alone; None: nothing.
-        state: Recurrent state for the next level, ``[R, r]``; None without a sequential head.
+        state: Recurrent state for the next level, ``[R, r]``; None without a recurrent head.
         log_confidence: Log probability that a token of the level is accepted, float32 ``[R]``; None
             without a confidence head.
     """
@@ -130,14 +133,6 @@ class HeadOutput:
     bias: Tensor | None
     state: Tensor | None
     log_confidence: Tensor | None
-
-    def split(self, counts: list[int]) -> list[HeadOutput]:
-        """Splits the rows into parts of ``counts``."""
-        columns = [
-            [None] * len(counts) if each is None else each.split(counts)
-            for each in (self.bias, self.state, self.log_confidence)
-        ]
-        return [HeadOutput(*parts) for parts in zip(*columns, strict=True)]
 
 
 class DSparkHeads:
@@ -151,30 +146,60 @@ class DSparkHeads:
         device: torch.device | str,
         int8: bool = False,
     ) -> None:
-        """Builds the heads from the folder's tensors; with ``int8``, W2 gets 8 bits."""
-        self._drafted = weights.get(DRAFT_TOKENS)
-        self._markov = MarkovHead(config) if config.markov_rank else None
-        self._confidence = ConfidenceHead(config) if config.confidence else None
-        for name, head in (("markov_head.", self._markov), ("confidence_head.", self._confidence)):
-            if head is not None:
-                head.to(device, dtype)
-                own = {n.removeprefix(name): t for n, t in weights.items() if n.startswith(name)}
-                head.load_state_dict(own)
-        if self._markov is not None:
-            self._w2 = linear([self._markov.markov_w2.weight], int8)
+        """Builds the heads from the folder's tensors; with ``int8``, W2 gets 8 bits.
+
+        On the CPU all but W2 is float32, the type of the kernels' logits: sums of two types are
+        slow there.
+        """
+        self._device = torch.device(device)
+        wide = torch.float32 if self._device.type == "cpu" else dtype
+        self._rows: Tensor | None = None
+        if DRAFT_TOKENS in weights:
+            tokens = torch.arange(config.vocab_size)
+            self._rows = draft_rows(weights[DRAFT_TOKENS].cpu(), tokens).to(device)
+        self._markov: MarkovHead | None = None
+        self._confidence: ConfidenceHead | None = None
+        if config.markov_rank:
+            self._markov = _loaded(MarkovHead(config), "markov_head.", weights).to(device, wide)
+            w2 = weights["markov_head.markov_w2.weight"]
+            self._w2 = linear([w2.to(device, dtype)], int8)
+        if config.confidence:
+            head = _loaded(ConfidenceHead(config), "confidence_head.", weights).to(device, wide)
+            self._confidence = head
 
     @torch.inference_mode()
     def forward(self, batch: Sequence[HeadInput]) -> list[HeadOutput]:
         """Runs the heads for one level of several trees, each of them at the same level."""
-        hidden = torch.cat([each.hidden for each in batch])
-        before = torch.cat([each.before for each in batch])
-        states = [each.state for each in batch if each.state is not None]
+        counts = [len(each.before) for each in batch]
+        tokens = [token for each in batch for token in each.before]
+        hidden = torch.stack([each.hidden for each in batch])
+        if len(batch) == 1:
+            hidden = hidden.expand(len(tokens), -1)
+        else:
+            hidden = hidden.repeat_interleave(torch.tensor(counts, device=self._device), 0)
         rows = bias = state = confidence = None
         if self._markov is not None:
-            rows = self._markov.markov_w1(draft_rows(self._drafted, before))
+            before = torch.tensor(tokens, device=self._device)
+            rows = self._markov.markov_w1(before if self._rows is None else self._rows[before])
+            hidden = hidden.to(rows.dtype)
+            states = [each.state for each in batch if each.state is not None]
             begin = torch.cat(states) if states else self._markov.begin(hidden)
-            state, features = self._markov.step(begin, rows, hidden)
+            after, features = self._markov.step(begin, rows, hidden)
+            state = after if self._markov.kind == "rnn" else None
             bias = self._w2(features)
         if self._confidence is not None:
             confidence = F.logsigmoid(self._confidence(hidden, rows).float())
-        return HeadOutput(bias, state, confidence).split([len(each.before) for each in batch])
+        if len(batch) == 1:
+            return [HeadOutput(bias, state, confidence)]
+        columns = (
+            [None] * len(batch) if each is None else each.split(counts)
+            for each in (bias, state, confidence)
+        )
+        return [HeadOutput(*parts) for parts in zip(*columns, strict=True)]
+
+
+def _loaded(head: Head, name: str, weights: Mapping[str, Tensor]) -> Head:
+    """The head with the tensors whose names begin with ``name``."""
+    own = {n.removeprefix(name): t for n, t in weights.items() if n.startswith(name)}
+    head.load_state_dict(own)
+    return head
