@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from paceline.client import Client, PacelineError
 
 from . import middleware
 from .body import AnyBody, read_request
+from .errors import ApiError
 from .keys import Keyring
 from .openapi import document
 from .options import GatewayOptions
@@ -74,22 +76,22 @@ class Gateway:
             client_max_size=options.max_body_bytes,
         )
         self.app.on_response_prepare.append(middleware.add_headers(options.cors_origins))
-        self.app.add_routes(
-            [
-                web.post("/v1/completions", self._completions),
-                web.post("/v1/chat/completions", self._chat),
-                web.post("/v1/responses", self._responses),
-                web.get("/v1/models", self._models),
-                web.get("/v1/models/{name:.+}", self._model),
-                web.post("/tokenize", self._tokenize),
-                web.post("/detokenize", self._detokenize),
-                web.get("/health", self._health),
-                web.get("/version", _version),
-                web.get("/openapi.json", _openapi),
-                web.get("/", _page),
-                web.get("/page/{file:.+}", _page),
-            ]
-        )
+        for method, path, handler in (
+            ("POST", "/v1/completions", self._completions),
+            ("POST", "/v1/chat/completions", self._chat),
+            ("POST", "/v1/responses", self._responses),
+            ("GET", "/v1/models", self._models),
+            ("GET", "/v1/models/{name:.+}", self._model),
+            ("POST", "/tokenize", self._tokenize),
+            ("POST", "/detokenize", self._detokenize),
+            ("GET", "/health", self._health),
+            ("GET", "/version", _version),
+            ("GET", "/openapi.json", _openapi),
+            ("GET", "/", _page),
+            ("GET", "/page/{file:.+}", _page),
+        ):
+            route = web.get if method == "GET" else web.post
+            self.app.add_routes([route(path, handler, expect_handler=_expect)])
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await self._read(request, CompletionRequest)
@@ -157,6 +159,19 @@ class Gateway:
 
     async def _read(self, request: web.Request, kind: type[AnyBody]) -> AnyBody:
         return await read_request(request, kind, strict=self._options.strict)
+
+
+async def _expect(request: web.Request) -> None:
+    """Answer the Expect header. aiohttp's own answer repeats its bytes, which may not be text."""
+    if request.version != HttpVersion11:
+        return
+    if request.headers["Expect"].lower() != "100-continue":
+        error = ApiError(417, "unknown Expect header, expected 100-continue or none")
+        raise web.HTTPExpectationFailed(
+            text=json.dumps(error.body), content_type="application/json"
+        )
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    request.writer.output_size = 0
 
 
 async def _version(request: web.Request) -> web.StreamResponse:
