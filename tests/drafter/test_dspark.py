@@ -75,6 +75,12 @@ def test_trees_equal_a_dense_beam_search(pair: tuple[Path, Path], widths: str) -
         check_tree(tree, expected)
 
 
+def test_weights_in_bfloat16_draft(pair: tuple[Path, Path]) -> None:
+    drafter = load(*pair, widths="2", weights="bfloat16")
+    states = made_up_states(drafter.shape, 29)
+    assert start(drafter, text_of(30, 1), states).draft(Budget(8, 2))
+
+
 def test_weights_of_8_bits_draft_about_the_same(tmp_path: Path) -> None:
     target = write_model(tmp_path / "target", hidden_size=64, head_dim=32)
     folder = write_dspark(

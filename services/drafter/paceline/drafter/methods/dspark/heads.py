@@ -152,7 +152,7 @@ class DSparkHeads:
         slow there.
         """
         self._device = torch.device(device)
-        wide = torch.float32 if self._device.type == "cpu" else dtype
+        self._dtype = torch.float32 if self._device.type == "cpu" else dtype
         self._rows: Tensor | None = None
         if DRAFT_TOKENS in weights:
             tokens = torch.arange(config.vocab_size)
@@ -160,11 +160,15 @@ class DSparkHeads:
         self._markov: MarkovHead | None = None
         self._confidence: ConfidenceHead | None = None
         if config.markov_rank:
-            self._markov = _loaded(MarkovHead(config), "markov_head.", weights).to(device, wide)
+            self._markov = _loaded(MarkovHead(config), "markov_head.", weights).to(
+                device, self._dtype
+            )
             w2 = weights["markov_head.markov_w2.weight"]
             self._w2 = linear([w2.to(device, dtype)], int8)
         if config.confidence:
-            head = _loaded(ConfidenceHead(config), "confidence_head.", weights).to(device, wide)
+            head = _loaded(ConfidenceHead(config), "confidence_head.", weights).to(
+                device, self._dtype
+            )
             self._confidence = head
 
     @torch.inference_mode()
@@ -172,7 +176,7 @@ class DSparkHeads:
         """Runs the heads for one level of several trees, each of them at the same level."""
         counts = [len(each.before) for each in batch]
         tokens = [token for each in batch for token in each.before]
-        hidden = torch.stack([each.hidden for each in batch])
+        hidden = torch.stack([each.hidden for each in batch]).to(self._dtype)
         if len(batch) == 1:
             hidden = hidden.expand(len(tokens), -1)
         else:
@@ -181,7 +185,6 @@ class DSparkHeads:
         if self._markov is not None:
             before = torch.tensor(tokens, device=self._device)
             rows = self._markov.markov_w1(before if self._rows is None else self._rows[before])
-            hidden = hidden.to(rows.dtype)
             states = [each.state for each in batch if each.state is not None]
             begin = torch.cat(states) if states else self._markov.begin(hidden)
             after, features = self._markov.step(begin, rows, hidden)
