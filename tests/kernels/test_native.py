@@ -57,6 +57,7 @@ def test_without_a_compiler_torch_does_it(
     assert isinstance(row_kernels("cpu"), TorchRows)
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize("level", [*_compile.levels_here(), "none"])
@@ -96,6 +97,7 @@ def test_a_home_that_cannot_be_written_is_no_obstacle(
     assert os.access(folder, os.W_OK)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_level_that_differs_from_plain_c_is_not_used(
     fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -115,6 +117,7 @@ def test_a_level_that_differs_from_plain_c_is_not_used(
     assert f"level {broken} are not used: int8 differs from plain C" in caplog.text
 
 
+@pytest.mark.slow
 @needs_compiler
 @x86_only
 def test_libraries_compiled_ahead_need_no_compiler(
@@ -129,6 +132,7 @@ def test_libraries_compiled_ahead_need_no_compiler(
         assert (_native.cpu_kernels().level, _native.cpu_kernels().origin) == (level, "the wheel")
 
 
+@pytest.mark.slow
 @needs_compiler
 @x86_only
 def test_a_library_that_cannot_be_loaded_is_compiled_again(fresh: Path) -> None:

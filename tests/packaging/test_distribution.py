@@ -92,6 +92,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Distribution:
     )
 
 
+@pytest.mark.slow
 def test_every_package_is_there_and_typed(built: Distribution) -> None:
     inside = names(built.pure)
     packages = {name.split("/")[1] for name in inside if name.count("/") > 1}
@@ -112,17 +113,20 @@ def test_every_package_is_there_and_typed(built: Distribution) -> None:
     assert "paceline/__init__.py" not in inside, "the namespace would be closed to others"
 
 
+@pytest.mark.slow
 def test_the_sdist_builds_the_same_wheel(built: Distribution) -> None:
     assert built.sdist.stat().st_size < 8 << 20
     sources = {name for name in names(built.wheel) if not name.startswith(PREBUILT)}
     assert sources == names(built.pure)
 
 
+@pytest.mark.slow
 def test_without_a_compiler_the_wheel_is_for_every_platform(built: Distribution) -> None:
     assert built.pure.name.endswith("-py3-none-any.whl")
 
 
 @compiles
+@pytest.mark.slow
 def test_a_wheel_with_kernels_is_for_its_platform(built: Distribution) -> None:
     assert built.wheel.name.endswith("-py3-none-linux_x86_64.whl")
     libraries = {name for name in names(built.wheel) if name.startswith(PREBUILT)}
@@ -130,6 +134,7 @@ def test_a_wheel_with_kernels_is_for_its_platform(built: Distribution) -> None:
     assert levels == ["amx", "avx2", "avx512", "avx512vnni", "avxvnni"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "origin"),
     [pytest.param("wheel", "the wheel", marks=compiles), ("pure", "no C compiler")],
