@@ -46,7 +46,7 @@ levels: setup
 	set -e; for level in $(LEVELS); do \
 	    PACELINE_CPU_LEVEL=$$level $(BIN)/python -m pytest --numprocesses 2 --dist loadfile \
 	        tests/decoder tests/drafter/test_lm.py tests/drafter/test_lm_kv.py \
-	        tests/drafter/test_lm_budget.py \
+	        tests/drafter/test_lm_budget.py tests/drafter/test_dspark.py \
 	        tests/verifier/test_engine.py tests/verifier/test_identity.py; \
 	done
 

@@ -148,11 +148,12 @@ class DSparkHeads:
     ) -> None:
         """Builds the heads from the folder's tensors; with ``int8``, W2 gets 8 bits.
 
-        On the CPU all but W2 is float32, the type of the kernels' logits: sums of two types are
-        slow there.
+        On the CPU they are float32, the type of the kernels' logits: sums of two types are slow.
         """
         self._device = torch.device(device)
-        self._dtype = torch.float32 if self._device.type == "cpu" else dtype
+        if self._device.type == "cpu":
+            dtype = torch.float32
+        self._dtype = dtype
         self._rows: Tensor | None = None
         if DRAFT_TOKENS in weights:
             tokens = torch.arange(config.vocab_size)
@@ -160,16 +161,11 @@ class DSparkHeads:
         self._markov: MarkovHead | None = None
         self._confidence: ConfidenceHead | None = None
         if config.markov_rank:
-            self._markov = _loaded(MarkovHead(config), "markov_head.", weights).to(
-                device, self._dtype
-            )
-            w2 = weights["markov_head.markov_w2.weight"]
-            self._w2 = linear([w2.to(device, dtype)], int8)
+            self._markov = _loaded(MarkovHead(config), "markov_head.", weights).to(device, dtype)
+            self._w2 = linear([self._markov.markov_w2.weight], int8)
         if config.confidence:
-            head = _loaded(ConfidenceHead(config), "confidence_head.", weights).to(
-                device, self._dtype
-            )
-            self._confidence = head
+            head = _loaded(ConfidenceHead(config), "confidence_head.", weights)
+            self._confidence = head.to(device, dtype)
 
     @torch.inference_mode()
     def forward(self, batch: Sequence[HeadInput]) -> list[HeadOutput]:
