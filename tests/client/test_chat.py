@@ -108,6 +108,7 @@ async def test_commands(tmp_path: Path) -> None:
         *("no drafter x", "no command /what", "/quit"),
     ):
         assert said in screen
+    assert "\ndrafters: none (chosen)\n" in screen
 
 
 async def test_a_model_without_a_template_is_said() -> None:

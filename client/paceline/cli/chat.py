@@ -234,7 +234,8 @@ class Chat:
         self._console.print("drafters:", style="dim", end="")
         for name in (*self._drafters, "none"):
             style = "dim" if name == "none" else self._style(name)
-            self._console.print(f" {name}{' (chosen)' if name == chosen else ''}", style, end="")
+            mark = " (chosen)" if name == chosen else ""
+            self._console.print(f" {name}{mark}", style=style, end="")
         self._console.print()
 
     def _choose(self, name: str) -> None:
