@@ -31,8 +31,10 @@ smollm2: setup
 	$(BIN)/paceline fetch smollm2
 
 # Files of tests go to two workers: most tests wait for one process to start, or run one thread.
+# Tests of client libraries have a target of their own, which installs these.
 test: setup
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder \
+	    --ignore tests/clients
 
 # What `make test` leaves out because it takes long by nature.
 test-slow: setup
