@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from paceline.cli.conversation import Conversation, TooLongError
+from paceline.cli.drafter import load_arguments
 from paceline.cli.errors import exit_with
 from paceline.cli.generate import (
     add_client_arguments,
@@ -91,8 +92,7 @@ def _services(args: argparse.Namespace, console: Console) -> Iterator[None]:
     if args.model is None:
         yield
         return
-    own = [f"--target={args.model}", f"--target-weights={args.weights}"]
-    loads = [f"--load={spec}" for spec in args.load or ()] or own
+    loads = load_arguments(args.load or (), args.model, args.weights)
     verifier = [f"--target={args.model}", f"--weights={args.weights}"]
     with ExitStack() as stack:
         with console.status(f"Loading {args.model} ..."):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,6 +127,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="use TLS and trust these roots when reading KV; --tls-cert is the client certificate",
     )
     add_process_arguments(parser, DRAFTER_ADDRESS)
+
+
+def load_arguments(specs: Iterable[str], model: Path, weights: str) -> list[str]:
+    """Arguments of `paceline drafter` that load `specs`; if empty, what suits the target.
+
+    Args:
+        specs: Drafters, as of `--load`.
+        model: The target of the verifier beside it.
+        weights: `--weights` of that verifier.
+    """
+    loads = [f"--load={spec}" for spec in specs]
+    return loads or [f"--target={model}", f"--target-weights={weights}"]
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from paceline.cli.drafter import load_arguments
 from paceline.cli.errors import CommandError
 from paceline.cli.gateway import GATEWAY_ADDRESS
 from paceline.cli.service_process import (
@@ -126,8 +127,7 @@ def _drafter_arguments(args: argparse.Namespace, model: Path) -> list[str]:
     device = args.drafter_device
     if device is None:
         device = "cpu" if args.share_weights or args.device == "cpu" else "auto"
-    own = [f"--target={model}", f"--target-weights={args.weights or 'auto'}"]
-    loads = [f"--load={spec}" for spec in args.drafter or ()] or own
+    loads = load_arguments(args.drafter or (), model, args.weights or "auto")
     arguments = [*loads, f"--device={device}", *_arguments(args, ("record",)), *_common(args, 1)]
     if args.tls_cert is not None:
         # Both serve with this certificate: the drafter trusts it when it reads the verifier's KV.

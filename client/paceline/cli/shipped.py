@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paceline.decoder import ModelSource
 
 _METHODS = ("longspec", "dspark", "lm")
 """Methods with trained weights, the preferred one first where no accepted length is noted. Folders
@@ -19,8 +23,8 @@ def drafters_for(target: Path, device: str = "cpu", weights: str = "auto") -> li
 
     Trained drafters look up earlier text first; native CPU kernels run them in 8 bits. Without any,
     `ngram` and `selfspec` with the target's own weights in 4 bits. A large target in bfloat16 or
-    float32 on a CPU has `selfspec` first: a step in 4 bits takes a third of its own, and drafts
-    what no trained drafter does. Imports torch.
+    float32 on a CPU has `selfspec` first: a step in 4 bits takes a third of the time and usually
+    has the same token. Imports torch.
 
     Args:
         target: Hugging Face folder or GGUF file.
@@ -34,8 +38,10 @@ def drafters_for(target: Path, device: str = "cpu", weights: str = "auto") -> li
         OSError: There is no such model.
         LoadError: A folder in `models` is damaged.
     """
+    from paceline.decoder import open_model
     from paceline.kernels import cpu_kernels
 
+    model = open_model(target)
     native = device == "cpu" and cpu_kernels().library is not None
 
     def described(folder: Path) -> str:
@@ -48,21 +54,18 @@ def drafters_for(target: Path, device: str = "cpu", weights: str = "auto") -> li
             options += f",target={target}"
         return f"{folder.name}={folder.name}:{folder},{options}"
 
-    found = sorted(_fitting(target), key=_accepted_length, reverse=True)
+    found = sorted(_fitting(target, model), key=_accepted_length, reverse=True)
     trained = [described(folder) for folder in found]
     own = f"selfspec=selfspec:{target},weights=int4"
-    if native and _is_wide(target, weights):
+    if native and _is_wide(model, weights):
         return [f"{own},lookup=true", *trained, "ngram=ngram"]
     return [*trained, "ngram=ngram"] if trained else ["ngram=ngram", own]
 
 
-def _is_wide(target: Path, weights: str) -> bool:
+def _is_wide(model: ModelSource, weights: str) -> bool:
     """Whether a target on the CPU has many bytes of weights that are not quantised."""
     import torch
 
-    from paceline.decoder import open_model
-
-    model = open_model(target)
     wide = model.config(weights).weights in ("bfloat16", "float32")
     return wide and model.weight_bytes >= _LARGE and not torch.cuda.is_available()
 
@@ -81,19 +84,18 @@ def _accepted_length(folder: Path) -> float:
     return float(training.get("accepted_length", 0.0))
 
 
-def _fitting(target: Path) -> Iterator[Path]:
+def _fitting(target: Path, model: ModelSource) -> Iterator[Path]:
     """Folders of drafters that fit the target, whatever format it has.
 
     What takes time, digests of weights and tokenizer, is read only if the vocabularies are equal.
     """
-    from paceline.decoder import open_model
     from paceline.drafter.methods.base import LoadError
     from paceline.drafter.methods.checkpoint import check_target, read_fit
 
     models = models_folder()
     if models is None:
         return
-    vocab_size = open_model(target).config().vocab_size
+    vocab_size = model.config().vocab_size
     for method in _METHODS:
         for file in sorted(models.glob(f"*/{method}/config.json")):
             fit = read_fit(file.parent)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,22 +77,23 @@ class Gateway:
             client_max_size=options.max_body_bytes,
         )
         self.app.on_response_prepare.append(middleware.add_headers(options.cors_origins))
-        for method, path, handler in (
-            ("POST", "/v1/completions", self._completions),
-            ("POST", "/v1/chat/completions", self._chat),
-            ("POST", "/v1/responses", self._responses),
-            ("GET", "/v1/models", self._models),
-            ("GET", "/v1/models/{name:.+}", self._model),
-            ("POST", "/tokenize", self._tokenize),
-            ("POST", "/detokenize", self._detokenize),
-            ("GET", "/health", self._health),
-            ("GET", "/version", _version),
-            ("GET", "/openapi.json", _openapi),
-            ("GET", "/", _page),
-            ("GET", "/page/{file:.+}", _page),
-        ):
-            route = web.get if method == "GET" else web.post
-            self.app.add_routes([route(path, handler, expect_handler=_expect)])
+        get, post = (partial(route, expect_handler=_expect) for route in (web.get, web.post))
+        self.app.add_routes(
+            [
+                post("/v1/completions", self._completions),
+                post("/v1/chat/completions", self._chat),
+                post("/v1/responses", self._responses),
+                get("/v1/models", self._models),
+                get("/v1/models/{name:.+}", self._model),
+                post("/tokenize", self._tokenize),
+                post("/detokenize", self._detokenize),
+                get("/health", self._health),
+                get("/version", _version),
+                get("/openapi.json", _openapi),
+                get("/", _page),
+                get("/page/{file:.+}", _page),
+            ]
+        )
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await self._read(request, CompletionRequest)

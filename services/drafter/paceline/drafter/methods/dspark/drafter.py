@@ -104,7 +104,7 @@ class DSparkSequence(BeamSequence):
         beam, parents = self.tree, self.tree.frontier
         logits = self._logits[beam.level].expand(len(parents), -1)
         if output.bias is not None:
-            logits = output.bias + logits
+            logits = logits + output.bias
         ranked = self.rank(logits)
         if output.log_confidence is not None:
             logs, head = ranked.logs, output.log_confidence.cpu()[:, None]

@@ -172,11 +172,9 @@ class DSparkHeads:
         """Runs the heads for one level of several trees, each of them at the same level."""
         counts = [len(each.before) for each in batch]
         tokens = [token for each in batch for token in each.before]
-        hidden = torch.stack([each.hidden for each in batch]).to(self._dtype)
-        if len(batch) == 1:
-            hidden = hidden.expand(len(tokens), -1)
-        else:
-            hidden = hidden.repeat_interleave(torch.tensor(counts, device=self._device), 0)
+        hidden = torch.cat(
+            [each.hidden.expand(count, -1) for each, count in zip(batch, counts, strict=True)]
+        ).to(self._dtype)
         rows = bias = state = confidence = None
         if self._markov is not None:
             before = torch.tensor(tokens, device=self._device)
@@ -188,8 +186,6 @@ class DSparkHeads:
             bias = self._w2(features)
         if self._confidence is not None:
             confidence = F.logsigmoid(self._confidence(hidden, rows).float())
-        if len(batch) == 1:
-            return [HeadOutput(bias, state, confidence)]
         columns = (
             [None] * len(batch) if each is None else each.split(counts)
             for each in (bias, state, confidence)
