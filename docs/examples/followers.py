@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.drafter.builders import grow
 from paceline.drafter.methods.base import (
     Budget,
     Drafter,
@@ -19,9 +18,11 @@ from paceline.drafter.methods.base import (
     Generation,
     Resources,
     Update,
+    check_range,
+    grow,
+    parse_options,
     refuse_folder,
 )
-from paceline.drafter.methods.options import check_range, parse_options
 from paceline.tree import TokenTree
 
 
@@ -80,7 +81,6 @@ class FollowersDrafter(Drafter):
     """A loaded version: the settings. There are no weights."""
 
     method = "followers"
-    inline = True
 
     def __init__(self, options: FollowersOptions) -> None:
         self._options = options

@@ -46,7 +46,7 @@ from paceline.drafter.methods import method_class, method_names
 for module in MEASUREMENTS:
     importlib.import_module(f"paceline.bench.gpu.{module}")
 build_parser([command for command in COMMANDS if command.name in ("verifier", "drafter")])
-for name in ("verifier", "drafter", "client", "harness", "verifier.kv.pool", "kv.cuda_memory"):
+for name in ("verifier", "drafter", "client", "harness", "verifier.kv.pool", "kv.cuda"):
     importlib.import_module(f"paceline.{name}")
 for name in method_names():
     method_class(name)

@@ -11,7 +11,7 @@ from gguf_files import write_gguf
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline.bench.models import Models
-from paceline.cli.errors import CommandError
+from paceline.cli.command import CommandError
 
 
 @pytest.mark.parametrize(("weights", "kept"), [(["int4"], True), (["bfloat16", "int8"], False)])

@@ -49,15 +49,15 @@ def services() -> Iterator[Services]:
 class Unending(MockTransport):
     """Emits the first token of each text, and nothing more."""
 
-    def verify(self) -> Any:
+    def generate(self) -> Any:
         return _Silent()
 
 
 class _Silent:
-    async def write(self, request: verifier_pb2.VerifyRequest) -> None:
+    async def write(self, request: verifier_pb2.GenerateRequest) -> None:
         pass
 
-    async def read(self) -> verifier_pb2.VerifyResponse:
+    async def read(self) -> verifier_pb2.GenerateResponse:
         await asyncio.Event().wait()
         raise AssertionError
 

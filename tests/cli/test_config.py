@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.config import expand
-from paceline.cli.errors import CommandError
+from paceline.cli.command import CommandError, expand_config
 from paceline.cli.main import main
 
 FILE = """
@@ -38,19 +37,22 @@ VERIFIER = ["--target=a b", "--kv-bytes=1GiB", "--lease-seconds=2.5", "--share-w
     ],
 )
 def test_tables_become_arguments(words: list[str], becomes: list[str], config: Path) -> None:
-    assert expand([*words, "--config", str(config)]) == becomes
-    assert expand([words[0], f"--config={config}", "--threads=1"]) == [*becomes, "--threads=1"]
+    assert expand_config([*words, "--config", str(config)]) == becomes
+    assert expand_config([words[0], f"--config={config}", "--threads=1"]) == [
+        *becomes,
+        "--threads=1",
+    ]
 
 
 def test_the_command_line_overrides_the_file(config: Path) -> None:
     words = ["serve", "--target", "t", "--config", str(config), "--drafter=ngram"]
-    assert expand(words) == ["serve", *VERIFIER[1:], "--target", "t", "--drafter=ngram"]
+    assert expand_config(words) == ["serve", *VERIFIER[1:], "--target", "t", "--drafter=ngram"]
 
 
 def test_other_commands_read_no_file(config: Path) -> None:
     words = ["generate", "--config", str(config)]
-    assert expand(words) == words
-    assert expand(["serve", "--target=t"]) == ["serve", "--target=t"]
+    assert expand_config(words) == words
+    assert expand_config(["serve", "--target=t"]) == ["serve", "--target=t"]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +69,7 @@ def test_invalid_files_are_refused(text: str, message: str, tmp_path: Path) -> N
     path = tmp_path / "c.toml"
     path.write_text(text)
     with pytest.raises(CommandError, match=message):
-        expand(["serve", "--config", str(path)])
+        expand_config(["serve", "--config", str(path)])
 
 
 def test_a_missing_file_ends_the_command(capsys: pytest.CaptureFixture[str]) -> None:

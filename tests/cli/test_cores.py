@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.cores import default_threads
+from paceline.cli.service_process import default_threads
 
 
 def describe(root: Path, nodes: list[str], siblings: dict[int, str]) -> Path:

@@ -33,7 +33,7 @@ def load(services: tuple[str, str], prompts: Path, *words: str) -> int:
 def listed(services: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> dict[str, float]:
     """Share of each version."""
     assert main(["drafters", "list", "--address", services[1], "--json"]) == 0
-    infos = json.loads(capsys.readouterr().out)
+    infos = json.loads(capsys.readouterr().out)["drafters"]
     return {f"{info['name']}@{info['version']}": info["traffic_share"] for info in infos}
 
 

@@ -23,7 +23,7 @@ def listed(
     registry: ServiceProcess, capsys: pytest.CaptureFixture[str]
 ) -> dict[tuple[str, str], dict[str, object]]:
     assert drafters(registry, "list", "--json") == 0
-    return {(d["name"], d["version"]): d for d in json.loads(capsys.readouterr().out)}
+    return {(d["name"], d["version"]): d for d in json.loads(capsys.readouterr().out)["drafters"]}
 
 
 def test_a_version_is_loaded_activated_and_unloaded(
@@ -66,6 +66,8 @@ def test_the_table_shows_what_is_loaded(
     table = capsys.readouterr().out
     assert "main (default)" in table
     assert "100%" in table
+    for column in ("rounds", "accepted", "draft", "state"):
+        assert column in table
 
 
 def test_loading_with_activate_and_options(
@@ -142,21 +144,3 @@ def test_an_option_needs_a_value(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["drafters", "load", "x", "ngram", "--option", "nodes"])
     assert "is not KEY=VALUE" in capsys.readouterr().err
-
-
-def test_a_canary_is_started_and_shown(
-    registry: ServiceProcess, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert drafters(registry, "load", "new", "ngram") == 0
-    assert drafters(registry, "load", "new", "ngram") == 0
-    assert drafters(registry, "canary", "new", "2", "--share", "0.2", "--confidence", "0.9") == 0
-    capsys.readouterr()
-    assert drafters(registry, "canaries", "--json") == 0
-    (canary,) = json.loads(capsys.readouterr().out)
-    assert (canary["name"], canary["canary"], canary["baseline"]) == ("new", "2", "1")
-    assert canary["settings"]["confidence"] == 0.9
-    assert listed(registry, capsys)["new", "2"]["traffic_share"] == 0.2
-    assert drafters(registry, "unload", "new") == 0
-    capsys.readouterr()
-    assert drafters(registry, "canaries") == 0
-    assert "cancelled" in capsys.readouterr().out

@@ -54,7 +54,6 @@ def test_client_commands_need_no_extra(name: str) -> None:
     ("words", "extra"),
     [
         (["verifier", "--target", "x"], "server"),
-        (["trace", "x"], "telemetry"),
         (["drafter", "--load", "ngram"], "server"),
         (["train", "target", "--work", "x"], "train"),
     ],

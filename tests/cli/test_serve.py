@@ -17,6 +17,9 @@ import pytest
 
 from .conftest import eventually, serving
 
+OPTION = "--no-prefix-caching"
+"""An option of the verifier."""
+
 
 class Serve:
     """A running `paceline serve`."""
@@ -93,7 +96,7 @@ def test_one_signal_ends_all(serve: Callable[..., Serve]) -> None:
         port = one.getsockname()[1]
         other.bind(("127.0.0.1", port + 1))
     metrics = f"--metrics-address=127.0.0.1:{port}"
-    running = serve("--drafter", "ngram", "--drafter", "other=ngram", metrics)
+    running = serve("--drafter", "ngram", "--drafter", "other=ngram", metrics, OPTION)
     addresses = running.addresses()
     assert len(addresses) == 3
     assert all(serving(address) for address in addresses[:2])
@@ -103,6 +106,7 @@ def test_one_signal_ends_all(serve: Callable[..., Serve]) -> None:
         with urllib.request.urlopen(url, timeout=60) as response:
             assert name in response.read()
     children = [running.child(kind) for kind in ("verifier", "drafter", "gateway")]
+    assert OPTION in children[0].cmdline()
     running.process.send_signal(signal.SIGTERM)
     assert running.process.wait(300) == 0, running.log.read_text()
     assert not any(child.is_running() for child in children)
@@ -180,10 +184,23 @@ def test_both_end_when_the_command_is_killed(serve: Callable[..., Serve]) -> Non
 def test_the_drafter_trusts_the_verifiers_certificate(
     serve: Callable[..., Serve], short_folder: Path
 ) -> None:
-    """So that it can read the verifier's KV over TLS. Ctrl-C ends it too."""
+    """So that it can join the verifier over TLS. Ctrl-C ends it too."""
     cert, key = short_folder / "cert", short_folder / "key"
     curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
-    command = ["openssl", "req", "-x509", *curve, "-subj", "/CN=x", "-keyout", key, "-out", cert]
+    names = ("-addext", "subjectAltName=DNS:localhost")
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        *curve,
+        "-subj",
+        "/CN=x",
+        *names,
+        "-keyout",
+        key,
+        "-out",
+        cert,
+    ]
     subprocess.run(command, check=True, capture_output=True)
     running = serve(f"--tls-cert={cert}", f"--tls-key={key}")
     running.addresses()

@@ -8,8 +8,8 @@ import pytest
 from gguf_files import write_gguf
 
 from paceline.cli import shipped
+from paceline.drafter.methods.checkpoint import TargetRef
 from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel, save_dspark
-from paceline.drafter.methods.target import TargetRef
 from paceline.kernels import cpu_kernels
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from paceline.cli import waterfall
+from paceline.cli import trace
 from paceline.cli.main import main
+from paceline.client import RoundStats, Stats
 
 MS = 1_000_000
 
@@ -53,22 +54,35 @@ def write(file: Path, *exports: list[Any]) -> Path:
 
 
 def test_time_is_split_into_parts(tmp_path: Path) -> None:
-    found = waterfall.rows(waterfall.read_spans(write(tmp_path / "f", CLIENT)))
+    found = trace.rows_of_spans(trace.read_spans(write(tmp_path / "f", CLIENT)))
     prefill, first, cut = found
     assert (prefill.label, first.label, cut.label) == ("prefill", "1", "cut short")
     assert prefill.parts == (("transport", 1), ("queue", 2), ("verify", 6), ("transport", 1))
     assert first.parts == (
         *(("transport", 1), ("queue", 1), ("draft", 3), ("transport", 1)),
-        ("client", 1),
+        ("other", 1),
         *(("transport", 1.5), ("queue", 0.5), ("verify", 7.5), ("transport", 1.5)),
     )
     assert (first.begins, first.total, cut.total) == (12, 18, 2)
     assert (first.drafted, first.accepted, first.emitted) == (8, 3, 4)
 
 
+def test_the_verifiers_times_do_as_well() -> None:
+    stats = Stats(first_token_ms=8.0, prefill_ms=6.0)
+    stats.add(RoundStats(8, 3, 4, round_ms=10, draft_ms=3, verify_ms=4, queue_ms=2))
+    stats.add(RoundStats(0, 0, 5, round_ms=20, draft_ms=0, verify_ms=20, queue_ms=0, steps=5))
+    prefill, first, plain = trace.rows_of_stats(stats)
+    assert prefill.parts == (("transport", 2), ("verify", 6))
+    assert first.parts == (("draft", 3), ("transport", 1), ("queue", 2), ("verify", 4))
+    assert plain.parts == (("verify", 20),)
+    assert [row.begins for row in (prefill, first, plain)] == [0, 8, 18]
+    assert [row.label for row in (prefill, first, plain)] == ["prefill", "1", "2 (5 steps)"]
+    assert (first.drafted, first.accepted, first.emitted, plain.emitted) == (8, 3, 4, 5)
+
+
 def test_spans_of_services_split_the_transport_time(tmp_path: Path) -> None:
-    spans = waterfall.read_spans(write(tmp_path / "f", SERVICES, CLIENT))
-    _, first, _ = waterfall.rows(spans)
+    spans = trace.read_spans(write(tmp_path / "f", SERVICES, CLIENT))
+    _, first, _ = trace.rows_of_spans(spans)
     assert first.parts[-4:] == (
         *(("transport", 0.5), ("queue", 0.5), ("verify", 7.5), ("transport", 2.5)),
     )
@@ -76,8 +90,8 @@ def test_spans_of_services_split_the_transport_time(tmp_path: Path) -> None:
 
 def test_the_newest_generation_is_shown(tmp_path: Path) -> None:
     older = [dict(each, traceId="t0", startTimeUnixNano="-5") for each in CLIENT]
-    spans = waterfall.read_spans(write(tmp_path / "f", CLIENT, older))
-    assert len(waterfall.rows(spans)) == 3
+    spans = trace.read_spans(write(tmp_path / "f", CLIENT, older))
+    assert len(trace.rows_of_spans(spans)) == 3
 
 
 def test_terminal_and_page_show_the_same(

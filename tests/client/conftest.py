@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.client import Client, DraftOptions, RetryOptions
+from paceline.client import Client, RetryOptions
 
 from .world import World, running
 
@@ -14,27 +14,12 @@ async def world(short_folder: Path) -> AsyncIterator[World]:
         yield world
 
 
-def quick_client(world: World, *, adaptive: bool, timeout: float = 60.0) -> Client:
-    """A client of both fakes that retries quickly, and gives trees `timeout` seconds."""
-    return Client(
-        *world.addresses,
-        cache_dir=None,
-        retry=RetryOptions(budget=60, first_delay=0.005, longest_delay=0.05),
-        drafting=DraftOptions(
-            timeout=timeout, first_delay=0.01, longest_delay=0.05, adaptive=adaptive
-        ),
-    )
+QUICK = RetryOptions(budget=60, first_delay=0.005, longest_delay=0.05)
+"""Quick retries, of which there may be many."""
 
 
 @pytest.fixture
 async def client(world: World) -> AsyncIterator[Client]:
-    """A client that drafts where it pays."""
-    async with quick_client(world, adaptive=True) as client:
-        yield client
-
-
-@pytest.fixture
-async def eager(world: World) -> AsyncIterator[Client]:
-    """A client that drafts in every round, and waits for each tree however busy the machine is."""
-    async with quick_client(world, adaptive=False) as client:
+    """A client of both fakes, whose drafter service joins with the first generation."""
+    async with Client(*world.addresses, cache_dir=None, retry=QUICK) as client:
         yield client

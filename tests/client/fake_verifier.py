@@ -11,13 +11,20 @@ from typing import Any
 
 import grpc
 
-from paceline.v1 import sampling_pb2, verifier_pb2, verifier_pb2_grpc
+from paceline.v1 import (
+    drafter_pb2,
+    sampling_pb2,
+    tree_pb2,
+    verifier_pb2,
+    verifier_pb2_grpc,
+)
 
-from .fake_target import DIGEST, END, TOKENIZER, next_token
+from .fake_target import DIGEST, END, TOKENIZER, continuation, next_token
 from .statuses import status
 
 Fault = grpc.StatusCode | grpc.Status | str
-"""A status, "reset": the connection breaks, or "end": the stream ends."""
+"""A status, "reset": the connection breaks, "end": the stream ends, or "restart": a reset by a
+process that loses its caches."""
 
 
 @dataclass
@@ -26,28 +33,48 @@ class Cache:
 
     tokens: list[int]
     request: verifier_pb2.CreateCacheRequest
-    emitted: int
-    round_id: int = 0
-    round_result: verifier_pb2.RoundResult = field(default_factory=verifier_pb2.RoundResult)
-    round_answer: verifier_pb2.VerifyResponse | None = None
+    position: int
+    """Output tokens of the generation so far."""
+    finish_reason: int = 0
+    streams: int = 0
+    emitted: verifier_pb2.RoundResult = field(default_factory=verifier_pb2.RoundResult)
+    """All that this cache has emitted."""
 
-    def step(self) -> tuple[int, int]:
-        """Emits one token; returns it and the finish reason."""
+    def step(self, result: verifier_pb2.RoundResult) -> int:
+        """Emits one token into a result; returns it."""
         token = next_token(self.tokens, self.request.sampling.seed)
         self.tokens.append(token)
-        self.emitted += 1
+        self.position += 1
         if token in self.request.stop_token_ids:
-            return token, sampling_pb2.FINISH_REASON_STOP
-        if self.emitted >= self.request.max_new_tokens:
-            return token, sampling_pb2.FINISH_REASON_LENGTH
-        return token, sampling_pb2.FINISH_REASON_UNSPECIFIED
+            self.finish_reason = sampling_pb2.FINISH_REASON_STOP
+        elif self.position >= self.request.max_new_tokens:
+            self.finish_reason = sampling_pb2.FINISH_REASON_LENGTH
+        for each in (result, self.emitted):
+            each.tokens.append(token)
+            each.finish_reason = self.finish_reason  # type: ignore[assignment]
+            each.committed_length = len(self.tokens) - 1
+            if self.request.logprobs or self.request.top_logprobs:
+                each.logprobs.append(-float(token))
+            if self.request.top_logprobs:
+                top = [token, *range(self.request.top_logprobs - 1)]
+                each.top_logprobs.add(tokens=top, logprobs=[-float(t) for t in top])
+        return token
+
+    def after(self, position: int) -> verifier_pb2.RoundResult:
+        """What was emitted after a position."""
+        result = verifier_pb2.RoundResult()
+        result.CopyFrom(self.emitted)
+        known = len(self.emitted.tokens) - (self.position - position)
+        for values in (result.tokens, result.logprobs, result.top_logprobs):
+            del values[:known]
+        return result
 
 
 class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
     """Implements the contract of the real one, with faults.
 
-    `fault(round_id, messages)` is called before each response with the number of responses sent in
-    this round.
+    `fault(position)` is called before each response with its tokens emitted, which a fault loses,
+    and returns the fault or None.
     """
 
     def __init__(self) -> None:
@@ -55,6 +82,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         self.made = 0
         self.instance = "first"
         self.fingerprint = "f" * 64
+        self.next_fingerprint = ""
         self.batch_invariant = True
         self.numerics = "portable"
         self.draining = False
@@ -66,57 +94,47 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         self.retry_after: float | None = 0.01
         self.step_seconds = 0.0
         self.renewals = 0
-        self.strays = False
         self.create_faults: list[grpc.Status] = []
+        self.start_fault: grpc.StatusCode | None = None
         self.release_faults: list[grpc.StatusCode] = []
-        self.arrival = asyncio.Condition()
-        self.rounds: list[verifier_pb2.VerifyRequest] = []
+        self.changed = asyncio.Condition()
+        self.starts: list[verifier_pb2.GenerateStart] = []
         self.creates: list[verifier_pb2.CreateCacheRequest] = []
         self.models_asked: list[verifier_pb2.GetModelRequest] = []
         self.metadata: list[dict[str, str]] = []
         self.clients: list[tuple[str, str]] = []
-        self.lease_ms = 30_000
+        self.joined: list[verifier_pb2.JoinedService] = []
+        self.granted = 0
+        self.steps = 0
+        self.pauses = 0
+        self.merged = 1
         self.node_budget = 64
+        self.no_draft = 0
+        self.fallbacks: list[str] = []
+        self.lease_ms = 30_000
         self.with_tokenizer = True
         self.chat_template = ""
-        self.fault: Callable[[int, int], Fault | None] = lambda *_: None
+        self.fault: Callable[[int], Fault | None] = lambda _: None
 
-    def fail_once(self, round_id: int, messages: int, fault: Fault) -> None:
-        """One fault before response number `messages` of a round."""
-        left = [fault]
-        self.fault = lambda now, sent: (
-            left.pop() if left and (now, sent) == (round_id, messages) else None
-        )
+    def fail_at(self, *faults: tuple[int, Fault]) -> None:
+        """One fault at or after each of these positions, which grow."""
+        left = list(faults)
+        self.fault = lambda position: left.pop(0)[1] if left and position >= left[0][0] else None
 
-    def restart_once(self, round_id: int, messages: int, fingerprint: str | None = None) -> None:
-        """A restart before response number `messages` of a round. It ends batch invariance."""
-        self.fail_once(round_id, messages, "reset")
-        fail = self.fault
-
-        def fault(now: int, sent: int) -> Fault | None:
-            what = fail(now, sent)
-            if what:
-                self.restart(fingerprint)
-                self.batch_invariant = False
-            return what
-
-        self.fault = fault
-
-    def restart(self, fingerprint: str | None = None) -> None:
-        """Loses all caches, as a new process."""
+    def restart(self) -> None:
+        """Loses all caches, as a new process does."""
         self.caches.clear()
         self.instance += "'"
-        self.fingerprint = fingerprint or self.fingerprint
+        self.fingerprint = self.next_fingerprint or self.fingerprint
 
-    async def wait_for_rounds(self, count: int) -> None:
-        """Waits until so many rounds have arrived in all."""
-        async with self.arrival:
-            await self.arrival.wait_for(lambda: len(self.rounds) >= count)
+    async def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Waits until something that this verifier counts is as wanted."""
+        async with self.changed:
+            await self.changed.wait_for(condition)
 
-    async def wait_for_renewals(self, count: int) -> None:
-        """Waits until leases were renewed so many times in all."""
-        async with self.arrival:
-            await self.arrival.wait_for(lambda: self.renewals >= count)
+    async def _notify(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
 
     def _called(self, rpc: str, context: Any) -> None:
         self.clients.append((rpc, dict(context.invocation_metadata())["paceline-client"]))
@@ -142,6 +160,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             numerics=self.numerics,
             draining=self.draining,
             generations=len(self.caches) + self.others,
+            drafter_services=self.joined,
         )
 
     async def CreateCache(self, request: Any, context: Any) -> AsyncIterator[Any]:
@@ -179,7 +198,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             prefill_us=1000,
             reused_tokens=7 if request.parent_handle else 0,
         )
-        self._emit(cache, created.first)
+        cache.step(created.first)
         try:
             yield verifier_pb2.CreateCacheResponse(created=created)
             await asyncio.sleep(0.001)
@@ -188,116 +207,147 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             self.caches.pop(handle, None)
             raise
 
-    def _emit(self, cache: Cache, result: Any) -> int:
-        token, reason = cache.step()
-        result.tokens.append(token)
-        result.finish_reason = reason
-        result.committed_length = len(cache.tokens) - 1
-        if cache.request.logprobs or cache.request.top_logprobs:
-            result.logprobs.append(-float(token))
-        if cache.request.top_logprobs:
-            top = [token, *range(cache.request.top_logprobs - 1)]
-            result.top_logprobs.add(tokens=top, logprobs=[-float(t) for t in top])
-        return reason
-
-    async def Verify(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        self._called("Verify", context)
-        handle = b""
-        async for request in requests:
-            async with self.arrival:
-                self.rounds.append(request)
-                self.arrival.notify_all()
-            handle = request.handle or handle
-            cache = self.caches.get(handle)
-            if cache is None:
-                await context.abort_with_status(
-                    status(grpc.StatusCode.NOT_FOUND, "UNKNOWN_HANDLE", "no such cache")
-                )
-            messages = 0
-            if self.strays:
-                stray = verifier_pb2.RoundResult(tokens=[1, 2, 3])
-                yield verifier_pb2.VerifyResponse(round_id=request.round_id + 100, result=stray)
-            async for response in self._round(cache, request, context):
-                fault = self.fault(request.round_id, messages)
-                if fault == "reset":
-                    await context.abort(grpc.StatusCode.CANCELLED)
-                if fault == "end":
-                    return
-                if isinstance(fault, grpc.Status):
-                    await context.abort_with_status(fault)
-                if fault is not None:
-                    await context.abort(fault, "scripted")
-                yield response
-                messages += 1
-
-    async def _round(self, cache: Cache, request: Any, context: Any) -> AsyncIterator[Any]:
-        again = request.round_id == cache.round_id
-        if not again and request.round_id != cache.round_id + 1:
+    async def Generate(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        self._called("Generate", context)
+        first = await anext(requests)
+        assert first.HasField("start")
+        start, credits = first.start, [first.credits]
+        self.starts.append(start)
+        self.granted += first.credits
+        await self._notify()
+        if self.start_fault is not None:
+            await context.abort(self.start_fault, "scripted")
+        cache = self.caches.get(start.handle)
+        if cache is None:
             await context.abort_with_status(
-                status(grpc.StatusCode.FAILED_PRECONDITION, "STALE_ROUND", "stale round")
+                status(grpc.StatusCode.NOT_FOUND, "CACHE_NOT_FOUND", "no such cache")
             )
-        if again and cache.round_answer is not None:
-            yield cache.round_answer
             return
-        nodes = len(request.tree.tokens)
-        parents = list(request.tree.parents)
-        if len(parents) != nodes or any(not -1 <= p < i for i, p in enumerate(parents)):
+        if start.position > cache.position:
             await context.abort_with_status(
-                status(grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_TREE", "bad parents")
+                status(grpc.StatusCode.FAILED_PRECONDITION, "POSITION_AHEAD", "not emitted")
             )
-        if not again:
-            cache.round_id, cache.round_answer = request.round_id, None
-            cache.round_result = verifier_pb2.RoundResult()
-        answer = verifier_pb2.VerifyResponse(
-            round_id=request.round_id,
+        cache.streams += 1
+        stream = cache.streams
+
+        async def read_credits() -> None:
+            async for request in requests:
+                assert not request.HasField("start")
+                credits[0] += request.credits
+                self.granted += request.credits
+                await self._notify()
+
+        reader = asyncio.create_task(read_credits())
+        try:
+            if start.position < cache.position:
+                yield verifier_pb2.GenerateResponse(
+                    position=start.position, result=cache.after(start.position)
+                )
+            while not cache.finish_reason:
+                if not credits[0]:
+                    self.pauses += 1
+                    await self._notify()
+                    await self.wait_for(lambda: credits[0] > 0)
+                if cache.streams != stream:
+                    await context.abort_with_status(
+                        status(grpc.StatusCode.ABORTED, "STREAM_SUPERSEDED", "a newer stream")
+                    )
+                await asyncio.sleep(self.step_seconds)
+                response = self._run(cache, start, credits[0])
+                credits[0] -= response.steps
+                self.steps += response.steps
+                await self._notify()
+                match self.fault(response.position):
+                    case None:
+                        yield response
+                    case "end":
+                        return
+                    case ("reset" | "restart") as fault:
+                        if fault == "restart":
+                            self.restart()
+                        await context.abort(grpc.StatusCode.CANCELLED)
+                    case grpc.StatusCode() as code:
+                        await context.abort(code, "scripted")
+                    case fault:
+                        await context.abort_with_status(fault)
+        finally:
+            reader.cancel()
+
+    def _run(self, cache: Cache, start: Any, credits: int) -> verifier_pb2.GenerateResponse:
+        """One step with a tree, or as many without one as `merged` and the credits allow."""
+        response = verifier_pb2.GenerateResponse(
+            position=cache.position,
             node_budget=self.node_budget,
-            checked_nodes=nodes,
             verify_us=int(self.step_seconds * 1e6),
+            round_us=int(self.step_seconds * 1e6) + 100,
+            fallbacks=self.fallbacks,
+            fallback_message="scripted" if self.fallbacks else "",
         )
-        if nodes:
-            await asyncio.sleep(self.step_seconds)
-            node, reason = -1, 0
-            while not reason:
-                reason = self._emit(cache, answer.result)
-                token = answer.result.tokens[-1]
-                node = next(
-                    (
-                        i
-                        for i in range(nodes)
-                        if parents[i] == node and request.tree.tokens[i] == token
-                    ),
-                    -2,
-                )
-                if node == -2:
-                    break
-                answer.result.accepted_nodes.append(node)
-            answer.last = True
-            cache.round_answer = answer
-            yield answer
-            return
-        steps = max(request.free_run_steps, 1)
-        if cache.round_result.tokens:
-            answer.result.CopyFrom(cache.round_result)
-            yield answer
-        for step in range(len(cache.round_result.tokens), steps):
-            await asyncio.sleep(self.step_seconds)
-            answer.ClearField("result")
-            reason = self._emit(cache, answer.result)
-            cache.round_result.MergeFrom(answer.result)
-            answer.last = bool(reason) or step == steps - 1
-            if answer.last:
-                cache.round_answer = verifier_pb2.VerifyResponse()
-                cache.round_answer.CopyFrom(answer)
-                cache.round_answer.result.CopyFrom(cache.round_result)
-            yield answer
-            if reason:
-                return
+        self.fallbacks = []
+        drafter, response.no_draft = self._drafting(cache, start)
+        if not response.no_draft:
+            response.steps = 1
+            response.drafter = drafter
+            response.draft_us = 10
+            self._verify(cache, self._tree(cache, start.max_nodes or 64), response)
+            return response
+        for _ in range(min(self.merged, credits)):
+            response.steps += 1
+            cache.step(response.result)
+            if cache.finish_reason:
+                break
+        return response
+
+    def _drafting(self, cache: Cache, start: Any) -> tuple[str, Any]:
+        """Drafter of the next step as NAME@VERSION, or why there is no tree."""
+        wanted = start.drafter if start.HasField("drafter") else None
+        if wanted == "none" or (wanted is None and not self.joined):
+            return "", verifier_pb2.NO_DRAFT_REASON_NO_DRAFTER
+        found = [
+            f"{info.name}@{info.version}"
+            for service in self.joined
+            for info in service.drafters
+            if (wanted or service.default_drafter) in (info.name, f"{info.name}@{info.version}")
+        ]
+        if not found:
+            return "", verifier_pb2.NO_DRAFT_REASON_NOT_READY
+        if self.no_draft:
+            return "", self.no_draft
+        if cache.position + 1 >= cache.request.max_new_tokens:
+            return "", verifier_pb2.NO_DRAFT_REASON_LAST_TOKEN
+        if not self.node_budget and not start.always_draft:
+            return "", verifier_pb2.NO_DRAFT_REASON_NODE_BUDGET
+        return found[0], 0
+
+    def _tree(self, cache: Cache, nodes: int) -> tree_pb2.TokenTree:
+        """A chain of 4 correct tokens, each with a wrong sibling."""
+        tokens, parents, last = [], [], -1
+        for token in continuation(cache.tokens, 4, cache.request.sampling.seed):
+            tokens += [255, token]
+            parents += [last, last]
+            last = len(tokens) - 1
+        return tree_pb2.TokenTree(tokens=tokens[:nodes], parents=parents[:nodes])
+
+    def _verify(self, cache: Cache, tree: tree_pb2.TokenTree, response: Any) -> None:
+        response.tree.CopyFrom(tree)
+        response.checked_nodes = len(tree.tokens)
+        node = -1
+        while not cache.finish_reason:
+            token = cache.step(response.result)
+            children = [
+                index
+                for index, parent in enumerate(tree.parents)
+                if parent == node and tree.tokens[index] == token
+            ]
+            if not children:
+                break
+            node = children[0]
+            response.result.accepted_nodes.append(node)
 
     async def RenewLease(self, request: Any, context: Any) -> Any:
         self._called("RenewLease", context)
-        async with self.arrival:
-            self.renewals += 1
-            self.arrival.notify_all()
+        self.renewals += 1
+        await self._notify()
         return verifier_pb2.RenewLeaseResponse(lease_ms=self.lease_ms)
 
     async def ReleaseCache(self, request: Any, context: Any) -> Any:
@@ -306,3 +356,12 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             await context.abort(self.release_faults.pop(), "scripted")
         released = self.caches.pop(request.handle, None) is not None
         return verifier_pb2.ReleaseCacheResponse(released=released)
+
+
+def joined(*names: str) -> verifier_pb2.JoinedService:
+    """A service that has joined, with drafters of these names; the first is its default."""
+    return verifier_pb2.JoinedService(
+        drafters=[drafter_pb2.DrafterInfo(name=name, version="1") for name in names],
+        default_drafter=names[0],
+        carrier=verifier_pb2.CARRIER_SOCKET,
+    )

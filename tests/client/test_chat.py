@@ -203,10 +203,10 @@ async def test_a_terminal_has_colours_history_and_ctrl_c(world: World, tmp_path:
         assert "\x1b[1;32m" in answer
         terminal.read_to(">>> ")
         world.verifier.step_seconds = 0.2
-        rounds = len(world.verifier.rounds)
+        steps = world.verifier.steps
         terminal.write("\x1b[A\n")  # the line before
         terminal.read_to("hi\r\n")
-        while len(world.verifier.rounds) == rounds:
+        while world.verifier.steps == steps:
             time.sleep(0.01)
         terminal.process.send_signal(signal.SIGINT)
         terminal.read_to("(stopped)")

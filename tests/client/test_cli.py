@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from paceline.cli import demo
-from paceline.cli.errors import CommandError
+from paceline.cli.command import CommandError
 from paceline.cli.generate import add_generation_arguments, generation_arguments
 from paceline.cli.main import main
 from paceline.client import Client
@@ -47,7 +47,8 @@ def cache_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 async def test_generate_streams_text(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     assert await generate(world, "hi", *EAGERLY) == 0
     assert capsys.readouterr() == (TEXT + "\n", "")
-    assert world.drafter.attaches
+    (start,) = world.verifier.starts
+    assert (start.always_draft, start.draft_timeout_ms) == (True, 60_000)
 
 
 async def test_generate_prints_json(world: World, capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,7 +63,7 @@ async def test_generate_prints_json(world: World, capsys: pytest.CaptureFixture[
     assert result["stats"]["drafted_rounds"] == 0
     assert result["stats"]["fallbacks"] == {}
     assert result["stats"]["batch_invariant"] is True
-    assert not world.drafter.attaches
+    assert not world.registry.asked
 
 
 async def test_generate_reads_files_and_stdin(
@@ -146,7 +147,7 @@ def demo_arguments(**changed: Any) -> argparse.Namespace:
 
 
 async def test_the_demo_colours_what_was_drafted(
-    world: World, eager: Client, monkeypatch: pytest.MonkeyPatch
+    world: World, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Coloured on a terminal, plain elsewhere, and the same text in both."""
     monkeypatch.setenv("TERM", "xterm")  # rich takes a dumb one for 80 columns wide
@@ -154,7 +155,7 @@ async def test_the_demo_colours_what_was_drafted(
         screen = io.StringIO()
         colours = "standard" if terminal else "auto"
         console = Console(file=screen, width=120, force_terminal=terminal, color_system=colours)
-        await demo._stream(console, eager, "hi", [*b"hi"], "fake", demo_arguments())
+        await demo._stream(console, client, "hi", [*b"hi"], "fake", demo_arguments())
         shown = screen.getvalue()
         drafted = re.findall(r"\x1b\[1;32m(.*?)\x1b\[0m", shown.partition("hi")[2], re.DOTALL)
         assert bool(drafted) == terminal
@@ -167,9 +168,8 @@ def test_the_demo_fails_when_tokens_differ(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "prompts.jsonl").write_text('{"id": "a", "text": "hi"}\n')
-    process = SimpleNamespace(address="nowhere")
-    monkeypatch.setattr(demo, "local_services", lambda *_: nullcontext((process, process)))
+    (tmp_path / "prompts.jsonl").write_text('{"text": "hi"}\n' * 2)
+    monkeypatch.setattr(demo, "own_services", lambda *_: nullcontext(("nowhere", "nowhere")))
     args = demo_arguments(model=tmp_path, prompts=tmp_path / "prompts.jsonl", load=["x=y"])
 
     def runs(*outputs: list[int]) -> None:
@@ -190,6 +190,24 @@ def test_the_demo_fails_when_tokens_differ(
     shown = capsys.readouterr().out
     assert "identical tokens: NO" in shown
     assert "Drafting gains little here" in shown
+    (tmp_path / "prompts.jsonl").write_text('{"text": "hi"}\n')
+    with pytest.raises(CommandError, match="at least two prompts"):
+        demo.run(args)
+
+
+async def test_the_demo_measures_each_prompt_once_with_each_drafter(world: World) -> None:
+    """And the streamed one not at all: a drafter that remembers texts would know them."""
+    world.registry.names = ["fake", "other"]
+    prompts = ["first", "second", "third"]
+    console = Console(file=io.StringIO())
+    rows = await demo._show(console, world.addresses, prompts, demo_arguments())
+    assert [row.prompt for row in rows] == prompts[1:]
+    assert all([run.drafter for run in row.runs] == ["none", "fake", "other"] for row in rows)
+    assert all(row.identical for row in rows)
+    ran = [(bytes(asked.prompt_tokens).decode(), asked.drafter) for asked in world.verifier.creates]
+    for prompt in prompts[1:]:
+        for drafter in ("none", "fake", "other"):
+            assert ran.count((prompt, drafter)) == 1
 
 
 def test_the_demo_reports_what_is_missing(tmp_path: Path) -> None:

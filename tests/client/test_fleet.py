@@ -11,55 +11,44 @@ import pytest
 from paceline.client import (
     CapacityError,
     Client,
-    DraftOptions,
     InvalidRequestError,
     MockTransport,
     RetryOptions,
     UnavailableError,
 )
-from paceline.client._addresses import Pool, parse_addresses
-from paceline.client._fleet import Fleet, choose
-from paceline.client._members import DrafterService, Verifier
-from paceline.client._prefixes import CHUNK, PrefixTable
-from paceline.client._tokenizer import TokenizerCache
-from paceline.v1 import drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
+from paceline.client._addresses import parse_addresses
+from paceline.client._fleet import CHUNK, PrefixTable, Verifier, choose
+from paceline.v1 import verifier_pb2
 
-from .fake_drafter import FakeDrafter
+from .fake_registry import FakeRegistry
 from .fake_target import continuation
 from .fake_verifier import FakeVerifier
 from .statuses import status
-from .world import Service
+from .world import Service, registry_service, verifier_service
 
 PROMPT = [104, 105, 106]
 SEED = 5
 QUICK = RetryOptions(budget=60, first_delay=0.005, longest_delay=0.05)
-EAGER = DraftOptions(timeout=60, first_delay=0.01, longest_delay=0.05, adaptive=False)
 
 
 class Site:
-    """Three fake verifiers and two fake drafter services, on unix sockets."""
+    """Three fake verifiers and two fake registries, on unix sockets."""
 
     def __init__(self, folder: Path) -> None:
         self.verifiers = [FakeVerifier() for _ in range(3)]
-        self.drafters = [FakeDrafter() for _ in range(2)]
         self.services: list[Service] = []
-        self.drafter_services: list[Service] = []
         for index, verifier in enumerate(self.verifiers):
             verifier.instance = f"instance {index}"
-            self.services.append(Service(folder / f"v{index}", self._adds(verifier)))
-        for index, drafter in enumerate(self.drafters):
-            service = Service(folder / f"d{index}", self._adds_drafter(drafter))
-            self.drafter_services.append(service)
-
-    @staticmethod
-    def _adds(verifier: FakeVerifier):  # type: ignore[no-untyped-def]
-        return lambda server: verifier_pb2_grpc.add_VerifierServiceServicer_to_server(
-            verifier, server
-        )
-
-    @staticmethod
-    def _adds_drafter(drafter: FakeDrafter):  # type: ignore[no-untyped-def]
-        return lambda server: drafter_pb2_grpc.add_DrafterServiceServicer_to_server(drafter, server)
+            self.services.append(verifier_service(folder / f"v{index}", verifier))
+        known = {
+            service.address: verifier
+            for service, verifier in zip(self.services, self.verifiers, strict=True)
+        }
+        self.registries = [FakeRegistry(known) for _ in range(2)]
+        self.registry_services = [
+            registry_service(folder / f"d{index}", registry)
+            for index, registry in enumerate(self.registries)
+        ]
 
     def addresses(self, *indices: int) -> str:
         return ",".join(self.services[index].address for index in indices)
@@ -78,10 +67,10 @@ class Site:
 @pytest.fixture
 async def site(short_folder: Path) -> AsyncIterator[Site]:
     site = Site(short_folder)
-    for service in (*site.services, *site.drafter_services):
+    for service in (*site.services, *site.registry_services):
         await service.start()
     yield site
-    for service in (*site.drafter_services, *site.services):
+    for service in (*site.registry_services, *site.services):
         await service.stop()
 
 
@@ -92,7 +81,6 @@ def client_of(site: Site, *indices: int, drafter: str | None = None, budget: flo
         drafter=drafter,
         cache_dir=None,
         retry=RetryOptions(budget=budget, first_delay=0.005, longest_delay=0.05),
-        drafting=EAGER,
         unread_chunks=2,
     )
 
@@ -155,38 +143,6 @@ def test_the_prefix_table_is_bounded() -> None:
     assert table.find(range(60 * CHUNK), [holder]) is None
 
 
-class NamedDrafters:
-    """A drafter transport that only has an address."""
-
-    def __init__(self, address: str) -> None:
-        self.address = address
-
-    def draft(self):  # type: ignore[no-untyped-def]
-        raise NotImplementedError
-
-    async def list_drafters(self) -> drafter_pb2.ListDraftersResponse:
-        raise NotImplementedError
-
-    async def close(self) -> None: ...
-
-
-def test_a_drafter_service_beside_the_verifier_is_preferred() -> None:
-    addresses = ("10.0.0.1:7432", "10.0.0.2:7432", "10.0.0.3:7432")
-    drafters = Pool(lambda address, _: DrafterService(NamedDrafters(address), EAGER), addresses)
-    none: Pool[Verifier] = Pool(lambda *_: verifier(), ())
-    fleet = Fleet(none, drafters, TokenizerCache(None), QUICK)
-    placed = verifier()
-    placed.address = "10.0.0.2:7431"
-    beside = drafters.members[1]
-    beside.running = 5
-    assert fleet.drafter_for(placed, "") is beside
-    beside.health("", placed.address).failed()
-    drafters.members[0].running = 1
-    assert fleet.drafter_for(placed, "") is drafters.members[2]
-    placed.address = "10.0.0.9:7431"
-    assert fleet.drafter_for(placed, "") is drafters.members[2], "the least busy one"
-
-
 # Lists of addresses.
 
 
@@ -234,7 +190,7 @@ async def test_a_dns_name_stands_for_its_addresses(
         assert site.made == [2, 2, 0]
         listed[:] = [1, 2]
         await site.services[0].stop()
-        monkeypatch.setattr("paceline.client._members._MAX_AGE", 0.0)
+        monkeypatch.setattr("paceline.client._fleet._MAX_AGE", 0.0)
         await generate(client, 4)
         while not site.made[2]:
             await generate(client, 2)
@@ -262,7 +218,7 @@ async def generate(client: Client, count: int, length: int = 20) -> None:
 
 
 async def test_generations_are_spread_by_load(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.client._members._MAX_AGE", 600.0)
+    monkeypatch.setattr("paceline.client._fleet._MAX_AGE", 600.0)
     site.verifiers[2].others = 6
     async with client_of(site, 0, 1, 2) as client:
         await generate(client, 14)
@@ -309,17 +265,11 @@ async def disturbed(client: Client, site: Site, act: str, length: int = 400) -> 
     return before, after
 
 
-@pytest.mark.parametrize("drafter", [False, True])
-async def test_a_killed_verifiers_generation_goes_on_elsewhere(site: Site, drafter: bool) -> None:
-    address = site.drafter_services[0].address if drafter else None
-    async with client_of(site, 0, 1, 2, drafter=address) as client:
+async def test_a_killed_verifiers_generation_goes_on_elsewhere(site: Site) -> None:
+    async with client_of(site, 0, 1, 2) as client:
         before, after = await disturbed(client, site, "kill")
     assert before != after
-    if drafter:
-        attached = [attach.verifier_address for attach in site.drafters[0].attaches]
-        assert attached == [site.addresses(before), site.addresses(after)]
-        assert not site.drafters[0].out_of_step
-    assert not any(verifier.caches for i, verifier in enumerate(site.verifiers) if i == after)
+    assert not site.verifiers[after].caches
 
 
 async def test_a_draining_verifier_finishes_its_texts_and_gets_no_other(site: Site) -> None:
@@ -392,7 +342,7 @@ async def test_a_text_too_long_for_a_verifier_goes_to_a_larger_one(site: Site) -
 
 async def test_a_failed_step_is_tried_elsewhere(site: Site) -> None:
     failed = status(grpc.StatusCode.INTERNAL, "STEP_FAILED", "a bug there")
-    site.verifiers[0].fail_once(1, 1, failed)
+    site.verifiers[0].fail_at((2, failed))
     site.verifiers[1].others = 5
     async with client_of(site, 0, 1) as client:
         result = await client.generate(PROMPT, max_new_tokens=40, seed=SEED)
@@ -457,7 +407,6 @@ async def test_a_verifier_that_does_not_answer_is_not_waited_for_twice(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """GetModel hangs there. Generations start elsewhere."""
-    monkeypatch.setattr("paceline.client._members.PATIENCE", 0.05)
     monkeypatch.setattr("paceline.client._fleet.PATIENCE", 0.05)
     answers = asyncio.Event()
     site.verifiers[0].may_answer = answers
@@ -485,26 +434,12 @@ async def test_a_fork_stays_with_its_parent_or_begins_anew(site: Site) -> None:
         assert fork.stats.verifiers != [site.addresses(holder)]
 
 
-async def test_another_drafter_service_takes_over(site: Site) -> None:
-    """When the first one dies in the middle of a text."""
-    addresses = ",".join(service.address for service in site.drafter_services)
-    async with client_of(site, 0, drafter=addresses) as client:
-        generation = client.generate(PROMPT, max_new_tokens=400, seed=SEED)
-        used = -1
-        async for _ in generation:
-            if used < 0 and generation.stats.drafted_rounds > 2:
-                (used,) = [i for i, drafter in enumerate(site.drafters) if drafter.attaches]
-                await site.drafter_services[used].stop()
-        result = await generation
-    assert result.token_ids == continuation(PROMPT, 400, SEED)
-    other = site.drafters[1 - used]
-    assert other.attaches
-    assert other.asked
-    assert not other.out_of_step
-
-
-async def test_generations_are_spread_over_drafter_services(site: Site) -> None:
-    addresses = ",".join(service.address for service in site.drafter_services)
-    async with client_of(site, 0, drafter=addresses) as client:
-        await generate(client, 8, length=40)
-    assert [len(drafter.attaches) for drafter in site.drafters] == [4, 4]
+async def test_a_killed_verifiers_drafters_join_the_next_one(site: Site) -> None:
+    """Every service of the list, at every verifier that lacks the wanted drafter."""
+    addresses = ",".join(service.address for service in site.registry_services)
+    async with client_of(site, 0, 1, 2, drafter=addresses) as client:
+        before, after = await disturbed(client, site, "kill")
+    assert before != after
+    for registry in site.registries:
+        assert registry.asked == [site.addresses(before), site.addresses(after)]
+    assert not site.verifiers[after].caches

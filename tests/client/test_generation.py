@@ -12,8 +12,8 @@ PROMPT = [104, 105, 106]
 SEED = 5
 
 
-async def test_chunks_make_up_the_result(world: World, eager: Client) -> None:
-    generation = eager.generate(PROMPT, max_new_tokens=120, seed=SEED, logprobs=3)
+async def test_chunks_make_up_the_result(world: World, client: Client) -> None:
+    generation = client.generate(PROMPT, max_new_tokens=120, seed=SEED, logprobs=3)
     chunks = [chunk async for chunk in generation]
     result = await generation
     assert [token for chunk in chunks for token in chunk.token_ids] == result.token_ids
@@ -56,13 +56,13 @@ async def test_an_empty_prompt_is_refused(client: Client, prompt: str | list[int
 @pytest.mark.parametrize("drafter", ["none", "fake"])
 @pytest.mark.parametrize("span", [1, 2, 5])
 async def test_a_stop_string_ends_text_and_tokens(
-    world: World, eager: Client, drafter: str, span: int
+    world: World, client: Client, drafter: str, span: int
 ) -> None:
     """It may span tokens (each is one character here) and lie among accepted drafted ones."""
     text = bytes(continuation(PROMPT, 120, SEED)).decode()
     stop = text[60 : 60 + span]
     end = text.index(stop) + span
-    result = await eager.generate(
+    result = await client.generate(
         PROMPT, max_new_tokens=120, seed=SEED, stop=stop, drafter=drafter, logprobs=True
     )
     assert result.finish_reason == "stop"
@@ -109,21 +109,33 @@ async def test_a_generation_can_be_iterated_once(client: Client) -> None:
 
 
 @pytest.mark.parametrize("drafter", ["none", "fake"])
-async def test_a_slow_reader_stops_the_rounds_but_not_the_lease(world: World, drafter: str) -> None:
-    world.verifier.lease_ms = 60
-    async with Client(*world.addresses, cache_dir=None, unread_chunks=4) as client:
+@pytest.mark.parametrize(("window", "merged"), [(1, 1), (4, 1), (32, 5)])
+async def test_the_verifier_runs_no_further_ahead_than_the_window(
+    world: World, drafter: str, window: int, merged: int
+) -> None:
+    world.verifier.merged = merged
+    async with Client(*world.addresses, cache_dir=None, unread_chunks=window) as client:
+        generation = client.generate(PROMPT, max_new_tokens=200, seed=SEED, drafter=drafter)
         tokens: list[int] = []
-        generation = client.generate(PROMPT, max_new_tokens=400, seed=SEED, drafter=drafter)
+        taken = 0
+
+        def used_up() -> bool:
+            fake, batch = world.verifier, max(1, window // 4)
+            return fake.steps == fake.granted > taken + window - batch
+
         async for chunk in generation:
             tokens += chunk.token_ids
-            if len(tokens) == len(chunk.token_ids):
-                renewals = world.verifier.renewals
-                await world.verifier.wait_for_renewals(renewals + 5)
-                rounds = len(world.verifier.rounds)
-                await world.verifier.wait_for_renewals(renewals + 10)
-                assert len(world.verifier.rounds) == rounds
-                assert world.verifier.caches
-    assert tokens == continuation(PROMPT, 400, SEED)
+            taken += generation.stats.rounds[chunk.round - 1].steps if chunk.round else 0
+            if chunk.round < 3:
+                await world.verifier.wait_for(used_up)
+            assert world.verifier.granted <= taken + window
+    assert tokens == continuation(PROMPT, 200, SEED)
+
+
+async def test_a_caller_that_awaits_grants_all_steps(world: World, client: Client) -> None:
+    await client.generate(PROMPT, max_new_tokens=400, seed=SEED)
+    assert world.verifier.granted == 399
+    assert not world.verifier.pauses
 
 
 async def test_awaiting_in_mid_stream_does_not_wait_for_the_reader(world: World) -> None:
@@ -140,7 +152,7 @@ async def test_a_kept_cache_is_a_parent_until_it_is_closed(world: World, client:
     parent = client.generate(PROMPT, max_new_tokens=20, seed=SEED, keep_cache=True)
     first = await parent
     assert len(world.verifier.caches) == 1
-    await world.verifier.wait_for_renewals(3)
+    await world.verifier.wait_for(lambda: world.verifier.renewals >= 3)
     child = await client.generate(
         [*PROMPT, *first.token_ids], max_new_tokens=5, seed=SEED, parent=parent
     )

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.client._stop import StopMatcher
+from paceline.client._output import StopMatcher
 
 WORDS = st.text("abc", min_size=1, max_size=5)
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.client import Client, PreconditionError, _tokenizer
-from paceline.client._tokenizer import TokenizerCache
+from paceline.client import Client, PreconditionError, _text
+from paceline.client._text import TokenizerCache
 
 from .fake_target import DIGEST, TOKENIZER
 from .world import World
@@ -15,7 +15,7 @@ from .world import World
 @pytest.fixture(autouse=True)
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """No tokenizer is in memory."""
-    monkeypatch.setattr(_tokenizer, "_loaded", {})
+    monkeypatch.setattr(_text, "_loaded", {})
 
 
 async def served(world: World) -> int:
@@ -39,7 +39,7 @@ async def test_disk_serves_the_next_process(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await generate(world, tmp_path / "new")
-    monkeypatch.setattr(_tokenizer, "_loaded", {})
+    monkeypatch.setattr(_text, "_loaded", {})
     await generate(world, tmp_path / "new")
     assert await served(world) == 1
     assert [file.name for file in (tmp_path / "new").iterdir()] == [f"{DIGEST}.json.gz"]

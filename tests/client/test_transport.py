@@ -120,7 +120,7 @@ async def test_every_call_carries_the_clients_name(world: World) -> None:
             await client.generate(PROMPT, max_new_tokens=4)
         assert {rpc for rpc, _ in world.verifier.clients} >= {
             "CreateCache",
-            "Verify",
+            "Generate",
             "ReleaseCache",
         }
         names.add(frozenset(name for _, name in world.verifier.clients))

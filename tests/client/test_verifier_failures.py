@@ -1,51 +1,50 @@
 """Failures between client and verifier do not change the tokens, or raise a clear error."""
 
+import asyncio
+import tempfile
 from itertools import count
+from pathlib import Path
 
 import grpc
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from paceline.client import (
     CapacityError,
     Client,
     DeadlineError,
     InvalidRequestError,
+    MockTransport,
     RetryOptions,
     ServerError,
+    Stream,
     TargetChangedError,
     UnavailableError,
 )
+from paceline.v1 import verifier_pb2
 
 from .fake_target import continuation
+from .fake_verifier import Fault
 from .statuses import status
-from .world import World
+from .world import World, running
 
 PROMPT = [104, 105, 106]
 SEED = 5
 QUICK = RetryOptions(budget=0.2, first_delay=0.01)
+FAST = RetryOptions(budget=60, first_delay=0.001, longest_delay=0.001)
+
+
+STEP_FAILED = status(grpc.StatusCode.INTERNAL, "STEP_FAILED", "a bug there")
 
 
 @pytest.mark.parametrize("what", ["reset", "end", grpc.StatusCode.UNAVAILABLE])
-@pytest.mark.parametrize(
-    ("drafter", "round_id", "messages"),
-    [
-        ("none", 1, 0),
-        ("none", 1, 1),
-        ("none", 1, 3),
-        ("none", 2, 0),
-        ("fake", 1, 0),
-        ("fake", 2, 0),
-    ],
-)
+@pytest.mark.parametrize("drafter", ["none", "fake"])
+@pytest.mark.parametrize("position", [1, 2, 60, 120])
 async def test_broken_streams_are_resumed(
-    world: World,
-    client: Client,
-    what: grpc.StatusCode | str,
-    drafter: str,
-    round_id: int,
-    messages: int,
+    world: World, client: Client, what: grpc.StatusCode | str, drafter: str, position: int
 ) -> None:
-    world.verifier.fail_once(round_id, messages, what)
+    world.verifier.fail_at((position, what))
     tokens: list[int] = []
     async for chunk in (
         generation := client.generate(PROMPT, max_new_tokens=140, seed=SEED, drafter=drafter)
@@ -55,61 +54,172 @@ async def test_broken_streams_are_resumed(
     assert tokens == result.token_ids == continuation(PROMPT, 140, SEED)
     assert result.stats.fallbacks == {"verifier_resumed": 1}
     assert len(world.verifier.creates) == 1
-    repeated = [request for request in world.verifier.rounds if request.round_id == round_id]
-    assert len(repeated) == 2
-    assert repeated[1].handle
+    first, second, *_ = world.verifier.starts
+    assert first.handle == second.handle
+    assert (first.position, second.position <= position + 4) == (1, True)
     assert not world.verifier.caches
 
 
-@pytest.mark.parametrize("messages", [0, 1, 30])
-async def test_logprobs_survive_a_resumed_free_run(
-    world: World, client: Client, messages: int
-) -> None:
-    world.verifier.fail_once(1, messages, "reset")
-    result = await client.generate(PROMPT, max_new_tokens=70, seed=SEED, drafter="none", logprobs=2)
-    assert result.logprobs is not None
-    assert [entry.token_id for entry in result.logprobs] == result.token_ids
-    assert all(entry.logprob == -entry.token_id for entry in result.logprobs)
-    assert all(entry.top[0] == (entry.token_id, entry.logprob) for entry in result.logprobs)
+@st.composite
+def plans(draw: st.DrawFn) -> list[tuple[int, Fault]]:
+    """Faults and their positions, with at most one failed step."""
+    kinds = st.sampled_from(["reset", "end", "restart", grpc.StatusCode.UNAVAILABLE])
+    plan = draw(st.lists(st.tuples(st.integers(1, 60), kinds), max_size=5))
+    if draw(st.booleans()):
+        plan.append((draw(st.integers(1, 60)), STEP_FAILED))
+    return sorted(plan, key=lambda fault: fault[0])
 
 
-@pytest.mark.parametrize(
-    ("drafter", "messages"), [("none", 0), ("none", 1), ("none", 3), ("fake", 0)]
+@given(
+    plan=plans(),
+    drafter=st.sampled_from(["none", "fake"]),
+    merged=st.integers(1, 7),
+    window=st.integers(1, 9),
+    streamed=st.booleans(),
 )
+@settings(max_examples=40, deadline=None)
+def test_no_token_is_lost_or_repeated(
+    plan: list[tuple[int, Fault]], drafter: str, merged: int, window: int, streamed: bool
+) -> None:
+    """Wherever streams break, caches are lost and steps fail."""
+
+    async def run(world: World) -> None:
+        world.verifier.merged = merged
+        world.verifier.fail_at(*plan)
+        async with Client(
+            *world.addresses, cache_dir=None, retry=FAST, unread_chunks=window
+        ) as client:
+            generation = client.generate(
+                PROMPT, max_new_tokens=60, seed=SEED, drafter=drafter, logprobs=2
+            )
+            if streamed:
+                chunks = [chunk async for chunk in generation]
+                tokens = [token for chunk in chunks for token in chunk.token_ids]
+                assert tokens == continuation(PROMPT, 60, SEED)
+                rounds = [chunk.round for chunk in chunks]
+                assert rounds == sorted(rounds)
+            result = await generation
+        assert result.token_ids == continuation(PROMPT, 60, SEED)
+        assert result.text == bytes(result.token_ids).decode()
+        assert result.logprobs is not None
+        assert [entry.token_id for entry in result.logprobs] == result.token_ids
+        assert all(entry.top[0] == (entry.token_id, -entry.token_id) for entry in result.logprobs)
+        assert sum(entry.emitted for entry in result.stats.rounds) <= 59
+        assert not world.verifier.caches
+
+    async def main() -> None:
+        with tempfile.TemporaryDirectory(prefix="pl") as folder:
+            async with running(Path(folder)) as world:
+                await run(world)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("drafter", ["none", "fake"])
+@pytest.mark.parametrize("position", [1, 2, 70])
 @pytest.mark.parametrize("reason", ["verifier_restarted", "step_failed"])
 async def test_a_lost_cache_is_prefilled_again(
-    world: World, client: Client, messages: int, drafter: str, reason: str
+    world: World, client: Client, position: int, drafter: str, reason: str
 ) -> None:
     """After a restart of the verifier on the same address, and after a failed step."""
-    if reason == "verifier_restarted":
-        world.verifier.restart_once(1, messages)
-    else:
-        failed = status(grpc.StatusCode.INTERNAL, "STEP_FAILED", "a bug there")
-        world.verifier.fail_once(1, messages, failed)
+    restarts = reason == "verifier_restarted"
+    world.verifier.fail_at((position, "restart" if restarts else STEP_FAILED))
     result = await client.generate(PROMPT, max_new_tokens=140, seed=SEED, drafter=drafter)
-    assert result.stats.batch_invariant is (reason == "step_failed")
     assert result.token_ids == continuation(PROMPT, 140, SEED)
     assert result.stats.fallbacks[reason] == 1
     first, again = world.verifier.creates
     assert not first.output_tokens
-    assert list(again.output_tokens) == result.token_ids[: 1 + messages]
+    lost = len(again.output_tokens)
+    assert list(again.output_tokens) == result.token_ids[:lost]
+    assert position <= lost <= position + 4
+    assert first.drafter == again.drafter == drafter
     assert result.usage.completion_tokens == 140
-    assert not world.drafter.out_of_step
     assert not world.verifier.caches
 
 
-async def test_a_new_cache_is_shown_to_the_drafter(world: World, eager: Client) -> None:
-    world.verifier.restart_once(3, 0)
-    result = await eager.generate(PROMPT, max_new_tokens=140, seed=SEED)
-    assert result.token_ids == continuation(PROMPT, 140, SEED)
-    first, second = world.drafter.attaches
-    assert first.read_grant != second.read_grant
-    assert len(second.tokens) > len(first.tokens)
-    assert not world.drafter.out_of_step
+async def test_the_statistics_tell_of_a_verifier_without_batch_invariance(
+    world: World, client: Client
+) -> None:
+    world.verifier.fail_at((70, "restart"))
+    async for chunk in (generation := client.generate(PROMPT, max_new_tokens=140, seed=SEED)):
+        assert generation.stats.batch_invariant is (world.verifier.made == 1)
+        world.verifier.batch_invariant = not chunk.round
+    assert (await generation).stats.batch_invariant is False
+
+
+async def test_a_position_that_the_verifier_does_not_have_is_prefilled_again(
+    world: World, client: Client
+) -> None:
+    ahead = status(grpc.StatusCode.FAILED_PRECONDITION, "POSITION_AHEAD", "not emitted")
+    world.verifier.fail_at((20, ahead))
+    result = await client.generate(PROMPT, max_new_tokens=60, seed=SEED)
+    assert result.token_ids == continuation(PROMPT, 60, SEED)
+    assert len(world.verifier.creates) == 2
+
+
+class Ending(MockTransport):
+    """Its first stream fails when credits are granted, as gRPC where the peer has just ended it."""
+
+    def __init__(self, reply: str) -> None:
+        super().__init__(reply)
+        self.streams = 0
+
+    def generate(self) -> Stream[verifier_pb2.GenerateRequest, verifier_pb2.GenerateResponse]:
+        self.streams += 1
+        stream = super().generate()
+        if self.streams > 1:
+            return stream
+        write, failed = stream.write, asyncio.Event()
+
+        async def fail(request: verifier_pb2.GenerateRequest) -> None:
+            if not request.HasField("start"):
+                failed.set()
+                raise UnavailableError("the call has ended")
+            await write(request)
+
+        async def read() -> verifier_pb2.GenerateResponse | None:
+            if self.reads:
+                await failed.wait()
+                raise UnavailableError("the call has ended")
+            self.reads += 1
+            return await first()
+
+        self.reads, first = 0, stream.read
+        stream.write, stream.read = fail, read  # type: ignore[method-assign]
+        return stream
+
+
+async def test_credits_that_come_too_late_are_no_failure() -> None:
+    transport = Ending("Hello there.")
+    async with Client(transport=transport, unread_chunks=3) as client:
+        generation = client.generate("Hi")
+        assert "".join([chunk.text async for chunk in generation]) == "Hello there."
+        assert not (await generation).stats.fallbacks
+    assert transport.streams == 2
+
+
+async def test_a_stream_that_another_one_replaced_is_an_error(world: World, client: Client) -> None:
+    superseded = status(grpc.StatusCode.ABORTED, "STREAM_SUPERSEDED", "a newer stream")
+    world.verifier.fail_at((20, superseded))
+    with pytest.raises(ServerError) as caught:
+        await client.generate(PROMPT, max_new_tokens=60, seed=SEED)
+    assert caught.value.reason == "STREAM_SUPERSEDED"
+
+
+async def test_a_verifier_that_becomes_full_in_mid_text_is_resumed(
+    world: World, client: Client
+) -> None:
+    full = status(grpc.StatusCode.RESOURCE_EXHAUSTED, "KV_FULL", "no room", 0.01)
+    world.verifier.fail_at((20, full), (20, full))
+    result = await client.generate(PROMPT, max_new_tokens=60, seed=SEED)
+    assert result.token_ids == continuation(PROMPT, 60, SEED)
+    assert result.stats.fallbacks == {"verifier_resumed": 2}
+    assert len(world.verifier.creates) == 1
 
 
 async def test_another_model_after_a_restart_is_an_error(world: World, client: Client) -> None:
-    world.verifier.restart_once(1, 2, fingerprint="0" * 64)
+    world.verifier.next_fingerprint = "0" * 64
+    world.verifier.fail_at((20, "restart"))
     with pytest.raises(TargetChangedError, match="start a new generation"):
         await client.generate(PROMPT, max_new_tokens=100, seed=SEED, drafter="none")
 
@@ -118,23 +228,23 @@ async def test_another_model_after_a_restart_is_an_error(world: World, client: C
 def ticks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock of retries advances by 0.1 s with each read."""
     clock = count()
-    monkeypatch.setattr("paceline.client._retry.monotonic", lambda: next(clock) / 10)
+    monkeypatch.setattr("paceline.client._fleet.monotonic", lambda: next(clock) / 10)
 
 
 @pytest.mark.usefixtures("ticks")
 async def test_constant_failures_exhaust_the_retry_budget(world: World) -> None:
-    world.verifier.fault = lambda *_: grpc.StatusCode.UNAVAILABLE
+    world.verifier.start_fault = grpc.StatusCode.UNAVAILABLE
     async with Client(*world.addresses, cache_dir=None, retry=QUICK) as client:
         with pytest.raises(UnavailableError):
             await client.generate(PROMPT, max_new_tokens=100, seed=SEED)
-    assert len(world.verifier.rounds) > 1
+    assert len(world.verifier.starts) > 1
     assert not world.verifier.caches
 
 
 @pytest.mark.usefixtures("ticks")
 async def test_progress_resets_the_retry_budget(world: World) -> None:
     """The budget is for time without progress, not for the whole generation."""
-    world.verifier.fault = lambda _, sent: "reset" if sent == 1 else None
+    world.verifier.fault = lambda position: "reset" if position % 5 == 0 else None
     async with Client(*world.addresses, cache_dir=None, retry=QUICK) as client:
         result = await client.generate(PROMPT, max_new_tokens=60, seed=SEED, drafter="none")
     assert result.token_ids == continuation(PROMPT, 60, SEED)
@@ -191,11 +301,10 @@ async def test_a_second_fault_is_raised(
 
 
 async def test_a_failed_prefill_is_retried_once(world: World, client: Client) -> None:
-    failed = status(grpc.StatusCode.INTERNAL, "STEP_FAILED", "a bug there")
-    world.verifier.create_faults = [failed]
+    world.verifier.create_faults = [STEP_FAILED]
     result = await client.generate(PROMPT, max_new_tokens=20, seed=SEED)
     assert result.token_ids == continuation(PROMPT, 20, SEED)
-    world.verifier.create_faults = [failed] * 3
+    world.verifier.create_faults = [STEP_FAILED] * 3
     with pytest.raises(ServerError, match="a bug there"):
         await client.generate(PROMPT)
     assert len(world.verifier.create_faults) == 1

@@ -1,4 +1,4 @@
-"""Both fakes over real gRPC on unix sockets."""
+"""A fake verifier and a fake registry over real gRPC on unix sockets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import grpc
 
 from paceline.v1 import drafter_pb2_grpc, verifier_pb2_grpc
 
-from .fake_drafter import FakeDrafter
+from .fake_registry import FakeRegistry
 from .fake_verifier import FakeVerifier
 
 
@@ -39,41 +39,47 @@ class Service:
             self._server = None
 
 
+def verifier_service(path: Path, verifier: FakeVerifier) -> Service:
+    """A service of a fake verifier."""
+    return Service(
+        path,
+        lambda server: verifier_pb2_grpc.add_VerifierServiceServicer_to_server(verifier, server),
+    )
+
+
+def registry_service(path: Path, registry: FakeRegistry) -> Service:
+    """A service of a fake registry."""
+
+    def register(server: grpc.aio.Server) -> None:
+        drafter_pb2_grpc.add_DrafterRegistryServiceServicer_to_server(registry, server)
+
+    return Service(path, register)
+
+
 @dataclass
 class World:
     """Both fakes, running."""
 
     verifier: FakeVerifier
-    drafter: FakeDrafter
+    registry: FakeRegistry
     verifier_service: Service
-    drafter_service: Service
+    registry_service: Service
 
     @property
     def addresses(self) -> tuple[str, str]:
-        return self.verifier_service.address, self.drafter_service.address
+        return self.verifier_service.address, self.registry_service.address
 
 
 @contextlib.asynccontextmanager
 async def running(folder: Path) -> AsyncIterator[World]:
-    verifier, drafter = FakeVerifier(), FakeDrafter()
-    world = World(
-        verifier,
-        drafter,
-        Service(
-            folder / "v",
-            lambda server: verifier_pb2_grpc.add_VerifierServiceServicer_to_server(
-                verifier, server
-            ),
-        ),
-        Service(
-            folder / "d",
-            lambda server: drafter_pb2_grpc.add_DrafterServiceServicer_to_server(drafter, server),
-        ),
-    )
+    verifier = FakeVerifier()
+    service = verifier_service(folder / "v", verifier)
+    registry = FakeRegistry({service.address: verifier})
+    world = World(verifier, registry, service, registry_service(folder / "d", registry))
     await world.verifier_service.start()
-    await world.drafter_service.start()
+    await world.registry_service.start()
     try:
         yield world
     finally:
-        await world.drafter_service.stop()
+        await world.registry_service.stop()
         await world.verifier_service.stop()

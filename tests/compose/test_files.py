@@ -18,7 +18,7 @@ from compose_viz.spec.compose_spec import ComposeSpecification
 
 from paceline.cli import drafter, gateway, verifier
 from paceline.decoder import find_device
-from paceline.drafter.device import drafting_device
+from paceline.drafter.service import drafting_device
 from paceline.telemetry.names import Metric
 
 COMPOSE = Path(__file__).parents[2] / "compose"
@@ -106,12 +106,29 @@ def test_verifier_and_drafter_share_what_shared_kv_needs(name: str) -> None:
             assert services[service][namespace] == "service:pod"
 
 
+@pytest.mark.parametrize(
+    ("name", "verifier"),
+    [("cpu", None), ("docker-compose", None), ("remote", "verifier:7431")],
+)
+def test_a_drafter_joins_its_verifier(name: str, verifier: str | None) -> None:
+    """In a pod at 127.0.0.1, where the Unix socket is offered; elsewhere over the network."""
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    drafter.add_arguments(parser)
+    assert parser.parse_args(words(name, "drafter")[2:]).verifier is None
+    settings = read(name)["services"]["drafter"].get("environment", {})
+    assert settings.get("PACELINE_VERIFIER_ADDRESS") == verifier
+    common = read("services")["services"]["drafter"]["environment"]
+    assert "PACELINE_VERIFIER_ADDRESS" not in common
+    if verifier is not None:
+        assert verifier.split(":")[0] in read(name)["services"]
+
+
 def chosen_gpu(monkeypatch: pytest.MonkeyPatch, service: str, settings: dict[str, str]) -> str:
     """Which of `settings` a service of the two-GPU file computes on, by the rules of CUDA."""
     found = read("docker-compose")["services"][service]
     visible = filled(found["environment"]["CUDA_VISIBLE_DEVICES"], settings).split(",")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(visible))
-    monkeypatch.setattr("paceline.drafter.device._has_driver", lambda: True)
+    monkeypatch.setattr("paceline.drafter.service._has_driver", lambda: True)
     words = filled(found["command"], settings).split()
     name = words[words.index("--device") + 1]
     choose = {"verifier": find_device, "drafter": drafting_device}[service]

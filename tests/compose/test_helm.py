@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import base64
 import copy
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import yaml
 
 from paceline.cli import drafter, gateway, verifier
+from paceline.cli.service_process import VERIFIER_ADDRESS
 from paceline.client._transport import CLIENT_HEADER
 from paceline.telemetry.names import Metric
 
@@ -20,9 +22,9 @@ kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="see mak
 CHART = Path(__file__).parents[2] / "compose" / "helm"
 KUBERNETES = ("1.27", "1.33")
 
-CANARY = [
-    {"name": "ngram", "version": "1", "load": "ngram=ngram", "weight": 90},
-    {"name": "ngram", "version": "2", "load": "ngram=ngram,max_nodes=4", "weight": 10},
+DRAFTERS = [
+    {"name": "ngram", "version": "1", "load": "ngram=ngram"},
+    {"name": "ngram", "version": "2", "load": "ngram=ngram,max_nodes=4"},
 ]
 SCALED = {"autoscaling": {"enabled": True, "maxReplicas": 3, "queueLength": 2}}
 DEMO = yaml.safe_load((CHART / "demo.yaml").read_text())
@@ -30,13 +32,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "as it comes": {},
     "co-located": {"coLocated": True, "verifier": {"count": 3}},
     "demo": DEMO,
-    "canary": {"drafters": CANARY, "metrics": {"insecure": True}},
-    "scaled": {"verifier": {"count": 2, **SCALED}, "drafters": [{**CANARY[0], **SCALED}]},
+    "apart": {"verifier": {"count": 2}, "drafters": DRAFTERS, "metrics": {"insecure": True}},
+    "scaled verifiers": {"coLocated": True, "verifier": {"count": 2, **SCALED}},
+    "scaled drafters": {"drafters": [{**DRAFTERS[0], **SCALED}]},
     "own secret, no GPU": {"existingSecret": "mine", "verifier": {"gpu": ""}},
-    "state": {"drafters": [{**CANARY[0], **SCALED, "state": {"size": "64Mi"}}]},
+    "state": {"drafters": [{**DRAFTERS[0], **SCALED, "state": {"size": "64Mi"}}]},
     "co-located state": {
         "coLocated": True,
-        "drafters": [{**CANARY[0], "state": {"size": "1Gi", "storageClass": "fast"}}],
+        "drafters": [{**DRAFTERS[0], "state": {"size": "1Gi", "storageClass": "fast"}}],
     },
     "guarded": {
         "gateway": {"ingress": {"enabled": True, "host": "llm.example", "tlsSecret": "llm"}},
@@ -158,7 +161,7 @@ def test_envoy_finds_its_hosts_and_clusters(objects: list[dict[str, Any]]) -> No
 
 
 def test_each_gpu_has_a_deployment_of_its_own() -> None:
-    drafters = [{**CANARY[0], "gpu": "nvidia.com/gpu"}]
+    drafters = [{**DRAFTERS[0], "gpu": "nvidia.com/gpu"}]
     objects = render({"verifier": {"count": 3}, "drafters": drafters})
     (deployment,) = of_kind(objects, "Deployment", "-drafter-").values()
     assert "--device=auto" in containers(deployment)["drafter"]["args"]
@@ -224,22 +227,50 @@ def test_a_co_located_drafter_shares_the_pod_and_the_place_on_the_ring() -> None
     assert rings[0] == rings[1]
 
 
-def test_drafter_versions_share_traffic_by_weight() -> None:
-    objects = render(SETTINGS["canary"])
-    clusters = routes(objects)[7432]["weighted_clusters"]["clusters"]
-    assert [each["weight"] for each in clusters] == [90, 10]
-    assert len(of_kind(objects, "Deployment", "-drafter-")) == 2
+def joined(objects: list[dict[str, Any]]) -> list[list[str]]:
+    """The verifiers that each drafter service joins."""
+    commands = []
+    for deployment in workloads(objects).values():
+        if "drafter" in containers(deployment):
+            parser = argparse.ArgumentParser(exit_on_error=False)
+            drafter.add_arguments(parser)
+            given = parser.parse_args(containers(deployment)["drafter"]["args"]).verifier
+            commands.append(given or [VERIFIER_ADDRESS])
+    return commands
+
+
+def test_a_drafter_of_its_own_joins_every_verifier_by_a_name_of_the_certificate() -> None:
+    objects = render(SETTINGS["apart"])
+    found = joined(objects)
+    assert len(found) == 2
+    (secret,) = of_kind(objects, "Secret").values()
+    # The names lie in the certificate as plain text.
+    text = "".join(base64.b64decode(secret["data"]["tls.crt"]).decode().splitlines()[1:-1])
+    assert b"*.prod.svc" in base64.b64decode(text)
+    for addresses in found:
+        services = [address.removesuffix(".prod.svc:7431") for address in addresses]
+        assert services == [f"demo-paceline-verifier-{index}" for index in range(2)]
+        assert set(services) <= set(of_kind(objects, "Service"))
+
+
+def test_a_co_located_drafter_joins_the_verifier_of_its_pod() -> None:
+    found = joined(render(SETTINGS["co-located"]))
+    assert found == [["127.0.0.1:7431"]] * 3
 
 
 def test_pods_are_scaled_by_queues_that_the_services_report() -> None:
-    objects = render(SETTINGS["scaled"])
-    scalers = of_kind(objects, "HorizontalPodAutoscaler")
-    deployments = of_kind(objects, "Deployment")
-    assert len(scalers) == 3
-    for scaler in scalers.values():
-        (metric,) = scaler["spec"]["metrics"]
-        assert metric["pods"]["metric"]["name"] in (Metric.ENGINE_QUEUE, Metric.DRAFTER_QUEUE)
-        assert "replicas" not in deployments[scaler["spec"]["scaleTargetRef"]["name"]]["spec"]
+    for name, queue, count in (
+        ("scaled verifiers", Metric.ENGINE_QUEUE, 2),
+        ("scaled drafters", Metric.DRAFTER_QUEUE, 1),
+    ):
+        objects = render(SETTINGS[name])
+        scalers = of_kind(objects, "HorizontalPodAutoscaler")
+        deployments = of_kind(objects, "Deployment")
+        assert len(scalers) == count
+        for scaler in scalers.values():
+            (metric,) = scaler["spec"]["metrics"]
+            assert metric["pods"]["metric"]["name"] == queue
+            assert "replicas" not in deployments[scaler["spec"]["scaleTargetRef"]["name"]]["spec"]
 
 
 def test_an_own_secret_is_used_and_none_made() -> None:
@@ -330,13 +361,17 @@ def test_the_monitor_reads_every_service_with_metrics() -> None:
     [
         {"verifier": {"count": 0}},
         {"gateway": {"ingress": {"enabled": True}}},
-        {"drafters": [{**CANARY[0], "state": {"storageClass": "fast"}}]},
+        {"drafters": [{**DRAFTERS[0], "state": {"storageClass": "fast"}}]},
         {"nonsense": 1},
         {"drafters": []},
-        {"drafters": [{**CANARY[0], "weight": 0}]},
-        {"drafters": [{**CANARY[0], "name": "Not A Name"}]},
-        {"coLocated": True, "verifier": SCALED},
-        {"coLocated": True, "drafters": CANARY},
+        {"drafters": [{**DRAFTERS[0], "name": "Not A Name"}]},
+        {"verifier": SCALED},
+        {
+            "coLocated": True,
+            "verifier": SCALED,
+            "drafters": [{**DRAFTERS[0], "state": {"size": "1Gi"}}],
+        },
+        {"coLocated": True, "drafters": DRAFTERS},
     ],
 )
 def test_values_that_cannot_be_are_refused(values: dict[str, Any]) -> None:

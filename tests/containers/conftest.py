@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
@@ -80,6 +81,15 @@ class Deployment(DockerCompose):
         """Wait for a state of a service."""
         wait_until(lambda: self.state(service) in states, f"{service} is {states}")
 
+    def until_joined(self, *carriers: str) -> None:
+        """Wait until the drafter service has joined the verifier, by one of some carriers."""
+
+        def joined() -> bool:
+            listed = json.loads(self.cli("drafters", "list", "--json"))
+            return any(each.get("carrier") in carriers for each in listed["verifiers"])
+
+        wait_until(joined, f"the drafter has joined by {carriers}")
+
 
 def wait_until(true: Callable[[], bool], what: str, seconds: float = READY_SECONDS) -> None:
     """Wait until `true()`; fail if it never is."""
@@ -145,6 +155,7 @@ def serving(
         try:
             running.until("verifier", "healthy")
             running.until("drafter", "healthy")
+            running.until_joined("socket", "stream")
             running.ca = folder / "tls.crt"
             running.ca.write_text(secret(running, "tls.crt"))
             running.token = secret(running, "token").strip()

@@ -128,12 +128,17 @@ async def test_a_drafter_reads_the_kv_of_the_verifier_and_a_collector_hears_of_i
         )
 
     wait_until(complete, "a generation was traced through all processes")
-    attached = [s for s in traced(deployment) if s["name"] == "specdec.drafter.attach"]
-    facts = attached[-1]["attributes"]
+    opened = [s for s in traced(deployment) if s["name"] == "specdec.drafter.open"]
+    facts = opened[-1]["attributes"]
     assert (facts["specdec.drafter.name"], facts["specdec.kv.transport"]) == (longspec, "map")
 
 
+def test_a_drafter_in_the_pod_uses_the_socket(deployment: Deployment) -> None:
+    deployment.until_joined("socket")
+
+
 def test_a_drafter_follows_kv_over_a_network(far_apart: Deployment) -> None:
+    far_apart.until_joined("stream")
     words = ("--max-new-tokens", "96", "--temperature", "0", "--json", *DRAFTED, "--drafter")
     plain, drafted = (
         json.loads(far_apart.cli("generate", PROMPT, *words, name).splitlines()[-1])
@@ -162,6 +167,7 @@ async def test_a_killed_drafter_container_costs_no_token(
 
     deployment.run("start", "drafter")
     deployment.until("drafter", "healthy")
+    deployment.until_joined("socket")
     async with deployment.client() as fresh:  # what was loaded while it ran is there again
         drafted = await fresh.generate(PROMPT, drafter=longspec, **WANTED)
     assert drafted.token_ids == plain

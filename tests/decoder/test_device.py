@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from paceline.decoder import find_device
-from paceline.drafter.device import drafting_device
+from paceline.drafter.service import drafting_device
 
 
 def with_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    monkeypatch.setattr("paceline.drafter.device._has_driver", lambda: count > 0)
+    monkeypatch.setattr("paceline.drafter.service._has_driver", lambda: count > 0)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_auto_takes_gpus_apart_where_there_are_two(
 
 def test_a_driver_without_a_gpu_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpus(monkeypatch, 0)
-    monkeypatch.setattr("paceline.drafter.device._has_driver", lambda: True)
+    monkeypatch.setattr("paceline.drafter.service._has_driver", lambda: True)
     assert drafting_device("auto") == "cpu"
 
 

@@ -23,7 +23,7 @@ from paceline.decoder import (
     open_model,
     weights_fingerprint,
 )
-from paceline.decoder.quantised import Weight, plain
+from paceline.decoder.weights import Weight, plain
 from paceline.kernels.blocks import Blocks, quantise
 
 OPTIONS = {

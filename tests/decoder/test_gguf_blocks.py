@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.decoder import UnsupportedModelError
-from paceline.decoder.sources.gguf_blocks import converts, decode
-from paceline.decoder.sources.gguf_file import GgufFile, GgufTensor
+from paceline.decoder.gguf_file import GgufFile, GgufTensor, converts, decode
 from paceline.kernels.blocks import Blocks
 
 EXACT = {Kind.Q8_0: 8, Kind.Q4_0: 4, Kind.Q4_1: 4, Kind.Q4_K: 4}

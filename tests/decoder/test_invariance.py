@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.decoder import Decoder, LocalCache, check_batch_invariance
-from paceline.decoder.linear import Linear
+from paceline.decoder.weights import Linear
 from paceline.kernels import CpuKernels, Executor, Pass, TreeSegment, plan_trees
 from paceline.kernels.program import PassResult
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.decoder.linear import Linear
+from paceline.decoder.weights import Linear
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

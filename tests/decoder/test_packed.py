@@ -14,8 +14,7 @@ from paceline.decoder import (
     packed_path,
     publish,
 )
-from paceline.decoder.linear import Linear
-from paceline.decoder.quantised import plain
+from paceline.decoder.weights import Linear, plain
 from paceline.kernels import Executor, Heads, Pass, Recorder, TreeSegment, plan_trees
 
 FINGERPRINT = "f" * 64

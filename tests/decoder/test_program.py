@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.decoder import Decoder, LocalCache
 from paceline.kernels import Executor, Pass, Probe, TreePlan, TreeSegment, plan_trees
-from paceline.kernels._torch_program import run_one_by_one
+from paceline.kernels.executor import run_one_by_one
 from paceline.kernels.program import PassResult
 
 pytestmark = pytest.mark.bits
@@ -204,7 +204,7 @@ def test_no_rows_of_logits(models: dict[str, Path]) -> None:
 def test_a_model_without_whole_vectors_runs_operation_by_operation(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import paceline.kernels._native_program as native
+    import paceline.kernels.executor as native
 
     def fails(program: native.NativeProgram, call: Pass) -> PassResult:
         raise AssertionError("must not be called")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.decoder.linear import Linear
+from paceline.decoder.weights import Linear
 from paceline.kernels import (
     Context,
     Executor,
@@ -20,7 +20,7 @@ from paceline.kernels import (
     TreeSegment,
     plan_trees,
 )
-from paceline.kernels._torch_program import run_one_by_one
+from paceline.kernels.executor import run_one_by_one
 from paceline.kernels.program import Program
 
 pytestmark = pytest.mark.bits

@@ -42,7 +42,6 @@ class HostileSequence(DraftSequence):
 class Hostile(Drafter):
     """Base class."""
 
-    inline = True
     max_nodes = 255
 
     @classmethod
@@ -138,11 +137,13 @@ class Failing(Hostile):
         return random_tree(budget.nodes, sequence.vocab_size, draws)
 
 
-class FailingThread(Failing):
-    """Fails on the worker's thread."""
+class Raising(Hostile):
+    """Raises in every round."""
 
-    inline = False
-    method: ClassVar[str] = "failing-thread"
+    method: ClassVar[str] = "raising"
+
+    def tree(self, sequence: HostileSequence, budget: Budget, draws: random.Random) -> TokenTree:
+        raise RuntimeError("a drafter that always fails")
 
 
 def random_tree(nodes: int, vocab_size: int, draws: random.Random) -> TokenTree:
@@ -164,7 +165,7 @@ METHODS = {
         Changing,
         Malformed,
         Failing,
-        FailingThread,
+        Raising,
     )
 }
 """Import paths by name, for `test_methods`."""

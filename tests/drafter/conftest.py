@@ -1,4 +1,4 @@
-"""A drafter service on a unix socket, in this process."""
+"""A drafter service that has joined a fake verifier, in this process."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from paceline.bench import replay_method
 from paceline.bench.plugins import write_distribution
 from paceline.drafter import DrafterSpec, build_service
 from paceline.service import ServerOptions, run_server
-from paceline.v1 import drafter_pb2, drafter_pb2_grpc
+from paceline.v1 import drafter_pb2_grpc
 
 from . import adversaries, fakes
-
-VOCAB = 1000
+from .fake_verifier import VOCAB as VOCAB
+from .fake_verifier import FakeVerifier, Peer, Text, fake_verifier
 
 
 @pytest.fixture(autouse=True, scope="session")
 def registered_methods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Registers the methods of the tests in this process."""
-    methods = {**fakes.METHODS, **adversaries.METHODS}
+    methods = {**fakes.METHODS, **adversaries.METHODS, **replay_method.METHODS}
     folder = write_distribution(tmp_path_factory.mktemp("methods"), methods)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
@@ -35,106 +36,95 @@ def registered_methods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
 
 
 class Drafting:
-    """Client side of one service in a test."""
+    """A running service in a test.
+
+    Attributes:
+        address: Of the service.
+        verifier: The verifier that it joins.
+        peer: Its first connection there.
+        stop: Set it to drain and stop the service.
+        service: The service object.
+        registry: Stub of its registry.
+    """
 
     def __init__(
         self,
         address: str,
+        verifier: FakeVerifier,
+        peer: Peer,
         channel: grpc.aio.Channel,
-        stop: asyncio.Event | None = None,
-        service: Any = None,
+        stop: asyncio.Event,
+        service: Any,
     ) -> None:
         self.address = address
+        self.verifier = verifier
+        self.peer = peer
+        self.stop = stop
         self.service = service
-        """The service object."""
-        self.stop = stop or asyncio.Event()
-        """Set it to drain and stop the service."""
-        self.channel = channel
-        self.drafter = drafter_pb2_grpc.DrafterServiceStub(channel)
-        self.registry = drafter_pb2_grpc.DrafterRegistryServiceStub(channel)
+        self.registry: Any = drafter_pb2_grpc.DrafterRegistryServiceStub(channel)
 
-    async def attach(self, tokens: Sequence[int], token: str = "", **fields: Any) -> Stream:
-        """Attach, with a bearer token if one is given, and wait for the response."""
-        metadata = (("authorization", f"Bearer {token}"),) if token else ()
-        stream = Stream(self.drafter.Draft(metadata=metadata), len(tokens))
-        fields = {"vocab_size": VOCAB, "prompt_length": len(tokens), **fields}
-        attach = drafter_pb2.DraftAttach(tokens=tokens, **fields)
-        await stream.send(drafter_pb2.DraftRequest(attach=attach))
-        stream.attached = (await stream.read()).attached
-        return stream
+    async def open(self, tokens: Sequence[int], **fields: Any) -> Text:
+        """Open a sequence and wait until it is."""
+        return await self.peer.open(tokens, **fields)
 
 
-class Stream:
-    """One attached generation."""
-
-    attached: drafter_pb2.DraftAttached
-
-    def __init__(self, call: Any, length: int) -> None:
-        self.call = call
-        self.length = length
-        self.rounds = 0
-
-    async def send(self, request: drafter_pb2.DraftRequest) -> None:
-        """Send a message. If the stream has ended, :meth:`read` raises its status."""
-        try:
-            await self.call.write(request)
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            return
-
-    async def read(self) -> drafter_pb2.DraftResponse:
-        """The next response."""
-        answer = await self.call.read()
-        assert answer is not grpc.aio.EOF, "the stream ended without a status"
-        return answer
-
-    async def round(self, tokens: Sequence[int] = (), **fields: Any) -> drafter_pb2.DraftTree:
-        """One round."""
-        self.length += len(tokens)
-        self.rounds += 1
-        fields = {
-            "node_budget": 16,
-            "total_length": self.length,
-            "round_id": self.rounds,
-            "new_tokens": tokens,
-            **fields,
-        }
-        await self.send(drafter_pb2.DraftRequest(round=drafter_pb2.DraftRound(**fields)))
-        return (await self.read()).tree
-
-    async def end(self) -> None:
-        """End the stream without an error."""
-        await self.call.done_writing()
-        assert await self.call.read() is grpc.aio.EOF
+@asynccontextmanager
+async def running(service: Any, address: str, drain_seconds: float = 0.1) -> AsyncIterator[Any]:
+    """Run a service; yields the event that stops it."""
+    stop, ready = asyncio.Event(), asyncio.Event()
+    options = ServerOptions(address=address, drain_seconds=drain_seconds)
+    server = asyncio.create_task(
+        run_server(service, options, on_ready=lambda _: ready.set(), stop_event=stop)
+    )
+    waiting = asyncio.create_task(ready.wait())
+    await asyncio.wait({server, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    if server.done():
+        await server
+    try:
+        yield stop
+    finally:
+        stop.set()
+        await server
 
 
 @asynccontextmanager
 async def drafting(
-    *specs: str, drain_seconds: float = 0.1, **options: Any
+    *specs: str,
+    carrier: str = "socket",
+    drain_seconds: float = 0.1,
+    target: dict[str, Any] | None = None,
+    add: Callable[[Any], object] = lambda server: None,
+    credentials: grpc.ServerCredentials | None = None,
+    **options: Any,
 ) -> AsyncIterator[Drafting]:
-    """Serve drafters on a unix socket; streams that are open at the end are cancelled."""
-    with tempfile.TemporaryDirectory() as folder:
+    """Serve drafters on a unix socket, joined to a fake verifier.
+
+    Args:
+        specs: Drafters to load.
+        carrier: How messages travel: socket or stream.
+        drain_seconds: Of the service.
+        target: Facts of the target, fields of Joined.
+        add: Adds other servicers to the verifier's server.
+        credentials: TLS of the verifier.
+        options: Of the service.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         address = f"unix:{folder}/drafter"
-        service = build_service([DrafterSpec.parse(spec) for spec in specs], **options)
-        stop, ready = asyncio.Event(), asyncio.Event()
-        server = asyncio.create_task(
-            run_server(
-                service,
-                ServerOptions(address=address, drain_seconds=drain_seconds),
-                on_ready=lambda _: ready.set(),
-                stop_event=stop,
+        async with fake_verifier(folder, carrier, add, credentials) as verifier:
+            for field, value in (target or {}).items():
+                setattr(verifier.joined, field, value)
+            service = build_service(
+                [DrafterSpec.parse(spec) for spec in specs],
+                verifiers=[verifier.address],
+                **options,
             )
-        )
-        waiting = asyncio.create_task(ready.wait())
-        await asyncio.wait({server, waiting}, return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
-        if server.done():
-            await server
-        try:
-            async with grpc.aio.insecure_channel(address) as channel:
-                yield Drafting(address, channel, stop, service)
-        finally:
-            stop.set()
-            await server
+            async with running(service, address, drain_seconds) as stop:
+                peer = await verifier.peer()
+                assert peer.carrier == carrier
+                async with grpc.aio.insecure_channel(address) as channel:
+                    yield Drafting(address, verifier, peer, channel, stop, service)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -159,6 +149,8 @@ def patience() -> Iterator[None]:
     """A slow verifier is no failure here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("paceline.drafter.kv.exchange.CALL_SECONDS", 60.0)
+        patch.setattr("paceline.drafter.exchange.JOIN_SECONDS", 60.0)
+        patch.setattr("paceline.drafter.exchange.REACH_SECONDS", 60.0)
         yield
 
 
@@ -170,8 +162,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("lm") / "model")
 
 
-@pytest.fixture
-async def ngram() -> AsyncIterator[Drafting]:
-    """A service with one ngram drafter."""
-    async with drafting("ngram=ngram") as service:
+@pytest.fixture(params=["socket", "stream"])
+async def ngram(request: pytest.FixtureRequest) -> AsyncIterator[Drafting]:
+    """A service with one ngram drafter, with each carrier."""
+    async with drafting("ngram=ngram", carrier=request.param) as service:
         yield service

@@ -13,6 +13,7 @@ from paceline.decoder import load_config
 from paceline.decoder.weights import Checkpoint
 from paceline.drafter.acceptance import RecordedStates
 from paceline.drafter.methods.base import Generation, Resources
+from paceline.drafter.methods.checkpoint import TargetRef
 from paceline.drafter.methods.dspark import (
     DSparkConfig,
     DSparkModel,
@@ -21,7 +22,6 @@ from paceline.drafter.methods.dspark import (
     save_dspark,
 )
 from paceline.drafter.methods.dspark.drafter import DSparkDrafter, DSparkSequence
-from paceline.drafter.methods.target import TargetRef
 from paceline.v1 import sampling_pb2
 
 from .models import GREEDY, VOCAB, beam_search

@@ -21,6 +21,7 @@ from paceline.drafter import (
     TokenTree,
     Update,
 )
+from paceline.drafter.recordings import Recording
 
 TARGET = "f" * 64
 TOKENIZER = "a" * 64
@@ -124,13 +125,6 @@ class FakeDrafter(Drafter):
         self.closed += 1
 
 
-class InlineFake(FakeDrafter):
-    """A FakeDrafter on the event loop."""
-
-    inline = True
-    method: ClassVar[str] = "inline-fake"
-
-
 class SlowLoad(FakeDrafter):
     """Its load waits for `go_on`."""
 
@@ -145,6 +139,11 @@ class SlowLoad(FakeDrafter):
         return super().load(folder, options, resources)
 
 
-METHODS = {
-    kind.method: f"{__name__}:{kind.__name__}" for kind in (FakeDrafter, InlineFake, SlowLoad)
-}
+def write_records(path: Path, *texts: tuple[list[int], list[int]]) -> Path:
+    """Write prompts and their continuations."""
+    lines = [Recording(tuple(prompt), tuple(tokens)).to_json() for prompt, tokens in texts]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+METHODS = {kind.method: f"{__name__}:{kind.__name__}" for kind in (FakeDrafter, SlowLoad)}

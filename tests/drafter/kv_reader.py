@@ -17,7 +17,7 @@ from paceline.drafter import (
     TokenTree,
     Update,
 )
-from paceline.drafter.kv.shared import SharedKv
+from paceline.drafter.kv.mapped import SharedKv
 
 LAYERS = (0, -1)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from pathlib import Path
+import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -22,13 +21,16 @@ class KvVerifier(kv_pb2_grpc.KvExchangeServiceServicer):
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
+        self.hangs = False
+        """It does not answer."""
         self.change: Change = lambda response: None
         self.requests: list[kv_pb2.MapCacheRequest] = []
         self.metadata: list[dict[str, Any]] = []
-        self.address = ""
 
     async def MapCache(self, request: kv_pb2.MapCacheRequest, context: Any) -> Any:
         self.requests.append(request)
+        if self.hangs:
+            await asyncio.Event().wait()
         self.metadata.append(dict(context.invocation_metadata() or ()))
         if request.read_grant != GRANT:
             await context.abort(grpc.StatusCode.NOT_FOUND, "no cache has this read grant")
@@ -36,23 +38,6 @@ class KvVerifier(kv_pb2_grpc.KvExchangeServiceServicer):
         self.change(response)
         return response
 
-
-@asynccontextmanager
-async def kv_verifier(
-    segment: Segment, folder: Path, credentials: grpc.ServerCredentials | None = None
-) -> AsyncIterator[KvVerifier]:
-    """Serve it on a unix socket; with credentials, on a port of the loopback."""
-    verifier = KvVerifier(segment)
-    server = grpc.aio.server()
-    kv_pb2_grpc.add_KvExchangeServiceServicer_to_server(verifier, server)
-    if credentials is None:
-        verifier.address = f"unix:{folder}/verifier"
-        server.add_insecure_port(verifier.address)
-    else:
-        port = server.add_secure_port("127.0.0.1:0", credentials)
-        verifier.address = f"127.0.0.1:{port}"
-    await server.start()
-    try:
-        yield verifier
-    finally:
-        await server.stop(0)
+    def add(self, server: Any) -> None:
+        """Add it to a server."""
+        kv_pb2_grpc.add_KvExchangeServiceServicer_to_server(self, server)

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from paceline.decoder import LocalCache
 from paceline.drafter.methods.base import Generation, Resources
-from paceline.drafter.methods.lm.drafter import LmDrafter, LmSequence
+from paceline.drafter.methods.lm import LmDrafter, LmSequence
 from paceline.drafter.methods.slots import chain_segments
 from paceline.kernels import History, choose_token, filter_logits, gumbel_noise, plan_trees
 from paceline.service.sampling import sampling_params

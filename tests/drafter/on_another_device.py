@@ -18,9 +18,9 @@ from torch import Tensor
 from paceline.decoder import Decoder
 from paceline.drafter.methods import method_class
 from paceline.drafter.methods.base import Budget, Drafter, Generation, LoadError, Resources, Update
-from paceline.drafter.methods.ranking import Ranked, Ranker
+from paceline.drafter.methods.beam import Ranked, Ranker
 from paceline.kernels import attention
-from paceline.kernels._dense import DenseBackend
+from paceline.kernels.dense import DenseBackend
 from paceline.service.sampling import sampling_params
 from paceline.tree import TokenTree
 
@@ -64,9 +64,8 @@ def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the plain PyTorch backend on both devices, in this thread."""
     for kind in ("cpu", "other"):
         monkeypatch.setitem(attention._LOADED, kind, DenseBackend())
-    for method in ("lm", "longspec", "dspark", "selfspec"):
-        module = f"paceline.drafter.methods.{method}.drafter"
-        monkeypatch.setattr(f"{module}.load_model", _here)
+    for module in ("lm", "longspec.drafter", "dspark.drafter", "selfspec"):
+        monkeypatch.setattr(f"paceline.drafter.methods.{module}.load_model", _here)
 
 
 def _here(folder: Path, resources: Resources, load: Callable[..., Any], *args: Any) -> Any:

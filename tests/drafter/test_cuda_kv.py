@@ -16,11 +16,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "kv"))
 
 from fake_driver import FakeDriver
 
-from paceline.drafter.kv.access import VerifierAccess
+from paceline.drafter import VerifierAccess
+from paceline.drafter.errors import KvGone, KvNotShared
+from paceline.drafter.kv import KvOptions
 from paceline.drafter.kv.cuda import CudaKv
-from paceline.drafter.kv.errors import KvGone, KvNotShared
 from paceline.drafter.kv.exchange import KvExchange
-from paceline.drafter.kv.options import KvOptions
 from paceline.v1 import kv_pb2, kv_pb2_grpc
 from paceline.verifier.cache import Cache
 from paceline.verifier.engine.sequence import Generation, Sequence

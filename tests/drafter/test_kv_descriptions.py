@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.drafter.kv.errors import KvNotShared
-from paceline.drafter.kv.shared import SharedKv
+from paceline.drafter.errors import KvNotShared
+from paceline.drafter.kv.mapped import SharedKv
 from paceline.kv.segment import HEADER_BYTES
 from paceline.v1 import kv_pb2
 from paceline.verifier.kv.base import own_prefix
@@ -63,7 +63,7 @@ INVALID: dict[str, tuple[Change, str]] = {
     "an unknown type": (change("dtype", 99), "type number 99"),
     "no generation": (change("generation", 0), "no generation"),
     "another generation": (change("generation", GENERATION + 1), "not, or no longer, the cache"),
-    "a smaller file": (change("file.byte_size", 8192), "from byte"),
+    "a smaller file": (change("file.byte_size", 8192), "expected 8192"),
     "a larger file": (change("file.byte_size", 1 << 40), "expected 1099511627776"),
     "the header": (change(OFFSET, HEADER_BYTES - ROW), "from byte 4080"),
     "beyond the end": (change(OFFSET, 1 << 63), "from byte 9223372036854775808"),

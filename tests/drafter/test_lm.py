@@ -99,12 +99,12 @@ async def test_concurrent_generations_draft_as_if_alone(folder: Path) -> None:
             trees.append(sequence.draft(Budget(16, 4)))
         expected.append(trees)
 
-    async with drafting(f"lm:{folder}") as service:
+    async with drafting(f"lm:{folder}", target={"vocab_size": VOCAB}) as service:
 
-        async def generation(text: list[int]) -> list[tuple[int, ...]]:
-            stream = await service.attach(text, vocab_size=VOCAB, sampling=SAMPLINGS["T=1"])
-            trees = [await stream.round([token]) for token in range(6)]
-            await stream.end()
+        async def generation(tokens: list[int]) -> list[tuple[int, ...]]:
+            text = await service.open(tokens, sampling=SAMPLINGS["T=1"])
+            trees = [await text.round([token]) for token in range(6)]
+            await text.end()
             return [tuple(tree.tree.tokens) for tree in trees]
 
         drafted = await asyncio.gather(*(generation(text) for text in texts))

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from paceline.drafter.methods.base import Budget, Update
-from paceline.drafter.methods.lm.drafter import LmDrafter, LmSequence
-from paceline.drafter.methods.lm.selection import TopChunks
+from paceline.drafter.methods.lm import LmDrafter, LmSequence, TopChunks
 
 from .models import VOCAB, load, start, text_of, write_model
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline.drafter.methods.base import Budget, Update
-from paceline.drafter.methods.lm.drafter import LmSequence
+from paceline.drafter.methods.lm import LmSequence
 
 from .models import VOCAB, forward, load, start, text_of, write_model
 

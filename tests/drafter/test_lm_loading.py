@@ -6,16 +6,16 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 import torch
 from gguf_files import write_gguf
 
 from paceline.drafter.methods import checkpoint
 from paceline.drafter.methods.base import Budget, LoadError
-from paceline.drafter.methods.lm.drafter import LmDrafter
+from paceline.drafter.methods.lm import LmDrafter
 
-from .conftest import drafting, failure
+from .conftest import drafting
+from .fake_verifier import Refused
 from .models import VOCAB, change_config, load, start, write_model
 
 
@@ -54,10 +54,9 @@ async def test_drafting_uses_the_configured_threads(
 
     monkeypatch.setattr(LmDrafter, "draft_many", spy)
     try:
-        async with drafting(f"lm:{folder}", threads=before + 2) as service:
-            stream = await service.attach([1, 2], vocab_size=VOCAB)
-            await stream.round([3])
-            await stream.end()
+        target = {"vocab_size": VOCAB}
+        async with drafting(f"lm:{folder}", threads=before + 2, target=target) as service:
+            await (await service.open([1, 2])).round([3])
     finally:
         torch.set_num_threads(before)
     assert found == [before + 2]
@@ -67,18 +66,20 @@ async def test_another_target_or_tokenizer_is_refused(tmp_path: Path, folder: Pa
     bound = write_model(tmp_path / "bound")
     change_config(bound, paceline={"target_fingerprint": "f" * 64})
     digest = load(folder).fit.tokenizer_digest
-    async with drafting(f"free=lm:{folder}", f"bound=lm:{bound}") as service:
-        stream = await service.attach([1, 2], vocab_size=VOCAB, tokenizer_digest=digest)
-        assert len((await stream.round([3])).tree.tokens) > 0
-        await stream.end()
-        for fields, reason in (
-            ({"tokenizer_digest": "0" * 64}, "TOKENIZER_MISMATCH"),
-            ({"vocab_size": VOCAB + 1}, "TOKENIZER_MISMATCH"),
-            ({"drafter": "bound", "target_fingerprint": "e" * 64}, "TARGET_MISMATCH"),
-        ):
-            with pytest.raises(grpc.aio.AioRpcError) as error:
-                await service.attach([1, 2], **{"vocab_size": VOCAB, **fields})
-            assert failure(error) == (grpc.StatusCode.FAILED_PRECONDITION, reason)
+    for name, facts, reason in (
+        ("free", {"tokenizer_digest": digest}, ""),
+        ("free", {"tokenizer_digest": "0" * 64}, "TOKENIZER_MISMATCH"),
+        ("free", {"vocab_size": VOCAB + 1}, "TOKENIZER_MISMATCH"),
+        ("bound", {"target_fingerprint": "e" * 64}, "TARGET_MISMATCH"),
+    ):
+        specs = (f"free=lm:{folder}", f"bound=lm:{bound}")
+        async with drafting(*specs, target={"vocab_size": VOCAB, **facts}) as service:
+            if not reason:
+                text = await service.open([1, 2], drafter=name)
+                assert len((await text.round([3])).tree.tokens) > 0
+                continue
+            with pytest.raises(Refused, match=reason):
+                await service.open([1, 2], drafter=name)
     (bound / "tokenizer.json").write_text("{}")
     change_config(bound, paceline={"tokenizer_digest": digest})
     with pytest.raises(LoadError, match="restore"):

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from paceline.decoder import weights_fingerprint
 from paceline.drafter.methods.base import Budget, LoadError, Resources
+from paceline.drafter.methods.checkpoint import TargetEmbedding
 from paceline.drafter.methods.longspec import read_longspec
 from paceline.drafter.methods.longspec.drafter import LongSpecDrafter
-from paceline.drafter.methods.target import TargetEmbedding
 from paceline.kernels import cpu_kernels
 from paceline.v1 import drafter_pb2
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from paceline.drafter.calibration import Calibration, Scaling
 from paceline.drafter.methods.base import Budget, Generation, LoadError, Resources, Update
 from paceline.drafter.methods.lookup import LookupDrafter, merge
-from paceline.drafter.registry.loader import Loader
+from paceline.drafter.registry import Loader
 from paceline.drafter.spec import DrafterSpec, Roots
 from paceline.tree import EMPTY, TokenTree
 from paceline.v1 import sampling_pb2

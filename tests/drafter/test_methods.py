@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import grpc
 import pytest
 
 from paceline.bench.plugins import write_distribution
@@ -15,10 +15,10 @@ from paceline.drafter import LoadError, Resources
 from paceline.drafter.methods import method_class
 from paceline.harness import ServiceProcess
 
-from .conftest import Drafting
+from .fake_verifier import fake_verifier
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
-BUILT_IN = ["dspark", "lm", "longspec", "ngram", "replay", "selfspec"]
+BUILT_IN = ["dspark", "lm", "longspec", "ngram", "selfspec"]
 
 
 @pytest.fixture
@@ -93,17 +93,22 @@ def test_wrong_options_are_refused(method: str, options: dict[str, str], message
     assert error.value.reason in ("INVALID_OPTION", "UNKNOWN_OPTION")
 
 
-async def test_a_process_loads_the_method_of_another_distribution(tmp_path: Path) -> None:
+async def test_a_process_loads_the_method_of_another_distribution(
+    tmp_path: Path, short_folder: Path
+) -> None:
     folder = write_distribution(tmp_path, {"mine": "followers:FollowersDrafter"})
     paths = [str(folder), str(EXAMPLES), os.environ.get("PYTHONPATH", "")]
     environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    arguments = ["--load", "x=mine,branches=1"]
-    with ServiceProcess("drafter", arguments, environment=environment) as process:
-        async with grpc.aio.insecure_channel(process.address) as channel:
-            stream = await Drafting(process.address, channel).attach([1, 2, 3, 1], drafter="x")
-            drafted = await stream.round([2])
+    async with fake_verifier(short_folder) as verifier:
+        arguments = ["--load", "x=mine,branches=1", "--verifier", verifier.address]
+        process = ServiceProcess("drafter", arguments, environment=environment)
+        await asyncio.to_thread(process.__enter__)
+        try:
+            text = await (await verifier.peer()).open([1, 2, 3, 1], drafter="x")
+            drafted = await text.round([2])
             assert list(drafted.tree.tokens)[:2] == [3, 1]
-            await stream.end()
+        finally:
+            await asyncio.to_thread(process.__exit__, None, None, None)
 
 
 @pytest.mark.parametrize("method", ["longspec", "dspark"])

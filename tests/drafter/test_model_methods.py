@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.drafter.methods.base import Budget, DraftSequence, Generation, Resources, Update
-from paceline.drafter.methods.selfspec.drafter import SelfSpecDrafter
+from paceline.drafter.methods.selfspec import SelfSpecDrafter
 from paceline.tree import TokenTree
 
 from . import dspark_models, longspec_models, models
@@ -173,5 +173,5 @@ def test_a_released_cache_fails_its_own_sequence_only(name: str, loaded: dict[st
 
 @pytest.mark.parametrize("name", READERS)
 def test_a_generation_without_the_data_is_refused(name: str, loaded: dict[str, Method]) -> None:
-    with pytest.raises(ValueError, match="attach with read_grant"):
+    with pytest.raises(ValueError, match="with a read_grant"):
         loaded[name].drafter.start(Generation([1, 2], 2, VOCAB))

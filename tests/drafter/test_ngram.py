@@ -7,9 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.drafter.methods.base import Budget, Generation, Resources, Update
-from paceline.drafter.methods.ngram.drafter import NgramDrafter, NgramSequence
-from paceline.drafter.methods.ngram.index import NgramIndex
-from paceline.drafter.methods.ngram.shared import SharedTexts
+from paceline.drafter.methods.ngram import NgramDrafter, NgramIndex, NgramSequence, SharedTexts
 from paceline.tree import EMPTY
 
 LARGE = Budget(nodes=64, depth=64)

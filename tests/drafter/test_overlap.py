@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from paceline.drafter.methods.base import Budget, Generation, Update
-from paceline.drafter.methods.selfspec.drafter import SelfSpecDrafter
-from paceline.drafter.worker import DraftWorker
+from paceline.drafter.methods.selfspec import SelfSpecDrafter
 
 from .conftest import until
 from .fakes import FakeDrafter, FakeSequence
 from .models import GREEDY, SAMPLINGS, VOCAB, Oracle, load, start, text_of, write_model
 from .test_selfspec import greedy, stale_kv
 from .test_selfspec import load as load_selfspec
+from .test_worker import drafting, round_of, started_worker
 
 
 @pytest.fixture(scope="module")
@@ -104,26 +104,22 @@ class _Ahead(FakeDrafter):
 
 
 async def test_the_worker_drafts_ahead_between_rounds() -> None:
-    worker = DraftWorker(overlap=True)
-    worker.start()
-    drafter = _Ahead()
-    sequence = drafter.start(Generation([1] * 3, 3, 100))
-    for token in (5, 6):
-        drafter.journal.clear()
-        drafted = await worker.submit(drafter, sequence, Update([token]), Budget(8, 8))
-        assert drafted.tree.tokens == (token,)
-        await until(lambda: drafter.journal.count(("ahead", 0)) > 2)
-    worker.close(sequence)
-    worker.stop()
-    assert sequence.closed == 1
+    with started_worker(overlap=True) as worker:
+        drafter = _Ahead()
+        session = drafting(drafter)
+        for token in (5, 6):
+            drafter.journal.clear()
+            drafted = await round_of(worker, session, token)
+            assert drafted.tree.tokens == (token,)
+            await until(lambda: drafter.journal.count(("ahead", 0)) > 2)
+        await worker.run(lambda: worker.close(session))
+    assert drafter.sequences[0].closed == 1
 
 
 async def test_without_overlap_the_worker_waits() -> None:
-    worker = DraftWorker()
-    worker.start()
-    drafter = _Ahead()
-    sequence = drafter.start(Generation([1] * 3, 3, 100))
-    await worker.submit(drafter, sequence, Update([5]), Budget(8, 8))
-    await worker.submit(drafter, sequence, Update([6]), Budget(8, 8))
-    worker.stop()
+    with started_worker() as worker:
+        drafter = _Ahead()
+        session = drafting(drafter)
+        await round_of(worker, session, 5)
+        await round_of(worker, session, 6)
     assert ("ahead", 0) not in drafter.journal

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.drafter.methods.ranking import Ranker
+from paceline.drafter.methods.beam import Ranker
 from paceline.kernels import SamplingParams, gumbel_noise
 
 

@@ -19,9 +19,8 @@ from paceline.drafter.recordings import MIN_BYTES, Recorder, Recording, read_rec
 from paceline.v1 import drafter_pb2, sampling_pb2
 
 from .conftest import Drafting, drafting, failure, until
-from .fakes import FakeDrafter
+from .fakes import FakeDrafter, write_records
 from .test_registry_servicer import listed, load
-from .test_replay import write_records
 
 TEXT = Recording((1, 2, 3), (4, 5), 0.5, 7, "f" * 64)
 ids = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=9).map(tuple)
@@ -49,10 +48,10 @@ def used_bytes(folder: Path) -> int:
 async def generate(service: Drafting) -> None:
     """One short text, [1, 2, 3] and then [4, 5]."""
     sampling = sampling_pb2.SamplingParams(temperature=0.5, seed=7)
-    stream = await service.attach([1, 2, 3], sampling=sampling, target_fingerprint="f" * 64)
-    await stream.round([4])
-    await stream.round([5])
-    await stream.end()
+    text = await service.open([1, 2, 3], sampling=sampling)
+    await text.round([4])
+    await text.round([5])
+    await text.end()
 
 
 async def records_texts(service: Drafting) -> bool:
@@ -61,11 +60,11 @@ async def records_texts(service: Drafting) -> bool:
 
 
 async def test_texts_are_recorded_in_private_files(tmp_path: Path) -> None:
-    folder = tmp_path / "texts"
-    async with drafting("ngram", record=folder) as service:
+    folder, facts = tmp_path / "texts", {"target_fingerprint": "f" * 64}
+    async with drafting("ngram", record=folder, target=facts) as service:
         assert await records_texts(service)
         await generate(service)
-        nothing_new = await service.attach([1, 2])
+        nothing_new = await service.open([1, 2])
         await nothing_new.end()
     assert read_recordings(folder) == [TEXT]
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -180,16 +179,16 @@ async def test_the_result_is_listed(recordings: Path, tmp_path: Path) -> None:
         assert info.check.accepted_length == pytest.approx((7 * 4 + 4 + 4 + 1) / 10)
 
 
-@pytest.mark.parametrize("method", ["failing", "failing-thread", "malformed", "huge"])
+@pytest.mark.parametrize("method", ["failing", "malformed", "huge"])
 async def test_a_failing_version_is_not_loaded(recordings: Path, method: str) -> None:
     async with drafting("ngram", recordings=recordings) as service:
-        stream = await service.attach([1])
+        text = await service.open([1])
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await load(service, "x", method, activate=True)
         assert failure(error) == (grpc.StatusCode.INVALID_ARGUMENT, "CHECK_FAILED")
         assert [each[0] for each in await listed(service)] == ["ngram"]
-        await stream.round([2])
-        await stream.end()
+        await text.round([2])
+        await text.end()
 
 
 async def test_a_failing_version_is_freed(recordings: Path) -> None:

@@ -13,11 +13,8 @@ from hypothesis import strategies as st
 
 from paceline.drafter import DrafterSpec, LoadError
 from paceline.drafter.methods.base import Drafter, Resources
-from paceline.drafter.registry import Registry
-from paceline.drafter.registry.canary import CanarySettings
-from paceline.drafter.registry.loader import Loader
+from paceline.drafter.registry import Loader, Registry
 from paceline.drafter.spec import Roots
-from paceline.drafter.statistics import DraftStatistics
 from paceline.service import ServiceError
 
 
@@ -78,7 +75,7 @@ async def test_versions_are_numbered_or_named(registry: Registry) -> None:
 async def test_the_number_of_versions_is_limited(
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.drafter.registry.registry.MAX_VERSIONS", 2)
+    monkeypatch.setattr("paceline.drafter.registry.MAX_VERSIONS", 2)
     await registry.load(spec("x=fake"))
     await registry.load(spec("y=fake"))
     with pytest.raises(ServiceError, match="unload one first"):
@@ -140,14 +137,20 @@ def test_shares_are_kept_exactly(share: float, count: int) -> None:
     assert abs(asyncio.run(chosen())["2"] - share * count) <= 1.0
 
 
-async def test_with_a_canary_versions_are_drawn_at_random(registry: Registry) -> None:
-    """Of requests of two alternating kinds each version gets both."""
-    await registry.load(spec("x=fake"))
-    await registry.load(spec("x=fake"))
-    registry.activate("x", "2", 0.5, CanarySettings())
-    chosen = [registry.choose("x").version for _ in range(400)]
-    for kind in (chosen[::2], chosen[1::2]):
-        assert 50 < kind.count("2") < 150
+async def test_a_version_that_is_taken_out_gives_its_share_to_the_others(
+    registry: Registry,
+) -> None:
+    old, new = [await registry.load(spec("x=fake")) for _ in range(2)]
+    registry.take_out(old, "alone")
+    assert (shares(registry, "x"), old.failing) == ({"1": 1.0, "2": 0.0}, "")
+    registry.activate("x", "2", 0.25)
+    registry.take_out(new, "broken")
+    registry.take_out(new, "broken again")
+    assert (shares(registry, "x"), new.failing) == ({"1": 1.0, "2": 0.0}, "broken")
+    assert registry.successor(new) is old
+    assert registry.successor(old) is None
+    registry.unload("x", "1")
+    assert (shares(registry, "x"), new.failing) == ({"2": 1.0}, "")
 
 
 async def test_unloading_waits_for_streams(registry: Registry, disposed: Disposed) -> None:
@@ -165,12 +168,12 @@ async def test_unloading_waits_for_streams(registry: Registry, disposed: Dispose
     assert "unloaded" in refused("DRAFTER_DRAINING", lambda: registry.choose("x", "1"))
     refused("DRAINING", lambda: registry.activate("x", "1", 1.0))
     assert disposed == []
-    registry.detach(version, end, DraftStatistics())
+    registry.detach(version, end)
     assert disposed == [version.drafter]
     registry.attach(registry.choose("x"), end)
     registry.unload("x")
     refused("DRAFTER_DRAINING", lambda: registry.choose("x"))
-    registry.detach(registry.versions()[0], end, DraftStatistics())
+    registry.detach(registry.versions()[0], end)
     refused("DRAFTER_NOT_FOUND", lambda: registry.choose("x"))
     assert len(disposed) == 2
 

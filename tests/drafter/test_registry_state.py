@@ -9,35 +9,28 @@ from typing import Any
 
 import pytest
 
-from paceline.drafter.registry.state import FILE_NAME, RegistryState, StateFile
 from paceline.drafter.spec import DrafterSpec
-from paceline.v1 import drafter_pb2
+from paceline.drafter.state import FILE_NAME, RegistryState, StateFile
 
 from .conftest import drafting
-from .test_canary import canary_of, start_canary
-from .test_registry_servicer import listed, load, unload
+from .test_registry_servicer import activate, listed, load, unload
 
 
-async def test_a_restart_restores_versions_shares_and_canaries(tmp_path: Path) -> None:
+async def test_a_restart_restores_versions_and_shares(tmp_path: Path) -> None:
     options = {"state_dir": tmp_path / "state"}
     async with drafting("b=fake", "a=fake", **options) as service:
-        await load(service, "a", "inline-fake", version="next", options={"vocab": "99"})
+        await load(service, "a", "fake", version="next", options={"vocab": "99"})
         await load(service, "gone", "fake")
         await load(service, "b", "fake", activate=True)
         await unload(service, "gone")
-        await start_canary(service, "a", "next", share=0.25, confidence=0.9)
+        await activate(service, "a", "next", 0.25)
         before = await listed(service)
         assert [each[:3] for each in before] == [
             ("a", "1", 0.75), ("a", "next", 0.25), ("b", "1", 0.0), ("b", "2", 1.0)
         ]  # fmt: skip
-        settings = (await canary_of(service)).settings
     async with drafting("b=fake", "a=fake", **options) as service:
         assert await listed(service) == before
-        found = await canary_of(service)
-        assert (found.canary, found.baseline) == ("next", "1")
-        assert found.state == drafter_pb2.CANARY_STATE_RUNNING
-        assert found.settings == settings
-        assert (await service.attach([1])).attached.drafter == "b", "the default is the same"
+        assert (await service.open([1])).opened.drafter == "b", "the default is the same"
         await unload(service, "b", "2")
         assert (await load(service, "b", "fake")).version == "3", "a number is given once"
 
@@ -69,18 +62,11 @@ GOOD: dict[str, Any] = {
     "configured": [],
     "loaded": [[VERSION, 1.0], [{**VERSION, "version": "2"}, 0.0]],
     "numbers": {"a": 1},
-    "canaries": {},
 }
-SETTINGS = {"confidence": 0.9, "length_margin": 0, "time_margin": 0, "max_generations": 8}
-CANARY = {"canary": "1", "baseline": "2", "comparisons": 0, "settings": SETTINGS}
 
 
 def with_version(share: Any = 1.0, **fields: Any) -> dict[str, Any]:
     return {**GOOD, "loaded": [[{**VERSION, **fields}, share]]}
-
-
-def with_canary(**fields: Any) -> dict[str, Any]:
-    return {**GOOD, "canaries": {"a": {**CANARY, **fields}}}
 
 
 @pytest.mark.parametrize(
@@ -90,8 +76,6 @@ def with_canary(**fields: Any) -> dict[str, Any]:
         with_version(name="../x"), with_version(share=2.0), with_version(share="much"),
         with_version(version=""), with_version(options=[1]), with_version(folder=3),
         {**GOOD, "loaded": GOOD["loaded"] * 2}, {**GOOD, "numbers": {"a": "x"}},
-        with_canary(baseline="9"), with_canary(baseline="1"), with_canary(comparisons="x"),
-        with_canary(settings={"confidence": 7}), with_canary(settings={"speed": 7}),
     ],
 )  # fmt: skip
 async def test_an_invalid_file_is_set_aside(tmp_path: Path, value: Any) -> None:
@@ -122,7 +106,7 @@ async def test_a_full_disk_is_reported_and_leaves_the_old_file(
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patched:
-            patched.setattr("paceline.drafter.registry.state.os.fsync", full)
+            patched.setattr("paceline.drafter.state.os.fsync", full)
             with pytest.raises(Exception, match="would be lost in a restart"):
                 await load(service, "b", "fake")
         assert (tmp_path / FILE_NAME).read_text() == before

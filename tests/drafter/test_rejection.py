@@ -107,11 +107,11 @@ def test_dspark_draws_with_its_heads(tmp_path: Path) -> None:
 async def test_every_method_answers_with_chains() -> None:
     """Methods that do not sample, too: their tokens have probability 1."""
     async with drafting("ngram,continuations=4,min_survival=0") as service:
-        text = [*([1, 2, 3] * 3), 1, 2, 4, 1, 2]
+        tokens = [*([1, 2, 3] * 3), 1, 2, 4, 1, 2]
         for sampling, branches in ((None, True), (REJECTION, False)):
-            stream = await service.attach(text, sampling=sampling)
-            answer = await stream.round()
+            text = await service.open(tokens, sampling=sampling)
+            answer = await text.round()
             tree = TokenTree.from_proto(answer.tree)
             assert (len(set(tree.parents)) < len(tree)) == branches
             assert not answer.tree.distributions
-            await stream.end()
+            await text.end()

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from paceline.decoder import Decoder, LocalCache, weights_fingerprint
 from paceline.drafter.acceptance import RecordedKv
+from paceline.drafter.methods import selfspec
 from paceline.drafter.methods.base import Budget, Generation, LoadError, Resources, Update
-from paceline.drafter.methods.selfspec import drafter as selfspec_drafter
-from paceline.drafter.methods.selfspec.drafter import (
+from paceline.drafter.methods.selfspec import (
     MAX_NEW_TOKENS,
     SelfSpecDrafter,
     SelfSpecSequence,
@@ -137,7 +137,7 @@ def test_the_budget_may_be_a_share_of_the_text(folder: Path) -> None:
 
 
 def test_shared_weights_that_do_not_exist(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selfspec_drafter, "_SHARED_WEIGHTS_TIMEOUT", 0.2)
+    monkeypatch.setattr(selfspec, "_SHARED_WEIGHTS_TIMEOUT", 0.2)
     with pytest.raises(LoadError, match="--share-weights"):
         load(folder, share_weights="always")
     assert load(folder, share_weights="auto").weight_bytes > 0

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.drafter.kv.errors import KvGone
-from paceline.drafter.kv.shared import SharedKv
+from paceline.drafter.errors import KvGone
+from paceline.drafter.kv.mapped import SharedKv
 from paceline.verifier.kv.segment import Segment, own_segments
 
 from .segments import COMMITTED, GRANT, describe, new_segment
@@ -100,7 +100,7 @@ def test_closing_frees_the_memory(segment: Segment) -> None:
 
 READER = """
 import sys
-from paceline.drafter.kv.shared import SharedKv
+from paceline.drafter.kv.mapped import SharedKv
 from paceline.v1 import kv_pb2
 response = kv_pb2.MapCacheResponse.FromString(bytes.fromhex(sys.argv[1]))
 kv = SharedKv(response, bytes.fromhex(sys.argv[2]), (0,))

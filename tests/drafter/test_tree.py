@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.drafter.builders import grow
+from paceline.drafter.methods.base import grow
 
 # A rule of growth: depth to a list of children, the same for every node of that depth.
 rules = st.lists(st.lists(st.floats(0.01, 1.0), max_size=3), min_size=1, max_size=4)

@@ -3,73 +3,96 @@
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import AsyncIterator
-from typing import Any
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
-from paceline.drafter.methods.base import Budget, Generation, Update
-from paceline.drafter.worker import SLICE, DraftWorker
+from paceline.drafter.methods.base import Budget, Drafter, Generation, Update
+from paceline.drafter.session import Drafted, Session
+from paceline.drafter.worker import SLICE, DraftWorker, Job
 
 from .conftest import until
-from .fakes import FakeDrafter, FakeSequence
+from .fakes import FakeDrafter
 
 BUDGET = Budget(8, 8)
 
 
+@contextmanager
+def started_worker(*, overlap: bool = False) -> Iterator[DraftWorker]:
+    """A worker that runs for the body."""
+    worker = DraftWorker(overlap=overlap)
+    worker.start()
+    try:
+        yield worker
+    finally:
+        worker.stop()
+
+
 @pytest.fixture
-async def worker() -> AsyncIterator[DraftWorker]:
-    made = DraftWorker()
-    made.start()
-    yield made
-    made.stop()
+def worker() -> Iterator[DraftWorker]:
+    with started_worker() as made:
+        yield made
 
 
-def started(drafter: FakeDrafter, tokens: int = 3) -> FakeSequence:
-    sequence = drafter.start(Generation([1] * 3, 3, 100))
-    sequence.pending = tokens
-    return sequence
+def drafting(drafter: Drafter, backlog: int | None = None) -> Session:
+    """A new sequence; of a fake, with a backlog."""
+    session = Session(drafter, Generation([1] * 3, 3, 100))
+    if backlog is not None:
+        session.sequence.pending = backlog  # type: ignore[attr-defined]
+    return session
 
 
-async def idle(worker: DraftWorker) -> None:
-    """Until everything posted before has run."""
-    done = asyncio.Event()
+def submit(
+    worker: DraftWorker, rounds: list[tuple[Session, int]], budget: Budget = BUDGET
+) -> list[asyncio.Future[Drafted]]:
+    """Queue a round of one token for each sequence, as one message does; the results."""
     loop = asyncio.get_running_loop()
+    results: list[asyncio.Future[Drafted]] = [loop.create_future() for _ in rounds]
 
-    def tell() -> None:
-        loop.call_soon_threadsafe(done.set)
+    def finish(result: asyncio.Future[Drafted], outcome: Drafted | Exception) -> None:
+        if isinstance(outcome, Exception):
+            result.set_exception(outcome)
+        else:
+            result.set_result(outcome)
 
-    worker.post(tell)
-    await done.wait()
+    def queue() -> None:
+        for (session, token), result in zip(rounds, results, strict=True):
+
+            def answer(
+                outcome: Drafted | Exception, result: asyncio.Future[Drafted] = result
+            ) -> None:
+                loop.call_soon_threadsafe(finish, result, outcome)
+
+            worker.submit(Job(session, Update([token]), budget, time.monotonic(), answer))
+
+    worker.post(queue)
+    return results
 
 
-async def queued(worker: DraftWorker, drafter: FakeDrafter, *tokens: int) -> list[Any]:
-    """Results of one round for each token; all but the first wait together."""
-    sequences = [started(drafter) for _ in tokens]
-    drafter.hold.clear()
-    rounds = []
-    for sequence, token in zip(sequences, tokens, strict=True):
-        rounds.append(worker.submit(drafter, sequence, Update([token]), BUDGET))
-        await asyncio.to_thread(drafter.holding.wait)
-    drafter.hold.set()
-    return await asyncio.gather(*rounds, return_exceptions=True)
+async def round_of(
+    worker: DraftWorker, session: Session, token: int, budget: Budget = BUDGET
+) -> Drafted:
+    """The result of one round."""
+    (result,) = submit(worker, [(session, token)], budget)
+    return await result
 
 
-async def test_queued_rounds_are_drafted_as_a_batch(worker: DraftWorker) -> None:
-    drafter = FakeDrafter()
-    drafted = await queued(worker, drafter, 5, 6, 7, 8)
-    assert drafter.batches == [1, 3]
-    assert [d.tree.tokens for d in drafted] == [(5,), (6,), (7,), (8,)]
-    assert all(sequence.threads == {"drafter"} for sequence in drafter.sequences)
+async def test_rounds_that_came_together_are_a_batch_of_their_drafter(worker: DraftWorker) -> None:
+    one, other = FakeDrafter(), FakeDrafter()
+    sessions = [drafting(one), drafting(other), drafting(one)]
+    rounds = submit(worker, list(zip(sessions, (5, 6, 7), strict=True)))
+    drafted = await asyncio.gather(*rounds)
+    assert [d.tree.tokens for d in drafted] == [(5,), (6,), (7,)]
+    assert (one.batches, other.batches) == ([2], [1])
 
 
 async def test_a_long_backlog_does_not_block_other_rounds(worker: DraftWorker) -> None:
     long, short = FakeDrafter(), FakeDrafter()
-    prompt = started(long, tokens=SLICE * 20)
-    waiting = worker.submit(long, prompt, Update([5]), BUDGET)
+    (waiting,) = submit(worker, [(drafting(long, SLICE * 20), 5)])
     await until(lambda: ("warm", SLICE) in long.journal)
-    assert (await worker.submit(short, started(short), Update([6]), BUDGET)).tree.tokens == (6,)
+    assert (await round_of(worker, drafting(short), 6)).tree.tokens == (6,)
     assert (await waiting).tree.tokens == (5,)
     warmed = [tokens for what, tokens in long.journal if what == "warm"]
     assert set(warmed) == {SLICE}
@@ -78,50 +101,56 @@ async def test_a_long_backlog_does_not_block_other_rounds(worker: DraftWorker) -
 
 async def test_a_backlog_is_processed_without_a_round(worker: DraftWorker) -> None:
     drafter = FakeDrafter()
-    sequence = started(drafter, tokens=SLICE * 2 + 1)
-    worker.catch_up(sequence)
-    await until(lambda: not sequence.backlog)
+    session = drafting(drafter, SLICE * 2 + 1)
+    await worker.run(lambda: worker.catch_up(session))
+    await until(lambda: not session.sequence.backlog)
     assert drafter.journal == [("warm", SLICE), ("warm", SLICE), ("warm", 1)]
 
 
 async def test_without_nodes_the_tokens_are_appended(worker: DraftWorker) -> None:
     drafter = FakeDrafter()
-    sequence = started(drafter)
-    drafted = await worker.submit(drafter, sequence, Update([4]), Budget(0, 8))
-    assert not drafted.tree
-    assert sequence.text == [1, 1, 1, 4]
+    assert not (await round_of(worker, drafting(drafter), 4, Budget(0, 8))).tree
+    assert drafter.sequences[0].text == [1, 1, 1, 4]
     assert drafter.batches == []
 
 
 async def test_only_the_failing_round_of_a_batch_fails(worker: DraftWorker) -> None:
     drafter = FakeDrafter()
     drafter.poison = 13
-    _, six, poisoned, seven = await queued(worker, drafter, 5, 6, 13, 7)
-    assert six.tree.tokens == (6,)
-    assert seven.tree.tokens == (7,)
+    sessions = [drafting(drafter) for _ in range(3)]
+    rounds = submit(worker, list(zip(sessions, (6, 13, 7), strict=True)))
+    six, poisoned, seven = await asyncio.gather(*rounds, return_exceptions=True)
+    assert isinstance(six, Drafted)
+    assert isinstance(seven, Drafted)
+    assert (six.tree.tokens, seven.tree.tokens) == ((6,), (7,))
     assert isinstance(poisoned, RuntimeError)
-    again = await worker.submit(drafter, drafter.sequences[1], Update([8]), BUDGET)
-    assert again.tree.tokens == (8,)
+    assert (await round_of(worker, sessions[0], 8)).tree.tokens == (8,)
 
 
 async def test_a_closed_sequence_is_not_processed(worker: DraftWorker) -> None:
     drafter = FakeDrafter()
-    sequence = started(drafter, tokens=10**9)
-    worker.catch_up(sequence)
-    waiting = worker.submit(drafter, sequence, Update([5]), Budget(8, 8, math.inf))
-    worker.close(sequence)
-    await idle(worker)
-    await idle(worker)
+    session = drafting(drafter, 10**9)
+    (waiting,) = submit(worker, [(session, 5)])
+    await until(lambda: bool(drafter.journal))
+    await worker.run(lambda: worker.close(session))
     warmed = len(drafter.journal)
     for _ in range(3):
-        await idle(worker)
+        await worker.run(lambda: None)
     assert len(drafter.journal) == warmed
-    assert sequence.closed == 1
-    waiting.cancel()
+    assert drafter.sequences[0].closed == 1
+    assert not waiting.done()
 
 
-async def test_stopping_runs_posted_calls(worker: DraftWorker) -> None:
-    sequence = started(FakeDrafter())
-    worker.close(sequence)
-    worker.stop()
-    assert sequence.closed == 1
+async def test_stopping_runs_posted_calls() -> None:
+    drafter = FakeDrafter()
+    session = drafting(drafter)
+    with started_worker() as worker:
+        worker.post(lambda: worker.close(session))
+    assert drafter.sequences[0].closed == 1
+    worker.post(lambda: pytest.fail("it has ended"))
+
+
+async def test_an_error_of_a_posted_call_reaches_its_caller(worker: DraftWorker) -> None:
+    with pytest.raises(ZeroDivisionError):
+        await worker.run(lambda: 1 // 0)
+    assert await worker.run(lambda: 7) == 7

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.decoder import UnsupportedModelError
+from paceline.drafter.methods.checkpoint import TargetRef
 from paceline.drafter.methods.dspark import (
     DSparkConfig,
     Layout,
@@ -20,7 +21,6 @@ from paceline.drafter.methods.dspark import (
     read_dspark,
     save_dspark,
 )
-from paceline.drafter.methods.target import TargetRef
 
 from .shapes import CONFIG, make
 

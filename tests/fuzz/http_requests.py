@@ -9,7 +9,7 @@ from typing import Any
 
 from mutations import mutated
 
-from paceline.gateway.openapi import document
+from paceline.gateway.server import openapi_document
 
 _TEXTS = ("", "a", "lm", "ngram", "none", "llama", "user", "function", "text", "json_object", "\0",
           "日本 \U0001f600", "x" * 3000, "(a|b)*c", "[a-z]{1,9}", "(", 'root ::= "a" | "b"',
@@ -50,7 +50,7 @@ class HttpFuzzer:
 
     def __init__(self, seed: int) -> None:
         self.draws = random.Random(seed)
-        described = document()
+        described = openapi_document()
         self._schemas: dict[str, Any] = described["components"]["schemas"]
         self._bodies: dict[str, Any] = {
             path: self._resolved(

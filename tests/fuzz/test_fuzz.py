@@ -19,13 +19,15 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
 from mutations import Fuzzer
 from system_support import make_prompts
-from tiny_models import VOCABULARY, write_model, write_tokenizer
+from tiny_models import write_model, write_tokenizer
 
 from paceline.client import Client
 from paceline.client._errors import from_rpc_error
 from paceline.harness import ServiceProcess
 from paceline.v1 import (
     drafter_pb2,
+    exchange_pb2,
+    exchange_pb2_grpc,
     kv_pb2,
     sampling_pb2,
     tree_pb2,
@@ -37,14 +39,16 @@ SECONDS = float(os.environ.get("PACELINE_FUZZ_SECONDS", "0"))
 SEED = int(os.environ.get("PACELINE_FUZZ_SEED", "1"))
 AT_A_TIME = 4
 CALL_SECONDS = 60.0
+OPEN_SECONDS = 2.0
+"""Longest Generate call. It stays open without credits."""
 SERVICES = {
-    "verifier": ("VerifierService", "KvExchangeService"),
-    "drafter": ("DrafterService", "DrafterRegistryService"),
+    "verifier": ("VerifierService", "KvExchangeService", "DraftExchangeService"),
+    "drafter": ("DrafterRegistryService",),
 }
 METHODS: dict[str, list[MethodDescriptor]] = {
     kind: [
         method
-        for file in (verifier_pb2, kv_pb2, drafter_pb2)
+        for file in (verifier_pb2, kv_pb2, exchange_pb2, drafter_pb2)
         for name, service in file.DESCRIPTOR.services_by_name.items()
         if name in names
         for method in service.methods
@@ -53,15 +57,41 @@ METHODS: dict[str, list[MethodDescriptor]] = {
 }
 
 
+def joining() -> exchange_pb2.JoinRequest:
+    """The first message of a drafter service."""
+    info = drafter_pb2.DrafterInfo(name="fuzz", version="1", traffic_share=1.0)
+    listed = exchange_pb2.DrafterList(drafters=[info], default_drafter="fuzz")
+    return exchange_pb2.JoinRequest(drafters=listed)
+
+
 async def call(channel: grpc.aio.Channel, method: MethodDescriptor, raws: list[bytes]) -> str:
     """Send raw messages to a method and read until it ends. Returns its status and reason."""
     path = f"/{method.containing_service.full_name}/{method.name}"
+    seconds = OPEN_SECONDS if method.name == "Generate" else CALL_SECONDS
     if method.client_streaming:
-        stream: Any = channel.stream_stream(path)(iter(raws), timeout=CALL_SECONDS)
+        stream: Any = channel.stream_stream(path)(iter(raws), timeout=seconds)
     else:
-        stream = channel.unary_stream(path)(raws[0], timeout=CALL_SECONDS)
+        stream = channel.unary_stream(path)(raws[0], timeout=seconds)
+    return await status(stream)
+
+
+async def over_socket(channel: grpc.aio.Channel, raws: list[bytes]) -> str:
+    """Join, and send raw messages over the Unix socket. Returns the status of the call."""
+    stub: Any = exchange_pb2_grpc.DraftExchangeServiceStub(channel)
+    stream = stub.Join(timeout=CALL_SECONDS)
+    await stream.write(joining())
+    joined = (await stream.read()).joined
+    _, writer = await asyncio.open_unix_connection(joined.socket_path.replace("@", "\0", 1))
+    for raw in (joined.socket_token, *raws):
+        writer.write(len(raw).to_bytes(4, "little") + raw)
+    writer.close()
+    return await status(stream)
+
+
+async def status(stream: Any) -> str:
+    """Status and reason that a call ends with."""
     try:
-        async for _ in stream:
+        while await stream.read() is not grpc.aio.EOF:
             pass
     except grpc.aio.AioRpcError as error:
         return f"{error.code().name} {from_rpc_error(error).reason}"
@@ -77,10 +107,14 @@ async def test_random_requests_do_no_harm(tmp_path: Path) -> None:
         write_tokenizer(tmp_path / folder)
     target, prompt = str(tmp_path / "target"), make_prompts(1)[0]
     arguments = ["--target", target, "--weights", "float32", "--kv-bytes", "64MiB"]
+    arguments += ["--no-prefix-caching", "--lease-seconds", "3"]
     drafting = ["--load", "ngram", "--load", f"lm=lm:{tmp_path}/small", "--state-dir", tmp_path]
     with (
-        ServiceProcess("verifier", [*arguments, "--lease-seconds", "3"]) as verifier,
-        ServiceProcess("drafter", [*map(str, drafting), "--max-context=4096"]) as drafter,
+        ServiceProcess("verifier", arguments) as verifier,
+        ServiceProcess(
+            "drafter",
+            [*map(str, drafting), "--max-context=4096", "--verifier", verifier.address],
+        ) as drafter,
     ):
         ends: Counter[str] = Counter()
         processes = {"verifier": verifier, "drafter": drafter}
@@ -101,17 +135,22 @@ async def test_random_requests_do_no_harm(tmp_path: Path) -> None:
                         kind = fuzzer.draws.choice(list(METHODS))
                         method = fuzzer.draws.choice(METHODS[kind])
                         raws = requests(fuzzer, method, prompt)
-                        end = await call(channels[kind], method, raws)
-                        ends[f"{method.name}: {end}"] += 1
+                        name = method.name
+                        if name == "Join" and fuzzer.draws.random() < 0.5:
+                            name = "Join, socket"
+                            end = await over_socket(near, raws)
+                        else:
+                            end = await call(channels[kind], method, raws)
+                        ends[f"{name}: {end}"] += 1
                         process = processes[kind]
-                        call_made = (method.full_name, end, [raw.hex() for raw in raws])
+                        call_made = (name, end, [raw.hex() for raw in raws])
                         assert process.returncode is None, (call_made, process.log_tail())
                         # An unexpected exception and a stream that never ends are bugs. INTERNAL
                         # without a reason comes from gRPC, when it writes to a stream that ended.
                         code, _, reason = end.partition(" ")
                         assert code != "UNKNOWN", call_made
                         assert code != "INTERNAL" or not reason, (call_made, process.log_tail())
-                        assert "DEADLINE_EXCEEDED" not in end, call_made
+                        assert code != "DEADLINE_EXCEEDED" or name == "Generate", call_made
 
             async def generate() -> None:
                 async with Client(verifier.address) as other:
@@ -152,46 +191,31 @@ def valid_call(fuzzer: Fuzzer, name: str, prompt: list[int]) -> list[Message]:
                 prompt_tokens=prompt, max_new_tokens=8, parent_handle=handle, sampling=sampling
             )
             return [creation]
-        case "Verify":
-            return [
-                verifier_pb2.VerifyRequest(handle=handle, round_id=1, tree=tree),
-                verifier_pb2.VerifyRequest(round_id=2, free_run_steps=3, deadline_ms=1000),
-                verifier_pb2.VerifyRequest(round_id=3, tree=tree),
-            ]
-        case "Draft":
-            attach = drafter_pb2.DraftAttach(
-                drafter=fuzzer.draws.choice(("ngram", "lm")),
-                tokens=prompt,
-                prompt_length=len(prompt),
-                vocab_size=VOCABULARY,
-                read_grant=grant,
-                verifier_address="127.0.0.1:1",
-                sampling=sampling,
+        case "Generate":
+            start = verifier_pb2.GenerateStart(
+                handle=handle,
+                position=1,
+                drafter=fuzzer.draws.choice(("ngram", "lm", "fuzz", "none")),
+                always_draft=True,
             )
-            rounds = [
-                drafter_pb2.DraftRound(
-                    round_id=number,
-                    new_tokens=[number],
-                    node_budget=8,
-                    max_depth=4,
-                    total_length=len(prompt) + number,
-                )
-                for number in (1, 2)
-            ]
             return [
-                drafter_pb2.DraftRequest(attach=attach),
-                *(drafter_pb2.DraftRequest(round=each) for each in rounds),
+                verifier_pb2.GenerateRequest(start=start, credits=2),
+                verifier_pb2.GenerateRequest(credits=100),
             ]
+        case "Join":
+            answered = exchange_pb2.JoinRequest(
+                opened=[exchange_pb2.SequenceOpened(sequence=1, drafter="fuzz", version="1")],
+                trees=[exchange_pb2.DraftedTree(sequence=1, round=1, tree=tree)],
+                refused=[exchange_pb2.SequenceRefused(sequence=1, reason="NO", message="no")],
+            )
+            return [joining(), exchange_pb2.JoinRequest(use_stream=True), answered, answered]
+        case "JoinVerifier":
+            return [drafter_pb2.JoinVerifierRequest(address="127.0.0.1:1")]
         case "LoadDrafter":
             options = {"max_nodes": "4"}
             return [drafter_pb2.LoadDrafterRequest(name="x", method="ngram", options=options)]
         case "ActivateDrafter":
-            canary = drafter_pb2.CanarySettings(confidence=0.9)
-            return [
-                drafter_pb2.ActivateDrafterRequest(
-                    name="x", version="2", traffic_share=0.3, canary=canary
-                )
-            ]
+            return [drafter_pb2.ActivateDrafterRequest(name="x", version="2", traffic_share=0.3)]
         case "UnloadDrafter":
             return [drafter_pb2.UnloadDrafterRequest(name="x", version="1")]
         case "MapCache":

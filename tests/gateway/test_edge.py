@@ -16,7 +16,7 @@ from openai import AsyncOpenAI
 from paceline.client import MockTransport
 from paceline.gateway import ApiKey, GatewayOptions, read_keys
 from paceline.gateway.errors import ApiError
-from paceline.gateway.keys import Caller
+from paceline.gateway.middleware import Caller
 from paceline.service.options import OptionsError
 from paceline.v1 import verifier_pb2
 
@@ -140,13 +140,11 @@ def test_limits_are_refilled_in_a_minute() -> None:
     caller.admit(0, 10)
 
 
-def test_low_priority_leaves_half_of_the_places() -> None:
-    low, normal = Caller(ApiKey(name="n", key="k", priority="low")), Caller(None)
-    low.admit(4, 10)
-    normal.admit(9, 10)
-    for caller, inside in ((low, 5), (normal, 10)):
-        with pytest.raises(ApiError, match="in flight"):
-            caller.admit(inside, 10)
+def test_a_full_gateway_refuses_every_caller() -> None:
+    caller = Caller(None)
+    caller.admit(9, 10)
+    with pytest.raises(ApiError, match="in flight"):
+        caller.admit(10, 10)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from paceline.client import MockTransport
-from paceline.gateway import answers, server
+from paceline.gateway import server, writers
 
 from .conftest import Serve, Served
 from .test_gateway import eventually
@@ -36,7 +36,7 @@ async def reading_nothing(served: Served, **body: object) -> socket.socket:
 async def test_a_caller_that_reads_nothing_is_disconnected(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    monkeypatch.setattr(answers, "_STALLED_SECONDS", 0.2)
+    monkeypatch.setattr(writers, "_STALLED_SECONDS", 0.2)
     async with serve(MockTransport(TEXT), max_requests=1) as served:
         # A whole response is as long with log-probabilities as a stream.
         caller = await reading_nothing(served, stream=stream, logprobs=0)

@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from paceline.client import MockTransport
-from paceline.gateway.calls import Call, CallParser
-from paceline.gateway.tools import Function, Tool, ToolUse
+from paceline.gateway.requests import Function, Tool, ToolUse
+from paceline.gateway.tool_calls import Call, CallParser
 
 from .conftest import Serve
 

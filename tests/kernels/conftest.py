@@ -11,12 +11,11 @@ import pytest
 
 from paceline.kernels import AttentionBackend, attention
 from paceline.kernels._compile import levels_here
-from paceline.kernels._dense import DenseBackend
-from paceline.kernels._native_attention import NativeBackend
+from paceline.kernels.dense import DenseBackend
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from kernel_cases import compiled, in_tiles
+from kernel_cases import ProgramBackend, compiled, in_tiles
 
 
 @pytest.fixture(params=[*levels_here(), "tiles"], scope="module")
@@ -29,7 +28,7 @@ def native_backend(request: pytest.FixtureRequest) -> Iterator[AttentionBackend]
     library = compiled(levels_here()[0] if tiles else request.param).library
     assert library is not None
     with in_tiles(library) if tiles else nullcontext():
-        yield from _serving(NativeBackend(library, fallback=DenseBackend()))
+        yield from _serving(ProgramBackend(library))
 
 
 @pytest.fixture(params=[*levels_here(), "none"], scope="module")
@@ -40,7 +39,7 @@ def cpu_backend(request: pytest.FixtureRequest) -> Iterator[AttentionBackend]:
     else:
         library = compiled(request.param).library
         assert library is not None
-        yield from _serving(NativeBackend(library, fallback=DenseBackend()))
+        yield from _serving(ProgramBackend(library))
 
 
 def _serving(backend: AttentionBackend) -> Iterator[AttentionBackend]:

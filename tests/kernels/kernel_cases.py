@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -12,9 +12,23 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.kernels import MAX_TREE_NODES, TreeSegment, plan_trees, tree_attention
+from paceline.kernels import (
+    MAX_TREE_NODES,
+    AttentionBackend,
+    AttentionCall,
+    Heads,
+    LayerTable,
+    Norm,
+    Pass,
+    Recorder,
+    TreePlan,
+    TreeSegment,
+    plan_trees,
+    tree_attention,
+)
 from paceline.kernels._native import CpuKernels, cpu_kernels, load
-from paceline.kernels.cache_rows import to_rows
+from paceline.kernels.caches import to_rows
+from paceline.kernels.executor import NativeProgram, run_one_by_one, supported
 
 HEADS = [(6, 2, 64), (4, 4, 16), (8, 2, 80), (3, 1, 96), (8, 1, 128), (7, 1, 32)]
 PREFIXES = [0, 1, 7, 15, 16, 200, 250, 255, 256, 257, 511, 512, 700, 1025, 2303, 2304]
@@ -25,6 +39,113 @@ def compiled(level: str) -> CpuKernels:
     if cpu_kernels().library is None:
         pytest.skip(f"no compiled kernels: {cpu_kernels().origin}")
     return load(level)
+
+
+class _Cache:
+    """One layer of one sequence, as programs see it."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self._layer = keys, values
+        self.table = LayerTable([self._layer])
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        return self._layer
+
+
+class ProgramBackend:
+    """The compiled attention of a level as a backend: programs of attention alone."""
+
+    name = "native"
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def attend(self, call: AttentionCall) -> None:
+        _, q_heads, dim = call.q.shape
+        assert call.scale == dim**-0.5
+        program = Recorder(Heads(q_heads, call.keys[0].shape[0], dim), torch.float32)
+        q = program.rotate_queries(program.input(q_heads * dim))
+        program.tap(program.attend(q, 0, call.window), 0)
+        done = NativeProgram(self._library, program.finish()).run(
+            Pass(
+                None,
+                call.plan,
+                [_Cache(k, v) for k, v in zip(call.keys, call.values, strict=True)],
+                torch.tensor([1.0, 0.0])
+                .repeat_interleave(dim // 2)
+                .repeat(call.plan.longest + 1, 1),
+                taps=(0,),
+                probes={0: call.probes} if call.probes else {},
+                inputs=call.q.flatten(1),
+            )
+        )
+        call.out.copy_(done.taps[0].view(call.q.shape))
+
+
+class ProgramRows:
+    """The compiled row operations of a level: programs of one operation.
+
+    Widths without whole vectors run one by one, as everywhere.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def add_norm(self, x: Tensor, delta: Tensor, norm: Norm, dtype: torch.dtype) -> Tensor:
+        changed = []
+        for wanted in range(2):
+            program = Recorder(Heads(1, 1, 16), torch.float32)
+            added = program.embed(delta)
+            residual = program.input(x.shape[1])
+            out = (residual, program.add_norm(residual, added, norm))[wanted]
+            changed.append(self._run(program, out, x.clone(), plan_of(len(x))))
+        x.copy_(changed[0])
+        return changed[1].to(dtype)
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        program = Recorder(Heads(1, 1, 16), torch.float32)
+        gated = program.gate(program.input(gate_up.shape[1]))
+        return self._run(program, gated, gate_up, plan_of(len(gate_up)))
+
+    def rotate(
+        self,
+        heads: Tensor,
+        norms: tuple[Norm, Norm] | None,
+        table: Tensor,
+        plan: TreePlan,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+    ) -> Tensor:
+        dim, kv_heads = table.shape[1], keys[0].shape[0]
+        q_heads = heads.shape[1] // dim - 2 * kv_heads
+        program = Recorder(Heads(q_heads, kv_heads, dim), torch.float32)
+        q = program.rotate(program.input(heads.shape[1]), norms, 0)
+        caches = [_Cache(k, v) for k, v in zip(keys, values, strict=True)]
+        return self._run(program, q, heads, plan, caches, table).view(plan.rows, q_heads, dim)
+
+    def _run(
+        self,
+        recorder: Recorder,
+        out: int,
+        inputs: Tensor,
+        plan: TreePlan,
+        caches: Sequence[_Cache] = (),
+        table: Tensor | None = None,
+    ) -> Tensor:
+        recorder.select(out)
+        program = recorder.finish()
+        caches = caches or [_Cache(*torch.zeros(2, 1, plan.rows, 16))]
+        table = torch.zeros(plan.rows, 16) if table is None else table
+        tokens = torch.arange(plan.rows) if program.operations[0].table is not None else None
+        call = Pass(tokens, plan, caches, table, inputs=inputs)
+        if supported(program):
+            return NativeProgram(self._library, program).run(call).logits
+        return run_one_by_one(program, call).logits
+
+
+def plan_of(rows: int) -> TreePlan:
+    """One block of a chain."""
+    return plan_trees([TreeSegment(0, 0, None, rows)])
 
 
 @contextmanager
@@ -70,11 +191,20 @@ class Case:
             path.insert(0, parents[path[0]])
         return path
 
-    def run(self) -> tuple[Tensor, Tensor]:
-        """Attention in float32 and log-sum-exp of the whole block."""
+    def run(self) -> Tensor:
+        """Attention in float32 of the whole block."""
         return attend([self.segment], self.q, [self.key], [self.value], self.window)
 
-    def run_alone(self, node: int) -> tuple[Tensor, Tensor]:
+    def run_by(self, backend: AttentionBackend) -> Tensor:
+        """The same by a backend."""
+        out = torch.empty(self.q.shape)
+        plan = plan_trees([self.segment])
+        backend.attend(
+            AttentionCall(self.q, [self.key], [self.value], plan, self.scale, self.window, out)
+        )
+        return out
+
+    def run_alone(self, node: int) -> Tensor:
         """The same of one node, decoded as the only row behind its own path."""
         path = self.path(node)
         slots = [*range(self.segment.start), *(self.segment.start + n for n in path)]
@@ -111,7 +241,7 @@ def attend(
     keys: list[Tensor],
     values: list[Tensor],
     window: int | None,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """Tree attention with float32 results, so that no rounding hides a difference."""
     return tree_attention(
         q,
@@ -120,6 +250,5 @@ def attend(
         plan_trees(segments),
         scale=q.shape[2] ** -0.5,
         window=window,
-        return_lse=True,
         out=torch.empty(q.shape),
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.kernels.cache_rows import from_rows
+from paceline.kernels.caches import from_rows
 from paceline.kernels.trees import TreePlan
 
 

@@ -8,13 +8,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import HEADS, PREFIXES, Case, compiled, in_tiles, make_case, trees
+from kernel_cases import (
+    HEADS,
+    PREFIXES,
+    Case,
+    ProgramBackend,
+    compiled,
+    in_tiles,
+    make_case,
+    trees,
+)
 from reference import reference_attention
 
 from paceline.kernels import plan_trees
 from paceline.kernels._compile import levels_here
-from paceline.kernels._dense import DenseBackend
-from paceline.kernels._native_attention import NativeBackend
 
 CASES = {
     "parents": trees(most=40),
@@ -28,13 +35,8 @@ CASES = {
 def attended(case: Case, level: str, tiles: bool = True) -> torch.Tensor:
     library = compiled(level).library
     assert library is not None
-    out = torch.empty(case.q.shape)
     with in_tiles(library) if tiles else nullcontext():
-        NativeBackend(library, fallback=DenseBackend()).attend(
-            case.q, [case.key], [case.value], plan_trees([case.segment]),
-            scale=case.scale, window=case.window, out=out, lse=None,
-        )  # fmt: skip
-    return out
+        return case.run_by(ProgramBackend(library))
 
 
 @settings(max_examples=40, deadline=None)

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.kernels.attention import cuda_backend
-from paceline.kernels.choice import preferred_backend, remember_backend
+from paceline.kernels.attention import cuda_backend, preferred_backend, remember_backend
 
 
 @pytest.fixture(autouse=True)

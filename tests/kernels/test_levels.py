@@ -11,16 +11,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import HEADS, PREFIXES, Case, compiled, make_case, trees
+from kernel_cases import (
+    HEADS,
+    PREFIXES,
+    Case,
+    ProgramBackend,
+    ProgramRows,
+    compiled,
+    make_case,
+    trees,
+)
 from torch import Tensor
 
 from paceline.kernels import Norm, TreeSegment, plan_trees
 from paceline.kernels._compile import levels_here
-from paceline.kernels._dense import DenseBackend
-from paceline.kernels._native_attention import NativeBackend
-from paceline.kernels._native_rows import NativeRows
-from paceline.kernels.cache_rows import row_width
-from paceline.kernels.rows import TorchRows
+from paceline.kernels.caches import row_width
 
 PRODUCT = re.compile(r"vfmadd|vpdpbusd|vpmaddwd")
 STACK = re.compile(r"\(%rsp|-0x\w+\(%rbp")
@@ -33,15 +38,10 @@ def level(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def attention_at(level: str, case: Case) -> tuple[Tensor, Tensor]:
+def attention_at(level: str, case: Case) -> Tensor:
     library = compiled(level).library
     assert library is not None
-    out, lse = torch.empty(case.q.shape, dtype=case.q.dtype), torch.empty(case.q.shape[:2])
-    NativeBackend(library, fallback=DenseBackend()).attend(
-        case.q, [case.key], [case.value], plan_trees([case.segment]),
-        scale=case.scale, window=case.window, out=out, lse=lse,
-    )  # fmt: skip
-    return out, lse
+    return case.run_by(ProgramBackend(library))
 
 
 @settings(max_examples=40, deadline=None)
@@ -63,10 +63,7 @@ def test_attention_has_the_bits_of_plain_c(
     seed: int,
 ) -> None:
     case = make_case(seed, start, parents, heads, dtype, window)
-    for found, expected in zip(
-        attention_at(level, case), attention_at("generic", case), strict=True
-    ):
-        assert torch.equal(found, expected)
+    assert torch.equal(attention_at(level, case), attention_at("generic", case))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -82,7 +79,7 @@ def test_row_operations_have_the_bits_of_plain_c(level: str, dtype: torch.dtype)
     for name in (level, "generic"):
         library = compiled(name).library
         assert library is not None
-        rows = NativeRows(library, TorchRows())
+        rows = ProgramRows(library)
         norm = Norm(weight[0], 1e-5)
         caches = [
             torch.zeros(1, 9, row_width(96, each), dtype=each)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,10 +14,17 @@ from torch import Tensor
 
 from paceline.kernels import cpu_kernels, set_numerics
 from paceline.kernels._compile import levels_here
-from paceline.kernels._native_linear import NativeLinear
-from paceline.kernels._torch_linear import multiply_blocks, multiply_floats
 from paceline.kernels.blocks import Blocks, quantise
-from paceline.kernels.linear import FORMATS, PackedMatrix, multiply, pack, pack_blocks
+from paceline.kernels.linear import (
+    FORMATS,
+    NativeLinear,
+    PackedMatrix,
+    multiply,
+    multiply_blocks,
+    multiply_floats,
+    pack,
+    pack_blocks,
+)
 
 FLOATS, FASTEST = FORMATS[:2], levels_here()[0]
 
@@ -218,7 +226,7 @@ def test_shared_memory_gives_the_same_product(format: str) -> None:
         else pack_blocks(quantise(weight, 8 if format == "int8" else 4), bias)
     )  # fmt: skip
     copies = {name: tensor.clone() for name, tensor in packed.tensors().items()}
-    assert torch.equal(multiply(x, packed.with_tensors(copies)), multiply(x, packed))
+    assert torch.equal(multiply(x, replace(packed, **copies)), multiply(x, packed))
 
 
 def test_wrong_arguments_are_clear_errors() -> None:
@@ -229,7 +237,7 @@ def test_wrong_arguments_are_clear_errors() -> None:
     with pytest.raises(ValueError, match="format is 'int8', expected float32 or bfloat16"):
         pack(weight, format="int8")
     with pytest.raises(ValueError, match="values must be dense at a multiple of 64 bytes"):
-        packed.with_tensors({"values": torch.empty(9999, dtype=torch.uint8)[1:]})
+        replace(packed, values=torch.empty(9999, dtype=torch.uint8)[1:])
 
 
 def test_numerics_are_chosen_by_name() -> None:

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from paceline.kernels import Probe, TreeSegment, plan_trees, tree_attention
 
+pytestmark = pytest.mark.usefixtures("cpu_backend")
+
 
 def expected(
     q: Tensor, key: Tensor, segment: TreeSegment, row: int, probe: Probe, window: int | None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_cases import ProgramRows
 from torch import Tensor
 
 from paceline.kernels import Norm, RowKernels, TreeSegment, plan_trees
 from paceline.kernels._native import library
-from paceline.kernels._native_rows import NativeRows
 from paceline.kernels.rows import TorchRows
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -21,7 +21,7 @@ def rows(request: pytest.FixtureRequest) -> RowKernels:
     found = library()
     if found is None:
         pytest.skip("no gcc: the compiled kernels can't be built")
-    return NativeRows(found, TorchRows())
+    return ProgramRows(found)
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

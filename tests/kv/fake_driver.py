@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.kv.cuda_driver import HANDLE_BYTES, CudaDriver, DriverError
+from paceline.kv.cuda import HANDLE_BYTES, CudaDriver, DriverError
 
 
 class FakeDriver(CudaDriver):

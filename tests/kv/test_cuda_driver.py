@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.kv.cuda_driver import CudaDriver, DriverError
+from paceline.kv.cuda import CudaDriver, DriverError
 
 
 class Library:

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 from fake_driver import FakeDriver
 
-from paceline.kv import cuda_memory
-from paceline.kv.cuda_driver import DriverError
-from paceline.kv.cuda_memory import ExportedMemory, MappedMemory, NotMappable
+from paceline.kv import cuda
+from paceline.kv.cuda import DriverError, ExportedMemory, MappedMemory, NotMappable
 
 
 def map_of(driver: FakeDriver, owned: ExportedMemory, **change: Any) -> MappedMemory:
@@ -66,7 +65,7 @@ def test_memory_that_cannot_be_mapped(change: dict[str, Any], message: str) -> N
     with pytest.raises(NotMappable, match=message):
         map_of(driver, owned, **change)
     assert not driver.opened
-    assert not cuda_memory._OPENED
+    assert not cuda._OPENED
 
 
 def test_an_allocation_that_cannot_be_exported_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from other_package import install
 
-from paceline.drafter.kv.options import KvOptions
+from paceline.drafter.kv import KvOptions
 from paceline.kv.policies import kv_policies, load_policy
 from paceline.kv.selection import Streaming
 

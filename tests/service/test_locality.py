@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.service.locality import is_local_address, is_local_peer
+from paceline.service.identity import is_local_address, is_local_peer
 
 
 @pytest.mark.parametrize(

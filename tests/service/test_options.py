@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 
 from paceline.service import (
-    SERVER_ARGUMENTS,
     OptionsError,
     ServerOptions,
     add_server_arguments,
 )
-from paceline.service.options import METRICS_ARGUMENTS
 
 TLS: dict[str, Any] = {"tls_cert": Path("cert.pem"), "tls_key": Path("key.pem")}
 
@@ -111,7 +109,6 @@ def test_arguments_become_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_defaults_of_arguments_and_options_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PACELINE_TOKEN", raising=False)
     assert ServerOptions.from_args(parse()) == ServerOptions("127.0.0.1:0")
-    assert {*SERVER_ARGUMENTS, *METRICS_ARGUMENTS, "address"} == set(vars(parse()))
 
 
 def test_metrics_leave_this_machine_as_calls_do_or_when_told_to() -> None:

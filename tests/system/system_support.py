@@ -2,10 +2,12 @@
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import grpc
 import torch
 from tiny_models import VOCABULARY
 from transformers import AutoModelForCausalLM
@@ -18,9 +20,10 @@ from paceline.drafter.methods.longspec import (
     TargetRef,
     save_longspec,
 )
+from paceline.v1 import verifier_pb2, verifier_pb2_grpc
 
 THREADS = {"OMP_NUM_THREADS": "1"}
-EAGER = DraftOptions(timeout=60, first_delay=0.05, longest_delay=0.1, adaptive=False)
+EAGER = DraftOptions(timeout=60, adaptive=False)
 """Drafts in every round, on any machine, for tests of drafting."""
 HOSTILE = (
     "random-tree",
@@ -127,6 +130,20 @@ def reference(folder: Path, prompts: Sequence[list[int]], tokens: int) -> list[l
             )
             outputs.append(output[0, len(prompt) :].tolist())
     return outputs
+
+
+def wait_joined(address: str, count: int = 1) -> list[verifier_pb2.JoinedService]:
+    """The drafter services of a verifier, once there are so many. Blocking."""
+    deadline = time.monotonic() + 120
+    request = verifier_pb2.GetModelRequest(omit_tokenizer=True)
+    with grpc.insecure_channel(address) as channel:
+        stub = verifier_pb2_grpc.VerifierServiceStub(channel)
+        while True:
+            found = list(stub.GetModel(request, wait_for_ready=True).drafter_services)
+            if len(found) == count:
+                return found
+            assert time.monotonic() < deadline, f"expected {count} services, there are {found}"
+            time.sleep(0.02)
 
 
 SPAWNED: set[int] = set()

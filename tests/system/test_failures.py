@@ -4,19 +4,29 @@ import asyncio
 import os
 import random
 import signal
+import subprocess
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import grpc
 import pytest
-from proxy import Proxy
-from system_support import EAGER, THREADS, generate_and, make_prompts, shared_memory_segments
+from system_support import (
+    EAGER,
+    THREADS,
+    generate_and,
+    make_prompts,
+    shared_memory_segments,
+    wait_joined,
+)
 
+from paceline.bench.proxy import Proxy
 from paceline.client import Client, DraftOptions, RetryOptions
-from paceline.drafter.kv.access import VerifierAccess
-from paceline.drafter.kv.errors import KvGone
-from paceline.drafter.kv.exchange import KvExchange
+from paceline.drafter.errors import KvGone
+from paceline.drafter.kv.exchange import KvExchange, VerifierAccess
 from paceline.harness import ServiceProcess
+from paceline.v1 import verifier_pb2, verifier_pb2_grpc
 
 TOKENS = 96
 AFTER = 60
@@ -29,9 +39,42 @@ SELFSPEC = {
 }
 """Self-speculation with each source of KV."""
 DRAFTERS = ("lm", *SELFSPEC)
+CARRIERS = {
+    "socket": (verifier_pb2.CARRIER_SOCKET, ()),
+    # Abstract sockets belong to a network namespace; sockets with a path do not.
+    "stream": (verifier_pb2.CARRIER_STREAM, ("unshare", "--user", "--map-root-user", "--net")),
+}
+"""How a drafter's messages travel, and the command that makes it so."""
 
 
-def client_of(verifier: str, drafter: str, drafting: DraftOptions | None = None) -> Client:
+def loads(models: dict[str, Path], names: Sequence[str], prefix: str = "") -> list[str]:
+    """Arguments that load drafters, with a prefix before their names."""
+    specs = {"lm": f"lm:{models['small']}", "ngram": "ngram"}
+    specs |= {n: f"selfspec:{models['llama']},context=24,{way}" for n, way in SELFSPEC.items()}
+    return [f"--load={prefix}{name}={specs[name]}" for name in names]
+
+
+def drafter_behind(
+    link: Proxy, arguments: Sequence[str], carrier: str, folder: Path
+) -> ServiceProcess:
+    """A drafter service that joins the verifier over a proxy; the test is skipped if it cannot."""
+    _, wrapper = CARRIERS[carrier]
+    try:
+        subprocess.run([*wrapper, "true"], check=True, capture_output=True, timeout=60)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no network namespace can be made here: {error}")
+    return ServiceProcess(
+        "drafter",
+        [*arguments, f"--verifier={link.address}"],
+        address=f"unix:{folder}/far",
+        environment=THREADS,
+        wrapper=wrapper,
+    )
+
+
+def client_of(
+    verifier: str, drafter: str | None = None, drafting: DraftOptions | None = None
+) -> Client:
     """One whose generations wait for their reader, and which waits for a restart."""
     return Client(
         verifier,
@@ -46,13 +89,10 @@ def client_of(verifier: str, drafter: str, drafting: DraftOptions | None = None)
 def services(
     models: dict[str, Path], sockets: Path
 ) -> Iterator[tuple[ServiceProcess, ServiceProcess]]:
-    """A verifier and a drafter, which run again after each test."""
+    """A verifier and a drafter that joins it, which run again after each test."""
     arguments = ["--target", str(models["llama"]), "--weights", "float32", "--lease-seconds", "5"]
     arguments.append("--no-prefix-caching")  # the KV of ended texts is freed at once
-    loads = {"lm": f"lm:{models['small']}", "ngram": "ngram"}
-    for name, way in SELFSPEC.items():
-        loads[name] = f"selfspec:{models['llama']},context=24,{way}"
-    drafting = [f"--load={name}={spec}" for name, spec in loads.items()]
+    drafting = [*loads(models, ("ngram", *DRAFTERS)), f"--verifier=unix:{sockets}/v"]
     with (
         ServiceProcess(
             "verifier", arguments, address=f"unix:{sockets}/v", environment=THREADS
@@ -61,6 +101,7 @@ def services(
             "drafter", drafting, address=f"unix:{sockets}/d", environment=THREADS
         ) as drafter,
     ):
+        wait_joined(verifier.address)
         yield verifier, drafter
 
 
@@ -137,7 +178,7 @@ async def test_a_drafter_stalls_while_it_maps_a_cache(
     verifier, drafter = services
     (prompt,) = make_prompts(1, seed=7)
     before = shared_memory_segments()
-    impatient = DraftOptions(first_delay=0.01, longest_delay=0.05, adaptive=False)
+    impatient = DraftOptions(timeout=1, adaptive=False)
     async with client_of(verifier.address, drafter.address, impatient) as client:
         expected = await generate_and(client, prompt, "none", 256)
 
@@ -157,12 +198,12 @@ async def test_a_mapping_outlives_its_verifier(
 ) -> None:
     verifier, _ = services
     (prompt,) = make_prompts(1, seed=8)
-    async with Client(verifier.address) as client:
-        kept = client.generate(prompt, max_new_tokens=1, keep_cache=True)
-        await kept
-        assert kept._verifier is not None
+    async with grpc.aio.insecure_channel(verifier.address) as channel:
+        request = verifier_pb2.CreateCacheRequest(prompt_tokens=prompt, max_new_tokens=1)
+        stub = verifier_pb2_grpc.VerifierServiceStub(channel)
+        (created,) = [m.created async for m in stub.CreateCache(request) if m.HasField("created")]
         exchange = KvExchange(VerifierAccess())
-        kv = await exchange.map_cache(verifier.address, kept._verifier.cache.read_grant, (0, -1))
+        kv = await exchange.map_cache(verifier.address, created.read_grant, (0, -1))
         await exchange.close()
         kv.check()
         keys, _ = kv.layer(-1)
@@ -177,80 +218,155 @@ async def test_a_mapping_outlives_its_verifier(
     kv.close()
 
 
+@pytest.mark.parametrize("carrier", CARRIERS)
 async def test_connections_dropped_and_delayed(
+    carrier: str,
     services: tuple[ServiceProcess, ServiceProcess],
+    models: dict[str, Path],
+    tmp_path: Path,
+    sockets: Path,
 ) -> None:
-    """Cut and slow connections to both services change no token."""
-    verifier, drafter = services
+    """Cut and slow connections of the client and of the drafter change no token."""
+    verifier, _ = services
     prompts = make_prompts(6, seed=4)
     async with Client(verifier.address) as direct:
         expected, _ = await outputs(direct, prompts, ["none"])
-    async with Proxy(verifier.address) as near, Proxy(drafter.address) as far:
+    names = [f"far-{name}" for name in DRAFTERS]
+    async with (
+        Proxy(verifier.address) as near,
+        Proxy(verifier.address, path=sockets / f"link-{carrier}") as link,
+        drafter_behind(link, loads(models, ("ngram", *DRAFTERS), "far-"), carrier, sockets),
+        client_of(near.address, drafting=EAGER) as client,
+    ):
         loop = asyncio.get_running_loop()
-        async with client_of(near.address, far.address) as client:
-            for names in (["none"], DRAFTERS, ["ngram"]):
-                output, failures = await outputs(
-                    client, prompts, names, lambda: loop.call_soon_threadsafe(near.cut)
-                )
-                assert output == expected
-                assert failures
-            far.delay = 0.15
-            output, _ = await outputs(
-                client, prompts, DRAFTERS, lambda: loop.call_soon_threadsafe(far.cut)
+        assert CARRIERS[carrier][0] in {
+            each.carrier for each in await asyncio.to_thread(wait_joined, verifier.address, 2)
+        }
+        for drafters in (["none"], names, ["far-ngram"]):
+            output, failures = await outputs(
+                client, prompts, drafters, lambda: loop.call_soon_threadsafe(near.cut)
             )
             assert output == expected
-            near.delay = far.delay = 0.01
-            output, _ = await outputs(client, prompts, DRAFTERS)
-            assert output == expected
+            assert failures
+        link.delay = 0.15
+        output, failures = await outputs(
+            client, prompts, names, lambda: loop.call_soon_threadsafe(link.cut)
+        )
+        assert output == expected
+        assert failures["drafter_unavailable"]
+        near.delay = link.delay = 0.01
+        output, _ = await outputs(client, prompts, names)
+        assert output == expected
     expect_integrity(verifier)
 
 
-async def test_a_bad_link_between_drafter_and_verifier(
+async def test_a_far_client(services: tuple[ServiceProcess, ServiceProcess]) -> None:
+    """A client at a distance gets the same tokens, drafted as for a near one."""
+    verifier, _ = services
+    prompts = make_prompts(4, seed=6)
+    async with Client(verifier.address) as near:
+        expected, _ = await outputs(near, prompts, ["none"])
+    await asyncio.to_thread(wait_joined, verifier.address)
+    async with (
+        Proxy(verifier.address, delay=0.04) as distance,
+        Client(distance.address, drafting=EAGER) as far,
+    ):
+        for name in ("none", "lm", "mapped"):
+            results = await asyncio.gather(
+                *(
+                    far.generate(p, max_new_tokens=TOKENS, temperature=1.0, seed=seed, drafter=name)
+                    for seed, p in enumerate(prompts)
+                )
+            )
+            assert [result.token_ids for result in results] == expected
+            assert all(bool(r.stats.drafted_rounds) == (name != "none") for r in results)
+
+
+async def test_another_service_takes_over(
     services: tuple[ServiceProcess, ServiceProcess], models: dict[str, Path]
+) -> None:
+    """Two services have the same drafter; the one that drafts for a text is killed in it."""
+    verifier, _ = services
+    (prompt,) = make_prompts(1, seed=9)
+    arguments = [*loads(models, ["lm"], "twin-"), f"--verifier={verifier.address}"]
+    async with client_of(verifier.address, drafting=EAGER) as client:
+        expected = await generate_and(client, prompt, "none", 256)
+        async with ServiceProcess("drafter", arguments, environment=THREADS) as first:
+            await asyncio.to_thread(wait_joined, verifier.address, 2)
+            async with ServiceProcess("drafter", arguments, environment=THREADS) as second:
+                await asyncio.to_thread(wait_joined, verifier.address, 3)
+
+                def kill() -> None:
+                    """Kill the service in use, and wait until it has left."""
+                    joined = wait_joined(verifier.address, 3)
+                    used = [s.sequences for s in joined if s.default_drafter == "twin-lm"]
+                    assert sorted(used) == [0, 1]
+                    (first, second)[used.index(1)].kill()
+                    wait_joined(verifier.address, 2)
+                    time.sleep(0.5)  # the sequence is opened again after a tenth of a second
+
+                result = await generate_and(client, prompt, "twin-lm", 256, kill)
+    assert result.token_ids == expected.token_ids
+    assert result.stats.fallbacks["drafter_unavailable"] == 1
+    rounds = result.stats.rounds
+    assert any(entry.drafted for entry in rounds[len(rounds) // 2 :])
+
+
+async def test_a_bad_link_between_drafter_and_verifier(
+    services: tuple[ServiceProcess, ServiceProcess], models: dict[str, Path], sockets: Path
 ) -> None:
     """A drafter that follows KV over a slow link, which breaks, goes down and comes back."""
     verifier, _ = services
     prompts = make_prompts(3, seed=4)
-    names = [name for name, way in SELFSPEC.items() if "kv=follow" in way]
-    loads = [f"--load={n}=selfspec:{models['llama']},context=24,{SELFSPEC[n]}" for n in names]
+    followed = [name for name, way in SELFSPEC.items() if "kv=follow" in way]
+    names = [f"far-{name}" for name in followed]
     loop = asyncio.get_running_loop()
-    async with Proxy(verifier.address) as link:
-        arguments = [*loads, "--kv-address", link.address]
-        async with (
-            ServiceProcess("drafter", arguments, environment=THREADS) as drafter,
-            client_of(verifier.address, drafter.address, EAGER) as client,
-        ):
-            expected, _ = await outputs(client, prompts, ["none"])
+    async with (
+        Proxy(verifier.address, path=sockets / "bad-link") as link,
+        drafter_behind(link, loads(models, followed, "far-"), "stream", sockets),
+        client_of(verifier.address, drafting=EAGER) as client,
+    ):
+        await asyncio.to_thread(wait_joined, verifier.address, 2)
+        expected, _ = await outputs(client, prompts, ["none"])
 
-            def go_down() -> None:
-                link.down = True
-                loop.call_soon_threadsafe(link.cut)
+        def go_down() -> None:
+            link.down = True
+            loop.call_soon_threadsafe(link.cut)
 
-            link.delay = 0.02
-            assert await outputs(client, prompts, names) == (expected, {})
-            output, _ = await outputs(client, prompts, names, go_down)
-            assert output == expected
-            output, failures = await outputs(client, prompts, names)
-            assert output == expected
-            assert failures
-            link.down = False
-            output, _ = await outputs(client, prompts, names)
-            assert output == expected
+        link.delay = 0.02
+        assert await outputs(client, prompts, names) == (expected, {})
+        output, failures = await outputs(client, prompts, names, go_down)
+        assert output == expected
+        assert failures["drafter_unavailable"]
+        await asyncio.to_thread(wait_joined, verifier.address, 1)
+        assert await outputs(client, prompts, names) == (expected, {})
+        link.down = False
+        await asyncio.to_thread(wait_joined, verifier.address, 2)
+        assert await outputs(client, prompts, names) == (expected, {})
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
 async def test_many_rough_generations(
-    count: int, services: tuple[ServiceProcess, ServiceProcess]
+    count: int,
+    services: tuple[ServiceProcess, ServiceProcess],
+    models: dict[str, Path],
+    sockets: Path,
 ) -> None:
     """Generations with cuts, cancellations and lost drafters: no leak."""
-    verifier, drafter = services
+    verifier, _ = services
     chance = random.Random(5)
     prompts = make_prompts(count, seed=5)
     before = shared_memory_segments()
     async with Client(verifier.address) as direct:
         expected, _ = await outputs(direct, prompts[:8], ["none"])
-    async with Proxy(verifier.address) as near, Proxy(drafter.address) as far:
-        async with Client(near.address, drafter=far.address) as client:
+    async with (
+        Proxy(verifier.address) as near,
+        Proxy(verifier.address, path=sockets / "rough") as link,
+        drafter_behind(link, loads(models, ("ngram", *DRAFTERS), "far-"), "socket", sockets),
+    ):
+        await asyncio.to_thread(wait_joined, verifier.address, 2)
+        names = ("none", *(f"far-{name}" for name in ("ngram", *DRAFTERS)))
+        async with Client(near.address, drafting=EAGER) as client:
             slots = asyncio.Semaphore(8)
             produced = cuts = 0
 
@@ -261,13 +377,13 @@ async def test_many_rough_generations(
                     max_new_tokens=TOKENS,
                     temperature=1.0,
                     seed=index,
-                    drafter=("none", "ngram", *DRAFTERS)[index % (2 + len(DRAFTERS))],
+                    drafter=names[index % len(names)],
                 )
                 async for chunk in generation:
                     produced += len(chunk.token_ids)
                     if produced > CUT_EVERY * (cuts + 1):
                         cuts += 1
-                        chance.choice((near, far, far)).cut()
+                        chance.choice((near, link, link)).cut()
                     if index % 4 == 3 and chunk.token_ids and chance.random() < 0.2:
                         await generation.aclose()
                         return

@@ -17,11 +17,16 @@ TOKENS = 256
 
 
 @pytest.fixture(scope="module")
-def verifiers(models: dict[str, Path]) -> Iterator[list[ServiceProcess]]:
+def verifiers(models: dict[str, Path], sockets: Path) -> Iterator[list[ServiceProcess]]:
     """Three verifiers of one target. Each test ends one of them."""
     arguments = ["--target", str(models["llama"]), "--weights", "float32", "--schedule", "off"]
     with ExitStack() as stack:
-        processes = [ServiceProcess("verifier", arguments, environment=THREADS) for _ in range(3)]
+        processes = [
+            ServiceProcess(
+                "verifier", arguments, address=f"unix:{sockets}/{number}", environment=THREADS
+            )
+            for number in range(3)
+        ]
         for process in processes:
             process.spawn()
         for process in processes:
@@ -72,6 +77,7 @@ async def test_a_text_survives_the_death_of_its_verifier(
         assert stats.verifiers[0] == dead[0].address
         moved_at = len(stats.rounds) // 2
         assert any(entry.drafted for entry in stats.rounds[moved_at:])
+    await asyncio.to_thread(dead[0].start)  # which removes the segments that it left
 
 
 async def test_a_gateway_with_several_verifiers(verifiers: list[ServiceProcess]) -> None:

@@ -117,6 +117,8 @@ def expect_verifier(
     assert abs(value("specdec_verify_seconds_sum") - verify_ms / 1e3) < 1e-3
     assert value("specdec_engine_steps_total") <= value("specdec_engine_batch_tokens_sum")
     invariant = str(cpu_kernels().library is not None).lower()
+    assert value("specdec_draft_links", carrier="socket") == 1
+    assert value("specdec_draft_links", carrier="stream") == 0
     assert value("specdec_target_info", model_name="llama", batch_invariant=invariant) == 1
 
 
@@ -184,6 +186,7 @@ def expect_drafter(endpoint: Endpoint, results: list[GenerationResult]) -> None:
     assert value("specdec_drafter_draft_tokens_total", drafter="lm") > 0
     assert value("specdec_drafter_weight_bytes", drafter="lm") > 0
     assert value("specdec_drafter_queue_length") == 0
+    assert value("specdec_drafter_links", carrier="socket") == 1
 
 
 async def expect_unloaded(endpoint: Endpoint, address: str) -> None:

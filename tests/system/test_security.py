@@ -133,8 +133,9 @@ async def test_only_its_creator_can_use_a_handle(secured: Secured) -> None:
         async with grpc.aio.secure_channel(secured.address, credentials) as channel:
             stub: Any = verifier_pb2_grpc.VerifierServiceStub(channel)
             bearer: Any = {"metadata": (("authorization", f"Bearer {TOKEN}"),)}
-            stream = stub.Verify(**bearer)
-            await stream.write(verifier_pb2.VerifyRequest(handle=kept.handle, round_id=9))
+            stream = stub.Generate(**bearer)
+            start = verifier_pb2.GenerateStart(handle=kept.handle, position=4)
+            await stream.write(verifier_pb2.GenerateRequest(start=start, credits=1))
             fork = verifier_pb2.CreateCacheRequest(prompt_tokens=[1], parent_handle=kept.handle)
             renewal = verifier_pb2.RenewLeaseRequest(handle=kept.handle)
             for call in (

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from system_support import EAGER, make_prompts
 
-from paceline.cli.config import expand
+from paceline.cli.command import expand_config
 from paceline.cli.main import main
 from paceline.client import Client
 from paceline.harness import ServiceProcess, read_prompts
@@ -42,7 +42,7 @@ async def test_a_tuned_drafter_is_served(models: dict[str, Path], tmp_path: Path
     assert load.startswith(f"mine=selfspec:{models['llama']},kv_policy=verified,ratio=")
 
     def arguments(kind: str) -> list[str]:
-        return expand([kind, f"--config={output}"])[1:]
+        return expand_config([kind, f"--config={output}"])[1:]
 
     with (
         ServiceProcess("verifier", arguments("verifier")) as verifier,

@@ -18,7 +18,7 @@ from paceline.drafter import DrafterSpec, LoadError, Resources
 from paceline.drafter.acceptance import record, replay
 from paceline.drafter.calibration import Calibration, Scaling
 from paceline.drafter.methods import method_class
-from paceline.drafter.registry.loader import Loader
+from paceline.drafter.registry import Loader
 from paceline.drafter.spec import Roots
 from paceline.train.calibration.fit import (
     area_under_curve,

@@ -93,7 +93,7 @@ def test_signals_are_the_target_s_and_are_computed_once(target: Path, tmp_path: 
     for text, start in zip(texts, signals.starts, strict=False):
         ((_, (token,)),) = write_texts(decoder, [Task(text, SamplingParams(0.0), 1)], None)
         last = signals.hidden[start + len(text) - 1]
-        assert decoder.head(last[None]).argmax().item() == token
+        assert decoder.linears()[-1](last[None]).argmax().item() == token
     whole = replay(decoder, texts[1][:1], texts[1][1:], layers=[0, 1])
     assert torch.equal(signals.taps[30:89], torch.cat([whole.states[0], whole.states[1]], dim=1))
     kept = signals.kv.clone()

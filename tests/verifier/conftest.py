@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from verifier_support import FAMILIES, LAYOUT, Client, make_model, serving
+from verifier_support import FAMILIES, LAYOUT, Client, Clock, make_model, serving
 
+from paceline.verifier import service
 from paceline.verifier.kv.segment import Segment
+from paceline.verifier.store import CacheStore
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -44,6 +47,14 @@ async def client(model: Path, tmp_path: Path) -> AsyncIterator[Client]:
     """A client of a verifier with default options."""
     async with serving(model, tmp_path / "v.sock", kv_bytes=1 << 28) as client:
         yield client
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of leases."""
+    made = Clock()
+    monkeypatch.setattr(service, "CacheStore", partial(CacheStore, clock=made))
+    return made
 
 
 @pytest.fixture

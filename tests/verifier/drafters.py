@@ -1,4 +1,4 @@
-"""Drafters for tests: functions of the text that return a tree, or the steps of a free run."""
+"""Drafters for tests: functions of the text that return a tree."""
 
 from __future__ import annotations
 
@@ -71,11 +71,6 @@ def duplicates(reference: list[int], prompt: int) -> Drafter:
     return draw
 
 
-def free_run(text: list[int], rng: random.Random) -> int:
-    """Plain steps, a few at a time."""
-    return rng.choice((1, 2, 3, 7, 40))
-
-
 def mixed(*drafters: Drafter) -> Drafter:
     """Another drafter each round."""
     return lambda text, rng: rng.choice(drafters)(text, rng)
@@ -90,6 +85,6 @@ def all_of(reference: list[int], prompt: int) -> dict[str, Drafter]:
         "random": random_tree,
         "every_token": every_token,
         "duplicates": duplicates(reference, prompt),
-        "free_run": free_run,
+        "nothing": nothing,
     }
     return some | {"mixed": mixed(*some.values())}

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import AsyncIterator
 from typing import Any
 
 import drafters
 import pytest
-from verifier_support import Client, Round, until
+from verifier_support import Client, tokens_of, until
 
+from paceline.drafter.kv import KvOptions
 from paceline.drafter.kv import exchange as exchange_module
-from paceline.drafter.kv.access import VerifierAccess
-from paceline.drafter.kv.exchange import KvExchange
-from paceline.drafter.kv.options import KvOptions
+from paceline.drafter.kv.exchange import KvExchange, VerifierAccess
 from paceline.drafter.kv.remote import RemoteKv, RemoteStates
-from paceline.tree import TokenTree
 
 
 async def following(
@@ -61,7 +58,7 @@ async def lost(exchange: KvExchange, address: str, stream: Any) -> None:
     """Break the connection, and wait until the stream is another one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange_module, "CALL_SECONDS", 0.0)  # of grace
-        exchange._drop(address)
+        exchange.drop(address)
     await until(lambda: stream._stream > 1)
 
 
@@ -79,23 +76,15 @@ async def caught_up(kv: RemoteKv, committed: int, budget: int = 64, positions: i
 async def rounds(
     client: Client, created: Any, prompt: list[int], count: int
 ) -> AsyncIterator[list[int]]:
-    """Yields the output so far before each round: trees, of which most is rejected, and free
-    runs."""
-    draw = drafters.mixed(drafters.random_tree, drafters.free_run)
-    tokens, rng, number = list(created.first.tokens), random.Random(2), 0
-    stream = client.stub.Verify()
+    """Yields the output so far before each step: with trees, of which most is rejected, and
+    without, one step or several."""
+    draw, rng = drafters.mixed(drafters.random_tree, drafters.nothing), random.Random(2)
+    tokens, name = list(created.first.tokens), await client.drafter_service.add(draw, seed=2)
     while len(tokens) < count:
         yield tokens
-        number += 1
-        draft = draw([*prompt, *tokens], rng)
-        free_run = {"free_run_steps": draft} if isinstance(draft, int) else {}
-        tree = TokenTree() if free_run else draft
-        await stream.write(Round.of(created.handle, number, tree, **free_run))
-        answer = await stream.read()
-        tokens += answer.result.tokens
-        while not answer.last:
-            answer = await stream.read()
-            tokens += answer.result.tokens
+        steps = rng.choice((1, 1, 2, 7))
+        tokens += tokens_of(
+            await client.steps(created.handle, steps, position=len(tokens), drafter=name)
+        )
     yield tokens
-    await stream.done_writing()
-    await asyncio.sleep(0)
+    client.drafter_service.remove(name)

@@ -15,7 +15,7 @@ import torch
 from verifier_support import make_model, serving, text
 
 from paceline.kernels import attention
-from paceline.kernels._dense import DenseBackend
+from paceline.kernels.dense import DenseBackend
 from paceline.v1 import kv_pb2, kv_pb2_grpc, sampling_pb2
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -53,7 +53,7 @@ async def test_same_tokens(folder: Path, tmp_path: Path, sampling: dict[str, Any
     }
     options: dict[str, Any] = {"kv_bytes": 1 << 24, "max_sequences": 8}
     async with serving(folder, tmp_path / "p.sock", **options) as client:
-        plain = await client.generate(prompt, drafters.nothing, **fields)
+        plain = await client.generate(prompt, None, **fields)
     with another_device():
         async with serving(folder, tmp_path / "v.sock", device="cuda", **options) as client:
             pool = client.service._pool
@@ -65,7 +65,7 @@ async def test_same_tokens(folder: Path, tmp_path: Path, sampling: dict[str, Any
                 drafters.scattered(plain, len(prompt)),
             ):
                 assert await client.generate(prompt, drafter, **fields) == plain
-            parent = await client.create(prompt, max_new_tokens=5, hidden_state_layers=[0])
+            parent = await client.create(prompt, max_new_tokens=5, drafter=await client.reader(0))
             fork = await client.create(
                 [*prompt[:50], 1, 2], max_new_tokens=5, parent_handle=parent.handle
             )

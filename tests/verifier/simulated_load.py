@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from paceline.tree import TokenTree
+from paceline.tree import EMPTY, TokenTree
 from paceline.verifier.engine.output import StepOutput
 from paceline.verifier.scheduler import scheduler as module
 from paceline.verifier.scheduler.admission import Step
@@ -19,7 +19,7 @@ from paceline.verifier.scheduler.scheduler import Scheduler, Served
 STEP = 0.005
 """Seconds that a plain step of one sequence takes; everything else is told in such steps."""
 
-CONTEXT, RUN, WAITING_RUN = 200, 64, 4
+CONTEXT = 200
 MODES = ("plain", "fixed", "scheduled")
 Accepted = Callable[[int, int, random.Random], int | None]
 """Drafted tokens that stand in a round of a user, by its number and how many tokens it has got;
@@ -32,16 +32,14 @@ class Costs:
 
     Attributes:
         token: A token more in a step.
-        drafting: From an answer to the tree that follows.
+        drafting: From a step to the tree that follows it; the first takes twice as long.
         disturbance: What steps take longer while somebody drafts.
-        turn: From the end of a free run to the next.
         noise: Part that step times vary by.
     """
 
     token: float = 0.02
     drafting: float = 0.5
     disturbance: float = 0.2
-    turn: float = 0.2
     noise: float = 0.1
 
 
@@ -53,29 +51,25 @@ class _Sequence(SimpleNamespace):
 
 @dataclass
 class User:
-    """One sequence, and what its client is about to do.
+    """One generation.
 
     Attributes:
-        number: Which generation it is, of all.
-        sequence: What the scheduler knows it by.
+        number: Its number, of all.
+        job: What the scheduler knows of it.
         left: Tokens still to emit.
         got: Tokens it has got.
-        budget: What it was told.
-        back_at: When its next round comes.
-        steps: Steps of that round.
-        tree: Whether it brings a tree.
-        attached: Whether it asked its drafter before.
+        ready_at: When it waits for its next step.
+        asked: Whether a tree was requested for that step.
+        opened: Whether one was requested before.
     """
 
     number: int
-    sequence: Any
+    job: Any
     left: int
     got: int = 0
-    budget: int = 0
-    back_at: float = 0.0
-    steps: int = 0
-    tree: bool = False
-    attached: bool = False
+    ready_at: float = 0.0
+    asked: bool = False
+    opened: bool = False
 
 
 @dataclass
@@ -119,11 +113,11 @@ class Simulation:
                 self._begin(1 + self.length * index // self.users) for index in range(self.users)
             ]
             while self._now < end:
-                here = [user for user in people if user.back_at <= self._now]
+                here = [user for user in people if user.ready_at <= self._now]
                 if here:
                     tokens += self._step(people, here)
                 else:
-                    self._now = min(user.back_at for user in people)
+                    self._now = min(user.ready_at for user in people)
                 people = [self._begin(self.length) if u.left <= 0 else u for u in people]
         return tokens / time
 
@@ -133,35 +127,32 @@ class Simulation:
         sampling = SimpleNamespace(rejection=False)
         generation = SimpleNamespace(sampling=sampling)
         sequence = _Sequence(drafter=drafter, committed=CONTEXT, generation=generation)
-        user = User(self._made, sequence, length)
-        self._tell(user, self._scheduler.budget(sequence))
+        user = User(self._made, SimpleNamespace(sequence=sequence, tree=EMPTY), length)
+        self._plan(user)
         return user
 
-    def _tell(self, user: User, budget: int) -> None:
-        """The client is answered, and makes its next round."""
-        user.budget = {"plain": 0, "fixed": 255, "scheduled": budget}[self.mode]
-        self._scheduler.budget_sent(user.sequence, user.budget)
-        if user.budget:
-            asked = self.costs.drafting * (1 if user.attached else 2)
-            user.attached = True
-            user.tree = self.accepted(user.number, user.got, self._chance) is not None
-            user.back_at, user.steps = self._now + asked, 1 if user.tree else WAITING_RUN
-        else:
-            user.back_at, user.tree, user.steps = self._now + self.costs.turn, False, RUN
+    def _plan(self, user: User) -> None:
+        """Request a tree for the next step, or not."""
+        sequence = user.job.sequence
+        budget = self._scheduler.budget(sequence) if self.mode == "scheduled" else 0
+        nodes = {"plain": 0, "fixed": 255, "scheduled": budget}[self.mode]
+        self._scheduler.budget_sent(sequence, nodes)
+        user.asked, user.job.tree, user.ready_at = nodes > 0, EMPTY, self._now
+        if user.asked:
+            user.ready_at += self.costs.drafting * (1 if user.opened else 2)
+            user.opened = True
+            if self.accepted(user.number, user.got, self._chance) is not None:
+                user.job.tree = TokenTree.chain([1] * self.nodes, [0.8] * self.nodes)
 
     def _step(self, people: list[User], here: list[User]) -> int:
         """One step; the tokens it emits."""
-        trees = [_tree(self.nodes if user.tree else 0) for user in here]
-        rounds: Any = [
-            SimpleNamespace(sequence=user.sequence, tree=tree)
-            for user, tree in zip(here, trees, strict=True)
-        ]
+        jobs, trees = [user.job for user in here], [user.job.tree for user in here]
         step = Step(len(here), CONTEXT * len(here), len(here))
-        checked = self._scheduler.admit(rounds, trees, step)
+        checked = self._scheduler.admit(jobs, trees, step)
         if self.mode != "scheduled":
             checked = trees
         self.drafted += sum(len(tree) > 0 for tree in trees)
-        busy = any(user.budget for user in people if user not in here or user.tree)
+        busy = any(user.asked for user in people if user not in here or len(user.job.tree))
         took = (
             1
             + self.costs.token * (sum(map(len, checked)) + len(here) - 1)
@@ -169,27 +160,19 @@ class Simulation:
         )
         began = self._now
         self._now += took * self._chance.uniform(1 - self.costs.noise, 1 + self.costs.noise)
-        served: list[Any] = []
-        for user, round_, tree in zip(here, rounds, checked, strict=True):
-            stood = self.accepted(user.number, user.got, self._chance) if user.tree else None
+        served: list[Served] = []
+        for user, tree in zip(here, checked, strict=True):
+            drafted = len(user.job.tree) > 0
+            stood = self.accepted(user.number, user.got, self._chance) if drafted else None
             stood = min(stood or 0, len(tree))
             output = StepOutput([1] * (stood + 1), accepted=list(range(stood)))
-            served.append(Served(round_, tree, output))
+            served.append(Served(user.job, tree, output))
         self._scheduler.stepped(began * STEP, self._now * STEP, served)
         for user, each in zip(here, served, strict=True):
-            self._answer(user, len(each.output.tokens))
+            user.left -= len(each.output.tokens)
+            user.got += len(each.output.tokens)
+            if user.left > 0:
+                self._plan(user)
+            else:
+                self._scheduler.forget(user.job.sequence)
         return sum(len(each.output.tokens) for each in served)
-
-    def _answer(self, user: User, emitted: int) -> None:
-        user.left -= emitted
-        user.got += emitted
-        user.steps -= 1
-        budget = self._scheduler.budget(user.sequence)
-        if user.left <= 0:
-            self._scheduler.forget(user.sequence)
-        elif user.steps == 0 or (budget and self._scheduler.suspended(user.sequence)):
-            self._tell(user, budget)
-
-
-def _tree(nodes: int) -> TokenTree:
-    return TokenTree.chain([1] * nodes, [0.8] * nodes)

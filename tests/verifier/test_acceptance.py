@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import random
-from types import SimpleNamespace
-from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.tree import TokenTree
 from paceline.verifier.engine.acceptance import walk
-from paceline.verifier.engine.job import Round
+from paceline.verifier.engine.job import rank
 from paceline.verifier.engine.output import FinishReason
 
 
@@ -61,15 +59,12 @@ def test_walk_equals_plain_decoding(tree: TokenTree, key: int, stop: set[int], l
 
 
 @given(trees(), st.integers(0, 9))
-def test_a_round_ranks_its_nodes_by_survival(tree: TokenTree, room: int) -> None:
-    sequence: Any = SimpleNamespace(room=room)
-    round_ = Round(sequence, 1, tree)
-    round_.tree.check()
-    paths = [round_.tree.path(node) for node in range(len(round_.tree))]
-    assert paths == [tree.path(node) for node in round_.nodes]
-    deep = [node for node in range(len(tree)) if tree.depths[node] > room - 1]
-    assert sorted([*round_.nodes, *deep]) == list(range(len(tree)))
-    survivals = round_.tree.survivals
+def test_nodes_are_ranked_by_survival(tree: TokenTree, max_depth: int) -> None:
+    ranked, nodes = rank(tree, max_depth)
+    ranked.check()
+    assert [ranked.path(node) for node in range(len(ranked))] == [tree.path(node) for node in nodes]
+    deep = [node for node in range(len(tree)) if tree.depths[node] > max_depth]
+    assert sorted([*nodes, *deep]) == list(range(len(tree)))
+    survivals = ranked.survivals
     assert (survivals[1:] <= survivals[:-1]).all()
     assert (survivals < 1).all(), "calibration can lower every survival"
-    assert round_.drafted == len(tree)

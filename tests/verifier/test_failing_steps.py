@@ -16,14 +16,14 @@ from verifier_support import CONTEXT, serving
 
 from paceline.decoder import Decoder
 from paceline.kernels import SamplingParams
-from paceline.kv.scores import AttentionScores
+from paceline.kv.selection import AttentionScores
 from paceline.tree import TokenTree
 from paceline.v1 import verifier_pb2
 from paceline.verifier.engine import engine as engine_module
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.errors import DeviceLost, StepFailed
-from paceline.verifier.engine.job import Job, Prefill
-from paceline.verifier.engine.job import Round as RoundJob
+from paceline.verifier.engine.job import Decode, Job, Prefill
+from paceline.verifier.engine.output import Draft
 from paceline.verifier.engine.sequence import Generation, Sequence
 from paceline.verifier.kv.layout import KvLayout
 from paceline.verifier.kv.segment import Segment
@@ -74,9 +74,9 @@ class ByHand:
             if isinstance(job, Prefill):
                 self.engine.prefill(job)
             else:
-                assert isinstance(job, RoundJob)
-                self.engine.verify(job)
-        self.engine._thread.run_commands()
+                assert isinstance(job, Decode)
+                self.engine.decode(job)
+        self.engine._thread.run_commands(0.0)
         with torch.inference_mode():
             self.engine._step()
 
@@ -96,11 +96,18 @@ def by_hand(decoder: Any) -> Iterator[ByHand]:
             sequence.segment.close()
 
 
+def drafting(sequence: Sequence, draft: list[int]) -> Decode:
+    """One step with a chain."""
+    job = Decode(sequence, credits=1)
+    job.set_draft(Draft(TokenTree.chain(draft), "test@1"))
+    return job
+
+
 async def texts(
     decoder: Any, drafts: list[list[int]], *, poisoned: bool = False
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """What three sequences emit in a prefill, a round of ``drafts`` and a free run, and the scores
-    of their observers.
+    """What three sequences emit in a prefill, a step with ``drafts`` and five without, and the
+    scores of their observers.
 
     Each begins in a batch of all of them; with ``poisoned``, a job that fails is in it too.
     """
@@ -128,14 +135,12 @@ async def texts(
             scores.extend(each.flatten().tolist() for each in observed if each is not None)
 
         step([Prefill(each) for each in sequences], Prefill(hand.sequence(POISON)))
-        rounds = [
-            RoundJob(each, 1, TokenTree.chain(draft))
-            for each, draft in zip(sequences, drafts, strict=True)
-        ]
-        step(rounds, RoundJob(bad, 1, TokenTree.chain([POISON])))
-        runs = [RoundJob(each, 2, steps=5) for each in sequences]
-        step(runs, RoundJob(bad, 1, TokenTree.chain([POISON])))
-        while not all(job.done for job in runs):
+        drafted = [drafting(*each) for each in zip(sequences, drafts, strict=True)]
+        step(drafted, drafting(bad, [POISON]))
+        assert all(not job.credits for job in drafted)
+        plain = [Decode(each, credits=5) for each in sequences]
+        step(plain, drafting(bad, [POISON]))
+        while any(job.credits for job in plain):
             hand.step()
         for each in sequences:
             assert len(each.history) == len(each.tokens)

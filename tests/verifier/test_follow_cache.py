@@ -10,13 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_support import caught_up, following
-from verifier_support import LAYOUT, Client, Round, failure, reason_of, until
+from verifier_support import LAYOUT, Client, failure, reason_of, until
 
-from paceline.drafter.kv.access import VerifierAccess
-from paceline.drafter.kv.delta import DeltaCache
-from paceline.drafter.kv.errors import KvGone, KvNotShared
-from paceline.drafter.kv.exchange import KvExchange
-from paceline.drafter.kv.options import KvOptions
+from paceline.drafter.errors import KvGone
+from paceline.drafter.kv.remote import DeltaCache
 from paceline.kernels import streaming
 from paceline.kv.selection import SelectionPolicy, Streaming
 from paceline.kv.wire import SCALED, WIRE_TYPES, decode, encode, position_bytes
@@ -156,10 +153,8 @@ def test_types_on_the_wire(wire: Any, seed: int, size: float) -> None:
 async def test_two_updates_are_sent_without_an_acknowledgement(client: Client) -> None:
     created = await client.create([3, 1, 4], max_new_tokens=50, ignore_eos=True)
     exchange, kv = await following(client, created)
-    stream = client.stub.Verify()
-    for number in range(1, 9):
-        await stream.write(Round.of(created.handle, number))
-        await stream.read()
+    for position in range(1, 9):
+        await client.steps(created.handle, 1, position)
     await until(lambda: len(kv._pending) == 2)
     await client.service.engine.between_steps(lambda: None)
     assert len(kv._pending) == 2
@@ -215,17 +210,3 @@ async def test_refusals(client: Client) -> None:
         call.cancel()
     (cache,) = client.service.store
     await until(lambda: not cache.sequence.listeners)
-
-
-async def test_only_allowed_verifiers_are_called(client: Client) -> None:
-    """A client names the address: the drafter's token must not go wherever it points."""
-    exchange = KvExchange(VerifierAccess(remote=("192.0.2.7:1",)))
-    with pytest.raises(KvNotShared, match="--verifier"):
-        await exchange.open("192.0.2.8:1", bytes(16), (0,), KvOptions(), 8)
-    with pytest.raises(KvNotShared, match="not on this machine"):
-        await exchange.open("192.0.2.7:1", bytes(16), (0,), KvOptions(kv="map"), 8)
-    created = await client.create([3, 1, 4])
-    kv = await exchange.open(client.address, created.read_grant, (0,), KvOptions(), 8)
-    assert kv.transport == "map", "the same machine and user"
-    kv.close()
-    await exchange.close()

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from kv_support import following_states, lost, mapping_states
-from verifier_support import Client, Round, until
+from verifier_support import Client, until
 
+from paceline.drafter.errors import KvGone, KvNotShared
 from paceline.drafter.kv import stream as stream_module
-from paceline.drafter.kv.errors import KvGone, KvNotShared
 from paceline.drafter.kv.remote import RemoteStates
 from paceline.drafter.kv.stream import Update
 from paceline.kv.wire import decode_rows, encode_rows
@@ -25,7 +25,7 @@ FIELDS: dict[str, Any] = {"max_new_tokens": 90, "ignore_eos": True}
 
 
 async def test_only_requested_layers_are_sent(client: Client) -> None:
-    created = await client.create(PROMPT, hidden_state_layers=[0, 1], **FIELDS)
+    created = await client.create(PROMPT, drafter=await client.reader(0, 1), **FIELDS)
     exchange, sent = await following_states(client, created, 1)
     await sent.wait_for(len(PROMPT), 60)
     assert ROW * len(PROMPT) < sent.received < ROW * len(PROMPT) + 2000
@@ -39,14 +39,12 @@ async def test_only_requested_layers_are_sent(client: Client) -> None:
 
 async def test_a_lost_stream_continues(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_module, "FIRST_DELAY", 0.01)
-    created = await client.create(PROMPT, hidden_state_layers=[0], **FIELDS)
+    created = await client.create(PROMPT, drafter=await client.reader(0), **FIELDS)
     exchange, sent = await following_states(client, created, 0)
     await sent.wait_for(len(PROMPT), 60)
     received = sent.received
     await lost(exchange, client.address, sent)
-    stream = client.stub.Verify()
-    await stream.write(Round.of(created.handle, 1))
-    await stream.read()
+    await client.steps(created.handle, 1)
     await sent.wait_for(len(PROMPT) + 1, 60)
     assert sent.received < received + 3 * ROW, "rows are sent once"
     first, rows = sent.read(0, len(PROMPT) + 1)
@@ -63,16 +61,14 @@ async def test_a_lost_stream_continues(client: Client, monkeypatch: pytest.Monke
 
 
 async def test_waiting_times_out_once(client: Client) -> None:
-    created = await client.create(PROMPT, hidden_state_layers=[0], **FIELDS)
+    created = await client.create(PROMPT, drafter=await client.reader(0), **FIELDS)
     exchange, sent = await following_states(client, created, 0)
     await sent.wait_for(len(PROMPT), 60)
     await sent.wait_for(len(PROMPT) + 1, 0.05)
     assert sent.committed == len(PROMPT)
     async with asyncio.timeout(60):
         await sent.wait_for(len(PROMPT) + 1, 1000)
-    stream = client.stub.Verify()
-    await stream.write(Round.of(created.handle, 1))
-    await stream.read()
+    await client.steps(created.handle, 1)
     await until(lambda: sent.committed > len(PROMPT))
     await sent.wait_for(len(PROMPT) + 1, 0)
     sent.close()

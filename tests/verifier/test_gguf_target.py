@@ -25,9 +25,7 @@ async def test_it_serves_the_model_of_the_folder(
     for target in (models[family], file):
         async with serving(target, tmp_path / "v.sock", kv_bytes=1 << 28) as client:
             got = await client.stub.GetModel(verifier_pb2.GetModelRequest())
-            texts.append(
-                await client.generate(PROMPT, drafters.nothing, max_new_tokens=20, ignore_eos=True)
-            )
+            texts.append(await client.generate(PROMPT, None, max_new_tokens=20, ignore_eos=True))
     assert texts[0] == texts[1]
     assert (got.name, got.architecture) == ("tiny", f"{family}ForCausalLM")
     assert (got.vocab_size, list(got.eos_token_ids), got.bos_token_id) == (VOCAB, [0], 1)
@@ -41,7 +39,7 @@ async def test_drafts_do_not_change_the_output_of_quantised_weights(
     model = make_model(tmp_path / "model", "Llama", hidden_size=64)
     async with serving(model, tmp_path / "v.sock", kv_bytes=1 << 28, weights=weights) as client:
         fields = {"max_new_tokens": 24, "ignore_eos": True}
-        plain = await client.generate(PROMPT, drafters.nothing, **fields)
+        plain = await client.generate(PROMPT, None, **fields)
         for seed in range(3):
             drafter = (drafters.right(plain, len(PROMPT)), drafters.random_tree)[seed % 2]
             drafted = await client.generate(PROMPT, drafter, seed=seed, **fields)

@@ -12,9 +12,9 @@ from typing import Any
 import drafters
 import pytest
 import torch
-from verifier_support import VOCAB, Client, Round, paused_engine, serving, text, until
+from verifier_support import VOCAB, Client, paused_engine, serving, text, until
 
-from paceline.tree import EMPTY, TokenTree
+from paceline.tree import TokenTree
 from paceline.v1 import sampling_pb2
 
 pytestmark = pytest.mark.bits
@@ -60,35 +60,38 @@ async def test_same_tokens_with_every_drafter(
         "ignore_eos": True,
     }
     async with serving(models[kind], tmp_path / "v.sock", **options_of(kind)) as client:
-        plain = await client.generate(prompt, drafters.nothing, **fields)
+        plain = await client.generate(prompt, None, **fields)
         assert len(plain) == fields["max_new_tokens"]
         for drafter, draw in drafters.all_of(plain, len(prompt)).items():
             assert await client.generate(prompt, draw, seed=5, **fields) == plain, drafter
         if name == "T=1":
             fields["sampling"].seed += 1
-            assert await client.generate(prompt, drafters.nothing, **fields) != plain
+            assert await client.generate(prompt, None, **fields) != plain
 
 
 async def test_right_trees_are_accepted(client: Client) -> None:
     prompt = text(5, 20)
-    plain = await client.generate(prompt, drafters.nothing, max_new_tokens=41, ignore_eos=True)
-    created = await client.create(prompt, max_new_tokens=41, ignore_eos=True)
-    stream = client.stub.Verify()
+    plain = await client.generate(prompt, None, max_new_tokens=41, ignore_eos=True)
 
-    for number in range(1, 5):
-        start = 1 + (number - 1) * 10
-        # At each depth the right node follows a wrong sibling: nodes 1, 3, 5, ...
+    def siblings(so_far: list[int], _: random.Random) -> TokenTree:
+        """At each depth the right node follows a wrong sibling: nodes 1, 3, 5, ..."""
+        start = len(so_far) - len(prompt)
         tokens = [each for t in plain[start : start + 9] for each in ((t + 1) % VOCAB, t)]
         parents = [2 * (node // 2) - 1 for node in range(18)]
-        tree = TokenTree(tuple(tokens), tuple(parents))
-        await stream.write(Round.of(created.handle, number, tree))
-        answer = await stream.read()
+        return TokenTree(tuple(tokens), tuple(parents))
+
+    name = await client.drafter_service.add(siblings)
+    created = await client.create(prompt, max_new_tokens=41, ignore_eos=True)
+    answers = [each async for each in client.stream(created.handle, drafter=name)]
+    assert len(answers) == 4
+    for number, answer in enumerate(answers):
+        start = 1 + number * 10
         assert list(answer.result.accepted_nodes) == list(range(1, 18, 2))
         assert list(answer.result.tokens) == plain[start : start + 10]
         assert answer.batch_tokens == 19
         assert answer.node_budget == 255
         assert answer.verify_us > 0
-    assert answer.result.finish_reason == sampling_pb2.FINISH_REASON_LENGTH
+    assert answers[-1].result.finish_reason == sampling_pb2.FINISH_REASON_LENGTH
     await client.release(created.handle)
 
 
@@ -109,7 +112,7 @@ async def test_concurrent_sequences_and_long_prompts(
 
     async with serving(models[kind], tmp_path / "a.sock", **options_of(kind)) as client:
         alone = [
-            await client.generate(prompt, drafters.nothing, **fields(seed))
+            await client.generate(prompt, None, **fields(seed))
             for seed, prompt in enumerate(prompts)
         ]
     async with serving(
@@ -139,13 +142,13 @@ async def test_decoding_goes_on_beside_a_long_prefill(model: Path, tmp_path: Pat
     ) as client:
         short = await client.create([1, 2, 3], max_new_tokens=400, ignore_eos=True)
         (cache,) = client.service.store
-        stream = client.stub.Verify()
         with paused_engine(client, after=2) as paused:
             long = asyncio.create_task(client.create_watched(text(1, 1500), max_new_tokens=2))
             await paused()
-            await stream.write(Round.of(short.handle, 1))
+            step = asyncio.create_task(client.steps(short.handle, 1))
             await until(lambda: cache.busy)
-        assert (await stream.read()).batch_tokens == 65, "the round beside a chunk of the prompt"
+        (answer,) = await step
+        assert answer.batch_tokens == 65, "the step beside a chunk of the prompt"
         created, progress = await long
         done = [message.prefilled_tokens for message in progress]
         assert done == sorted(done)
@@ -164,9 +167,9 @@ async def test_fork(kind: str, models: Any, tmp_path: Path) -> None:
         "ignore_eos": True,
     }
     async with serving(models[kind], tmp_path / "v.sock", kv_bytes=1 << 28) as client:
-        plain = await client.generate(prompt, drafters.nothing, **fields)
+        plain = await client.generate(prompt, None, **fields)
         other = [*prompt[:290], *text(7, 50)]
-        plain_other = await client.generate(other, drafters.nothing, **fields)
+        plain_other = await client.generate(other, None, **fields)
 
         parent = await client.create(prompt, **fields)
         same = await client.create(prompt, parent_handle=parent.handle, **fields)
@@ -190,14 +193,14 @@ async def test_fork_of_a_grown_text(client: Client) -> None:
     """Tokens that the parent emitted are reused too, as in the next turn of a conversation."""
     prompt = text(9, 20)
     fields = {"max_new_tokens": 30, "ignore_eos": True}
-    plain = await client.generate(prompt, drafters.nothing, **fields)
+    plain = await client.generate(prompt, None, **fields)
     parent = await client.create(prompt, **fields)
-    await client.free_run(parent.handle)
+    await client.rest(parent.handle)
     turn = [*prompt, *plain, 5, 6]
-    alone = await client.generate(turn, drafters.nothing, **fields)
+    alone = await client.generate(turn, None, **fields)
     fork = await client.create(turn, parent_handle=parent.handle, **fields)
     assert fork.reused_tokens == 20 + 30 - 1
-    got = [*fork.first.tokens, *await client.free_run(fork.handle)]
+    got = [*fork.first.tokens, *await client.rest(fork.handle)]
     assert got == alone
     await client.release(parent.handle)
     await client.release(fork.handle)
@@ -213,16 +216,16 @@ async def test_resume_with_output_tokens(client: Client) -> None:
         "max_new_tokens": 30,
         "ignore_eos": True,
     }
-    plain = await client.generate(prompt, drafters.nothing, **fields)
+    plain = await client.generate(prompt, None, **fields)
     created = await client.create(prompt, output_tokens=plain[:12], **fields)
-    got = [*created.first.tokens, *await client.free_run(created.handle)]
+    got = [*created.first.tokens, *await client.rest(created.handle, 13)]
     assert got == plain[12:]
     await client.release(created.handle)
 
 
 async def test_stop_tokens_end_a_generation_inside_a_tree(client: Client) -> None:
     prompt = text(11, 15)
-    plain = await client.generate(prompt, drafters.nothing, max_new_tokens=40, ignore_eos=True)
+    plain = await client.generate(prompt, None, max_new_tokens=40, ignore_eos=True)
     stop = plain[20]
     expected = plain[: plain.index(stop) + 1]
     for draw in drafters.all_of(plain, len(prompt)).values():
@@ -234,17 +237,15 @@ async def test_stop_tokens_end_a_generation_inside_a_tree(client: Client) -> Non
 
 async def test_eos_ends_unless_ignored(client: Client) -> None:
     bias = sampling_pb2.SamplingParams(logit_bias={0: 1000.0})
-    assert await client.generate([5], drafters.nothing, sampling=bias, max_new_tokens=5) == [0]
-    tokens = await client.generate(
-        [5], drafters.nothing, sampling=bias, max_new_tokens=5, ignore_eos=True
-    )
+    assert await client.generate([5], None, sampling=bias, max_new_tokens=5) == [0]
+    tokens = await client.generate([5], None, sampling=bias, max_new_tokens=5, ignore_eos=True)
     assert tokens == [0] * 5
 
 
 async def test_the_context_ends_a_generation(model: Path, tmp_path: Path) -> None:
     async with serving(model, tmp_path / "v.sock", kv_bytes=1 << 28, max_context=64) as client:
         prompt = text(12, 40)
-        plain = await client.generate(prompt, drafters.nothing, ignore_eos=True)
+        plain = await client.generate(prompt, None, ignore_eos=True)
         assert len(plain) == 24
         for draw in drafters.all_of(plain, len(prompt)).values():
             assert await client.generate(prompt, draw, ignore_eos=True) == plain
@@ -261,17 +262,13 @@ async def test_logprobs(tree: bool, client: Client, model: Path) -> None:
         "ignore_eos": True,
     }
     prompt = text(13, 10)
-    plain = await client.generate(prompt, drafters.nothing, **fields)
+    plain = await client.generate(prompt, None, **fields)
     created = await client.create(prompt, top_logprobs=4, **fields)
-    stream = client.stub.Verify()
-    chain = TokenTree.chain(plain[1:-1]) if tree else EMPTY
-    await stream.write(Round.of(created.handle, 1, chain, free_run_steps=0 if tree else 11))
-    results = [created.first]
-    while True:
-        answer = await stream.read()
-        results.append(answer.result)
-        if answer.last:
-            break
+    name = "none"
+    if tree:
+        name = await client.drafter_service.add(drafters.right(plain, len(prompt)))
+    answers = [each async for each in client.stream(created.handle, drafter=name)]
+    results = [created.first, *(each.result for each in answers)]
     assert [token for result in results for token in result.tokens] == plain
     got = [value for result in results for value in result.logprobs]
     top = [entry for result in results for entry in result.top_logprobs]

@@ -47,7 +47,7 @@ async def test_float_types_differ_from_hidden_states(
     async with serving(
         models["bf16"], tmp_path / "v.sock", kv_bytes=1 << 28, kv_cache_dtype="float32"
     ) as client:
-        plain = await client.generate(text(2, 40), drafters.nothing, **FIELDS)
+        plain = await client.generate(text(2, 40), None, **FIELDS)
         for name, draw in drafters.all_of(plain, 40).items():
             assert await client.generate(text(2, 40), draw, seed=5, **FIELDS) == plain, name
 

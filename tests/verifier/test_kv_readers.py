@@ -6,7 +6,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-import drafters
 import pytest
 import torch
 from kv_support import (
@@ -20,8 +19,8 @@ from kv_support import (
 from test_taps import outputs
 from verifier_support import serving, until
 
-from paceline.drafter.kv.errors import KvGone
-from paceline.kernels.cache_rows import from_rows
+from paceline.drafter.errors import KvGone
+from paceline.kernels.caches import from_rows
 from paceline.verifier.kv.segment import own_segments
 from paceline.verifier.rpc import follow
 
@@ -49,7 +48,7 @@ async def test_readers_have_what_the_verifier_committed(
     message_bytes: int,
 ) -> None:
     """KV and hidden states, mapped and followed, bit for bit after every round: with rejected
-    nodes, moved paths, free runs, changes of the budget, and past one reservation. The tokens are
+    nodes, moved paths, plain steps, changes of the budget, and past one reservation. The tokens are
     those without readers."""
     monkeypatch.setattr(follow, "MESSAGE_BYTES", message_bytes)
     kv = "int8" if name == "int8 KV" else "auto"
@@ -57,10 +56,9 @@ async def test_readers_have_what_the_verifier_committed(
         models[name], tmp_path / "v.sock", kv_bytes=1 << 28, kv_cache_dtype=kv
     ) as client:
         prompt = [random.Random(1).randrange(1, 61) for _ in range(230)]
-        truth = await client.generate(prompt, drafters.nothing, **FIELDS)
-        created = await client.create(
-            prompt, hidden_state_layers=[1, 0], hidden_state_window=window, **FIELDS
-        )
+        truth = await client.generate(prompt, None, **FIELDS)
+        drafter = await client.reader(1, 0, window=window)
+        created = await client.create(prompt, drafter=drafter, **FIELDS)
         (cache,) = client.service.store
         mapped = await mapping(client, created, 0, -1)
         states = await mapping_states(client, created, 1, 0, window=window)

@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from test_store import Clock, new_store
-from verifier_support import LAYOUT, Client, failure, reason_of, serving, until
+from test_store import new_store
+from verifier_support import LAYOUT, Client, Clock, failure, reason_of, serving, until
 
 from paceline.service import ServiceError
 from paceline.v1 import kv_pb2, kv_pb2_grpc, verifier_pb2

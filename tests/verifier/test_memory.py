@@ -5,33 +5,31 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import drafters
 import grpc
 import pytest
-from test_store import Clock
-from verifier_support import Client, Round, failure, paused_engine, reason_of, serving, until
+from google.rpc import error_details_pb2
+from verifier_support import (
+    Client,
+    Clock,
+    details_of,
+    failure,
+    paused_engine,
+    reason_of,
+    serving,
+    until,
+)
 
 from paceline.service.metrics import new_registry
 from paceline.telemetry.names import Metric
 from paceline.v1 import verifier_pb2
-from paceline.verifier import service
 from paceline.verifier.kv.base import OutOfMemory
 from paceline.verifier.kv.segment import Segment, own_segments
-from paceline.verifier.store import CacheStore
 
 PROMPT = [3, 1, 4, 1, 5]
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The clock of leases."""
-    made = Clock()
-    monkeypatch.setattr(service, "CacheStore", partial(CacheStore, clock=made))
-    return made
 
 
 async def test_abandoned_caches_are_freed_after_their_lease(
@@ -40,14 +38,14 @@ async def test_abandoned_caches_are_freed_after_their_lease(
     async with serving(model, tmp_path / "v.sock", kv_bytes=1 << 28, lease_seconds=0.3) as client:
         created = await client.create(PROMPT)
         assert created.lease_ms == 300
-        stream = client.stub.Verify()
-        await stream.write(Round.of(created.handle, 1))
-        await stream.read()
+        (cache,) = client.service.store
+        await client.steps(created.handle, 1)
+        await until(lambda: cache.stream is None)
         clock.now += 0.3
         await until(lambda: len(client.service.store) == 0)
         assert own_segments() == set()
-        await stream.write(Round.of(created.handle, 2))
-        assert reason_of(await failure(stream)) == "CACHE_NOT_FOUND"
+        gone = (grpc.StatusCode.NOT_FOUND, "CACHE_NOT_FOUND")
+        assert await client.refusal(created.handle) == gone
 
 
 async def test_a_lease_lasts_through_a_long_prefill(
@@ -80,9 +78,9 @@ async def test_cancelling_a_prefill_frees_it(model: Path, tmp_path: Path) -> Non
 
 
 async def test_no_shared_memory_left(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a prefill and in a round: RESOURCE_EXHAUSTED; the same cache goes on later."""
+    """In a prefill and in a step: RESOURCE_EXHAUSTED; the same cache goes on later."""
     fields: dict[str, Any] = {"max_new_tokens": 300, "ignore_eos": True}
-    plain = await client.generate(PROMPT, drafters.nothing, **fields)
+    plain = await client.generate(PROMPT, None, **fields)
     created = await client.create(PROMPT, **fields)
     real = os.posix_fallocate
 
@@ -92,20 +90,17 @@ async def test_no_shared_memory_left(client: Client, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "posix_fallocate", full)
     request = verifier_pb2.CreateCacheRequest(prompt_tokens=PROMPT)
     assert reason_of(await failure(client.stub.CreateCache(request))) == "KV_FULL"
-    stream = client.stub.Verify()
-    await stream.write(Round.of(created.handle, 1, free_run_steps=299))
     tokens = list(created.first.tokens)
+    call = await client.begin(created.handle, credits=1000)
     while len(PROMPT) + len(tokens) < 257:
-        answer = await stream.read()
-        assert not answer.last
-        tokens += answer.result.tokens
-    assert (await failure(stream)).code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        tokens += (await call.read()).result.tokens
+    error = await failure(call)
+    assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert details_of(error, error_details_pb2.RetryInfo).retry_delay.ToMilliseconds() > 0
     assert tokens == plain[: len(tokens)]
     assert len(PROMPT) + len(tokens) == 257, "up to the last slot that was reserved"
     monkeypatch.setattr(os, "posix_fallocate", real)
-    (answer,) = await client.verify(Round.of(created.handle, 1))
-    assert [*created.first.tokens, *answer.result.tokens] == tokens
-    assert [*tokens, *await client.free_run(created.handle, 2)] == plain
+    assert [*tokens, *await client.rest(created.handle, len(tokens))] == plain
     await client.release(created.handle)
 
 
@@ -121,15 +116,12 @@ async def test_caches_that_cannot_grow_are_preempted_youngest_first(
         real(segment, tokens)
 
     monkeypatch.setattr(Segment, "reserve", full)
-
-    # The first run has an answer, the tokens before memory was short. Later ones have none.
-    for cache, number in zip(reversed(caches[1:]), (1, 2, 2), strict=True):
-        run = Round.of(caches[0].handle, number, free_run_steps=299)
-        assert await client.refusal(run) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "KV_FULL")
-        gone = Round.of(cache.handle, 1)
-        assert await client.refusal(gone) == (grpc.StatusCode.NOT_FOUND, "CACHE_NOT_FOUND")
-    (answer,) = await client.verify(Round.of(caches[0].handle, 1))
-    assert len(answer.result.tokens) + len(await client.free_run(caches[0].handle, 2)) == 299
+    gone = (grpc.StatusCode.NOT_FOUND, "CACHE_NOT_FOUND")
+    for cache in reversed(caches[1:]):
+        full_up = (grpc.StatusCode.RESOURCE_EXHAUSTED, "KV_FULL")
+        assert await client.refusal(caches[0].handle) == full_up
+        assert await client.refusal(cache.handle) == gone
+    assert len(await client.rest(caches[0].handle)) == 299
     await client.release(caches[0].handle)
 
 
@@ -153,10 +145,10 @@ async def test_requests_that_wait_for_memory_are_counted(model: Path, tmp_path: 
 async def test_nothing_leaks_under_churn(client: Client) -> None:
     """Generations that end, are cancelled at any point, or are released meanwhile."""
     fields: dict[str, Any] = {"max_new_tokens": 25, "ignore_eos": True}
-    plain = await client.generate(PROMPT, drafters.nothing, **fields)
+    plain = await client.generate(PROMPT, None, **fields)
 
     async def churn(index: int) -> None:
-        draw = drafters.mixed(drafters.random_tree, drafters.free_run)
+        draw = drafters.mixed(drafters.random_tree, drafters.nothing)
         task = asyncio.create_task(client.generate(PROMPT, draw, seed=index, **fields))
         if index % 3 == 0:
             await asyncio.sleep(0.002 * index)

@@ -36,7 +36,7 @@ async def test_same_tokens_as_in_shared_memory(
         "ignore_eos": True,
     }
     async with serving(models["Mistral"], tmp_path / "v.sock", kv_bytes=1 << 28) as client:
-        plain = await client.generate(prompt, drafters.nothing, **fields)
+        plain = await client.generate(prompt, None, **fields)
     options: dict[str, Any] = {"kv_bytes": 1 << 24, "paged_kv": True}
     async with serving(models["Mistral"], tmp_path / "p.sock", **options) as client:
         for drafter, draw in drafters.all_of(plain, len(prompt)).items():

@@ -30,7 +30,7 @@ async def test_turns_of_a_conversation(
     turns, prompt = [], text(9, 300)
     async with serving(model, tmp_path / "f.sock", kv_bytes=1 << 24, **options) as fresh:
         for turn in range(3):
-            output = await fresh.generate(prompt, drafters.nothing, **FIELDS)
+            output = await fresh.generate(prompt, None, **FIELDS)
             turns.append((prompt, output))
             prompt = [*prompt, *output, *text(turn, 20)]
     options |= {"kv_bytes": 1 << 24, "prefix_caching": True}
@@ -39,7 +39,7 @@ async def test_turns_of_a_conversation(
         for prompt, output in turns:
             created = await client.create(prompt, **FIELDS)
             assert created.reused_tokens == done
-            got = [*created.first.tokens, *await client.free_run(created.handle)]
+            got = [*created.first.tokens, *await client.rest(created.handle)]
             assert got == output
             await client.release(created.handle)
             done = len(prompt) + len(output) - 1
@@ -62,8 +62,8 @@ async def test_a_running_text_is_shared(client_reusing: Client) -> None:
 
 async def test_hidden_states_are_reused_only_where_they_were_kept(client_reusing: Client) -> None:
     client, prompt = client_reusing, text(5, 200)
-    taps = {"hidden_state_layers": [0], **FIELDS}
-    await client.generate(prompt, drafters.nothing, **FIELDS)
+    taps = {"drafter": await client.reader(0), **FIELDS}
+    await client.generate(prompt, None, **FIELDS)
     created = await client.create(prompt, **taps)
     assert created.reused_tokens == 0
     await client.release(created.handle)
@@ -79,7 +79,7 @@ async def test_memory_of_ended_texts_is_freed_when_needed(model: Path, tmp_path:
         block = 256 * memory.layout.token_bytes
         texts = [text(seed, 300) for seed in range(memory.limit_bytes // block)]
         for prompt in texts:
-            await client.generate(prompt, drafters.nothing, **FIELDS)
+            await client.generate(prompt, None, **FIELDS)
         assert block <= memory.used_bytes <= memory.limit_bytes
         assert (await client.create(texts[-1], **FIELDS)).reused_tokens == 299
         assert (await client.create(texts[0], **FIELDS)).reused_tokens == 0
@@ -101,7 +101,7 @@ async def test_many_at_once_in_little_memory(model: Path, tmp_path: Path) -> Non
     prompts = [text(seed, 100) for seed in range(12)]
     fields: dict[str, Any] = {"max_new_tokens": 300, "ignore_eos": True}
     async with serving(model, tmp_path / "f.sock", kv_bytes=1 << 26, lease_seconds=600.0) as fresh:
-        expected = [await fresh.generate(p, drafters.nothing, **fields) for p in prompts]
+        expected = [await fresh.generate(p, None, **fields) for p in prompts]
     options: dict[str, Any] = {"kv_bytes": 5 << 17, "prefix_caching": True, "lease_seconds": 600.0}
     async with serving(model, tmp_path / "v.sock", **options) as client:
         client.service.store.admission.expected_output = 1.0
@@ -111,7 +111,7 @@ async def test_many_at_once_in_little_memory(model: Path, tmp_path: Path) -> Non
 
 
 async def recovering(client: Client, prompt: list[int], **fields: Any) -> list[int]:
-    """A generation in runs of 50 tokens whose cache is created again when it was released."""
+    """A generation whose cache is created again when it was released."""
     tokens: list[int] = []
     while len(tokens) < fields["max_new_tokens"]:
         handle = b""
@@ -119,10 +119,8 @@ async def recovering(client: Client, prompt: list[int], **fields: Any) -> list[i
             created = await client.create(prompt, output_tokens=tokens, **fields)
             handle = created.handle
             tokens += created.first.tokens
-            for number in range(1, fields["max_new_tokens"]):
-                if len(tokens) == fields["max_new_tokens"]:
-                    break
-                tokens += await client.free_run(handle, number, steps=50)
+            async for response in client.stream(handle, position=len(tokens)):
+                tokens += response.result.tokens
         except grpc.aio.AioRpcError as error:
             if reason_of(error) not in ("KV_FULL", "CACHE_NOT_FOUND"):
                 raise

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from pathlib import Path
 from typing import Any
 
-import drafters
 import grpc
 import pytest
 from google.rpc import error_details_pb2
@@ -15,15 +13,13 @@ from verifier_support import (
     CONTEXT,
     VOCAB,
     Client,
-    Round,
     details_of,
     failure,
     reason_of,
     serving,
 )
 
-from paceline.tree import TokenTree
-from paceline.v1 import sampling_pb2, tree_pb2, verifier_pb2
+from paceline.v1 import sampling_pb2, verifier_pb2
 from paceline.verifier import admission
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
@@ -50,7 +46,7 @@ CREATE: list[tuple[dict[str, Any], grpc.StatusCode, str]] = [
     ({"prompt_tokens": PROMPT, "parent_handle": b"short"}, INVALID, "BAD_HANDLE"),
     ({"prompt_tokens": PROMPT, "parent_handle": bytes(16)}, grpc.StatusCode.NOT_FOUND,
      "CACHE_NOT_FOUND"),
-    ({"prompt_tokens": PROMPT, "hidden_state_layers": [0, 2]}, INVALID, "LAYER_OUT_OF_RANGE"),
+    ({"prompt_tokens": PROMPT, "drafter": "x" * 257}, INVALID, "BAD_DRAFTER"),
     (sampling(logit_bias=dict.fromkeys(range(4097), 1.0)), INVALID, "INVALID_SAMPLING"),
     (sampling(mode=77), INVALID, "INVALID_SAMPLING"),
     (sampling(temperature=-1), INVALID, "INVALID_SAMPLING"),
@@ -67,19 +63,9 @@ CREATE: list[tuple[dict[str, Any], grpc.StatusCode, str]] = [
     (sampling(logit_bias={VOCAB: 1.0}), INVALID, "TOKEN_OUT_OF_VOCABULARY"),
 ]  # fmt: skip
 
-TREES: list[tuple[dict[str, Any], str]] = [
-    ({"tokens": [1], "parents": [0]}, "BAD_TREE"),
-    ({"tokens": [], "parents": [-1]}, "BAD_TREE"),
-    ({"tokens": [1], "parents": [-1], "confidences": [math.nan]}, "BAD_TREE"),
-    ({"tokens": [1], "parents": [-1], "distributions": [tree_pb2.NodeDistribution()]}, "BAD_TREE"),
-    ({"tokens": [VOCAB], "parents": [-1]}, "TOKEN_OUT_OF_VOCABULARY"),
-    ({"tokens": [1] * 256, "parents": [-1] * 256}, "TREE_TOO_LARGE"),
-    ({"tokens": [1] * 1_000_000, "parents": [-1] * 1_000_000}, "TREE_TOO_LARGE"),
-]
-
 
 async def test_creations(client: Client) -> None:
-    plain = await client.generate(PROMPT, drafters.nothing, max_new_tokens=8)
+    plain = await client.generate(PROMPT, None, max_new_tokens=8)
     for fields, code, reason in CREATE:
         error = await failure(client.stub.CreateCache(verifier_pb2.CreateCacheRequest(**fields)))
         assert (error.code(), reason_of(error)) == (code, reason), fields
@@ -87,30 +73,12 @@ async def test_creations(client: Client) -> None:
         assert info.domain == "paceline"
         assert len(error.details()) > 20, "the message says what was wrong"
     assert len(client.service.store) == 0
-    assert await client.generate(PROMPT, drafters.nothing, max_new_tokens=8) == plain
-
-
-async def test_trees(client: Client) -> None:
-    """Other generations go on beside malformed rounds, and the same cache goes on after them."""
-    fields: dict[str, Any] = {"max_new_tokens": 60, "ignore_eos": True}
-    plain = await client.generate(PROMPT, drafters.nothing, **fields)
-    victim = asyncio.create_task(client.generate(PROMPT, drafters.random_tree, **fields))
-    created = await client.create(PROMPT, **fields)
-    for tree, reason in TREES:
-        request = verifier_pb2.VerifyRequest(
-            handle=created.handle, round_id=1, tree=tree_pb2.TokenTree(**tree)
-        )
-        assert await client.refusal(request) == (INVALID, reason), tree
-    both = Round.of(created.handle, 1, TokenTree.chain([1]), free_run_steps=4)
-    assert await client.refusal(both) == (INVALID, "BAD_ROUND")
-    assert await client.free_run(created.handle, steps=1) == [plain[1]]
-    assert await victim == plain
-    await client.release(created.handle)
+    assert await client.generate(PROMPT, None, max_new_tokens=8) == plain
 
 
 @pytest.mark.parametrize("handle", [b"", b"short", bytes(17)])
 async def test_handles_of_a_wrong_size(client: Client, handle: bytes) -> None:
-    assert await client.refusal(Round.of(handle, 1)) == (INVALID, "BAD_HANDLE")
+    assert await client.refusal(handle) == (INVALID, "BAD_HANDLE")
     for call in (
         client.stub.RenewLease(verifier_pb2.RenewLeaseRequest(handle=handle)),
         client.stub.ReleaseCache(verifier_pb2.ReleaseCacheRequest(handle=handle)),
@@ -122,8 +90,9 @@ async def test_handles_of_a_wrong_size(client: Client, handle: bytes) -> None:
 async def test_a_handle_is_valid_for_its_owner_only(client: Client) -> None:
     created = await client.create(PROMPT)
     thief = (("authorization", "Bearer someone-else"),)
-    stream = client.stub.Verify(metadata=thief)
-    await stream.write(Round.of(created.handle, 1))
+    start = verifier_pb2.GenerateStart(handle=created.handle, position=1)
+    stream = client.stub.Generate(metadata=thief)
+    await stream.write(verifier_pb2.GenerateRequest(start=start))
     fork = verifier_pb2.CreateCacheRequest(prompt_tokens=PROMPT, parent_handle=created.handle)
     renewal = verifier_pb2.RenewLeaseRequest(handle=created.handle)
     for call in (
@@ -138,13 +107,13 @@ async def test_a_handle_is_valid_for_its_owner_only(client: Client) -> None:
         )
     release = verifier_pb2.ReleaseCacheRequest(handle=created.handle)
     assert not (await client.stub.ReleaseCache(release, metadata=thief)).released
-    _, reason = await client.refusal(Round.of(created.read_grant, 1))
+    _, reason = await client.refusal(created.read_grant)
     assert reason == "CACHE_NOT_FOUND", "a read grant is no handle"
     assert await client.release(created.handle)
 
 
 async def test_malformed_messages(client: Client) -> None:
-    for method in ("CreateCache", "Verify"):
+    for method in ("CreateCache", "Generate"):
         call = client.channel.stream_stream(f"/paceline.v1.VerifierService/{method}")()
         await call.write(b"\xff\xff\xff")
         error = await failure(call)
@@ -170,7 +139,7 @@ async def test_a_full_verifier_returns_a_retry_delay(
         await client.release(caches[0].handle)
         caches[0] = await client.create([1] * 500, max_new_tokens=12)
         request.max_new_tokens = 0  # the whole context never fits with its hidden states
-        request.hidden_state_layers.extend([0, 1])
+        request.drafter = await client.reader(0, 1)
         error = await failure(client.stub.CreateCache(request))
         assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "max_new_tokens" in error.details()

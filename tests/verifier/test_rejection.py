@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 import torch
@@ -23,11 +22,11 @@ from paceline.kernels import (
     filter_logits,
     plan_trees,
 )
-from paceline.v1 import sampling_pb2, tree_pb2, verifier_pb2
+from paceline.tree import TokenTree
+from paceline.v1 import sampling_pb2, tree_pb2
 
 PROMPT = [3, 1, 4, 1, 5]
 CHOICES, SAMPLES, AT_ONCE = 3, 300, 20
-INVALID = grpc.StatusCode.INVALID_ARGUMENT
 
 
 def rejection(seed: int, **fields: Any) -> sampling_pb2.SamplingParams:
@@ -57,22 +56,13 @@ def drawn_chain(text: Sequence[int], seed: int, depth: int) -> tree_pb2.TokenTre
 
 
 async def generate(client: Client, seed: int, tokens: int, **filters: Any) -> tuple[int, ...]:
-    created = await client.create(
-        PROMPT, max_new_tokens=tokens, ignore_eos=True, sampling=rejection(seed, **filters)
+    output = await client.generate(
+        PROMPT,
+        lambda text, _: drawn_chain(text, seed, 3),
+        max_new_tokens=tokens,
+        ignore_eos=True,
+        sampling=rejection(seed, **filters),
     )
-    output, number = list(created.first.tokens), 0
-    stream = client.stub.Verify()
-    while len(output) < tokens:
-        number += 1
-        request = verifier_pb2.VerifyRequest(
-            handle=created.handle,
-            round_id=number,
-            tree=drawn_chain([*PROMPT, *output], seed, 3),
-        )
-        await stream.write(request)
-        output += (await stream.read()).result.tokens
-    await stream.done_writing()
-    await client.release(created.handle)
     return tuple(output)
 
 
@@ -133,9 +123,10 @@ async def test_certainties_need_no_distribution(client: Client) -> None:
         )
         plain = await client.create(PROMPT, max_new_tokens=9, ignore_eos=True)
         likely = list(plain.first.tokens)
-        tree = tree_pb2.TokenTree(tokens=likely * 2, parents=[-1, 0])
-        request = verifier_pb2.VerifyRequest(handle=created.handle, round_id=1, tree=tree)
-        result = (await client.verify(request))[0].result
+        name = await client.drafter_service.add(lambda *_: TokenTree.chain(likely * 2))  # noqa: B023
+        (answer,) = await client.steps(created.handle, 1, drafter=name)
+        client.drafter_service.remove(name)
+        result = answer.result
         accepted = list(result.accepted_nodes)
         assert accepted == list(range(len(result.tokens) - 1))
         assert list(result.tokens)[: len(accepted)] == (likely * 2)[: len(accepted)]
@@ -152,14 +143,19 @@ async def test_certainties_need_no_distribution(client: Client) -> None:
     ],
 )
 async def test_malformed_proposals_are_refused(client: Client, change: Any, reason: str) -> None:
-    """The client may repeat the round."""
+    """The step goes on without them."""
+
+    def malformed(text: list[int], _: Any) -> tree_pb2.TokenTree:
+        tree = drawn_chain(text, 5, 3)
+        change(tree)
+        return tree
+
+    name = await client.drafter_service.add(malformed)
     created = await client.create(PROMPT, max_new_tokens=30, ignore_eos=True, sampling=rejection(5))
-    tree = drawn_chain([*PROMPT, *created.first.tokens], 5, 3)
-    request = verifier_pb2.VerifyRequest(handle=created.handle, round_id=1, tree=tree)
-    change(request.tree)
-    assert await client.refusal(request) == (INVALID, reason)
-    request.tree.CopyFrom(tree)
-    assert (await client.verify(request))[0].result.tokens
+    (answer,) = await client.steps(created.handle, 1, drafter=name)
+    assert list(answer.fallbacks) == ["invalid_tree"]
+    assert reason in answer.fallback_message
+    assert (len(answer.tree.tokens), len(answer.result.tokens)) == (0, 1)
     await client.release(created.handle)
 
 
@@ -168,8 +164,8 @@ async def test_at_temperature_0_both_modes_are_one(client: Client) -> None:
     greedy = sampling_pb2.SamplingParams(mode=sampling_pb2.ACCEPTANCE_MODE_REJECTION)
     created = await client.create(PROMPT, max_new_tokens=9, ignore_eos=True, sampling=greedy)
     assert created.first.tokens == plain.first.tokens
-    tree = tree_pb2.TokenTree(tokens=[1, 2], parents=[-1, -1])
-    request = verifier_pb2.VerifyRequest(handle=created.handle, round_id=1, tree=tree)
-    assert (await client.verify(request))[0].result.tokens
+    name = await client.drafter_service.add(lambda *_: TokenTree((1, 2), (-1, -1)))
+    (answer,) = await client.steps(created.handle, 1, drafter=name)
+    assert answer.checked_nodes == 2
     for each in (plain, created):
         await client.release(each.handle)

@@ -11,11 +11,11 @@ import drafters
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from verifier_support import Client, Round, failure, reason_of, serving
+from verifier_support import Client, serving
 
 from paceline.kernels import SamplingParams
 from paceline.tree import TokenTree
-from paceline.v1 import sampling_pb2, tree_pb2, verifier_pb2
+from paceline.v1 import sampling_pb2, verifier_pb2
 from paceline.verifier.scheduler.admission import Step
 from paceline.verifier.scheduler.costs import CostTable
 from paceline.verifier.scheduler.scheduler import Scheduler
@@ -46,9 +46,7 @@ async def test_tokens_are_the_same_whatever_is_cut(
         return {"sampling": sampling, "max_new_tokens": 30, "ignore_eos": True}
 
     async with serving(model, tmp_path / "v.sock", kv_bytes=1 << 28) as client:
-        plain = [
-            await client.generate(PROMPT, drafters.nothing, **fields(seed)) for seed in range(6)
-        ]
+        plain = [await client.generate(PROMPT, None, **fields(seed)) for seed in range(6)]
         await served_with(client, costs)
         draws = [
             drafters.mixed(*drafters.all_of(plain[seed], len(PROMPT)).values()) for seed in range(6)
@@ -59,99 +57,86 @@ async def test_tokens_are_the_same_whatever_is_cut(
     assert scheduled == plain
 
 
-async def rounds(client: Client, tree: tree_pb2.TokenTree, count: int = 1) -> list[Any]:
-    """Answers to rounds with one tree."""
+async def drafted(client: Client, tree: TokenTree, count: int = 1) -> list[Any]:
+    """Responses of steps that are each drafted with the same tree."""
+    name = await client.drafter_service.add(lambda *_: tree)
     created = await client.create(PROMPT, max_new_tokens=count + 9, ignore_eos=True)
-    stream = client.stub.Verify()
-    answers = []
-    for number in range(1, count + 1):
-        request = Round.of(created.handle, number)
-        request.tree.CopyFrom(tree)
-        await stream.write(request)
-        answers.append(await stream.read())
+    responses = await client.steps(created.handle, count, drafter=name)
     await client.release(created.handle)
-    return answers
+    return responses
 
 
 async def test_unlikely_nodes_are_left_out_where_steps_cost(client: Client) -> None:
     """The first chain is worth a token more, the second is not, and says so."""
-    tree = tree_pb2.TokenTree(
-        tokens=[9, 8, 7, 6], parents=[-1, 0, -1, 2], confidences=[0.01, 0.5, 0.9, 0.01]
-    )
+    tree = TokenTree((9, 8, 7, 6), (-1, 0, -1, 2), (0.01, 0.5, 0.9, 0.01))
     await served_with(client, FLAT)
-    (answer,) = await rounds(client, tree)
+    (answer,) = await drafted(client, tree)
     assert (answer.checked_nodes, answer.batch_tokens) == (4, 5)
     await served_with(client, STEEP)
-    (answer,) = await rounds(client, tree)
+    (answer,) = await drafted(client, tree)
     assert answer.checked_nodes == 0
     assert answer.batch_tokens == 1
 
 
 @pytest.mark.parametrize("part", ["admit", "stepped"])
-async def test_a_scheduler_that_fails_costs_no_round(
+async def test_a_scheduler_that_fails_costs_no_step(
     part: str, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await served_with(client, FLAT)
     scheduler: Any = client.service.engine._scheduler
     monkeypatch.setattr(scheduler, part, lambda *_: 1 / 0)
-    tree = tree_pb2.TokenTree(tokens=[9, 8], parents=[-1, 0])
-    answers = await rounds(client, tree, 2)
+    tree = TokenTree.chain([9, 8])
+    answers = await drafted(client, tree, 2)
     assert [answer.checked_nodes for answer in answers] == [2, 2]
     assert [answer.node_budget for answer in answers] == [255, 255]
 
 
 async def test_all_is_checked_without_a_scheduler(client: Client) -> None:
-    (answer,) = await rounds(client, tree_pb2.TokenTree(tokens=[9, 8], parents=[-1, 0]))
+    (answer,) = await drafted(client, TokenTree.chain([9, 8]))
     assert (answer.checked_nodes, answer.node_budget) == (2, 255)
 
 
-async def test_a_new_cache_says_how_much_to_draft(model: Path, tmp_path: Path) -> None:
-    async with serving(
-        model, tmp_path / "v.sock", kv_bytes=1 << 28, schedule="auto", node_budget=7
-    ) as client:
-        created = await client.create(PROMPT, max_new_tokens=4)
-        assert created.node_budget == 7
-        await client.release(created.handle)
+async def test_a_released_sequence_is_forgotten(model: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"kv_bytes": 1 << 28, "schedule": "auto", "node_budget": 7}
+    async with serving(model, tmp_path / "v.sock", **options) as client:
+        created = await client.create(PROMPT, max_new_tokens=9, ignore_eos=True)
+        name = await client.drafter_service.add(drafters.every_token)
+        (answer,) = await client.steps(created.handle, 1, drafter=name)
+        assert len(answer.tree.tokens) == 7, "the limit of the verifier"
         engine = client.service.engine
-        await engine.between_steps(lambda: None)
-        assert not engine._scheduler._states, "a released sequence is forgotten"
-
-
-async def test_a_run_ends_when_drafting_may_begin(client: Client) -> None:
-    """But not that of a client that drafts nothing."""
-    await served_with(client, FLAT)
-    ran = []
-    for drafter in ("some", None):
-        created = await client.create(PROMPT, max_new_tokens=99, ignore_eos=True, drafter=drafter)
-        assert (created.node_budget > 0) == (drafter is None), "plain steps are not yet measured"
-        stream = client.stub.Verify()
-        await stream.write(Round.of(created.handle, 1, free_run_steps=64))
-        tokens, last = 0, False
-        while not last:
-            answer = await stream.read()
-            tokens, last = tokens + len(answer.result.tokens), answer.last
-        assert answer.node_budget > 0
-        ran.append(tokens)
+        assert engine._scheduler._states
         await client.release(created.handle)
-    assert 1 < ran[0] < 60
-    assert ran[1] == 64
+        await engine.between_steps(lambda: None)
+        assert not engine._scheduler._states
 
 
-async def test_the_name_of_a_drafter_has_a_length(client: Client) -> None:
-    request = verifier_pb2.CreateCacheRequest(prompt_tokens=PROMPT, drafter="x" * 257)
-    error = await failure(client.stub.CreateCache(request))
-    assert reason_of(error) == "BAD_DRAFTER"
+async def test_drafting_begins_when_plain_steps_are_measured(client: Client) -> None:
+    """And never without a drafter."""
+    await served_with(client, FLAT)
+    name = await client.drafter_service.add(lambda *_: TokenTree.chain([9, 8]))
+    for drafter in (name, "none"):
+        created = await client.create(PROMPT, max_new_tokens=99, ignore_eos=True)
+        stream = client.stream(created.handle, drafter=drafter, always_draft=False)
+        responses = [each async for each in stream]
+        reasons = {each.no_draft for each in responses}
+        if drafter == "none":
+            assert reasons == {verifier_pb2.NO_DRAFT_REASON_NO_DRAFTER}
+        else:
+            assert responses[0].no_draft == verifier_pb2.NO_DRAFT_REASON_NODE_BUDGET
+            assert sum(each.steps for each in responses if not each.node_budget) >= 15
+            assert any(each.node_budget for each in responses)
+        await client.release(created.handle)
 
 
 def drawn(confidences: list[float], costs: CostTable) -> list[int]:
     """Nodes checked of a chain of samples, with these confidences."""
     sampling = SamplingParams(temperature=1.0, rejection=True)
-    round_ = Mock()
-    round_.sequence.committed = 9
-    round_.sequence.generation.sampling = sampling
+    job = Mock()
+    job.sequence.committed = 9
+    job.sequence.generation.sampling = sampling
     count = len(confidences)
     tree = TokenTree.chain([1] * count, confidences)
-    (cut,) = Scheduler(costs, 255).admit([round_], [tree], Step(1, 9, 1))
+    (cut,) = Scheduler(costs, 255).admit([job], [tree], Step(1, 9, 1))
     return list(cut.tokens)
 
 

@@ -82,7 +82,7 @@ def check(tokens: list[int]) -> None:
 async def test_valid_and_identical_with_every_drafter(client: Client) -> None:
     for seed, sampling in enumerate(SAMPLINGS.values()):
         request = fields(seed, **sampling)
-        plain = await client.generate(PROMPT, drafters.nothing, **request)
+        plain = await client.generate(PROMPT, None, **request)
         check(plain)
         for name, draw in drafters.all_of(plain, len(PROMPT)).items():
             assert await client.generate(PROMPT, draw, seed=3, **request) == plain, name
@@ -90,7 +90,7 @@ async def test_valid_and_identical_with_every_drafter(client: Client) -> None:
 
 async def test_rejection_sampling_with_a_schema(client: Client) -> None:
     request = fields(1, temperature=1.0, mode=sampling_pb2.ACCEPTANCE_MODE_REJECTION)
-    plain = await client.generate(PROMPT, drafters.nothing, **request)
+    plain = await client.generate(PROMPT, None, **request)
     check(plain)
     check(await client.generate(PROMPT, drafters.wrong(plain, len(PROMPT)), **request))
 
@@ -98,7 +98,7 @@ async def test_rejection_sampling_with_a_schema(client: Client) -> None:
 async def test_a_resumed_text_continues_in_its_schema(client: Client) -> None:
     """As after a restart: the emitted tokens give the position in the schema."""
     request = fields(3, temperature=1.0)
-    whole = await client.generate(PROMPT, drafters.nothing, **request)
+    whole = await client.generate(PROMPT, None, **request)
     for cut in range(0, len(whole), 5):
         created = await client.create(PROMPT, output_tokens=whole[:cut], **request)
         assert list(created.first.tokens) == [whole[cut]]

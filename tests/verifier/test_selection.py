@@ -6,7 +6,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-import drafters
 import pytest
 import torch
 from hypothesis import given
@@ -16,13 +15,12 @@ from torch import Tensor
 from verifier_support import serving, until
 
 from paceline.decoder import Decoder
-from paceline.drafter.kv.options import KvOptions
+from paceline.drafter.kv import KvOptions
 from paceline.drafter.kv.remote import SparseView
 from paceline.kernels import SELECTION_CHUNK, PageBounds, TreeSegment, plan_trees
-from paceline.kernels.cache_rows import from_rows
+from paceline.kernels.caches import from_rows
 from paceline.kv.policies import load_policy
-from paceline.kv.scores import PAGE, ScoreObserver
-from paceline.kv.selection import TopScores
+from paceline.kv.selection import PAGE, ScoreObserver, TopScores
 from paceline.verifier.engine.observer import BatchObserver
 from paceline.verifier.kv.layout import KvLayout
 from paceline.verifier.kv.segment import Segment
@@ -229,7 +227,7 @@ async def test_drafters_get_the_selected_positions(
     async with serving(models["Llama"], tmp_path / "v.sock", kv_bytes=1 << 28) as client:
         prompt = [random.Random(1).randrange(1, 61) for _ in range(200)]
         fields = {"max_new_tokens": 40, "ignore_eos": True}
-        truth = await client.generate(prompt, drafters.nothing, **fields)
+        truth = await client.generate(prompt, None, **fields)
         created = await client.create(prompt, **fields)
         exchange, kv = await following(client, created, budget=48, kv_policy=policy)
         other_exchange, other = await following(client, created, (1,), budget=32)

@@ -7,23 +7,13 @@ from time import perf_counter
 from typing import Any
 
 import pytest
-from verifier_support import LAYOUT
+from verifier_support import LAYOUT, Clock
 
 from paceline.verifier import admission
 from paceline.verifier.engine.output import FinishReason
 from paceline.verifier.engine.sequence import Generation, Sequence
 from paceline.verifier.kv.segment import Segment, SegmentMemory, own_segments
 from paceline.verifier.store import CacheNotFound, CacheStore, StoreFull
-
-
-class Clock:
-    """A clock that tests advance."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 async def free(sequence: Sequence) -> None:

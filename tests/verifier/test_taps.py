@@ -12,8 +12,8 @@ from kv_support import mapping_states
 from verifier_support import LAYOUT, Client
 
 from paceline.decoder import Decoder, LocalCache
-from paceline.drafter.kv.errors import KvNotShared
-from paceline.drafter.kv.shared import SharedStates
+from paceline.drafter.errors import KvNotShared
+from paceline.drafter.kv.mapped import SharedStates
 from paceline.kernels import TreeSegment, plan_trees
 from paceline.kv.segment import TAP_AHEAD
 from paceline.v1 import kv_pb2, kv_pb2_grpc
@@ -42,8 +42,8 @@ def outputs(
 
 async def test_only_requested_layers_are_kept(client: Client) -> None:
     plain = await client.create(PROMPT)
-    tapped = await client.create(PROMPT, hidden_state_layers=[1])
-    narrow = await client.create(PROMPT, hidden_state_layers=[1], hidden_state_window=16)
+    tapped = await client.create(PROMPT, drafter=await client.reader(1))
+    narrow = await client.create(PROMPT, drafter=await client.reader(1, window=16))
     sizes = [cache.sequence.segment.file_bytes for cache in client.service.store]
     hidden = 48 * 4  # bytes of a row
     assert sizes[1] - sizes[0] == cache_slots(client) * hidden
@@ -62,22 +62,27 @@ def cache_slots(client: Client) -> int:
 @pytest.mark.parametrize(
     ("window", "parent", "reused"),
     [
-        (0, {"hidden_state_layers": [0, 1]}, 290),  # it has them all
-        (0, {"hidden_state_layers": [1]}, 0),  # not this layer
-        (0, {}, 0),
-        (40, {}, 250),  # the last 40 are computed again
-        (40, {"hidden_state_layers": [0], "hidden_state_window": 40}, 290),
+        (0, ((0, 1), 0), 290),  # it has them all
+        (0, ((1,), 0), 0),  # not this layer
+        (0, None, 0),
+        (40, None, 250),  # the last 40 are computed again
+        (40, ((0,), 40), 290),
     ],
 )
 async def test_a_fork_has_hidden_states(
-    client: Client, model: Path, window: int, parent: dict[str, Any], reused: int
+    client: Client,
+    model: Path,
+    window: int,
+    parent: tuple[tuple[int, ...], int] | None,
+    reused: int,
 ) -> None:
     """Copied from the parent if it has them, else computed."""
     prompt = [random.Random(4).randrange(1, 61) for _ in range(300)]
-    older = await client.create(prompt, **parent)
+    name = "none" if parent is None else await client.reader(*parent[0], window=parent[1])
+    older = await client.create(prompt, drafter=name)
     text = [*prompt[:290], 7, 8, 9]
     fork = await client.create(
-        text, parent_handle=older.handle, hidden_state_layers=[0], hidden_state_window=window
+        text, parent_handle=older.handle, drafter=await client.reader(0, window=window)
     )
     assert fork.reused_tokens == reused
     states = await mapping_states(client, fork, 0, window=window)
@@ -99,7 +104,7 @@ def test_rows_wrap_around() -> None:
 
 
 async def test_overwritten_rows_are_dropped(client: Client) -> None:
-    created = await client.create(PROMPT, hidden_state_layers=[0], hidden_state_window=16)
+    created = await client.create(PROMPT, drafter=await client.reader(0, window=16))
     states = await mapping_states(client, created, 0, window=16)
     (cache,) = client.service.store
     segment = cache.sequence.segment
@@ -140,7 +145,7 @@ def test_memory_is_reserved_with_the_kv() -> None:
     ],
 )  # fmt: skip
 async def test_invalid_descriptions_are_refused(client: Client, field: str, value: Any) -> None:
-    created = await client.create(PROMPT, hidden_state_layers=[0], hidden_state_window=16)
+    created = await client.create(PROMPT, drafter=await client.reader(0, window=16))
     stub: Any = kv_pb2_grpc.KvExchangeServiceStub(client.channel)
     answer = await stub.MapCache(
         kv_pb2.MapCacheRequest(read_grant=created.read_grant, hidden_state_layers=[0])

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import random
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -18,8 +19,15 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from paceline.service import ServerOptions, run_server
-from paceline.tree import EMPTY, TokenTree
-from paceline.v1 import verifier_pb2, verifier_pb2_grpc
+from paceline.tree import TokenTree
+from paceline.v1 import (
+    drafter_pb2,
+    exchange_pb2,
+    exchange_pb2_grpc,
+    tree_pb2,
+    verifier_pb2,
+    verifier_pb2_grpc,
+)
 from paceline.verifier import VerifierService, build_service
 from paceline.verifier import service as service_module
 from paceline.verifier.kv.layout import KvLayout
@@ -28,8 +36,8 @@ FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 VOCAB = 61
 LAYOUT = KvLayout(layers=2, kv_heads=3, head_dim=8, dtype=torch.float32)
 CONTEXT = 2048
-Drafter = Callable[[list[int], random.Random], TokenTree | int]
-"""Gives a tree for a text, or a number of free-run steps."""
+Drafter = Callable[[list[int], random.Random], TokenTree | tree_pb2.TokenTree | None]
+"""Gives a tree for a text; a message is sent as it is, and None refuses the sequence."""
 
 
 def text(seed: int, length: int) -> list[int]:
@@ -67,6 +75,16 @@ def make_model(
     return folder
 
 
+class Clock:
+    """A clock that tests advance."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 @dataclass
 class Client:
     """A thin client of one verifier."""
@@ -75,6 +93,7 @@ class Client:
     stub: Any
     channel: Any
     address: str
+    drafter_service: DrafterService
 
     async def create(self, prompt: list[int], **fields: Any) -> verifier_pb2.CacheCreated:
         """Create a cache and read its stream to the end."""
@@ -97,56 +116,105 @@ class Client:
     async def generate(
         self,
         prompt: list[int],
-        drafter: Drafter,
+        drafter: Drafter | None,
         *,
         seed: int = 0,
         release: bool = True,
         **fields: Any,
     ) -> list[int]:
-        """Emitted tokens of a whole generation, drafted for by ``drafter``."""
-        rng = random.Random(seed)
-        created = await self.create(prompt, **fields)
-        result = created.first
-        tokens = list(result.tokens)
-        stream = self.stub.Verify()
-        number = 0
-        while not result.finish_reason:
-            number += 1
-            draft = drafter([*prompt, *tokens], rng)
-            await stream.write(Round.drafted(created.handle, number, draft))
-            while True:
-                answer = await stream.read()
-                assert answer is not grpc.aio.EOF, await stream.details()
+        """Emitted tokens of a whole generation, drafted for by ``drafter`` in every step."""
+        name = "none" if drafter is None else await self.drafter_service.add(drafter, seed)
+        created = await self.create(prompt, drafter=name, **fields)
+        tokens = list(created.first.tokens)
+        if not created.first.finish_reason:
+            async for answer in self.stream(created.handle, drafter=name):
                 result = answer.result
-                check_accepted(draft, result)
+                assert answer.position == len(tokens)
+                check_accepted(answer)
                 tokens += result.tokens
-                assert answer.round_id == number
                 assert result.committed_length == len(prompt) + len(tokens) - 1
-                if answer.last:
-                    break
-        await stream.done_writing()
+        if drafter is not None:
+            self.drafter_service.remove(name)
         if release:
             await self.release(created.handle)
         return tokens
 
-    async def verify(self, request: Any) -> list[Any]:
-        """All responses to one round, on a stream of its own."""
-        stream = self.stub.Verify()
-        await stream.write(request)
-        await stream.done_writing()
-        return [response async for response in stream]
+    async def begin(
+        self,
+        handle: bytes,
+        *,
+        position: int = 1,
+        drafter: str | None = "none",
+        credits: int = 0,
+        **fields: Any,
+    ) -> Any:
+        """A Generate call whose first message was sent."""
+        call = self.stub.Generate()
+        start = verifier_pb2.GenerateStart(
+            handle=handle, position=position, drafter=drafter, **fields
+        )
+        await call.write(verifier_pb2.GenerateRequest(start=start, credits=credits))
+        return call
 
-    async def free_run(self, handle: bytes, number: int = 1, steps: int = CONTEXT) -> list[int]:
-        """Tokens of a free run."""
-        responses = await self.verify(Round.of(handle, number, free_run_steps=steps))
-        return [token for response in responses for token in response.result.tokens]
+    async def stream(
+        self,
+        handle: bytes,
+        *,
+        position: int = 1,
+        drafter: str | None = "none",
+        credits: int = 1 << 30,
+        **fields: Any,
+    ) -> AsyncGenerator[Any]:
+        """Responses of a Generate stream to its end; a tree is waited for as long as it takes."""
+        fields = {"always_draft": True, "draft_timeout_ms": 60_000, **fields}
+        call = await self.begin(
+            handle, position=position, drafter=drafter, credits=credits, **fields
+        )
+        try:
+            while (response := await call.read()) is not grpc.aio.EOF:
+                yield response
+            assert await call.code() == grpc.StatusCode.OK
+        finally:
+            call.cancel()
 
-    async def refusal(self, request: Any) -> tuple[grpc.StatusCode, str]:
-        """Status and reason of a round that fails."""
-        stream = self.stub.Verify()
-        await stream.write(request)
-        error = await failure(stream)
-        return error.code(), reason_of(error)
+    async def rest(self, handle: bytes, position: int = 1, **fields: Any) -> list[int]:
+        """Tokens from a position to the end."""
+        return tokens_of([each async for each in self.stream(handle, position=position, **fields)])
+
+    async def steps(self, handle: bytes, count: int, position: int = 1, **fields: Any) -> list[Any]:
+        """Responses of so many steps, or to the end; then the stream is ended."""
+        responses = []
+        stream = self.stream(handle, position=position, credits=count, **fields)
+        async with contextlib.aclosing(stream):
+            while count > 0 and (response := await anext(stream, None)) is not None:
+                responses.append(response)
+                count -= response.steps
+        return responses
+
+    async def refusal(
+        self, handle: bytes, position: int = 1, **fields: Any
+    ) -> tuple[grpc.StatusCode, str]:
+        """Status and reason of a Generate stream that fails."""
+        try:
+            await self.rest(handle, position, **fields)
+        except grpc.aio.AioRpcError as error:
+            return error.code(), reason_of(error)
+        raise AssertionError("the stream succeeded, expected an error")
+
+    async def reader(self, *layers: int, window: int = 0) -> str:
+        """Announce a drafter that reads hidden states; returns its name."""
+        name = f"reads {layers} {window}"
+        info = drafter_pb2.DrafterInfo(
+            name=name,
+            version="1",
+            traffic_share=1.0,
+            hidden_state_layers=layers,
+            hidden_state_window=window,
+        )
+        service = self.drafter_service
+        await service.joining()
+        await service.update([info, *(each for each in service.infos if each.name != name)])
+        return name
 
     async def release(self, handle: bytes) -> bool:
         """Release a cache."""
@@ -154,34 +222,228 @@ class Client:
         return bool(answer.released)
 
 
-def check_accepted(draft: TokenTree | int, result: Any) -> None:
+def check_accepted(answer: verifier_pb2.GenerateResponse) -> None:
     """Check that accepted nodes are a path from the anchor and hold the emitted tokens."""
+    result, tree = answer.result, answer.tree
     tokens, accepted = list(result.tokens), list(result.accepted_nodes)
-    if isinstance(draft, int):
+    if not tree.tokens:
         assert not accepted
         return
-    assert [draft.parents[node] for node in accepted] == [-1, *accepted][: len(accepted)]
-    assert [draft.tokens[node] for node in accepted] == tokens[: len(accepted)]
+    assert [tree.parents[node] for node in accepted] == [-1, *accepted][: len(accepted)]
+    assert [tree.tokens[node] for node in accepted] == tokens[: len(accepted)]
     extra = len(tokens) - len(accepted)
     assert extra == 1 or (extra == 0 and result.finish_reason)
 
 
-class Round:
-    """Builds VerifyRequests."""
+async def remaining(call: Any) -> list[Any]:
+    """Responses of a call up to its end."""
+    responses = []
+    while (response := await call.read()) is not grpc.aio.EOF:
+        responses.append(response)
+    return responses
 
-    @staticmethod
-    def of(handle: bytes, number: int, tree: TokenTree = EMPTY, **fields: Any) -> Any:
-        """A round with a tree."""
-        return verifier_pb2.VerifyRequest(
-            handle=handle, round_id=number, tree=tree.to_proto(), **fields
+
+def tokens_of(responses: Iterable[Any]) -> list[int]:
+    """All tokens of Generate responses."""
+    return [token for each in responses for token in each.result.tokens]
+
+
+class DrafterService:
+    """A drafter service with a function for each version of its one drafter.
+
+    Attributes:
+        infos: Its drafters, as announced.
+        joined: What the verifier answered; None: it has not joined.
+        opened: OpenSequence messages of all connections, in order.
+        sequences: Function, text and source of randomness of each open sequence.
+        messages: Number of messages that came.
+        refuses: Whether it refuses to open sequences.
+        paused: Rounds that are kept and not answered; None: all are answered at once.
+    """
+
+    _numbers = count()
+
+    def __init__(
+        self,
+        verifier: VerifierService,
+        channel: grpc.aio.Channel,
+        *,
+        socket: bool = True,
+        name: str = "test",
+    ) -> None:
+        """Make a service that joins with its first function."""
+        self._verifier = verifier
+        self._stub = exchange_pb2_grpc.DraftExchangeServiceStub(channel)
+        self._use_socket = socket
+        self._name = name
+        self._mark = f"test {next(self._numbers)}"
+        self._functions: dict[str, tuple[Drafter, int]] = {}
+        self._joining = asyncio.Lock()
+        self._call: Any = None
+        self._serving: asyncio.Task[None] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self.infos = [self.info(str(version)) for version in range(64)]
+        self.joined: exchange_pb2.Joined | None = None
+        self.opened: list[exchange_pb2.OpenSequence] = []
+        self.sequences: dict[int, tuple[Drafter, list[int], random.Random]] = {}
+        self.messages = 0
+        self.refuses = False
+        self.paused: list[exchange_pb2.DraftRound] | None = None
+
+    async def __aenter__(self) -> DrafterService:
+        """Return itself."""
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Leave."""
+        await self.leave()
+
+    def info(self, version: str, name: str | None = None) -> drafter_pb2.DrafterInfo:
+        """One of its drafters."""
+        return drafter_pb2.DrafterInfo(
+            name=name or self._name, version=version, method=self._mark, traffic_share=1.0
         )
 
-    @staticmethod
-    def drafted(handle: bytes, number: int, draft: TokenTree | int) -> Any:
-        """A round with what a drafter returned."""
-        if isinstance(draft, int):
-            return Round.of(handle, number, free_run_steps=draft)
-        return Round.of(handle, number, draft)
+    async def add(self, drafter: Drafter, seed: int = 0) -> str:
+        """Add a function; returns the drafter's name, with its version."""
+        await self.joining()
+        version = next(str(n) for n in count() if str(n) not in self._functions)
+        self._functions[version] = (drafter, seed)
+        return f"{self._name}@{version}"
+
+    def remove(self, name: str) -> None:
+        """Remove a function that no sequence will be opened with."""
+        del self._functions[name.partition("@")[2]]
+
+    async def joining(self) -> None:
+        """Join the verifier, unless it has joined."""
+        async with self._joining:
+            if self.joined is None:
+                await self.join()
+
+    async def join(self) -> None:
+        """Join the verifier."""
+        self._call = self._stub.Join()
+        await self._call.write(exchange_pb2.JoinRequest(drafters=self._listed()))
+        self.joined = (await self._call.read()).joined
+        if self._use_socket:
+            path = self.joined.socket_path.replace("@", "\0", 1)
+            reader, self._writer = await asyncio.open_unix_connection(path)
+            self.write(self.joined.socket_token)
+            self._serving = asyncio.create_task(self._serve_socket(reader))
+        else:
+            await self._call.write(exchange_pb2.JoinRequest(use_stream=True))
+            self._serving = asyncio.create_task(self._serve_stream())
+        await until(lambda: self.infos in self._known())
+
+    async def update(self, infos: list[drafter_pb2.DrafterInfo]) -> None:
+        """Announce other drafters."""
+        self.infos = infos
+        await self._call.write(exchange_pb2.JoinRequest(drafters=self._listed()))
+        await until(lambda: self.infos in self._known())
+
+    async def send(self, **fields: Any) -> None:
+        """Send a message."""
+        message = exchange_pb2.JoinRequest(**fields)
+        if self._writer is None:
+            await self._call.write(message)
+        else:
+            self.write(message.SerializeToString())
+
+    def write(self, frame: bytes) -> None:
+        """Write a frame to the socket."""
+        assert self._writer is not None
+        self._writer.write(len(frame).to_bytes(4, "little") + frame)
+
+    async def leave(self) -> None:
+        """Break the connection."""
+        if self._serving is None:
+            return
+        self._serving.cancel()
+        if self._writer is not None:
+            self._writer.close()
+        self._call.cancel()
+        with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
+            await self._serving
+        await until(
+            lambda: not any(each.method == self._mark for infos in self._known() for each in infos)
+        )
+        self.joined, self._serving, self._writer = None, None, None
+        self.sequences.clear()
+
+    async def error(self) -> tuple[grpc.StatusCode, str]:
+        """Status and reason that the verifier ends the connection with."""
+        assert self._serving is not None
+        try:
+            if self._writer is None:
+                await self._serving
+            await remaining(self._call)
+        except grpc.aio.AioRpcError as error:
+            return error.code(), reason_of(error)
+        raise AssertionError("the stream ended without an error")
+
+    async def answer(self) -> None:
+        """Answer the rounds that were kept, and later ones at once."""
+        kept, self.paused = self.paused, None
+        reply = exchange_pb2.JoinRequest()
+        for round_ in kept or ():
+            self._draft(round_, reply)
+        await self.send(trees=reply.trees, refused=reply.refused)
+
+    def _listed(self) -> exchange_pb2.DrafterList:
+        return exchange_pb2.DrafterList(drafters=self.infos, default_drafter=self._name)
+
+    def _known(self) -> list[list[drafter_pb2.DrafterInfo]]:
+        return [list(each.drafters) for each in self._verifier.joined()]
+
+    async def _serve_stream(self) -> None:
+        while (message := await self._call.read()) is not grpc.aio.EOF:
+            await self._received(message)
+
+    async def _serve_socket(self, reader: asyncio.StreamReader) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                length = int.from_bytes(await reader.readexactly(4), "little")
+                frame = await reader.readexactly(length)
+                await self._received(exchange_pb2.JoinResponse.FromString(frame))
+
+    async def _received(self, message: exchange_pb2.JoinResponse) -> None:
+        self.messages += 1
+        for number in message.closed:
+            self.sequences.pop(number, None)
+        reply = exchange_pb2.JoinRequest()
+        for opened in message.open:
+            self.opened.append(opened)
+            number, version = opened.sequence, opened.version or "0"
+            if self.refuses or version not in self._functions:
+                reply.refused.add(sequence=number, reason="REFUSED", message="it may not be opened")
+                continue
+            function, seed = self._functions[version]
+            self.sequences[number] = (function, list(opened.tokens), random.Random(seed))
+            reply.opened.add(sequence=number, drafter=opened.drafter, version=version)
+        for round_ in message.rounds:
+            if self.paused is not None:
+                self.paused.append(round_)
+            else:
+                self._draft(round_, reply)
+        if reply.opened or reply.trees or reply.refused:
+            await self.send(opened=reply.opened, trees=reply.trees, refused=reply.refused)
+
+    def _draft(self, round_: exchange_pb2.DraftRound, reply: exchange_pb2.JoinRequest) -> None:
+        """Add the tree of a round to a message; nothing if its sequence is closed."""
+        if round_.sequence not in self.sequences:
+            return
+        function, text, rng = self.sequences[round_.sequence]
+        text += round_.new_tokens
+        assert len(text) == round_.total_length
+        drafted = function(text, rng)
+        if drafted is None:
+            del self.sequences[round_.sequence]
+            reply.refused.add(sequence=round_.sequence, reason="REFUSED", message="it failed")
+            return
+        if isinstance(drafted, TokenTree):
+            drafted = drafted.first(round_.node_budget).to_proto()
+        reply.trees.add(sequence=round_.sequence, round=round_.round, tree=drafted, draft_us=1)
 
 
 @contextlib.asynccontextmanager
@@ -217,7 +479,9 @@ async def _served(target: Path, socket: Path, **options: Any) -> AsyncIterator[C
         async with grpc.aio.insecure_channel(
             address, options=[("grpc.max_send_message_length", -1)]
         ) as channel:
-            yield Client(service, verifier_pb2_grpc.VerifierServiceStub(channel), channel, address)
+            stub = verifier_pb2_grpc.VerifierServiceStub(channel)
+            async with DrafterService(service, channel) as drafters:
+                yield Client(service, stub, channel, address, drafters)
     finally:
         stop.set()
         await server
@@ -245,8 +509,7 @@ async def failure(call: Any) -> grpc.aio.AioRpcError:
     """The error that a unary call or a stream ends with."""
     try:
         if hasattr(call, "read"):
-            while await call.read() is not grpc.aio.EOF:
-                pass
+            await remaining(call)
         else:
             await call
     except grpc.aio.AioRpcError as error:

@@ -14,6 +14,7 @@ _MODULES = {
     "table": "paceline.bench.table.run",
     "controller": "paceline.bench.controller",
     "replay": "paceline.bench.replay",
+    "round": "paceline.bench.round",
     "step": "paceline.bench.step.run",
     "quality": "paceline.bench.quality",
     "drills": "paceline.bench.drills.run",
@@ -57,6 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--level-ms", type=float, default=0.0, help="time of a drafted level, on other cores"
     )
     replay.add_argument("--overlap", action="store_true", help="draft while the verifier works")
+    rounds = add("round", "where the time of a round between drafter and verifier goes", 96, 5)
+    _add_format(rounds)
+    rounds.set_defaults(weights="int8")
+    rounds.add_argument(
+        "--sequences", type=_numbers, default="1,8,32", help="generations at a time"
+    )
     step = add("step", "a decoder step by rows and context beside its roofline", repeats=5)
     _add_weights(step, "bfloat16")
     step.add_argument("--rows", type=_numbers, default="1,8,33,64,256", help="rows of a step")

@@ -25,20 +25,20 @@ from typing import Any, ClassVar
 from paceline.bench.plugins import register
 from paceline.bench.prompts import tokenizer
 from paceline.bench.record import Results, digest
-from paceline.bench.services import ALWAYS, generate, recording, services
-from paceline.client import Client
-from paceline.drafter import Budget, Generation, Resources, TokenTree
-from paceline.drafter.methods.options import parse_options
-from paceline.drafter.methods.replay import (
+from paceline.bench.replay_method import (
     Records,
     ReplayDrafter,
     ReplayOptions,
     ReplaySequence,
     read_records,
 )
+from paceline.bench.services import ALWAYS, generate, recording, services
+from paceline.client import Client
+from paceline.drafter import Budget, Generation, Resources, TokenTree
+from paceline.drafter.methods.base import parse_options
 
 MODES = ("none", "always", "controller")
-SOURCES = ("_generation", "_verifier", "_transport", "_options", "_output", "_text", "_errors")
+SOURCES = ("_generation", "_client", "_transport", "_options", "_output", "_text", "_errors")
 QUESTIONS = (
     "Why is the sky blue at noon and red in the evening?",
     "Write a short story about a lighthouse keeper who finds a letter.",
@@ -127,7 +127,6 @@ class Changing(ReplayDrafter):
 
     def __init__(self, options: _ChangingOptions, records: Records) -> None:
         super().__init__(options, records)
-        self.inline = False
 
     @classmethod
     def load(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.cli.errors import CommandError
+from paceline.cli.command import CommandError
 from paceline.decoder import open_model
 from paceline.kernels.blocks import Blocks
 

@@ -15,8 +15,10 @@ from typing import Any
 import uvloop
 
 from paceline.bench.models import Models
+from paceline.bench.plugins import register
 from paceline.bench.prompts import long_prompts
 from paceline.bench.record import Results, make_console
+from paceline.bench.replay_method import METHODS
 from paceline.bench.services import ALWAYS, Sample, generate, recording, services
 from paceline.bench.step.engines import Paceline
 
@@ -53,7 +55,10 @@ async def measure(
         file.write_text(await recording(models.target, weights, prompt, tokens))
         spec = f"replay:{file},p={acceptance},max_nodes={nodes},seed=1,level_ms={level_ms}"
         options = ["--overlap" if overlap else "--no-overlap"]
-        with services(models.target, {"replay": spec}, weights, drafter=options) as pair:
+        environment = register(Path(folder), METHODS)
+        with services(
+            models.target, {"replay": spec}, weights, drafter=options, environment=environment
+        ) as pair:
             async with pair.client(ALWAYS) as client:
                 await generate(client, prompt, 32, "replay")
                 plain = await generate(client, prompt, tokens, "none")

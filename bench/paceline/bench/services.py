@@ -55,7 +55,9 @@ def services(
     with (
         ServiceProcess("verifier", given, environment=environment) as first,
         ServiceProcess(
-            "drafter", ["--device=cpu", *load, *drafter], environment=environment
+            "drafter",
+            ["--device=cpu", f"--verifier={first.address}", *load, *drafter],
+            environment=environment,
         ) as second,
     ):
         yield Services(first, second)

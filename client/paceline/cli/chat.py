@@ -13,9 +13,8 @@ from typing import Any
 
 from rich.console import Console
 
-from paceline.cli.conversation import Conversation, TooLongError
-from paceline.cli.drafter import load_arguments
-from paceline.cli.errors import exit_with
+from paceline.cli.command import exit_with, print_chunk
+from paceline.cli.drafter import add_model_arguments, own_services
 from paceline.cli.generate import (
     add_client_arguments,
     add_generation_arguments,
@@ -24,12 +23,16 @@ from paceline.cli.generate import (
     summary,
 )
 from paceline.cli.service_process import new_runner
-from paceline.cli.tokens import print_chunk
-from paceline.cli.verifier import WEIGHTS
-from paceline.client import Client, Generation, GenerationResult, PacelineError, Stats
-from paceline.gateway.errors import ApiError
-from paceline.harness import ProcessFailed, local_services
-from paceline.harness.models import MODEL, drafter_spec, model_path
+from paceline.client import (
+    Client,
+    Conversation,
+    Generation,
+    GenerationResult,
+    PacelineError,
+    Stats,
+)
+from paceline.harness import ProcessFailed
+from paceline.harness.models import MODEL
 from paceline.service.options import OptionsError
 
 _COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "red")
@@ -46,23 +49,8 @@ _COMMANDS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the model, the parameters of answers, and the services."""
-    add = parser.add_argument
-    add(
-        "model",
-        nargs="?",
-        type=model_path,
-        metavar="MODEL",
-        help=f"start services for it: {MODEL}; default: use running services",
-    )
-    add("--system", default="", metavar="TEXT", help="system message")
-    add("--weights", choices=WEIGHTS, default="auto", help="format of MODEL's weights")
-    add(
-        "--load",
-        action="append",
-        type=drafter_spec,
-        metavar="[NAME=]METHOD[:DIR][,KEY=VALUE...]",
-        help="drafter to load beside MODEL; repeatable (default: as of `paceline serve`)",
-    )
+    add_model_arguments(parser, f"start services for it: {MODEL}; default: use running services")
+    parser.add_argument("--system", default="", metavar="TEXT", help="system message")
     add_generation_arguments(parser)
     parser.set_defaults(max_new_tokens=1024)
     add_client_arguments(parser)
@@ -92,12 +80,10 @@ def _services(args: argparse.Namespace, console: Console) -> Iterator[None]:
     if args.model is None:
         yield
         return
-    loads = load_arguments(args.load or (), args.model, args.weights)
-    verifier = [f"--target={args.model}", f"--weights={args.weights}"]
     with ExitStack() as stack:
         with console.status(f"Loading {args.model} ..."):
-            found = stack.enter_context(local_services(verifier, loads))
-        args.verifier_address, args.drafter_address = (service.address for service in found)
+            services = own_services(args.model, args.weights, args.load)
+            args.verifier_address, args.drafter_address = stack.enter_context(services)
         yield
 
 
@@ -135,8 +121,7 @@ class Chat:
     def __init__(
         self, client: Client, console: Console, options: dict[str, Any], system: str = ""
     ) -> None:
-        self.conversation = Conversation()
-        self.conversation.system = system
+        self.conversation = Conversation(system)
         self._client = client
         self._console = console
         self._options = options
@@ -196,7 +181,7 @@ class Chat:
             options = {**self._options, "max_new_tokens": min(limit, left)}
             generation = self._client.generate(prompt, **options)
             await self._stream(generation, parts)
-        except (TooLongError, ApiError, PacelineError) as error:
+        except PacelineError as error:
             self.notice(f"no answer: {error}" if not parts else f"the answer broke off: {error}")
         except asyncio.CancelledError:
             self.notice("(stopped)")
@@ -204,7 +189,7 @@ class Chat:
         finally:
             if parts:
                 conversation.add("assistant", "".join(parts))
-            elif conversation.turns and conversation.turns[-1].role == "user":
+            elif conversation.turns and conversation.turns[-1]["role"] == "user":
                 conversation.turns.pop()
 
     async def _stream(self, generation: Generation, parts: list[str]) -> None:
@@ -265,10 +250,7 @@ class Chat:
         self.conversation.system = text
 
     def _save(self, file: str) -> None:
-        messages = [
-            {"role": message.role, "content": message.text}
-            for message in self.conversation.messages
-        ]
+        messages = self.conversation.messages
         try:
             Path(file).write_text(
                 json.dumps({"messages": messages}, ensure_ascii=False, indent=2) + "\n",

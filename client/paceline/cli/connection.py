@@ -1,4 +1,4 @@
-"""Connections of client commands to services: addresses, TLS and token.
+"""Connections of client commands to services: addresses, TLS and token; `paceline health`.
 
 Environment variables replace arguments that are not given: `PACELINE_VERIFIER_ADDRESS`,
 `PACELINE_DRAFTER_ADDRESS`, `PACELINE_TLS_CA`, and `PACELINE_TOKEN` or `PACELINE_TOKEN_FILE`.
@@ -10,11 +10,12 @@ import argparse
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 
-from paceline.client import Client, TlsOptions
+from paceline.cli.command import CommandError, exit_with
+from paceline.client import Client, InvalidRequestError, TlsOptions
 from paceline.service.options import read_token
 
 
@@ -123,3 +124,28 @@ def open_channel(address: str, args: argparse.Namespace, name: str = "") -> grpc
     if tls is None:
         return grpc.insecure_channel(address)
     return grpc.secure_channel(address, tls.credentials(), options=tls.channel_options())
+
+
+def add_health_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add address, timeout and TLS."""
+    parser.add_argument("address", help="of a verifier or drafter: host:port or unix:/path")
+    parser.add_argument(
+        "--timeout", type=float, default=5.0, metavar="S", help="default: %(default)s"
+    )
+    add_connection_arguments(parser)
+
+
+def run_health(args: argparse.Namespace) -> int:
+    """Print the status; 0 if serving, 1 if draining or unreachable, 2 for bad arguments."""
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    try:
+        with exit_with(2, InvalidRequestError), open_channel(args.address, args) as channel:
+            answer = health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(), timeout=args.timeout
+            )
+    except grpc.RpcError as error:
+        call = cast(grpc.Call, error)  # a failed blocking call is its own error
+        raise CommandError(f"{args.address}: {call.code().name}: {call.details()}", 1) from error
+    print(f"{args.address}: {health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)}")
+    return 0 if answer.status == health_pb2.HealthCheckResponse.SERVING else 1

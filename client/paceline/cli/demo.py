@@ -13,21 +13,26 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from paceline.cli.errors import exit_with
+from paceline.cli.command import exit_with, print_chunk
+from paceline.cli.drafter import ON_CPU, add_model_arguments, own_services
 from paceline.cli.fetch import FetchError, fetch
 from paceline.cli.service_process import run_async
 from paceline.cli.shipped import models_folder
-from paceline.cli.tokens import print_chunk
-from paceline.cli.verifier import WEIGHTS
-from paceline.client import Client, Generation, GenerationResult, Model, PacelineError
-from paceline.harness import ProcessFailed, local_services, read_prompts
-from paceline.harness.models import MODEL, MODELS, drafter_spec, model_path
+from paceline.client import (
+    Client,
+    Generation,
+    GenerationResult,
+    Model,
+    PacelineError,
+    render_chat,
+)
+from paceline.harness import ProcessFailed, read_prompts
+from paceline.harness.models import MODEL, MODELS
 
 _DRAFTED = "bold green"
-_CPU = "--device=cpu"  # on the CPU, tokens are bit-identical
 _FETCH_SECONDS = 60.0
 _WORTHWHILE = 1.1
-_PROMPTS = 4
+_PROMPTS = 5  # the first is streamed, the others are measured
 _PROMPT_CHARS = 40  # of a prompt in the table
 
 Prompt = str | list[int]
@@ -65,24 +70,18 @@ class Row:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the model, the prompts and the sampling."""
-    add = parser.add_argument
-    add(
-        "model",
-        nargs="?",
-        type=model_path,
-        metavar="MODEL",
-        help=f"{MODEL}; default: smollm2 if it is there or can be fetched within a minute, else "
+    add_model_arguments(
+        parser,
+        f"{MODEL}; default: smollm2 if it is there or can be fetched within a minute, else "
         "models/demo/target of the repository",
     )
-    add("--weights", choices=WEIGHTS, default="auto", help="format of MODEL's weights")
+    add = parser.add_argument
     add(
-        "--load",
-        action="append",
-        type=drafter_spec,
-        metavar="[NAME=]METHOD[:DIR][,KEY=VALUE...]",
-        help="drafter to run, repeatable; default: as of `paceline serve`",
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help=f"the answer to its first prompt is streamed, the next {_PROMPTS - 1} are measured",
     )
-    add("--prompts", type=Path, metavar="FILE", help=f"its first {_PROMPTS} prompts are used")
     add("--max-new-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
     add("--temperature", type=float, default=0.0, metavar="T", help="0: greedy (default)")
     add("--seed", type=int, default=1, metavar="S", help="default: %(default)s")
@@ -96,14 +95,13 @@ def run(args: argparse.Namespace) -> int:
         prompts = read_prompts(args.prompts or _default_prompts(target))[:_PROMPTS]
         if not (target.is_file() or (target / "config.json").is_file()):
             raise FileNotFoundError(f"{target} is no model: give a {MODEL}")
+        if len(prompts) < 2:
+            raise ValueError("give at least two prompts: the first is not measured")
     console.print(f"Starting verifier and drafter of {target} ...", style="dim")
-    loads = [f"--load={spec}" for spec in args.load or ()] or [f"--target={target}"]
-    verifier = [_CPU, f"--target={target}", f"--weights={args.weights}"]
     with (
         exit_with(1, ProcessFailed, PacelineError),
-        local_services(verifier, [_CPU, *loads]) as services,
+        own_services(target, args.weights, args.load, ON_CPU) as addresses,
     ):
-        addresses = [service.address for service in services]
         rows = run_async(_show(console, addresses, prompts, args))
     _report(console, rows)
     return 0 if all(row.identical for row in rows) else 1
@@ -111,31 +109,38 @@ def run(args: argparse.Namespace) -> int:
 
 async def _show(
     console: Console,
-    addresses: Sequence[str],
+    addresses: tuple[str, str],
     prompts: Sequence[Prompt],
     args: argparse.Namespace,
 ) -> list[Row]:
-    """Streams one answer, then measures all prompts with each drafter and without."""
+    """Streams the answer to the first prompt, then measures each other prompt without a drafter and
+    once with each drafter: drafters that remember texts have not seen it."""
     verifier, drafter = addresses
     async with Client(verifier, drafter=drafter) as client:
         model, names = await client.model(), await client.drafters()
         room = model.facts.max_context - args.max_new_tokens
         tokens = [(prompt, await _tokens(model, prompt)) for prompt in prompts]
         fitting = [(prompt, text) for prompt, text in tokens if len(text) < room]
-        if not fitting:
-            raise PacelineError(f"no prompt fits a context of {model.facts.max_context} tokens")
-        prompts, texts = zip(*fitting, strict=True)
+        if len(fitting) < 2:
+            raise PacelineError(
+                f"fewer than two prompts fit a context of {model.facts.max_context} tokens"
+            )
+        (first, text), *measured = fitting
         # Short runs warm up the services and select the drafter of the streamed answer.
-        warm_up = [await _measure(client, texts[0], name, args, tokens=48) for name in names]
+        warm_up = [await _measure(client, text, name, args, tokens=48) for name in names]
         best = max(warm_up, key=lambda run: run.tokens_per_second).drafter
-        await _stream(console, client, prompts[0], texts[0], best, args)
-        console.print(f"\nMeasuring {len(prompts)} prompts ...", style="dim")
+        await _stream(console, client, first, text, best, args)
+        console.print(
+            f"\nMeasuring {len(measured)} other prompts, each without a drafter and once with each "
+            "drafter, which has not seen it before ...",
+            style="dim",
+        )
         return [
             Row(
                 _beginning(prompt),
                 [await _measure(client, text, name, args) for name in ("none", *names)],
             )
-            for prompt, text in zip(prompts, texts, strict=True)
+            for prompt, text in measured
         ]
 
 
@@ -145,11 +150,7 @@ async def _tokens(model: Model, prompt: Prompt) -> list[int]:
         return prompt
     if not model.facts.chat_template:
         return await model.encode(prompt)
-    from paceline.cli.conversation import Conversation  # needs the extra `gateway`
-
-    conversation = Conversation()
-    conversation.add("user", prompt)
-    return (await conversation.prompt(model, room=0))[0]
+    return await model.encode_rendered(render_chat(model, [{"role": "user", "content": prompt}]))
 
 
 async def _stream(
@@ -201,7 +202,8 @@ def _generation(
 
 
 def _report(console: Console, rows: Sequence[Row]) -> None:
-    table = Table(title="Tokens/s after the first token, on this machine", title_justify="left")
+    title = "Tokens/s after the first token, on this machine, of prompts that no drafter has seen"
+    table = Table(title=title, title_justify="left")
     table.add_column("prompt")
     for run in rows[0].runs:
         table.add_column("plain" if run.drafter == "none" else run.drafter, justify="right")

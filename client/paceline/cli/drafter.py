@@ -4,34 +4,82 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paceline.cli.service_process import (
     DRAFTER_ADDRESS,
+    VERIFIER_ADDRESS,
     add_process_arguments,
     refuse,
     run_service,
 )
-from paceline.cli.units import byte_count
-from paceline.cli.verifier import WEIGHTS
-from paceline.harness.models import drafter_spec, model_path
+from paceline.harness import local_services
+from paceline.harness.models import WEIGHTS, drafter_spec, model_path
 from paceline.service import Service
+from paceline.service.arguments import add_options, byte_count, given_options, option
 from paceline.service.options import read_token
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-_OPTIONS = (
-    *("device", "overlap", "max_context", "max_streams", "state_dir", "recordings"),
-    *("record", "record_bytes"),
-)
+ON_CPU = "--device=cpu"
+"""Argument of both services: on the CPU, tokens are bit-identical."""
+
+
+@dataclass(frozen=True)
+class DrafterOptions:
+    """Options of a drafter service; None: the default of `paceline.drafter.build_service`."""
+
+    device: str = option(
+        "auto",
+        "device of drafters with weights: auto (default: the second GPU, the only one, or the "
+        "CPU), cpu, cuda or cuda:N; drafters on a GPU map the KV of a verifier on a GPU, drafters "
+        "on the CPU receive it over gRPC",
+        metavar="D",
+    )
+    overlap: bool | None = option(
+        None,
+        "draft on while the verifier works: chains of lm and selfspec; it pays where the drafter "
+        "has cores or a device of its own (default: on a GPU)",
+        action=argparse.BooleanOptionalAction,
+    )
+    max_context: int | None = option(None, "longest text, in tokens", metavar="N")
+    max_streams: int | None = option(
+        None, "maximum number of generations drafted for at a time", metavar="N"
+    )
+    state_dir: Path | None = option(
+        None,
+        "save the loaded versions here, and restore them after a restart with the same --load",
+        metavar="DIR",
+    )
+    recordings: Path | None = option(
+        None,
+        'JSON lines {"prompt": [...], "tokens": [...]} of token ids: every version must draft for '
+        "these texts before it gets traffic",
+        metavar="FILE",
+    )
+    record: Path | None = option(
+        None,
+        "record the texts of generations in this folder, to train drafters with (default: no "
+        "recording)",
+        metavar="DIR",
+    )
+    record_bytes: int | None = option(
+        None,
+        "limit of these records, such as 1GiB; the oldest are deleted first (default: 64MiB)",
+        type=byte_count,
+        metavar="SIZE",
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add drafter and server arguments."""
-    add = parser.add_argument_group("drafter").add_argument
+    group = parser.add_argument_group("drafter")
+    add = group.add_argument
     add(
         "--load",
         type=drafter_spec,
@@ -62,69 +110,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder below which clients may load drafters; repeatable (default: the folders of "
         "--load and their parents)",
     )
-    add(
-        "--device",
-        default="auto",
-        metavar="D",
-        help="device of drafters with weights: auto (default: the second GPU, the only one, or the "
-        "CPU), cpu, cuda or cuda:N; drafters on a GPU map the KV of a verifier on a GPU, drafters "
-        "on the CPU receive it over gRPC",
-    )
-    add(
-        "--overlap",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="draft on while the verifier works: chains of lm and selfspec; it pays where the "
-        "drafter has cores or a device of its own (default: on a GPU)",
-    )
-    add("--max-context", type=int, metavar="N", help="longest text, in tokens")
-    add("--max-streams", type=int, metavar="N", help="most generations attached at a time")
-    add(
-        "--state-dir",
-        type=Path,
-        metavar="DIR",
-        help="save the loaded versions here, and restore them after a restart with the same --load",
-    )
-    add(
-        "--recordings",
-        type=Path,
-        metavar="FILE",
-        help='JSON lines {"prompt": [...], "tokens": [...]} of token ids: every version must draft '
-        "for these texts before it gets traffic",
-    )
-    add(
-        "--record",
-        type=Path,
-        metavar="DIR",
-        help="record the texts of generations in this folder, to train drafters with (default: no "
-        "recording)",
-    )
-    add(
-        "--record-bytes",
-        type=byte_count,
-        metavar="SIZE",
-        help="most bytes recorded, such as 1GiB; the oldest are deleted first (default: 64MiB)",
-    )
+    add_options(group, DrafterOptions)
     add(
         "--verifier",
         action="append",
-        default=[],
-        metavar="HOST:PORT",
-        help="verifier on another machine that drafters may read KV from, by the address that "
-        "clients use; repeatable (verifiers on this machine are always allowed)",
-    )
-    add(
-        "--kv-address",
-        default=os.environ.get("PACELINE_KV_ADDRESS") or None,
-        metavar="HOST:PORT",
-        help="read KV from the verifier at this address instead of the one that clients use: for a "
-        "verifier in the same pod (or set PACELINE_KV_ADDRESS)",
+        metavar="ADDRESS",
+        help="verifier to join and draft for, host:port or unix:/path; repeatable. One whose port "
+        "is * (127.0.0.1:*, unix:*) is joined when a client names a matching address (default: "
+        f"{VERIFIER_ADDRESS}, or PACELINE_VERIFIER_ADDRESS)",
     )
     add(
         "--verifier-tls-ca",
         type=Path,
         metavar="PEM",
-        help="use TLS and trust these roots when reading KV; --tls-cert is the client certificate",
+        help="use TLS with verifiers and trust these roots; --tls-cert is the client certificate",
     )
     add_process_arguments(parser, DRAFTER_ADDRESS)
 
@@ -139,6 +138,42 @@ def load_arguments(specs: Iterable[str], model: Path, weights: str) -> list[str]
     """
     loads = [f"--load={spec}" for spec in specs]
     return loads or [f"--target={model}", f"--target-weights={weights}"]
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, help: str) -> None:
+    """Add the model of a command that starts services of its own, its weights, and drafters."""
+    add = parser.add_argument
+    add("model", nargs="?", type=model_path, metavar="MODEL", help=help)
+    add("--weights", choices=WEIGHTS, default="auto", help="format of MODEL's weights")
+    add(
+        "--load",
+        action="append",
+        default=[],
+        type=drafter_spec,
+        metavar="[NAME=]METHOD[:DIR][,KEY=VALUE...]",
+        help="drafter to load beside MODEL; repeatable (default: as of `paceline serve`)",
+    )
+
+
+@contextmanager
+def own_services(
+    target: Path, weights: str, drafters: Iterable[str], *common: str
+) -> Iterator[tuple[str, str]]:
+    """Addresses of a verifier and a drafter, which run for the length of the block.
+
+    Args:
+        target: Model of the verifier.
+        weights: Format of its weights.
+        drafters: As of `--load`; empty: what suits the target.
+        common: Arguments of both services.
+
+    Raises:
+        ProcessFailed: One of them does not start.
+    """
+    verifier = [f"--target={target}", f"--weights={weights}", *common]
+    drafter = [*load_arguments(drafters, target, weights), *common]
+    with local_services(verifier, drafter) as (first, second):
+        yield first.address, second.address
 
 
 def run(args: argparse.Namespace) -> int:
@@ -156,17 +191,14 @@ def _build(args: argparse.Namespace, metrics: CollectorRegistry | None) -> Servi
     from paceline.cli.shipped import drafters_for
     from paceline.drafter import DrafterSpec, VerifierAccess, build_service, drafting_device
 
+    options = DrafterOptions(**given_options(args, DrafterOptions))
     load = args.load
     if not load and args.target is not None:
-        device = drafting_device(args.device or "auto")
+        device = drafting_device(options.device)
         load = drafters_for(args.target, device, args.target_weights)
 
-    given: dict[str, Any] = {
-        name: value for name in _OPTIONS if (value := getattr(args, name)) is not None
-    }
+    verifiers = os.environ.get("PACELINE_VERIFIER_ADDRESS") or VERIFIER_ADDRESS
     access = VerifierAccess(
-        remote=tuple(args.verifier),
-        beside=args.kv_address,
         token=read_token(args.token_file),
         tls_ca=args.verifier_tls_ca,
         tls_cert=args.tls_cert,
@@ -174,9 +206,10 @@ def _build(args: argparse.Namespace, metrics: CollectorRegistry | None) -> Servi
     )
     return build_service(
         [DrafterSpec.parse(text) for text in load],
+        verifiers=args.verifier or verifiers.split(","),
         roots=args.root,
         threads=args.threads,
         access=access,
         metrics=metrics,
-        **given,
+        **{name: value for name, value in vars(options).items() if value is not None},
     )

@@ -1,13 +1,20 @@
 """`paceline drafters`: manages the drafters of a running drafter service."""
 
+from __future__ import annotations
+
 import argparse
 import asyncio
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import grpc
+from google.protobuf.message import Message
+from rich.console import Console
+from rich.table import Table
 
+from paceline.cli.command import CommandError, exit_with
 from paceline.cli.connection import (
     add_connection_arguments,
     client_of,
@@ -16,8 +23,6 @@ from paceline.cli.connection import (
     open_channel,
     verifier_address,
 )
-from paceline.cli.drafter_tables import show, show_canaries
-from paceline.cli.errors import CommandError, exit_with
 from paceline.client import DraftOptions, PacelineError
 from paceline.client._addresses import addresses_of, parse_addresses
 from paceline.client._errors import from_rpc_error
@@ -29,7 +34,7 @@ _CHECK_TOKENS = 32
 """New tokens of each prompt of a check."""
 
 _CHECK_TIMEOUT = 30.0
-"""Longest wait for a tree in a check. Speed is for a canary to judge. Unit: seconds."""
+"""Longest wait for a tree in a check. Speed is not judged. Unit: seconds."""
 
 Call = Callable[[str, Any], Any]
 """Calls the registry's RPC of this name with a request; its response."""
@@ -39,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the sub-commands."""
     commands = parser.add_subparsers(metavar="ACTION", required=True)
 
-    _add(commands, "list", "show all loaded versions", _list)
+    _add(commands, "list", "show all loaded versions, and the verifiers joined", _list)
 
     load = _add(commands, "load", "load a version next to those that are loaded", _load)
     load.add_argument("name", help="name for clients")
@@ -75,23 +80,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     activate.add_argument(
         "--share", type=float, default=1.0, metavar="S", help="of new generations, in (0, 1]"
     )
-
-    canary = _add(
-        commands, "canary", "compare a version on a share, then promote it or roll it back", _canary
-    )
-    canary.add_argument("name")
-    canary.add_argument("version")
-    for flag, default, metavar, text in (
-        ("--share", 0.1, "S", "of new generations"),
-        ("--confidence", 0.99, "C", "of the comparison"),
-        ("--length-margin", 0.05, "M", "allowed relative loss of accepted length"),
-        ("--time-margin", 0.25, "M", "allowed relative increase of draft time"),
-        ("--max-generations", 256, "N", "roll it back if it is undecided by then"),
-    ):
-        text += " (default: %(default)s)"
-        canary.add_argument(flag, type=type(default), default=default, metavar=metavar, help=text)
-
-    _add(commands, "canaries", "show the newest canary of each name", _canaries)
 
     help = "remove a version once its generations have ended"
     unload = _add(commands, "unload", help, _unload, prints=False)
@@ -168,10 +156,7 @@ def _add(
 
 
 def _list(args: argparse.Namespace, call: Call) -> None:
-    response = call("ListDrafters", drafter_pb2.ListDraftersRequest())
-    show(response.drafters, response.default_drafter, args.json)
-    if response.records_texts and not args.json:
-        print("This service records the texts of generations.")
+    show_list(call("ListDrafters", drafter_pb2.ListDraftersRequest()), args.json)
 
 
 def _load(args: argparse.Namespace, call: Call) -> None:
@@ -245,21 +230,6 @@ def _activate(args: argparse.Namespace, call: Call) -> None:
     show([call("ActivateDrafter", request).drafter], "", args.json)
 
 
-def _canary(args: argparse.Namespace, call: Call) -> None:
-    request = drafter_pb2.ActivateDrafterRequest(
-        name=args.name,
-        version=args.version,
-        traffic_share=args.share,
-        canary=drafter_pb2.CanarySettings(
-            confidence=args.confidence,
-            length_margin=args.length_margin,
-            time_margin=args.time_margin,
-            max_generations=args.max_generations,
-        ),
-    )
-    show([call("ActivateDrafter", request).drafter], "", args.json)
-
-
 def _unload(args: argparse.Namespace, call: Call) -> None:
     request = drafter_pb2.UnloadDrafterRequest(
         name=args.name, version=args.version, force=args.force
@@ -275,6 +245,79 @@ def _option(text: str) -> tuple[str, str]:
     return key, value
 
 
-def _canaries(args: argparse.Namespace, call: Call) -> None:
-    response = call("ListDrafters", drafter_pb2.ListDraftersRequest())
-    show_canaries(response.canaries, args.json)
+_MIN_WIDTH = 140
+"""Of the table of drafters. Unit: characters."""
+
+
+def show(drafters: Sequence[drafter_pb2.DrafterInfo], default: str, as_json: bool) -> None:
+    """Print versions of drafters; `default` is the name of the default drafter."""
+    if as_json:
+        print(json.dumps([_as_dict(info) for info in drafters], indent=2))
+        return
+    table = Table(
+        *("name", "version", "method", "share", "sequences", "rounds", "accepted", "draft"),
+        *("weights", "check", "state"),
+        box=None,
+    )
+    for info in drafters:
+        table.add_row(
+            info.name + (" (default)" if info.name == default else ""),
+            info.version,
+            info.method,
+            f"{info.traffic_share:.0%}",
+            str(info.active_streams),
+            str(info.rounds),
+            f"{info.accepted_length:.2f}" if info.rounds else "-",
+            f"{info.draft_us / 1e3:.2f} ms" if info.rounds else "-",
+            f"{info.weight_bytes / 2**20:.1f} MiB" if info.weight_bytes else "-",
+            f"{info.check.accepted_length:.2f} accepted, {info.check.draft_us / 1e3:.2f} ms"
+            if info.HasField("check")
+            else "-",
+            _state(info),
+        )
+    # A long line is easier to read than columns cut short.
+    width = max(Console().width, _MIN_WIDTH)
+    Console(highlight=False, markup=False, width=width).print(table)
+
+
+def _state(info: drafter_pb2.DrafterInfo) -> str:
+    if info.draining:
+        return "draining"
+    if info.traffic_share:
+        return "active"
+    return f"failing: {info.failing}" if info.failing else "idle"
+
+
+def show_list(response: drafter_pb2.ListDraftersResponse, as_json: bool) -> None:
+    """Print all versions, and the verifiers that were joined."""
+    if as_json:
+        found = {
+            "drafters": [_as_dict(info) for info in response.drafters],
+            "default_drafter": response.default_drafter,
+            "records_texts": response.records_texts,
+            "verifiers": [_as_dict(link) for link in response.verifiers],
+        }
+        print(json.dumps(found, indent=2))
+        return
+    show(response.drafters, response.default_drafter, False)
+    if response.verifiers:
+        print()
+        table = Table("verifier", "carrier", "sequences", "state", box=None)
+        for link in response.verifiers:
+            state = f"not joined: {link.error}" if link.error else "joined"
+            table.add_row(link.address, link.carrier or "-", str(link.sequences), state)
+        Console(highlight=False, markup=False).print(table)
+    if response.records_texts:
+        print("This service records the texts of generations.")
+
+
+def _as_dict(message: Message) -> dict[str, object]:
+    """Fields by name, JSON-ready: messages as dicts, repeated numbers as lists."""
+    found: dict[str, object] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if isinstance(value, Message):
+            found[field.name] = _as_dict(value)
+        else:
+            found[field.name] = list(value) if field.is_repeated else value
+    return found

@@ -11,7 +11,7 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.cli.errors import CommandError, exit_with
+from paceline.cli.command import CommandError, exit_with
 from paceline.harness.models import MODELS, NamedModel
 
 _BLOCK_BYTES = 1 << 20

@@ -17,77 +17,32 @@ from paceline.cli.service_process import (
     run_async,
     stop_with_stdin,
 )
-from paceline.cli.units import byte_count
 from paceline.client import PacelineError, RetryOptions
+from paceline.service.arguments import add_options, given_options
 from paceline.service.logs import configure_logging
-from paceline.service.options import OptionsError, add_metrics_arguments, read_secret
+from paceline.service.options import OptionsError, read_secret
 from paceline.telemetry.exporters import traced
 
 if TYPE_CHECKING:
     from paceline.gateway import GatewayOptions
 
-GATEWAY_ADDRESS = "127.0.0.1:8080"
 KEY_VARIABLE = "PACELINE_API_KEY"
 KEY_FILE_VARIABLE = "PACELINE_API_KEY_FILE"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the HTTP server, its security, and the services."""
-    add = parser.add_argument
-    add(
-        "--address",
-        default=GATEWAY_ADDRESS,
-        metavar="HOST:PORT",
-        help="where to listen; also unix:/path (default: %(default)s)",
-    )
-    add("--model-name", metavar="NAME", help="model name in requests (default: its folder)")
+    from paceline.gateway import GatewayOptions
+
+    group = parser.add_argument_group("gateway")
+    add_options(group, GatewayOptions)
+    add = group.add_argument
     add(
         "--chat-template",
         type=Path,
         metavar="FILE",
         help="Jinja template instead of that of the tokenizer",
     )
-    add(
-        "--max-body",
-        type=byte_count,
-        default=4 << 20,
-        metavar="SIZE",
-        help="longest request body, such as 512KiB (default: 4MiB)",
-    )
-    add(
-        "--max-requests",
-        type=int,
-        default=256,
-        metavar="N",
-        help="requests in flight; more get HTTP 429 (default: %(default)s)",
-    )
-    add(
-        "--strict",
-        action="store_true",
-        help="refuse unknown fields of requests instead of a warning in a header",
-    )
-    add(
-        "--access-log",
-        action="store_true",
-        help="log a line for each request",
-    )
-    add(
-        "--keep-alive-seconds",
-        type=float,
-        default=10.0,
-        metavar="S",
-        help="time without a token after which a stream gets a comment (default: %(default)s)",
-    )
-    add(
-        "--drain-seconds",
-        type=float,
-        default=30.0,
-        metavar="S",
-        help="how long requests may continue after SIGTERM (default: %(default)s)",
-    )
-    add_readiness_arguments(parser)
-
-    add = parser.add_argument_group("HTTP security").add_argument
     add(
         "--api-key-file",
         type=Path,
@@ -101,21 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="JSON file with more keys, each with limits of its own",
     )
-    add(
-        "--cors-origin",
-        action="append",
-        default=[],
-        metavar="ORIGIN",
-        help="origin of pages that may send requests from a browser, or * (can be repeated)",
-    )
-    add("--http-tls-cert", type=Path, metavar="PEM", help="serve HTTPS with this certificate")
-    add("--http-tls-key", type=Path, metavar="PEM", help="private key of --http-tls-cert")
-    add(
-        "--insecure",
-        action="store_true",
-        help="listen beyond this machine without TLS or key: behind a proxy that has both",
-    )
-    add_metrics_arguments(parser)
+    add_readiness_arguments(parser)
     add_service_arguments(parser).add_argument(
         "--retry-seconds",
         type=float,
@@ -133,25 +74,11 @@ def run(args: argparse.Namespace) -> int:
     configure_logging(args.log_format, args.log_level)
     with traced("paceline-gateway"):
         try:
-            template = args.chat_template and args.chat_template.read_text(encoding="utf-8")
             options = GatewayOptions(
-                address=args.address,
-                tls_cert=args.http_tls_cert,
-                tls_key=args.http_tls_key,
                 api_key=read_secret("API key", args.api_key_file, KEY_VARIABLE, KEY_FILE_VARIABLE),
                 api_keys=read_keys(args.api_keys) if args.api_keys is not None else (),
-                strict=args.strict,
-                access_log=args.access_log,
-                cors_origins=tuple(args.cors_origin),
-                keep_alive_seconds=args.keep_alive_seconds,
-                insecure=args.insecure,
-                model_name=args.model_name,
-                chat_template=template,
-                max_body_bytes=args.max_body,
-                max_requests=args.max_requests,
-                drain_seconds=args.drain_seconds,
-                metrics_address=args.metrics_address,
-                insecure_metrics=args.insecure_metrics,
+                chat_template=args.chat_template and args.chat_template.read_text(encoding="utf-8"),
+                **given_options(args, GatewayOptions),
             )
             if args.stop_with_stdin:
                 stop_with_stdin()
@@ -164,9 +91,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _raise_file_limit() -> None:
     """Allow as many connections as the system does: each is an open file, often 1024 at most."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):  # macOS does not accept its own limit
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def _serve(args: argparse.Namespace, options: GatewayOptions) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
+from paceline.cli.command import exit_with
 from paceline.cli.connection import add_service_arguments, client_of
-from paceline.cli.errors import exit_with
 from paceline.cli.service_process import run_async
 from paceline.client import (
     Client,
@@ -82,7 +83,15 @@ def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
     add("--presence-penalty", type=float, default=0.0, metavar="X", help="0: off")
     add("--frequency-penalty", type=float, default=0.0, metavar="X", help="0: off")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before it; repeatable")
-    add("--stop-token-id", type=int, action="append", default=[], metavar="ID", help="repeatable")
+    add(
+        "--stop-token-id",
+        dest="stop_token_ids",
+        type=int,
+        action="append",
+        default=[],
+        metavar="ID",
+        help="repeatable",
+    )
     add("--ignore-eos", action="store_true", help="continue after end-of-sequence tokens")
 
 
@@ -92,13 +101,10 @@ def generation_arguments(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         OSError: The schema's file cannot be read.
     """
-    names = (
-        "max_new_tokens drafter deadline temperature seed acceptance top_k top_p min_p "
-        "repetition_penalty presence_penalty frequency_penalty stop ignore_eos"
-    )
-    options = {name: getattr(args, name) for name in names.split()}
+    names = inspect.signature(Client.generate).parameters.keys() - {"prompt"}
+    options = {name: value for name, value in vars(args).items() if name in names}
     schema = args.json_schema and args.json_schema.read_text(encoding="utf-8")
-    return {**options, "json_schema": schema, "stop_token_ids": args.stop_token_id}
+    return {**options, "json_schema": schema}
 
 
 def run(args: argparse.Namespace) -> int:

@@ -13,12 +13,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from paceline.cli.errors import CommandError, exit_with
+from paceline.cli.command import CommandError, exit_with
+from paceline.cli.drafter import ON_CPU, own_services
 from paceline.cli.service_process import run_async
-from paceline.cli.verifier import WEIGHTS
-from paceline.client import Client, GenerationResult, PacelineError
-from paceline.harness import PROMPT_FILE, ProcessFailed, local_services, read_prompts
-from paceline.harness.models import MODEL, drafter_spec, model_path
+from paceline.client import Client, DraftOptions, GenerationResult, PacelineError
+from paceline.harness import PROMPT_FILE, ProcessFailed, read_prompts
+from paceline.harness.models import MODEL, WEIGHTS, drafter_spec, model_path
 
 NEAR = 1e-3
 """Two tokens whose log-probabilities differ by less are a numeric tie. Unit: nats."""
@@ -117,16 +117,12 @@ def run(args: argparse.Namespace) -> int:
         prompts = read_prompts(args.prompts)[: max(1, args.limit)]
     if args.concurrency < 1:
         raise CommandError("--concurrency must be at least 1")
-    cpu = "--device=cpu"  # on the CPU, tokens are bit-identical
-    loads = [f"--load={spec}" for spec in args.drafter or ["ngram"]]
     with (
         exit_with(2, ProcessFailed),
         exit_with(1, PacelineError),
-        local_services(
-            [cpu, f"--target={args.target}", f"--weights={args.weights}"], [cpu, *loads]
-        ) as (verifier, drafter),
+        own_services(args.target, args.weights, args.drafter or ["ngram"], ON_CPU) as addresses,
     ):
-        report = run_async(_compare(verifier.address, drafter.address, prompts, args))
+        report = run_async(_compare(*addresses, prompts, args))
     if args.json is not None:
         content = {**asdict(report), "identical": report.identical}
         args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -139,7 +135,9 @@ async def _compare(
 ) -> Report:
     comparisons: list[Comparison] = []
     gaps: list[float] = []
-    async with Client(verifier, drafter=drafter) as client:
+    # In every step, with time for it: a text without drafts would prove nothing.
+    drafting = DraftOptions(timeout=60, adaptive=False)
+    async with Client(verifier, drafter=drafter, drafting=drafting) as client:
         facts = (await client.model()).facts
 
         async def generate(concurrency: int, **options: Any) -> list[GenerationResult]:

@@ -9,16 +9,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
-from paceline.cli.config import expand
-from paceline.cli.errors import CommandError
+from paceline.cli.command import CommandError, expand_config
 
 
 @dataclass(frozen=True)
 class Command:
     """One sub-command.
 
-    Its module defines `add_arguments(parser)` and `run(args) -> int`. Packages of an extra are
-    imported inside functions only, so that `--help` works without them.
+    Its module defines `add_arguments(parser)` and `run(args) -> int`, or several commands with
+    `add_NAME_arguments` and `run_NAME`. Packages of an extra are imported inside functions only.
     """
 
     name: str
@@ -26,6 +25,8 @@ class Command:
     help: str
     extra: str | None = None
     """Extra of the distribution that it needs; None: no extra."""
+    shares_module: bool = False
+    """Whether its functions have its name."""
 
 
 COMMANDS = (
@@ -36,9 +37,9 @@ COMMANDS = (
     Command("drafter", "paceline.cli.drafter", "run a drafter", "server"),
     Command("generate", "paceline.cli.generate", "generate text through running services"),
     Command("gateway", "paceline.cli.gateway", "serve OpenAI's HTTP interface", "gateway"),
-    Command("trace", "paceline.cli.trace", "show where the time of rounds goes", "telemetry"),
+    Command("trace", "paceline.cli.trace", "show where the time of rounds goes"),
     Command("drafters", "paceline.cli.drafters", "list, load, activate and unload drafters"),
-    Command("health", "paceline.cli.health", "check the health of a service", "server"),
+    Command("health", "paceline.cli.connection", "check the health of a service", "server", True),
     Command("doctor", "paceline.cli.doctor", "report on this machine and installation"),
     Command(
         "demo",
@@ -61,7 +62,9 @@ COMMANDS = (
     Command("tune", "paceline.cli.tune", "find a drafter's best settings here", "server"),
     Command("train", "paceline.train.cli", "train targets and drafters", "train"),
     Command("bench", "paceline.bench.cli", "measure speed and resilience", "dev"),
-    Command("completion", "paceline.cli.completion", "print a shell's completion script"),
+    Command(
+        "completion", "paceline.cli.main", "print a shell's completion script", shares_module=True
+    ),
 )
 
 # Top-level modules that only extras install. Any other missing module is a bug.
@@ -77,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     command = _command_of(argv)
     try:
-        args = build_parser([] if command is None else [command]).parse_args(expand(argv))
+        args = build_parser([] if command is None else [command]).parse_args(expand_config(argv))
         return int(args.run(args))
     except CommandError as error:
         message, code = str(error), error.code
@@ -94,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_parser(expanded: Collection[Command]) -> argparse.ArgumentParser:
     """The parser of all commands; those in `expanded` have their arguments.
 
-    Commands of `paceline.bench` get no arguments where that package is not installed.
+    Among several, those of a package that is not installed get no arguments.
     """
     parser = argparse.ArgumentParser(
         prog="paceline",
@@ -105,15 +108,32 @@ def build_parser(expanded: Collection[Command]) -> argparse.ArgumentParser:
     for command in COMMANDS:
         sub = commands.add_parser(command.name, help=command.help, description=command.help)
         if command in expanded:
+            part = f"_{command.name}" if command.shares_module else ""
             try:
                 module = importlib.import_module(command.module)
+                getattr(module, f"add{part}_arguments")(sub)
+                sub.set_defaults(run=getattr(module, f"run{part}"))
             except ModuleNotFoundError as error:
-                if error.name != "paceline.bench" or len(expanded) == 1:
+                if len(expanded) == 1 or not _missing(command, error.name or ""):
                     raise
-                continue
-            module.add_arguments(sub)
-            sub.set_defaults(run=module.run)
     return parser
+
+
+def add_completion_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the shell's name."""
+    parser.add_argument(
+        "shell",
+        choices=["bash", "zsh", "tcsh"],
+        help='for bash, put `eval "$(paceline completion bash)"` into ~/.bashrc',
+    )
+
+
+def run_completion(args: argparse.Namespace) -> int:
+    """Print the script."""
+    import shtab
+
+    print(shtab.complete(build_parser(COMMANDS), shell=args.shell))
+    return 0
 
 
 def _command_of(argv: Sequence[str]) -> Command | None:

@@ -4,28 +4,92 @@ from __future__ import annotations
 
 import argparse
 import logging
+import signal
+import time
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+import grpc
+
+from paceline.cli.command import CommandError, exit_with
 from paceline.cli.drafter import load_arguments
-from paceline.cli.errors import CommandError
-from paceline.cli.gateway import GATEWAY_ADDRESS
 from paceline.cli.service_process import (
     DRAFTER_ADDRESS,
-    SHARED_ARGUMENTS,
     VERIFIER_ADDRESS,
     add_shared_arguments,
     write_atomically,
 )
-from paceline.cli.supervisor import Supervisor
-from paceline.cli.verifier import OPTIONS, add_verifier_options
-from paceline.harness import Kind, ServiceProcess
+from paceline.cli.verifier import add_verifier_options
+from paceline.client import InvalidRequestError, TlsOptions
+from paceline.harness import (
+    JOIN_SECONDS,
+    Kind,
+    ProcessFailed,
+    ServiceProcess,
+    has_drafter,
+    with_port,
+)
 from paceline.harness.models import MODEL, drafter_spec, model_path
-from paceline.service import configure_logging
+from paceline.service import ServerOptions, configure_logging
+from paceline.service.arguments import to_words, words_of
+from paceline.service.options import OptionsError, read_token
 
 logger = logging.getLogger("paceline.cli")
+
+GATEWAY_ADDRESS = "127.0.0.1:8080"
+_METRICS = ("metrics_address", "insecure_metrics")
+
+# Unit of all: seconds.
+_POLL_INTERVAL = 0.05
+_FIRST_DELAY = 0.5
+_LONGEST_DELAY = 30.0
+# After this uptime the back-off starts again.
+_STEADY = 60.0
+
+
+class BackOff:
+    """Delays that double from `first` to `longest`, and restart after an uptime of `steady`.
+
+    Unit of all: seconds.
+    """
+
+    def __init__(self, first: float, longest: float, steady: float) -> None:
+        self._first, self._longest, self._steady = first, longest, steady
+        self._next = first
+
+    def delay(self, uptime: float) -> float:
+        """The delay after a failure with this uptime."""
+        delay = self._first if uptime >= self._steady else self._next
+        self._next = min(2 * delay, self._longest)
+        return delay
+
+
+class _Restarted:
+    """A service that is spawned again, with back-off, at the same address after it died."""
+
+    def __init__(self, process: ServiceProcess) -> None:
+        self._process = process
+        self._back_off = BackOff(_FIRST_DELAY, _LONGEST_DELAY, _STEADY)
+        self._started, self._restart_at = time.monotonic(), 0.0
+
+    def poll(self) -> None:
+        """Restart the service if it died and the delay is over."""
+        now = time.monotonic()
+        if self._process.returncode is None:
+            return
+        if not self._restart_at:
+            delay = self._back_off.delay(now - self._started)
+            self._restart_at = now + delay
+            logger.warning(
+                "the %s died; generations continue without it until it is restarted",
+                self._process.kind,
+                extra={"code": self._process.returncode, "restart_in_seconds": delay},
+            )
+        elif now >= self._restart_at:
+            self._process.spawn()
+            self._started, self._restart_at = now, 0.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,31 +144,26 @@ def run(args: argparse.Namespace) -> int:
 
     SIGTERM and SIGINT are forwarded to all services: the first drains, a second ends at once.
     """
+    from paceline.verifier import VerifierOptions
+
     model = args.model or args.target
     if model is None:
         raise CommandError(f"which model? Give a {MODEL}")
     configure_logging(args.log_format, args.log_level)
-    verifier = _service(
-        "verifier",
-        args.verifier_address,
-        [f"--target={model}", *_arguments(args, OPTIONS), *_common(args, 0)],
-    )
-    drafter = _service("drafter", args.drafter_address, _drafter_arguments(args, model))
-    processes = [verifier, drafter]
-
-    def gateway() -> ServiceProcess | None:
-        if args.gateway_address == "none":
-            return None
+    # Chosen beforehand, so that all start side by side.
+    verifier, drafter = with_port(args.verifier_address), with_port(args.drafter_address)
+    target = [f"--target={model}", *to_words(args, VerifierOptions), *_common(args, 0)]
+    processes = [
+        _service("verifier", verifier, target),
+        _service("drafter", drafter, [*_drafter_arguments(args, model), f"--verifier={verifier}"]),
+    ]
+    if args.gateway_address != "none":
         if find_spec("aiohttp") is None:
             logger.warning("no gateway: run pip install 'paceline[gateway]'")
-            return None
-        services = [
-            f"--verifier-address={verifier.address}",
-            f"--drafter-address={drafter.address}",
-        ]
-        arguments = [*services, *_gateway_arguments(args)]
-        processes.append(_service("gateway", args.gateway_address, arguments))
-        return processes[-1]
+        else:
+            services = [f"--verifier-address={verifier}", f"--drafter-address={drafter}"]
+            arguments = [*services, *_gateway_arguments(args)]
+            processes.append(_service("gateway", with_port(args.gateway_address), arguments))
 
     def ready() -> None:
         for process in processes:
@@ -115,7 +174,21 @@ def run(args: argparse.Namespace) -> int:
         if args.open and (url := _url(processes[-1], args)).startswith("http"):
             webbrowser.open(url)
 
-    return Supervisor(verifier, drafter, gateway, ready).run()
+    with exit_with(2, OptionsError, InvalidRequestError):
+        token = read_token(args.token_file)
+        channel = _channel(verifier, args)
+    metadata = [("authorization", f"Bearer {token}")] if token else []
+    with channel:
+        return Supervisor(processes, lambda: has_drafter(channel, metadata), ready).run()
+
+
+def _channel(address: str, args: argparse.Namespace) -> grpc.Channel:
+    """A channel to the verifier, which trusts its certificate as the gateway does."""
+    if args.tls_cert is None:
+        return grpc.insecure_channel(address)
+    own = args.tls_client_ca is not None
+    tls = TlsOptions(args.tls_cert, *((args.tls_cert, args.tls_key) if own else (None, None)))
+    return grpc.secure_channel(address, tls.credentials())
 
 
 def _service(kind: Kind, address: str, arguments: Sequence[str]) -> ServiceProcess:
@@ -128,19 +201,17 @@ def _drafter_arguments(args: argparse.Namespace, model: Path) -> list[str]:
     if device is None:
         device = "cpu" if args.share_weights or args.device == "cpu" else "auto"
     loads = load_arguments(args.drafter or (), model, args.weights or "auto")
-    arguments = [*loads, f"--device={device}", *_arguments(args, ("record",)), *_common(args, 1)]
+    arguments = [*loads, f"--device={device}", *words_of(args, ["record"]), *_common(args, 1)]
     if args.tls_cert is not None:
-        # Both serve with this certificate: the drafter trusts it when it reads the verifier's KV.
+        # Both serve with this certificate: the drafter trusts it when it joins the verifier.
         arguments.append(f"--verifier-tls-ca={args.tls_cert}")
     return arguments
 
 
 def _gateway_arguments(args: argparse.Namespace) -> list[str]:
     """The gateway serves with the services' certificate, and trusts it as the drafter does."""
-    arguments = [
-        *_arguments(args, ("token_file", "drain_seconds", "log_format", "log_level")),
-        *_metrics_arguments(args, 2),
-    ]
+    names = ("token_file", "drain_seconds", "log_format", "log_level")
+    arguments = [*words_of(args, names), *words_of(_shifted(args, 2), _METRICS)]
     if args.tls_cert is not None:
         arguments.append(f"--tls-ca={args.tls_cert}")
         arguments += [f"--http-tls-cert={args.tls_cert}", f"--http-tls-key={args.tls_key}"]
@@ -157,26 +228,106 @@ def _url(process: ServiceProcess, args: argparse.Namespace) -> str:
 
 
 def _common(args: argparse.Namespace, offset: int) -> list[str]:
-    """Arguments that verifier and drafter share."""
-    return [*_arguments(args, SHARED_ARGUMENTS), *_metrics_arguments(args, offset)]
+    """Arguments that verifier and drafter share; secrets stay in files or the environment."""
+    names = ("token_file", "max_message_mib", "threads", "log_format", "log_level")
+    return [*to_words(_shifted(args, offset), ServerOptions), *words_of(args, names)]
 
 
-def _metrics_arguments(args: argparse.Namespace, offset: int) -> list[str]:
-    """Metrics arguments of a service, whose port is `offset` above the given one."""
-    insecure = ["--insecure-metrics"] if args.insecure_metrics else []
-    if args.metrics_address is None:
-        return insecure
-    host, colon, port = args.metrics_address.rpartition(":")
-    if port.isdecimal() and int(port):
-        port = str(int(port) + offset)
-    return [f"--metrics-address={host}{colon}{port}", *insecure]
+def _shifted(args: argparse.Namespace, offset: int) -> argparse.Namespace:
+    """Arguments with a port for metrics that is `offset` above the given one."""
+    host, colon, port = (args.metrics_address or "").rpartition(":")
+    if not (port.isdecimal() and int(port)):
+        return args
+    address = f"{host}{colon}{int(port) + offset}"
+    return argparse.Namespace(**{**vars(args), "metrics_address": address})
 
 
-def _arguments(args: argparse.Namespace, names: Sequence[str]) -> list[str]:
-    """The named arguments as a command line; secrets stay in files or the environment."""
-    given = ((name, getattr(args, name)) for name in names)
-    return [
-        f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
-        for name, value in given
-        if value is not None
-    ]
+class Supervisor:
+    """A verifier, whose end stops everything, and services beside it, which are restarted.
+
+    Args:
+        processes: The verifier and the other services, not yet started.
+        joined: Whether the drafter has joined the verifier.
+        on_ready: Called once when all answer calls and the drafter has joined.
+    """
+
+    def __init__(
+        self,
+        processes: Sequence[ServiceProcess],
+        joined: Callable[[], bool],
+        on_ready: Callable[[], None],
+    ) -> None:
+        self._verifier = processes[0]
+        self._processes = processes
+        self._joined = joined
+        self._on_ready = on_ready
+        # Signal handlers only append; the loops below react.
+        self._signals: list[int] = []
+
+    def run(self) -> int:
+        """Run until a signal or the end of the verifier; the exit code of `paceline serve`."""
+        numbers = (signal.SIGTERM, signal.SIGINT)
+
+        def record(number: int, _frame: object) -> None:
+            self._signals.append(number)
+
+        handlers = {number: signal.signal(number, record) for number in numbers}
+        try:
+            return self._run()
+        except ProcessFailed as failure:
+            logger.error("cannot serve: %s", failure)
+            return 2
+        finally:
+            for process in self._processes:
+                process.stop()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def _run(self) -> int:
+        for process in self._processes:
+            process.spawn()
+        while not self._signals and not all(each.poll_ready() for each in self._processes):
+            time.sleep(_POLL_INTERVAL)
+        self._wait_joined()
+        if self._signals:
+            return self._drain()
+        self._on_ready()
+        restarted = [_Restarted(process) for process in self._processes[1:]]
+        while not self._signals:
+            time.sleep(_POLL_INTERVAL)
+            if self._verifier.returncode is not None:
+                logger.error("the verifier died", extra={"code": self._verifier.returncode})
+                return 1
+            for service in restarted:
+                service.poll()
+        return self._drain()
+
+    def _wait_joined(self) -> None:
+        """Wait until the drafter has joined, for a signal or for the end of a service."""
+        deadline = time.monotonic() + JOIN_SECONDS
+        while not (
+            self._signals
+            or self._joined()
+            or any(process.returncode is not None for process in self._processes)
+        ):
+            if time.monotonic() > deadline:
+                logger.error(
+                    "the drafter has not joined the verifier within %g s: generations run without "
+                    "drafts until it does; its log above says why",
+                    JOIN_SECONDS,
+                )
+                return
+            time.sleep(_POLL_INTERVAL)
+
+    def _drain(self) -> int:
+        forwarded = 0
+        while any(process.returncode is None for process in self._processes):
+            while forwarded < len(self._signals):
+                for process in self._processes:
+                    process.send_signal(signal.SIGTERM)
+                forwarded += 1
+            time.sleep(_POLL_INTERVAL)
+        if len(self._signals) > 1:
+            return 128 + self._signals[-1]
+        # While it loads its model a verifier has no handler: the signal ends it.
+        return 0 if self._verifier.returncode in (0, -signal.SIGTERM) else 1

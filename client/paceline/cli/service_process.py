@@ -14,9 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from paceline.cli.cores import default_threads
 from paceline.service import (
-    SERVER_ARGUMENTS,
     OptionsError,
     ServerOptions,
     Service,
@@ -35,8 +33,7 @@ logger = logging.getLogger("paceline.cli")
 VERIFIER_ADDRESS = "127.0.0.1:7431"
 DRAFTER_ADDRESS = "127.0.0.1:7432"
 
-SHARED_ARGUMENTS = (*SERVER_ARGUMENTS, "threads", "log_format", "log_level")
-"""Arguments of both services that `paceline serve` passes on to them."""
+_SYSTEM = Path("/sys/devices/system")
 
 T = TypeVar("T")
 
@@ -66,7 +63,7 @@ def add_readiness_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the SHARED_ARGUMENTS."""
+    """Add the arguments of the server and of the process."""
     add_server_arguments(parser)
     group = parser.add_argument_group("process")
     group.add_argument(
@@ -168,6 +165,37 @@ def set_torch_environment(threads: int | None) -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     os.environ.setdefault("KMP_BLOCKTIME", "1")
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+
+def default_threads(system: Path = _SYSTEM) -> int:
+    """Physical cores of one NUMA node among the CPUs that this process may use, at least 1.
+
+    Two hardware threads of a core share its vector units. A step meets all threads some 250 times,
+    and a second socket makes each meeting several times slower, while memory is written from the
+    node of the thread that loads the model.
+
+    Args:
+        system: Where Linux describes nodes and CPUs.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    usable = os.sched_getaffinity(0)
+    nodes = [_cpus(path / "cpulist") for path in system.glob("node/node[0-9]*")]
+    here = max((usable & node for node in nodes), key=len, default=usable) or usable
+    cores = {
+        min(_cpus(system / f"cpu/cpu{cpu}/topology/thread_siblings_list") & here, default=cpu)
+        for cpu in here
+    }
+    return max(1, len(cores))
+
+
+def _cpus(path: Path) -> set[int]:
+    """CPUs of a list such as 0-3,8-11; none if the file cannot be read."""
+    try:
+        parts = [part.split("-") for part in path.read_text().strip().split(",")]
+        return {cpu for part in parts for cpu in range(int(part[0]), int(part[-1]) + 1)}
+    except (OSError, ValueError):
+        return set()
 
 
 def ready_writer(args: argparse.Namespace) -> Callable[[str], None]:

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from paceline.cli import waterfall
+from paceline.cli.command import CommandError, exit_with, write_html
 from paceline.cli.connection import add_service_arguments, client_of
-from paceline.cli.errors import CommandError, exit_with
 from paceline.cli.generate import add_generation_arguments, generation_arguments
 from paceline.cli.service_process import run_async
-from paceline.cli.tables import write_html
-from paceline.client import Client, Generation, GenerationResult, PacelineError
+from paceline.client import GenerationResult, PacelineError, Stats
 from paceline.service.options import OptionsError
-
-if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import ReadableSpan
+from paceline.telemetry.names import Attribute, Span
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,48 +42,225 @@ def run(args: argparse.Namespace) -> int:
     if (args.prompt is None) == (args.read is None):
         raise CommandError("give either a prompt or --read FILE")
     with exit_with(2, OptionsError, OSError, ValueError), exit_with(1, PacelineError):
-        spans = _generate(args) if args.read is None else waterfall.read_spans(args.read)
-        rows = waterfall.rows(spans)
+        if args.read is None:
+            rows = rows_of_stats(_generate(args).stats)
+        else:
+            rows = rows_of_spans(read_spans(args.read))
         title = f"{len(rows)} prefills and rounds, {sum(row.emitted for row in rows)} tokens"
-        table = waterfall.table(rows, title)
+        table = to_table(rows, title)
         if args.html is not None:
             write_html(args.html, table)
     Console().print(table)
     return 0
 
 
-def _generate(args: argparse.Namespace) -> list[waterfall.Recorded]:
-    """Generate, and return the spans of this process: the services need not export any."""
-    from opentelemetry import trace
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-    from opentelemetry.sdk.trace.sampling import ALWAYS_ON
-
-    exporter = InMemorySpanExporter()
-    provider = TracerProvider(sampler=ALWAYS_ON, shutdown_on_exit=False)
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    trace.set_tracer_provider(provider)
+def _generate(args: argparse.Namespace) -> GenerationResult:
     client = client_of(args)
-    run_async(_result(client, client.generate(args.prompt, **generation_arguments(args))))
-    return _recorded(exporter.get_finished_spans())
+    generation = client.generate(args.prompt, **generation_arguments(args))
+
+    async def result() -> GenerationResult:
+        async with client:
+            return await generation
+
+    return run_async(result())
 
 
-async def _result(client: Client, generation: Generation) -> GenerationResult:
-    async with client:
-        return await generation
+PARTS = {"draft": "green", "transport": "bright_black", "queue": "yellow", "verify": "blue"}
+"""Parts of a round's time, and their colours."""
+_BAR = 56  # columns
 
 
-def _recorded(spans: Sequence[ReadableSpan]) -> list[waterfall.Recorded]:
-    return [
-        waterfall.Recorded(
-            name=span.name,
-            trace=f"{span.context.trace_id:032x}",
-            span=f"{span.context.span_id:016x}",
-            parent="" if span.parent is None else f"{span.parent.span_id:016x}",
-            began_ns=span.start_time or 0,
-            ended_ns=span.end_time or 0,
-            attributes=dict(span.attributes or {}),
-        )
-        for span in spans
-    ]
+@dataclass(frozen=True)
+class Recorded:
+    """A span. Times in nanoseconds since 1970."""
+
+    name: str
+    trace: str
+    span: str
+    parent: str
+    began_ns: int
+    ended_ns: int
+    attributes: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A prefill or a round. Times in milliseconds."""
+
+    label: str
+    begins: float
+    """Start, relative to that of the generation."""
+    parts: tuple[tuple[str, float], ...]
+    """In order: one of PARTS or "other", and its time."""
+    drafted: int
+    accepted: int
+    emitted: int
+
+    @property
+    def total(self) -> float:
+        return sum(length for _, length in self.parts)
+
+    def spent(self, part: str) -> float:
+        """Time of one part."""
+        return sum(length for name, length in self.parts if name == part)
+
+
+def read_spans(file: Path) -> list[Recorded]:
+    """Reads spans from a file of OTLP JSON, one export a line, as collectors write it.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: Its content is not OTLP JSON.
+    """
+    spans: list[Recorded] = []
+    try:
+        for line in file.read_text(encoding="utf-8").splitlines():
+            exported = json.loads(line) if line.strip() else {}
+            for resource in exported.get("resourceSpans", ()):
+                for scope in resource["scopeSpans"]:
+                    spans += [_from_otlp(span) for span in scope["spans"]]
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{file} has no spans as lines of OTLP JSON: {error!r}") from error
+    return spans
+
+
+def rows_of_spans(spans: Iterable[Recorded]) -> list[Row]:
+    """The prefills and rounds of the newest generation, in order.
+
+    Raises:
+        ValueError: The spans include no generation.
+    """
+    spans = list(spans)
+    roots = [span for span in spans if span.name.split(" ")[0] == Span.GENERATION]
+    if not roots:
+        raise ValueError("no generation among the spans: only one that has ended is traced")
+    root = max(roots, key=lambda span: span.began_ns)
+    children: dict[str, list[Recorded]] = {}
+    for span in sorted(spans, key=lambda span: span.began_ns):
+        if span.trace == root.trace:
+            children.setdefault(span.parent, []).append(span)
+    rows = []
+    for span in children.get(root.span, []):
+        if span.name == Span.PREFILL:
+            rows.append(_row(root, span, "prefill", [span], children))
+        elif span.name == Span.ROUND:
+            label = str(span.attributes.get(Attribute.ROUND_INDEX, "cut short"))
+            calls = [
+                each
+                for each in children.get(span.span, [])
+                if each.name in (Span.DRAFT, Span.VERIFY)
+            ]
+            rows.append(_row(root, span, label, calls, children))
+    return rows
+
+
+def rows_of_stats(stats: Stats) -> list[Row]:
+    """The prefill and the rounds of a generation, from the times that the verifier measured."""
+    rows = [Row("prefill", 0.0, _timed(stats.first_token_ms, 0.0, 0.0, stats.prefill_ms), 0, 0, 1)]
+    now = stats.first_token_ms
+    for index, entry in enumerate(stats.rounds, 1):
+        parts = _timed(entry.round_ms, entry.draft_ms, entry.queue_ms, entry.verify_ms)
+        label = str(index) if entry.steps == 1 else f"{index} ({entry.steps} steps)"
+        rows.append(Row(label, now, parts, entry.drafted, entry.accepted, entry.emitted))
+        now += entry.round_ms
+    return rows
+
+
+def to_table(rows: Sequence[Row], title: str) -> Table:
+    """The rows as a table."""
+    legend = Text.assemble(*((f" █ {name} ", colour) for name, colour in PARTS.items()))
+    shown = Table(title=title, title_justify="left", caption=legend)
+    shown.add_column("round", justify="right")
+    shown.add_column("at ms", justify="right")
+    shown.add_column("", min_width=_BAR)
+    for heading in ("ms", *PARTS, "accepted", "emitted"):
+        shown.add_column(heading, justify="right")
+    longest = max((row.total for row in rows), default=1.0) or 1.0
+    for row in rows:
+        bar = Text()
+        for name, width in _widths(row, longest):
+            bar.append("█" * width, PARTS.get(name, "black"))
+        times = (f"{time:.2f}" for time in (row.total, *map(row.spent, PARTS)))
+        accepted = f"{row.accepted}/{row.drafted}" if row.drafted else "-"
+        shown.add_row(row.label, f"{row.begins:.1f}", bar, *times, accepted, str(row.emitted))
+    return shown
+
+
+def _timed(
+    total: float, draft: float, queue: float, verify: float
+) -> tuple[tuple[str, float], ...]:
+    """Parts of a round of which only times are known; the rest of it is transport."""
+    rest = max(0.0, total - draft - queue - verify)
+    parts = (("draft", draft), ("transport", rest), ("queue", queue), ("verify", verify))
+    return tuple((name, length) for name, length in parts if length > 0)
+
+
+def _row(
+    root: Recorded,
+    span: Recorded,
+    label: str,
+    calls: Sequence[Recorded],
+    children: dict[str, list[Recorded]],
+) -> Row:
+    parts: list[tuple[str, float]] = []
+    now = span.began_ns
+    for call in calls:
+        parts.append(("other", max(0, call.began_ns - now) / 1e6))
+        parts += _call(call, children.get(call.span, []))
+        now = call.ended_ns
+    parts.append(("other", max(0, span.ended_ns - now) / 1e6))
+    facts = span.attributes
+    return Row(
+        label,
+        (span.began_ns - root.began_ns) / 1e6,
+        tuple((name, length) for name, length in parts if length > 0),
+        facts.get(Attribute.NUM_DRAFT_TOKENS, 0),
+        facts.get(Attribute.NUM_ACCEPTED, 0),
+        facts.get(Attribute.NUM_EMITTED, 1 if label == "prefill" else 0),
+    )
+
+
+def _call(call: Recorded, served: Sequence[Recorded]) -> Iterator[tuple[str, float]]:
+    """Transport to the service, queueing, computing, transport back.
+
+    Without the service's own span, both directions of transport get half of its time.
+    """
+    total = (call.ended_ns - call.began_ns) / 1e6
+    queue = min(total, call.attributes.get(Attribute.QUEUE_US, 0) / 1e3)
+    work = min(total - queue, call.attributes.get(Attribute.COMPUTE_US, 0) / 1e3)
+    transport = total - queue - work
+    there = transport / 2
+    if served:
+        there = min(transport, max(0.0, (served[0].began_ns - call.began_ns) / 1e6))
+    yield "transport", there
+    yield "queue", queue
+    yield "draft" if call.name == Span.DRAFT else "verify", work
+    yield "transport", transport - there
+
+
+def _widths(row: Row, longest: float) -> Iterator[tuple[str, int]]:
+    """Columns of each part. Ends are rounded, not widths, so that errors do not add up."""
+    passed, drawn = 0.0, 0
+    for name, length in row.parts:
+        passed += length
+        end = round(passed / longest * _BAR)
+        yield name, end - drawn
+        drawn = end
+
+
+def _from_otlp(span: dict[str, Any]) -> Recorded:
+    return Recorded(
+        name=span["name"],
+        trace=span["traceId"],
+        span=span["spanId"],
+        parent=span.get("parentSpanId", ""),
+        began_ns=int(span["startTimeUnixNano"]),
+        ended_ns=int(span["endTimeUnixNano"]),
+        attributes={pair["key"]: _value(pair["value"]) for pair in span.get("attributes", ())},
+    )
+
+
+def _value(value: dict[str, Any]) -> Any:
+    """OTLP JSON writes 64-bit integers as strings."""
+    ((kind, content),) = value.items()
+    return int(content) if kind == "intValue" else content

@@ -8,13 +8,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from paceline.cli.errors import CommandError, exit_with
+from paceline.cli.command import CommandError, exit_with, write_html
 from paceline.cli.service_process import run_async
-from paceline.cli.tables import write_html
-from paceline.cli.verifier import WEIGHTS
 from paceline.client import PacelineError
 from paceline.harness import PROMPT_FILE, ProcessFailed, read_prompts
-from paceline.harness.models import MODEL, drafter_spec, model_path
+from paceline.harness.models import MODEL, WEIGHTS, drafter_spec, model_path
 from paceline.tune import (
     METHODS,
     Step,

@@ -1,5 +1,6 @@
-"""The Paceline client: generates text with a verifier and a drafter. Needs no torch."""
+"""The Paceline client: generates text with verifiers and drafter services. Needs no torch."""
 
+from ._chat import Conversation, render_chat
 from ._client import Client
 from ._errors import (
     AuthError,
@@ -15,15 +16,14 @@ from ._errors import (
     UnavailableError,
     UnimplementedError,
 )
+from ._fleet import VerifierStatus
 from ._generation import Generation, GenerationResult
-from ._members import VerifierStatus
 from ._mock import MockTransport
-from ._model import Model
 from ._options import DraftOptions, RetryOptions, TlsOptions, user_cache_dir
 from ._output import Chunk, TokenLogprob, VerifiedTree
 from ._stats import RoundStats, Stats, Usage
 from ._sync import SyncClient
-from ._text import Detokenizer, TextCodec
+from ._text import Detokenizer, Model, TextCodec
 from ._transport import Stream, Transport
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "Chunk",
     "Client",
     "ClientClosedError",
+    "Conversation",
     "DeadlineError",
     "Detokenizer",
     "DraftOptions",
@@ -59,5 +60,6 @@ __all__ = [
     "Usage",
     "VerifiedTree",
     "VerifierStatus",
+    "render_chat",
     "user_cache_dir",
 ]

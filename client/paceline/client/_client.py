@@ -9,10 +9,8 @@ from typing import Any
 
 from ._addresses import Pool, parse_addresses
 from ._errors import InvalidRequestError
-from ._fleet import Fleet
-from ._generation import Generation
-from ._members import DrafterService, Verifier, VerifierStatus
-from ._model import Model
+from ._fleet import Fleet, Verifier, VerifierStatus
+from ._generation import Generation, Running
 from ._options import (
     DraftOptions,
     GenerationOptions,
@@ -22,13 +20,20 @@ from ._options import (
     stop_strings,
     user_cache_dir,
 )
-from ._shared import Shared
-from ._tokenizer import TokenizerCache
-from ._transport import Connections, GrpcDrafterTransport, GrpcTransport, Transport
+from ._text import Model, TokenizerCache
+from ._transport import (
+    Connections,
+    DrafterTransport,
+    GrpcDrafterTransport,
+    GrpcTransport,
+    Transport,
+)
 
 
 class Client:
-    """Generates text with a verifier and, for speculation, a drafter. Connects with the first call.
+    """Generates text with a verifier, and the drafter services that have joined it.
+
+    Connects with the first call.
 
         async with Client("127.0.0.1:7431", drafter="127.0.0.1:7432") as client:
             result = await client.generate("def main(", max_new_tokens=64)
@@ -41,14 +46,15 @@ class Client:
         verifier_address: "host:port", "unix:/path", "dns:///name:port" for all addresses of a DNS
             name, or a list of these, separated by commas. Several verifiers serve one target;
             generations go to them by prefix, then by load, and move if one ends.
-        drafter: address of the drafter service, or a list; None: generate without speculation.
+        drafter: address of a drafter service, or a list: asked to join the verifiers that lack a
+            wanted drafter. None: drafters that have joined the verifiers by themselves are used.
         token: bearer token for all services. Requires `tls` beyond loopback.
         tls: TLS options; None: no TLS.
         retry: retries when all verifiers are unreachable or full.
-        drafting: draft timeouts and back-off.
+        drafting: when the verifier drafts, and how long it waits for a tree.
         cache_dir: folder of cached tokenizers; None: cache in memory only. Default: the user's
             cache folder.
-        unread_chunks: number of chunks in a slow reader's queue at which the generation pauses.
+        unread_chunks: number of steps that the verifier may run ahead of a slow reader.
         max_message_bytes: longest message received or sent.
         transport: replaces gRPC: see `MockTransport`.
 
@@ -83,8 +89,8 @@ class Client:
         def verifier(address: str, name: str) -> Verifier:
             return Verifier(given or GrpcTransport(connections, address, name), retry)
 
-        def drafter_service(address: str, name: str) -> DrafterService:
-            return DrafterService(GrpcDrafterTransport(connections, address, name), drafting)
+        def drafter_service(address: str, name: str) -> DrafterTransport:
+            return GrpcDrafterTransport(connections, address, name)
 
         folder = user_cache_dir() / "tokenizers" if cache_dir == "" else cache_dir
         verifiers = (transport.address,) if transport else self._addresses(verifier_address or "")
@@ -95,7 +101,7 @@ class Client:
             TokenizerCache(Path(folder) if folder is not None else None),
             retry,
         )
-        self._shared = Shared(fleet, retry, drafting, unread_chunks)
+        self._running = Running(fleet, drafting, unread_chunks)
 
     async def __aenter__(self) -> Client:
         return self
@@ -163,9 +169,9 @@ class Client:
             prompt_logprobs: n >= 0 returns the log-probability of each prompt token but the first,
                 and of the n likeliest tokens at its position.
             drafter: name of the drafter, or `NAME@VERSION` for a version, active or not; "none"
-                turns speculation off. None: the default drafter of the service.
+                turns drafting off. None: the verifier's default drafter.
             deadline: longest time for the whole generation. Unit: seconds.
-            max_nodes: most drafted tokens per round. None: the limit of the services.
+            max_nodes: maximum number of drafted tokens per step. None: the limit of the services.
             parent: a generation (or its handle) with a cache: the common prefix of its text and
                 this prompt is not computed again.
             keep_cache: keep the cache after the end, as a `parent`, until `aclose`.
@@ -176,7 +182,7 @@ class Client:
                 other errors.
             ClientClosedError: the client is closed.
         """
-        self._shared.check_open()
+        self._running.check_open()
         options = GenerationOptions(
             max_new_tokens=max_new_tokens,
             temperature=temperature,
@@ -205,12 +211,12 @@ class Client:
             on_prefill=on_prefill,
         )
         text = prompt if isinstance(prompt, str) else list(prompt)
-        return Generation(self._shared, text, options, keep_cache)
+        return Generation(self._running, text, options, keep_cache)
 
     async def model(self) -> Model:
         """The model of the verifiers, and its tokenizer."""
-        self._shared.check_open()
-        return await self._shared.fleet.model()
+        self._running.check_open()
+        return await self._running.fleet.model()
 
     def set_verifiers(self, addresses: str) -> None:
         """Replaces the list of verifiers. New generations go to those of the new list.
@@ -220,24 +226,25 @@ class Client:
         Raises:
             InvalidRequestError: the list is invalid, or the token would be sent unencrypted.
         """
-        self._shared.check_open()
-        self._shared.fleet.set_verifiers(self._addresses(addresses))
+        self._running.check_open()
+        self._running.fleet.set_verifiers(self._addresses(addresses))
 
     def verifiers(self) -> tuple[VerifierStatus, ...]:
         """State of each verifier, as far as known: it is requested when generations start."""
-        return self._shared.fleet.status()
+        return self._running.fleet.status()
 
     async def drafters(self) -> tuple[str, ...]:
         """Names of drafters, the default one first; empty without a drafter service.
 
-        Raises UnavailableError if the service cannot be reached.
+        They are those that have joined the verifiers; if there are none, those of the drafter
+        services of the client's own list. Raises UnavailableError if none can be reached.
         """
-        self._shared.check_open()
-        return await self._shared.fleet.drafters()
+        self._running.check_open()
+        return await self._running.fleet.drafters()
 
     async def aclose(self) -> None:
         """Stops all generations, releases their caches and disconnects. Safe to call again."""
-        await self._shared.close()
+        await self._running.close()
 
     def _addresses(self, text: str, kind: str = "verifier") -> tuple[str, ...]:
         addresses = parse_addresses(text, kind)

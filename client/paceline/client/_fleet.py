@@ -5,26 +5,297 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Collection, Sequence
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from time import monotonic
+from typing import Literal, TypeVar
 
-from paceline.v1 import verifier_pb2
+from paceline.v1 import drafter_pb2, verifier_pb2
 
-from ._addresses import Pool, host_of
+from ._addresses import Pool
 from ._errors import PacelineError, UnavailableError
-from ._hidden_states import HiddenStates
-from ._members import PATIENCE, DrafterService, Verifier, VerifierStatus, differs
-from ._model import Model
 from ._options import RetryOptions
-from ._prefixes import PrefixTable
-from ._retry import Attempts, retry_unavailable
-from ._text import TextCodec
-from ._tokenizer import TokenizerCache
+from ._text import Model, TextCodec, TokenizerCache
+from ._transport import DrafterTransport, Transport
 
 logger = logging.getLogger("paceline.client")
 
+T = TypeVar("T")
+
+# The model is requested again after this time: a restart with another one takes longer. Unit: s.
+_MAX_AGE = 0.5
+# A verifier that has not answered for this long is not waited for if there are others. Unit: s.
+PATIENCE = 1.0
 # A verifier with the prefix of a text is preferred while it runs at most this many generations
 # more than twice those of the least busy one.
 _HEADROOM = 4
+CHUNK = 64
+"""Texts are compared in chunks of so many tokens."""
+_MOST_CHUNKS = 1 << 16
+# Longest wait for drafter services to join a verifier, and shortest time between two requests to
+# join it. Unit: seconds.
+_JOIN_TIMEOUT, _JOIN_INTERVAL = 2.0, 5.0
+
+
+class Attempts:
+    """Delays between attempts at one operation, until it succeeds or the budget is spent."""
+
+    def __init__(self, options: RetryOptions) -> None:
+        self._options = options
+        self._since: float | None = None
+        self._delay = options.first_delay
+
+    async def pause(self, error: PacelineError, *, within_deadline: bool = False) -> None:
+        """Waits before the next attempt, at least `error.retry_after`.
+
+        Raises `error` if the wait would exceed the budget. With `within_deadline` the deadline of
+        the generation limits the attempts instead.
+        """
+        now = monotonic()
+        self._since = self._since if self._since is not None else now
+        delay = max(self._delay * random.uniform(0.5, 1.0), error.retry_after or 0.0)
+        if not within_deadline and now + delay - self._since > self._options.budget:
+            raise error
+        self._delay = min(2 * self._delay, self._options.longest_delay)
+        await asyncio.sleep(delay)
+
+    def succeeded(self) -> None:
+        """Resets budget and delay."""
+        self._since = None
+        self._delay = self._options.first_delay
+
+
+async def retry_unavailable(call: Callable[[], Awaitable[T]], attempts: Attempts) -> T:
+    """Repeats a call that raises UnavailableError; the last one when the budget is spent."""
+    while True:
+        try:
+            return await call()
+        except UnavailableError as error:
+            await attempts.pause(error)
+
+
+@dataclass(frozen=True)
+class VerifierStatus:
+    """One verifier of a client."""
+
+    address: str
+    state: Literal["serving", "unavailable", "refused"]
+    """"unavailable": it cannot be reached, is draining or has not answered yet. "refused": it
+    serves another target than the others."""
+    reason: str
+    """Why it does not serve; empty if it does."""
+    running: int
+    """Number of generations of this client with a cache there."""
+
+
+class Verifier:
+    """One verifier: its calls, its latest answer to `GetModel`, and its load.
+
+    Attributes:
+        transport: Its calls.
+        facts: Its latest `GetModelResponse`; None before the first.
+        running: Number of generations of this client with a cache there.
+        error: The failure since the latest answer; None: there is none.
+        refused: Why its target is not the client's; empty: it is.
+        joining: The request that drafter services join it; None before the first.
+        join_at: When the next such request may be made, of `time.monotonic`.
+    """
+
+    def __init__(self, transport: Transport, retry: RetryOptions) -> None:
+        self.transport = transport
+        self.address = transport.address
+        self.facts: verifier_pb2.GetModelResponse | None = None
+        self.running = 0
+        self.error: PacelineError | None = None
+        self.refused = ""
+        self.joining: asyncio.Task[None] | None = None
+        self.join_at = 0.0
+        self._retry = retry
+        self._failures = 0
+        self._retry_at = 0.0
+        self._full_until = 0.0
+        self._others = 0
+        self._asked_at = self._answered_at = float("-inf")
+        self._asking: asyncio.Task[None] | None = None
+
+    @property
+    def usable(self) -> bool:
+        """Whether it answered, takes new generations, and answers in time."""
+        return self.facts is not None and self.error is None and not self.late
+
+    @property
+    def late(self) -> bool:
+        """Whether it has owed an answer for so long that it is not waited for."""
+        pending = self._asking is not None and not self._asking.done()
+        return pending and monotonic() - self._asked_at >= PATIENCE
+
+    @property
+    def full(self) -> bool:
+        """Whether it refused a cache for lack of memory a moment ago."""
+        return monotonic() < self._full_until
+
+    @property
+    def load(self) -> int:
+        """Number of running generations: those of this client, and others as it told last."""
+        return self.running + self._others
+
+    @property
+    def due(self) -> bool:
+        """Whether its model must be requested before a new generation, or its back-off is over."""
+        now = monotonic()
+        return now >= self._retry_at if self.error else now - self._answered_at >= _MAX_AGE
+
+    @property
+    def numerics(self) -> tuple[str, ...] | None:
+        """What the bits of logits depend on, besides the text; None: it does not promise them."""
+        facts = self.facts
+        if facts is None or not facts.numerics:
+            return None
+        return facts.numerics, facts.weights, facts.dtype, facts.kv_cache_dtype
+
+    def drafters(self) -> list[str]:
+        """Names of drafters of the services that have joined it, its default one first."""
+        services = self.facts.drafter_services if self.facts is not None else ()
+        return [name for each in services for name in _names(each.default_drafter, each.drafters)]
+
+    def has_drafter(self, drafter: str | None) -> bool:
+        """Whether a service that has joined it has a drafter: NAME, NAME@VERSION, None for any."""
+        services = self.facts.drafter_services if self.facts is not None else ()
+        if drafter is None:
+            return any(each.drafters for each in services)
+        name, _, version = drafter.partition("@")
+        return any(
+            info.name == (name or each.default_drafter) and version in ("", info.version)
+            for each in services
+            for info in each.drafters
+        )
+
+    def status(self) -> VerifierStatus:
+        """Its state now."""
+        state: Literal["serving", "unavailable", "refused"] = "unavailable"
+        if self.usable:
+            state = "refused" if self.refused else "serving"
+        return VerifierStatus(self.address, state, self.reason(), self.running)
+
+    def reason(self) -> str:
+        """Why it does not serve; empty if it does."""
+        if self.error is not None:
+            return self.error.message
+        return self.refused if self.usable else "it has not answered"
+
+    def ask(self) -> asyncio.Task[None]:
+        """Requests the model, with one request at a time. The task never fails."""
+        if self._asking is None or self._asking.done():
+            self._asked_at = monotonic()
+            self._asking = asyncio.create_task(self.read_model())
+        return self._asking
+
+    def failed(self, error: PacelineError) -> None:
+        """Records a failure: it gets no new generation until it answers again."""
+        self.error = error
+        longest = min(self._retry.first_delay * 2**self._failures, self._retry.longest_delay)
+        self._retry_at = monotonic() + longest * random.uniform(0.5, 1.0)
+        self._failures = min(self._failures + 1, 16)
+
+    def lost_cache(self) -> None:
+        """Records that a cache is gone: perhaps it restarted, so it is asked again."""
+        self._answered_at = float("-inf")
+
+    def refused_cache(self, seconds: float) -> None:
+        """Records that it has no memory for another cache, until `seconds` from now."""
+        self._full_until = monotonic() + seconds
+
+    async def close(self) -> None:
+        """Disconnects."""
+        for task in (self._asking, self.joining):
+            if task is not None:
+                task.cancel()
+        await self.transport.close()
+
+    async def read_model(self) -> None:
+        """Requests the model. Never raises: a failure is in `error`."""
+        running = self.running
+        request = verifier_pb2.GetModelRequest(omit_tokenizer=True)
+        try:
+            facts = await self.transport.get_model(request)
+        except PacelineError as error:
+            self.failed(error)
+            return
+        self.facts, self.error, self._answered_at = facts, None, monotonic()
+        self._others = max(0, facts.generations - running)
+        if facts.draining:
+            self.failed(UnavailableError("it is draining", reason="DRAINING"))
+        else:
+            self._failures = 0
+
+
+def differs(facts: verifier_pb2.GetModelResponse, target: verifier_pb2.GetModelResponse) -> str:
+    """Why a verifier cannot continue texts of a target; empty if it can."""
+    if facts.target_fingerprint != target.target_fingerprint:
+        return f"it serves {describe(facts)}, but the others {describe(target)}"
+    if facts.tokenizer_digest != target.tokenizer_digest:
+        return (
+            f"its tokenizer is {facts.tokenizer_digest[:12]}, that of the others "
+            f"{target.tokenizer_digest[:12]}"
+        )
+    if facts.max_context != target.max_context:
+        return (
+            f"its context is {facts.max_context} tokens, that of the others {target.max_context}: "
+            "start all with the same --max-context"
+        )
+    return ""
+
+
+def describe(facts: verifier_pb2.GetModelResponse) -> str:
+    """Name and fingerprint of a target."""
+    return f"{facts.name} ({facts.target_fingerprint[:12]})"
+
+
+class PrefixTable:
+    """Finds the verifier that served the longest prefix of a text.
+
+    It keeps a hash for each chunk of a text and all before it, of the newest texts. Equal hashes
+    of different texts would lead to a verifier without the prefix, which changes no token.
+    """
+
+    def __init__(self) -> None:
+        self._holders: OrderedDict[int, tuple[Verifier, str]] = OrderedDict()
+
+    def add(self, tokens: Sequence[int], verifier: Verifier) -> None:
+        """Records that a verifier has the KV of a text."""
+        for key in _keys(tokens):
+            self._holders[key] = verifier, _instance(verifier)
+            self._holders.move_to_end(key)
+        while len(self._holders) > _MOST_CHUNKS:
+            self._holders.popitem(last=False)
+
+    def find(self, tokens: Sequence[int], verifiers: Sequence[Verifier]) -> Verifier | None:
+        """The one of these verifiers with the longest prefix; None if none has a chunk of it."""
+        found = None
+        for key in _keys(tokens):
+            verifier, instance = self._holders.get(key, (None, ""))
+            if verifier is not None and instance == _instance(verifier) and verifier in verifiers:
+                found = verifier
+        return found
+
+
+def _names(default: str, drafters: Iterable[drafter_pb2.DrafterInfo]) -> list[str]:
+    """Names of the drafters of a service, the default one first; repeated for each version."""
+    return sorted((info.name for info in drafters), key=lambda name: (name != default, name))
+
+
+def _instance(verifier: Verifier) -> str:
+    """Identifies the process, whose end frees all KV."""
+    return verifier.facts.instance_id if verifier.facts is not None else ""
+
+
+def _keys(tokens: Sequence[int]) -> Iterator[int]:
+    """A hash for each whole chunk, of this chunk and all before it."""
+    key = 0
+    for end in range(CHUNK, len(tokens) + 1, CHUNK):
+        key = hash((key, *tokens[end - CHUNK : end]))
+        yield key
 
 
 class Fleet:
@@ -34,30 +305,27 @@ class Fleet:
     until no verifier of the list was last seen with this one.
 
     Attributes:
+        retry: Retries when all verifiers are unreachable or full.
         caches: The verifier of each cache in use or kept, by handle.
     """
 
     def __init__(
         self,
         verifiers: Pool[Verifier],
-        drafters: Pool[DrafterService],
+        drafters: Pool[DrafterTransport],
         tokenizers: TokenizerCache,
         retry: RetryOptions,
     ) -> None:
         self._verifiers = verifiers
         self._drafters = drafters
         self._tokenizers = tokenizers
-        self._retry = retry
+        self.retry = retry
         self._prefixes = PrefixTable()
         self._model: Model | None = None
         self._loading = asyncio.Lock()
         self._logged: set[str] = set()
+        self._failures_of_drafting: set[str] = set()
         self.caches: dict[bytes, Verifier] = {}
-
-    @property
-    def has_drafters(self) -> bool:
-        """Whether there is a drafter service to call."""
-        return bool(self._drafters)
 
     @property
     def serving(self) -> list[Verifier]:
@@ -78,7 +346,7 @@ class Fleet:
         Raises:
             UnavailableError: No verifier could be used until the retry budget was spent.
         """
-        return await retry_unavailable(self._current_model, Attempts(self._retry))
+        return await retry_unavailable(self._current_model, Attempts(self.retry))
 
     async def choose(
         self,
@@ -127,47 +395,106 @@ class Fleet:
             return UnavailableError(message)
         return _copy(errors[0], message) if errors else UnavailableError(message)
 
-    def drafter_for(self, verifier: Verifier, name: str) -> DrafterService | None:
-        """The drafter service for a text of a verifier: beside it, else the least busy one.
+    async def provide_drafter(self, verifier: Verifier, drafter: str | None) -> bool:
+        """Asks the drafter services to join a verifier that lacks the wanted drafter.
 
-        Returns None if all are backing off.
+        It reads the verifier's model first: perhaps they have joined a moment ago. One request to
+        join a verifier runs at a time, and the next one not before some seconds have passed. Waits
+        at most 2 s. Never raises.
+
+        Args:
+            verifier: The verifier of a generation.
+            drafter: NAME or NAME@VERSION; None: the verifier's default; "none": none.
+
+        Returns:
+            Whether the verifier has the drafter, or it is not the client's business: none is
+            wanted, or the client knows no drafter service.
         """
-        services = self._drafters.members
-        ready = [each for each in services if each.health(name, verifier.address).may_attach()]
-        host = host_of(verifier.address)
-        return min(
-            ready, key=lambda each: (each.host != host, each.running, random.random()), default=None
-        )
-
-    async def hidden_states(self, verifier: Verifier, name: str) -> HiddenStates:
-        """Hidden states that a drafter will read of a cache of a verifier."""
-        await self._drafters.update()
-        service = self.drafter_for(verifier, name)
-        return HiddenStates() if service is None else await service.hidden_states.get(name)
+        if drafter == "none" or not self._drafters or not verifier.address:
+            return True
+        if verifier.has_drafter(drafter):
+            return True
+        await verifier.read_model()
+        if verifier.has_drafter(drafter):
+            return True
+        if verifier.joining is None or verifier.joining.done():
+            if monotonic() < verifier.join_at:
+                return False
+            verifier.joining = asyncio.create_task(self._join(verifier))
+        await asyncio.wait([verifier.joining])
+        found = verifier.has_drafter(drafter)
+        if drafter and not found:
+            have = ", ".join(dict.fromkeys(verifier.drafters())) or "none"
+            message = f"{verifier.address} has no drafter {drafter!r}; it has: {have}"
+            self._log_once(logging.WARNING, message)
+        return found
 
     async def drafters(self) -> tuple[str, ...]:
-        """Names of drafters of the first service that answers, its default one first.
+        """Names of drafters, the default one first.
+
+        They are those of the services that have joined the verifiers; without any, those of the
+        first drafter service of the client's list that answers.
 
         Raises UnavailableError if none can be reached.
         """
+        errors: list[PacelineError] = []
+        try:
+            await self._current_model()
+            # The model of a moment ago lacks a drafter that was just loaded.
+            await asyncio.gather(*(each.read_model() for each in self.serving))
+        except UnavailableError as error:
+            errors.append(error)
+        names = [name for each in self.serving for name in each.drafters()]
+        if names:
+            return tuple(dict.fromkeys(names))
         await self._drafters.update()
-        errors: list[PacelineError] = [*self._drafters.failures.values()]
+        errors += self._drafters.failures.values()
         for service in self._drafters.members:
             try:
-                listed = await service.transport.list_drafters()
+                listed = await service.list_drafters()
             except PacelineError as error:
                 errors.append(error)
                 continue
-            names = {drafter.name for drafter in listed.drafters}
-            return tuple(sorted(names, key=lambda name: (name != listed.default_drafter, name)))
+            return tuple(dict.fromkeys(_names(listed.default_drafter, listed.drafters)))
         if errors:
             raise errors[-1]
         return ()
+
+    def drafting_failed(self, reason: str, message: str) -> None:
+        """Logs a failure of drafting: a warning for the first of its reason, then information."""
+        first = reason not in self._failures_of_drafting
+        self._failures_of_drafting.add(reason)
+        level = logging.WARNING if first else logging.INFO
+        logger.log(level, "drafting failed (%s), the text goes on: %s", reason, message)
 
     async def close(self) -> None:
         """Disconnects."""
         await self._verifiers.close()
         await self._drafters.close()
+
+    async def _join(self, verifier: Verifier) -> None:
+        """Has every drafter service join a verifier. Logs failures; never raises."""
+
+        async def join(service: DrafterTransport) -> str:
+            """Why it did not join; empty if it did."""
+            try:
+                async with asyncio.timeout(_JOIN_TIMEOUT):
+                    await service.join_verifier(verifier.address)
+            except TimeoutError:
+                return f"{service.address}: no answer within {_JOIN_TIMEOUT:g} s"
+            except PacelineError as error:
+                return f"{service.address}: {error.message}"
+            return ""
+
+        await self._drafters.update()
+        failures = [f"{name}: {error.message}" for name, error in self._drafters.failures.items()]
+        failures += await asyncio.gather(*map(join, self._drafters.members))
+        for failure in filter(None, failures):
+            self.drafting_failed(
+                "drafter_unavailable", f"it did not join {verifier.address}: {failure}"
+            )
+        await verifier.read_model()
+        verifier.join_at = monotonic() + _JOIN_INTERVAL
 
     async def _current_model(self) -> Model:
         await self._ask()

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Coroutine, Generator
 from dataclasses import dataclass
-from time import monotonic, perf_counter
+from time import perf_counter
 from typing import Any
 
-from ._cache import Cache
-from ._chunks import ChunkQueue
-from ._context import GenerationContext
-from ._drafter import DrafterSession
+from paceline.v1 import verifier_pb2
+
 from ._errors import ClientClosedError, DeadlineError, InvalidRequestError
-from ._model import Model
-from ._options import GenerationOptions
+from ._fleet import Fleet
+from ._options import DraftOptions, GenerationOptions
 from ._output import Chunk, Output, TokenLogprob
-from ._rounds import Rounds
-from ._shared import Shared
-from ._stats import Stats, Usage
+from ._stats import RoundStats, Stats, Usage
+from ._stream import UNLIMITED, Request, TokenStream, cost
+from ._text import Model
 from ._trace import GenerationTrace
-from ._verifier import VerifierSession
+
+# Longest wait for the release of caches when the client closes. Unit: seconds.
+_CLOSE_TIMEOUT = 5.0
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,19 @@ class Generation:
     """
 
     def __init__(
-        self, shared: Shared, prompt: str | list[int], options: GenerationOptions, keep_cache: bool
+        self,
+        running: Running,
+        prompt: str | list[int],
+        options: GenerationOptions,
+        keep_cache: bool,
     ) -> None:
-        self._shared = shared
+        self._running = running
         self._prompt = prompt
         self._options = options
         self._keep_cache = keep_cache
-        self._chunks = ChunkQueue(shared.unread_chunks)
+        self._window = running.unread_chunks
+        self._chunks: asyncio.Queue[tuple[Chunk, int] | None] = asyncio.Queue()
+        self._reading = False
         self._task: asyncio.Task[GenerationResult] | None = None
         self._cancellable = False
         self._iterated = False
@@ -68,8 +74,7 @@ class Generation:
         self._prompt_tokens: list[int] = []
         self._output = Output(None, ())
         self._reused = 0
-        self._verifier: VerifierSession | None = None
-        self._drafter: DrafterSession | None = None
+        self._stream: TokenStream | None = None
         self._lease_task: asyncio.Task[None] | None = None
         self._trace: GenerationTrace | None = None
         self.stats = Stats()
@@ -78,12 +83,12 @@ class Generation:
     @property
     def handle(self) -> bytes:
         """Handle of the cache, to be the `parent` of another generation; empty without a cache."""
-        return self._verifier.cache.handle if self._verifier is not None else b""
+        return self._stream.handle if self._stream is not None else b""
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprob]:
         """Log-probabilities of the prompt tokens but the first, once known, if requested."""
-        return self._verifier.cache.prompt_logprobs if self._verifier is not None else []
+        return self._stream.prompt_logprobs if self._stream is not None else []
 
     def __await__(self) -> Generator[Any, None, GenerationResult]:
         return self._result().__await__()
@@ -92,7 +97,7 @@ class Generation:
         if self._task is not None or self._iterated:
             raise RuntimeError("the generation has started: iterate before awaiting, and only once")
         self._iterated = True
-        return self._stream()
+        return self._read()
 
     def cancel(self) -> None:
         """Stops the generation. Awaiting it returns the text so far, as "cancelled"."""
@@ -121,23 +126,27 @@ class Generation:
 
     def _start(self, *, reading: bool) -> asyncio.Task[GenerationResult]:
         if self._task is None:
-            self._chunks.reading = reading
+            self._reading = reading
             self._task = asyncio.create_task(self._run())
         return self._task
 
     async def _result(self) -> GenerationResult:
-        task = self._start(reading=False)
-        self._chunks.remove_limit()
+        task, self._window = self._start(reading=False), UNLIMITED
+        if self._stream is not None:
+            await self._stream.remove_limit()
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             self.cancel()
             raise
 
-    async def _stream(self) -> AsyncGenerator[Chunk, None]:
+    async def _read(self) -> AsyncGenerator[Chunk, None]:
         task = self._start(reading=True)
         try:
-            while (chunk := await self._chunks.get()) is not None:
+            while (item := await self._chunks.get()) is not None:
+                chunk, steps = item
+                if self._stream is not None:
+                    await self._stream.taken(steps)
                 yield chunk
             await asyncio.shield(task)
         finally:
@@ -147,7 +156,7 @@ class Generation:
     async def _run(self) -> GenerationResult:
         """The task of the generation: generate, release the resources, return the result."""
         began = perf_counter()
-        self._shared.running.add(self)
+        self._running.generations.add(self)
         self._trace = GenerationTrace.start(self._options)
         error: BaseException | None = None
         try:
@@ -157,11 +166,11 @@ class Generation:
             raise
         finally:
             self._cancellable = False
-            self._chunks.close()
+            self._chunks.put_nowait(None)
             # In its own task, so that a cancellation cannot interrupt the release of the cache.
-            await asyncio.shield(self._shared.in_background(self._clean_up()))
+            await asyncio.shield(self._running.in_background(self._clean_up()))
             self.stats.total_ms = (perf_counter() - began) * 1000
-            self._shared.running.discard(self)
+            self._running.generations.discard(self)
             if self._trace is not None:
                 reason = self._output.finish_reason
                 self._trace.finish(self._usage(), self.stats, reason, error)
@@ -192,12 +201,12 @@ class Generation:
             async with timeout:
                 if self._stopped_by is not None:
                     raise asyncio.CancelledError
-                self._shared.check_open()
-                model = await self._shared.fleet.model()
+                self._running.check_open()
+                model = await self._running.fleet.model()
                 if self._trace is not None:
                     self._trace.served_by(model.facts.name)
                 await self._prepare(model)
-                self._reused = await self._rounds(model).run()
+                await self._receive(model)
         except TimeoutError:
             if not timeout.expired():
                 raise
@@ -229,53 +238,117 @@ class Generation:
             )
         self._output = Output(model.codec, self._options.stop)
 
-    def _rounds(self, model: Model) -> Rounds:
-        shared, options, name = self._shared, self._options, self._options.drafter or ""
-        context = GenerationContext(
-            shared.fleet,
-            model.facts,
-            options,
-            self._prompt_tokens,
-            self._output.token_ids,
-            self.stats,
-            self._trace,
-            None if options.deadline is None else monotonic() + options.deadline,
+    async def _receive(self, model: Model) -> None:
+        """Receives tokens until the text ends."""
+        request = Request(
+            self._prompt_tokens, self._output.token_ids, self._options, self._running.drafting
         )
-        drafts = shared.fleet.has_drafters and name != "none"
-        self._verifier = VerifierSession(context, shared.retry, name if drafts else None)
-        if drafts:
-            self._drafter = DrafterSession(context, name, shared.drafting)
-        return Rounds(
-            self._verifier,
-            self._drafter,
-            self._output,
-            self._chunks,
-            context,
-            eager=not shared.drafting.adaptive,
+        stream = self._stream = TokenStream(
+            self._running.fleet, model.facts, request, self.stats, self._trace, self._window
         )
+        began = perf_counter()
+        created = await stream.create()
+        self.stats.first_token_ms = (perf_counter() - began) * 1000
+        self._reused = created.reused_tokens
+        self._publish(verifier_pb2.GenerateResponse(result=created.first), 0)
+        while not self._output.finish_reason:
+            response = await stream.receive()
+            self._record(response)
+            self._publish(response, cost(response))
+
+    def _record(self, response: verifier_pb2.GenerateResponse) -> None:
+        """Adds a response to the statistics."""
+        if response.steps:
+            self.stats.add(
+                RoundStats(
+                    drafted=len(response.tree.tokens),
+                    accepted=len(response.result.accepted_nodes),
+                    emitted=len(response.result.tokens),
+                    round_ms=response.round_us / 1000,
+                    draft_ms=response.draft_us / 1000,
+                    verify_ms=response.verify_us / 1000,
+                    queue_ms=response.queue_us / 1000,
+                    checked=response.checked_nodes,
+                    node_budget=response.node_budget,
+                    kv_bytes=response.kv_bytes,
+                    steps=response.steps,
+                )
+            )
+        if response.drafter and response.drafter not in self.stats.drafter_versions:
+            self.stats.drafter_versions.append(response.drafter)
+        self.stats.fallbacks.update(response.fallbacks)
+        for reason in response.fallbacks:
+            self._running.fleet.drafting_failed(reason, response.fallback_message)
+
+    def _publish(self, response: verifier_pb2.GenerateResponse, steps: int) -> None:
+        """Adds the tokens to the output, and a chunk to the queue of the reader, if there is one.
+
+        Args:
+            response: The response.
+            steps: Its cost, which the reader gives back.
+        """
+        chunk = self._output.add(response, len(self.stats.rounds))
+        if self._reading and (chunk.token_ids or chunk.text):
+            self._chunks.put_nowait((chunk, steps))
 
     async def _clean_up(self) -> None:
-        verifier, drafter = self._verifier, self._drafter
-        if verifier is not None:
-            verifier.end_stream()
-            if self._keep_cache and self._output.finish_reason in ("stop", "length"):
-                self._lease_task = self._shared.in_background(self._renew_lease(verifier.cache))
-                self._shared.kept.add(self)
-            else:
-                await verifier.cache.release()
-        if drafter is not None:
-            await drafter.close()
+        stream = self._stream
+        if stream is None:
+            return
+        stream.end()
+        if self._keep_cache and self._output.finish_reason in ("stop", "length"):
+            self._lease_task = self._running.in_background(self._renew_lease(stream))
+            self._running.kept.add(self)
+        else:
+            await stream.release()
 
-    async def _renew_lease(self, cache: Cache) -> None:
+    async def _renew_lease(self, stream: TokenStream) -> None:
         """Keeps the cache of a finished generation until `aclose`."""
         try:
             while True:
-                await asyncio.sleep(cache.lease_seconds / 6)
-                await cache.renew()
+                await asyncio.sleep(stream.lease_seconds / 6)
+                await stream.renew()
         finally:
-            self._shared.kept.discard(self)
-            await cache.release()
+            self._running.kept.discard(self)
+            await stream.release()
 
 
 class _Cancelled(Exception):
     """The reason of a generation that `cancel` stopped."""
+
+
+class Running:
+    """The generations of one client, and what they share."""
+
+    def __init__(self, fleet: Fleet, drafting: DraftOptions, unread_chunks: int) -> None:
+        self.fleet = fleet
+        self.drafting = drafting
+        self.unread_chunks = unread_chunks
+        self.generations: set[Generation] = set()
+        self.kept: set[Generation] = set()
+        self._background: set[asyncio.Task[None]] = set()
+        self.closed = False
+
+    def check_open(self) -> None:
+        """Raises ClientClosedError after `close`."""
+        if self.closed:
+            raise ClientClosedError("the client is closed: create a new one")
+
+    def in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs a coroutine in a task that cancelling a user's task does not cancel."""
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
+
+    async def close(self) -> None:
+        """Stops all generations, waits a while for the release of their caches, disconnects."""
+        self.closed = True
+        for generation in self.generations:
+            generation.fail("the client was closed during the generation")
+        closing = [
+            self.in_background(generation.aclose()) for generation in self.generations | self.kept
+        ]
+        if pending := {*closing, *self._background}:
+            await asyncio.wait(pending, timeout=_CLOSE_TIMEOUT)
+        await self.fleet.close()

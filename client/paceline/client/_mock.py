@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import hashlib
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 
@@ -12,15 +12,18 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from paceline.v1 import sampling_pb2, verifier_pb2
 
-from ._errors import NotFoundError, UnavailableError
+from ._errors import NotFoundError
 from ._text import BYTE_OF
-from ._transport import VerifyStream
+from ._transport import GenerateStream
+
+# Maximum number of steps in one response.
+_STEPS = 64
 
 Reply = str | Sequence[int] | Callable[[str], str]
 
 
 class MockTransport:
-    """Replaces a verifier; without a drafter, so generations run plain decoding steps.
+    """Replaces a verifier; without a drafter, so generations run plain steps.
 
         client = Client(transport=MockTransport("Hello there."))
         assert (await client.generate("Hi")).text == "Hello there."
@@ -75,7 +78,9 @@ class MockTransport:
         self.requests.append(request)
         self._made += 1
         handle = self._made.to_bytes(16, "big")
-        cache = self._caches[handle] = _Cache(self._continuation(request), request)
+        cache = self._caches[handle] = _Cache(
+            self._continuation(request), request, len(request.output_tokens)
+        )
         total = len(request.prompt_tokens) + len(request.output_tokens)
         yield verifier_pb2.CreateCacheResponse(
             progress=verifier_pb2.PrefillProgress(prefilled_tokens=total, total_tokens=total)
@@ -86,8 +91,8 @@ class MockTransport:
             created.prompt_logprobs.extend([0.0] * (len(request.prompt_tokens) - 1))
         yield verifier_pb2.CreateCacheResponse(created=created)
 
-    def verify(self) -> VerifyStream:
-        return _MockVerifyStream(self._caches)
+    def generate(self) -> GenerateStream:
+        return _MockStream(self._caches)
 
     async def renew_lease(self, request: verifier_pb2.RenewLeaseRequest) -> None:
         pass
@@ -112,7 +117,7 @@ class _Cache:
 
     left: list[int]
     request: verifier_pb2.CreateCacheRequest
-    emitted: int = 0
+    emitted: int
 
     def emit(self, steps: int) -> verifier_pb2.RoundResult:
         """The next tokens, at most `steps`, with log-probability 0."""
@@ -125,43 +130,47 @@ class _Cache:
             self.emitted += 1
             if token in stops:
                 result.finish_reason = sampling_pb2.FINISH_REASON_STOP
-            elif self.emitted + len(self.request.output_tokens) >= most:
+            elif self.emitted >= most:
                 result.finish_reason = sampling_pb2.FINISH_REASON_LENGTH
         if self.request.logprobs or self.request.top_logprobs:
             result.logprobs.extend([0.0] * len(result.tokens))
         return result
 
 
-class _MockVerifyStream:
-    """Responds to each round with the scripted tokens."""
+class _MockStream:
+    """Emits the scripted tokens of one cache, as far as there are credits."""
 
     def __init__(self, caches: dict[bytes, _Cache]) -> None:
         self._caches = caches
         self._handle = b""
-        self._responses: deque[verifier_pb2.VerifyResponse] = deque()
+        self._credits = 0
+        self._granted = asyncio.Event()
 
-    async def write(self, request: verifier_pb2.VerifyRequest) -> None:
-        self._handle = request.handle or self._handle
-        if self._handle not in self._caches:
-            return
-        cache = self._caches[self._handle]
-        self._responses.append(
-            verifier_pb2.VerifyResponse(
-                round_id=request.round_id,
-                result=cache.emit(max(request.free_run_steps, 1)),
-                last=True,
-            )
-        )
+    async def write(self, request: verifier_pb2.GenerateRequest) -> None:
+        if request.HasField("start"):
+            self._handle = request.start.handle
+        self._credits += request.credits
+        self._granted.set()
 
-    async def read(self) -> verifier_pb2.VerifyResponse:
-        if self._responses:
-            return self._responses.popleft()
+    async def read(self) -> verifier_pb2.GenerateResponse:
+        while not self._credits:
+            self._granted.clear()
+            await self._granted.wait()
         if self._handle not in self._caches:
             raise NotFoundError("the mock has no such cache")
-        raise UnavailableError("the mock got no round")
+        cache = self._caches[self._handle]
+        position = cache.emitted
+        result = cache.emit(min(self._credits, _STEPS))
+        self._credits -= len(result.tokens)
+        return verifier_pb2.GenerateResponse(
+            position=position,
+            result=result,
+            steps=len(result.tokens),
+            no_draft=verifier_pb2.NO_DRAFT_REASON_NO_DRAFTER,
+        )
 
     def cancel(self) -> None:
-        self._responses.clear()
+        pass
 
 
 def _byte_tokenizer() -> Tokenizer:

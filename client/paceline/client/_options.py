@@ -84,25 +84,19 @@ class RetryOptions:
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """Draft timeouts, back-off, and when to draft."""
+    """When the verifier drafts, and how long it waits for a tree."""
 
     timeout: float | None = None
-    """Longest wait for a tree. None: a multiple of the mean draft latency, at least 0.05 s and at
-    most 2 s. Unit: seconds."""
-    first_delay: float = 0.1
-    """Delay before a failed drafter is attached again; doubles with each failure, with jitter.
+    """Longest wait for a tree. None: a multiple of the drafter's mean time, chosen by the verifier.
     Unit: seconds."""
-    longest_delay: float = 10.0
-    """Longest delay before a failed drafter is attached again. Unit: seconds."""
     adaptive: bool = True
-    """Draft only where that increases the speed. False: draft in every round, whatever the
-    verifier's node budget, to measure drafting. Then `timeout` also limits the wait of the first
-    round for the drafter to attach."""
+    """Draft only where that increases the speed. False: draft in every step, to measure drafting.
+    """
 
     def __post_init__(self) -> None:
         if self.timeout is not None:
-            _require(self.timeout > 0, "draft timeout", "> 0 seconds", self.timeout)
-        _require(0 < self.first_delay <= self.longest_delay, "first_delay", "> 0", self.first_delay)
+            expected = "> 0 and < 2**22 seconds"  # Milliseconds in 32 bits.
+            _require(0 < self.timeout < 2**22, "draft timeout", expected, self.timeout)
 
 
 @dataclass(frozen=True)

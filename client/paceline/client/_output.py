@@ -8,13 +8,20 @@ from typing import Literal
 
 from paceline.v1 import sampling_pb2, tree_pb2, verifier_pb2
 
-from ._stop import StopMatcher
 from ._text import Detokenizer, TextCodec
 
 Proposer = Literal["drafter", "verifier"]
 Undrafted = Literal["no_drafter", "node_budget", "not_ready", "late", "empty", "last_token"]
 
-_REASONS = {
+_UNDRAFTED: dict[int, Undrafted] = {
+    verifier_pb2.NO_DRAFT_REASON_NO_DRAFTER: "no_drafter",
+    verifier_pb2.NO_DRAFT_REASON_NODE_BUDGET: "node_budget",
+    verifier_pb2.NO_DRAFT_REASON_NOT_READY: "not_ready",
+    verifier_pb2.NO_DRAFT_REASON_LATE: "late",
+    verifier_pb2.NO_DRAFT_REASON_EMPTY: "empty",
+    verifier_pb2.NO_DRAFT_REASON_LAST_TOKEN: "last_token",
+}
+_FINISH_REASONS = {
     sampling_pb2.FINISH_REASON_STOP: "stop",
     sampling_pb2.FINISH_REASON_LENGTH: "length",
 }
@@ -32,7 +39,7 @@ class TokenLogprob:
 
 
 class VerifiedTree:
-    """The drafted tree of one round and its accepted nodes. A view, converted when read."""
+    """The drafted tree of one step and its accepted nodes. A view, converted when read."""
 
     __slots__ = ("_accepted", "_tree")
 
@@ -58,7 +65,7 @@ class VerifiedTree:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens of one round, or of one response of a free run."""
+    """Tokens of one step with a tree, or of consecutive steps without one."""
 
     text: str
     """Text that is final. An incomplete character, and text that may begin a stop string, come
@@ -69,29 +76,27 @@ class Chunk:
     proposed_by: tuple[Proposer, ...]
     """Which service proposed each token."""
     round: int
-    """Index of the round; 0 is the prefill."""
+    """Index in `Stats.rounds`, counted from 1; 0 is the prefill."""
     pieces: tuple[str, ...]
     """Text that became final with each token; joined they are `text`."""
     tree: VerifiedTree | None = None
-    """The verified tree; None in a free run."""
+    """The verified tree; None without one."""
     undrafted: Undrafted | None = None
-    """Why the round has no tree: no drafter was asked for; the verifier's node budget is 0, because
-    drafting does not pay; the drafter is attaching, failed or still busy; it was late; it had
-    nothing to propose; only one token is left. None with a tree and for the prefill."""
+    """Why there is no tree: no drafter was asked for; drafting does not pay at the moment; the
+    drafter has not joined, is not ready or failed; its tree was late; it had nothing to propose;
+    only one token is left. None with a tree, for the prefill, and for tokens received again."""
 
 
 class Output:
     """Collects the output of a generation.
 
-    `append` adds tokens at once, so that the next round can start; `publish` then detokenizes
-    them. A stop string ends the text before it, and the tokens with the one that completes it.
+    A stop string ends the text before it, and the tokens with the one that completes it.
     """
 
     def __init__(self, codec: TextCodec | None, stops: Sequence[str]) -> None:
         self._detokenizer = Detokenizer(codec) if codec else None
         self._stops = StopMatcher(stops)
         self._text: list[str] = []
-        self._published = 0
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.finish_reason = ""
@@ -106,40 +111,32 @@ class Output:
         """The stop string that ended the text, if one did."""
         return self._stops.matched
 
-    def append(self, result: verifier_pb2.RoundResult) -> None:
-        """Appends the tokens."""
-        self.token_ids.extend(result.tokens)
-        if result.finish_reason:
-            self.finish_reason = _REASONS.get(result.finish_reason, "unknown")
-
-    def publish(
-        self,
-        result: verifier_pb2.RoundResult,
-        round_index: int,
-        drafted: tree_pb2.TokenTree | None = None,
-        undrafted: Undrafted | None = None,
-    ) -> Chunk:
-        """Detokenizes tokens that were appended before, and finds stop strings."""
+    def add(self, response: verifier_pb2.GenerateResponse, round_index: int) -> Chunk:
+        """Adds the tokens of a response, detokenizes them and finds stop strings."""
+        result = response.result
         pieces = [] if self._detokenizer is None else self._read(result.tokens)
         tokens = tuple(result.tokens[: len(pieces)] if self._detokenizer else result.tokens)
         logprobs = _logprobs(result)[: len(tokens)]
+        self.token_ids.extend(tokens)
         self.logprobs.extend(logprobs)
-        self._published += len(tokens)
         if self._stops.matched is not None:
             self.finish_reason = "stop"
-            del self.token_ids[self._published :]
-        if self.finish_reason and self._stops.matched is None:
+        elif result.finish_reason:
+            self.finish_reason = _FINISH_REASONS.get(result.finish_reason, "unknown")
             self._finish(pieces)
         text = "".join(pieces)
         if text:
             self._text.append(text)
         accepted = len(result.accepted_nodes)
-        proposers: tuple[Proposer, ...] = tuple(
-            "drafter" if i < accepted else "verifier" for i in range(len(tokens))
-        )
-        tree = None if drafted is None else VerifiedTree(drafted, result)
         return Chunk(
-            text, tokens, tuple(logprobs), proposers, round_index, tuple(pieces), tree, undrafted
+            text,
+            tokens,
+            tuple(logprobs),
+            tuple("drafter" if i < accepted else "verifier" for i in range(len(tokens))),
+            round_index,
+            tuple(pieces),
+            VerifiedTree(response.tree, result) if response.tree.tokens else None,
+            _UNDRAFTED.get(response.no_draft),
         )
 
     def _read(self, tokens: Iterable[int]) -> list[str]:
@@ -164,6 +161,51 @@ class Output:
             pieces[-1] += rest
         elif rest:
             pieces.append(rest)
+
+
+class StopMatcher:
+    """Returns text up to the first stop string that is complete.
+
+    The stop string whose last character comes first ends the text; among those that end at the
+    same character, the longest. The result does not depend on how the text is cut into pieces.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._longest = max(map(len, self._stops), default=0)
+        self._buffer = ""
+        self.matched: str | None = None
+
+    def push(self, piece: str) -> str:
+        """Adds a piece and returns the text that is final.
+
+        The buffer keeps only text that may begin a stop string. After `matched` is set, the text
+        has ended, and this returns nothing more.
+        """
+        if not self._stops or self.matched is not None:
+            return piece if self.matched is None else ""
+        text = self._buffer + piece
+        found = [(start + len(s), -len(s), s) for s in self._stops if (start := text.find(s)) >= 0]
+        if found:
+            end, negative_length, self.matched = min(found)
+            self._buffer = ""
+            return text[: end + negative_length]
+        keep = self._undecided(text)
+        self._buffer = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        """The buffered text, when the generation has ended."""
+        text, self._buffer = self._buffer, ""
+        return text
+
+    def _undecided(self, text: str) -> int:
+        """Length of the longest suffix of `text` that begins a stop string."""
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
+            tail = text[-length:]
+            if any(stop.startswith(tail) for stop in self._stops):
+                return length
+        return 0
 
 
 def prompt_logprobs(

@@ -8,18 +8,19 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class RoundStats:
-    """One round, measured by the client. Times in milliseconds."""
+    """A step with a tree, or consecutive steps without one, measured by the verifier. Times in
+    milliseconds, summed over the steps."""
 
     drafted: int
-    """Nodes of the tree; 0 in a free run."""
+    """Nodes of the tree; 0 without one."""
     accepted: int
     """Accepted drafted tokens."""
     emitted: int
     """Emitted tokens, the bonus token included."""
     round_ms: float
-    """Time from the draft request (or the start of a free run) to the last response."""
+    """Time from the end of the step before to the end of this one."""
     draft_ms: float
-    """Compute time of the drafter."""
+    """Time to draft."""
     verify_ms: float
     """Time of the verifier's steps."""
     queue_ms: float
@@ -27,13 +28,15 @@ class RoundStats:
     checked: int = 0
     """Nodes that the verifier admitted and checked."""
     node_budget: int = 0
-    """Node budget that the verifier set for the next round; 0: no tree."""
+    """Maximum number of nodes of the next tree; 0: drafting does not pay at the moment."""
     kv_bytes: int = 0
     """Bytes of the target's KV sent to the drafter; 0 if the drafter maps it."""
+    steps: int = 1
+    """Engine steps; more than 1 only without a tree."""
 
     @property
     def transport_ms(self) -> float:
-        """The rest: network, serialisation, event loops."""
+        """The rest: messages between verifier and drafter, and waits."""
         return max(0.0, self.round_ms - self.draft_ms - self.verify_ms - self.queue_ms)
 
 
@@ -56,7 +59,7 @@ class Stats:
     """Statistics of all rounds; updated while the generation runs."""
 
     rounds: list[RoundStats] = field(default_factory=list)
-    """Every round in order, free runs included."""
+    """Every step with a tree in order, and the steps without one between them."""
     accepted_per_position: list[int] = field(default_factory=list)
     """Number of rounds that accepted the drafted token at depth 1, 2, ..."""
     verifiers: list[str] = field(default_factory=list)
@@ -65,7 +68,7 @@ class Stats:
     drafter_versions: list[str] = field(default_factory=list)
     """Versions of drafters whose trees were verified, as "name@version", by first use."""
     fallbacks: Counter[str] = field(default_factory=Counter)
-    """Failures of drafting or of connections, by reason."""
+    """Failures of drafting and of connections, by reason."""
     free_run_tokens: int = 0
     """Tokens of rounds without a tree."""
     prefill_ms: float = 0.0

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from ._client import Client
 from ._errors import ClientClosedError
 from ._generation import GenerationResult
-from ._model import Model
 from ._output import Chunk
+from ._text import Model
 
 T = TypeVar("T")
 

@@ -1,16 +1,31 @@
-"""Incremental detokenization that never splits a character."""
+"""Tokenizers: a cache of them, text of streamed tokens, and the served model."""
 
 from __future__ import annotations
 
+import asyncio
+import gzip
+import hashlib
 import json
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 from tokenizers import Tokenizer
+
+from paceline.v1 import verifier_pb2
+
+from ._errors import InvalidRequestError, PreconditionError
 
 _REPLACEMENT = "\ufffd"
 # A window of incomplete text is cut at the first length, to the second. Unit: tokens. An incomplete
 # character has at most 3 bytes, so at most 3 tokens.
 _LONG_WINDOW, _SHORT_WINDOW = 32, 8
+
+# Longer prompts are tokenised in a thread, to keep the event loop free. Unit: characters.
+_LONG_PROMPT = 20_000
 
 
 def _byte_level_alphabet() -> dict[str, int]:
@@ -168,3 +183,90 @@ def _has_decoder(decoder: object, kind: str) -> bool:
     if decoder.get("type") == kind:
         return True
     return any(_has_decoder(part, kind) for part in decoder.get("decoders") or ())
+
+
+_loaded: dict[str, TextCodec] = {}
+
+
+class TokenizerCache:
+    """Tokenizers by the SHA-256 hex digest of their tokenizer.json.
+
+    A file with the wrong digest is ignored, and so is a folder that cannot be written.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+
+    def find(self, digest: str) -> TextCodec | None:
+        """The codec if it is cached. Reads and parses files: call it in a thread."""
+        codec = _loaded.get(digest)
+        if codec is None and self._folder is not None and digest:
+            try:
+                content = gzip.decompress(self._path(digest).read_bytes())
+            except (OSError, EOFError, ValueError):
+                return None
+            if hashlib.sha256(content).hexdigest() == digest:
+                codec = _loaded[digest] = TextCodec(content)
+        return codec
+
+    def add(self, digest: str, packed: bytes) -> TextCodec:
+        """Caches a gzip-compressed tokenizer.json from `GetModel` and returns its codec.
+
+        Raises PreconditionError if the content does not have the digest.
+        """
+        content = gzip.decompress(packed)
+        if hashlib.sha256(content).hexdigest() != digest:
+            raise PreconditionError(
+                f"the verifier's tokenizer does not have the digest {digest} of its model"
+            )
+        codec = _loaded[digest] = TextCodec(content)
+        if self._folder is not None:
+            _write_atomically(self._path(digest), packed)
+        return codec
+
+    def _path(self, digest: str) -> Path:
+        assert self._folder is not None
+        return self._folder / f"{digest}.json.gz"
+
+
+def _write_atomically(path: Path, content: bytes) -> None:
+    """Writes a file such that no reader sees a part of it; does nothing if it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    except OSError:
+        return
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        os.replace(name, path)
+    except OSError:
+        Path(name).unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class Model:
+    """The served model and its tokenizer."""
+
+    facts: verifier_pb2.GetModelResponse
+    """Response of the verifier, without the tokenizer's content."""
+    codec: TextCodec | None
+    """The tokenizer. None if the model has none: then prompts and results are token ids."""
+
+    async def encode(self, prompt: str) -> list[int]:
+        """Token ids of a text prompt. Raises InvalidRequestError without a tokenizer."""
+        bos = self.facts.bos_token_id if self.facts.HasField("bos_token_id") else None
+        return await self._encode(prompt, lambda codec: codec.encode(prompt, bos))
+
+    async def encode_rendered(self, prompt: str) -> list[int]:
+        """Token ids of a chat template's output, which contains its special tokens."""
+        return await self._encode(prompt, lambda codec: codec.encode_rendered(prompt))
+
+    async def _encode(self, prompt: str, encode: Callable[[TextCodec], list[int]]) -> list[int]:
+        if self.codec is None:
+            raise InvalidRequestError(
+                f"{self.facts.name} is served without a tokenizer: give the prompt as token ids"
+            )
+        if len(prompt) > _LONG_PROMPT:
+            return await asyncio.to_thread(encode, self.codec)
+        return encode(self.codec)

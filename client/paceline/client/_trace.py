@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.telemetry.names import PROVIDER, Attribute, Span
 from paceline.telemetry.tracing import fail, traceparent_of, tracer
-from paceline.v1 import drafter_pb2, tree_pb2, verifier_pb2
+from paceline.v1 import verifier_pb2
 
 from ._options import GenerationOptions
-from ._stats import RoundStats, Stats, Usage
+from ._stats import Stats, Usage
 
 if TYPE_CHECKING:
     from opentelemetry import trace
@@ -20,18 +20,16 @@ _Values = Mapping[str, Any]
 
 
 class GenerationTrace:
-    """The spans of a generation, and of its prefills, rounds, drafts and verifications.
+    """The spans of a generation and of its prefills.
 
-    A span that begins during a round is a child of the round, any other one of the generation.
+    The spans of its rounds are the verifier's and the drafter's, children of the generation's.
     """
 
     def __init__(self, source: Tracer, root: trace.Span) -> None:
         """Use `start`."""
         self._tracer = source
         self._root = root
-        self._open: dict[str, trace.Span] = {}
-        self._tree: drafter_pb2.DraftTree | None = None
-        self._drafter = drafter_pb2.DraftAttached()
+        self._prefill: trace.Span | None = None
         self.traceparent = traceparent_of(root)
         """Trace context of the generation."""
 
@@ -58,99 +56,43 @@ class GenerationTrace:
         self._root.update_name(f"{Span.GENERATION} {model}")
         self._root.set_attributes({Attribute.REQUEST_MODEL: model, Attribute.RESPONSE_MODEL: model})
 
-    def placed(self, address: str) -> None:
-        """Sets the verifier's address, of the generation and of its prefill in progress."""
-        values = _server(address)
-        self._root.set_attributes(values)
-        if Span.PREFILL in self._open:
-            self._open[Span.PREFILL].set_attributes(values)
-
-    def begin(self, name: str) -> str:
-        """Starts a span, one of `names.Span`; returns the traceparent for the services."""
-        from opentelemetry import trace
-
-        parent = trace.set_span_in_context(self._open.get(Span.ROUND, self._root))
-        kind = trace.SpanKind.INTERNAL if name == Span.ROUND else trace.SpanKind.CLIENT
-        span = self._open[name] = self._tracer.start_span(name, parent, kind)
-        return traceparent_of(span)
-
-    def end_prefill(self, outcome: verifier_pb2.CacheCreated | Exception) -> None:
-        """Ends the prefill's span with the created cache or an error."""
-        if isinstance(outcome, Exception):
-            self._end(Span.PREFILL, {}, outcome)
-            return
-        self._end(
-            Span.PREFILL,
-            {
-                Attribute.QUEUE_US: outcome.queue_us,
-                Attribute.COMPUTE_US: outcome.prefill_us,
-                Attribute.REUSED_TOKENS: outcome.reused_tokens,
-                Attribute.CACHE_GENERATION: outcome.generation,
-            },
-        )
-
-    def end_draft(
-        self, tree: drafter_pb2.DraftTree | None, drafter: drafter_pb2.DraftAttached
-    ) -> None:
-        """Ends the draft's span; `tree` is None after a timeout or failure."""
-        self._tree, self._drafter = tree, drafter
-        values: dict[str, Any] = {Attribute.DRAFTER_NAME: drafter.drafter}
-        if tree is not None:
-            values |= {
-                Attribute.KV_TRANSPORT: drafter.kv_transport or "none",
-                Attribute.KV_BYTES: tree.kv_bytes,
-                Attribute.DRAFTER_VERSION: tree.version,
-                Attribute.NUM_DRAFT_TOKENS: len(tree.tree.tokens),
-                Attribute.QUEUE_US: tree.queue_us,
-                Attribute.COMPUTE_US: tree.draft_us,
-            }
-        self._end(Span.DRAFT, values)
-
-    def end_round(
-        self, index: int, entry: RoundStats, response: verifier_pb2.VerifyResponse
-    ) -> None:
-        """Ends the spans of a round and its verification.
+    def begin_prefill(self, address: str) -> str:
+        """Starts the span of a prefill; returns the traceparent for the verifier.
 
         Args:
-            index: Index of the round, from 1, as in `Chunk.round`.
-            entry: Statistics of the round.
-            response: Last response of the round.
+            address: Address of the verifier.
         """
-        self._end(
-            Span.VERIFY,
-            {
-                Attribute.NUM_EMITTED: entry.emitted,
-                # A free run has many responses and no drafter: all queueing is the verifier's.
-                Attribute.QUEUE_US: (
-                    response.queue_us if entry.drafted else round(entry.queue_ms * 1000)
-                ),
-                Attribute.COMPUTE_US: round(entry.verify_ms * 1000),
-                Attribute.BATCH_TOKENS: response.batch_tokens,
-            },
-        )
-        values: dict[str, Any] = {
-            Attribute.ROUND_INDEX: index,
-            Attribute.NUM_DRAFT_TOKENS: entry.drafted,
-            Attribute.NUM_ACCEPTED: entry.accepted,
-            Attribute.NUM_EMITTED: entry.emitted,
-            Attribute.CACHE_GENERATION: response.generation,
-        }
-        if entry.drafted and self._tree is not None:
-            values |= {
-                Attribute.TREE_DEPTH: _depth(self._tree.tree),
-                Attribute.DRAFTER_VERSION: self._tree.version,
-                Attribute.KV_BYTES: self._tree.kv_bytes,
-                Attribute.KV_TRANSPORT: self._drafter.kv_transport or "none",
-            }
-        self._end(Span.ROUND, values)
+        from opentelemetry import trace
+
+        parent = trace.set_span_in_context(self._root)
+        kind = trace.SpanKind.CLIENT
+        self._prefill = self._tracer.start_span(Span.PREFILL, parent, kind, _server(address))
+        self._root.set_attributes(_server(address))
+        return traceparent_of(self._prefill)
+
+    def end_prefill(self, outcome: verifier_pb2.CacheCreated | BaseException | None) -> None:
+        """Ends the prefill's span, if one is open, with the created cache or an error."""
+        span, self._prefill = self._prefill, None
+        if span is None:
+            return
+        if isinstance(outcome, BaseException):
+            fail(span, outcome)
+        elif outcome is not None:
+            span.set_attributes(
+                {
+                    Attribute.QUEUE_US: outcome.queue_us,
+                    Attribute.COMPUTE_US: outcome.prefill_us,
+                    Attribute.REUSED_TOKENS: outcome.reused_tokens,
+                    Attribute.CACHE_GENERATION: outcome.generation,
+                }
+            )
+        span.end()
 
     def finish(
         self, usage: Usage, stats: Stats, finish_reason: str, error: BaseException | None
     ) -> None:
         """Ends all spans; `error` is the exception of a failed generation."""
-        # Spans that a stop string, a cancellation or a failure interrupted; the round's last.
-        for name in reversed(self._open.copy()):
-            self._end(name, {}, error)
+        self.end_prefill(error)  # one that a cancellation or a failure interrupted
         self._root.set_attributes(
             {
                 Attribute.INPUT_TOKENS: usage.prompt_tokens,
@@ -166,15 +108,6 @@ class GenerationTrace:
         if error is not None:
             fail(self._root, error)
         self._root.end()
-
-    def _end(self, name: str, values: _Values, error: BaseException | None = None) -> None:
-        span = self._open.pop(name, None)
-        if span is None:
-            return
-        span.set_attributes(values)
-        if error is not None:
-            fail(span, error)
-        span.end()
 
 
 def _request(options: GenerationOptions) -> _Values:
@@ -203,11 +136,3 @@ def _server(address: str) -> _Values:
     if colon and port.isdecimal():
         return {Attribute.SERVER_ADDRESS: host.strip("[]"), Attribute.SERVER_PORT: int(port)}
     return {Attribute.SERVER_ADDRESS: address} if address else {}
-
-
-def _depth(tree: tree_pb2.TokenTree) -> int:
-    depths: list[int] = []
-    for parent in tree.parents:
-        # A verifier that was restarted in this round did not validate the tree.
-        depths.append(depths[parent] + 1 if 0 <= parent < len(depths) else 1)
-    return max(depths, default=0)

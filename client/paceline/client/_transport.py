@@ -58,8 +58,7 @@ class Stream(Protocol[Request, Response]):
         """Ends the stream, in any state."""
 
 
-VerifyStream = Stream[verifier_pb2.VerifyRequest, verifier_pb2.VerifyResponse]
-DraftStream = Stream[drafter_pb2.DraftRequest, drafter_pb2.DraftResponse]
+GenerateStream = Stream[verifier_pb2.GenerateRequest, verifier_pb2.GenerateResponse]
 
 
 class Transport(Protocol):
@@ -67,7 +66,7 @@ class Transport(Protocol):
 
     @property
     def address(self) -> str:
-        """Address of the verifier's KvExchangeService for drafters; empty: no KV for drafters."""
+        """Address of the verifier, for drafter services to join it; empty: they cannot."""
 
     async def get_model(
         self, request: verifier_pb2.GetModelRequest
@@ -77,7 +76,7 @@ class Transport(Protocol):
         self, request: verifier_pb2.CreateCacheRequest
     ) -> AsyncGenerator[verifier_pb2.CreateCacheResponse, None]: ...
 
-    def verify(self) -> VerifyStream: ...
+    def generate(self) -> GenerateStream: ...
 
     async def renew_lease(self, request: verifier_pb2.RenewLeaseRequest) -> None: ...
 
@@ -87,15 +86,18 @@ class Transport(Protocol):
 
 
 class DrafterTransport(Protocol):
-    """The calls of a client to a drafter service. All may run concurrently."""
+    """The calls of a client to a drafter service's registry. All may run concurrently."""
+
+    running: int
+    """Number of generations that use the connection: none, because they use verifiers only."""
 
     @property
     def address(self) -> str:
         """Address of the service."""
 
-    def draft(self) -> DraftStream: ...
-
     async def list_drafters(self) -> drafter_pb2.ListDraftersResponse: ...
+
+    async def join_verifier(self, address: str) -> None: ...
 
     async def close(self) -> None: ...
 
@@ -207,8 +209,8 @@ class GrpcTransport(_GrpcService):
             finally:
                 call.cancel()
 
-    def verify(self) -> VerifyStream:
-        return _GrpcStream(self._verifier.Verify(metadata=self._metadata))
+    def generate(self) -> GenerateStream:
+        return _GrpcStream(self._verifier.Generate(metadata=self._metadata))
 
     async def renew_lease(self, request: verifier_pb2.RenewLeaseRequest) -> None:
         await self._unary(self._verifier.RenewLease, request)
@@ -218,28 +220,28 @@ class GrpcTransport(_GrpcService):
 
 
 class GrpcDrafterTransport(_GrpcService):
-    """Calls a drafter service by gRPC."""
+    """Calls the registry of a drafter service by gRPC."""
 
-    @cached_property
-    def _drafter(self) -> Any:
-        stub: Any = drafter_pb2_grpc.DrafterServiceStub
-        return stub(self._channel)
+    running = 0
 
     @cached_property
     def _registry(self) -> Any:
         stub: Any = drafter_pb2_grpc.DrafterRegistryServiceStub
         return stub(self._channel)
 
-    def draft(self) -> DraftStream:
-        return _GrpcStream(self._drafter.Draft(metadata=self._metadata))
+    # Neither call is part of a generation's trace: their results are shared by all generations.
 
     async def list_drafters(self) -> drafter_pb2.ListDraftersResponse:
-        # Not part of the generation's trace: the result is shared by all generations.
         with rpc_errors():
             listed: drafter_pb2.ListDraftersResponse = await self._registry.ListDrafters(
                 drafter_pb2.ListDraftersRequest(), metadata=self._metadata
             )
             return listed
+
+    async def join_verifier(self, address: str) -> None:
+        request = drafter_pb2.JoinVerifierRequest(address=address)
+        with rpc_errors():
+            await self._registry.JoinVerifier(request, metadata=self._metadata)
 
 
 class _GrpcStream(Generic[Request, Response]):

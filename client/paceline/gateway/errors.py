@@ -72,12 +72,10 @@ def bad_request(message: str, param: str | None, code: str | None = None) -> Api
 
 def from_validation(error: ValidationError) -> ApiError:
     """All errors of the first invalid field of a request."""
-    found = error.errors(include_url=False, include_input=False, include_context=False)
-    path = _path(found[0]["loc"])
-    if found[0]["type"] == "extra_forbidden":
-        return bad_request(f"unrecognized request argument: {path}", path)
+    errors = error.errors(include_url=False, include_input=False, include_context=False)
+    path = _path(errors[0]["loc"])
     # A field of several types has an error for each of them.
-    wrong = dict.fromkeys(each["msg"] for each in found if _path(each["loc"]) == path)
+    wrong = dict.fromkeys(each["msg"] for each in errors if _path(each["loc"]) == path)
     return bad_request(f"{path or 'the body'}: {', or: '.join(wrong)}", path or None)
 
 
@@ -93,23 +91,22 @@ def from_error(error: Exception) -> ApiError:
     if not isinstance(error, PacelineError):
         logger.error("a request failed", exc_info=error)
         return ApiError(500, "internal error: see the gateway's log", kind="server_error")
-    reason = error.reason.lower() or None
-    if isinstance(error, InvalidRequestError):
-        return bad_request(error.message, None, reason)
-    if isinstance(error, NotFoundError):
-        return ApiError(404, error.message, code=reason)
-    if isinstance(error, CapacityError):
-        headers = {"Retry-After": str(max(1, math.ceil(error.retry_after or 1)))}
-        code = reason or "capacity"
-        return ApiError(429, error.message, kind="rate_limit_error", code=code, headers=headers)
-    status, code = 500, reason or ""
-    if isinstance(error, UnavailableError | TargetChangedError):
-        status, code = 503, "service_unavailable"
-    elif isinstance(error, DeadlineError):
-        status, code = 504, "timeout"
-    else:
-        logger.error("a service failed: %s", error)
-    return ApiError(status, error.message, kind="server_error", code=code or None)
+    message, reason = error.message, error.reason.lower() or None
+    match error:
+        case InvalidRequestError():
+            return bad_request(message, error.metadata.get("param"), reason)
+        case NotFoundError():
+            return ApiError(404, message, code=reason)
+        case CapacityError():
+            headers = {"Retry-After": str(max(1, math.ceil(error.retry_after or 1)))}
+            code = reason or "capacity"
+            return ApiError(429, message, kind="rate_limit_error", code=code, headers=headers)
+        case UnavailableError() | TargetChangedError():
+            return ApiError(503, message, kind="server_error", code="service_unavailable")
+        case DeadlineError():
+            return ApiError(504, message, kind="server_error", code="timeout")
+    logger.error("a service failed: %s", error)
+    return ApiError(500, message, kind="server_error", code=reason)
 
 
 def from_http(error: web.HTTPException) -> ApiError:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from paceline.client import Client
-from paceline.service.gate import Gate
+from paceline.service.runtime import Gate
 from paceline.telemetry.names import Metric
 
-from .texts import Event
+from .generation import TextEvent
 
 _SECONDS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 
@@ -70,21 +69,22 @@ class GatewayMetrics:
         self._requests.labels(path, str(status)).inc()
         self._seconds.labels(path).observe(seconds)
 
-    async def counted(self, events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
-        """Counts events and passes them on. Closing it closes `events`."""
+    def text_counter(self) -> Callable[[TextEvent], None]:
+        """A function that counts the events of one request."""
         began, started = time.perf_counter(), set[int]()
-        async with aclosing(events):
-            async for event in events:
-                if event.chunk is not None:
-                    self._written.inc(len(event.chunk.token_ids))
-                    if event.index not in started:
-                        started.add(event.index)
-                        self._first.observe(time.perf_counter() - began)
-                if event.result is not None:
-                    self._prompt.inc(event.result.usage.prompt_tokens)
-                    for reason, count in event.result.stats.fallbacks.items():
-                        self._fallbacks.labels(reason).inc(count)
-                yield event
+
+        def count(event: TextEvent) -> None:
+            if event.chunk is not None:
+                self._written.inc(len(event.chunk.token_ids))
+                if event.index not in started:
+                    started.add(event.index)
+                    self._first.observe(time.perf_counter() - began)
+            if event.result is not None:
+                self._prompt.inc(event.result.usage.prompt_tokens)
+                for reason, number in event.result.stats.fallbacks.items():
+                    self._fallbacks.labels(reason).inc(number)
+
+        return count
 
 
 class _Verifiers(Collector):

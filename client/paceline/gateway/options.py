@@ -1,16 +1,60 @@
-"""Options of the gateway."""
+"""Options of the gateway, and its API keys."""
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from paceline.service.arguments import byte_count, option
 from paceline.service.options import OptionsError, ServerOptions, stays_on_this_machine
 
-from .keys import ApiKey
+
+class ApiKey(BaseModel):
+    """A key and its limits."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    name: str
+    """Name in the access log."""
+    key: str = Field(min_length=1, repr=False)
+    requests_per_minute: float | None = Field(default=None, gt=0)
+    """Generating requests; None: no limit."""
+    tokens_per_minute: float | None = Field(default=None, gt=0)
+    """Tokens of prompts and texts; None: no limit."""
+
+    @field_validator("key")
+    @classmethod
+    def _fits_a_header(cls, key: str) -> str:
+        if not (key.isascii() and key.isprintable()):
+            raise ValueError("the API key has characters that are invalid in HTTP headers")
+        return key
+
+
+def read_keys(path: Path) -> tuple[ApiKey, ...]:
+    """Keys of a JSON file: an array of objects with the fields of `ApiKey`.
+
+    Raises:
+        OptionsError: The file is not that, or a key occurs twice.
+    """
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(entries, list):
+            raise OptionsError(f"{path} must contain an array of keys, such as [{{...}}]")
+        keys = tuple(ApiKey.model_validate(entry) for entry in entries)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise OptionsError(f"{path}: {where}: {first['msg']}") from None
+    except (OSError, ValueError) as error:
+        raise OptionsError(f"cannot read API keys from {path}: {error}") from None
+    if not keys or len({each.key for each in keys}) < len(keys):
+        raise OptionsError(f"{path} must contain at least one key, and none of them twice")
+    return keys
 
 
 @dataclass(frozen=True)
@@ -22,40 +66,63 @@ class GatewayOptions:
             and a key.
     """
 
-    address: str = "127.0.0.1:8080"
-    """`host:port` (port 0: any free one), `[v6]:port` or `unix:/path`."""
-    tls_cert: Path | None = None
-    """PEM certificate chain; None: plain HTTP."""
-    tls_key: Path | None = None
-    """PEM private key of `tls_cert`."""
+    address: str = option(
+        "127.0.0.1:8080",
+        "where to listen: host:port (port 0: any free one), [v6]:port or unix:/path",
+        metavar="HOST:PORT",
+    )
+    tls_cert: Path | None = option(
+        None, "PEM certificate chain, to serve HTTPS", flag="http_tls_cert", metavar="PEM"
+    )
+    tls_key: Path | None = option(
+        None, "PEM private key of --http-tls-cert", flag="http_tls_key", metavar="PEM"
+    )
     api_key: str | None = None
     """Bearer token that every call but health must carry; None: no authentication."""
     api_keys: tuple[ApiKey, ...] = ()
     """More keys, with limits of their own."""
-    insecure: bool = False
-    """Allow any address without TLS or key: behind a proxy that has both."""
-    model_name: str | None = None
-    """Model name in requests; None: the name from the verifier."""
+    insecure: bool = option(
+        False, "listen beyond this machine without TLS or key: behind a proxy that has both"
+    )
+    model_name: str | None = option(
+        None, "model name in requests (default: the name from the verifier)", metavar="NAME"
+    )
     chat_template: str | None = None
     """Jinja template; None: that of the tokenizer."""
-    max_body_bytes: int = 4 << 20
-    """Longest request body."""
-    max_requests: int = 256
-    """Requests in flight; more get status 429."""
-    strict: bool = False
-    """Refuse unknown fields of requests instead of warning."""
-    cors_origins: tuple[str, ...] = ()
-    """Origins of pages that may send requests from a browser; "*": all."""
-    access_log: bool = False
-    """Log a line for each request."""
-    keep_alive_seconds: float = 10.0
-    """Time without a token after which a stream gets a comment. Unit: seconds."""
-    drain_seconds: float = 30.0
-    """How long requests in flight may continue after SIGTERM. Unit: seconds."""
-    metrics_address: str | None = None
-    """`host:port` or `[v6]:port` for Prometheus; None: no metrics."""
-    insecure_metrics: bool = False
-    """Allow metrics on any address without TLS and key."""
+    max_body_bytes: int = option(
+        4 << 20,
+        "longest request body, such as 512KiB (default: 4MiB)",
+        flag="max_body",
+        type=byte_count,
+        metavar="SIZE",
+    )
+    max_requests: int = option(256, "requests in flight; more get HTTP 429", metavar="N")
+    strict: bool = option(
+        False, "refuse unknown fields of requests instead of a warning in a header"
+    )
+    cors_origins: Sequence[str] = option(
+        (),
+        "origin of pages that may send requests from a browser, or * (can be repeated)",
+        flag="cors_origin",
+        type=str,
+        action="append",
+        metavar="ORIGIN",
+    )
+    access_log: bool = option(False, "log a line for each request")
+    keep_alive_seconds: float = option(
+        10.0, "time without a token after which a stream gets a comment", metavar="S"
+    )
+    drain_seconds: float = option(
+        30.0, "how long requests in flight may continue after SIGTERM", metavar="S"
+    )
+    metrics_address: str | None = option(
+        None,
+        "serve metrics for Prometheus at this address, under /metrics (default: none)",
+        metavar="HOST:PORT",
+    )
+    insecure_metrics: bool = option(
+        False, "serve metrics to everyone who reaches --metrics-address, without TLS and key"
+    )
 
     def __post_init__(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):

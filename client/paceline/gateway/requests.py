@@ -1,24 +1,360 @@
-"""The requests of `/v1/completions` and `/v1/chat/completions`.
-
-OpenAI's fields, those of vLLM and llama.cpp that mean something here, and Paceline's own.
-"""
+"""The requests of the gateway: OpenAI's fields, those of other servers, and how a body is read."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import asyncio
+import json
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
-from pydantic import Field
+from aiohttp import web
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from .body import Body
-from .constraints import Constrained
-from .errors import bad_request
-from .messages import Message
-from .tools import Tool, ToolUse
+from .errors import ApiError, bad_request, from_validation
+
+UNKNOWN_FIELDS = web.RequestKey("unknown_fields", list)
+"""Paths of fields of a request that were ignored, for the warning header."""
+
+# Longest time for the arrival of a request's body. Unit: seconds.
+_BODY_TIMEOUT = 30.0
+# An escaped half of a character outside the basic plane.
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+class Body(BaseModel):
+    """An object of a request. A null field is an absent one; unknown fields are kept apart."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        return {name: value for name, value in fields.items() if value is not None}
+
+    def unknown(self, path: str = "") -> Iterator[str]:
+        """Paths of fields that the schema does not have."""
+        yield from (f"{path}{name}" for name in self.model_extra or ())
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            for each in value if isinstance(value, list) else [value]:
+                if isinstance(each, Body):
+                    yield from each.unknown(f"{path}{name}.")
+
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+async def read_request(request: web.Request, kind: type[AnyBody], *, strict: bool) -> AnyBody:
+    """Reads and validates a request. Unknown fields are noted in `request[UNKNOWN_FIELDS]`.
+
+    The content type must be JSON, which pages of other sites cannot send without CORS.
+
+    Args:
+        request: The request.
+        kind: Schema of its body.
+        strict: Refuse unknown fields.
+
+    Raises:
+        ApiError: The body is not a request of this kind, or does not arrive in time.
+    """
+    if request.content_type != "application/json":
+        raise ApiError(415, "send the request as application/json")
+    try:
+        async with asyncio.timeout(_BODY_TIMEOUT):
+            content = await request.read()
+    except TimeoutError:
+        raise ApiError(408, "the request's body took too long", code="timeout") from None
+    except web.RequestPayloadError as error:
+        raise bad_request(
+            f"the body is not in its content or transfer encoding: {error}", None
+        ) from None
+    try:
+        body = kind.model_validate(_parsed(content))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, ValidationError):
+            raise from_validation(error) from None
+        raise bad_request(f"the body is not JSON: {error}", None) from None
+    unknown = list(dict.fromkeys(body.unknown()))
+    if unknown and strict:
+        raise bad_request(f"unrecognized request argument: {unknown[0]}", unknown[0])
+    request[UNKNOWN_FIELDS] = unknown
+    return body
+
+
+def _parsed(content: bytes) -> Any:
+    """JSON without what Python reads beyond it, since answers repeat parts of requests.
+
+    Raises:
+        ValueError: It is not that.
+    """
+    value = json.loads(content, parse_constant=_no_number, parse_float=_finite)
+    if _SURROGATE.search(content):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError("a text has half a surrogate pair") from None
+    return value
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text} is too large")
+    return value
+
+
+class ContentPart(Body):
+    """A part of a message; only text is supported."""
+
+    type: Literal["text", "refusal"]
+    text: str = ""
+    refusal: str = ""
+
+
+class FunctionCall(Body):
+    """A function and its arguments, JSON as text."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(Body):
+    """A call that the model made earlier."""
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Body):
+    """One message of a conversation, such as one of this gateway's own answers."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] = ""
+    name: str | None = None
+    tool_calls: list[ToolCall] = Field(default=[])
+    tool_call_id: str | None = None
+    # Of OpenAI's answers, and without a place in a template.
+    refusal: str | None = None
+    annotations: list[Any] = Field(default=[])
+
+    def for_template(self) -> dict[str, Any]:
+        """The message for `render_chat`: all of its text, and the fields that templates know."""
+        if isinstance(self.content, str):
+            text = self.content or self.refusal or ""
+        else:
+            text = "\n".join(part.text or part.refusal for part in self.content)
+        calls = [
+            call.model_dump(include={"id": True, "type": True, "function": {"name", "arguments"}})
+            for call in self.tool_calls
+        ]
+        optional = {"name": self.name, "tool_call_id": self.tool_call_id, "tool_calls": calls}
+        shown = {name: value for name, value in optional.items() if value not in (None, [])}
+        return {"role": self.role, "content": text, **shown}
+
+
+_NO_ARGUMENTS: dict[str, Any] = {
+    "type": "object",
+    "properties": {},
+    "additionalProperties": False,
+}
+
+
+class Function(Body):
+    """A function."""
+
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = None
+    parameters: dict[str, Any] = _NO_ARGUMENTS
+    """JSON schema of its arguments."""
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool; functions are the only kind."""
+
+    type: Literal["function"] = "function"
+    function: Function
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """Tools of a request, and how they may be called."""
+
+    tools: Sequence[Tool]
+    mode: Literal["none", "auto", "required", "named"]
+    """"auto" leaves the choice to the model; "required" and "named" enforce calls."""
+    parallel: bool = True
+    """Whether there may be several calls."""
+    name: str = ""
+    """Function to be called, in mode "named"."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all functions."""
+        return frozenset(tool.function.name for tool in self.tools)
+
+    def schema(self) -> dict[str, Any] | None:
+        """JSON schema of a text that is the enforced calls; None: none are.
+
+        A named function's text is its arguments, other calls are an array of objects with `name`
+        and `arguments`.
+        """
+        functions = {tool.function.name: tool.function.parameters for tool in self.tools}
+        if self.mode == "named":
+            return functions[self.name]
+        if self.mode != "required":
+            return None
+        calls, definitions = [], {}
+        for index, (name, parameters) in enumerate(functions.items()):
+            definitions[f"arguments{index}"] = _moved(parameters, f"#/$defs/arguments{index}")
+            calls.append(
+                {
+                    "type": "object",
+                    "properties": {
+                        "name": {"const": name},
+                        "arguments": {"$ref": f"#/$defs/arguments{index}"},
+                    },
+                    "required": ["name", "arguments"],
+                    "additionalProperties": False,
+                }
+            )
+        limit = {} if self.parallel else {"maxItems": 1}
+        return {
+            "type": "array",
+            "items": {"anyOf": calls},
+            "minItems": 1,
+            **limit,
+            "$defs": definitions,
+        }
+
+
+def _moved(schema: Any, root: str) -> Any:
+    """A schema as a part of another one: its references begin at `root`."""
+    if isinstance(schema, list):
+        return [_moved(each, root) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: root + value[1:]
+        if name == "$ref" and isinstance(value, str) and value.startswith("#")
+        else _moved(value, root)
+        for name, value in schema.items()
+    }
+
+
+_Choices = Annotated[list[str], Field(min_length=1)]
+
+
+class FreeText(Body):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonObject(Body):
+    """Any JSON object; with llama.cpp's `schema`, an instance of it."""
+
+    type: Literal["json_object"]
+    schema_: dict[str, Any] = Field(default={"type": "object"}, alias="schema")
+
+
+class NamedSchema(Body):
+    """A JSON schema. It is always enforced, whatever `strict` is."""
+
+    schema_: dict[str, Any] = Field(alias="schema")
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class JsonSchema(Body):
+    """JSON that is an instance of a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+ResponseFormat = Annotated[FreeText | JsonObject | JsonSchema, Field(discriminator="type")]
+
+
+class StructuredOutputs(Body):
+    """vLLM's form; one of its fields is set."""
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: _Choices | None = None
+    grammar: str | None = None
+    json_object: bool = False
+
+    def constraints(self) -> list[tuple[str, Any]]:
+        """Arguments of `Client.generate` for the fields that are set."""
+        found: list[tuple[str, Any]] = [
+            ("json_schema", self.json_),
+            ("regex", self.regex),
+            ("regex", None if self.choice is None else "|".join(map(re.escape, self.choice))),
+            ("grammar", self.grammar),
+            ("json_schema", {"type": "object"} if self.json_object else None),
+        ]
+        return [(name, value) for name, value in found if value is not None]
+
+
+class Constrained(Body):
+    """The fields of a request that constrain its text."""
+
+    response_format: ResponseFormat = FreeText(type="text")
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: _Choices | None = None
+    guided_grammar: str | None = None
+    json_schema: dict[str, Any] | None = None
+    grammar: str | None = None
+    """A grammar in llama.cpp's GBNF or in Lark's notation."""
+
+    def constraint(self) -> dict[str, Any]:
+        """The constraint, as an argument of `Client.generate`; empty: none.
+
+        Raises:
+            ApiError: There are several.
+        """
+        form = self.response_format
+        found: list[tuple[str, Any]] = []
+        if isinstance(form, JsonSchema):
+            found.append(("json_schema", form.json_schema.schema_))
+        elif isinstance(form, JsonObject):
+            found.append(("json_schema", form.schema_))
+        guided = StructuredOutputs(
+            json=self.guided_json,
+            regex=self.guided_regex,
+            choice=self.guided_choice,
+            grammar=self.guided_grammar,
+        )
+        llama = StructuredOutputs(json=self.json_schema, grammar=self.grammar)
+        for each in (self.structured_outputs, guided, llama):
+            found += each.constraints() if each is not None else []
+        if len(found) > 1:
+            raise bad_request(
+                "a text can have one constraint: send one of response_format, structured_outputs, "
+                "guided_*, json_schema and grammar",
+                "response_format",
+            )
+        return dict(found)
+
 
 MAX_PROMPTS = 1024
-"""Most prompts of one request."""
+"""Maximum number of prompts of one request."""
 MAX_CHOICES = 64
-"""Most choices of one prompt."""
+"""Maximum number of choices of one prompt."""
 
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _Token = Annotated[int, Field(ge=0, lt=2**32)]
@@ -37,7 +373,18 @@ class StreamOptions(Body):
     include_obfuscation: bool = False
 
 
-class GenerationRequest(Constrained):
+class UnusedFields(Body):
+    """Accepted and unused: many programs always send them, and no text depends on them."""
+
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class GenerationRequest(Constrained, UnusedFields):
     """Fields of both kinds of request."""
 
     model: str | None = None
@@ -61,14 +408,6 @@ class GenerationRequest(Constrained):
     ignore_eos: bool = False
     drafter: str | None = None
     """Name of a drafter; "none" turns speculation off. The text does not depend on it."""
-
-    # Accepted and unused: many programs always send them, and no text depends on them.
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
 
     def sampling(self, choice: int) -> dict[str, Any]:
         """Sampling arguments of `Client.generate` for one of the n choices.
@@ -163,3 +502,37 @@ class ChatRequest(GenerationRequest):
                 "tool_choice",
             )
         return own if schema is None else {"json_schema": schema}
+
+
+class TokenizeRequest(Body):
+    """`POST /tokenize`: a text, `prompt` (llama.cpp: `content`), or `messages` of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    content: str | None = None
+    add_special_tokens: bool = True
+    """Add the special tokens of a prompt to `prompt`."""
+    add_special: bool = False
+    """The same for `content`."""
+    return_token_strs: bool = False
+    """Also return the text of each token."""
+    with_pieces: bool = False
+    """Return each token as an object with `id` and `piece`."""
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    tools: list[Tool] = Field(default=[])
+    chat_template_kwargs: dict[str, Any] = Field(default={})
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    @model_validator(mode="after")
+    def _has_one_text(self) -> TokenizeRequest:
+        if sum(each is not None for each in (self.prompt, self.content, self.messages)) != 1:
+            raise ValueError("send one of prompt, content and messages")
+        return self
+
+
+class DetokenizeRequest(Body):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0, lt=2**32)]]

@@ -1,25 +1,46 @@
-"""Serves a gateway until a signal, and drains."""
+"""The HTTP server of the gateway: its routes, its life until a signal, and its OpenAPI document."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import ssl
+import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from functools import cache, partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError
+from pydantic.json_schema import models_json_schema
 
-from paceline.client import Client
+from paceline.client import Client, GenerationResult, PacelineError
 from paceline.service.options import OptionsError, socket_path_of, split_address
-from paceline.service.stopping import Stop
+from paceline.service.runtime import Gate, Stop
+from paceline.telemetry.tracing import continuing
 
-from .app import Gateway
+from . import middleware
+from .errors import ApiError, bad_request
+from .generation import GenerationJob, JobBuilder, TextEvent, generate_texts
 from .options import GatewayOptions
+from .requests import (
+    AnyBody,
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    read_request,
+)
+from .responses_api import ResponsesRequest, ResponsesWriter
+from .writers import ChatWriter, CompletionWriter, EventStream, WholeResponse, Writer
 
 if TYPE_CHECKING:
-    from paceline.telemetry.endpoint import MetricsEndpoint
+    from paceline.service.metrics import MetricsEndpoint
 
     from .metrics import GatewayMetrics
 
@@ -30,6 +51,252 @@ logger = logging.getLogger("paceline.gateway")
 _IDLE_SECONDS = 75.0
 # Time before requests that outlast the drain are cancelled. Unit: seconds.
 _CANCEL_GRACE = 0.5
+# Longest wait for the verifier in health checks. Unit: seconds.
+_HEALTH_TIMEOUT = 5.0
+
+_PAGE = Path(__file__).with_name("page")
+_PAGE_FILES = frozenset(
+    path.relative_to(_PAGE).as_posix() for path in _PAGE.rglob("*") if path.is_file()
+)
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    # Files of another version must not be mixed with this one's.
+    "Cache-Control": "no-cache",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class Gateway:
+    """Serves OpenAI's API under `/v1`, what vLLM and llama.cpp add to it, and a page on `/`.
+
+    Args:
+        client: Client of the services; not closed.
+        options: Checked options.
+        metrics: Counts requests; None: no metrics.
+
+    Attributes:
+        app: The aiohttp application. Serve it with `handler_cancellation`, so that a disconnect
+            stops the generation.
+        gate: Requests in flight. When it is closed, new requests are refused and health is 503.
+    """
+
+    def __init__(
+        self, client: Client, options: GatewayOptions, metrics: GatewayMetrics | None = None
+    ) -> None:
+        self._client = client
+        self._options = options
+        self._started = int(time.time())
+        self._metrics = metrics
+        self._jobs = JobBuilder(client, options)
+        self.gate = Gate()
+        self.app = web.Application(
+            middlewares=[
+                middleware.observe(metrics, access_log=options.access_log),
+                middleware.guard(middleware.Keyring(options.keys)),
+                middleware.allow_origins(options.cors_origins),
+            ],
+            client_max_size=options.max_body_bytes,
+        )
+        self.app.on_response_prepare.append(middleware.add_headers(options.cors_origins))
+        get, post = (partial(route, expect_handler=_expect) for route in (web.get, web.post))
+        self.app.add_routes(
+            [
+                post("/v1/completions", self._completions),
+                post("/v1/chat/completions", self._chat),
+                post("/v1/responses", self._responses),
+                get("/v1/models", self._models),
+                get("/v1/models/{name:.+}", self._model),
+                post("/tokenize", self._tokenize),
+                post("/detokenize", self._detokenize),
+                get("/health", self._health),
+                get("/version", _version),
+                get("/openapi.json", _openapi),
+                get("/", _page),
+                get("/page/{file:.+}", _page),
+            ]
+        )
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        body = await self._read(request, CompletionRequest)
+        job = await self._jobs.completion(body)
+        writer = CompletionWriter(job, body)
+        return await self._respond(
+            request, job, writer, stream=body.stream, only_prompts=body.max_tokens == 0
+        )
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        body = await self._read(request, ChatRequest)
+        job = await self._jobs.chat(body)
+        writer = ChatWriter(job, body.tool_use())
+        return await self._respond(request, job, writer, stream=body.stream)
+
+    async def _responses(self, request: web.Request) -> web.StreamResponse:
+        body = await self._read(request, ResponsesRequest)
+        chat = body.chat()
+        job = await self._jobs.chat(chat)
+        writer = ResponsesWriter(job, chat.tool_use(), body)
+        return await self._respond(request, job, writer, stream=body.stream)
+
+    async def _respond(
+        self,
+        request: web.Request,
+        job: GenerationJob,
+        writer: Writer,
+        *,
+        stream: bool,
+        only_prompts: bool = False,
+    ) -> web.StreamResponse:
+        """Generates the texts of a job and sends them, counted towards the limits of the caller.
+
+        Args:
+            request: The request.
+            job: The checked request.
+            writer: Formats the response.
+            stream: Send each chunk as an event.
+            only_prompts: Send only what is known of the prompts.
+
+        Raises:
+            ApiError: The gateway is full or drains, or a limit is reached.
+        """
+        if self.gate.closed:
+            raise ApiError(
+                503,
+                "the gateway is shutting down: use another one",
+                kind="server_error",
+                code="service_unavailable",
+                headers={"Connection": "close"},
+            )
+        caller = request[middleware.CALLER]
+        caller.admit(self.gate.inside, self._options.max_requests)
+        caller.spend(job.prompt_tokens)
+        spent = request[middleware.SPENT] = [job.prompt_tokens, 0]
+        count = self._metrics.text_counter() if self._metrics is not None else None
+        response = (
+            EventStream(request, writer, job.count, self._options.keep_alive_seconds)
+            if stream
+            else WholeResponse(request, writer, job.count)
+        )
+
+        async def receive(event: TextEvent) -> None:
+            if count is not None:
+                count(event)
+            if only_prompts:
+                if event.result is None:
+                    return
+                event = replace(event, result=_without_text(event.result))
+            if event.chunk is not None:
+                spent[1] += len(event.chunk.token_ids)
+                caller.spend(len(event.chunk.token_ids))
+            await response.receive(event)
+
+        with self.gate.enter(), continuing(request.headers):
+            return await response.send(generate_texts(self._client, job, receive))
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"object": "list", "data": [await self._card(None)]})
+
+    async def _model(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response(await self._card(request.match_info["name"]))
+
+    async def _card(self, name: str | None) -> dict[str, Any]:
+        """The served model and its drafters."""
+        model = await self._jobs.model(name)
+        facts = model.facts
+        return {
+            "id": self._jobs.model_name(model),
+            "object": "model",
+            "created": self._started,
+            "owned_by": "paceline",
+            "max_model_len": facts.max_context,
+            "batch_invariant": facts.batch_invariant,
+            "batch_invariance_reason": facts.batch_invariance_reason,
+            "chat_template": bool(self._options.chat_template or facts.chat_template),
+            "drafters": list(await self._jobs.drafters() or ()),
+        }
+
+    async def _tokenize(self, request: web.Request) -> web.StreamResponse:
+        body = await self._read(request, TokenizeRequest)
+        model = await self._jobs.model(body.model)
+        if body.messages is not None:
+            tokens = await self._jobs.chat_prompt(model, body, body.tools)
+        elif body.prompt is None:
+            encode = model.encode if body.add_special else model.encode_rendered
+            tokens = await encode(body.content or "")
+        else:
+            encode = model.encode if body.add_special_tokens else model.encode_rendered
+            tokens = await encode(body.prompt)
+        answer: dict[str, Any] = {
+            "count": len(tokens),
+            "max_model_len": model.facts.max_context,
+            "tokens": tokens,
+        }
+        pieces = [model.codec.token_text(token) for token in tokens] if model.codec else []
+        if body.return_token_strs:
+            answer["token_strs"] = pieces
+        if body.with_pieces:
+            both = zip(tokens, pieces, strict=True)
+            answer["tokens"] = [{"id": token, "piece": piece} for token, piece in both]
+        return web.json_response(answer)
+
+    async def _detokenize(self, request: web.Request) -> web.StreamResponse:
+        body = await self._read(request, DetokenizeRequest)
+        model = await self._jobs.model(body.model)
+        if model.codec is None:
+            raise bad_request(f"{model.facts.name} is served without a tokenizer", "tokens")
+        text = model.codec.decode(body.tokens)
+        return web.json_response({"prompt": text, "content": text})
+
+    async def _health(self, request: web.Request) -> web.StreamResponse:
+        """200 while the verifier is reachable and new requests are accepted."""
+        if self.gate.closed:
+            return web.json_response({"status": "draining"}, status=503)
+        try:
+            async with asyncio.timeout(_HEALTH_TIMEOUT):
+                await self._client.model()
+        except (PacelineError, TimeoutError) as error:
+            reason = str(error) or "the verifier does not respond"
+            return web.json_response({"status": "unavailable", "reason": reason}, status=503)
+        return web.json_response({"status": "ok"})
+
+    async def _read(self, request: web.Request, kind: type[AnyBody]) -> AnyBody:
+        return await read_request(request, kind, strict=self._options.strict)
+
+
+def _without_text(result: GenerationResult) -> GenerationResult:
+    """What is known of the prompt. The verifier always generates a token."""
+    usage = replace(result.usage, completion_tokens=0)
+    return replace(result, text="", token_ids=[], finish_reason="length", usage=usage)
+
+
+async def _expect(request: web.Request) -> None:
+    """Answer the Expect header. aiohttp's own answer repeats its bytes, which may not be text."""
+    if request.version != HttpVersion11:
+        return
+    if request.headers["Expect"].lower() != "100-continue":
+        error = ApiError(417, "unknown Expect header, expected 100-continue or none")
+        raise web.HTTPExpectationFailed(
+            text=json.dumps(error.body), content_type="application/json"
+        )
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    request.writer.output_size = 0
+
+
+async def _version(request: web.Request) -> web.StreamResponse:
+    return web.json_response({"version": version("paceline")})
+
+
+async def _openapi(request: web.Request) -> web.StreamResponse:
+    return web.json_response(openapi_document())
+
+
+async def _page(request: web.Request) -> web.StreamResponse:
+    """A file of the web page, which is restricted to connections to this gateway."""
+    name = request.match_info.get("file", "index.html")
+    if name not in _PAGE_FILES:
+        raise web.HTTPNotFound
+    return web.FileResponse(_PAGE / name, headers=_PAGE_HEADERS)
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
@@ -148,3 +415,54 @@ def _tls(options: GatewayOptions) -> ssl.SSLContext | None:
             f"and its key without a passphrase: {error}"
         ) from error
     return context
+
+
+_POSTS: dict[str, tuple[type[Body], str]] = {
+    "/v1/completions": (CompletionRequest, "Continue prompts"),
+    "/v1/chat/completions": (ChatRequest, "Answer a conversation"),
+    "/v1/responses": (ResponsesRequest, "Answer a conversation, in OpenAI's newer form"),
+    "/tokenize": (TokenizeRequest, "Token ids of a text or a conversation"),
+    "/detokenize": (DetokenizeRequest, "Text of token ids"),
+}
+_GETS = {
+    "/v1/models": "The served model",
+    "/health": "Whether generating requests are accepted",
+    "/version": "Version of the gateway",
+    "/openapi.json": "This document",
+}
+_JSON = {"application/json": {"schema": {"type": "object"}}}
+_RESPONSES = {
+    "200": {"description": "The answer", "content": _JSON},
+    "default": {"description": "An error in OpenAI's form", "content": _JSON},
+}
+
+
+@cache
+def openapi_document() -> dict[str, Any]:
+    """The OpenAPI document, version 3.1, from the schemas that requests are checked with."""
+    references, schemas = models_json_schema(
+        [(kind, "validation") for kind, _ in _POSTS.values()],
+        ref_template="#/components/schemas/{model}",
+    )
+    paths: dict[str, Any] = {}
+    for path, (kind, summary) in _POSTS.items():
+        content = {"application/json": {"schema": references[kind, "validation"]}}
+        paths[path] = {
+            "post": {
+                "summary": summary,
+                "requestBody": {"required": True, "content": content},
+                "responses": _RESPONSES,
+                "security": [{"key": []}],
+            }
+        }
+    for path, summary in _GETS.items():
+        paths[path] = {"get": {"summary": summary, "responses": _RESPONSES}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Paceline gateway", "version": version("paceline")},
+        "paths": paths,
+        "components": {
+            "schemas": schemas["$defs"],
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }

@@ -1,46 +1,47 @@
-"""Responses in OpenAI's format, extended by `seed` in choices and `speculation` in usage."""
+"""Responses in OpenAI's formats, with `seed` and `speculation` added, whole or streamed."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.client import Chunk, GenerationResult, Model, Stats, TokenLogprob
+from aiohttp import web
 
-from .requests import StreamOptions
+from paceline.client import Chunk, Detokenizer, GenerationResult, Stats, TextCodec, TokenLogprob
+
+from .errors import from_error
+from .generation import GenerationJob, TextEvent
+from .requests import CompletionRequest, ToolUse
+from .tool_calls import Call, CallParser
+
+FAILED = web.RequestKey("failed", int)
+"""HTTP status of the error that ended a request's stream."""
+DISCONNECTED = 499
+"""Status of a caller that is gone, in metrics and log, as in nginx."""
+
+# Longest time in which a caller reads nothing. Its text, which holds memory of the verifier, ends
+# then. Unit: seconds.
+_STALLED_SECONDS = 60.0
+# A whole response is sent in pieces of so many bytes.
+_PIECE = 1 << 16
 
 Json = dict[str, Any]
 
 
 @dataclass
-class Text:
+class GeneratedText:
     """One text of a request, as far as it is known."""
 
     chunks: list[Chunk] = field(default_factory=list)
     result: GenerationResult | None = None
     prompt_logprobs: Sequence[TokenLogprob] = ()
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What the response says of the request."""
-
-    model: Model
-    name: str
-    """Name of the model in the response."""
-    prompts: Sequence[Sequence[int]]
-    """Token ids of each prompt."""
-    choices: int = 1
-    """Texts per prompt."""
-    options: StreamOptions = field(default_factory=StreamOptions)
-
-    def prompt_of(self, index: int) -> int:
-        """Index of a text's prompt."""
-        return index // self.choices
 
 
 class Writer(ABC):
@@ -50,7 +51,7 @@ class Writer(ABC):
     """What a stream ends with."""
 
     @abstractmethod
-    def whole(self, texts: Sequence[Text]) -> Json:
+    def whole(self, texts: Sequence[GeneratedText]) -> Json:
         """The response as a whole."""
 
     @abstractmethod
@@ -74,7 +75,7 @@ class ChoicesWriter(Writer):
     """What both kinds of completion share: choices, and events with one choice each.
 
     Args:
-        asked: The request.
+        job: The checked request.
     """
 
     last = b"data: [DONE]\n\n"
@@ -82,38 +83,38 @@ class ChoicesWriter(Writer):
     object_of_event = ""
     prefix = ""
 
-    def __init__(self, asked: Asked) -> None:
-        self._asked = asked
-        self._codec = asked.model.codec
+    def __init__(self, job: GenerationJob) -> None:
+        self._job = job
+        self._codec = job.model.codec
         self._id = f"{self.prefix}-{secrets.token_hex(12)}"
         self._created = int(time.time())
 
     def total(self, results: Sequence[GenerationResult]) -> list[Json]:
         """The event with `usage`, if it was asked for."""
-        if not self._asked.options.include_usage:
+        if not self._job.stream_options.include_usage:
             return []
-        return [self._head(self.object_of_event, [], usage(self._asked, results))]
+        return [self._head(self.object_of_event, [], usage(self._job, results))]
 
     def _head(self, kind: str, choices: list[Json], used: Json | None) -> Json:
-        fingerprint = self._asked.model.facts.target_fingerprint[:12]
+        fingerprint = self._job.model.facts.target_fingerprint[:12]
         head = {
             "id": self._id,
             "object": kind,
             "created": self._created,
-            "model": self._asked.name,
+            "model": self._job.model_name,
             "system_fingerprint": f"fp_{fingerprint}",
             "choices": choices,
         }
         # With usage at the end, OpenAI's earlier events have an empty one.
-        return head | {"usage": used} if used or self._asked.options.include_usage else head
+        return head | {"usage": used} if used or self._job.stream_options.include_usage else head
 
-    def _whole(self, texts: Sequence[Text], bodies: Sequence[Json]) -> Json:
+    def _whole(self, texts: Sequence[GeneratedText], bodies: Sequence[Json]) -> Json:
         results = [text.result for text in texts if text.result is not None]
         choices = [
             {"index": index, **body, "seed": result.seed}
             for index, (body, result) in enumerate(zip(bodies, results, strict=True))
         ]
-        return self._head(self.object, choices, usage(self._asked, results))
+        return self._head(self.object, choices, usage(self._job, results))
 
     def _event(self, index: int, body: Json, logprobs: Json | None = None) -> Json:
         choice = {"index": index, **body, "logprobs": logprobs or None, "finish_reason": None}
@@ -125,7 +126,7 @@ class ChoicesWriter(Writer):
         return event
 
     def _with_round(self, event: Json, chunk: Chunk) -> Json:
-        if self._asked.options.include_rounds:
+        if self._job.stream_options.include_rounds:
             event["choices"][0]["round"] = self._round(chunk)
         return event
 
@@ -148,13 +149,13 @@ class ChoicesWriter(Writer):
         }
 
 
-def usage(asked: Asked, results: Sequence[GenerationResult]) -> Json:
+def usage(job: GenerationJob, results: Sequence[GenerationResult]) -> Json:
     """Tokens, each prompt counted once, and speculation statistics of all texts."""
-    prompt, stats = sum(map(len, asked.prompts)), Stats()
+    prompt, stats = job.prompt_tokens, Stats()
     for result in results:
         stats.merge(result.stats)
     completion = sum(result.usage.completion_tokens for result in results)
-    first_choices = results[:: asked.choices]
+    first_choices = results[:: len(job.choices)]
     cached = sum(result.usage.reused_tokens for result in first_choices)
     return {
         "prompt_tokens": prompt,
@@ -163,3 +164,363 @@ def usage(asked: Asked, results: Sequence[GenerationResult]) -> Json:
         "total_tokens": prompt + completion,
         "speculation": stats.summary(),
     }
+
+
+class CompletionWriter(ChoicesWriter):
+    """`/v1/completions`.
+
+    Args:
+        job: The checked request.
+        body: The request as sent.
+    """
+
+    object = object_of_event = "text_completion"
+    prefix = "cmpl"
+
+    def __init__(self, job: GenerationJob, body: CompletionRequest) -> None:
+        super().__init__(job)
+        self._echoes = [self._text(prompt) for prompt in body.prompts()] if body.echo else None
+        self._offsets: dict[int, int] = {}
+
+    def whole(self, texts: Sequence[GeneratedText]) -> Json:
+        bodies = []
+        for index, text in enumerate(texts):
+            assert text.result is not None
+            logprobs = [self._prompt(index, text.prompt_logprobs)]
+            logprobs += [self._logprobs(index, chunk) for chunk in text.chunks]
+            bodies.append(
+                {
+                    "text": self._echo(index) + text.result.text,
+                    "logprobs": joined(logprobs) or None,
+                    "finish_reason": text.result.finish_reason,
+                }
+            )
+        return self._whole(texts, bodies)
+
+    def opening(self, index: int, prompt_logprobs: Sequence[TokenLogprob]) -> list[Json]:
+        logprobs = self._prompt(index, prompt_logprobs)
+        return [self._event(index, {"text": self._echo(index)}, logprobs)]
+
+    def chunk(self, index: int, chunk: Chunk) -> list[Json]:
+        event = self._event(index, {"text": chunk.text}, self._logprobs(index, chunk))
+        return [self._with_round(event, chunk)]
+
+    def ending(self, index: int, result: GenerationResult) -> list[Json]:
+        return [self._last_event(index, {"text": ""}, result.finish_reason, result.seed)]
+
+    def _text(self, prompt: str | list[int]) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        return self._codec.decode(prompt) if self._codec is not None else ""
+
+    def _echo(self, index: int) -> str:
+        return "" if self._echoes is None else self._echoes[self._job.prompt_of(index)]
+
+    def _prompt(self, index: int, entries: Sequence[TokenLogprob]) -> Json:
+        """Log-probabilities of an echoed prompt."""
+        self._offsets[index] = len(self._echo(index))
+        if self._echoes is None or not entries or self._codec is None:
+            return {}
+        return of_prompt(self._job.prompts[self._job.prompt_of(index)], entries, self._codec)
+
+    def _logprobs(self, index: int, chunk: Chunk) -> Json:
+        offset = self._offsets[index]
+        self._offsets[index] = offset + len(chunk.text)
+        if not chunk.logprobs or self._codec is None:
+            return {}
+        return of_completion(chunk.logprobs, chunk.pieces, self._codec, offset)
+
+
+class ChatWriter(ChoicesWriter):
+    """`/v1/chat/completions`.
+
+    Args:
+        job: The checked request.
+        use: Its tools.
+    """
+
+    object, object_of_event = "chat.completion", "chat.completion.chunk"
+    prefix = "chatcmpl"
+
+    def __init__(self, job: GenerationJob, use: ToolUse) -> None:
+        super().__init__(job)
+        self._use = use
+        self._parsers: dict[int, CallParser] = {}
+
+    def whole(self, texts: Sequence[GeneratedText]) -> Json:
+        bodies = []
+        for text in texts:
+            assert text.result is not None
+            parser = CallParser(self._use)
+            parts = parser.push(text.result.text) + parser.flush()
+            content = "".join(part for part in parts if isinstance(part, str))
+            calls = [_call(part) for part in parts if isinstance(part, Call)]
+            message: Json = {"role": "assistant", "content": content, "refusal": None}
+            if calls:
+                message |= {"content": content or None, "tool_calls": calls}
+            logprobs = [self._logprobs(chunk) for chunk in text.chunks]
+            bodies.append(
+                {
+                    "message": message,
+                    "logprobs": joined(logprobs) or None,
+                    "finish_reason": _reason(text.result, parser),
+                }
+            )
+        return self._whole(texts, bodies)
+
+    def opening(self, index: int, prompt_logprobs: Sequence[TokenLogprob]) -> list[Json]:
+        self._parsers[index] = CallParser(self._use)
+        return [self._event(index, {"delta": {"role": "assistant", "content": ""}})]
+
+    def chunk(self, index: int, chunk: Chunk) -> list[Json]:
+        """An event for each part of the text; the first has the log-probabilities."""
+        parts = self._parsers[index].push(chunk.text)
+        first, *others = self._deltas(index, parts) or [{"content": ""}]
+        event = self._event(index, {"delta": first}, self._logprobs(chunk))
+        rest = [self._event(index, {"delta": delta}) for delta in others]
+        return [self._with_round(event, chunk), *rest]
+
+    def ending(self, index: int, result: GenerationResult) -> list[Json]:
+        """The rest of the text, and the finish reason."""
+        parser = self._parsers[index]
+        events = [
+            self._event(index, {"delta": delta}) for delta in self._deltas(index, parser.flush())
+        ]
+        reason = _reason(result, parser)
+        return [*events, self._last_event(index, {"delta": {}}, reason, result.seed)]
+
+    def _deltas(self, index: int, parts: Sequence[str | Call]) -> list[Json]:
+        number = self._parsers[index].calls - sum(isinstance(part, Call) for part in parts)
+        deltas: list[Json] = []
+        for part in parts:
+            if isinstance(part, str):
+                deltas.append({"content": part})
+            else:
+                deltas.append({"tool_calls": [{"index": number, **_call(part)}]})
+                number += 1
+        return deltas
+
+    def _logprobs(self, chunk: Chunk) -> Json:
+        if not chunk.logprobs or self._codec is None:
+            return {}
+        return of_chat(chunk.logprobs, self._codec)
+
+
+def _call(call: Call) -> Json:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _reason(result: GenerationResult, parser: CallParser) -> str:
+    return "tool_calls" if parser.calls and result.finish_reason == "stop" else result.finish_reason
+
+
+def of_chat(entries: Sequence[TokenLogprob], codec: TextCodec) -> Json:
+    """The form of chat completions."""
+
+    def entry(token: int, logprob: float) -> Json:
+        text, raw = codec.token_text(token), list(codec.token_bytes(token))
+        return {"token": text, "logprob": logprob, "bytes": raw}
+
+    content = [
+        {
+            **entry(each.token_id, each.logprob),
+            "top_logprobs": [entry(token, logprob) for token, logprob in each.top],
+        }
+        for each in entries
+    ]
+    return {"content": content, "refusal": None}
+
+
+def of_completion(
+    entries: Sequence[TokenLogprob], pieces: Sequence[str], codec: TextCodec, offset: int
+) -> Json:
+    """The form of completions.
+
+    Args:
+        entries: One per token.
+        pieces: Text of each token.
+        codec: The tokenizer.
+        offset: Characters before the first token.
+    """
+
+    def likeliest(each: TokenLogprob) -> dict[str, float]:
+        # As in OpenAI's API, the token itself is always included. Among tokens with equal text, the
+        # likeliest one is kept.
+        own = {codec.token_text(each.token_id): each.logprob}
+        return own | {codec.token_text(token): logprob for token, logprob in reversed(each.top)}
+
+    offsets = []
+    for piece in pieces:
+        offsets.append(offset)
+        offset += len(piece)
+    return {
+        "tokens": [codec.token_text(each.token_id) for each in entries],
+        "token_logprobs": [each.logprob for each in entries],
+        "top_logprobs": [likeliest(each) for each in entries],
+        "text_offset": offsets[: len(entries)],
+    }
+
+
+def of_prompt(tokens: Sequence[int], entries: Sequence[TokenLogprob], codec: TextCodec) -> Json:
+    """The form of completions for an echoed prompt, whose first token has none.
+
+    Args:
+        tokens: The prompt.
+        entries: One per token but the first.
+        codec: The tokenizer.
+    """
+    detokenizer = Detokenizer(codec)
+    pieces = [detokenizer.push(token) for token in tokens]
+    first = of_completion([TokenLogprob(tokens[0], 0.0)], pieces[:1], codec, 0)
+    rest = of_completion(entries, pieces[1:], codec, len(pieces[0]))
+    return {
+        "tokens": first["tokens"] + rest["tokens"],
+        "token_logprobs": [None, *rest["token_logprobs"]],
+        "top_logprobs": [None, *rest["top_logprobs"]],
+        "text_offset": first["text_offset"] + rest["text_offset"],
+    }
+
+
+def joined(parts: Sequence[Json]) -> Json:
+    """Log-probabilities of consecutive parts of a text as one."""
+    joined: Json = {}
+    for part in parts:
+        for key, value in part.items():
+            joined[key] = joined[key] + value if isinstance(joined.get(key), list) else value
+    return joined
+
+
+class WholeResponse:
+    """Collects all texts, and sends one response.
+
+    Args:
+        request: The request.
+        writer: Formats the response.
+        count: Number of texts.
+    """
+
+    def __init__(self, request: web.Request, writer: Writer, count: int) -> None:
+        self._request, self._writer = request, writer
+        self._texts = [GeneratedText() for _ in range(count)]
+
+    async def receive(self, event: TextEvent) -> None:
+        """Keeps a part of a text."""
+        text = self._texts[event.index]
+        text.prompt_logprobs = event.prompt_logprobs
+        if event.chunk is not None:
+            text.chunks.append(event.chunk)
+        text.result = event.result
+
+    async def send(self, texts: Coroutine[Any, Any, None]) -> web.StreamResponse:
+        """Runs `texts`, which calls `receive`, and sends the response."""
+        await texts
+        content = json.dumps(self._writer.whole(self._texts)).encode()
+        response = web.StreamResponse(headers={"Content-Type": "application/json; charset=utf-8"})
+        response.content_length = len(content)
+        with suppress(ConnectionResetError):
+            for begin in range(0, len(content), _PIECE):
+                await _send(self._request, response, content[begin : begin + _PIECE])
+        return response
+
+
+class EventStream:
+    """Sends texts as server-sent events. An error after the first of them is an event too.
+
+    Args:
+        request: The request.
+        writer: Formats the events.
+        count: Number of texts.
+        keep_alive_seconds: Time without a token after which a comment is sent, so that proxies keep
+            the connection during a long prefill.
+    """
+
+    def __init__(
+        self, request: web.Request, writer: Writer, count: int, keep_alive_seconds: float
+    ) -> None:
+        self._request, self._writer = request, writer
+        self._keep_alive_seconds = keep_alive_seconds
+        self._results: list[GenerationResult | None] = [None] * count
+        self._opened = set[int]()
+        self._begun = asyncio.Event()
+        self._sending = asyncio.Lock()
+        self._response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        )
+
+    async def receive(self, event: TextEvent) -> None:
+        """Sends a part of a text. Raises ConnectionResetError if the caller is gone."""
+        await self._begin()
+        events = []
+        if event.index not in self._opened:
+            self._opened.add(event.index)
+            events += self._writer.opening(event.index, event.prompt_logprobs)
+        if event.chunk is not None:
+            events += self._writer.chunk(event.index, event.chunk)
+        if event.result is not None:
+            self._results[event.index] = event.result
+            events += self._writer.ending(event.index, event.result)
+        await self._send(_as_sse(events))
+
+    async def send(self, texts: Coroutine[Any, Any, None]) -> web.StreamResponse:
+        """Runs `texts`, which calls `receive`, and ends the stream."""
+        self._quiet = asyncio.create_task(self._keep_alive())
+        try:
+            await texts
+            total = self._writer.total([result for result in self._results if result is not None])
+            await self._send(_as_sse(total) + self._writer.last)
+        except Exception as error:
+            with suppress(ConnectionResetError):
+                await self._begin()
+            if not self._response.prepared:
+                raise
+            if not isinstance(error, ConnectionResetError):
+                failure = from_error(error)
+                self._request[FAILED] = failure.status
+                await self._send(_as_sse([failure.body]))
+        finally:
+            self._quiet.cancel()
+        return self._response
+
+    async def _begin(self) -> None:
+        """Ends the comments."""
+        self._begun.set()
+        await self._quiet
+
+    async def _keep_alive(self) -> None:
+        while not self._begun.is_set():
+            try:
+                async with asyncio.timeout(self._keep_alive_seconds):
+                    await self._begun.wait()
+            except TimeoutError:
+                await self._send(b": keep-alive\n\n")
+
+    async def _send(self, content: bytes) -> None:
+        async with self._sending:  # of several texts, the first one prepares the response
+            await _send(self._request, self._response, content)
+
+
+def _as_sse(events: Sequence[Json]) -> bytes:
+    lines = []
+    for event in events:
+        name = f"event: {event['type']}\n" if "type" in event else ""
+        lines.append(f"{name}data: {json.dumps(event)}\n\n")
+    return "".join(lines).encode()
+
+
+async def _send(request: web.Request, response: web.StreamResponse, content: bytes) -> None:
+    """Sends a part of a response.
+
+    Raises:
+        ConnectionResetError: The caller is gone, or reads nothing.
+    """
+    try:
+        async with asyncio.timeout(_STALLED_SECONDS):
+            if not response.prepared:
+                await response.prepare(request)
+            await response.write(content)
+    except TimeoutError:
+        request[FAILED] = DISCONNECTED
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError("the caller reads nothing") from None

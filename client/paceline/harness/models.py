@@ -39,6 +39,9 @@ MODELS = {
 MODEL = f"Hugging Face folder, GGUF file, or a name: {', '.join(MODELS)}"
 """Description of an argument of type `model_path`, for --help."""
 
+WEIGHTS = ("auto", "float32", "bfloat16", "int8", "int4")
+"""Formats of a target's weights, for arguments `--weights`."""
+
 
 def model_path(text: str) -> Path:
     """Type of an argument that takes a model: its path, or that of a named model.

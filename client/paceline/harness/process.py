@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -13,12 +14,19 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
+
+import grpc
+
+from paceline.v1 import verifier_pb2, verifier_pb2_grpc
 
 Kind = Literal["verifier", "drafter", "gateway"]
 
 _POLL_SECONDS = 0.01
 _LOG_TAIL_BYTES = 8192
+_CALL_SECONDS = 5.0
+JOIN_SECONDS = 60.0
+"""Longest time from the start of a verifier and a drafter until the drafter has joined."""
 
 
 class ProcessFailed(RuntimeError):
@@ -35,7 +43,8 @@ class ServiceProcess:
     Args:
         kind: Sub-command to run.
         arguments: Its arguments, such as `["--target", "models/demo/target"]`. `--address`,
-            `--ready-file` and `--stop-with-stdin` are added.
+            `--ready-file` and `--stop-with-stdin` are added. A drafter without `--verifier` joins
+            any verifier on this machine that a client asks it to join.
         address: Address to listen on; port 0 takes a free port.
         environment: Variables that override those of this process.
         wrapper: Command that execs the service, such as `unshare` with its arguments.
@@ -106,6 +115,10 @@ class ServiceProcess:
             *("--address", self._bound_address or self._requested_address),
             *("--ready-file", str(self._ready_file), "--stop-with-stdin"),
         ]
+        if self.kind == "drafter" and not any(
+            a.partition("=")[0] == "--verifier" for a in self.arguments
+        ):
+            command += ["--verifier=127.0.0.1:*", "--verifier=unix:*"]
         with self._log_file.open("ab") as log:
             output = None if self._show_log else log
             self._process = subprocess.Popen(
@@ -130,10 +143,10 @@ class ServiceProcess:
             self._bound_address = self._ready_file.read_text(encoding="utf-8")
             return True
         if self.returncode is not None:
-            raise self._failed(f"ended with code {self.returncode} before it was ready")
+            raise self.failed(f"ended with code {self.returncode} before it was ready")
         if time.monotonic() > self._ready_deadline:
             self.kill()
-            raise self._failed(f"was not ready within {self._ready_seconds:g} s")
+            raise self.failed(f"was not ready within {self._ready_seconds:g} s")
         return False
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -219,7 +232,8 @@ class ServiceProcess:
             process.stdin.close()
         return code
 
-    def _failed(self, what: str) -> ProcessFailed:
+    def failed(self, what: str) -> ProcessFailed:
+        """The error that says what the process did, with the end of its log."""
         log = self.log_tail()
         return ProcessFailed(f"the {self.kind} {what}" + (f"; its log ends\n{log}" if log else ""))
 
@@ -228,7 +242,9 @@ class ServiceProcess:
 def local_services(
     verifier: Sequence[str], drafter: Sequence[str]
 ) -> Iterator[tuple[ServiceProcess, ServiceProcess]]:
-    """A verifier and a drafter, started side by side and ready. Both stop at the end of the block.
+    """A verifier, and a drafter that has joined it, started side by side.
+
+    Both stop at the end of the block.
 
     Args:
         verifier: Arguments of `paceline verifier`.
@@ -237,13 +253,56 @@ def local_services(
     Raises:
         ProcessFailed: One of them is not ready in time.
     """
-    processes = ServiceProcess("verifier", verifier), ServiceProcess("drafter", drafter)
+    address = with_port("127.0.0.1:0")
+    first = ServiceProcess("verifier", verifier, address=address)
+    processes = first, ServiceProcess("drafter", [*drafter, f"--verifier={address}"])
     try:
         for process in processes:
             process.spawn()
         for process in processes:
             process.wait_ready()
+        with grpc.insecure_channel(address) as channel:
+            _wait_joined(channel, *processes)
         yield processes
     finally:
         for process in processes:
             process.stop()
+
+
+def with_port(address: str) -> str:
+    """An address with a free port in place of port 0, for services that must know it beforehand."""
+    host, _, port = address.rpartition(":")
+    if port != "0":
+        return address
+    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+    with socket.socket(family) as free:
+        free.bind((host.strip("[]"), 0))
+        return f"{host}:{free.getsockname()[1]}"
+
+
+def has_drafter(channel: grpc.Channel, metadata: Sequence[tuple[str, str]] = ()) -> bool:
+    """Whether a drafter service has joined the verifier of a channel.
+
+    Args:
+        channel: To the verifier.
+        metadata: gRPC metadata of the call, such as a bearer token.
+    """
+    stub: Any = verifier_pb2_grpc.VerifierServiceStub
+    request = verifier_pb2.GetModelRequest(omit_tokenizer=True)
+    try:
+        model = stub(channel).GetModel(request, metadata=metadata, timeout=_CALL_SECONDS)
+    except grpc.RpcError:
+        return False
+    return bool(model.drafter_services)
+
+
+def _wait_joined(channel: grpc.Channel, verifier: ServiceProcess, drafter: ServiceProcess) -> None:
+    """Wait until a drafter has joined a verifier. Raises ProcessFailed if it does not."""
+    deadline = time.monotonic() + JOIN_SECONDS
+    while not has_drafter(channel):
+        for process in (verifier, drafter):
+            if process.returncode is not None:
+                raise process.failed(f"ended with code {process.returncode}")
+        if time.monotonic() > deadline:
+            raise drafter.failed(f"did not join the verifier within {JOIN_SECONDS:g} s")
+        time.sleep(_POLL_SECONDS)

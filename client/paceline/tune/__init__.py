@@ -1,8 +1,7 @@
 """Finds the best settings of a drafter for given prompts and this machine."""
 
-from paceline.tune.report import to_table, to_toml
 from paceline.tune.services import TuningServices
-from paceline.tune.steps import METHODS, Step, TuneError, TuningRun, tune
+from paceline.tune.steps import METHODS, Step, TuneError, TuningRun, to_table, to_toml, tune
 
 __all__ = [
     "METHODS",

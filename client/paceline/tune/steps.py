@@ -1,9 +1,15 @@
-"""The settings to measure, and the choice among them."""
+"""The settings to measure, the choice among them, and the results."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+import json
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from rich.bar import Bar
+from rich.table import Table
+
+_BAR = 40  # columns
 
 RATIOS = (0.01, 0.02, 0.04, 0.07, 0.1, 0.15, 0.25, 0.5)
 """Sparse ratios of the first sweep: the share of the text's KV that drafting reads."""
@@ -23,8 +29,8 @@ TREES = (
 STABLE = 0.97
 """An accepted length is stable from this share of the best one on."""
 
-LEAST_CONTEXT = 32
-"""Least number of positions that drafting reads. Unit: tokens."""
+MIN_CONTEXT = 32
+"""Minimum number of positions that drafting reads. Unit: tokens."""
 
 METHODS = ("selfspec", "longspec", "lm")
 """Methods with settings to tune."""
@@ -85,11 +91,11 @@ async def tune(method: str, measure: Measure) -> list[Step]:
 
 async def _chain(measure: Measure) -> list[Step]:
     def setting(ratio: float, depth: int) -> dict[str, str]:
-        return {"ratio": f"{ratio:.3g}", "context": str(LEAST_CONTEXT), "depth": str(depth)}
+        return {"ratio": f"{ratio:.3g}", "context": str(MIN_CONTEXT), "depth": str(depth)}
 
     first = await _sweep(measure, [setting(ratio, max(DEPTHS)) for ratio in RATIOS])
-    most = max(run.accepted_length for run in first)
-    stable = next(run for run in first if run.accepted_length >= STABLE * most)
+    best = max(run.accepted_length for run in first)
+    stable = next(run for run in first if run.accepted_length >= STABLE * best)
     ratio = float(stable.options["ratio"])
     by_depth = _fastest(
         "drafted tokens", await _sweep(measure, [setting(ratio, depth) for depth in DEPTHS])
@@ -109,3 +115,48 @@ async def _sweep(measure: Measure, settings: Iterable[Mapping[str, str]]) -> lis
 
 def _fastest(title: str, runs: list[TuningRun]) -> Step:
     return Step(title, runs, max(runs, key=lambda run: run.tokens_per_second))
+
+
+def to_toml(
+    verifier: Mapping[str, str | bool], load: str, steps: Sequence[Step], baseline: float
+) -> str:
+    """A config file for `paceline serve`, `paceline verifier` and `paceline drafter`.
+
+    Args:
+        verifier: Arguments of the verifier by their long names.
+        load: The drafter, NAME=METHOD:DIR,key=value...
+        steps: All steps; the drafter has the settings chosen in the last one.
+        baseline: Speed without a drafter. Unit: tokens/s.
+    """
+    best = steps[-1].chosen
+    lines = [
+        f"# Found by paceline tune: {best.tokens_per_second:.1f} tokens/s, accepted length "
+        f"{best.accepted_length:.2f}; {baseline:.1f} tokens/s without a drafter.",
+    ]
+    if best.tokens_per_second < baseline:
+        lines.append("# Drafting does not pay with these prompts here: services will not draft.")
+    lines += ["", "[verifier]", *(f"{key} = {json.dumps(v)}" for key, v in verifier.items())]
+    lines += ["", "[drafter]", f"load = [{json.dumps(load)}]", ""]
+    return "\n".join(lines)
+
+
+def to_table(step: Step, baseline: float) -> Table:
+    """The runs of a step with their speeds as bars; `baseline` as in `to_toml`."""
+    table = Table(title=step.title)
+    table.add_column("setting")
+    for heading in ("accepted length", "tokens/s", "speed-up"):
+        table.add_column(heading, justify="right")
+    table.add_column("", min_width=_BAR)
+    table.add_column("")
+    fastest = max(run.tokens_per_second for run in step.runs)
+    for run in step.runs:
+        speed = run.tokens_per_second
+        table.add_row(
+            run.label,
+            f"{run.accepted_length:.2f}",
+            f"{speed:.1f}",
+            f"{speed / baseline:.2f}x",
+            Bar(fastest, 0, speed, width=_BAR),
+            "chosen" if run is step.chosen else "",
+        )
+    return table

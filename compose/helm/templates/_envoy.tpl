@@ -4,13 +4,13 @@
 {{- $name := include "paceline.name" . }}
 static_resources:
   listeners:
-    {{- include "paceline.listener" (dict "port" 7431 "clusters" (list (dict "name" "verifiers" "weight" 1))) | nindent 4 }}
+    {{- include "paceline.listener" (dict "port" 7431 "clusters" (list "verifiers")) | nindent 4 }}
     {{- $drafters := list }}
     {{- if .Values.coLocated }}
-    {{- $drafters = list (dict "name" "drafters" "weight" 1) }}
+    {{- $drafters = list "drafters" }}
     {{- else }}
     {{- range .Values.drafters }}
-    {{- $drafters = append $drafters (dict "name" (printf "drafter-%s-%s" .name .version) "weight" (.weight | default 0)) }}
+    {{- $drafters = append $drafters (printf "drafter-%s-%s" .name .version) }}
     {{- end }}
     {{- end }}
     {{- include "paceline.listener" (dict "port" 7432 "clusters" $drafters) | nindent 4 }}
@@ -67,7 +67,7 @@ static_resources:
                         weighted_clusters:
                           clusters:
                             {{- range .clusters }}
-                            - {name: {{ .name }}, weight: {{ .weight }}}
+                            - {name: {{ . }}, weight: 1}
                             {{- end }}
 {{- end }}
 
@@ -107,7 +107,7 @@ static_resources:
           - endpoint:
               address: {socket_address: {address: {{ $host }}, port_value: {{ $port }}}}
             {{- if $root.Values.coLocated }}
-            # The same key on both ports: a client's drafter is the one beside its verifier.
+            # The same key on both ports: a client controls the drafter beside its verifier.
             metadata: {filter_metadata: {envoy.lb: {hash_key: {{ $host }}}}}
             {{- end }}
           {{- end }}

@@ -134,7 +134,8 @@ resources:
 {{- end }}
 {{- end }}
 
-{{- /* The drafter's container, in a pod of its own or beside a verifier: (dict root drafter shared). */ -}}
+{{- /* The drafter's container: (dict root drafter shared). In the pod of a verifier (shared) it joins that one, at
+127.0.0.1:7431, which is its default; else every verifier. */ -}}
 {{- define "paceline.drafter" -}}
 - name: drafter
   image: {{ .root.Values.images.drafter }}
@@ -144,8 +145,10 @@ resources:
     {{- end }}
     - --root=/models
     - --verifier-tls-ca=/run/paceline/tls.crt
-    {{- if .shared }}
-    - --kv-address=127.0.0.1:7431
+    {{- if not .shared }}
+    {{- range $index := until (int .root.Values.verifier.count) }}
+    - --verifier={{ include "paceline.name" $.root }}-verifier-{{ $index }}.{{ $.root.Release.Namespace }}.svc:7431
+    {{- end }}
     {{- end }}
     {{- if .drafter.state }}
     - --state-dir=/state
@@ -157,15 +160,13 @@ resources:
 
 {{- define "paceline.check" -}}
 {{- if .Values.coLocated }}
-  {{- if .Values.verifier.autoscaling.enabled }}
-    {{- fail "coLocated and verifier.autoscaling exclude each other: a verifier's drafter is found by the Deployment they are in; raise verifier.count instead" }}
-  {{- end }}
   {{- if ne (len .Values.drafters) 1 }}
     {{- fail "coLocated takes one entry of drafters: load further versions with `paceline drafters load`" }}
   {{- end }}
-{{- else }}
-  {{- $total := 0 }}
-  {{- range .Values.drafters }}{{ $total = add $total (.weight | default 0) }}{{ end }}
-  {{- if eq (int $total) 0 }}{{ fail "no entry of drafters has a weight above 0" }}{{ end }}
+  {{- if and .Values.verifier.autoscaling.enabled (first .Values.drafters).state }}
+    {{- fail "verifier.autoscaling and a drafter's state exclude each other: the pods of a Deployment cannot share its volume; raise verifier.count instead" }}
+  {{- end }}
+{{- else if .Values.verifier.autoscaling.enabled }}
+  {{- fail "verifier.autoscaling needs coLocated: other drafters join one pod of each Deployment; set coLocated, or raise verifier.count instead" }}
 {{- end }}
 {{- end }}

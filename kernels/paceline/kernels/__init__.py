@@ -4,26 +4,25 @@ Backends are chosen by device in :func:`backend_for`. Imports nothing but torch 
 """
 
 from paceline.kernels._compile import processor, processor_name
-from paceline.kernels._native import CpuKernels, cpu_kernels
+from paceline.kernels._native import NUMERICS, CpuKernels, cpu_kernels, get_numerics, set_numerics
 from paceline.kernels.attention import (
     AttentionBackend,
     backend_for,
     register_backend,
     tree_attention,
 )
-from paceline.kernels.caches import KVCacheView, LayerTable
-from paceline.kernels.candidates import best_candidates
+from paceline.kernels.caches import KVCacheView, LayerTable, PagedPlane, Plane
+from paceline.kernels.dense import MOST_NOTED, AttentionCall, NotedBlock, PlannedProbes, Probe
 from paceline.kernels.executor import Executor
-from paceline.kernels.history import History
 from paceline.kernels.noise import gumbel_noise, gumbel_noise_at, philox
-from paceline.kernels.numerics import NUMERICS, get_numerics, set_numerics
-from paceline.kernels.paged import PagedPlane, Plane
-from paceline.kernels.probes import MOST_NOTED, NotedBlock, PlannedProbes, Probe
 from paceline.kernels.program import Context, Heads, Pass, Program, Recorder
-from paceline.kernels.rejection import Proposal, accept_or_resample
 from paceline.kernels.rows import Norm, RowKernels, row_kernels
 from paceline.kernels.sampling import (
+    History,
+    Proposal,
     SamplingParams,
+    accept_or_resample,
+    best_candidates,
     choose_token,
     choose_tokens,
     filter_logits,
@@ -47,6 +46,7 @@ __all__ = [
     "SELECTION_CHUNK",
     "SINKS",
     "AttentionBackend",
+    "AttentionCall",
     "Context",
     "CpuKernels",
     "Executor",

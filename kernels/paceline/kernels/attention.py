@@ -8,43 +8,28 @@ depend on the rest of the batch.
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Literal, Protocol, overload
+from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from paceline.kernels.choice import preferred_backend
-from paceline.kernels.paged import PagedPlane, Plane, as_tensors, head_width
-from paceline.kernels.probes import Probe
+from paceline.kernels.caches import Plane, head_width
+from paceline.kernels.dense import AttentionCall, DenseBackend, Probe
 from paceline.kernels.trees import TreePlan
 
 
 class AttentionBackend(Protocol):
-    """The attention of a kind of device; :func:`tree_attention` describes the arguments."""
+    """The attention of a kind of device."""
 
     name: str
-    pages: bool
-    """Whether it reads paged caches; if not, it gets contiguous copies."""
 
-    def attend(
-        self,
-        q: Tensor,
-        keys: Sequence[Any],
-        values: Sequence[Any],
-        plan: TreePlan,
-        *,
-        scale: float,
-        window: int | None,
-        out: Tensor,
-        lse: Tensor | None,
-        probes: Sequence[Probe] = (),
-    ) -> None:
-        """Write the attention of every packed row into ``out``, its log-sum-exp into ``lse``.
-
-        Fills the probes, without an effect on the result; ``lse`` is given if one needs weights.
-        """
+    def attend(self, call: AttentionCall) -> None:
+        """Write the attention of every packed row, and what the call asks for beside it."""
 
 
 _FACTORIES: dict[str, Callable[[], AttentionBackend]] = {}
@@ -76,22 +61,6 @@ def backend_for(device: torch.device | str) -> AttentionBackend:
     return backend
 
 
-@overload
-def tree_attention(
-    q: Tensor, keys: Sequence[Plane], values: Sequence[Plane], plan: TreePlan, *,
-    scale: float, window: int | None = None, return_lse: Literal[False] = False,
-    out: Tensor | None = None, probes: Sequence[Probe] = (),
-) -> Tensor: ...  # fmt: skip
-
-
-@overload
-def tree_attention(
-    q: Tensor, keys: Sequence[Plane], values: Sequence[Plane], plan: TreePlan, *,
-    scale: float, window: int | None = None, return_lse: Literal[True],
-    out: Tensor | None = None, probes: Sequence[Probe] = (),
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-
-
 def tree_attention(
     q: Tensor,
     keys: Sequence[Plane],
@@ -100,10 +69,9 @@ def tree_attention(
     *,
     scale: float,
     window: int | None = None,
-    return_lse: bool = False,
     out: Tensor | None = None,
     probes: Sequence[Probe] = (),
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor:
     """Attention of packed tree nodes over their own paths.
 
     Row i of a segment attends to the segment's committed prefix and to its own ancestors and
@@ -112,19 +80,17 @@ def tree_attention(
     Args:
         q: Queries after RoPE, ``[M, Hq, D]`` of a float dtype.
         keys: Per sequence, cached keys ``[Hkv, capacity, D]`` (any strides with a dense last
-            dimension; see :mod:`paceline.kernels.cache_rows` for int8) or in pages of one pool,
+            dimension; see :mod:`paceline.kernels.caches` for int8) or in pages of one pool,
             filled up to ``segment.stop``.
         values: Per sequence, cached values, like ``keys``.
         plan: The packed segments.
         scale: Factor on the scores, usually ``D ** -0.5``.
         window: Sliding window in tokens, or None.
-        return_lse: Also return the log-sum-exp of the scaled scores.
         out: Output, ``[M, Hq, D]`` of any float dtype; allocated in ``q.dtype`` if None.
         probes: Rows whose scores or weights are recorded.
 
     Returns:
-        The attention, ``[M, Hq, D]``; with ``return_lse`` also float32 ``[M, Hq]``. Every row
-        attends at least to itself.
+        The attention, ``[M, Hq, D]``. Every row attends at least to itself.
 
     Raises:
         ValueError: Shapes that do not fit together, or a window below 1.
@@ -136,15 +102,11 @@ def tree_attention(
         plan.prepared[checked] = True
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    needs_lse = return_lse or any(probe.weights for probe in probes)
+    needs_lse = any(probe.weights for probe in probes)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if needs_lse else None
-    backend = backend_for(q.device)
-    if not backend.pages and any(isinstance(each, PagedPlane) for each in (*keys, *values)):
-        keys, values = as_tensors(keys, plan), as_tensors(values, plan)
-    backend.attend(
-        q, keys, values, plan, scale=scale, window=window, out=out, lse=lse, probes=probes
-    )
-    return (out, lse) if return_lse and lse is not None else out
+    call = AttentionCall(q, keys, values, plan, scale, window, out, lse, probes)
+    backend_for(q.device).attend(call)
+    return out
 
 
 def _check(
@@ -176,23 +138,6 @@ def _check(
             )
 
 
-def _cpu() -> AttentionBackend:
-    from paceline.kernels._native import library
-
-    native = library()
-    if native is None:
-        return _dense()
-    from paceline.kernels._native_attention import NativeBackend
-
-    return NativeBackend(native, fallback=_dense())
-
-
-def _dense() -> AttentionBackend:
-    from paceline.kernels._dense import DenseBackend
-
-    return DenseBackend()
-
-
 def _cuda() -> AttentionBackend:
     return cuda_backend(preferred_backend(torch.cuda.get_device_name()))
 
@@ -205,7 +150,7 @@ def cuda_backend(name: str) -> AttentionBackend:
     """
     if name == "flash_attn":
         with suppress(ImportError):
-            from paceline.kernels._triton.flash import FlashBackend
+            from paceline.kernels._triton.backend import FlashBackend
 
             return FlashBackend()
     if name != "dense":
@@ -213,8 +158,49 @@ def cuda_backend(name: str) -> AttentionBackend:
             from paceline.kernels._triton.backend import TritonBackend
 
             return TritonBackend()
-    return _dense()
+    return DenseBackend()
 
 
-register_backend("cpu", _cpu)
+BACKENDS = ("triton", "flash_attn", "dense")
+VARIABLE = "PACELINE_ATTENTION"
+
+
+def preferred_backend(device_name: str) -> str:
+    """The backend of a kind of GPU: ``PACELINE_ATTENTION``, else the fastest measured, else triton.
+
+    Args:
+        device_name: PyTorch's name of the GPU.
+
+    Raises:
+        RuntimeError: ``PACELINE_ATTENTION`` is not the name of a backend.
+    """
+    requested = os.environ.get(VARIABLE, "")
+    if requested and requested not in BACKENDS:
+        raise RuntimeError(f"{VARIABLE} is {requested!r}, expected one of {', '.join(BACKENDS)}")
+    measured = _measured().get(device_name, "")
+    return requested or (measured if measured in BACKENDS else BACKENDS[0])
+
+
+def remember_backend(device_name: str, backend: str) -> Path:
+    """Store the fastest backend of a kind of GPU for later starts; returns the file."""
+    path = _choice_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(_measured() | {device_name: backend}, indent=1) + "\n")
+    return path
+
+
+def _measured() -> dict[str, str]:
+    try:
+        found = json.loads(_choice_file().read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _choice_file() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "paceline" / "attention.json"
+
+
+register_backend("cpu", DenseBackend)
 register_backend("cuda", _cuda)

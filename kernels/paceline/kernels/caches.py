@@ -1,14 +1,128 @@
-"""KV caches as programs see them: tensors or pages of each layer, and a table of addresses."""
+"""KV caches: rows of 8 bits, pages of a pool, and how programs see the caches of a sequence.
+
+A row is a head's values at one position, as floats or in 8 bits. An int8 cache is ``[Hkv, capacity,
+D + 4]``: D signed bytes, and the last four the float32 by which they are multiplied. So what moves
+rows does not depend on the type. ``native/cache_rows.h`` has the rule of rounding.
+"""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from paceline.kernels.paged import Plane, head_width
+SCALE_BYTES = 4
+_LARGEST = 127
+_LEAST = 2.0**-100
+
+
+def row_width(dim: int, dtype: torch.dtype) -> int:
+    """Elements of a row with heads of ``dim`` values in a cache of this type."""
+    return dim + SCALE_BYTES if dtype is torch.int8 else dim
+
+
+def to_rows(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Floats ``[..., D]`` as rows of a cache of this type."""
+    if dtype is not torch.int8:
+        return values.to(dtype)
+    values = values.float()
+    largest = values.abs().amax(-1, keepdim=True)
+    scale = torch.where(largest >= _LEAST, largest / _LARGEST, 0.0)
+    numbers = (values * scale.reciprocal()).round().nan_to_num(0.0, 0.0, 0.0)
+    whole = scale.isfinite() & (scale > 0)
+    scale = torch.where(largest.isfinite(), scale, torch.nan)
+    return torch.cat([(numbers * whole).to(torch.int8), scale.view(torch.int8)], -1)
+
+
+def from_rows(rows: Tensor) -> Tensor:
+    """The values of rows: float32 ``[..., D]`` of int8 rows, others as they are."""
+    if rows.dtype is not torch.int8:
+        return rows
+    scale = rows[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+    return rows[..., :-SCALE_BYTES] * scale
+
+
+@dataclass(frozen=True)
+class PagedPlane:
+    """Keys or values of one layer of one sequence, addressed through a page table.
+
+    Slot s is in page ``tables[row, s // page_size]`` of the pool, at ``s % page_size``. With a page
+    size of 1 the table lists single slots of the pool: sparse attention.
+
+    Attributes:
+        pool: ``[pages, Hkv, page_size, D]``, any strides with a dense last dimension.
+        tables: Page tables of all sequences, int32 ``[rows, n]``, dense, on the pool's device.
+        row: The table of this sequence.
+        capacity: Slots with pages. Unit: tokens.
+    """
+
+    pool: Tensor
+    tables: Tensor
+    row: int
+    capacity: int
+
+    @property
+    def page_size(self) -> int:
+        """Slots per page."""
+        return self.pool.shape[2]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the pool."""
+        return self.pool.dtype
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """``(Hkv, capacity, D)``, the shape of a contiguous cache."""
+        return self.pool.shape[1], self.capacity, self.pool.shape[3]
+
+    def gather(self, slots: Tensor) -> Tensor:
+        """A copy of some slots.
+
+        Args:
+            slots: int64 ``[n]`` on the pool's device.
+
+        Returns:
+            ``[Hkv, n, D]``.
+        """
+        return self.pool[self._pages(slots), :, slots % self.page_size].transpose(0, 1)
+
+    def write(self, slots: Tensor, rows: Tensor) -> None:
+        """Fill slots, int64 ``[n]``, with ``[Hkv, n, D]``, converted to the pool's type."""
+        rows = rows.transpose(0, 1).to(self.pool.dtype)
+        self.pool[self._pages(slots), :, slots % self.page_size] = rows
+
+    def _pages(self, slots: Tensor) -> Tensor:
+        return self.tables[self.row, slots // self.page_size].long()
+
+
+Plane = Tensor | PagedPlane
+"""Keys or values of a layer and sequence: ``[Hkv, capacity, D]``, or the same in pages; see
+:mod:`paceline.kernels.caches` for int8."""
+
+
+def head_width(plane: Plane) -> int:
+    """Width of a head."""
+    return plane.shape[2] - row_width(0, plane.dtype)
+
+
+def span(plane: Plane, start: int, stop: int) -> Tensor:
+    """Slots from ``start`` to ``stop``, ``[Hkv, n, D]``: a view, or a copy of paged ones."""
+    if isinstance(plane, PagedPlane):
+        return plane.gather(torch.arange(start, stop, device=plane.pool.device))
+    return plane[:, start:stop]
+
+
+def write(plane: Plane, start: int, rows: Tensor) -> None:
+    """Fill the slots from ``start`` on with ``[Hkv, n, D]``, converted to the plane's type."""
+    if isinstance(plane, PagedPlane):
+        plane.write(torch.arange(start, start + rows.shape[1], device=rows.device), rows)
+    else:
+        plane.narrow(1, start, rows.shape[1]).copy_(to_rows(rows, plane.dtype))
 
 
 class KVCacheView(Protocol):
@@ -25,7 +139,7 @@ class KVCacheView(Protocol):
 
     def layer(self, index: int) -> tuple[Plane, Plane]:
         """Keys and values of a layer, each ``[Hkv, capacity, D]``, writable, last dim dense; int8
-        as in :mod:`paceline.kernels.cache_rows`."""
+        as in :mod:`paceline.kernels.caches`."""
         ...
 
 

@@ -1,11 +1,514 @@
-"""Runs programs: on the CPU by one native call, elsewhere one operation at a time."""
+"""Runs programs: on the CPU by one native call (``native/program.c``), elsewhere one operation at a
+time."""
 
 from __future__ import annotations
 
-from paceline.kernels._native import library
-from paceline.kernels._native_program import NativeProgram, supported
-from paceline.kernels._torch_program import run_one_by_one
-from paceline.kernels.program import Pass, PassResult, Program
+import ctypes
+import threading
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, chain, pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from paceline.kernels._native import LANES, library
+from paceline.kernels.attention import tree_attention
+from paceline.kernels.caches import LayerTable
+from paceline.kernels.dense import Probe
+from paceline.kernels.program import Kind, Operation, Pass, PassResult, Program
+from paceline.kernels.rows import row_kernels
+from paceline.kernels.trees import MAX_TREE_NODES, TreePlan, TreeSegment, plan_trees
+
+if TYPE_CHECKING:
+    from paceline.kernels.linear import PackedMatrix
+
+CACHE_TYPES = (torch.float32, torch.bfloat16, torch.int8)
+"""Types of caches, in the order of ``native/cache_rows.h``."""
+
+# Most rows of a tile: its scores of a chunk fit a core's cache, and keys are converted once for
+# many rows.
+_TILE_ROWS = 128
+
+
+def _numbers(*names: str) -> list[tuple[str, Any]]:
+    return [(name, ctypes.c_int64) for name in names]
+
+
+def _pointers(*names: str) -> list[tuple[str, Any]]:
+    return [(name, ctypes.c_void_p) for name in names]
+
+
+class Block(ctypes.Structure):
+    """``Block`` of ``native/attention.h``."""
+
+    _fields_ = [
+        *_numbers("sequence", "start", "length", "row"),
+        *_pointers("depths", "paths", "path_starts"),
+    ]
+
+
+class _Probe(ctypes.Structure):
+    _fields_ = [*_numbers("block", "node", "weights", "stride"), *_pointers("out")]
+
+
+class CProbes(ctypes.Structure):
+    """``Probes`` of ``native/attention.h``."""
+
+    _fields_ = [*_numbers("count"), *_pointers("probe")]
+
+
+def probe_rows(probes: Sequence[Probe]) -> ctypes.Array[_Probe]:
+    """Probes as a C array."""
+    rows = (_Probe * len(probes))()
+    for row, probe in zip(rows, probes, strict=True):
+        row.block, row.node, row.weights = probe.segment, probe.node, probe.weights
+        row.stride, row.out = probe.out.stride(0), probe.out.data_ptr()
+    return rows
+
+
+class BlockTables:
+    """A plan's blocks, and their tiles, as C arrays; see ``native/attention.h``.
+
+    Attributes:
+        block: Address of ``Block [blocks]``.
+        blocks: Number of blocks.
+        tile: Address of the tiles, int64 ``[tiles, 3]``.
+        tiles: Number of tiles.
+    """
+
+    def __init__(self, plan: TreePlan, group: int) -> None:
+        """Make the tables for ``group`` query heads per kv head."""
+        rows = (Block * len(plan.segments))()
+        tiles: list[int] = []
+        most = max(1, _TILE_ROWS // group)
+        self._kept: list[Any] = [rows]
+        for index, (segment, row) in enumerate(zip(plan.segments, plan.offsets, strict=False)):
+            block, length = rows[index], segment.length
+            block.sequence, block.start = segment.sequence, segment.start
+            block.length, block.row = length, row
+            if not segment.is_chain:
+                self._kept.append(_fill_tree(block, segment))
+            count = -(-length // most)  # tiles of almost equal sizes
+            bounds = [length * i // count for i in range(count + 1)]
+            for node, stop in pairwise(bounds):
+                tiles += (index, node, stop - node)
+        table = (ctypes.c_int64 * len(tiles))(*tiles)
+        self._kept.append(table)
+        self.blocks, self.tiles = len(rows), len(tiles) // 3
+        self.block, self.tile = ctypes.addressof(rows), ctypes.addressof(table)
+
+    @classmethod
+    def of(cls, plan: TreePlan, group: int) -> BlockTables:
+        """The tables, made once for each plan."""
+        key = (cls, group)
+        if key not in plan.prepared:
+            plan.prepared[key] = cls(plan, group)
+        tables: BlockTables = plan.prepared[key]
+        return tables
+
+
+def _fill_tree(block: Block, segment: TreeSegment) -> ctypes.Array[ctypes.c_int32]:
+    """Set the depths and root-first paths of a tree in ``block``; returns their memory."""
+    assert segment.parents is not None
+    paths: list[list[int]] = []
+    for node, parent in enumerate(segment.parents):
+        paths.append([*paths[parent], node] if parent >= 0 else [node])
+    starts = [0, *accumulate(map(len, paths))]
+    numbers = [*segment.depths, *starts, *chain.from_iterable(paths)]
+    table = (ctypes.c_int32 * len(numbers))(*numbers)
+    block.depths = ctypes.addressof(table)
+    block.path_starts = block.depths + 4 * len(paths)
+    block.paths = block.path_starts + 4 * len(starts)
+    return table
+
+
+_WIDEST_HEAD = 512
+_OUT_OF_MEMORY = 1
+
+
+class _Operation(ctypes.Structure):
+    _fields_ = [
+        *_numbers("kind", "source", "delta", "out", "layer", "window", "q_heads", "kv_heads"),
+        *_numbers("bf16"),
+        *_pointers("weight", "second"),
+        ("eps", ctypes.c_double),
+    ]
+
+
+class _Buffer(ctypes.Structure):
+    _fields_ = _numbers("width", "extent")
+
+
+class _Program(ctypes.Structure):
+    _fields_ = [
+        *(*_numbers("operations", "selecting"), *_pointers("operation")),
+        *(*_numbers("buffers"), *_pointers("buffer")),
+        *_numbers("vocabulary", "q_heads", "kv_heads", "dim"),
+        ("scale", ctypes.c_double),
+    ]
+
+
+class _Queries(ctypes.Structure):
+    _fields_ = [*_numbers("count"), *_pointers("row", "out")]
+
+
+class _Run(ctypes.Structure):
+    _fields_ = [
+        *(*_numbers("rows", "selected", "threads"), *_pointers("tokens", "position")),
+        *(*_pointers("selection", "table"), *_numbers("sequences"), *_pointers("caches")),
+        *(*_numbers("kv_type", "blocks"), *_pointers("block", "contexts", "context_block")),
+        *(*_numbers("context_type"), *_pointers("inputs"), *_numbers("inputs_bf16")),
+        *(*_numbers("tiles"), *_pointers("tile", "logits", "taps"), *_numbers("taps_bf16")),
+        *_pointers("probes", "queries", "memory"),
+    ]
+
+
+_ZEROS = (ctypes.c_int32 * MAX_TREE_NODES)()
+_RISING = (ctypes.c_int32 * (MAX_TREE_NODES + 1))(*range(MAX_TREE_NODES + 1))
+_NODES = tuple(map(ctypes.addressof, (_ZEROS, _ZEROS, _RISING)))
+"""Depths, paths and their starts of nodes that all are the first slot after the prefix."""
+
+
+def supported(program: Program) -> bool:
+    """Whether the compiled code can run a program: packed weights, and whole vectors."""
+    matrices = [op.matrix for op in program.operations if op.matrix is not None]
+    dim, logits = program.heads.dim, program.buffers[0]
+    widths = [buffer.width for buffer in program.buffers if buffer is not logits]
+    return (
+        all(matrix.packed is not None for matrix in matrices)
+        and not any(width % LANES for width in (*widths, dim))
+        and dim <= _WIDEST_HEAD
+    )
+
+
+class NativeProgram:
+    """A program as C structures. Safe to run on several threads: each has its own memory."""
+
+    def __init__(self, library: ctypes.CDLL, program: Program) -> None:
+        """Translate a program that is :func:`supported`."""
+        self._heads, self._layers, self._dtype = program.heads, program.layers, program.dtype
+        self._kept: list[Any] = [program]
+        self._hidden = program.buffers[program.operations[0].out].width
+        self._vocabulary = program.buffers[0].width
+        operations = (_Operation * len(program.operations))(
+            *map(self._translate, program.operations)
+        )
+        buffers = (_Buffer * len(program.buffers))(
+            *(_Buffer(b.width, b.extent) for b in program.buffers)
+        )
+        first, selected = program.operations[0], program.operations[program.selecting :]
+        self._selected_taps = {op.layer for op in selected if op.kind == Kind.TAP}
+        self._selects = bool(selected)
+        self._program = _Program(
+            operations=len(operations),
+            selecting=program.selecting,
+            operation=ctypes.addressof(operations),
+            buffers=len(buffers),
+            buffer=ctypes.addressof(buffers),
+            vocabulary=_vocabulary(first),
+            q_heads=program.heads.q_heads,
+            kv_heads=program.heads.kv_heads,
+            dim=program.heads.dim,
+            scale=program.heads.dim**-0.5,
+        )
+        self._kept += [operations, buffers]
+        self._address = ctypes.addressof(self._program)
+        self._bytes = library.paceline_program_bytes
+        self._run = library.paceline_run_program
+        for function in (self._bytes, self._run):
+            function.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+            function.restype = ctypes.c_int64
+        self._memory = threading.local()
+
+    def run(self, call: Pass) -> PassResult:
+        """See :meth:`paceline.kernels.Executor.run`."""
+        plan = call.plan
+        tables = self._check_caches([cache.table for cache in call.caches], self._layers)
+        self._check_segments(plan, tables)
+        blocks = BlockTables.of(plan, self._heads.q_heads // self._heads.kv_heads)
+        caches = _addresses(tables)
+        tokens = None if call.tokens is None else call.tokens.contiguous()
+        inputs = None if call.inputs is None else call.inputs.contiguous()
+        selection = None if call.selection is None else call.selection.contiguous()
+        selected = plan.rows if selection is None else selection.shape[0]
+        logits = torch.empty(selected if self._selects else 0, self._vocabulary)
+        taps = {
+            layer: torch.empty(
+                selected if layer in self._selected_taps else plan.rows,
+                self._hidden,
+                dtype=self._dtype,
+            )
+            for layer in call.taps
+        }
+        kept: list[Any] = []
+        queries = {
+            layer: torch.empty(len(rows), self._heads.q_heads, self._heads.dim)
+            for layer, rows in call.queries.items()
+        }
+        run = _Run(
+            rows=plan.rows,
+            selected=logits.shape[0],
+            threads=torch.get_num_threads(),
+            tokens=None if tokens is None else tokens.data_ptr(),
+            position=plan.positions.data_ptr(),
+            selection=None if selection is None else selection.data_ptr(),
+            table=call.table.data_ptr(),
+            sequences=len(tables),
+            caches=ctypes.addressof(caches),
+            kv_type=CACHE_TYPES.index(tables[0].dtype),
+            blocks=blocks.blocks,
+            block=blocks.block,
+            tiles=blocks.tiles,
+            tile=blocks.tile,
+            logits=logits.data_ptr(),
+            taps=self._tap_table(taps, kept),
+            taps_bf16=self._dtype == torch.bfloat16,
+            probes=self._probe_table(call.probes, kept),
+            queries=self._query_table(call.queries, queries, kept),
+        )
+        if inputs is not None:
+            run.inputs, run.inputs_bf16 = inputs.data_ptr(), inputs.dtype == torch.bfloat16
+        if call.contexts:
+            self._add_contexts(run, call, kept)
+        address = ctypes.addressof(run)
+        memory = self._reserve(self._bytes(self._address, address))
+        run.memory = memory.data_ptr()
+        failed = self._run(self._address, address)
+        if failed == _OUT_OF_MEMORY:
+            raise MemoryError(f"no memory for the scores of {plan.rows} rows: send smaller batches")
+        if failed:
+            raise IndexError(
+                f"a token is outside of the vocabulary of {self._program.vocabulary}, or a "
+                f"selected row outside of the batch of {plan.rows} rows"
+            )
+        return PassResult(logits, taps, queries)
+
+    def _translate(self, op: Operation) -> _Operation:
+        weights: list[int | None] = [None, None]
+        if isinstance(op.table, Tensor):
+            weights[0] = op.table.data_ptr()
+        elif op.table is not None:
+            weights[1] = self._matrix(op.table)
+        if op.matrix is not None:
+            assert op.matrix.packed is not None
+            weights[0] = self._matrix(op.matrix.packed)
+        for index, norm in enumerate(op.norms):
+            weights[index] = norm.weight.data_ptr()
+        return _Operation(
+            kind=op.kind,
+            source=op.source,
+            delta=op.delta,
+            out=op.out,
+            layer=op.layer,
+            window=op.window,
+            q_heads=0 if op.heads is None else op.heads.q_heads,
+            kv_heads=0 if op.heads is None else op.heads.kv_heads,
+            bf16=isinstance(op.table, Tensor) and op.table.dtype == torch.bfloat16,
+            weight=weights[0],
+            second=weights[1],
+            eps=op.norms[0].eps if op.norms else 0.0,
+        )
+
+    def _matrix(self, packed: PackedMatrix) -> int:
+        """Address of a matrix for the kernels, which lives as long as the program."""
+        matrix = packed.matrix()
+        self._kept.append(matrix)
+        return ctypes.addressof(matrix)
+
+    def _add_contexts(self, run: _Run, call: Pass, kept: list[Any]) -> None:
+        """The contexts as caches, and each block as nodes that attend to a prefix and its end."""
+        tables = self._check_caches([context.cache.table for context in call.contexts], 1)
+        for context, table in zip(call.contexts, tables, strict=True):
+            if not 1 <= context.length <= table.capacity:
+                raise ValueError(
+                    f"a context has {context.length} slots, expected 1 to {table.capacity}"
+                )
+        caches, plan = _addresses(tables), call.plan
+        blocks = (Block * len(plan.segments))(
+            *(
+                Block(segment.sequence, call.contexts[segment.sequence].length - 1, 1, row, *_NODES)
+                for segment, row in zip(plan.segments, plan.offsets, strict=False)
+            )
+        )
+        run.contexts, run.context_block = ctypes.addressof(caches), ctypes.addressof(blocks)
+        run.context_type = CACHE_TYPES.index(tables[0].dtype)
+        kept += [caches, blocks]
+
+    def _check_caches(self, tables: Sequence[LayerTable | None], layers: int) -> list[LayerTable]:
+        kv_heads, dim = self._heads.kv_heads, self._heads.dim
+        found = [table for table in tables if table is not None]
+        for index, table in enumerate(found):
+            if (table.heads, table.dim, table.dtype) != (kv_heads, dim, found[0].dtype) or (
+                table.layers < layers or table.dtype not in CACHE_TYPES
+            ):
+                raise ValueError(
+                    f"cache {index} has {table.layers} layers of {table.dtype} "
+                    f"[{table.heads}, {table.capacity}, {table.dim}], expected {layers} of "
+                    f"float32, bfloat16 or int8 [{kv_heads}, n, {dim}], the same type in all caches"
+                )
+        return found
+
+    @staticmethod
+    def _check_segments(plan: TreePlan, tables: Sequence[LayerTable]) -> None:
+        for segment in plan.segments:
+            if segment.sequence >= len(tables) or segment.stop > tables[segment.sequence].capacity:
+                raise ValueError(
+                    f"a segment ends at slot {segment.stop} of sequence {segment.sequence}, but "
+                    f"there are caches of {[table.capacity for table in tables]} slots"
+                )
+
+    def _tap_table(self, taps: Mapping[int, Tensor], kept: list[Any]) -> int | None:
+        if not taps:
+            return None
+        table = (ctypes.c_void_p * self._layers)()
+        for layer, tap in taps.items():
+            table[layer] = tap.data_ptr()
+        kept.append(table)
+        return ctypes.addressof(table)
+
+    def _probe_table(self, probes: Mapping[int, Sequence[Probe]], kept: list[Any]) -> int | None:
+        if not probes:
+            return None
+        table = (CProbes * self._layers)()
+        for layer, each in probes.items():
+            rows = probe_rows(each)
+            table[layer] = CProbes(len(rows), ctypes.addressof(rows))
+            kept.append(rows)
+        kept.append(table)
+        return ctypes.addressof(table)
+
+    def _query_table(
+        self, wanted: Mapping[int, Sequence[int]], out: Mapping[int, Tensor], kept: list[Any]
+    ) -> int | None:
+        if not wanted:
+            return None
+        table = (_Queries * self._layers)()
+        for layer, each in wanted.items():
+            rows = (ctypes.c_int64 * len(each))(*each)
+            table[layer] = _Queries(len(rows), ctypes.addressof(rows), out[layer].data_ptr())
+            kept.append(rows)
+        kept.append(table)
+        return ctypes.addressof(table)
+
+    def _reserve(self, size: int) -> Tensor:
+        """This thread's memory, at least ``size`` bytes, with undefined content."""
+        memory: Tensor | None = getattr(self._memory, "bytes", None)
+        if memory is None or memory.numel() < size:
+            memory = self._memory.bytes = torch.empty(size, dtype=torch.uint8)
+        return memory
+
+
+def _vocabulary(op: Operation) -> int:
+    """Rows of the embedding, if a program begins with one."""
+    if op.table is None:
+        return 0
+    return op.table.shape[0] if isinstance(op.table, Tensor) else op.table.outs
+
+
+def _addresses(tables: Sequence[LayerTable]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(tables))(*(table.address for table in tables))
+
+
+def run_one_by_one(program: Program, call: Pass) -> PassResult:
+    """See :meth:`paceline.kernels.Executor.run`."""
+    kernels = row_kernels(call.plan.device)
+    buffers: dict[int, Tensor] = {}
+    taps: dict[int, Tensor] = {}
+    queries: dict[int, Tensor] = {}
+    for op in program.operations:
+        x = buffers[op.source] if op.source else torch.empty(0)
+        match op.kind:
+            case Kind.EMBED:
+                assert op.table is not None
+                assert call.tokens is not None
+                table = op.table
+                found = table[call.tokens] if isinstance(table, Tensor) else table.rows(call.tokens)
+                buffers[op.out] = found.float()
+            case Kind.INPUT:
+                assert call.inputs is not None
+                buffers[op.out] = call.inputs.to(program.dtype)
+            case Kind.ADD_NORM:
+                delta = buffers.get(op.delta)
+                x = buffers[op.source] = x.float()
+                buffers[op.out] = kernels.add_norm(x, delta, op.norms[0], program.dtype)
+            case Kind.MULTIPLY:
+                assert op.matrix is not None
+                buffers[op.out] = op.matrix(x.to(program.dtype))
+            case Kind.ROTATE:
+                q = _rotate(program, op, call, x)
+                if op.layer in call.queries:
+                    rows = torch.tensor(call.queries[op.layer], device=q.device)
+                    queries[op.layer] = q.index_select(0, rows)
+                buffers[op.out] = q
+            case Kind.ATTEND:
+                buffers[op.out] = _attend(program, op, call, x)
+            case Kind.ATTEND_CONTEXT:
+                buffers[op.out] = _attend_context(program, op, call, x)
+            case Kind.GATE:
+                buffers[op.out] = kernels.gate(x)
+            case Kind.ADD:
+                x += buffers[op.delta]
+            case Kind.TAP:
+                if op.layer in call.taps:
+                    taps[op.layer] = x.to(program.dtype, copy=True)
+            case Kind.SELECT:
+                buffers[op.out] = x if call.selection is None else x[call.selection]
+    return PassResult(buffers.get(0, torch.empty(0, 0)), taps, queries)
+
+
+def _rotate(program: Program, op: Operation, call: Pass, x: Tensor) -> Tensor:
+    assert op.heads is not None
+    dim = op.heads.dim
+    if not op.heads.kv_heads:
+        cos, sin = call.table[call.plan.positions].unsqueeze(1).chunk(2, dim=-1)
+        low, high = x.float().unflatten(1, (-1, dim)).chunk(2, dim=-1)
+        return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+    missing = program.heads.q_heads - op.heads.q_heads  # the kernels rotate all heads together
+    norms = (op.norms[0], op.norms[1]) if op.norms else None
+    keys, values = zip(*(each.layer(op.layer) for each in call.caches), strict=True)
+    heads = pad(x, (missing * dim, 0))
+    return row_kernels(x.device).rotate(heads, norms, call.table, call.plan, keys, values)
+
+
+def _attend(program: Program, op: Operation, call: Pass, q: Tensor) -> Tensor:
+    keys, values = zip(*(each.layer(op.layer) for each in call.caches), strict=True)
+    out = torch.zeros(q.shape, dtype=program.dtype, device=q.device)
+    tree_attention(
+        q, keys, values, call.plan,
+        scale=program.heads.dim**-0.5, window=op.window or None, out=out,
+        probes=call.probes.get(op.layer, ()),
+    )  # fmt: skip
+    return out.flatten(1)
+
+
+def _attend_context(program: Program, op: Operation, call: Pass, q: Tensor) -> Tensor:
+    """Attention of all rows of a block to the same keys.
+
+    They are passed as query heads of one row at the end of the context: keys are read once for all
+    of them. Blocks of one length share a call.
+    """
+    plan, kv_heads, dim = call.plan, program.heads.kv_heads, program.heads.dim
+    pairs = [context.cache.layer(op.layer) for context in call.contexts]
+    keys, values = [keys for keys, _ in pairs], [values for _, values in pairs]
+    out = torch.empty(plan.rows, program.heads.q_heads * dim, dtype=program.dtype, device=q.device)
+    for length in {segment.length for segment in plan.segments}:
+        blocks = [i for i, segment in enumerate(plan.segments) if segment.length == length]
+        of = [plan.segments[i].sequence for i in blocks]
+        rows = torch.tensor([plan.offsets[i] for i in blocks], device=q.device)
+        rows = (rows[:, None] + torch.arange(length, device=q.device)).flatten()
+        ends = plan_trees(
+            [TreeSegment(i, call.contexts[i].length - 1, None, 1) for i in of], device=plan.device
+        )
+        packed = q[rows].view(len(blocks), length, kv_heads, -1, dim).transpose(1, 2)
+        attended = tree_attention(
+            packed.reshape(len(blocks), -1, dim), keys, values, ends,
+            scale=dim**-0.5, window=op.window or None,
+        )  # fmt: skip
+        attended = attended.view(len(blocks), kv_heads, length, -1, dim).transpose(1, 2)
+        out[rows] = attended.reshape(len(rows), -1).to(program.dtype)
+    return out
 
 
 class Executor:
@@ -18,6 +521,11 @@ class Executor:
         self._native = (
             NativeProgram(native, program) if native is not None and supported(program) else None
         )
+
+    @property
+    def compiled(self) -> bool:
+        """Whether compiled kernels run it where no cache is in pages."""
+        return self._native is not None
 
     def run(self, call: Pass) -> PassResult:
         """Run the operations; keys and values are written to the caches.

@@ -1,23 +1,151 @@
 """Linear layers on the CPU over weights that are packed once, see ``native/linear.h``.
 
 The bits of an output depend on its own row and its weights only: not on the other rows, their
-number, the threads or the level of the processor.
+number, the threads or the level of the processor. Where there are no compiled kernels, torch
+multiplies: quantised formats give the same bits, float formats give other bits, which do not depend
+on the number of rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import ctypes
+import mmap
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache, cached_property
 
 import torch
 from torch import Tensor
 
 from paceline.kernels._native import library
-from paceline.kernels._native_linear import Matrix, NativeLinear
-from paceline.kernels._torch_linear import multiply_blocks, multiply_floats
 from paceline.kernels.blocks import BLOCK, Blocks
-from paceline.kernels.memory import ALIGNMENT, allocate
+
+ALIGNMENT = 64
+"""Bytes; a cache line."""
+
+_CHUNK = 32 << 20
+_HUGE = 2 << 20
+
+
+class _Chunks:
+    """Cuts tensors from chunks of anonymous memory; a chunk is freed with its last tensor.
+
+    One system page a tensor would keep matrices below 2 MiB off huge pages, and a step that reads
+    all weights would miss the address cache on each.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._chunk = torch.empty(0, dtype=torch.uint8)
+
+    def allocate(self, size: int) -> Tensor:
+        padded = -(-size // ALIGNMENT) * ALIGNMENT
+        with self._lock:
+            if padded > len(self._chunk):
+                self._chunk = _map(max(padded, _CHUNK))
+            tensor, self._chunk = self._chunk[:size], self._chunk[padded:]
+        return tensor
+
+
+def _map(size: int) -> Tensor:
+    """uint8 zeros that start at a multiple of a huge page."""
+    memory = mmap.mmap(-1, size + _HUGE)
+    with suppress(AttributeError, OSError):  # a kernel or system without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -whole.data_ptr() % _HUGE
+    return whole[start : start + size]
+
+
+allocate = _Chunks().allocate
+"""``allocate(size) -> Tensor``: uint8 zeros ``[size]`` at a multiple of ``ALIGNMENT``."""
+
+
+class Matrix(ctypes.Structure):
+    """``Matrix`` of ``native/linear.h``."""
+
+    _fields_ = [
+        *[(name, ctypes.c_int64) for name in ("outs", "ins", "format")],
+        *[(name, ctypes.c_void_p) for name in ("values", "scales", "minima")],
+        *[(name, ctypes.c_int64) for name in ("scales_f16", "offset")],
+        ("bias", ctypes.c_void_p),
+    ]
+
+
+class NativeLinear:
+    """The compiled linear layers of a library."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        self._scratch = library.paceline_linear_scratch
+        self._scratch.argtypes, self._scratch.restype = (pointer, number), number
+        self._multiply = library.paceline_linear
+        self._multiply.argtypes = (pointer, pointer, number, pointer, pointer)
+        self._multiply.restype = None
+
+    def multiply(self, x: Tensor, matrix: Matrix) -> Tensor:
+        """``x W^T + bias``: float32 ``[rows, ins]`` -> ``[rows, outs]``, dense."""
+        rows, at = len(x), ctypes.addressof(matrix)
+        out = torch.empty(rows, matrix.outs)
+        scratch = torch.empty(self._scratch(at, rows), dtype=torch.uint8)
+        self._multiply(at, x.data_ptr(), rows, scratch.data_ptr(), out.data_ptr())
+        return out
+
+
+_ROWS = 64
+_LEAST = 2.0**-100
+
+
+def multiply_floats(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x W^T + bias`` in products of ``_ROWS`` rows: BLAS picks its kernel by their number."""
+    rows = len(x)
+    parts = torch.nn.functional.pad(x, (0, 0, 0, -rows % _ROWS)).split(_ROWS)
+    return torch.cat([torch.nn.functional.linear(part, weight, bias) for part in parts])[:rows]
+
+
+def multiply_blocks(x: Tensor, blocks: Blocks, bias: Tensor | None) -> Tensor:
+    """The same for quantised weights, see ``native/linear.h``."""
+    rows, outs, count = len(x), blocks.shape[0], x.shape[1] // BLOCK
+    a, a_scale = _quantise_activations(x.view(rows, count, BLOCK))
+    values = (blocks.values.float() - blocks.offset).view(outs, count, BLOCK)
+    # Sums of a block are whole numbers below 2^24: exact in float32, in any order.
+    sums = torch.bmm(a.transpose(0, 1), values.permute(1, 2, 0))
+    a_sums = a_scale * a.sum(2)
+    total = torch.zeros(rows, outs)
+    for b in range(count):
+        scaled = sums[b] * blocks.scale[:, b] + 0.0  # no negative zero, as fma(sum, scale, 0)
+        total = _fma(scaled, a_scale[:, b, None].expand(rows, outs), total)
+        if blocks.minimum is not None:
+            total = _fma(blocks.minimum[:, b].expand(rows, outs), a_sums[:, b, None], total)
+    return total if bias is None else total + bias
+
+
+def _quantise_activations(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Whole numbers ``[rows, blocks, 32]`` and scales ``[rows, blocks]``."""
+    largest = x.abs().amax(2)
+    finite = x.isfinite().all(2)
+    scale = torch.where(finite & (largest >= _LEAST), largest / 127, 0.0)
+    inverse = torch.where(scale > 0, 1 / scale, 0.0)
+    a = torch.where(finite[:, :, None], x, 0.0) * inverse[:, :, None]
+    return a.round(), torch.where(finite, scale, torch.nan)
+
+
+def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """``a * b + c``, rounded once to float32.
+
+    The product is exact in float64 and its sum is rounded to odd (Boldo and Melquiond 2008), so the
+    second rounding cannot change the result.
+    """
+    product, addend = a.double() * b.double(), c.double()
+    total = product + addend
+    part = total - product
+    error = (product - (total - part)) + (addend - part)
+    bits = total.view(torch.int64)
+    outwards = torch.where((error > 0) == (total > 0), 1, -1)
+    inexact = (error != 0) & error.isfinite() & (bits & 1 == 0)
+    return torch.where(inexact, bits + outwards, bits).view(torch.float64).float()
+
 
 PANEL = 16
 _PADDED = 2 * PANEL
@@ -60,16 +188,6 @@ class PackedMatrix:
         """The tensors by name, without those that are None."""
         named = {"values": self.values, "scales": self.scales, "minima": self.minima}
         return {k: v for k, v in (named | {"bias": self.bias}).items() if v is not None}
-
-    def with_tensors(self, tensors: Mapping[str, Tensor]) -> PackedMatrix:
-        """The same matrix on other memory: copies of ``tensors()``, for example mapped ones.
-
-        Raises:
-            ValueError: A tensor is not dense at a multiple of 64 bytes.
-        """
-        get = tensors.get
-        values, scales, minima = tensors["values"], get("scales"), get("minima")
-        return replace(self, values=values, scales=scales, minima=minima, bias=get("bias"))
 
     @cached_property
     def unpacked(self) -> Tensor | Blocks:

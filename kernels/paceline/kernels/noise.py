@@ -11,7 +11,7 @@ The exact layout, with which any implementation gives the same bits:
   are finite and the tail near 1 is kept (largest g: 36.7).
 - ``g = float32(-log(-log(u)))``, both logarithms in float64.
 
-The compiled kernels take the logarithms of ``native/logs.h``, which have the same bits on every
+The compiled kernels take the logarithms of ``native/sampling.c``, which have the same bits on every
 machine. numpy's and a GPU's may differ from them in the last bit of a float64, and after rounding
 to float32 in about one of 10^8 values.
 """

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels.caches import KVCacheView
-from paceline.kernels.probes import Probe
+from paceline.kernels.dense import Probe
 from paceline.kernels.rows import Norm
 from paceline.kernels.trees import TreePlan
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from paceline.kernels.paged import Plane, write
+from paceline.kernels.caches import Plane, write
 from paceline.kernels.trees import TreePlan
 
 
@@ -124,20 +124,11 @@ class TorchRows:
 
 def row_kernels(device: torch.device | str) -> RowKernels:
     """The row kernels of a device."""
-    kind = torch.device(device).type
-    if kind == "cuda":
+    if torch.device(device).type == "cuda":
         with suppress(ImportError):
-            from paceline.kernels._triton.rows import TritonRows
+            from paceline.kernels._triton.backend import TritonRows
 
             return TritonRows()
-    if kind == "cpu":
-        from paceline.kernels._native import library
-
-        found = library()
-        if found is not None:
-            from paceline.kernels._native_rows import NativeRows
-
-            return NativeRows(found, TorchRows())
     return TorchRows()
 
 

@@ -5,13 +5,23 @@ The sampling contract: the token at absolute position t is
 the parameters and the seed alone. The filter applies, in this order, repetition penalty (prompt and
 output), presence and frequency penalties (output), logit bias, temperature, then min_p, top_k and
 top_p, each to the tokens that remain. Ties go to the lower token id. All arithmetic is float32.
+
+Speculative rejection sampling of chains, with position-keyed random numbers, is the other mode.
+After Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023, section
+2.3: a token drafted from q is accepted with probability min(1, p / q); a rejected one is replaced
+by a sample of the residual norm(max(p - q, 0)). The emitted token is a sample of p for every q that
+does not depend on the draws of its own position.
+
+Its draws of absolute position t come from Philox4x32-10 as in :mod:`paceline.kernels.noise`, whose
+counters end in 0. Here they are ``(t & 0xFFFFFFFF, t >> 32, purpose, 1)``, and the words (w0, w1)
+make u as there. Tokens drafted after a rejected one are discarded unread: each draw is used once.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -23,8 +33,75 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.kernels._native import library
-from paceline.kernels.history import History
-from paceline.kernels.noise import gumbel_noise, gumbel_noise_at
+from paceline.kernels.noise import gumbel_noise, gumbel_noise_at, philox_words
+
+
+class History:
+    """Prompt and output of one sequence, with output counts.
+
+    Stepping down a tree path is :meth:`push`, stepping back is :meth:`pop`; both take constant
+    time. Not safe for use from several threads at once.
+    """
+
+    def __init__(self, prompt: Sequence[int], output: Iterable[int] = ()) -> None:
+        """Start from a prompt and, when resuming, the tokens already emitted."""
+        self._prompt = frozenset(prompt)
+        self._prompt_length = len(prompt)
+        self._output: list[int] = []
+        self._counts: dict[int, int] = {}
+        self._prompt_ids: Tensor | None = None
+        for token in output:
+            self.push(token)
+
+    def __len__(self) -> int:
+        """Length of prompt and output: the absolute position of the next token."""
+        return self._prompt_length + len(self._output)
+
+    @property
+    def prompt(self) -> frozenset[int]:
+        """Distinct prompt tokens."""
+        return self._prompt
+
+    @property
+    def output(self) -> Sequence[int]:
+        """Output tokens, oldest first; a live view that must not be changed."""
+        return self._output
+
+    @property
+    def counts(self) -> dict[int, int]:
+        """Count of each output token; a live view that must not be changed."""
+        return self._counts
+
+    def push(self, token: int) -> None:
+        """Append an output token."""
+        self._output.append(token)
+        self._counts[token] = self._counts.get(token, 0) + 1
+
+    def pop(self) -> int:
+        """Remove the newest output token and return it.
+
+        Raises:
+            IndexError: There is no output token.
+        """
+        token = self._output.pop()
+        left = self._counts[token] - 1
+        if left:
+            self._counts[token] = left
+        else:
+            del self._counts[token]
+        return token
+
+    def prompt_ids(self) -> Tensor:
+        """Distinct prompt tokens, int64, made once."""
+        if self._prompt_ids is None:
+            self._prompt_ids = torch.tensor(sorted(self._prompt), dtype=torch.int64)
+        return self._prompt_ids
+
+    def output_counts(self) -> tuple[Tensor, Tensor]:
+        """Distinct output tokens, int64 ``[n]``, and their counts, float32 ``[n]``."""
+        ids = torch.tensor(list(self._counts), dtype=torch.int64)
+        return ids, torch.tensor(list(self._counts.values()), dtype=torch.float32)
+
 
 _FIRST_TOP_P_GUESS = 256
 
@@ -45,7 +122,7 @@ class SamplingParams:
         logit_bias: Pairs (token id, value added to its logit).
         seed: Unsigned 64-bit seed of the noise.
         rejection: Drafted tokens are accepted and replaced by rejection sampling
-            (:mod:`paceline.kernels.rejection`), not by equality with the chosen token.
+            (:mod:`paceline.kernels.sampling`), not by equality with the chosen token.
     """
 
     temperature: float = 1.0
@@ -171,7 +248,7 @@ def choose_tokens(
         raise ValueError("choose_tokens has no histories: use choose_token for rows with penalties")
     if logits.device.type == "cuda":
         with suppress(ImportError):
-            from paceline.kernels._triton.sampling import choose
+            from paceline.kernels._triton.backend import choose
 
             return choose(logits, params, positions)
     nothing = History([])
@@ -306,3 +383,152 @@ def _exponentials_of(native: ctypes.CDLL) -> Any:
     function.argtypes = (pointer, ctypes.c_int64, pointer, pointer)
     function.restype = ctypes.c_double
     return function
+
+
+def best_candidates(scores: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The largest scores of each row, as the softmax of the row sees them.
+
+    Args:
+        scores: Float ``[R, V]``.
+        width: Candidates of a row, at most V.
+
+    Returns:
+        Ids, int64 ``[R, width]``, best first, and the logs of their softmax, ``[R, width]``; on the
+        device of ``scores``. Ids with log -inf are arbitrary.
+    """
+    native = library() if scores.device.type == "cpu" else None
+    if native is None or scores.dtype is not torch.float32 or scores.stride(1) != 1:
+        # Logs only after the top-k: rounding could make two scores equal.
+        ids = scores.topk(width).indices
+        return ids, scores.log_softmax(-1).gather(1, ids)
+    rows, count = scores.shape
+    ids = torch.empty(rows, width, dtype=torch.int64)
+    logs = torch.empty(rows, width)
+    native.paceline_candidates(
+        ctypes.c_void_p(scores.data_ptr()),
+        *map(ctypes.c_int64, (scores.stride(0), rows, count, width)),
+        ctypes.c_void_p(ids.data_ptr()),
+        ctypes.c_void_p(logs.data_ptr()),
+    )
+    return ids, logs
+
+
+_DRAFT, _ACCEPT, _RESIDUAL = range(3)
+_SUM_TOLERANCE = 1e-3
+_LOW = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A distribution q over a few tokens.
+
+    It is sent unchanged, so that drafter and verifier draw the same token from it.
+
+    Attributes:
+        tokens: Different token ids, int64 ``[n]``.
+        probabilities: Of each, float32 ``[n]``; their sum is 1 up to rounding.
+    """
+
+    tokens: NDArray[np.int64]
+    probabilities: NDArray[np.float32]
+
+    @classmethod
+    def checked(cls, tokens: Sequence[int], probabilities: Sequence[float]) -> Proposal:
+        """Validate a distribution.
+
+        Raises:
+            ValueError: It is empty, lists a token twice, has a probability below 0, or a sum that
+                is not 1.
+        """
+        if not tokens or len(tokens) != len(probabilities):
+            raise ValueError(
+                f"{len(tokens)} tokens with {len(probabilities)} probabilities, expected one each "
+                "for at least one"
+            )
+        ids = np.array(tokens, dtype=np.int64)
+        chances = np.array(probabilities, dtype=np.float32)
+        if len(np.unique(ids)) != len(ids):
+            raise ValueError("a token is listed twice")
+        if not (np.isfinite(chances).all() and (chances >= 0).all()):
+            raise ValueError("a probability is not a number of 0 or more")
+        total = float(chances.sum(dtype=np.float64))
+        if abs(total - 1) > _SUM_TOLERANCE:
+            raise ValueError(f"the probabilities add up to {total:.4f}, expected 1")
+        return cls(ids, chances)
+
+    @classmethod
+    def certain(cls, token: int) -> Proposal:
+        """The distribution that is certain of one token."""
+        return cls(np.array([token], dtype=np.int64), np.ones(1, dtype=np.float32))
+
+    @classmethod
+    def likeliest(cls, scores: Tensor, count: int) -> Proposal:
+        """The softmax of ``scores``, ``[V]``, truncated to the ``count`` most likely tokens.
+
+        Tokens at -inf are left out; at least one must be finite.
+        """
+        best = scores.topk(min(count, scores.numel()))
+        kept = best.values > -torch.inf
+        chances = best.values[kept].float().softmax(0)
+        return cls(best.indices[kept].numpy(), chances.numpy())
+
+    @property
+    def peak(self) -> float:
+        """The largest probability."""
+        return float(self.probabilities.max())
+
+    def draw(self, seed: int, position: int) -> int:
+        """The sample of q that a drafter takes at an absolute position.
+
+        Raises:
+            ValueError: Seed or position out of range.
+        """
+        weights = self.probabilities.astype(np.float64)
+        return int(self.tokens[_pick(weights, _uniform(seed, position, _DRAFT))])
+
+
+def accept_or_resample(
+    logits: Tensor,
+    params: SamplingParams,
+    position: int,
+    history: History,
+    drafted: int,
+    proposal: Proposal,
+) -> int:
+    """The drafted token if it is accepted, else a sample of the residual.
+
+    Args:
+        logits: float32 or bf16 ``[V]`` on the CPU, of the token before ``position``.
+        params: Sampling parameters; the temperature is above 0.
+        position: Absolute position of the token.
+        history: Tokens before ``position``.
+        drafted: The drafted token: ``proposal.draw(params.seed, position)``, or the token that the
+            proposal is certain of.
+        proposal: The distribution it was drawn from.
+    """
+    p = filter_logits(logits, params, history).double().softmax(0).numpy()
+    q = np.zeros_like(p)
+    q[proposal.tokens] = proposal.probabilities
+    q /= q.sum()
+    if _uniform(params.seed, position, _ACCEPT) * q[drafted] < p[drafted]:
+        return drafted
+    residual = np.maximum(p - q, 0.0)
+    # Empty only if p and q are equal up to rounding.
+    weights = residual if residual.any() else p
+    return _pick(weights, _uniform(params.seed, position, _RESIDUAL))
+
+
+def _uniform(seed: int, position: int, purpose: int) -> float:
+    """Strictly between 0 and 1."""
+    if not 0 <= seed < 1 << 64 or not 0 <= position < 1 << 64:
+        raise ValueError(f"seed {seed} or position {position} is no unsigned 64-bit integer")
+    words = philox_words((position & _LOW, position >> 32, purpose, 1), (seed & _LOW, seed >> 32))
+    return ((words[0] << 20 | words[1] >> 12) + 0.5) * 2.0**-52
+
+
+def _pick(weights: NDArray[np.float64], u: float) -> int:
+    """Index drawn in proportion to weights, by inversion; never one of weight 0."""
+    reached = weights.cumsum()
+    index = int(np.searchsorted(reached, u * reached[-1], side="right"))
+    # By rounding, u times the sum may equal the sum.
+    return min(index, int(np.flatnonzero(weights)[-1]))

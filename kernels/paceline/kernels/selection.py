@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.kernels.cache_rows import from_rows
-from paceline.kernels.paged import Plane, head_width, span
+from paceline.kernels.caches import Plane, from_rows, head_width, span
 
 SINKS = 4
 """First positions, always selected: attention sinks (Xiao et al., "Efficient Streaming Language

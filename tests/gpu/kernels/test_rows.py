@@ -8,7 +8,7 @@ from torch import Tensor
 
 from paceline.bench.gpu.cases import Case, make_case
 from paceline.kernels import Norm, row_kernels
-from paceline.kernels.paged import span
+from paceline.kernels.caches import span
 from paceline.kernels.rows import RowKernels, TorchRows
 
 pytestmark = pytest.mark.gpu

@@ -16,8 +16,7 @@ SIZE = 64 << 20
 
 def share() -> None:
     """Own memory, print how to map it, and obey lines of standard input."""
-    from paceline.kv.cuda_driver import cuda_driver
-    from paceline.kv.cuda_memory import ExportedMemory
+    from paceline.kv.cuda import ExportedMemory, cuda_driver
 
     owned = ExportedMemory(cuda_driver(), 0, SIZE)
     owned.bytes.copy_(torch.arange(SIZE, device="cuda") % 251)
@@ -31,8 +30,7 @@ def share() -> None:
 
 def read(uuid: str, handle: str) -> None:
     """Map the memory, and answer lines of standard input."""
-    from paceline.kv.cuda_driver import cuda_driver
-    from paceline.kv.cuda_memory import MappedMemory
+    from paceline.kv.cuda import MappedMemory, cuda_driver
 
     torch.zeros(1, device="cuda")
     mapped = MappedMemory(cuda_driver(), 0, bytes.fromhex(uuid), bytes.fromhex(handle), 0, SIZE)

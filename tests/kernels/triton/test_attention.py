@@ -14,8 +14,8 @@ from torch import Tensor
 from triton_cases import check, draw_caches, in_pages, run
 
 from paceline.kernels import PagedPlane, Probe, TreeSegment, plan_trees
-from paceline.kernels.paged import Plane
-from paceline.kernels.probes import note_scores
+from paceline.kernels.caches import Plane
+from paceline.kernels.dense import AttentionCall, note_scores
 
 HEADS = [(2, 2, 64), (8, 2, 80), (7, 1, 96), (5, 1, 128), (1, 1, 256), (40, 1, 64)]
 
@@ -110,7 +110,8 @@ def test_noted_are_the_scores_and_the_result_has_the_same_bits(window: int | Non
     assert noted[0].equal(plain[0])
     assert noted[1].equal(plain[1])
     plan = plan_trees(segments)
-    note_scores(q, keys, plan, expected, scale=0.125, window=window, lse=plain[1])
+    call = AttentionCall(q, keys, values, plan, 0.125, window, *plain)
+    note_scores(call, expected)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours.out, theirs.out, atol=5e-3, rtol=5e-3, equal_nan=True)
 
@@ -127,7 +128,7 @@ def test_caches_of_several_pools_are_refused() -> None:
 
 def test_a_prefix_by_flash_attn_is_merged_with_the_rest() -> None:
     """With a stand-in that computes what flash-attn documents."""
-    from paceline.kernels._triton.flash import FlashBackend
+    from paceline.kernels._triton.backend import FlashBackend
 
     calls = []
 

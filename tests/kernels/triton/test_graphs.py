@@ -7,7 +7,7 @@ import torch
 
 from paceline.decoder import Decoder, DecoderConfig, GraphRunner, LocalCache
 from paceline.kernels import PagedPlane, TreeSegment, attention, plan_trees
-from paceline.kv.scores import AttentionScores
+from paceline.kv.selection import AttentionScores
 from paceline.verifier.engine.observer import BatchObserver
 from paceline.verifier.kv.layout import KvLayout
 from paceline.verifier.kv.pool import PagePool, PoolView
@@ -47,11 +47,10 @@ def make_decoder() -> Decoder:
 @pytest.fixture
 def triton_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU runs what a GPU would, from here on."""
-    from paceline.kernels._triton.backend import TritonBackend
-    from paceline.kernels._triton.rows import TritonRows
+    from paceline.kernels._triton.backend import TritonBackend, TritonRows
 
     monkeypatch.setitem(attention._LOADED, "cpu", TritonBackend())
-    monkeypatch.setattr("paceline.kernels._torch_program.row_kernels", lambda device: TritonRows())
+    monkeypatch.setattr("paceline.kernels.executor.row_kernels", lambda device: TritonRows())
 
 
 @pytest.fixture

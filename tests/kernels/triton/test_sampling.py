@@ -46,7 +46,7 @@ def test_any_row_gets_the_token_of_the_contract(
     dtype: torch.dtype,
     seed: int,
 ) -> None:
-    from paceline.kernels._triton.sampling import choose
+    from paceline.kernels._triton.backend import choose
 
     torch.manual_seed(seed)
     logits = 3 * torch.randn(len(params), vocab)

@@ -7,8 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.kernels import AttentionBackend, PagedPlane, Probe, TreeSegment, plan_trees
-from paceline.kernels.paged import Plane
+from paceline.kernels import (
+    AttentionBackend,
+    AttentionCall,
+    PagedPlane,
+    Probe,
+    TreeSegment,
+    plan_trees,
+)
+from paceline.kernels.caches import Plane
 
 
 def draw_caches(
@@ -61,10 +68,10 @@ def run(
 
     out = torch.full(q.shape, torch.nan)  # poisoned
     lse = torch.full(q.shape[:2], torch.nan)
+    scale = q.shape[2] ** -0.5
     (backend or TritonBackend()).attend(
-        q, keys, values, plan_trees(segments), scale=q.shape[2] ** -0.5, window=window,
-        out=out, lse=lse, probes=probes,
-    )  # fmt: skip
+        AttentionCall(q, keys, values, plan_trees(segments), scale, window, out, lse, probes)
+    )
     return out, lse
 
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from paceline.decoder import Decoder, LocalCache
 from paceline.kernels import TreeSegment, plan_trees
-from paceline.kernels.history import History
-from paceline.kernels.sampling import SamplingParams, choose_token
+from paceline.kernels.sampling import History, SamplingParams, choose_token
 from paceline.kernels.trees import MAX_TREE_NODES
 
 _TOGETHER = 48  # sequences a step: linear layers read their weights once for all

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from paceline.drafter import Drafter, Resources
 from paceline.drafter.methods import method_class
 from paceline.drafter.methods.base import LoadError
-from paceline.drafter.methods.checkpoint import check_target, read_fit
+from paceline.drafter.methods.checkpoint import WEIGHTS_FILE, check_target, read_fit
 from paceline.drafter.methods.dspark import (
     DSparkConfig,
     DSparkModel,
@@ -35,7 +35,6 @@ from paceline.drafter.methods.longspec import (
     read_longspec,
     save_longspec,
 )
-from paceline.drafter.methods.target import WEIGHTS_FILE
 
 _CONFIG = "config.json"
 

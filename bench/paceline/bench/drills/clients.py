@@ -15,8 +15,8 @@ from paceline.bench.drills.world import Services, World, create_cache, creation,
 from paceline.client import NotFoundError
 from paceline.client._errors import from_rpc_error
 from paceline.v1 import (
-    drafter_pb2,
-    drafter_pb2_grpc,
+    exchange_pb2,
+    exchange_pb2_grpc,
     kv_pb2,
     kv_pb2_grpc,
     verifier_pb2,
@@ -29,7 +29,7 @@ _OTHER_OWNER = (("authorization", "Bearer someone-else"),)
 
 
 async def abandoned(world: World) -> Outcome:
-    """Clients disappear during prefill, after it, in a round, and while drafting."""
+    """Clients disappear in and after the prefill and in rounds, and drafter services do."""
     outcome = Outcome()
     async with world.services() as services:
         async with services.load(concurrency=4) as load:
@@ -66,31 +66,34 @@ async def _after_prefill(services: Services, text: Text) -> None:
         await create_cache(channel, text)
 
 
-async def _in_a_round(services: Services, text: Text) -> None:
+async def _in_a_round(services: Services, text: Text, drafter: str = "none") -> None:
     async with grpc.aio.insecure_channel(services.verifier.address) as channel:
         created = await create_cache(channel, text)
-        stream = verifier_pb2_grpc.VerifierServiceStub(channel).Verify()
-        steps = len(text.expected)
-        await stream.write(
-            verifier_pb2.VerifyRequest(handle=created.handle, round_id=1, free_run_steps=steps)
+        stream = verifier_pb2_grpc.VerifierServiceStub(channel).Generate()
+        start = verifier_pb2.GenerateStart(
+            handle=created.handle, position=1, drafter=drafter, always_draft=drafter != "none"
         )
+        credits = len(text.expected)
+        await stream.write(verifier_pb2.GenerateRequest(start=start, credits=credits))
         await stream.read()
 
 
 async def _while_drafting(services: Services, text: Text) -> None:
-    async with grpc.aio.insecure_channel(services.drafter.address) as channel:
-        stream = drafter_pb2_grpc.DrafterServiceStub(channel).Draft()
-        length = len(text.prompt)
-        attach = drafter_pb2.DraftAttach(
-            tokens=text.prompt, prompt_length=length, vocab_size=1 << 20
-        )
-        await stream.write(drafter_pb2.DraftRequest(attach=attach))
-        await stream.read()
-        round_ = drafter_pb2.DraftRound(round_id=1, node_budget=8, total_length=length)
-        await stream.write(drafter_pb2.DraftRequest(round=round_))
+    await _in_a_round(services, text, "ngram")
 
 
-_STAGES = (_in_prefill, _after_prefill, _in_a_round, _while_drafting)
+async def _while_joining(services: Services, text: Text) -> None:
+    """A drafter service disappears, before and after it has joined."""
+    async with grpc.aio.insecure_channel(services.verifier.address) as channel:
+        stream = exchange_pb2_grpc.DraftExchangeServiceStub(channel).Join()
+        drafters = exchange_pb2.DrafterList()
+        await stream.write(exchange_pb2.JoinRequest(drafters=drafters))
+        if len(text.prompt) % 2:
+            await stream.read()
+            await stream.write(exchange_pb2.JoinRequest(use_stream=True))
+
+
+_STAGES = (_in_prefill, _after_prefill, _in_a_round, _while_drafting, _while_joining)
 
 
 async def forged_handles(world: World) -> Outcome:
@@ -129,8 +132,9 @@ async def forged_handles(world: World) -> Outcome:
 async def _unknown(channel: grpc.aio.Channel, handle: bytes, **options: Any) -> bool:
     """Whether no call accepts the handle, and releasing it releases nothing."""
     stub = verifier_pb2_grpc.VerifierServiceStub(channel)
-    stream = stub.Verify(**options)
-    await stream.write(verifier_pb2.VerifyRequest(handle=handle, round_id=1))
+    stream = stub.Generate(**options)
+    start = verifier_pb2.GenerateStart(handle=handle, position=1)
+    await stream.write(verifier_pb2.GenerateRequest(start=start, credits=1))
     fork = verifier_pb2.CreateCacheRequest(prompt_tokens=[1], parent_handle=handle)
     renew = verifier_pb2.RenewLeaseRequest(handle=handle)
     release = verifier_pb2.ReleaseCacheRequest(handle=handle)

@@ -45,7 +45,6 @@ class Garbage(_Hostile):
     """Trees with unknown tokens, cycles, lengths that differ, and NaN confidences."""
 
     method: ClassVar[str] = "garbage"
-    inline = True
 
     def start(self, generation: Generation) -> DraftSequence:
         return _GarbageSequence()

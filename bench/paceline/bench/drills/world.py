@@ -171,7 +171,7 @@ class World:
                 # Longer than any outage here, so that only a fault makes a request fail.
                 retry=RetryOptions(budget=_READY_SECONDS),
                 # Drafting does not pay for a model this small, and no drill would test it.
-                drafting=DraftOptions(first_delay=0.05, longest_delay=1.0, adaptive=False),
+                drafting=DraftOptions(adaptive=False),
             )
             async with client, grpc.aio.insecure_channel(drafter.address) as channel:
                 registry = drafter_pb2_grpc.DrafterRegistryServiceStub(channel)

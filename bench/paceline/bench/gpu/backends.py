@@ -1,7 +1,7 @@
 """Compares the attention backends that are installed, and remembers the fastest.
 
-`paceline.kernels.choice` uses the result at later starts on this kind of GPU. Runs by itself too:
-``python -m paceline.bench.gpu.backends cuda 0``.
+`paceline.kernels.attention` uses the result at later starts on this kind of GPU. Runs by itself
+too: ``python -m paceline.bench.gpu.backends cuda 0``.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 
 from paceline.bench.gpu.cases import expected, make_case
 from paceline.bench.gpu.timing import arguments, median_ms, report
-from paceline.kernels.attention import cuda_backend
-from paceline.kernels.choice import remember_backend
+from paceline.kernels.attention import cuda_backend, remember_backend
+from paceline.kernels.dense import AttentionCall
 
 SHAPES = {"1 x 32k, 16 nodes": ([32768], 16), "8 x 8k, 1 node": ([8192] * 8, 1)}
 
@@ -38,10 +38,10 @@ def main() -> None:
             counts = [nodes] * len(lengths)
             case = make_case(device, lengths, counts, (32, 8), 128, torch.bfloat16, paged=True)
             out = torch.full_like(case.q, torch.nan)
-            attend = partial(
-                backend.attend, case.q, case.keys, case.values, case.plan,
-                scale=case.scale, window=None, out=out, lse=None,
-            )  # fmt: skip
+            call = AttentionCall(
+                case.q, case.keys, case.values, case.plan, case.scale, window=None, out=out
+            )
+            attend = partial(backend.attend, call)
             times[shape] = median_ms(attend, device)
             gaps.append(float((out.double() - expected(case, torch.float64)).abs().max()))
         report(f"{name}_ms", times)

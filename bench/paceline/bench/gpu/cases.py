@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels import PagedPlane, TreePlan, TreeSegment, plan_trees
-from paceline.kernels.paged import Plane, span
+from paceline.kernels.caches import Plane, span
 
 PAGE = 256
 

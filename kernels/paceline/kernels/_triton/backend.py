@@ -1,20 +1,132 @@
-"""Tree attention on NVIDIA GPUs."""
+"""Tree attention, row operations and sampling on NVIDIA GPUs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 from torch import Tensor
 
-from paceline.kernels._triton.caches import Caches
 from paceline.kernels._triton.jit.attention import LOG2E, attend_items, merge_items
-from paceline.kernels._triton.notes import NotedRows
-from paceline.kernels._triton.plan import MASK_WORDS, RowTables, Tables, Tiling, WorkTables
-from paceline.kernels.paged import Plane
-from paceline.kernels.probes import Probe, note_scores
+from paceline.kernels._triton.jit.rows import add_norm_rows, gate_rows, rotate_rows
+from paceline.kernels._triton.jit.sampling import choose_rows
+from paceline.kernels._triton.plan import (
+    MASK_WORDS,
+    NotedRows,
+    RowTables,
+    Tables,
+    Tiling,
+    WorkTables,
+)
+from paceline.kernels.caches import PagedPlane, Plane
+from paceline.kernels.dense import AttentionCall, Probe, note_scores
 from paceline.kernels.trees import TreePlan
+
+if TYPE_CHECKING:
+    from paceline.kernels.rows import Norm
+    from paceline.kernels.sampling import SamplingParams
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_ALIGN = 16
+
+
+@dataclass(frozen=True)
+class Caches:
+    """Keys and values of one layer for every sequence of a plan.
+
+    Attributes:
+        keys: The tensor that all key offsets are relative to.
+        values: Likewise.
+        kv_heads: Key/value heads.
+        dim: Elements a head.
+        page_size: Slots a page; 0: every sequence is contiguous.
+        strides: Of keys, then of values: between pages, heads, slots; zeros where contiguous.
+        tables: Page tables, int32 ``[rows, n]``; unused for contiguous caches.
+        align: All origins and strides in ``origins`` are multiples of it. Unit: elements.
+        origins: Origin, head stride and slot stride per sequence of keys and values, int64
+            ``[n, 2, 3]``; unused for paged caches. Unit: elements.
+        sequences: Row of the page tables of each sequence, or its number.
+    """
+
+    keys: Tensor
+    values: Tensor
+    kv_heads: int
+    dim: int
+    page_size: int
+    strides: tuple[int, ...]
+    tables: Tensor
+    align: int
+    origins: Tensor
+    sequences: tuple[int, ...]
+
+    @classmethod
+    def of(cls, keys: Sequence[Plane], values: Sequence[Plane], plan: TreePlan) -> Caches:
+        """Describe the caches of one call.
+
+        Raises:
+            ValueError: They differ in type or pool, or the type has no kernels.
+        """
+        paged = [plane for plane in (*keys, *values) if isinstance(plane, PagedPlane)]
+        if not paged:
+            return _contiguous([k for k in keys if isinstance(k, Tensor)],
+                               [v for v in values if isinstance(v, Tensor)], plan)  # fmt: skip
+        rows = tuple(plane.row for plane in keys if isinstance(plane, PagedPlane))
+        first_key, first_value = keys[0], values[0]
+        if (
+            len(paged) != len(keys) + len(values)
+            or not isinstance(first_key, PagedPlane)
+            or not isinstance(first_value, PagedPlane)
+            or len({plane.pool.data_ptr() for plane in paged}) > 2
+            or len({plane.tables.data_ptr() for plane in paged}) > 1
+        ):
+            raise ValueError("all caches of one call must lie in one pool, or none in any")
+        key_pool, value_pool = first_key.pool, first_value.pool
+        _check_dtypes({key_pool.dtype, value_pool.dtype})
+        if "no origins" not in plan.prepared:
+            none = torch.zeros(2, 3, dtype=torch.int64, device=key_pool.device)
+            plan.prepared["no origins"] = none
+        return cls(
+            key_pool, value_pool, key_pool.shape[1], key_pool.shape[3], key_pool.shape[2],
+            (*key_pool.stride()[:3], *value_pool.stride()[:3]),
+            first_key.tables, 1, plan.prepared["no origins"], rows,
+        )  # fmt: skip
+
+
+def _contiguous(keys: Sequence[Tensor], values: Sequence[Tensor], plan: TreePlan) -> Caches:
+    _check_dtypes({each.dtype for each in (*keys, *values)})
+    bases = (keys[0], values[0])
+    where = tuple(
+        (_distance(each, base), *each.stride()[:2])
+        for pair in zip(keys, values, strict=True)
+        for each, base in zip(pair, bases, strict=True)
+    )
+    if where not in plan.prepared:  # shared with the row kernels
+        origins = torch.tensor(where, dtype=torch.int64).to(keys[0].device)
+        plan.prepared[where] = origins, origins.new_zeros(4, dtype=torch.int32)
+    origins, tables = plan.prepared[where]
+    aligned = not any(number % _ALIGN for row in where for number in row)
+    return Caches(
+        keys[0], values[0], keys[0].shape[0], keys[0].shape[2], 0, (0,) * 6,
+        tables.view(1, 4), _ALIGN if aligned else 1, origins, tuple(range(len(keys))),
+    )  # fmt: skip
+
+
+def _distance(tensor: Tensor, base: Tensor) -> int:
+    """Distance between two tensors' addresses. Unit: elements."""
+    return (tensor.data_ptr() - base.data_ptr()) // tensor.element_size()
+
+
+def _check_dtypes(dtypes: set[torch.dtype]) -> None:
+    if len(dtypes) > 1 or not dtypes <= set(_DTYPES):
+        raise ValueError(
+            f"keys and values have the types {sorted(map(str, dtypes))}, expected one of "
+            f"{', '.join(map(str, _DTYPES))} for all"
+        )
+
 
 MERGE_CHUNKS = 16
 """Chunks of a row that are merged at a time."""
@@ -29,33 +141,28 @@ class TritonBackend:
     """
 
     name = "triton"
-    pages = True
 
-    def attend(
-        self,
-        q: Tensor,
-        keys: Sequence[Plane],
-        values: Sequence[Plane],
-        plan: TreePlan,
-        *,
-        scale: float,
-        window: int | None,
-        out: Tensor,
-        lse: Tensor | None,
-        probes: Sequence[Probe] = (),
-    ) -> None:
-        """See :func:`paceline.kernels.tree_attention`."""
-        caches = Caches.of(keys, values, plan)
-        tables = Tables.of(plan, caches.sequences)
-        tiling = tables.tiling(q.shape[1] // caches.kv_heads, caches.keys, window)
-        noted = NotedRows.of(probes, plan, tiling)
-        target = out if out.is_contiguous() else torch.empty_like(out)
-        attend(q.contiguous(), caches, tables.rows, tables.work(tiling), tiling, noted, scale,
-               target, lse)  # fmt: skip
-        if target is not out:
-            out.copy_(target)
-        if noted.others:
-            note_scores(q, keys, plan, noted.others, scale=scale, window=window, lse=lse)
+    def attend(self, call: AttentionCall) -> None:
+        """See :class:`paceline.kernels.AttentionBackend`."""
+        caches, tables, tiling = _read(call)
+        noted = NotedRows.of(call.probes, call.plan, tiling)
+        target = call.out if call.out.is_contiguous() else torch.empty_like(call.out)
+        attend(call.q.contiguous(), caches, tables.rows, tables.work(tiling), tiling, noted,
+               call.scale, target, call.lse)  # fmt: skip
+        if target is not call.out:
+            call.out.copy_(target)
+        note_scores(call, noted.others)
+
+
+def _read(call: AttentionCall) -> tuple[Caches, Tables, Tiling]:
+    """The caches, tables and tiling of a call."""
+    caches = Caches.of(call.keys, call.values, call.plan)
+    tables = Tables.of(call.plan, caches.sequences)
+    return (
+        caches,
+        tables,
+        tables.tiling(call.q.shape[1] // caches.kv_heads, caches.keys, call.window),
+    )
 
 
 def attend(
@@ -120,3 +227,183 @@ def attend_shape(
         "STAGES": (5 - bool(probes)) if page_size else 3,
     }  # fmt: skip
     return shape, {"num_warps": 8 if tiling.rows * wide > 64 * 128 else 4}
+
+
+_PAGE_MULTIPLE = 256  # of flash-attn's paged caches
+
+
+class FlashBackend(TritonBackend):
+    """``flash_attn_with_kvcache`` over whole tiles of the prefix, merged by log-sum-exp.
+
+    It serves paged caches in half precision. Windows, probes, contiguous caches and plans of CUDA
+    graphs are left to :class:`TritonBackend`.
+    """
+
+    name = "flash_attn"
+
+    def __init__(self, attend_prefix: Callable[..., tuple[Tensor, Tensor]] | None = None) -> None:
+        """Use flash-attn's function, or another with its arguments.
+
+        Raises:
+            ImportError: flash-attn is not installed.
+        """
+        if attend_prefix is None:
+            from flash_attn import flash_attn_with_kvcache
+
+            attend_prefix = flash_attn_with_kvcache
+        self._attend_prefix = attend_prefix
+
+    def attend(self, call: AttentionCall) -> None:
+        """See :class:`paceline.kernels.AttentionBackend`."""
+        caches, tables, tiling = _read(call)
+        q, plan, lse = call.q, call.plan, call.lse
+        if not self._can(caches, plan, tiling, call.probes):
+            super().attend(call)
+            return
+        prefix, prefix_lse, seen = self._prefix(q, caches, plan, tiling, call.scale)
+        rest = torch.empty_like(q, dtype=torch.float32)
+        rest_lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+        behind = replace(tiling, prefix=False)
+        attend(q.contiguous(), caches, tables.rows, tables.work(behind), behind,
+               NotedRows.of((), plan, tiling), call.scale, rest, rest_lse)  # fmt: skip
+        # The log-sum-exp of an empty prefix is undefined.
+        share = torch.where(seen[:, None], torch.sigmoid(prefix_lse - rest_lse), 0.0)[..., None]
+        call.out.copy_(torch.where(share > 0, torch.lerp(rest, prefix.float(), share), rest))
+        if lse is not None:
+            both = torch.logaddexp(prefix_lse, rest_lse)
+            lse.copy_(torch.where(seen[:, None], both, rest_lse))
+
+    def _can(self, caches: Caches, plan: TreePlan, tiling: Tiling, probes: Sequence[Probe]) -> bool:
+        return bool(
+            plan.segments
+            and not probes
+            and not tiling.window
+            and caches.page_size
+            and caches.page_size % _PAGE_MULTIPLE == 0
+            and caches.keys.dtype != torch.float32
+        )
+
+    def _prefix(
+        self, q: Tensor, caches: Caches, plan: TreePlan, tiling: Tiling, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Attention of every packed row, its log-sum-exp, and whether it has a prefix."""
+        key = ("flash", tiling.keys, caches.sequences)
+        if key not in plan.prepared:
+            plan.prepared[key] = _Batch(plan, tiling.keys, caches.sequences)
+        batch: _Batch = plan.prepared[key]
+        found, lse = self._attend_prefix(
+            q.to(caches.keys.dtype)[batch.rows],
+            caches.keys.transpose(1, 2),
+            caches.values.transpose(1, 2),
+            cache_seqlens=batch.lengths,
+            block_table=caches.tables[batch.table_rows],
+            softmax_scale=scale,
+            causal=False,
+            return_softmax_lse=True,
+        )
+        at = (batch.block, batch.node)
+        return found[at], lse.transpose(1, 2)[at], batch.seen
+
+
+class _Batch:
+    """The blocks of a plan as a padded batch, ``[S, widest]``."""
+
+    def __init__(self, plan: TreePlan, tile: int, table_rows: tuple[int, ...]) -> None:
+        segments = plan.segments
+        widest = max(segment.length for segment in segments)
+        padded = [
+            [first + min(node, segment.length - 1) for node in range(widest)]
+            for segment, first in zip(segments, plan.offsets, strict=False)
+        ]
+        blocks = [index for index, segment in enumerate(segments) for _ in range(segment.length)]
+        nodes = [node for segment in segments for node in range(segment.length)]
+        # Up to the tile in which new nodes begin; the project's kernels run from there on.
+        lengths = [segment.start // tile * tile for segment in segments]
+
+        def there(numbers: Any, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.tensor(numbers, dtype=dtype).to(plan.device)
+
+        self.rows = there(padded)
+        self.block, self.node = there(blocks), there(nodes)
+        self.lengths = there(lengths, torch.int32)
+        self.table_rows = there([table_rows[segment.sequence] for segment in segments])
+        self.seen = self.lengths[self.block] > 0
+
+
+_GATE_BLOCK = 1024
+
+
+class TritonRows:
+    """One kernel a step (see :class:`paceline.kernels.RowKernels`)."""
+
+    def add_norm(self, x: Tensor, delta: Tensor | None, norm: Norm, dtype: torch.dtype) -> Tensor:
+        """See :class:`paceline.kernels.RowKernels`."""
+        out = torch.empty_like(x, dtype=dtype)
+        block = triton.next_power_of_2(x.shape[1])
+        add_norm_rows[(x.shape[0],)](
+            x, x if delta is None else delta, norm.weight, out, norm.eps,
+            WIDTH=x.shape[1], BLOCK=block, HAS_DELTA=delta is not None,
+            num_warps=min(16, max(1, block // 256)),
+        )  # fmt: skip
+        return out
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """See :class:`paceline.kernels.RowKernels`."""
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty(rows, width)
+        grid = (rows, triton.cdiv(width, _GATE_BLOCK))
+        gate_rows[grid](gate_up, out, WIDTH=width, BLOCK=_GATE_BLOCK)
+        return out
+
+    def rotate(
+        self,
+        heads: Tensor,
+        norms: tuple[Norm, Norm] | None,
+        table: Tensor,
+        plan: TreePlan,
+        keys: Sequence[Plane],
+        values: Sequence[Plane],
+    ) -> Tensor:
+        """See :class:`paceline.kernels.RowKernels`."""
+        caches = Caches.of(keys, values, plan)
+        tables = Tables.of(plan, caches.sequences)
+        dim = caches.dim
+        q_heads = heads.shape[1] // dim - 2 * caches.kv_heads
+        q = torch.empty(plan.rows, q_heads, dim, dtype=torch.float32, device=heads.device)
+        # Without norms, the kernel reads neither weight.
+        given = [(norm.weight, norm.eps) for norm in norms or ()] or [(table, 0.0)] * 2
+        (q_weight, q_eps), (k_weight, k_eps) = given
+        rotate_rows[(plan.rows, q_heads + 2 * caches.kv_heads)](
+            heads, table, plan.positions, q_weight, k_weight, q, caches.keys,
+            caches.values, tables.rows.rows, tables.rows.blocks, caches.tables, caches.origins,
+            q_eps, k_eps, *caches.strides, caches.tables.stride(0),
+            Q_HEADS=q_heads, KV_HEADS=caches.kv_heads, HALF=dim // 2,
+            BLOCK=triton.next_power_of_2(dim // 2), PAGE=caches.page_size,
+            HAS_NORM=norms is not None, num_warps=1,
+        )  # fmt: skip
+        return q
+
+
+_BLOCK = 1024
+
+
+def choose(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
+    """See :func:`paceline.kernels.choose_tokens`; no row may have penalties."""
+    wrapped = [(p.seed - (1 << 64) if p.seed >> 63 else p.seed) for p in params]
+    integers = [
+        (seed, position, each.top_k)
+        for seed, position, each in zip(wrapped, positions, params, strict=True)
+    ]
+    floats = [
+        (each.temperature, math.log(each.min_p) if each.min_p else -math.inf, each.top_p)
+        for each in params
+    ]
+    device = logits.device
+    tokens = torch.empty(len(params), dtype=torch.int64, device=device)
+    choose_rows[(len(params),)](
+        logits, tokens, torch.tensor(integers, dtype=torch.int64).to(device),
+        torch.tensor(floats, dtype=torch.float64).to(device),
+        logits.shape[1], logits.stride(0), BLOCK=_BLOCK, num_warps=8,
+    )  # fmt: skip
+    found: list[int] = tokens.tolist()
+    return found

@@ -13,7 +13,6 @@
  * Keys and values in 8 bits are multiplied as whole numbers. The scale of a key multiplies its scores,
  * that of a value its weights.
  * attention_tiles.h takes the two products in another order, with the same property. */
-#include <omp.h>
 #include <stdlib.h>
 
 #include "attention_probes.h"
@@ -79,12 +78,12 @@ static Buffers reserve(const Tile *t) {
 }
 
 /* Scaled queries [rows][dim]. */
-static void load_queries(const Tile *t, const void *q, float *out) {
+static void load_queries(const Tile *t, const float *q, float *out) {
   const Plan *p = t->plan;
   for (int64_t r = 0; r < t->rows; r++) {
     const int64_t from = packed_row(t, r) * p->dim;
     for (int64_t d = 0; d < p->dim; d += LANES)
-      store_f32(out + r * p->dim + d, load_any(q, from + d, (int)p->q_bf16) * splat(p->scale));
+      store_f32(out + r * p->dim + d, load_f32(q + from + d) * splat(p->scale));
   }
 }
 
@@ -199,20 +198,19 @@ static void merge(const Tile *t, float *total, const float *part, int first) {
 }
 
 /* Writes the rows' results, and what is left of their probes. */
-static void finish(const Tile *t, const float *total, void *out, float *lse) {
+static void finish(const Tile *t, const float *total, float *out) {
   const Plan *p = t->plan;
   for (int64_t r = 0; r < t->rows; r++) {
     const float *row = total + r * t->width;
-    const int64_t to = packed_row(t, r);
+    float *to = out + packed_row(t, r) * p->dim;
     for (int64_t d = 0; d < p->dim; d += LANES)
-      store_any(out, to * p->dim + d, (int)p->out_bf16, load_f32(row + d) / splat(row[p->dim]));
-    if (lse) lse[to] = row[p->dim + 1] + logf(row[p->dim]);
+      store_f32(to + d, load_f32(row + d) / splat(row[p->dim]));
   }
   finish_probes(t, total);
 }
 
 /* Buffers with the tile's queries. Returns 0, or 1 without memory. */
-static int begin(const Tile *t, Buffers *m, const void *q) {
+static int begin(const Tile *t, Buffers *m, const float *q) {
   *m = reserve(t);
   if (!m->q) return 1;
   if (in_tiles(t->plan)) {
@@ -230,7 +228,7 @@ static void score_tree(const Tile *t, const Buffers *m) {
   if (t->block->depths) score_any(t, m, start, start + t->block->length, m->tree, t->tree_columns);
 }
 
-static int attend_tile(const Tile *t, const void *q, void *out, float *lse) {
+static int attend_tile(const Tile *t, const float *q, float *out) {
   Buffers m;
   if (begin(t, &m, q)) return 1;
   score_tree(t, &m);
@@ -238,12 +236,12 @@ static int attend_tile(const Tile *t, const void *q, void *out, float *lse) {
     attend_chunk(t, &m, chunk, m.part);
     merge(t, m.total, m.part, chunk == t->first);
   }
-  finish(t, m.total, out, lse);
+  finish(t, m.total, out);
   return 0;
 }
 
 /* Results of chunks from .. to of a tile, to parts [chunk][rows][width]. */
-static int attend_range(const Tile *t, const void *q, int64_t from, int64_t to, float *parts) {
+static int attend_range(const Tile *t, const float *q, int64_t from, int64_t to, float *parts) {
   Buffers m;
   if (from == to) return 0;
   if (begin(t, &m, q)) return 1;
@@ -266,7 +264,8 @@ static float *parts_of(const Attention *a, int64_t item) {
   return parts;
 }
 
-int64_t attention_work(const Plan *p) {
+/* Products of queries and keys; a measure of time. */
+static int64_t attention_work(const Plan *p) {
   int64_t work = 0;
   for (int64_t i = 0; i < p->tiles; i++) {
     const Block *b = p->block + p->tile[3 * i];
@@ -299,7 +298,7 @@ int64_t attention_items(const Attention *a) {
 
 int64_t attention_item(const Attention *a, int64_t i) {
   const Tile t = tile_of(a, a->ranges ? i / a->ranges : i);
-  if (!a->ranges) return attend_tile(&t, a->q, a->out, a->lse);
+  if (!a->ranges) return attend_tile(&t, a->q, a->out);
   const int64_t chunks = t.chunks - t.first, range = i % a->ranges;
   return attend_range(&t, a->q, t.first + chunks * range / a->ranges,
                       t.first + chunks * (range + 1) / a->ranges, parts_of(a, i / a->ranges));
@@ -314,21 +313,5 @@ void attention_merge_item(const Attention *a, int64_t i) {
   float *parts = parts_of(a, i);
   for (int64_t chunk = 1; chunk < t.chunks - t.first; chunk++)
     merge(&t, parts, parts + chunk * t.rows * t.width, 0);
-  finish(&t, parts, a->out, a->lse);
-}
-
-/* Attention of all packed rows; see Attention. Returns 0, or 1 when memory ran out. */
-int64_t paceline_attend(const Plan *p, const Cache *keys, const Cache *values, const void *q,
-                        void *out, float *lse, const Probes *probes) {
-  Attention a = {.plan = p, .keys = keys, .values = values, .probes = probes,
-                 .q = q, .out = out, .lse = lse};
-  const int parallel = attention_work(p) > SMALL_WORK;
-  if (attention_begin(&a, omp_get_max_threads())) return 1;
-  int64_t failed = 0;
-#pragma omp parallel for schedule(dynamic, 1) reduction(| : failed) if (parallel)
-  for (int64_t i = 0; i < attention_items(&a); i++) failed |= attention_item(&a, i);
-  if (failed) return 1;
-#pragma omp parallel for schedule(dynamic, 1) if (attention_merge_items(&a))
-  for (int64_t i = 0; i < attention_merge_items(&a); i++) attention_merge_item(&a, i);
-  return 0;
+  finish(&t, parts, a->out);
 }

@@ -3,7 +3,6 @@
 #define PACELINE_ATTENTION_H
 
 #include "cache_rows.h"
-#include "numerics.h"
 #include "vectors.h"
 
 #define CHUNK 256
@@ -26,7 +25,7 @@ typedef struct {
 
 typedef struct {
   int64_t q_heads, kv_heads, dim, window; /* window 0: none */
-  int64_t q_bf16, kv_type, out_bf16; /* kv_type: KV_F32, KV_BF16 or KV_INT8 */
+  int64_t kv_type;                        /* KV_F32, KV_BF16 or KV_INT8 */
   int64_t blocks;
   const Block *block;
   int64_t tiles;
@@ -46,7 +45,7 @@ typedef struct {
   const Probe *probe;
 } Probes;
 
-/* An attention call: q [M, Hq, D] and out [M, Hq, D] dense, lse [M, Hq] or null.
+/* An attention call: q [M, Hq, D] and out [M, Hq, D] dense.
  *
  * One thread begins it. Then its items run, on any threads and in any order, and after all of them
  * its merge items. */
@@ -54,16 +53,12 @@ typedef struct {
   const Plan *plan;
   const Cache *keys, *values; /* by sequence */
   const Probes *probes;
-  const void *q;
-  void *out;
-  float *lse;
+  const float *q;
+  float *out;
   int64_t ranges; /* items into which the chunks of a tile and head are divided; 0: one item */
   float *parts;   /* results of all chunks, if they are divided */
   float *raw;     /* scores kept for probes; both in memory of the thread that began the call */
 } Attention;
-
-/* Products of queries and keys; a measure of time. */
-int64_t attention_work(const Plan *p);
 
 /* Divides the call into items for `threads` threads. Returns 0, or 1 when memory ran out. */
 int64_t attention_begin(Attention *a, int64_t threads);

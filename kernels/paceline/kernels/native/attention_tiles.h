@@ -61,14 +61,14 @@ INLINE void multiply_any(int64_t tiles, const uint16_t *a, int64_t stride, const
 }
 
 /* Scaled queries as bfloat16 [rows][dim], padded with 0 to whole tiles. */
-static void round_queries(const Tile *t, const void *q, uint16_t *out) {
+static void round_queries(const Tile *t, const float *q, uint16_t *out) {
   const Plan *p = t->plan;
   const int64_t padded = round_up(p->dim, DOT);
   memset(out, 0, (size_t)(round_up(t->rows, SIDE) * padded) * sizeof *out);
   for (int64_t r = 0; r < t->rows; r++) {
     const int64_t from = packed_row(t, r) * p->dim;
     for (int64_t d = 0; d < p->dim; d += LANES)
-      store_bf16(out + r * padded + d, load_any(q, from + d, (int)p->q_bf16) * splat(p->scale));
+      store_bf16(out + r * padded + d, load_f32(q + from + d) * splat(p->scale));
   }
 }
 
@@ -84,7 +84,7 @@ static void pack_keys(const Tile *t, int64_t slot, int64_t stop, int64_t tiles, 
         const uint16_t *key = (const uint16_t *)t->k->data + t->head * t->k->head_stride +
                               least(slot + n + i, stop - 1) * t->k->slot_stride;
         __builtin_prefetch(key + AHEAD * t->k->slot_stride + 2 * k, 0, 2);
-        x[i] = load_part(key + 2 * k, 0, most(0, pairs - k), 0);
+        x[i] = load_part((const float *)(key + 2 * k), most(0, pairs - k));
       }
       transpose(x);
       for (int64_t i = 0; i < LANES; i++) store_f32(to + i * SIDE, x[i]);

@@ -1,7 +1,11 @@
 /* Linear layers: the pieces of a product, and their order. See linear.h for the contract. */
 #include "linear_float.h"
 #include "linear_tiles.h"
-#include "numerics.h"
+
+int amx_numerics;
+
+/* Not while a product runs. */
+void paceline_set_numerics(int amx) { amx_numerics = amx; }
 
 #define BLOCKS 8 /* blocks of rows in an item */
 

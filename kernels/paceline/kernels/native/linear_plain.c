@@ -4,7 +4,6 @@
 #include <stdlib.h>
 
 #include "dots.h"
-#include "numerics.h"
 #include "linear_units.h"
 
 #define BLOCK_INS 32

@@ -53,7 +53,7 @@ static void prepare_tile_row(const Matrix *m, const float *x, int64_t rows, char
   if (m->format == LINEAR_BF16) {
     uint16_t *out = (uint16_t *)scratch + row * padded_ins(m);
     for (int64_t i = 0; i < padded_ins(m); i += LANES)
-      store_bf16(out + i, i < m->ins ? load_part(x, i, m->ins - i, 0) : splat(0.0f));
+      store_bf16(out + i, i < m->ins ? load_part(x + i, m->ins - i) : splat(0.0f));
     return;
   }
   Factors *factors = (Factors *)(scratch + rows * blocks * 64) + at;

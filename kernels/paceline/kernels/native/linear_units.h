@@ -46,7 +46,7 @@ static __attribute__((noinline)) void finish(const Matrix *m, int64_t rows, cons
       const int64_t at = first + v, left = m->outs - at;
       if (left <= 0) continue;
       vec total = load_f32(sums + v);
-      if (m->bias) total += load_part(m->bias, at, left, 0);
+      if (m->bias) total += load_part(m->bias + at, left);
       store_part(out, at, left, 0, total);
     }
 }

@@ -219,8 +219,9 @@ static void rotate_heads(const State *s, const Operation *o, int64_t row) {
   const int64_t at = s->first + row, of = s->sequence[at];
   const Heads heads = {.q_heads = o->q_heads, .kv_heads = o->kv_heads, .dim = p->dim,
                        .q_weight = o->weight, .k_weight = o->second, .eps = (float)o->eps};
-  rotate_row(&heads, rows_of(s, o->in), 0, row, r->table + r->position[at] * p->dim,
-             rows_of(s, o->out), s->keys + of, s->values + of, s->slot[at], (int)r->kv_type);
+  rotate_row(&heads, rows_of(s, o->in) + row * p->buffer[o->in].width,
+             r->table + r->position[at] * p->dim, rows_of(s, o->out) + row * p->buffer[o->out].width,
+             s->keys + of, s->values + of, s->slot[at], (int)r->kv_type);
 }
 
 static void run_row(const State *s, const Operation *o, int64_t row) {
@@ -231,12 +232,12 @@ static void run_row(const State *s, const Operation *o, int64_t row) {
     case EMBED: embed(s, o, row); break;
     case INPUT: copy_input(s, o, row); break;
     case ADD_NORM:
-      if (o->delta) add_row(in, rows_of(s, o->delta), row * width, 0, width);
-      normalise(in, o->weight, width, (float)o->eps, rows_of(s, o->out), row * width, 0);
+      if (o->delta) add_row(in, rows_of(s, o->delta) + row * width, width);
+      normalise(in, o->weight, width, (float)o->eps, rows_of(s, o->out) + row * width);
       break;
     case ROTATE: rotate_heads(s, o, row); break;
-    case GATE: gate_row(rows_of(s, o->in), rows_of(s, o->out), row, width / 2, 0); break;
-    case ADD: add_row(in, rows_of(s, o->delta), row * width, 0, width); break;
+    case GATE: gate_row(in, rows_of(s, o->out) + row * (width / 2), width / 2); break;
+    case ADD: add_row(in, rows_of(s, o->delta) + row * width, width); break;
     case TAP:
       for (int64_t i = 0; i < width; i += LANES)
         store_any(r->taps[o->layer], (s->first + row) * width + i, (int)r->taps_bf16,

@@ -1,5 +1,4 @@
-/* Row-wise operations of a transformer: norms, rotary embedding, gated activation. All arithmetic is
- * float32, for all types in memory. */
+/* Row-wise operations of a transformer, in float32: norms, rotary embedding, gated activation. */
 #ifndef PACELINE_ROWS_H
 #define PACELINE_ROWS_H
 
@@ -22,25 +21,23 @@ INLINE float sum_squares(const float *x, int64_t width) {
 }
 
 /* Mean square norm of one row times its weight; `weight` float32. */
-INLINE void normalise(const float *x, const float *weight, int64_t width, float eps, void *out,
-                      int64_t at, int bf16) {
+INLINE void normalise(const float *x, const float *weight, int64_t width, float eps, float *out) {
   vec scale = splat(1.0f / sqrtf(sum_squares(x, width) / (float)width + eps));
   for (int64_t i = 0; i < width; i += LANES)
-    store_any(out, at + i, bf16, load_f32(x + i) * scale * load_f32(weight + i));
+    store_f32(out + i, load_f32(x + i) * scale * load_f32(weight + i));
 }
 
-/* x [width] float32 += the row of `delta` from element `at` on. */
-INLINE void add_row(float *x, const void *delta, int64_t at, int bf16, int64_t width) {
+/* x [width] += delta. */
+INLINE void add_row(float *x, const float *delta, int64_t width) {
   for (int64_t i = 0; i < width; i += LANES)
-    store_f32(x + i, load_f32(x + i) + load_any(delta, at + i, bf16));
+    store_f32(x + i, load_f32(x + i) + load_f32(delta + i));
 }
 
-/* Row r of gate_up [rows, 2 * width] -> row r of out [rows, width] = silu(gate) * up. */
-INLINE void gate_row(const void *gate_up, void *out, int64_t r, int64_t width, int bf16) {
+/* gate_up [2 * width] -> out [width] = silu(gate) * up. */
+INLINE void gate_row(const float *gate_up, float *out, int64_t width) {
   for (int64_t i = 0; i < width; i += LANES) {
-    vec gate = load_any(gate_up, r * 2 * width + i, bf16);
-    vec up = load_any(gate_up, r * 2 * width + width + i, bf16);
-    store_any(out, r * width + i, bf16, gate / (splat(1.0f) + exp_(-gate)) * up);
+    vec gate = load_f32(gate_up + i), up = load_f32(gate_up + width + i);
+    store_f32(out + i, gate / (splat(1.0f) + exp_(-gate)) * up);
   }
 }
 
@@ -53,44 +50,41 @@ typedef struct {
 
 /* One head of `dim` values through its norm (weight null: none) into x, then rotated: the halves of
  * a head are the two coordinates. table: cosines [dim / 2], then sines [dim / 2]. */
-INLINE void rotate(const void *from, int64_t at, int bf16, const float *weight, float eps,
-                   const float *table, int64_t dim, float *x, void *out, int64_t to,
-                   int out_bf16) {
+INLINE void rotate(const float *from, const float *weight, float eps, const float *table,
+                   int64_t dim, float *x, void *out, int64_t to, int out_bf16) {
   const int64_t half = dim / 2;
-  for (int64_t i = 0; i < dim; i += LANES) store_f32(x + i, load_any(from, at + i, bf16));
-  if (weight) normalise(x, weight, dim, eps, x, 0, 0);
+  memcpy(x, from, (size_t)dim * sizeof(float));
+  if (weight) normalise(x, weight, dim, eps, x);
   for (int64_t i = 0; i < half; i += LANES) {
     const int64_t left = half - i;
-    vec a = load_part(x, i, left, 0), b = load_part(x, half + i, left, 0);
-    vec cos = load_part(table, i, left, 0), sin = load_part(table, half + i, left, 0);
+    vec a = load_part(x + i, left), b = load_part(x + half + i, left);
+    vec cos = load_part(table + i, left), sin = load_part(table + half + i, left);
     store_part(out, to + i, left, out_bf16, fma_(-b, sin, a * cos));
     store_part(out, to + half + i, left, out_bf16, fma_(a, sin, b * cos));
   }
 }
 
-/* Row r of heads [rows, (Hq + 2 Hkv) D] -> row r of the rotated queries q [rows, Hq, D] float32; the
- * rotated keys and the values to `slot` of the caches. table: as for rotate(). */
-INLINE void rotate_row(const Heads *p, const void *heads, int bf16, int64_t r, const float *table,
-                       float *q, const Cache *k, const Cache *v, int64_t slot, int kv_type) {
-  const int64_t all = p->q_heads + 2 * p->kv_heads, dim = p->dim;
+/* heads [(Hq + 2 Hkv) D] -> rotated queries q [Hq, D]; the rotated keys and the values to `slot` of
+ * the caches. table: as for rotate(). */
+INLINE void rotate_row(const Heads *p, const float *heads, const float *table, float *q,
+                       const Cache *k, const Cache *v, int64_t slot, int kv_type) {
+  const int64_t dim = p->dim;
   float x[MAX_DIM];
   for (int64_t h = 0; h < p->q_heads; h++)
-    rotate(heads, (r * all + h) * dim, bf16, p->q_weight, p->eps, table, dim, x, q,
-           (r * p->q_heads + h) * dim, 0);
+    rotate(heads + h * dim, p->q_weight, p->eps, table, dim, x, q, h * dim, 0);
   for (int64_t h = 0; h < p->kv_heads; h++) {
-    const int64_t key = (r * all + p->q_heads + h) * dim, value = key + p->kv_heads * dim;
+    const float *key = heads + (p->q_heads + h) * dim, *value = key + p->kv_heads * dim;
     const int64_t key_at = h * k->head_stride + slot * k->slot_stride;
     const int64_t value_at = h * v->head_stride + slot * v->slot_stride;
     if (kv_type == KV_INT8) {
-      rotate(heads, key, bf16, p->k_weight, p->eps, table, dim, x, x, 0, 0);
+      rotate(key, p->k_weight, p->eps, table, dim, x, x, 0, 0);
       store_i8(k, key_at, x, dim);
-      for (int64_t i = 0; i < dim; i += LANES) store_f32(x + i, load_any(heads, value + i, bf16));
-      store_i8(v, value_at, x, dim);
+      store_i8(v, value_at, value, dim);
       continue;
     }
-    rotate(heads, key, bf16, p->k_weight, p->eps, table, dim, x, k->data, key_at, kv_type);
+    rotate(key, p->k_weight, p->eps, table, dim, x, k->data, key_at, kv_type);
     for (int64_t i = 0; i < dim; i += LANES)
-      store_any(v->data, value_at + i, kv_type, load_any(heads, value + i, bf16));
+      store_any(v->data, value_at + i, kv_type, load_f32(value + i));
   }
 }
 

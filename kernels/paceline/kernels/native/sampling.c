@@ -1,10 +1,34 @@
-/* Noise and probabilities of tokens, with the same bits on every machine. */
-#include "logs.h"
+/* Noise, probabilities and candidates of tokens. Noise and probabilities have the same bits on every
+ * machine with FMA. */
+#include <math.h>
+
 #include "vectors.h"
 
 #define ROUNDS 10
 #define LOW 0xFFFFFFFFu
 #define BLOCK_IDS 512
+#define PIECE 64 /* scores that are skipped together if none is among the best so far */
+
+/* ln x of a normal x > 0, to about 1 ulp. With x = 2^n m, m in [sqrt(1/2), sqrt(2)), and
+ * s = (m - 1) / (m + 1): ln x = n ln 2 + 2 s (1 + s^2 / 3 + s^4 / 5 + ...). */
+static inline __attribute__((always_inline)) double log_(double x) {
+  const double high = 0x1.62e42fefa3800p-1, low = 0x1.ef35793c76730p-45; /* ln 2 */
+  const uint64_t half_root = 0x3fe6a09e667f3bcdu;                        /* sqrt(1/2) */
+  uint64_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  const int64_t n = (int64_t)(bits - half_root) >> 52;
+  bits -= (uint64_t)n << 52;
+  double m;
+  memcpy(&m, &bits, sizeof m);
+  const double f = m - 1.0, s = f / (m + 1.0), z = s * s;
+  double p = 1.0 / 23;
+#pragma GCC unroll 10
+  for (int k = 21; k >= 3; k -= 2) p = __builtin_fma(p, z, 1.0 / k);
+  p = 2.0 * (s * z) * p; /* the series without its first term, 2 s */
+  /* 2 s = f - s f, so that the rounding of s is multiplied with the small f. */
+  const double rest = __builtin_fma(-s, f, p);
+  return __builtin_fma((double)n, high, f + __builtin_fma((double)n, low, rest));
+}
 
 /* The 52-bit integers behind the noise of `count` ids at one position: Philox4x32-10;
  * kernels/noise.py defines the words of each id. Words are kept in 64-bit variables, so that the
@@ -50,7 +74,7 @@ double paceline_exponentials(const float *x, int64_t count, float *peak, float *
   const vec shift = splat(*peak);
   int64_t i = 0;
   for (; i + LANES <= count; i += LANES) store_f32(out + i, exp_(load_f32(x + i) - shift));
-  if (i < count) store_part(out, i, count - i, 0, exp_(load_part(x, i, count - i, 0) - shift));
+  if (i < count) store_part(out, i, count - i, 0, exp_(load_part(x + i, count - i) - shift));
   for (i = 0; i < count; i++) part[i % WIDTH] += (double)out[i];
   for (int half = WIDTH / 2; half; half /= 2)
     for (int l = 0; l < half; l++) part[l] += part[l + half];
@@ -62,4 +86,62 @@ double paceline_logsumexp(const float *x, int64_t count, float *memory) {
   float peak;
   const double sum = paceline_exponentials(x, count, &peak, memory);
   return (double)peak + log_(sum);
+}
+
+/* The largest of `count` scores. */
+static float largest(const float *x, int64_t count) {
+  float lanes[WIDTH], best = -INFINITY;
+  vec high = splat(-INFINITY);
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) high = max_(high, load_f32(x + i));
+  store_f32(lanes, high);
+  for (int l = 0; l < LANES; l++) best = lanes[l] > best ? lanes[l] : best;
+  for (; i < count; i++) best = x[i] > best ? x[i] : best;
+  return best;
+}
+
+/* Puts x[i] into its place among the best. */
+static void insert(const float *x, int64_t i, int64_t width, int64_t *ids, float *best) {
+  int64_t at = width - 1;
+  for (; at > 0 && x[i] > best[at - 1]; at--) {
+    best[at] = best[at - 1];
+    ids[at] = ids[at - 1];
+  }
+  best[at] = x[i];
+  ids[at] = i;
+}
+
+/* Sum of exp(x - peak). Not inlined: the constants of exp_ need all registers. */
+static __attribute__((noinline)) float sum_exponentials(const float *x, int64_t count, float peak) {
+  float part[WIDTH];
+  const int64_t whole = count / WIDTH * WIDTH;
+  for (int l = 0; l < WIDTH; l += LANES) {
+    vec sum = splat(0.0f);
+    for (int64_t i = l; i < whole; i += WIDTH) sum = sum + exp_(load_f32(x + i) - splat(peak));
+    store_f32(part + l, sum);
+  }
+  float sum = add_up(part);
+  for (int64_t i = whole; i < count; i++) sum += expf(x[i] - peak);
+  return sum;
+}
+
+/* Of each row of scores [rows, count], `stride` apart: ids [rows, width] of the largest, best first,
+ * the lower id first where they are equal, and the logs [rows, width] of their softmax. Where fewer
+ * than `width` scores are above -inf, the others have arbitrary ids. */
+void paceline_candidates(const float *scores, int64_t stride, int64_t rows, int64_t count,
+                         int64_t width, int64_t *ids, float *logs) {
+  for (int64_t r = 0; r < rows; r++, scores += stride, ids += width, logs += width) {
+    for (int64_t w = 0; w < width; w++) {
+      ids[w] = w;
+      logs[w] = -INFINITY;
+    }
+    for (int64_t from = 0; from < count; from += PIECE) {
+      const int64_t to = from + PIECE < count ? from + PIECE : count;
+      if (!(largest(scores + from, to - from) > logs[width - 1])) continue;
+      for (int64_t i = from; i < to; i++)
+        if (scores[i] > logs[width - 1]) insert(scores, i, width, ids, logs);
+    }
+    const float peak = logs[0], total = peak + logf(sum_exponentials(scores, count, peak));
+    for (int64_t w = 0; w < width; w++) logs[w] -= total;
+  }
 }

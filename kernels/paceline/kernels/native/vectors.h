@@ -210,12 +210,11 @@ INLINE void store_any(void *base, int64_t at, int bf16, vec x) {
 }
 
 /* The first `count` lanes only. */
-INLINE vec load_part(const void *base, int64_t at, int64_t count, int bf16) {
-  char part[sizeof(vec)] = {0};
-  const int64_t size = bf16 ? 2 : 4;
-  if (count >= LANES) return load_any(base, at, bf16);
-  memcpy(part, (const char *)base + at * size, (size_t)(count * size));
-  return load_any(part, 0, bf16);
+INLINE vec load_part(const float *base, int64_t count) {
+  float part[LANES] = {0};
+  if (count >= LANES) return load_f32(base);
+  memcpy(part, base, (size_t)count * sizeof(float));
+  return load_f32(part);
 }
 
 INLINE void store_part(void *base, int64_t at, int64_t count, int bf16, vec x) {
@@ -252,5 +251,9 @@ INLINE vec exp_(vec x) {
   p = fma_(p, r * r, r) + splat(1.0f);
   return zero_below(given, least, scale_(p, shifted, magic));
 }
+
+/* Numerics of bfloat16 weights and caches in this process: 0 portable, the same bits on every
+ * machine; 1 amx, products in tiles, which are emulated where the processor has none (for tests). */
+extern int amx_numerics;
 
 #endif

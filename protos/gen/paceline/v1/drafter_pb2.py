@@ -22,11 +22,9 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from paceline.v1 import sampling_pb2 as paceline_dot_v1_dot_sampling__pb2
-from paceline.v1 import tree_pb2 as paceline_dot_v1_dot_tree__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19paceline/v1/drafter.proto\x12\x0bpaceline.v1\x1a\x1apaceline/v1/sampling.proto\x1a\x16paceline/v1/tree.proto\"m\n\x0c\x44raftRequest\x12*\n\x06\x61ttach\x18\x01 \x01(\x0b\x32\x18.paceline.v1.DraftAttachH\x00\x12(\n\x05round\x18\x02 \x01(\x0b\x32\x17.paceline.v1.DraftRoundH\x00\x42\x07\n\x05\x65vent\"\x92\x02\n\x0b\x44raftAttach\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x1a\n\x12target_fingerprint\x18\x03 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x0e\n\x06tokens\x18\x06 \x03(\r\x12-\n\x08sampling\x18\x07 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12\x12\n\nread_grant\x18\x08 \x01(\x0c\x12\x18\n\x10verifier_address\x18\t \x01(\t\x12\x15\n\rprompt_length\x18\n \x01(\r\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\"\xc9\x01\n\nDraftRound\x12\x10\n\x08round_id\x18\x01 \x01(\x04\x12\x12\n\nnew_tokens\x18\x02 \x03(\r\x12\x13\n\x0bnode_budget\x18\x03 \x01(\r\x12\x11\n\tmax_depth\x18\x04 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x05 \x01(\r\x12\x13\n\x0btraceparent\x18\x06 \x01(\t\x12\x18\n\x10\x63ommitted_length\x18\x07 \x01(\r\x12\x14\n\x0ctotal_length\x18\x08 \x01(\rJ\x04\x08\t\x10\nR\rhidden_states\"p\n\rDraftResponse\x12.\n\x08\x61ttached\x18\x01 \x01(\x0b\x32\x1a.paceline.v1.DraftAttachedH\x00\x12&\n\x04tree\x18\x02 \x01(\x0b\x32\x16.paceline.v1.DraftTreeH\x00\x42\x07\n\x05\x65vent\"\xa4\x01\n\rDraftAttached\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0e\n\x06method\x18\x03 \x01(\t\x12\x1b\n\x13hidden_state_layers\x18\x04 \x03(\r\x12\x1b\n\x13hidden_state_window\x18\x05 \x01(\r\x12\x11\n\tmax_nodes\x18\x06 \x01(\r\x12\x14\n\x0ckv_transport\x18\x07 \x01(\t\"\x8a\x01\n\tDraftTree\x12\x10\n\x08round_id\x18\x01 \x01(\x04\x12$\n\x04tree\x18\x02 \x01(\x0b\x32\x16.paceline.v1.TokenTree\x12\x10\n\x08\x64raft_us\x18\x03 \x01(\x04\x12\x10\n\x08queue_us\x18\x04 \x01(\x04\x12\x0f\n\x07version\x18\x05 \x01(\t\x12\x10\n\x08kv_bytes\x18\x06 \x01(\x04\"\x15\n\x13ListDraftersRequest\"\xa0\x01\n\x14ListDraftersResponse\x12*\n\x08\x64rafters\x18\x01 \x03(\x0b\x32\x18.paceline.v1.DrafterInfo\x12\x17\n\x0f\x64\x65\x66\x61ult_drafter\x18\x02 \x01(\t\x12,\n\x08\x63\x61naries\x18\x03 \x03(\x0b\x32\x1a.paceline.v1.DrafterCanary\x12\x15\n\rrecords_texts\x18\x04 \x01(\x08\"\xbd\x02\n\x0b\x44rafterInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0e\n\x06method\x18\x03 \x01(\t\x12\x0e\n\x06\x66older\x18\x04 \x01(\t\x12\x15\n\rtraffic_share\x18\x05 \x01(\x01\x12\x16\n\x0e\x61\x63tive_streams\x18\x06 \x01(\r\x12\x1a\n\x12target_fingerprint\x18\x07 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x08 \x01(\t\x12\x14\n\x0cweight_bytes\x18\t \x01(\x04\x12\x10\n\x08\x64raining\x18\n \x01(\x08\x12(\n\x05\x63heck\x18\x0b \x01(\x0b\x32\x19.paceline.v1.DrafterCheck\x12\x1b\n\x13hidden_state_layers\x18\x0c \x03(\r\x12\x1b\n\x13hidden_state_window\x18\r \x01(\r\"X\n\x0c\x44rafterCheck\x12\r\n\x05texts\x18\x01 \x01(\r\x12\x0e\n\x06rounds\x18\x02 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_length\x18\x03 \x01(\x02\x12\x10\n\x08\x64raft_us\x18\x04 \x01(\x04\"\xd4\x01\n\x12LoadDrafterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0e\n\x06method\x18\x03 \x01(\t\x12\x0e\n\x06\x66older\x18\x04 \x01(\t\x12=\n\x07options\x18\x05 \x03(\x0b\x32,.paceline.v1.LoadDrafterRequest.OptionsEntry\x12\x10\n\x08\x61\x63tivate\x18\x06 \x01(\x08\x1a.\n\x0cOptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"@\n\x13LoadDrafterResponse\x12)\n\x07\x64rafter\x18\x01 \x01(\x0b\x32\x18.paceline.v1.DrafterInfo\"{\n\x16\x41\x63tivateDrafterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x15\n\rtraffic_share\x18\x03 \x01(\x01\x12+\n\x06\x63\x61nary\x18\x04 \x01(\x0b\x32\x1b.paceline.v1.CanarySettings\"i\n\x0e\x43\x61narySettings\x12\x12\n\nconfidence\x18\x01 \x01(\x01\x12\x15\n\rlength_margin\x18\x02 \x01(\x01\x12\x13\n\x0btime_margin\x18\x03 \x01(\x01\x12\x17\n\x0fmax_generations\x18\x04 \x01(\r\"\x9d\x02\n\rDrafterCanary\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x63\x61nary\x18\x02 \x01(\t\x12\x10\n\x08\x62\x61seline\x18\x03 \x01(\t\x12-\n\x08settings\x18\x04 \x01(\x0b\x32\x1b.paceline.v1.CanarySettings\x12\'\n\x05state\x18\x05 \x01(\x0e\x32\x18.paceline.v1.CanaryState\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x38\n\x11\x63\x61nary_statistics\x18\x07 \x01(\x0b\x32\x1d.paceline.v1.CanaryStatistics\x12:\n\x13\x62\x61seline_statistics\x18\x08 \x01(\x0b\x32\x1d.paceline.v1.CanaryStatistics\"b\n\x10\x43\x61naryStatistics\x12\x13\n\x0bgenerations\x18\x01 \x01(\r\x12\x0e\n\x06rounds\x18\x02 \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_length\x18\x03 \x01(\x02\x12\x10\n\x08\x64raft_us\x18\x04 \x01(\x04\"D\n\x17\x41\x63tivateDrafterResponse\x12)\n\x07\x64rafter\x18\x01 \x01(\x0b\x32\x18.paceline.v1.DrafterInfo\"D\n\x14UnloadDrafterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\")\n\x15UnloadDrafterResponse\x12\x10\n\x08unloaded\x18\x01 \x01(\x08*\x9a\x01\n\x0b\x43\x61naryState\x12\x1c\n\x18\x43\x41NARY_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x43\x41NARY_STATE_RUNNING\x10\x01\x12\x19\n\x15\x43\x41NARY_STATE_PROMOTED\x10\x02\x12\x1c\n\x18\x43\x41NARY_STATE_ROLLED_BACK\x10\x03\x12\x1a\n\x16\x43\x41NARY_STATE_CANCELLED\x10\x04\x32T\n\x0e\x44rafterService\x12\x42\n\x05\x44raft\x12\x19.paceline.v1.DraftRequest\x1a\x1a.paceline.v1.DraftResponse(\x01\x30\x01\x32\xf5\x02\n\x16\x44rafterRegistryService\x12S\n\x0cListDrafters\x12 .paceline.v1.ListDraftersRequest\x1a!.paceline.v1.ListDraftersResponse\x12P\n\x0bLoadDrafter\x12\x1f.paceline.v1.LoadDrafterRequest\x1a .paceline.v1.LoadDrafterResponse\x12\\\n\x0f\x41\x63tivateDrafter\x12#.paceline.v1.ActivateDrafterRequest\x1a$.paceline.v1.ActivateDrafterResponse\x12V\n\rUnloadDrafter\x12!.paceline.v1.UnloadDrafterRequest\x1a\".paceline.v1.UnloadDrafterResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19paceline/v1/drafter.proto\x12\x0bpaceline.v1\"\x15\n\x13ListDraftersRequest\"\xb0\x01\n\x14ListDraftersResponse\x12*\n\x08\x64rafters\x18\x01 \x03(\x0b\x32\x18.paceline.v1.DrafterInfo\x12\x17\n\x0f\x64\x65\x66\x61ult_drafter\x18\x02 \x01(\t\x12\x15\n\rrecords_texts\x18\x04 \x01(\x08\x12,\n\tverifiers\x18\x05 \x03(\x0b\x32\x19.paceline.v1.VerifierLinkJ\x04\x08\x03\x10\x04R\x08\x63\x61naries\"R\n\x0cVerifierLink\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0f\n\x07\x63\x61rrier\x18\x02 \x01(\t\x12\x11\n\tsequences\x18\x03 \x01(\r\x12\r\n\x05\x65rror\x18\x04 \x01(\t\"\x89\x03\n\x0b\x44rafterInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0e\n\x06method\x18\x03 \x01(\t\x12\x0e\n\x06\x66older\x18\x04 \x01(\t\x12\x15\n\rtraffic_share\x18\x05 \x01(\x01\x12\x16\n\x0e\x61\x63tive_streams\x18\x06 \x01(\r\x12\x1a\n\x12target_fingerprint\x18\x07 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x08 \x01(\t\x12\x14\n\x0cweight_bytes\x18\t \x01(\x04\x12\x10\n\x08\x64raining\x18\n \x01(\x08\x12(\n\x05\x63heck\x18\x0b \x01(\x0b\x32\x19.paceline.v1.DrafterCheck\x12\x1b\n\x13hidden_state_layers\x18\x0c \x03(\r\x12\x1b\n\x13hidden_state_window\x18\r \x01(\r\x12\x0e\n\x06rounds\x18\x0e \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_length\x18\x0f \x01(\x02\x12\x10\n\x08\x64raft_us\x18\x10 \x01(\x04\x12\x0f\n\x07\x66\x61iling\x18\x11 \x01(\t\"X\n\x0c\x44rafterCheck\x12\r\n\x05texts\x18\x01 \x01(\r\x12\x0e\n\x06rounds\x18\x02 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_length\x18\x03 \x01(\x02\x12\x10\n\x08\x64raft_us\x18\x04 \x01(\x04\"\xd4\x01\n\x12LoadDrafterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0e\n\x06method\x18\x03 \x01(\t\x12\x0e\n\x06\x66older\x18\x04 \x01(\t\x12=\n\x07options\x18\x05 \x03(\x0b\x32,.paceline.v1.LoadDrafterRequest.OptionsEntry\x12\x10\n\x08\x61\x63tivate\x18\x06 \x01(\x08\x1a.\n\x0cOptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"@\n\x13LoadDrafterResponse\x12)\n\x07\x64rafter\x18\x01 \x01(\x0b\x32\x18.paceline.v1.DrafterInfo\"\\\n\x16\x41\x63tivateDrafterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x15\n\rtraffic_share\x18\x03 \x01(\x01J\x04\x08\x04\x10\x05R\x06\x63\x61nary\"D\n\x17\x41\x63tivateDrafterResponse\x12)\n\x07\x64rafter\x18\x01 \x01(\x0b\x32\x18.paceline.v1.DrafterInfo\"D\n\x14UnloadDrafterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\")\n\x15UnloadDrafterResponse\x12\x10\n\x08unloaded\x18\x01 \x01(\x08\"&\n\x13JoinVerifierRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\"C\n\x14JoinVerifierResponse\x12+\n\x08verifier\x18\x01 \x01(\x0b\x32\x19.paceline.v1.VerifierLink2\xca\x03\n\x16\x44rafterRegistryService\x12S\n\x0cListDrafters\x12 .paceline.v1.ListDraftersRequest\x1a!.paceline.v1.ListDraftersResponse\x12P\n\x0bLoadDrafter\x12\x1f.paceline.v1.LoadDrafterRequest\x1a .paceline.v1.LoadDrafterResponse\x12\\\n\x0f\x41\x63tivateDrafter\x12#.paceline.v1.ActivateDrafterRequest\x1a$.paceline.v1.ActivateDrafterResponse\x12V\n\rUnloadDrafter\x12!.paceline.v1.UnloadDrafterRequest\x1a\".paceline.v1.UnloadDrafterResponse\x12S\n\x0cJoinVerifier\x12 .paceline.v1.JoinVerifierRequest\x1a!.paceline.v1.JoinVerifierResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,50 +33,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_LOADDRAFTERREQUEST_OPTIONSENTRY']._loaded_options = None
   _globals['_LOADDRAFTERREQUEST_OPTIONSENTRY']._serialized_options = b'8\001'
-  _globals['_CANARYSTATE']._serialized_start=2789
-  _globals['_CANARYSTATE']._serialized_end=2943
-  _globals['_DRAFTREQUEST']._serialized_start=94
-  _globals['_DRAFTREQUEST']._serialized_end=203
-  _globals['_DRAFTATTACH']._serialized_start=206
-  _globals['_DRAFTATTACH']._serialized_end=480
-  _globals['_DRAFTROUND']._serialized_start=483
-  _globals['_DRAFTROUND']._serialized_end=684
-  _globals['_DRAFTRESPONSE']._serialized_start=686
-  _globals['_DRAFTRESPONSE']._serialized_end=798
-  _globals['_DRAFTATTACHED']._serialized_start=801
-  _globals['_DRAFTATTACHED']._serialized_end=965
-  _globals['_DRAFTTREE']._serialized_start=968
-  _globals['_DRAFTTREE']._serialized_end=1106
-  _globals['_LISTDRAFTERSREQUEST']._serialized_start=1108
-  _globals['_LISTDRAFTERSREQUEST']._serialized_end=1129
-  _globals['_LISTDRAFTERSRESPONSE']._serialized_start=1132
-  _globals['_LISTDRAFTERSRESPONSE']._serialized_end=1292
-  _globals['_DRAFTERINFO']._serialized_start=1295
-  _globals['_DRAFTERINFO']._serialized_end=1612
-  _globals['_DRAFTERCHECK']._serialized_start=1614
-  _globals['_DRAFTERCHECK']._serialized_end=1702
-  _globals['_LOADDRAFTERREQUEST']._serialized_start=1705
-  _globals['_LOADDRAFTERREQUEST']._serialized_end=1917
-  _globals['_LOADDRAFTERREQUEST_OPTIONSENTRY']._serialized_start=1871
-  _globals['_LOADDRAFTERREQUEST_OPTIONSENTRY']._serialized_end=1917
-  _globals['_LOADDRAFTERRESPONSE']._serialized_start=1919
-  _globals['_LOADDRAFTERRESPONSE']._serialized_end=1983
-  _globals['_ACTIVATEDRAFTERREQUEST']._serialized_start=1985
-  _globals['_ACTIVATEDRAFTERREQUEST']._serialized_end=2108
-  _globals['_CANARYSETTINGS']._serialized_start=2110
-  _globals['_CANARYSETTINGS']._serialized_end=2215
-  _globals['_DRAFTERCANARY']._serialized_start=2218
-  _globals['_DRAFTERCANARY']._serialized_end=2503
-  _globals['_CANARYSTATISTICS']._serialized_start=2505
-  _globals['_CANARYSTATISTICS']._serialized_end=2603
-  _globals['_ACTIVATEDRAFTERRESPONSE']._serialized_start=2605
-  _globals['_ACTIVATEDRAFTERRESPONSE']._serialized_end=2673
-  _globals['_UNLOADDRAFTERREQUEST']._serialized_start=2675
-  _globals['_UNLOADDRAFTERREQUEST']._serialized_end=2743
-  _globals['_UNLOADDRAFTERRESPONSE']._serialized_start=2745
-  _globals['_UNLOADDRAFTERRESPONSE']._serialized_end=2786
-  _globals['_DRAFTERSERVICE']._serialized_start=2945
-  _globals['_DRAFTERSERVICE']._serialized_end=3029
-  _globals['_DRAFTERREGISTRYSERVICE']._serialized_start=3032
-  _globals['_DRAFTERREGISTRYSERVICE']._serialized_end=3405
+  _globals['_LISTDRAFTERSREQUEST']._serialized_start=42
+  _globals['_LISTDRAFTERSREQUEST']._serialized_end=63
+  _globals['_LISTDRAFTERSRESPONSE']._serialized_start=66
+  _globals['_LISTDRAFTERSRESPONSE']._serialized_end=242
+  _globals['_VERIFIERLINK']._serialized_start=244
+  _globals['_VERIFIERLINK']._serialized_end=326
+  _globals['_DRAFTERINFO']._serialized_start=329
+  _globals['_DRAFTERINFO']._serialized_end=722
+  _globals['_DRAFTERCHECK']._serialized_start=724
+  _globals['_DRAFTERCHECK']._serialized_end=812
+  _globals['_LOADDRAFTERREQUEST']._serialized_start=815
+  _globals['_LOADDRAFTERREQUEST']._serialized_end=1027
+  _globals['_LOADDRAFTERREQUEST_OPTIONSENTRY']._serialized_start=981
+  _globals['_LOADDRAFTERREQUEST_OPTIONSENTRY']._serialized_end=1027
+  _globals['_LOADDRAFTERRESPONSE']._serialized_start=1029
+  _globals['_LOADDRAFTERRESPONSE']._serialized_end=1093
+  _globals['_ACTIVATEDRAFTERREQUEST']._serialized_start=1095
+  _globals['_ACTIVATEDRAFTERREQUEST']._serialized_end=1187
+  _globals['_ACTIVATEDRAFTERRESPONSE']._serialized_start=1189
+  _globals['_ACTIVATEDRAFTERRESPONSE']._serialized_end=1257
+  _globals['_UNLOADDRAFTERREQUEST']._serialized_start=1259
+  _globals['_UNLOADDRAFTERREQUEST']._serialized_end=1327
+  _globals['_UNLOADDRAFTERRESPONSE']._serialized_start=1329
+  _globals['_UNLOADDRAFTERRESPONSE']._serialized_end=1370
+  _globals['_JOINVERIFIERREQUEST']._serialized_start=1372
+  _globals['_JOINVERIFIERREQUEST']._serialized_end=1410
+  _globals['_JOINVERIFIERRESPONSE']._serialized_start=1412
+  _globals['_JOINVERIFIERRESPONSE']._serialized_end=1479
+  _globals['_DRAFTERREGISTRYSERVICE']._serialized_start=1482
+  _globals['_DRAFTERREGISTRYSERVICE']._serialized_end=1940
 # @@protoc_insertion_point(module_scope)

@@ -25,85 +25,6 @@ if _version_not_supported:
     )
 
 
-class DrafterServiceStub:
-    """Drafts token trees. The output does not depend on them; in mode REJECTION its distribution does not, as long as
-    drafted tokens are samples of the distributions sent with them (see NodeDistribution).
-    """
-
-    def __init__(self, channel):
-        """Constructor.
-
-        Args:
-            channel: A grpc.Channel.
-        """
-        self.Draft = channel.stream_stream(
-                '/paceline.v1.DrafterService/Draft',
-                request_serializer=paceline_dot_v1_dot_drafter__pb2.DraftRequest.SerializeToString,
-                response_deserializer=paceline_dot_v1_dot_drafter__pb2.DraftResponse.FromString,
-                _registered_method=True)
-
-
-class DrafterServiceServicer:
-    """Drafts token trees. The output does not depend on them; in mode REJECTION its distribution does not, as long as
-    drafted tokens are samples of the distributions sent with them (see NodeDistribution).
-    """
-
-    def Draft(self, request_iterator, context):
-        """One stream per generation: an attach, then one message per round.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-
-def add_DrafterServiceServicer_to_server(servicer, server):
-    rpc_method_handlers = {
-            'Draft': grpc.stream_stream_rpc_method_handler(
-                    servicer.Draft,
-                    request_deserializer=paceline_dot_v1_dot_drafter__pb2.DraftRequest.FromString,
-                    response_serializer=paceline_dot_v1_dot_drafter__pb2.DraftResponse.SerializeToString,
-            ),
-    }
-    generic_handler = grpc.method_handlers_generic_handler(
-            'paceline.v1.DrafterService', rpc_method_handlers)
-    server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('paceline.v1.DrafterService', rpc_method_handlers)
-
-
- # This class is part of an EXPERIMENTAL API.
-class DrafterService:
-    """Drafts token trees. The output does not depend on them; in mode REJECTION its distribution does not, as long as
-    drafted tokens are samples of the distributions sent with them (see NodeDistribution).
-    """
-
-    @staticmethod
-    def Draft(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/paceline.v1.DrafterService/Draft',
-            paceline_dot_v1_dot_drafter__pb2.DraftRequest.SerializeToString,
-            paceline_dot_v1_dot_drafter__pb2.DraftResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-
 class DrafterRegistryServiceStub:
     """Lists, loads, activates and unloads versions of named drafters while generations run.
     """
@@ -134,6 +55,11 @@ class DrafterRegistryServiceStub:
                 request_serializer=paceline_dot_v1_dot_drafter__pb2.UnloadDrafterRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_drafter__pb2.UnloadDrafterResponse.FromString,
                 _registered_method=True)
+        self.JoinVerifier = channel.unary_unary(
+                '/paceline.v1.DrafterRegistryService/JoinVerifier',
+                request_serializer=paceline_dot_v1_dot_drafter__pb2.JoinVerifierRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_drafter__pb2.JoinVerifierResponse.FromString,
+                _registered_method=True)
 
 
 class DrafterRegistryServiceServicer:
@@ -155,7 +81,7 @@ class DrafterRegistryServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ActivateDrafter(self, request, context):
-        """Sends new generations to a version: all of them, a share, or a share as a canary.
+        """Sends new generations to a version: all of them, or a share.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -163,6 +89,13 @@ class DrafterRegistryServiceServicer:
 
     def UnloadDrafter(self, request, context):
         """Removes a version. Its running generations move to another version at their next round.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def JoinVerifier(self, request, context):
+        """Has the service join a verifier that its own list allows; responds when it has joined.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -190,6 +123,11 @@ def add_DrafterRegistryServiceServicer_to_server(servicer, server):
                     servicer.UnloadDrafter,
                     request_deserializer=paceline_dot_v1_dot_drafter__pb2.UnloadDrafterRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_drafter__pb2.UnloadDrafterResponse.SerializeToString,
+            ),
+            'JoinVerifier': grpc.unary_unary_rpc_method_handler(
+                    servicer.JoinVerifier,
+                    request_deserializer=paceline_dot_v1_dot_drafter__pb2.JoinVerifierRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_drafter__pb2.JoinVerifierResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -301,6 +239,33 @@ class DrafterRegistryService:
             '/paceline.v1.DrafterRegistryService/UnloadDrafter',
             paceline_dot_v1_dot_drafter__pb2.UnloadDrafterRequest.SerializeToString,
             paceline_dot_v1_dot_drafter__pb2.UnloadDrafterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def JoinVerifier(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.DrafterRegistryService/JoinVerifier',
+            paceline_dot_v1_dot_drafter__pb2.JoinVerifierRequest.SerializeToString,
+            paceline_dot_v1_dot_drafter__pb2.JoinVerifierResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,12 +1,40 @@
+from paceline.v1 import drafter_pb2 as _drafter_pb2
 from paceline.v1 import sampling_pb2 as _sampling_pb2
 from paceline.v1 import tree_pb2 as _tree_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class Carrier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CARRIER_UNSPECIFIED: _ClassVar[Carrier]
+    CARRIER_SOCKET: _ClassVar[Carrier]
+    CARRIER_STREAM: _ClassVar[Carrier]
+
+class NoDraftReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    NO_DRAFT_REASON_UNSPECIFIED: _ClassVar[NoDraftReason]
+    NO_DRAFT_REASON_NO_DRAFTER: _ClassVar[NoDraftReason]
+    NO_DRAFT_REASON_NODE_BUDGET: _ClassVar[NoDraftReason]
+    NO_DRAFT_REASON_NOT_READY: _ClassVar[NoDraftReason]
+    NO_DRAFT_REASON_LATE: _ClassVar[NoDraftReason]
+    NO_DRAFT_REASON_EMPTY: _ClassVar[NoDraftReason]
+    NO_DRAFT_REASON_LAST_TOKEN: _ClassVar[NoDraftReason]
+CARRIER_UNSPECIFIED: Carrier
+CARRIER_SOCKET: Carrier
+CARRIER_STREAM: Carrier
+NO_DRAFT_REASON_UNSPECIFIED: NoDraftReason
+NO_DRAFT_REASON_NO_DRAFTER: NoDraftReason
+NO_DRAFT_REASON_NODE_BUDGET: NoDraftReason
+NO_DRAFT_REASON_NOT_READY: NoDraftReason
+NO_DRAFT_REASON_LATE: NoDraftReason
+NO_DRAFT_REASON_EMPTY: NoDraftReason
+NO_DRAFT_REASON_LAST_TOKEN: NoDraftReason
 
 class GetModelRequest(_message.Message):
     __slots__ = ("known_tokenizer_digest", "omit_tokenizer")
@@ -17,7 +45,7 @@ class GetModelRequest(_message.Message):
     def __init__(self, known_tokenizer_digest: _Optional[str] = ..., omit_tokenizer: _Optional[bool] = ...) -> None: ...
 
 class GetModelResponse(_message.Message):
-    __slots__ = ("name", "architecture", "vocab_size", "max_context", "eos_token_ids", "bos_token_id", "dtype", "target_fingerprint", "tokenizer_digest", "tokenizer_gzip", "chat_template", "max_tree_nodes", "layers", "kv_heads", "head_dim", "hidden_size", "instance_id", "batch_invariant", "lease_ms", "schedules_speculation", "batch_invariance_reason", "numerics", "weights", "kv_cache_dtype", "draining", "generations")
+    __slots__ = ("name", "architecture", "vocab_size", "max_context", "eos_token_ids", "bos_token_id", "dtype", "target_fingerprint", "tokenizer_digest", "tokenizer_gzip", "chat_template", "max_tree_nodes", "layers", "kv_heads", "head_dim", "hidden_size", "instance_id", "batch_invariant", "lease_ms", "batch_invariance_reason", "numerics", "weights", "kv_cache_dtype", "draining", "generations", "drafter_services")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -37,13 +65,13 @@ class GetModelResponse(_message.Message):
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     BATCH_INVARIANT_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
-    SCHEDULES_SPECULATION_FIELD_NUMBER: _ClassVar[int]
     BATCH_INVARIANCE_REASON_FIELD_NUMBER: _ClassVar[int]
     NUMERICS_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_SERVICES_FIELD_NUMBER: _ClassVar[int]
     name: str
     architecture: str
     vocab_size: int
@@ -63,17 +91,29 @@ class GetModelResponse(_message.Message):
     instance_id: str
     batch_invariant: bool
     lease_ms: int
-    schedules_speculation: bool
     batch_invariance_reason: str
     numerics: str
     weights: str
     kv_cache_dtype: str
     draining: bool
     generations: int
-    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., dtype: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., tokenizer_gzip: _Optional[bytes] = ..., chat_template: _Optional[str] = ..., max_tree_nodes: _Optional[int] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., hidden_size: _Optional[int] = ..., instance_id: _Optional[str] = ..., batch_invariant: _Optional[bool] = ..., lease_ms: _Optional[int] = ..., schedules_speculation: _Optional[bool] = ..., batch_invariance_reason: _Optional[str] = ..., numerics: _Optional[str] = ..., weights: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., draining: _Optional[bool] = ..., generations: _Optional[int] = ...) -> None: ...
+    drafter_services: _containers.RepeatedCompositeFieldContainer[JoinedService]
+    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., dtype: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., tokenizer_gzip: _Optional[bytes] = ..., chat_template: _Optional[str] = ..., max_tree_nodes: _Optional[int] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., hidden_size: _Optional[int] = ..., instance_id: _Optional[str] = ..., batch_invariant: _Optional[bool] = ..., lease_ms: _Optional[int] = ..., batch_invariance_reason: _Optional[str] = ..., numerics: _Optional[str] = ..., weights: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., draining: _Optional[bool] = ..., generations: _Optional[int] = ..., drafter_services: _Optional[_Iterable[_Union[JoinedService, _Mapping]]] = ...) -> None: ...
+
+class JoinedService(_message.Message):
+    __slots__ = ("drafters", "default_drafter", "carrier", "sequences")
+    DRAFTERS_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    CARRIER_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    drafters: _containers.RepeatedCompositeFieldContainer[_drafter_pb2.DrafterInfo]
+    default_drafter: str
+    carrier: Carrier
+    sequences: int
+    def __init__(self, drafters: _Optional[_Iterable[_Union[_drafter_pb2.DrafterInfo, _Mapping]]] = ..., default_drafter: _Optional[str] = ..., carrier: _Optional[_Union[Carrier, str]] = ..., sequences: _Optional[int] = ...) -> None: ...
 
 class CreateCacheRequest(_message.Message):
-    __slots__ = ("prompt_tokens", "output_tokens", "sampling", "max_new_tokens", "stop_token_ids", "ignore_eos", "logprobs", "top_logprobs", "parent_handle", "hidden_state_layers", "traceparent", "hidden_state_window", "drafter", "prompt_logprobs")
+    __slots__ = ("prompt_tokens", "output_tokens", "sampling", "max_new_tokens", "stop_token_ids", "ignore_eos", "logprobs", "top_logprobs", "parent_handle", "traceparent", "drafter", "prompt_logprobs")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -83,9 +123,7 @@ class CreateCacheRequest(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PARENT_HANDLE_FIELD_NUMBER: _ClassVar[int]
-    HIDDEN_STATE_LAYERS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
-    HIDDEN_STATE_WINDOW_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: _containers.RepeatedScalarFieldContainer[int]
@@ -97,12 +135,10 @@ class CreateCacheRequest(_message.Message):
     logprobs: bool
     top_logprobs: int
     parent_handle: bytes
-    hidden_state_layers: _containers.RepeatedScalarFieldContainer[int]
     traceparent: str
-    hidden_state_window: int
     drafter: str
     prompt_logprobs: int
-    def __init__(self, prompt_tokens: _Optional[_Iterable[int]] = ..., output_tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., parent_handle: _Optional[bytes] = ..., hidden_state_layers: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ..., hidden_state_window: _Optional[int] = ..., drafter: _Optional[str] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
+    def __init__(self, prompt_tokens: _Optional[_Iterable[int]] = ..., output_tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., parent_handle: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., drafter: _Optional[str] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class CreateCacheResponse(_message.Message):
     __slots__ = ("progress", "created")
@@ -121,7 +157,7 @@ class PrefillProgress(_message.Message):
     def __init__(self, prefilled_tokens: _Optional[int] = ..., total_tokens: _Optional[int] = ...) -> None: ...
 
 class CacheCreated(_message.Message):
-    __slots__ = ("handle", "read_grant", "first", "reused_tokens", "generation", "lease_ms", "queue_us", "prefill_us", "node_budget", "prompt_logprobs", "top_prompt_logprobs")
+    __slots__ = ("handle", "read_grant", "first", "reused_tokens", "generation", "lease_ms", "queue_us", "prefill_us", "prompt_logprobs", "top_prompt_logprobs")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     READ_GRANT_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
@@ -130,7 +166,6 @@ class CacheCreated(_message.Message):
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_US_FIELD_NUMBER: _ClassVar[int]
     PREFILL_US_FIELD_NUMBER: _ClassVar[int]
-    NODE_BUDGET_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOP_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     handle: bytes
@@ -141,48 +176,73 @@ class CacheCreated(_message.Message):
     lease_ms: int
     queue_us: int
     prefill_us: int
-    node_budget: int
     prompt_logprobs: _containers.RepeatedScalarFieldContainer[float]
     top_prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TopLogprobs]
-    def __init__(self, handle: _Optional[bytes] = ..., read_grant: _Optional[bytes] = ..., first: _Optional[_Union[RoundResult, _Mapping]] = ..., reused_tokens: _Optional[int] = ..., generation: _Optional[int] = ..., lease_ms: _Optional[int] = ..., queue_us: _Optional[int] = ..., prefill_us: _Optional[int] = ..., node_budget: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[float]] = ..., top_prompt_logprobs: _Optional[_Iterable[_Union[TopLogprobs, _Mapping]]] = ...) -> None: ...
+    def __init__(self, handle: _Optional[bytes] = ..., read_grant: _Optional[bytes] = ..., first: _Optional[_Union[RoundResult, _Mapping]] = ..., reused_tokens: _Optional[int] = ..., generation: _Optional[int] = ..., lease_ms: _Optional[int] = ..., queue_us: _Optional[int] = ..., prefill_us: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[float]] = ..., top_prompt_logprobs: _Optional[_Iterable[_Union[TopLogprobs, _Mapping]]] = ...) -> None: ...
 
-class VerifyRequest(_message.Message):
-    __slots__ = ("handle", "round_id", "tree", "free_run_steps", "deadline_ms", "traceparent")
+class GenerateRequest(_message.Message):
+    __slots__ = ("start", "credits")
+    START_FIELD_NUMBER: _ClassVar[int]
+    CREDITS_FIELD_NUMBER: _ClassVar[int]
+    start: GenerateStart
+    credits: int
+    def __init__(self, start: _Optional[_Union[GenerateStart, _Mapping]] = ..., credits: _Optional[int] = ...) -> None: ...
+
+class GenerateStart(_message.Message):
+    __slots__ = ("handle", "position", "drafter", "always_draft", "max_nodes", "draft_timeout_ms", "traceparent")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
-    ROUND_ID_FIELD_NUMBER: _ClassVar[int]
-    TREE_FIELD_NUMBER: _ClassVar[int]
-    FREE_RUN_STEPS_FIELD_NUMBER: _ClassVar[int]
-    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    ALWAYS_DRAFT_FIELD_NUMBER: _ClassVar[int]
+    MAX_NODES_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     handle: bytes
-    round_id: int
-    tree: _tree_pb2.TokenTree
-    free_run_steps: int
-    deadline_ms: int
+    position: int
+    drafter: str
+    always_draft: bool
+    max_nodes: int
+    draft_timeout_ms: int
     traceparent: str
-    def __init__(self, handle: _Optional[bytes] = ..., round_id: _Optional[int] = ..., tree: _Optional[_Union[_tree_pb2.TokenTree, _Mapping]] = ..., free_run_steps: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    def __init__(self, handle: _Optional[bytes] = ..., position: _Optional[int] = ..., drafter: _Optional[str] = ..., always_draft: _Optional[bool] = ..., max_nodes: _Optional[int] = ..., draft_timeout_ms: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
-class VerifyResponse(_message.Message):
-    __slots__ = ("round_id", "result", "last", "queue_us", "verify_us", "node_budget", "batch_tokens", "generation", "checked_nodes")
-    ROUND_ID_FIELD_NUMBER: _ClassVar[int]
+class GenerateResponse(_message.Message):
+    __slots__ = ("position", "result", "steps", "tree", "checked_nodes", "no_draft", "drafter", "round_us", "draft_us", "verify_us", "queue_us", "kv_bytes", "node_budget", "batch_tokens", "generation", "fallbacks", "fallback_message")
+    POSITION_FIELD_NUMBER: _ClassVar[int]
     RESULT_FIELD_NUMBER: _ClassVar[int]
-    LAST_FIELD_NUMBER: _ClassVar[int]
-    QUEUE_US_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    TREE_FIELD_NUMBER: _ClassVar[int]
+    CHECKED_NODES_FIELD_NUMBER: _ClassVar[int]
+    NO_DRAFT_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    ROUND_US_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_US_FIELD_NUMBER: _ClassVar[int]
     VERIFY_US_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_US_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     NODE_BUDGET_FIELD_NUMBER: _ClassVar[int]
     BATCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
-    CHECKED_NODES_FIELD_NUMBER: _ClassVar[int]
-    round_id: int
+    FALLBACKS_FIELD_NUMBER: _ClassVar[int]
+    FALLBACK_MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    position: int
     result: RoundResult
-    last: bool
-    queue_us: int
+    steps: int
+    tree: _tree_pb2.TokenTree
+    checked_nodes: int
+    no_draft: NoDraftReason
+    drafter: str
+    round_us: int
+    draft_us: int
     verify_us: int
+    queue_us: int
+    kv_bytes: int
     node_budget: int
     batch_tokens: int
     generation: int
-    checked_nodes: int
-    def __init__(self, round_id: _Optional[int] = ..., result: _Optional[_Union[RoundResult, _Mapping]] = ..., last: _Optional[bool] = ..., queue_us: _Optional[int] = ..., verify_us: _Optional[int] = ..., node_budget: _Optional[int] = ..., batch_tokens: _Optional[int] = ..., generation: _Optional[int] = ..., checked_nodes: _Optional[int] = ...) -> None: ...
+    fallbacks: _containers.RepeatedScalarFieldContainer[str]
+    fallback_message: str
+    def __init__(self, position: _Optional[int] = ..., result: _Optional[_Union[RoundResult, _Mapping]] = ..., steps: _Optional[int] = ..., tree: _Optional[_Union[_tree_pb2.TokenTree, _Mapping]] = ..., checked_nodes: _Optional[int] = ..., no_draft: _Optional[_Union[NoDraftReason, str]] = ..., drafter: _Optional[str] = ..., round_us: _Optional[int] = ..., draft_us: _Optional[int] = ..., verify_us: _Optional[int] = ..., queue_us: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., node_budget: _Optional[int] = ..., batch_tokens: _Optional[int] = ..., generation: _Optional[int] = ..., fallbacks: _Optional[_Iterable[str]] = ..., fallback_message: _Optional[str] = ...) -> None: ...
 
 class RoundResult(_message.Message):
     __slots__ = ("tokens", "accepted_nodes", "logprobs", "top_logprobs", "finish_reason", "committed_length")

@@ -45,10 +45,10 @@ class VerifierServiceStub:
                 request_serializer=paceline_dot_v1_dot_verifier__pb2.CreateCacheRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_verifier__pb2.CreateCacheResponse.FromString,
                 _registered_method=True)
-        self.Verify = channel.stream_stream(
-                '/paceline.v1.VerifierService/Verify',
-                request_serializer=paceline_dot_v1_dot_verifier__pb2.VerifyRequest.SerializeToString,
-                response_deserializer=paceline_dot_v1_dot_verifier__pb2.VerifyResponse.FromString,
+        self.Generate = channel.stream_stream(
+                '/paceline.v1.VerifierService/Generate',
+                request_serializer=paceline_dot_v1_dot_verifier__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_verifier__pb2.GenerateResponse.FromString,
                 _registered_method=True)
         self.RenewLease = channel.unary_unary(
                 '/paceline.v1.VerifierService/RenewLease',
@@ -80,15 +80,16 @@ class VerifierServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Verify(self, request_iterator, context):
-        """One stream per generation; each message is a round. Rounds are idempotent by round_id.
+    def Generate(self, request_iterator, context):
+        """Runs the rounds of one generation and streams its tokens. One stream per generation; after a broken stream another one
+        resumes by handle and position.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RenewLease(self, request, context):
-        """Keeps a cache alive without a round.
+        """Keeps a cache alive without a Generate stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -114,10 +115,10 @@ def add_VerifierServiceServicer_to_server(servicer, server):
                     request_deserializer=paceline_dot_v1_dot_verifier__pb2.CreateCacheRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_verifier__pb2.CreateCacheResponse.SerializeToString,
             ),
-            'Verify': grpc.stream_stream_rpc_method_handler(
-                    servicer.Verify,
-                    request_deserializer=paceline_dot_v1_dot_verifier__pb2.VerifyRequest.FromString,
-                    response_serializer=paceline_dot_v1_dot_verifier__pb2.VerifyResponse.SerializeToString,
+            'Generate': grpc.stream_stream_rpc_method_handler(
+                    servicer.Generate,
+                    request_deserializer=paceline_dot_v1_dot_verifier__pb2.GenerateRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_verifier__pb2.GenerateResponse.SerializeToString,
             ),
             'RenewLease': grpc.unary_unary_rpc_method_handler(
                     servicer.RenewLease,
@@ -196,7 +197,7 @@ class VerifierService:
             _registered_method=True)
 
     @staticmethod
-    def Verify(request_iterator,
+    def Generate(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -209,9 +210,9 @@ class VerifierService:
         return grpc.experimental.stream_stream(
             request_iterator,
             target,
-            '/paceline.v1.VerifierService/Verify',
-            paceline_dot_v1_dot_verifier__pb2.VerifyRequest.SerializeToString,
-            paceline_dot_v1_dot_verifier__pb2.VerifyResponse.FromString,
+            '/paceline.v1.VerifierService/Generate',
+            paceline_dot_v1_dot_verifier__pb2.GenerateRequest.SerializeToString,
+            paceline_dot_v1_dot_verifier__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,
             insecure,

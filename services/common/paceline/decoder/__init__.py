@@ -1,14 +1,14 @@
 """The decoder-only transformer of verifier and drafter, from Hugging Face folders or GGUF files."""
 
 from paceline.decoder.cache import LocalCache
-from paceline.decoder.config import WEIGHTS, DecoderConfig
+from paceline.decoder.config import WEIGHTS, DecoderConfig, UnsupportedModelError
 from paceline.decoder.device import ACCELERATORS, find_device, use_device
-from paceline.decoder.errors import UnsupportedModelError
 from paceline.decoder.graphs import GraphRunner
 from paceline.decoder.invariance import BatchInvariance, check_batch_invariance
 from paceline.decoder.model import AttentionObserver, Decoder, ForwardResult
+from paceline.decoder.model_source import ModelSource
 from paceline.decoder.packed import PackedWeights, Publication, packed_path, publish
-from paceline.decoder.sources import ModelSource, load_config, open_model, weights_fingerprint
+from paceline.decoder.sources import load_config, open_model, weights_fingerprint
 from paceline.kernels import KVCacheView
 
 __all__ = [

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.decoder.config import DecoderConfig
 from paceline.kernels import LayerTable
-from paceline.kernels.cache_rows import row_width
+from paceline.kernels.caches import row_width
 
 _GROWTH = 256
 
@@ -41,7 +41,7 @@ class LocalCache:
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, each ``[Hkv, capacity, D]`` (int8 as in
-        :mod:`paceline.kernels.cache_rows`); stale after ``reserve``."""
+        :mod:`paceline.kernels.caches`); stale after ``reserve``."""
         return self._views[index]
 
     def reserve(self, nodes: int) -> None:

@@ -1,20 +1,26 @@
-"""Configuration of a model, from that of transformers."""
+"""Configuration of a model, from that of transformers; its rotary embedding."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, Protocol, Self
 
 import torch
 from torch import Tensor
 
-from paceline.decoder.errors import UnsupportedModelError
-from paceline.kernels.cache_rows import row_width
+from paceline.kernels.caches import row_width
+
+
+class UnsupportedModelError(ValueError):
+    """The model folder needs a feature that this decoder does not support."""
+
 
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
 _FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 WEIGHTS = ("auto", *_FLOATS, "int8", "int4")
 """Formats of weights that can be asked for. auto: as they are stored, bfloat16 for float16."""
+
+_TYPES = ("dtype", "kv_dtype")  # fields that are torch types
 
 KV_CACHE_DTYPES = ("auto", *_FLOATS, "int8")
 """Types of caches that can be asked for. auto: that of hidden states. int8: with a scale a row."""
@@ -75,7 +81,7 @@ class DecoderConfig:
         eos_token_ids: Tokens that end a text, from the generation config if there is one.
         bos_token_id: Token that starts a text, or None.
         dtype: Data type of hidden states, and of weights that are not quantised.
-        kv_dtype: Data type of caches; int8 as in :mod:`paceline.kernels.cache_rows`.
+        kv_dtype: Data type of caches; int8 as in :mod:`paceline.kernels.caches`.
         weights: Format of the matrices: float32, bfloat16, int8, int4, or gguf, each as in its
             GGUF file.
     """
@@ -114,6 +120,18 @@ class DecoderConfig:
         """Bytes of keys and values of one token over all layers."""
         row = row_width(self.head_dim, self.kv_dtype) * self.kv_dtype.itemsize
         return 2 * self.layers * self.kv_heads * row
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as JSON can store them."""
+        types = {name: str(getattr(self, name)).removeprefix("torch.") for name in _TYPES}
+        return {**asdict(self), **types}
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Self:
+        """Inverse of :meth:`to_json`."""
+        lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+        types = {name: getattr(torch, fields[name]) for name in _TYPES}
+        return cls(**{**fields, **lists, **types})
 
     def with_kv(self, kv_cache_dtype: str) -> DecoderConfig:
         """The same with caches of one of ``KV_CACHE_DTYPES``.
@@ -231,13 +249,13 @@ def rope_frequencies(hf: Any) -> tuple[Tensor, float]:
     Returns:
         float32 ``[head_dim / 2]``, and the factor, which is 1 except for YaRN.
     """
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     kind = hf.rope_parameters.get("rope_type", "default")
     if kind == "default":
         dim = _head_dim(hf)
         exponents = torch.arange(0, dim, 2, dtype=torch.float64) / dim
         return (1.0 / hf.rope_parameters["rope_theta"] ** exponents).float(), 1.0
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](hf)
     return inv_freq, float(scaling)
 
@@ -272,3 +290,46 @@ def _dtype(hf: Any, weights: str) -> torch.dtype:
             f"the model's dtype {own!r} is not supported, expected {', '.join(_FLOATS)} or float16"
         )
     return found
+
+
+_FIRST_ROWS = 4096
+
+
+class RopeShape(Protocol):
+    """The fields of :class:`paceline.decoder.DecoderConfig` that a table needs."""
+
+    @property
+    def rope_inv_freq(self) -> tuple[float, ...]: ...
+
+    @property
+    def rope_scaling(self) -> float: ...
+
+    @property
+    def max_position(self) -> int: ...
+
+
+class Rope:
+    """The table of a model, extended on demand.
+
+    Angles are float32 as in transformers. Their cosines are taken in float64 and then rounded, so
+    that processors with different float32 functions have the same table.
+    """
+
+    def __init__(self, config: RopeShape, device: torch.device | str) -> None:
+        """Prepare the table of a model."""
+        self._inv_freq = torch.tensor(config.rope_inv_freq, dtype=torch.float32, device=device)
+        self._scaling = config.rope_scaling
+        self._most = config.max_position
+        self._table = self._rows(min(_FIRST_ROWS, config.max_position))
+
+    def table(self, longest: int) -> Tensor:
+        """float32 ``[positions, D]`` up to at least position ``longest``: cosines, then sines."""
+        if longest >= self._table.shape[0]:
+            doubled = min(1 << (longest + 1).bit_length(), self._most)
+            self._table = self._rows(max(doubled, longest + 1))
+        return self._table
+
+    def _rows(self, count: int) -> Tensor:
+        positions = torch.arange(count, dtype=torch.float32, device=self._inv_freq.device)
+        angles = (positions[:, None] * self._inv_freq).double()
+        return torch.cat([angles.cos(), angles.sin()], dim=-1).mul_(self._scaling).float()

@@ -17,7 +17,7 @@ from paceline.decoder.model import Decoder, ForwardResult
 from paceline.kernels import KVCacheView, NotedBlock, PagedPlane, PlannedProbes, Probe, TreeSegment
 
 if TYPE_CHECKING:
-    from paceline.kernels.graphs import GraphPlan
+    from paceline.kernels._triton.plan import GraphPlan
 
 SHAPES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Packed rows that graphs are made for. Larger batches, such as prefills, gain nothing by them."""
@@ -76,7 +76,7 @@ class GraphRunner:
         if rows is None:
             return None
         # Imported here: only graphs need Triton.
-        from paceline.kernels.graphs import GraphPlan, tilings_for
+        from paceline.kernels._triton.plan import GraphPlan, tilings_for
 
         config = self._decoder.config
         widest = max(segment.length for segment in segments)

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from paceline.decoder.cache import LocalCache
-from paceline.decoder.linear import Linear
 from paceline.decoder.model import Decoder
+from paceline.decoder.weights import Linear
 from paceline.kernels import CHUNK, TreeSegment, cpu_kernels, plan_trees
-from paceline.kernels._native import LANES
 
 _PREFIX = CHUNK - 3  # so that the tree crosses a chunk border
 # Row counts of a linear layer that are compared: libraries choose kernels by the number of rows.
@@ -58,10 +57,10 @@ def _plain_attention(decoder: Decoder) -> str:
             f"attention runs on torch operations: {kernels.origin}; install gcc, or a wheel for "
             "x86-64 Linux, which brings the compiled kernels"
         )
-    if decoder.config.head_dim % LANES:
+    if not decoder.compiled:
         return (
-            f"attention runs on torch operations: heads are {decoder.config.head_dim} wide, the "
-            f"compiled kernels need a multiple of {LANES}"
+            "layers run on torch operations: the compiled kernels need widths that are multiples "
+            "of 16, and heads of at most 512"
         )
     return ""
 

@@ -15,13 +15,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from paceline.decoder.config import DecoderConfig
-from paceline.decoder.linear import Linear
+from paceline.decoder.config import DecoderConfig, Rope
+from paceline.decoder.model_source import ModelSource
 from paceline.decoder.packed import PackedWeights
-from paceline.decoder.quantised import Weight, fuse, plain
-from paceline.decoder.rope import Rope
-from paceline.decoder.sources import ModelSource, open_model
-from paceline.decoder.weights import take
+from paceline.decoder.sources import open_model
+from paceline.decoder.weights import Linear, Weight, fuse, plain, take
 from paceline.kernels import (
     Executor,
     Heads,
@@ -230,9 +228,10 @@ class Decoder:
         part._executor = Executor(part._record())
         return part
 
-    def head(self, hidden: Tensor) -> Tensor:
-        """LM head without the final norm: ``[R, hidden]`` to ``[R, V]``."""
-        return self._head(hidden)
+    @property
+    def compiled(self) -> bool:
+        """Whether compiled kernels run it."""
+        return self._executor.compiled
 
     def _record(self) -> Program:
         """The operations of a forward pass."""

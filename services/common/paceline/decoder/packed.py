@@ -1,6 +1,6 @@
 """A model's large weights in shared memory, so that processes on one machine share one copy.
 
-Each process that loads a model packs its weights (:class:`paceline.decoder.linear.Linear`) into
+Each process that loads a model packs its weights (:class:`paceline.decoder.weights.Linear`) into
 memory of its own. Here the packed bytes are written to a file in /dev/shm that processes of the
 same user map read-only.
 """

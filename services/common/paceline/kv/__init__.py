@@ -1,6 +1,6 @@
 """KV that a verifier shares with drafters: what both services have in common.
 
-``segment``: POSIX shared memory. ``cuda_driver``, ``cuda_memory``: CUDA IPC. ``wire``: the format
-on gRPC streams. ``policies``: the registry of selection policies; ``selection``, ``scores``: the
-interface of a policy, and the built-in ones. ``segment`` and ``policies`` do not import torch.
+``segment``: POSIX shared memory. ``cuda``: CUDA IPC. ``wire``: the format on gRPC streams.
+``policies``: the registry of selection policies; ``selection``: the interface of a policy, and the
+built-in ones. ``segment`` and ``policies`` do not import torch.
 """

@@ -1,4 +1,4 @@
-"""Selection policies: which committed positions a drafter reads under a KV budget.
+"""Selection policies: which committed positions a drafter reads under a KV budget, by which scores.
 
 A policy is a :data:`PolicyFactory`, registered in :mod:`paceline.kv.policies`. The verifier makes
 one :class:`SelectionPolicy` for each cache that a drafter follows.
@@ -8,12 +8,194 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from paceline.kernels import best_chunks, streaming
-from paceline.kv.scores import AttentionScores, ObservedCache, PageScores, ScoreObserver
+from paceline.kernels import (
+    MOST_NOTED,
+    SELECTION_CHUNK,
+    PageBounds,
+    Plane,
+    Probe,
+    TreeSegment,
+    best_chunks,
+    streaming,
+)
+
+PAGE = 16
+"""Positions per page (Quest)."""
+
+_SCRATCH_STEP = 4096
+"""Scratch buffers grow in steps of this. Unit: positions."""
+
+
+class ObservedCache(Protocol):
+    """One sequence's KV cache at the verifier.
+
+    Attributes:
+        capacity: Positions it has room for. Unit: tokens.
+        device: Where the KV is.
+    """
+
+    capacity: int
+    device: torch.device
+
+    def layer(self, index: int) -> tuple[Plane, Plane]:
+        """Returns keys and values of a layer, each ``[Hkv, capacity, D]``."""
+        ...
+
+
+class ScoreObserver(ABC):
+    """Scores the committed prefix of one sequence, layer by layer, as a by-product of its steps.
+
+    In each step the engine thread calls :meth:`begin`, runs the model with the observer's probes,
+    or a captured graph with its :meth:`scratch`, calls :meth:`attended` for each layer if queries
+    are wanted, and :meth:`publish` if the step did not fail. The event loop reads :attr:`scores`.
+
+    Attributes:
+        layers: Position of each observed layer in :attr:`scores`, by layer.
+        chunk: Positions per score.
+        wants_queries: Whether :meth:`attended` is to be called.
+        scores: One score for each whole chunk of the prefix that the newest step attended to,
+            float32 ``[layers, chunks]`` on the CPU; None before the first step. The step after next
+            overwrites it in place: a reader that is this late only gets worse positions.
+    """
+
+    chunk: int = 1
+    wants_queries: bool = False
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        self.layers = {layer: index for index, layer in enumerate(layers)}
+        self.scores: Tensor | None = None
+
+    def nodes(self, block: TreeSegment) -> tuple[int, ...]:
+        """Returns the rows of a block to observe: the first, and the deepest if it is another."""
+        deepest = block.depths.index(max(block.depths))
+        return (0, deepest) if deepest else (0,)
+
+    @abstractmethod
+    def begin(self, block: int, nodes: Sequence[int], prefix: int) -> None:
+        """Begin a step.
+
+        Args:
+            block: Index of the sequence's block in the plan.
+            nodes: Rows of the block that are observed, as :meth:`nodes` returned them.
+            prefix: Committed positions. Unit: tokens.
+        """
+
+    def probes(self, layer: int) -> Sequence[Probe]:
+        """Returns the scores or weights that the attention kernel is to store in a layer."""
+        return ()
+
+    def attended(self, layer: int, q: Tensor) -> None:  # noqa: B027 - only if queries are wanted
+        """Called after the pass with the queries of the observed nodes in one of the layers.
+
+        Args:
+            layer: Which one.
+            q: Queries after RoPE, float32 ``[nodes, Hq, D]``.
+        """
+
+    def scratch(self) -> Tensor | None:
+        """Returns a buffer where a captured CUDA graph can store the scores of all layers.
+
+        Returns:
+            float32 ``[layers, MOST_NOTED, Hkv, n]`` with n at least the prefix; None if the
+            observer needs more than a captured graph stores.
+        """
+        return None
+
+    @abstractmethod
+    def publish(self, q_heads: int) -> None:
+        """End the step of a model with so many query heads: replace :attr:`scores`."""
+
+
+class AttentionScores(ScoreObserver):
+    """Scores of the newest rows before the softmax, or weights summed over all rounds so far.
+
+    Scores, averaged over rows and heads, are those of SpecAttn (equation 3), from the first row of
+    a round and its deepest, rejected or not. Weights summed over rounds, in chunks of 8, are those
+    of BudgetDraft (section 3.4).
+    """
+
+    def __init__(
+        self, cache: ObservedCache, layers: Sequence[int], *, cumulative: bool = False
+    ) -> None:
+        """Observe ``layers`` of a cache; ``cumulative`` sums weights over rounds."""
+        super().__init__(layers)
+        self.chunk = SELECTION_CHUNK if cumulative else 1
+        self._cumulative = cumulative
+        rows, slots, device = len(layers), cache.capacity, cache.device
+        heads = cache.layer(layers[0])[0].shape[0]
+        self._step = torch.empty(rows, slots, device=device)
+        self._total = torch.zeros(rows, slots, device=device)
+        self._buffers = [torch.empty(rows, slots // self.chunk, device=device) for _ in range(2)]
+        self._stored = torch.empty(rows, MOST_NOTED, heads, 0, device=device)
+        # Of the step that runs:
+        self._block = self._prefix = 0
+        self._nodes: Sequence[int] = ()
+
+    def begin(self, block: int, nodes: Sequence[int], prefix: int) -> None:
+        """See :class:`ScoreObserver`."""
+        self._block, self._nodes, self._prefix = block, nodes, prefix
+        if self._stored.shape[3] < prefix:
+            slots = -(-prefix // _SCRATCH_STEP) * _SCRATCH_STEP
+            self._stored = self._stored.new_empty(*self._stored.shape[:3], slots)
+
+    def probes(self, layer: int) -> Sequence[Probe]:
+        """See :class:`ScoreObserver`."""
+        return [
+            Probe(self._block, node, out, weights=self._cumulative)
+            for node, out in zip(self._nodes, self._stored[self.layers[layer]], strict=False)
+        ]
+
+    def scratch(self) -> Tensor | None:
+        """See :class:`ScoreObserver`."""
+        # For weights the GPU kernels pass over the keys a second time: no graph is captured of it.
+        return None if self._cumulative else self._stored
+
+    def publish(self, q_heads: int) -> None:
+        """See :class:`ScoreObserver`."""
+        prefix, chunks = self._prefix, self._prefix // self.chunk
+        buffer = self._buffers.pop(0)
+        self._buffers.append(buffer)
+        step, share = self._step[:, :prefix], 1 / (len(self._nodes) * q_heads)
+        torch.sum(self._stored[:, : len(self._nodes), :, :prefix], (1, 2), out=step)
+        if self._cumulative:
+            total = self._total[:, :prefix].add_(step, alpha=share)
+            whole = total[:, : chunks * self.chunk].unflatten(1, (chunks, self.chunk))
+            self.scores = torch.sum(whole, -1, out=buffer[:, :chunks]).cpu()
+        else:
+            self.scores = torch.mul(step, share, out=buffer[:, :prefix]).cpu()
+
+
+class PageScores(ScoreObserver):
+    """Upper bounds on the scores of the newest rows in each page (Quest, section 3.2)."""
+
+    chunk = PAGE
+    wants_queries = True
+
+    def __init__(self, cache: ObservedCache, layers: Sequence[int]) -> None:
+        """Observe ``layers`` of a cache."""
+        super().__init__(layers)
+        self._cache = cache
+        self._bounds = PageBounds(PAGE)
+        self._queries: list[Tensor] = [torch.empty(0) for _ in layers]
+        self._prefix = 0
+
+    def begin(self, block: int, nodes: Sequence[int], prefix: int) -> None:
+        """See :class:`ScoreObserver`."""
+        self._prefix = prefix
+
+    def attended(self, layer: int, q: Tensor) -> None:
+        """See :class:`ScoreObserver`."""
+        self._queries[self.layers[layer]] = q
+
+    def publish(self, q_heads: int) -> None:
+        """See :class:`ScoreObserver`."""
+        self._bounds.extend([self._cache.layer(layer)[0] for layer in self.layers], self._prefix)
+        self.scores = self._bounds.scores(torch.stack(self._queries).cpu())
 
 
 class SelectionPolicy(ABC):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.kernels.cache_rows import SCALE_BYTES, from_rows
+from paceline.kernels.caches import SCALE_BYTES, from_rows
 from paceline.v1 import kv_pb2
 
 WIRE_TYPES = {
@@ -44,7 +44,7 @@ def encode(plane: Tensor, wire: kv_pb2.KvDtype) -> tuple[bytes, list[float]]:
     """Encode keys or values.
 
     Args:
-        plane: ``[heads, n, D]`` on the CPU; int8 as in :mod:`paceline.kernels.cache_rows`.
+        plane: ``[heads, n, D]`` on the CPU; int8 as in :mod:`paceline.kernels.caches`.
         wire: Type on the wire.
 
     Returns:

@@ -3,20 +3,17 @@
 Imports no torch, except for :mod:`paceline.service.sampling`, which this package does not import.
 """
 
-from paceline.service.errors import ServiceError
-from paceline.service.gate import Gate
 from paceline.service.identity import owner_of
+from paceline.service.interceptor import ServiceError
 from paceline.service.logs import configure_logging
 from paceline.service.options import (
-    SERVER_ARGUMENTS,
     OptionsError,
     ServerOptions,
     add_server_arguments,
 )
-from paceline.service.runtime import Service, run_server
+from paceline.service.runtime import Gate, Service, run_server
 
 __all__ = [
-    "SERVER_ARGUMENTS",
     "Gate",
     "OptionsError",
     "ServerOptions",

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import logging
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler
 
 import prometheus_client
-from prometheus_client import CollectorRegistry, Counter, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, ProcessCollector, make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
 
-from paceline.service.credentials import https_context
-from paceline.service.identity import bearer_token, token_matches
+from paceline.service.identity import bearer_token, https_context, token_matches
 from paceline.service.interceptor import OnEnd
 from paceline.service.options import OptionsError, ServerOptions
-from paceline.telemetry.endpoint import PATH, MetricsEndpoint
 from paceline.telemetry.names import Metric
 
 logger = logging.getLogger("paceline.service")
+
+PATH = "/metrics"
+CALLER_SECONDS = 10.0
+"""A connection that is idle for so long is closed."""
 
 
 def new_registry() -> CollectorRegistry:
@@ -51,19 +60,13 @@ def serve_metrics(options: ServerOptions, registry: CollectorRegistry) -> Metric
         OptionsError: The address cannot be listened on.
     """
     assert options.metrics_host_and_port is not None, "the options have no metrics address"
-    host, port = options.metrics_host_and_port
-    token = None if options.insecure_metrics else options.token
-
-    def authorized(header: str) -> bool:
-        return token is None or token_matches(bearer_token([("authorization", header)]), token)
-
+    secure = not options.insecure_metrics
     try:
         endpoint = MetricsEndpoint(
-            host,
-            port,
+            *options.metrics_host_and_port,
             registry,
-            authorized=authorized,
-            tls=None if options.insecure_metrics else https_context(options),
+            options.token if secure else None,
+            https_context(options) if secure else None,
         )
     except OSError as error:
         raise OptionsError(
@@ -71,3 +74,85 @@ def serve_metrics(options: ServerOptions, registry: CollectorRegistry) -> Metric
         ) from error
     logger.info("serving metrics", extra={"address": endpoint.address, "path": PATH})
     return endpoint
+
+
+class MetricsEndpoint(ThreadingWSGIServer):
+    """Serves a registry under `/metrics` on its own threads.
+
+    The server of `prometheus_client`, with a token and without two weaknesses: there a connection
+    that never finishes its TLS handshake blocks all others, and an idle one is never closed.
+
+    Args:
+        host: to listen on, without brackets.
+        port: 0 takes any free one.
+        registry: what to serve. Its collectors are called on a thread of the endpoint.
+        token: bearer token required of readers; None: none is required.
+        tls: for HTTPS; None: plain HTTP.
+
+    Raises:
+        OSError: The address cannot be listened on.
+    """
+
+    # Without this, a second server on the same port would take half of the calls.
+    allow_reuse_port = False
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        registry: CollectorRegistry,
+        token: str | None,
+        tls: ssl.SSLContext | None,
+    ) -> None:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        self.address_family = family
+        super().__init__(address[:2], _Handler)  # type: ignore[arg-type]
+        if tls is not None:
+            # The handshake runs at the first read, on the thread of the connection.
+            self.socket = tls.wrap_socket(
+                self.socket, server_side=True, do_handshake_on_connect=False
+            )
+        self.set_app(_guarded(make_wsgi_app(registry), token))
+        self._thread = threading.Thread(target=self.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
+
+    @property
+    def address(self) -> str:
+        """Where it listens, as "host:port"."""
+        host, port = self.server_address[:2]
+        return f"[{host!s}]:{port}" if ":" in str(host) else f"{host!s}:{port}"
+
+    def close(self) -> None:
+        """Stop listening; open connections may be cut."""
+        self.shutdown()
+        self.server_close()
+        self._thread.join()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log broken connections and failed handshakes at level DEBUG only."""
+        logger.debug("a metrics connection failed", exc_info=True)
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = CALLER_SECONDS
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing."""
+
+
+def _guarded(metrics: Any, token: str | None) -> Callable[[Any, Any], Iterable[bytes]]:
+    """A WSGI application behind its path and token."""
+
+    def answer(environ: Any, start_response: Any) -> Iterable[bytes]:
+        headers = [("Content-Type", "text/plain; charset=utf-8")]
+        if environ["PATH_INFO"] != PATH:
+            start_response("404 Not Found", headers)
+            return [f"metrics are at {PATH}\n".encode()]
+        given = bearer_token([("authorization", environ.get("HTTP_AUTHORIZATION", ""))])
+        if token is not None and not token_matches(given, token):
+            start_response("401 Unauthorized", [*headers, ("WWW-Authenticate", "Bearer")])
+            return [b"metrics need the token of this service: authorization: Bearer TOKEN\n"]
+        answered: Iterable[bytes] = metrics(environ, start_response)
+        return answered
+
+    return answer

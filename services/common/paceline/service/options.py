@@ -8,15 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from paceline.service.arguments import add_options, given_options, option
+
 TOKEN_VARIABLE = "PACELINE_TOKEN"
 TOKEN_FILE_VARIABLE = "PACELINE_TOKEN_FILE"
 MEBIBYTE = 1 << 20
-
-SERVER_ARGUMENTS = (
-    *("tls_cert", "tls_key", "tls_client_ca", "token_file"),
-    *("max_message_mib", "max_concurrent_streams", "drain_seconds"),
-)
-METRICS_ARGUMENTS = ("metrics_address", "insecure_metrics")
 
 
 class OptionsError(ValueError):
@@ -34,24 +30,31 @@ class ServerOptions:
 
     address: str
     """`host:port` (port 0: any free one), `[v6]:port` or `unix:/path`."""
-    tls_cert: Path | None = None
-    """PEM certificate chain of the server."""
-    tls_key: Path | None = None
-    """PEM private key of the server."""
-    tls_client_ca: Path | None = None
-    """PEM authorities of client certificates; if set, every client must present one (mTLS)."""
+    tls_cert: Path | None = option(None, "PEM certificate chain of the server", metavar="PEM")
+    tls_key: Path | None = option(None, "PEM private key of --tls-cert", metavar="PEM")
+    tls_client_ca: Path | None = option(
+        None,
+        "PEM authorities of client certificates; if given, every client must present one (mTLS)",
+        metavar="PEM",
+    )
     token: str | None = None
     """Bearer token required of every call but health. None: no token is required."""
     max_message_bytes: int = 64 * MEBIBYTE
     """Largest message received or sent."""
-    max_concurrent_streams: int = 1024
-    """Calls in flight on one connection; more of them wait in the client."""
-    drain_seconds: float = 30.0
-    """How long in-flight generations may continue after SIGTERM."""
-    metrics_address: str | None = None
-    """`host:port` or `[v6]:port` for Prometheus to scrape; None: no metrics are collected."""
-    insecure_metrics: bool = False
-    """Serve metrics without TLS and token, on any address."""
+    max_concurrent_streams: int = option(
+        1024, "calls in flight on one connection; more of them wait in the client", metavar="N"
+    )
+    drain_seconds: float = option(
+        30.0, "how long generations in flight may continue after SIGTERM", metavar="S"
+    )
+    metrics_address: str | None = option(
+        None,
+        "serve metrics for Prometheus at this address, under /metrics (default: none)",
+        metavar="HOST:PORT",
+    )
+    insecure_metrics: bool = option(
+        False, "serve metrics to everyone who reaches --metrics-address, without TLS and token"
+    )
 
     def __post_init__(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -110,73 +113,29 @@ class ServerOptions:
         """
         return cls(
             address=args.address,
-            tls_cert=args.tls_cert,
-            tls_key=args.tls_key,
-            tls_client_ca=args.tls_client_ca,
             token=read_token(args.token_file),
             max_message_bytes=args.max_message_mib * MEBIBYTE,
-            max_concurrent_streams=args.max_concurrent_streams,
-            drain_seconds=args.drain_seconds,
-            metrics_address=args.metrics_address,
-            insecure_metrics=args.insecure_metrics,
+            **given_options(args, cls),
         )
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the SERVER_ARGUMENTS and METRICS_ARGUMENTS that `ServerOptions.from_args` reads."""
-    security = parser.add_argument_group("security")
-    security.add_argument("--tls-cert", type=Path, metavar="PEM", help="certificate of the server")
-    security.add_argument("--tls-key", type=Path, metavar="PEM", help="private key of the server")
-    security.add_argument(
-        "--tls-client-ca",
-        type=Path,
-        metavar="PEM",
-        help="authorities of client certificates",
-    )
-    security.add_argument(
+    """Add the arguments that `ServerOptions.from_args` reads, without the address."""
+    server = parser.add_argument_group("server")
+    add_options(server, ServerOptions)
+    server.add_argument(
         "--token-file",
         type=Path,
         metavar="FILE",
         help=f"file with the bearer token clients must send "
         f"(or set {TOKEN_VARIABLE} or {TOKEN_FILE_VARIABLE})",
     )
-    server = parser.add_argument_group("server")
     server.add_argument(
         "--max-message-mib",
         type=int,
         default=64,
         metavar="N",
         help="largest message, in MiB (default: %(default)s)",
-    )
-    server.add_argument(
-        "--max-concurrent-streams",
-        type=int,
-        default=1024,
-        metavar="N",
-        help="calls in flight on one connection (default: %(default)s)",
-    )
-    server.add_argument(
-        "--drain-seconds",
-        type=float,
-        default=30.0,
-        metavar="S",
-        help="how long generations may continue after SIGTERM (default: %(default)s)",
-    )
-    add_metrics_arguments(parser)
-
-
-def add_metrics_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the METRICS_ARGUMENTS."""
-    metrics = parser.add_argument_group("metrics")
-    metrics.add_argument(
-        "--metrics-address",
-        metavar="HOST:PORT",
-        help="serve metrics for Prometheus at this address, under /metrics (default: none)",
-    )
-    metrics.add_argument(
-        "--insecure-metrics",
-        action="store_true",
-        help="serve metrics to everyone who reaches --metrics-address, without TLS and token",
     )
 
 

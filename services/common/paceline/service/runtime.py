@@ -1,25 +1,153 @@
-"""Serves a `Service` until it is stopped, and drains generations in flight."""
+"""Runs a gRPC service: start, health, drain, signals, stop."""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 
-from paceline.service.credentials import server_credentials
-from paceline.service.interceptor import CallInterceptor, OnEnd
+from paceline.service.identity import server_credentials
+from paceline.service.interceptor import CallInterceptor, OnEnd, ServiceError
 from paceline.service.options import OptionsError, ServerOptions
-from paceline.service.stopping import Stop
 from paceline.telemetry.tracing import tracer
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
 logger = logging.getLogger("paceline.service")
+
+
+def trim() -> None:
+    """Return freed memory to the operating system.
+
+    glibc keeps freed memory between blocks in use, so a service that loads several models in turn
+    would grow by the weights of some. Other C libraries have no such call.
+    """
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+class Gate:
+    """Admits generations until it is closed, and waits for those in flight.
+
+    Not thread-safe: used on one event loop. A service enters it once per generation, and closes
+    and awaits it in `Service.drain`.
+    """
+
+    def __init__(self) -> None:
+        self._inside = 0
+        self._closed = False
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    @property
+    def inside(self) -> int:
+        """Number of generations in flight."""
+        return self._inside
+
+    @property
+    def closed(self) -> bool:
+        """True once the service drains."""
+        return self._closed
+
+    @contextmanager
+    def enter(self) -> Iterator[None]:
+        """Count a generation in flight for the body.
+
+        Raises:
+            ServiceError: UNAVAILABLE with reason DRAINING after `close`.
+        """
+        if self._closed:
+            raise ServiceError.unavailable(
+                "DRAINING",
+                "the service is shutting down and takes no new generations; "
+                "try another instance, or this one again after its restart",
+            )
+        self._inside += 1
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            self._inside -= 1
+            if not self._inside:
+                self._empty.set()
+
+    def close(self) -> None:
+        """Refuse new work from now on."""
+        self._closed = True
+
+    async def drained(self) -> None:
+        """Return when no generation is in flight."""
+        await self._empty.wait()
+
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Stop:
+    """Two events, `soft` and `hard`, and the signals that set them.
+
+    Args:
+        event: used as `soft`; signals are then not handled.
+    """
+
+    def __init__(self, event: asyncio.Event | None = None) -> None:
+        self.soft = event or asyncio.Event()
+        self.hard = asyncio.Event()
+        self.signal = 0
+        self._owns_signals = event is None and (
+            threading.current_thread() is threading.main_thread()
+        )
+
+    @contextmanager
+    def on_signals(self) -> Iterator[None]:
+        """In the body the first signal sets `soft`, the second `hard`, and a third one kills."""
+        if self._owns_signals:
+            loop = asyncio.get_running_loop()
+            for number in _SIGNALS:
+                loop.add_signal_handler(number, self._signalled, number)
+        try:
+            yield
+        finally:
+            self._restore_signals()
+
+    async def unless(self, event: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+        """Run `work`, cancelled once `event` is set; returns whether it finished."""
+        working = asyncio.ensure_future(work)
+        waiting = asyncio.ensure_future(event.wait())
+        try:
+            await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                await working
+                return True
+            return False
+        finally:
+            waiting.cancel()
+            working.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await working
+
+    def _signalled(self, number: int) -> None:
+        logger.info("signal", extra={"signal": signal.Signals(number).name})
+        if self.soft.is_set():
+            self.hard.set()
+            self._restore_signals()
+        self.soft.set()
+        self.signal = number
+
+    def _restore_signals(self) -> None:
+        if self._owns_signals:
+            self._owns_signals = False
+            for number in _SIGNALS:
+                asyncio.get_running_loop().remove_signal_handler(number)
+
 
 # After the drain only idle streams and health watchers are left.
 CLOSE_GRACE_SECONDS = 1.0

@@ -13,8 +13,7 @@ class Span:
     DRAFT: Final = "specdec.draft"
     VERIFY: Final = "specdec.verify"
     VERIFIER_PREFILL: Final = "specdec.verifier.prefill"
-    VERIFIER_ROUND: Final = "specdec.verifier.round"
-    DRAFTER_ATTACH: Final = "specdec.drafter.attach"
+    DRAFTER_OPEN: Final = "specdec.drafter.open"
     DRAFTER_ROUND: Final = "specdec.drafter.round"
 
 
@@ -46,7 +45,6 @@ class Attribute:
 
     # Speculative decoding: no convention covers it.
     ROUND_INDEX: Final = "specdec.round.index"
-    ROUND_ID: Final = "specdec.round.id"
     NUM_DRAFTS: Final = "specdec.num_drafts"
     NUM_DRAFT_TOKENS: Final = "specdec.num_draft_tokens"
     NUM_ACCEPTED: Final = "specdec.num_accepted_draft_tokens"
@@ -61,6 +59,8 @@ class Attribute:
     DRAFTER_NAME: Final = "specdec.drafter.name"
     DRAFTER_METHOD: Final = "specdec.drafter.method"
     DRAFTER_VERSION: Final = "specdec.drafter.version"
+    DRAFT_CARRIER: Final = "specdec.draft.carrier"
+    NO_DRAFT: Final = "specdec.no_draft"
     KV_TRANSPORT: Final = "specdec.kv.transport"
     KV_BYTES: Final = "specdec.kv.bytes"
 
@@ -92,6 +92,7 @@ class Metric:
     TIME_TO_FIRST_TOKEN: Final = "gen_ai_server_time_to_first_token_seconds"
     TIME_PER_OUTPUT_TOKEN: Final = "gen_ai_server_time_per_output_token_seconds"
 
+    DRAFT_LINKS: Final = "specdec_draft_links"
     ENGINE_STEPS: Final = "specdec_engine_steps"
     ENGINE_BUSY_SECONDS: Final = "specdec_engine_busy_seconds"
     ENGINE_BATCH_TOKENS: Final = "specdec_engine_batch_tokens"
@@ -122,6 +123,7 @@ class Metric:
     DRAFTER_FOLLOWED_UPDATES: Final = "specdec_drafter_followed_updates"
     DRAFTER_FOLLOWED_BYTES: Final = "specdec_drafter_followed_bytes"
     DRAFTER_FOLLOWED_POSITIONS: Final = "specdec_drafter_followed_positions"
+    DRAFTER_LINKS: Final = "specdec_drafter_links"
     DRAFTER_QUEUE: Final = "specdec_drafter_queue_length"
     DRAFTER_RECORDING: Final = "specdec_drafter_recording"
     DRAFTER_RECORDED_TEXTS: Final = "specdec_drafter_recorded_texts"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from paceline.telemetry.names import Attribute
 
 if TYPE_CHECKING:
+    from opentelemetry.context import Context
     from opentelemetry.sdk.trace import Tracer
     from opentelemetry.trace import Span
     from opentelemetry.util.types import AttributeValue
@@ -126,6 +127,15 @@ def add_server_span(
         span.end()
 
 
+def remote_context(traceparent: str) -> Context | None:
+    """The context of a caller's span, as the parent of others; None if there is none."""
+    from opentelemetry import trace
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    parent = TraceContextTextMapPropagator().extract({"traceparent": traceparent})
+    return parent if trace.get_current_span(parent).get_span_context().is_valid else None
+
+
 def annotate(attributes: Attributes) -> None:
     """Add attributes to the current span."""
     from opentelemetry import trace
@@ -149,10 +159,9 @@ def _start(
     attributes: Attributes,
     began_ns: int | None = None,
 ) -> Span | None:
-    from opentelemetry import trace
-    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-    parent = TraceContextTextMapPropagator().extract({"traceparent": traceparent})
-    if not trace.get_current_span(parent).get_span_context().is_valid:
+    parent = remote_context(traceparent)
+    if parent is None:
         return None
-    return tracer.start_span(name, parent, trace.SpanKind.SERVER, attributes, start_time=began_ns)
+    from opentelemetry.trace import SpanKind
+
+    return tracer.start_span(name, parent, SpanKind.SERVER, attributes, start_time=began_ns)

@@ -7,7 +7,7 @@ method. What a drafter drafts can change the speed of a generation, never its to
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from paceline.drafter.kv.errors import KvGone, KvNotShared
+from paceline.drafter.errors import KvGone, KvNotShared
 from paceline.drafter.methods import method_names
 from paceline.drafter.methods.base import (
     Budget,
@@ -24,9 +24,8 @@ from paceline.drafter.spec import DrafterSpec
 from paceline.tree import TokenTree
 
 if TYPE_CHECKING:
-    from paceline.drafter.device import drafting_device
-    from paceline.drafter.kv.access import VerifierAccess
-    from paceline.drafter.service import build_service
+    from paceline.drafter.kv.exchange import VerifierAccess
+    from paceline.drafter.service import build_service, drafting_device
 
 __all__ = [
     "Budget",
@@ -49,9 +48,9 @@ __all__ = [
 ]
 
 _IMPORTED_ON_USE = {
-    "VerifierAccess": "paceline.drafter.kv.access",
+    "VerifierAccess": "paceline.drafter.kv.exchange",
     "build_service": "paceline.drafter.service",
-    "drafting_device": "paceline.drafter.device",
+    "drafting_device": "paceline.drafter.service",
 }
 
 

@@ -41,7 +41,6 @@ class RecordedStates(StateReader):
         self._window = window
 
     def read(self, begin: int, end: int) -> tuple[int, Tensor]:
-        """See :class:`StateReader`."""
         oldest = max(0, self.committed - self._window) if self._window else 0
         first = min(end, max(begin, oldest))
         return first, self._states[first:end]
@@ -62,7 +61,6 @@ class RecordedKv(StreamingReader):
         self._cache = cache
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """See :class:`StreamingReader`."""
         return self._cache.layer(index)
 
     def check(self) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
+from functools import partial
 
 from paceline.drafter.methods.base import Budget, Drafter, Generation, LoadError, Update
 from paceline.drafter.recordings import Recording
-from paceline.drafter.session import Session
+from paceline.drafter.session import Drafted, Session
 from paceline.drafter.spec import DrafterSpec
 from paceline.drafter.statistics import DraftStatistics, accepted_length
-from paceline.drafter.worker import DraftWorker
+from paceline.drafter.worker import SLICE, DraftWorker
 from paceline.v1 import drafter_pb2
 
 NODES = 16
@@ -21,10 +23,10 @@ SECONDS = 60.0
 
 
 class LoadCheck:
-    """Drafts along recordings as a client would, between the rounds of generations.
+    """Drafts along recordings as for a verifier, between the rounds of generations.
 
     A version passes if it raises nothing and its trees are valid. Accepted length and draft time
-    are reported; only a canary compares them. Methods that read the target's KV or hidden states
+    are reported, not judged. Methods that read the target's KV or hidden states
     are not checked, because they cannot draft without a verifier.
     """
 
@@ -46,7 +48,7 @@ class LoadCheck:
         try:
             async with asyncio.timeout(SECONDS):
                 for recording in self._recordings:
-                    total += await self._draft_along(recording, drafter)
+                    await self._draft_along(recording, drafter, total)
         except TimeoutError as error:
             raise _failed(spec, f"it needed more than {SECONDS:g} s for the texts") from error
         except Exception as error:
@@ -58,7 +60,9 @@ class LoadCheck:
             draft_us=total.draft_us,
         )
 
-    async def _draft_along(self, recording: Recording, drafter: Drafter) -> DraftStatistics:
+    async def _draft_along(
+        self, recording: Recording, drafter: Drafter, total: DraftStatistics
+    ) -> None:
         tokens = recording.tokens
         largest = max((*recording.prompt, *tokens))
         vocab_size = drafter.fit.vocab_size or largest + 1
@@ -73,24 +77,32 @@ class LoadCheck:
             vocab_size=vocab_size,
             sampling=recording.sampling,
         )
-        session = Session(drafter, generation, self._worker)
+        session = Session(drafter, generation, statistics=total)
+        run = self._worker.run
         try:
-            await session.catch_up()
             nodes = min(NODES, drafter.max_nodes)
             length = 1
             emitted: tuple[int, ...] = ()
             while length < len(tokens):
+                await run(partial(session.extend, Update(emitted)))
+                while session.sequence.backlog > SLICE:
+                    await run(partial(session.sequence.warm, SLICE))
                 budget = Budget(nodes, min(drafter.max_depth, len(tokens) - length))
-                tree = (await session.draft(Update(emitted), budget)).tree
+                tree = (await run(partial(_draft, session, budget))).tree
                 if len(tree) > nodes:
                     raise ValueError(f"a tree of {len(tree)} nodes, expected at most {nodes}")
                 tree.check(vocab_size)
                 end = length + accepted_length(tree, tokens[length:]) + 1
                 emitted, length = tokens[length:end], end
-            await session.draft(Update(emitted), Budget(0, 0))
+            await run(partial(session.extend, Update(emitted)))
         finally:
-            session.close()
-        return session.statistics
+            self._worker.post(session.close)
+
+
+def _draft(session: Session, budget: Budget) -> Drafted:
+    begun = time.monotonic()
+    (tree,) = session.drafter.draft_many([(session.sequence, budget)])
+    return session.finish(Drafted(tree, time.monotonic() - begun, 0.0))
 
 
 def _failed(spec: DrafterSpec, why: str) -> LoadError:

@@ -1,4 +1,4 @@
-"""The error of loading a drafter."""
+"""Errors of loading a drafter, and of reading the target's KV."""
 
 from __future__ import annotations
 
@@ -10,3 +10,15 @@ class LoadError(Exception):
         super().__init__(message)
         self.reason = reason
         """Stable upper-case name of the error."""
+
+
+class KvNotShared(Exception):
+    """The KV of a cache cannot be read here; the message gives the reason."""
+
+
+class VerifierUnreachable(KvNotShared):
+    """The verifier cannot be reached, or does not answer in time."""
+
+
+class KvGone(Exception):
+    """The cache was released, or its verifier has ended: what was read must not be used."""

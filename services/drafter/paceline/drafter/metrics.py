@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -11,30 +11,32 @@ from prometheus_client.registry import Collector
 
 from paceline.drafter.recordings import Recorder
 from paceline.drafter.registry import Registry, Version
-from paceline.drafter.session import Session
-from paceline.drafter.worker import Drafted, DraftWorker
+from paceline.drafter.session import Drafted, Session
+from paceline.drafter.worker import DraftWorker
 from paceline.telemetry.names import Metric
+from paceline.v1 import drafter_pb2
 
 _LABELS = ("drafter", "version", "method")
 _SECONDS = (
     *(0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.008, 0.012, 0.02, 0.05, 0.1, 0.2),
     *(0.5, 1.0, 2.0),
 )
-_STATES = ("active", "canary", "standby", "draining")
+_STATES = ("active", "standby", "failing", "draining")
 Labels = tuple[str, str, str]
 
 
 class DrafterMetrics(Collector):
     """Counters and histograms by version, and gauges read when scraped.
 
-    Use it on one event loop, except `collect`, which runs on the endpoint's thread. The series of
-    an unloaded version are removed.
+    Use it on the drafting thread, except `collect`, which runs on the endpoint's thread. The series
+    of an unloaded version are removed.
 
     Args:
         metrics: Registry of metrics to add them to.
         drafters: The loaded versions.
         worker: The drafting thread.
         recorder: Records texts; None: nothing is recorded.
+        links: Lists the verifiers.
     """
 
     def __init__(
@@ -43,10 +45,12 @@ class DrafterMetrics(Collector):
         drafters: Registry,
         worker: DraftWorker,
         recorder: Recorder | None,
+        links: Callable[[], Sequence[drafter_pb2.VerifierLink]],
     ) -> None:
         self._drafters = drafters
         self._worker = worker
         self._recorder = recorder
+        self._links = links
         metrics.register(self)  # first: series removed by `collect` must not be shown again
 
         def counter(name: str, text: str) -> Counter:
@@ -75,11 +79,11 @@ class DrafterMetrics(Collector):
         self._queued.labels(*labels).observe(drafted.queue_seconds)
         self._series.add(labels)
 
-    def attached(self, session: Session) -> None:
+    def opened(self, session: Session) -> None:
         """Count an open session."""
         self._sessions.add(session)
 
-    def detached(self, session: Session) -> None:
+    def closed(self, session: Session) -> None:
         """Stop counting a session."""
         self._sessions.discard(session)
         if session.kv is not None:
@@ -95,7 +99,7 @@ class DrafterMetrics(Collector):
                 metric.remove(*removed)
         yield _gauge(
             Metric.DRAFTER_STREAMS,
-            "Attached generations",
+            "Open sequences",
             {labels: len(version.streams) for labels, version in versions.items()},
         )
         yield _gauge(
@@ -120,6 +124,13 @@ class DrafterMetrics(Collector):
         )
         yield GaugeMetricFamily(
             Metric.DRAFTER_QUEUE, "Rounds that wait for the drafting thread", self._worker.waiting
+        )
+        carriers = [link.carrier for link in self._links()]
+        yield _gauge(
+            Metric.DRAFTER_LINKS,
+            "Verifiers that were joined, by how messages travel",
+            {(carrier,): carriers.count(carrier) for carrier in ("socket", "stream")},
+            ("carrier",),
         )
         yield from self._collect_kv()
         yield from self._collect_recorder()
@@ -174,8 +185,8 @@ def _labels(version: Version) -> Labels:
 def _state(version: Version) -> str:
     if version.draining:
         return "draining"
-    if version.canary:
-        return "canary"
+    if version.failing:
+        return "failing"
     return "active" if version.share else "standby"
 
 

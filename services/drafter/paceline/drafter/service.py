@@ -1,35 +1,119 @@
-"""The drafter service: registry, worker and servicers."""
+"""The drafter service: registry, drafting thread and the verifiers that it joins."""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
 
 from paceline.drafter.check import LoadCheck
-from paceline.drafter.device import drafting_device, thread_setup
-from paceline.drafter.kv.access import VerifierAccess
-from paceline.drafter.kv.exchange import KvExchange
-from paceline.drafter.methods.base import Drafter, Resources
+from paceline.drafter.connection import Parts
+from paceline.drafter.exchange import Exchange
+from paceline.drafter.kv.exchange import KvExchange, VerifierAccess
+from paceline.drafter.methods.base import Drafter, LoadError, Resources
 from paceline.drafter.recordings import Recorder, read_recordings
-from paceline.drafter.registry import Registry, StateFile
-from paceline.drafter.registry.loader import Loader
-from paceline.drafter.registry.servicer import DrafterRegistryServicer
-from paceline.drafter.servicer import DrafterServicer
+from paceline.drafter.registry import Loader, Registry
 from paceline.drafter.spec import DrafterSpec, Roots
-from paceline.drafter.telemetry import Telemetry
+from paceline.drafter.state import StateFile
 from paceline.drafter.worker import DraftWorker
-from paceline.service import Service
-from paceline.service.memory import trim
+from paceline.service import Service, ServiceError
+from paceline.service.runtime import trim
 from paceline.telemetry.tracing import tracer
-from paceline.v1 import drafter_pb2_grpc
+from paceline.v1 import drafter_pb2, drafter_pb2_grpc
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
+
+logger = logging.getLogger("paceline.drafter")
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+class DrafterRegistryServicer(drafter_pb2_grpc.DrafterRegistryServiceServicer):
+    """Lists, loads, activates and unloads versions while generations run.
+
+    A change is on disk before its response is sent.
+    """
+
+    def __init__(
+        self, registry: Registry, exchange: Exchange, recorder: Recorder | None = None
+    ) -> None:
+        self._registry = registry
+        self._exchange = exchange
+        self._recorder = recorder
+
+    async def ListDrafters(
+        self, request: drafter_pb2.ListDraftersRequest, context: Context
+    ) -> drafter_pb2.ListDraftersResponse:
+        """Lists all versions and verifiers."""
+        return drafter_pb2.ListDraftersResponse(
+            drafters=[version.info() for version in self._registry.versions()],
+            default_drafter=self._registry.default_name,
+            records_texts=self._recorder is not None and self._recorder.recording,
+            verifiers=self._exchange.links(),
+        )
+
+    async def LoadDrafter(
+        self, request: drafter_pb2.LoadDrafterRequest, context: Context
+    ) -> drafter_pb2.LoadDrafterResponse:
+        """Loads a version; responds when it can be used."""
+        try:
+            spec = DrafterSpec(
+                name=request.name,
+                method=request.method,
+                folder=Path(request.folder) if request.folder else None,
+                options=dict(request.options),
+                version=request.version,
+            )
+            version = await self._registry.load(spec, activate=request.activate)
+        except LoadError as error:
+            raise ServiceError.invalid_argument(error.reason, str(error)) from error
+        await self._registry.saved()
+        logger.info(
+            "drafter loaded",
+            extra={"drafter": spec.name, "version": version.version, "method": spec.method},
+        )
+        return drafter_pb2.LoadDrafterResponse(drafter=version.info())
+
+    async def ActivateDrafter(
+        self, request: drafter_pb2.ActivateDrafterRequest, context: Context
+    ) -> drafter_pb2.ActivateDrafterResponse:
+        """Gives a version a share of new generations."""
+        share = request.traffic_share or 1.0
+        version = self._registry.activate(request.name, request.version, share)
+        await self._registry.saved()
+        logger.info(
+            "drafter activated",
+            extra={"drafter": request.name, "version": version.version, "share": version.share},
+        )
+        return drafter_pb2.ActivateDrafterResponse(drafter=version.info())
+
+    async def UnloadDrafter(
+        self, request: drafter_pb2.UnloadDrafterRequest, context: Context
+    ) -> drafter_pb2.UnloadDrafterResponse:
+        """Removes versions; those in use are freed with their last sequence."""
+        unloaded = self._registry.unload(request.name, request.version, force=request.force)
+        await self._registry.saved()
+        logger.info(
+            "drafter unloading",
+            extra={"drafter": request.name, "version": request.version, "done": unloaded},
+        )
+        return drafter_pb2.UnloadDrafterResponse(unloaded=unloaded)
+
+    async def JoinVerifier(
+        self, request: drafter_pb2.JoinVerifierRequest, context: Context
+    ) -> drafter_pb2.JoinVerifierResponse:
+        """Joins a verifier that the service's list allows."""
+        link = await self._exchange.join(request.address)
+        return drafter_pb2.JoinVerifierResponse(verifier=link)
+
 
 RECORD_BYTES = 64 << 20
 """Default limit of recorded texts. Unit: bytes."""
@@ -38,56 +122,57 @@ RECORD_BYTES = 64 << 20
 class DrafterService:
     """Drafter and registry as one service (see :class:`paceline.service.Service`).
 
-    :meth:`stop` is called when no stream is left. It closes the drafters on the worker's thread,
-    after every sequence that was handed to it, and then ends the thread.
+    :meth:`stop` closes the drafters on the worker's thread, after every sequence that was handed to
+    it, and then ends the thread.
     """
 
-    service_names = ("paceline.v1.DrafterService", "paceline.v1.DrafterRegistryService")
+    service_names = ("paceline.v1.DrafterRegistryService",)
 
     def __init__(
         self,
         load: Sequence[DrafterSpec],
         registry: Registry,
         worker: DraftWorker,
-        exchange: KvExchange,
-        drafting: DrafterServicer,
+        kv: KvExchange,
+        exchange: Exchange,
         recorder: Recorder | None,
     ) -> None:
         self._load = list(load)
         self._registry = registry
         self._worker = worker
-        self._exchange = exchange
-        self._drafting = drafting
+        self._kv = kv
+        self.exchange = exchange
+        """The verifiers."""
         self._recorder = recorder
 
     def register(self, server: grpc.aio.Server) -> None:
-        """Add both servicers."""
-        drafter_pb2_grpc.add_DrafterServiceServicer_to_server(self._drafting, server)
+        """Add the servicer."""
         drafter_pb2_grpc.add_DrafterRegistryServiceServicer_to_server(
-            DrafterRegistryServicer(self._registry, self._recorder), server
+            DrafterRegistryServicer(self._registry, self.exchange, self._recorder), server
         )
 
     async def start(self) -> None:
-        """Load the drafters of the command line, or restore the saved state.
+        """Load the drafters of the command line, or restore the saved state; then join verifiers.
 
         Raises:
             LoadError: A drafter of the command line cannot be loaded.
         """
         self._worker.start()
         await self._registry.start(self._load)
+        self.exchange.start()
 
     async def fault(self) -> None:
-        """Never returns: every failure is that of one drafter or one stream."""
+        """Never returns: every failure is that of one drafter, sequence or verifier."""
         await asyncio.Future()
 
     async def drain(self) -> None:
-        """Refuse new streams, and return when all attached ones have ended."""
-        self._drafting.gate.close()
-        await self._drafting.gate.drained()
+        """Refuse new sequences, and return when verifiers have closed all open ones."""
+        await self.exchange.drain()
 
     async def stop(self) -> None:
         """Free all drafters, end the worker, and disconnect from verifiers."""
-        await self._exchange.close()
+        await self.exchange.close()
+        await self._kv.close()
         await self._registry.close()
         self._worker.stop()
         if self._recorder is not None:
@@ -97,6 +182,7 @@ class DrafterService:
 def build_service(
     load: Sequence[DrafterSpec],
     *,
+    verifiers: Sequence[str] = (),
     roots: Sequence[Path] = (),
     device: str = "cpu",
     overlap: bool | None = None,
@@ -115,17 +201,19 @@ def build_service(
     Args:
         load: Drafters to load at start; the first is the default. May be empty: drafters can be
             loaded over gRPC too.
+        verifiers: Addresses of verifiers to join. One whose port is ``*`` allows JoinVerifier for
+            matching addresses (:class:`paceline.drafter.exchange.Exchange`).
         roots: Folders below which LoadDrafter may load from. Empty: the folders in ``load`` and
             their parents.
         device: Device of methods with weights: auto, cpu, cuda or cuda:N
-            (:func:`paceline.drafter.device.drafting_device`). KV on a GPU is mapped only by
+            (:func:`drafting_device`). KV on a GPU is mapped only by
             drafters on a GPU.
         overlap: Whether chains of ``lm`` and ``selfspec`` grow on while the verifier works. It pays
             where the drafter has a processor of its own. None: if ``device`` is a GPU.
         threads: Threads of the math library for methods with weights; None: its default.
-        max_context: Longest text of a stream. Unit: tokens.
-        max_streams: Maximum number of attached generations; further ones get RESOURCE_EXHAUSTED.
-        access: Credentials for verifiers whose KV it reads; None: no token and no TLS.
+        max_context: Longest text. Unit: tokens.
+        max_streams: Maximum number of open sequences; further ones are refused.
+        access: Credentials for the verifiers; None: no token and no TLS.
         metrics: Registry of metrics to add its metrics to; None: no metrics.
         state_dir: Folder of this service's own for the state of the registry, created if missing.
             A start with the same ``load`` restores the state. None: the state is not saved.
@@ -137,7 +225,8 @@ def build_service(
 
     Raises:
         LoadError: A method is unknown or cannot be imported, or the recordings cannot be read.
-        OptionsError: The TLS authorities of ``access`` cannot be read.
+        OptionsError: The TLS authorities of ``access`` cannot be read, or an address of
+            ``verifiers`` is malformed.
         OSError: Another TLS file of it cannot be read, or the folder of the state or of the texts
             cannot be created or used.
         ValueError: ``record_bytes`` is too small, or there is no such device.
@@ -148,7 +237,7 @@ def build_service(
     allowed = [*roots, *folders] if roots else [f for each in folders for f in (each, each.parent)]
     if overlap is None:
         overlap = resources.device != "cpu"
-    worker = DraftWorker(thread_setup(resources.device), overlap=overlap)
+    worker = DraftWorker(_thread_setup(resources.device), overlap=overlap)
 
     def dispose(drafter: Drafter) -> None:
         worker.post(drafter.close)
@@ -162,21 +251,62 @@ def build_service(
         check=LoadCheck(read_recordings(recordings), worker) if recordings is not None else None,
         state=StateFile(state_dir) if state_dir is not None else None,
     )
-    exchange = KvExchange(access or VerifierAccess(), resources.device)
+    kv = KvExchange(access or VerifierAccess(), resources.device)
     recorder = Recorder(record, record_bytes) if record is not None else None
-    drafter_metrics = None
+    parts = Parts(
+        registry=registry,
+        worker=worker,
+        kv=kv,
+        recorder=recorder,
+        metrics=None,
+        tracer=tracer(),
+        max_context=max_context,
+        max_sequences=max_streams,
+    )
+    exchange = Exchange(verifiers, parts)
     if metrics is not None:
         # Imported here, because prometheus_client is only needed for metrics.
         from paceline.drafter.metrics import DrafterMetrics
 
-        drafter_metrics = DrafterMetrics(metrics, registry, worker, recorder)
-    drafting = DrafterServicer(
-        registry,
-        worker,
-        exchange,
-        Telemetry(drafter_metrics, tracer()),
-        recorder,
-        max_context=max_context,
-        max_streams=max_streams,
-    )
-    return DrafterService(load, registry, worker, exchange, drafting, recorder)
+        parts.metrics = DrafterMetrics(metrics, registry, worker, recorder, exchange.links)
+    return DrafterService(load, registry, worker, kv, exchange, recorder)
+
+
+def drafting_device(name: str) -> str:
+    """Resolve a device name to the torch name of an existing device, with its number.
+
+    Args:
+        name: auto, cpu, cuda or cuda:N. auto is the second GPU if there are two, since a verifier
+            on the same machine takes the first; else the only GPU, or the CPU.
+
+    Raises:
+        ValueError: The name is malformed, or there is no such device.
+    """
+    # Drafters without weights need no torch, whose import takes seconds.
+    if name == "cpu":
+        return name
+    if name == "auto" and not _has_driver():
+        logging.getLogger("paceline.device").info(
+            "device auto: using the CPU, since there is no NVIDIA driver"
+        )
+        return "cpu"
+    from paceline.decoder import find_device
+
+    return str(find_device(name, preferred=1))
+
+
+def _thread_setup(device: str) -> Callable[[], None] | None:
+    """Function that selects a GPU on the calling thread; None for the CPU."""
+    if device == "cpu":
+        return None
+    from paceline.decoder import use_device
+
+    return partial(use_device, device)
+
+
+def _has_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True

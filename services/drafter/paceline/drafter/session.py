@@ -1,38 +1,47 @@
-"""A drafter version at work on one generation."""
+"""A drafter at work on one generation, and what is checked before it may begin."""
 
 from __future__ import annotations
 
-import asyncio
-import time
+import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from paceline.drafter.kv.errors import KvNotShared
+from paceline.drafter.errors import KvNotShared
 from paceline.drafter.kv.exchange import KvExchange
-from paceline.drafter.methods.base import Budget, Drafter, Generation, Update
+from paceline.drafter.methods.base import Drafter, Generation, Update
 from paceline.drafter.registry import Version
 from paceline.drafter.statistics import DraftStatistics, accepted_length
-from paceline.drafter.worker import Drafted, DraftWorker
 from paceline.service import ServiceError
 from paceline.service.sampling import rejects
-from paceline.tree import EMPTY, TokenTree
+from paceline.telemetry.names import Attribute, Span
+from paceline.telemetry.tracing import annotate, server_span
+from paceline.tree import TokenTree
+from paceline.v1 import exchange_pb2, sampling_pb2
 
 if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import Tracer
+
     from paceline.drafter.kv.reader import KvReader, StateReader
 
-INLINE_SLICE = 32
-"""Tokens of backlog that an inline method processes per turn of the event loop."""
+_MAX_NAME_CHARS = 256
+_MAX_BIASES = 4096
 
-_STATES_SECONDS = 0.25
-"""Longest wait of a round for hidden states that are in flight, deadline permitting."""
+
+@dataclass(frozen=True)
+class Drafted:
+    """Result of one round."""
+
+    tree: TokenTree
+    draft_seconds: float
+    queue_seconds: float
 
 
 class Session:
     """A drafter's sequence for one generation, with the KV and hidden states it reads.
 
-    Sequences of inline methods run on the event loop; all others are owned by the worker. The
-    creator closes the session once; KV and hidden states are closed after the sequence.
+    The event loop may make it; from then on only the drafting thread uses it. The creator has it
+    closed once; KV and hidden states are closed after the sequence.
 
     Trees get calibrated confidences. Under rejection sampling a tree is reduced to its best path,
     and its confidences are left alone: they were not calibrated on sampled tokens.
@@ -42,24 +51,30 @@ class Session:
         self,
         drafter: Drafter,
         generation: Generation,
-        worker: DraftWorker,
         kv: KvReader | None = None,
         states: StateReader | None = None,
+        statistics: DraftStatistics | None = None,
     ) -> None:
-        """Start a sequence. It reads ``kv`` and ``states``, closed here if it cannot be started."""
-        self.statistics = DraftStatistics()
-        """Of the rounds so far."""
+        """Start a sequence.
+
+        Args:
+            drafter: The drafter.
+            generation: The generation, without KV and hidden states.
+            kv: What it reads of the target; closed here if it cannot be started.
+            states: As ``kv``.
+            statistics: Its rounds are added to these, by default to its own.
+        """
+        self.drafter = drafter
+        self.statistics = statistics or DraftStatistics()
         self.kv = kv
-        self._states = states
+        self.states = states
         self._sources = [source for source in (kv, states) if source is not None]
-        self._drafter = drafter
-        self._worker = worker
         self._rejects = rejects(generation.sampling)
         self._sampled = generation.sampling.temperature > 0
         self._received = 0
         self._last: Drafted | None = None
         try:
-            self._sequence = drafter.start(replace(generation, kv=kv, states=states))
+            self.sequence = drafter.start(replace(generation, kv=kv, states=states))
         except BaseException:
             for source in self._sources:
                 source.close()
@@ -81,81 +96,80 @@ class Session:
         self._received = sum(source.received for source in self._sources)
         return self._received - before
 
-    async def catch_up(self) -> None:
-        """Process the backlog; on the worker, return at once and process it in the background."""
-        if not self._drafter.inline:
-            self._worker.catch_up(self._sequence)
-            return
-        while self._sequence.backlog:
-            self._sequence.warm(INLINE_SLICE)
-            await asyncio.sleep(0)
+    def lacks_states(self, committed: int) -> bool:
+        """Whether it follows hidden states, and those below ``committed`` have not all come."""
+        states = self.states
+        return states is not None and states.transport == "follow" and states.committed < committed
 
-    async def draft(self, update: Update, budget: Budget) -> Drafted:
-        """Append the update and draft a tree; empty without nodes or after the deadline."""
-        self._count_accepted(update.tokens)
-        if budget.nodes > 0 and self._states is not None:
-            left = (budget.deadline - time.monotonic()) / 2
-            seconds = max(0.0, min(left, _STATES_SECONDS))
-            await self._states.wait_for(update.committed_length, seconds)
-        if self._drafter.inline:
-            drafted = await self._draft_inline(update, budget)
-        else:
-            drafted = await self._worker.submit(self._drafter, self._sequence, update, budget)
-        drafted = replace(drafted, tree=self._finish(drafted.tree))
-        self._last = drafted if budget.nodes > 0 else None
-        return drafted
+    def extend(self, update: Update) -> None:
+        """Append emitted tokens, and compare the last tree with them.
+
+        The text does not depend on the tree, so the result is the accepted length even if the
+        verifier did not wait for the tree.
+        """
+        last, self._last = self._last, None
+        if last is not None and update.tokens:
+            accepted = accepted_length(last.tree, update.tokens)
+            self.statistics.add(accepted, last.draft_seconds)
+        self.sequence.extend(update)
+
+    def finish(self, drafted: Drafted) -> Drafted:
+        """The tree as it is sent, of a round that was drafted."""
+        tree, calibration = drafted.tree, self.drafter.calibration
+        if self._rejects:
+            tree = tree.best_chain()
+        elif calibration is not None:
+            tree = calibration.apply(tree, sampled=self._sampled)
+        self._last = replace(drafted, tree=tree)
+        return self._last
 
     def close(self) -> None:
-        """Free the sequence, after the round it may still be in."""
-        if not self._drafter.inline:
-            self._worker.close(self._sequence)
-            for source in self._sources:
-                self._worker.post(source.close)
-            return
+        """Free the sequence, then what it reads."""
         try:
-            self._sequence.close()
+            self.sequence.close()
         finally:
             for source in self._sources:
                 source.close()
 
-    async def _draft_inline(self, update: Update, budget: Budget) -> Drafted:
-        sequence = self._sequence
-        begun = time.monotonic()
-        sequence.extend(update)
-        while sequence.backlog > INLINE_SLICE and time.monotonic() < budget.deadline:
-            sequence.warm(INLINE_SLICE)
-            await asyncio.sleep(0)
-        if budget.nodes <= 0 or time.monotonic() >= budget.deadline:
-            return Drafted(EMPTY, 0.0, 0.0)
-        (tree,) = self._drafter.draft_many([(sequence, budget)])
-        return Drafted(tree, time.monotonic() - begun, 0.0)
-
-    def _finish(self, tree: TokenTree) -> TokenTree:
-        if self._rejects:
-            return tree.best_chain()
-        calibration = self._drafter.calibration
-        return tree if calibration is None else calibration.apply(tree, sampled=self._sampled)
-
-    def _count_accepted(self, tokens: Sequence[int]) -> None:
-        """Compare the last tree with the tokens after it.
-
-        The text does not depend on the tree, so the result is the accepted length even if the
-        client did not wait for the tree.
-        """
-        last, self._last = self._last, None
-        if last is not None and tokens:
-            accepted = accepted_length(last.tree, tokens)
-            self.statistics += DraftStatistics(1, accepted, last.draft_seconds)
-
 
 async def open_session(
-    version: Version, generation: Generation, worker: DraftWorker, exchange: KvExchange
+    version: Version,
+    generation: Generation,
+    exchange: KvExchange,
+    tracer: Tracer | None = None,
+    traceparent: str = "",
 ) -> Session:
     """Open the KV and hidden states that a version reads, and start its sequence.
+
+    Args:
+        version: The version.
+        generation: The generation, without KV and hidden states.
+        exchange: Opens them.
+        tracer: Makes a span, of which calls to the verifier are children; None: no span.
+        traceparent: The span's parent.
 
     Raises:
         ServiceError: KV_NOT_SHARED or HIDDEN_STATES_NOT_SHARED.
     """
+    if tracer is None:
+        return await _open_session(version, generation, exchange)
+    attributes = {
+        Attribute.DRAFTER_NAME: version.spec.name,
+        Attribute.DRAFTER_VERSION: version.version,
+        Attribute.DRAFTER_METHOD: version.spec.method,
+    }
+    with server_span(tracer, Span.DRAFTER_OPEN, traceparent, attributes):
+        session = await _open_session(version, generation, exchange)
+        annotate(
+            {
+                Attribute.KV_TRANSPORT: session.kv_transport or "none",
+                Attribute.KV_BYTES: session.mapped_bytes,
+            }
+        )
+    return session
+
+
+async def _open_session(version: Version, generation: Generation, exchange: KvExchange) -> Session:
     needs, kv, states = version.drafter.needs, None, None
     verifier = generation.verifier_address, generation.read_grant
     source, reason = "KV", "KV_NOT_SHARED"
@@ -181,4 +195,180 @@ async def open_session(
             f"drafter {version.spec.name!r} reads the target's {source}, but {error}; use a "
             "drafter that needs tokens only",
         ) from error
-    return Session(version.drafter, generation, worker, kv, states)
+    return Session(version.drafter, generation, kv, states, version.statistics)
+
+
+def check_open(
+    message: exchange_pb2.OpenSequence, tokens: Sequence[int], vocab_size: int, max_context: int
+) -> None:
+    """Check a sequence to open by itself.
+
+    Args:
+        message: What the verifier sent; its tokens are ignored.
+        tokens: Prompt and emitted tokens.
+        vocab_size: Number of token ids of the target.
+        max_context: Longest text. Unit: tokens.
+
+    Raises:
+        ServiceError: EMPTY_TEXT, TEXT_TOO_LONG, INVALID_PROMPT_LENGTH, NAME_TOO_LONG or
+            INVALID_SAMPLING.
+    """
+    if not tokens:
+        raise ServiceError.invalid_argument(
+            "EMPTY_TEXT", "there are no tokens; send the prompt and the tokens emitted so far"
+        )
+    _check_length(len(tokens), max_context)
+    if message.prompt_length > len(tokens):
+        raise ServiceError.invalid_argument(
+            "INVALID_PROMPT_LENGTH",
+            f"prompt_length is {message.prompt_length}, but there are {len(tokens)} tokens; "
+            "send the number of prompt tokens among them",
+        )
+    for field in ("drafter", "version"):
+        if len(getattr(message, field)) > _MAX_NAME_CHARS:
+            raise ServiceError.invalid_argument(
+                "NAME_TOO_LONG", f"{field} is longer than {_MAX_NAME_CHARS} characters"
+            )
+    _check_sampling(message.sampling, vocab_size)
+
+
+def check_round(
+    message: exchange_pb2.DraftRound,
+    length: int,
+    vocab_size: int,
+    max_context: int,
+    version: Version,
+) -> None:
+    """Check a round.
+
+    Args:
+        message: What the verifier sent.
+        length: Tokens of the text here, with the new ones.
+        vocab_size: Number of token ids of the target.
+        max_context: Longest text. Unit: tokens.
+        version: The version that drafts.
+
+    Raises:
+        ServiceError: TOKEN_OUT_OF_VOCABULARY, OUT_OF_STEP or TEXT_TOO_LONG.
+    """
+    _check_tokens("new_tokens", message.new_tokens, vocab_size, version)
+    if message.total_length != length:
+        raise ServiceError.failed_precondition(
+            "OUT_OF_STEP",
+            f"with its new tokens the text has {length} tokens here, but total_length is "
+            f"{message.total_length}; open the sequence again with all tokens",
+        )
+    _check_length(length, max_context)
+
+
+def _check_tokens(field: str, tokens: Sequence[int], vocab_size: int, version: Version) -> None:
+    """Raise TOKEN_OUT_OF_VOCABULARY unless target and drafter know every token id."""
+    limit = min(vocab_size, version.drafter.fit.vocab_size or vocab_size)
+    if tokens and max(tokens) >= limit:
+        raise ServiceError.invalid_argument(
+            "TOKEN_OUT_OF_VOCABULARY",
+            f"{field} holds the id {max(tokens)}, expected ids below {limit}",
+        )
+
+
+def _check_length(length: int, max_context: int) -> None:
+    """Raise TEXT_TOO_LONG for a text longer than the service's maximum."""
+    if length > max_context:
+        raise ServiceError.invalid_argument(
+            "TEXT_TOO_LONG",
+            f"the text has {length} tokens, this drafter service accepts at most {max_context}; "
+            "generate without a drafter",
+        )
+
+
+def check_fit(
+    target: exchange_pb2.Joined,
+    read_grant: bytes,
+    tokens: Sequence[int],
+    version: Version,
+    before: Version | None = None,
+) -> None:
+    """Check that a drafter fits the target and the text so far.
+
+    The tokenizer's digest decides; the vocabulary size only where a digest is missing, since models
+    of one family pad their embeddings differently.
+
+    Args:
+        target: Facts of the target.
+        read_grant: Capability to read the cache's KV; empty: there is none.
+        tokens: The text so far.
+        version: The drafter.
+        before: The version that it replaces. Both must read the same hidden states, because the
+            cache was created to keep those.
+
+    Raises:
+        ServiceError: TARGET_MISMATCH, TOKENIZER_MISMATCH, KV_NOT_SHARED, HIDDEN_STATES_MISMATCH
+            or TOKEN_OUT_OF_VOCABULARY.
+    """
+    fit, needs, name = version.drafter.fit, version.drafter.needs, version.spec.name
+    if fit.target_fingerprint and fit.target_fingerprint != target.target_fingerprint:
+        raise ServiceError.failed_precondition(
+            "TARGET_MISMATCH",
+            f"drafter {name!r} was trained for the target {fit.target_fingerprint}, this one is "
+            f"{target.target_fingerprint[:80] or 'unnamed'}; choose a drafter trained for it",
+        )
+    if fit.tokenizer_digest and target.tokenizer_digest:
+        if fit.tokenizer_digest != target.tokenizer_digest:
+            raise ServiceError.failed_precondition(
+                "TOKENIZER_MISMATCH",
+                f"drafter {name!r} has the tokenizer {fit.tokenizer_digest}, the target has "
+                f"{target.tokenizer_digest[:80]}; choose a drafter with the target's tokenizer",
+            )
+    elif fit.vocab_size and fit.vocab_size != target.vocab_size:
+        raise ServiceError.failed_precondition(
+            "TOKENIZER_MISMATCH",
+            f"drafter {name!r} (tokenizer {fit.tokenizer_digest or 'unknown'}) has "
+            f"{fit.vocab_size} token ids, the target (tokenizer "
+            f"{target.tokenizer_digest[:80] or 'unknown'}) has {target.vocab_size}; "
+            "choose a drafter with the target's tokenizer",
+        )
+    if needs.kv_layers and not read_grant:
+        raise ServiceError.failed_precondition(
+            "KV_NOT_SHARED",
+            f"drafter {name!r} reads the target's KV, but the sequence has no read_grant; choose a "
+            "drafter that needs tokens only",
+        )
+    if before is not None:
+        old = before.drafter.needs
+        if (old.hidden_state_layers, old.hidden_state_window) != (
+            needs.hidden_state_layers,
+            needs.hidden_state_window,
+        ):
+            raise ServiceError.failed_precondition(
+                "HIDDEN_STATES_MISMATCH", f"drafter {name!r} reads other hidden states"
+            )
+    _check_tokens("tokens", tokens, target.vocab_size, version)
+
+
+def _check_sampling(sampling: sampling_pb2.SamplingParams, vocab_size: int) -> None:
+    """Check what the verifier checks too, so that no method fails on it later."""
+    ranges = (
+        ("temperature", sampling.temperature, 0.0, math.inf),
+        ("top_p", sampling.top_p, 0.0, 1.0),
+        ("min_p", sampling.min_p, 0.0, 1.0),
+        ("repetition_penalty", sampling.repetition_penalty, 0.0, math.inf),
+        ("presence_penalty", sampling.presence_penalty, -math.inf, math.inf),
+        ("frequency_penalty", sampling.frequency_penalty, -math.inf, math.inf),
+    )
+    for name, value, low, high in ranges:
+        if not (math.isfinite(value) and low <= value <= high):
+            raise ServiceError.invalid_argument(
+                "INVALID_SAMPLING", f"{name} is {value}, expected a number from {low} to {high}"
+            )
+    if len(sampling.logit_bias) > _MAX_BIASES:
+        raise ServiceError.invalid_argument(
+            "INVALID_SAMPLING",
+            f"logit_bias has {len(sampling.logit_bias)} tokens, expected at most {_MAX_BIASES}",
+        )
+    for token, bias in sampling.logit_bias.items():
+        if token >= vocab_size or math.isnan(bias) or bias == math.inf:
+            raise ServiceError.invalid_argument(
+                "INVALID_SAMPLING",
+                f"logit_bias of token {token} is {bias}, expected a number or -inf for an id "
+                f"below {vocab_size}",
+            )

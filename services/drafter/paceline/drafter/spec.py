@@ -29,7 +29,7 @@ class DrafterSpec:
 
     method: str
     folder: Path | None = None
-    """Model folder (or record file of ``replay``); None for methods without weights."""
+    """Model folder, or a file where the method reads one; None for methods without weights."""
 
     options: dict[str, str] = field(default_factory=dict)
     version: str = ""

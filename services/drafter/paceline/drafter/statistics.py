@@ -30,11 +30,11 @@ class DraftStatistics:
         """Mean draft time of a round. Unit: microseconds."""
         return round(self.draft_seconds / self.rounds * 1e6) if self.rounds else 0
 
-    def __iadd__(self, other: DraftStatistics) -> DraftStatistics:
-        self.rounds += other.rounds
-        self.accepted += other.accepted
-        self.draft_seconds += other.draft_seconds
-        return self
+    def add(self, accepted: int, draft_seconds: float) -> None:
+        """Add a round."""
+        self.rounds += 1
+        self.accepted += accepted
+        self.draft_seconds += draft_seconds
 
 
 def accepted_length(tree: TokenTree, continuation: Sequence[int]) -> int:

@@ -7,216 +7,262 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
 
-from paceline.drafter.methods.base import Budget, Drafter, DraftSequence, Update
-from paceline.tree import EMPTY, TokenTree
+from paceline.drafter.methods.base import Budget, Drafter, Update
+from paceline.drafter.session import Drafted, Session
+from paceline.service.exchange import Waiter
+from paceline.tree import EMPTY
 
 logger = logging.getLogger("paceline.drafter")
 
 SLICE = 256
 """Backlog is processed in slices of at most this, between rounds. Unit: tokens."""
 
-
-@dataclass(frozen=True)
-class Drafted:
-    """Result of one round."""
-
-    tree: TokenTree
-    draft_seconds: float
-    queue_seconds: float
+_Result = TypeVar("_Result")
 
 
 @dataclass(eq=False)
-class _Job:
-    """One round of one sequence."""
+class Job:
+    """One round of one session."""
 
-    drafter: Drafter
-    sequence: DraftSequence
+    session: Session
     update: Update
     budget: Budget
-    done: asyncio.Future[Drafted]
-    queued: float = field(default_factory=time.monotonic)
+    arrived: float
+    """When it came (time.monotonic)."""
+    answer: Callable[[Drafted | Exception], None]
+    """Called with the result on the thread, unless the session is closed first."""
     extended: bool = False
-    """Whether the sequence has the update."""
+    """Whether the session has the update."""
     worked: float = 0.0
     """Time spent on it before drafting. Unit: seconds."""
 
-    def finish(self, outcome: Drafted | Exception) -> None:
-        """Set the result, on the event loop."""
-        if self.done.done():
-            return
-        if isinstance(outcome, Drafted):
-            self.done.set_result(outcome)
-        else:
-            self.done.set_exception(outcome)
-
 
 class DraftWorker:
-    """One thread for all drafting; it batches the rounds that are queued together.
+    """One thread for all drafting, which also reads and writes the sockets of verifiers.
 
-    Rounds come first. A long backlog, such as a prompt to prefill, is processed in slices between
+    In each pass it takes what other threads posted and what has come over the sockets, drafts one
+    batch for each drafter that has rounds, and then calls what was given to :meth:`flush_later`.
+    Rounds come first: a long backlog, such as a prompt to prefill, is processed in slices between
     the rounds of other sequences. With ``overlap``, an idle thread drafts ahead, level by level.
-    From its first use here until it was closed, only the thread touches a sequence. Call the
-    methods on the event loop.
+
+    Thread safety: any thread may call :meth:`post` and :meth:`stop`, the event loop :meth:`run`;
+    everything else is for the thread itself, in functions that were posted. From its first use here
+    until it was closed, only the thread touches a session.
     """
 
     def __init__(self, prepare: Callable[[], None] | None = None, *, overlap: bool = False) -> None:
         """Create a worker; ``prepare`` runs first on its thread."""
         self._prepare = prepare
         self._overlap = overlap
-        self._wake = threading.Condition()
-        self._jobs: deque[_Job] = deque()
+        self._waiter = Waiter()
         self._calls: deque[Callable[[], None]] = deque()
-        self._stopping = False
+        # Reentrant, since a finalizer that posts may run anywhere.
+        self._lock = threading.RLock()
+        self._stopping = self._closed = False
         self._thread = threading.Thread(target=self._run, name="drafter", daemon=True)
-        # Used by the thread only: rounds that wait for their backlog, and sequences with a backlog
-        # but no round.
-        self._prefilling: list[_Job] = []
-        self._idle: dict[DraftSequence, None] = {}
-        # Sequences whose tree is being verified.
-        self._ahead: dict[DraftSequence, Drafter] = {}
+        self._readers: dict[int, Callable[[], None]] = {}
+        self._jobs: list[Job] = []
+        self._flushes: dict[Callable[[], None], None] = {}
+        # Rounds that wait for their backlog, and sessions with a backlog but no round.
+        self._prefilling: list[Job] = []
+        self._idle: dict[Session, None] = {}
+        # Sessions whose tree is being verified.
+        self._ahead: dict[Session, None] = {}
 
     @property
     def waiting(self) -> int:
-        """Rounds in the queue. Thread-safe."""
+        """Rounds in the queue. Any thread."""
         return len(self._jobs) + len(self._prefilling)
 
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
 
-    def submit(
-        self, drafter: Drafter, sequence: DraftSequence, update: Update, budget: Budget
-    ) -> asyncio.Future[Drafted]:
-        """Queue a round: append the update, then draft if ``budget.nodes`` is above 0.
-
-        A round whose deadline passes first gets an empty tree. If the method raises, the future
-        gets the exception.
-        """
-        done: asyncio.Future[Drafted] = asyncio.get_running_loop().create_future()
-        with self._wake:
-            self._jobs.append(_Job(drafter, sequence, update, budget, done))
-            self._wake.notify()
-        return done
-
-    def catch_up(self, sequence: DraftSequence) -> None:
-        """Process the sequence's backlog while no round is queued."""
-        self.post(lambda: self._mark_idle(sequence))
-
-    def close(self, sequence: DraftSequence) -> None:
-        """Close a sequence after all calls made for it before; its open rounds are dropped."""
-
-        def close_now() -> None:
-            self._idle.pop(sequence, None)
-            self._ahead.pop(sequence, None)
-            self._prefilling = [job for job in self._prefilling if job.sequence is not sequence]
-            sequence.close()
-
-        self.post(close_now)
-
     def post(self, call: Callable[[], None]) -> None:
-        """Run a function on the thread, after all that was submitted or posted before."""
-        with self._wake:
-            self._calls.append(call)
-            self._wake.notify()
+        """Run a function on the thread, after all that was posted before. Any thread.
+
+        After :meth:`stop` it does nothing.
+        """
+        with self._lock:
+            if not self._closed:
+                self._calls.append(call)
+                self._waiter.wake()
+
+    async def run(self, call: Callable[[], _Result]) -> _Result:
+        """Run a function on the thread and wait for its result. Event loop."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[_Result] = loop.create_future()
+
+        def deliver(result: _Result | None, error: Exception | None) -> None:
+            if done.done():
+                return
+            if error is not None:
+                done.set_exception(error)
+            else:
+                done.set_result(result)  # type: ignore[arg-type]
+
+        def run() -> None:
+            try:
+                result, error = call(), None
+            except Exception as raised:
+                result, error = None, raised
+            loop.call_soon_threadsafe(deliver, result, error)
+
+        self.post(run)
+        return await done
 
     def stop(self) -> None:
-        """End the thread after all posted calls. Queued rounds are dropped."""
-        with self._wake:
-            self._stopping = True
-            self._wake.notify()
+        """End the thread after all posted calls. Queued rounds are dropped. Any thread, once."""
         if self._thread.ident is not None:
+            self.post(self._stop)
             self._thread.join()
+        with self._lock:
+            self._closed = True
+            self._waiter.close()
+
+    def add_socket(self, descriptor: int, read: Callable[[], None]) -> None:
+        """Call ``read`` whenever a socket can be read, written, or has failed."""
+        self._readers[descriptor] = read
+        self._waiter.add(descriptor)
+
+    def watch_writable(self, descriptor: int, *, writable: bool) -> None:
+        """Wait for a socket to take more bytes too, or no longer."""
+        self._waiter.watch_writable(descriptor, writable=writable)
+
+    def remove_socket(self, descriptor: int) -> None:
+        """Forget a socket, before it is closed."""
+        del self._readers[descriptor]
+        self._waiter.remove(descriptor)
+
+    def flush_later(self, flush: Callable[[], None]) -> None:
+        """Call a function once, after the rounds at hand were drafted.
+
+        What a call adds is called after all that was there before.
+        """
+        self._flushes[flush] = None
+
+    def submit(self, job: Job) -> None:
+        """Queue a round: append the update, then draft if the budget has nodes.
+
+        A round whose deadline passes first gets an empty tree. If the method raises, ``answer``
+        gets the exception.
+        """
+        self._jobs.append(job)
+
+    def catch_up(self, session: Session) -> None:
+        """Process a session's backlog while no round is queued."""
+        if session.sequence.backlog > 0:
+            self._idle[session] = None
+
+    def close(self, session: Session) -> None:
+        """Close a session; its open rounds are dropped."""
+        self._idle.pop(session, None)
+        self._ahead.pop(session, None)
+        self._prefilling = [job for job in self._prefilling if job.session is not session]
+        self._jobs = [job for job in self._jobs if job.session is not session]
+        _run_logged(session.close)
+
+    def _stop(self) -> None:
+        self._stopping = True
 
     def _run(self) -> None:
         if self._prepare is not None:
             self._prepare()
-        while self._step():
-            pass
+        while not self._stopping:
+            _run_logged(self._pass)
 
-    def _step(self) -> bool:
-        """Wait for work and do it; False at the end.
+    def _pass(self) -> None:
+        """Wait for work and do it.
 
         A function of its own: a waiting thread has no local variable that keeps an unloaded
         drafter alive.
         """
-        with self._wake:
-            while not (
-                self._jobs
-                or self._calls
-                or self._stopping
-                or self._prefilling
-                or self._idle
-                or self._ahead
-            ):
-                self._wake.wait()
-            jobs, calls = list(self._jobs), deque(self._calls)
-            self._jobs.clear()
-            self._calls.clear()
-            stopping = self._stopping
+        busy = self._prefilling or self._idle or self._ahead
+        for descriptor in self._waiter.wait(0 if busy else None):
+            read = self._readers.get(descriptor)
+            if read is not None:  # else an earlier one of this pass removed it
+                _run_logged(read)
+        while self._calls:
+            _run_logged(self._calls.popleft())
+        jobs, self._jobs = self._jobs, []
         self._serve(jobs)
-        while calls:
-            _run_logged(calls.popleft())
-        if stopping:
-            return False
+        self._flush()
+        if self._stopping:
+            return
         if self._prefilling:
             self._prefill_slice()
+            self._flush()
         elif self._idle and not jobs:
             self._idle_slice()
         elif self._ahead and not jobs:
             self._draft_ahead()
-        return True
 
-    def _serve(self, jobs: list[_Job]) -> None:
-        batches: dict[Drafter, list[_Job]] = {}
+    def _flush(self) -> None:
+        while self._flushes:
+            flushes, self._flushes = self._flushes, {}
+            for flush in flushes:
+                _run_logged(flush)
+
+    def _serve(self, jobs: list[Job]) -> None:
+        batches: dict[Drafter, list[Job]] = {}
         for job in jobs:
             if self._extend(job):
-                batches.setdefault(job.drafter, []).append(job)
+                batches.setdefault(job.session.drafter, []).append(job)
         for drafter, batch in batches.items():
             self._draft(drafter, batch)
 
-    def _extend(self, job: _Job) -> bool:
+    def _extend(self, job: Job) -> bool:
         """Append the update. Returns whether the round can be drafted now."""
-        self._ahead.pop(job.sequence, None)
+        session = job.session
+        self._ahead.pop(session, None)
+        self._idle.pop(session, None)
         if not job.extended:
             begun = time.monotonic()
             try:
-                job.sequence.extend(job.update)
+                session.extend(job.update)
             except Exception as error:
-                _deliver([(job, error)])
+                job.answer(error)
                 return False
             job.extended = True
             job.worked = time.monotonic() - begun
         if job.budget.nodes <= 0 or time.monotonic() >= job.budget.deadline:
-            self._mark_idle(job.sequence)
-            waited = time.monotonic() - job.queued - job.worked
-            _deliver([(job, Drafted(EMPTY, job.worked, waited))])
+            self.catch_up(session)
+            drafted = Drafted(EMPTY, job.worked, time.monotonic() - job.arrived - job.worked)
+            job.answer(session.finish(drafted) if job.budget.nodes > 0 else drafted)
             return False
-        if job.sequence.backlog > SLICE:
+        if session.sequence.backlog > SLICE:
             self._prefilling.append(job)
             return False
         return True
 
-    def _draft(self, drafter: Drafter, jobs: list[_Job]) -> None:
+    def _draft(self, drafter: Drafter, jobs: list[Job]) -> None:
         begun = time.monotonic()
         try:
-            trees = drafter.draft_many([(job.sequence, job.budget) for job in jobs])
+            trees = drafter.draft_many([(job.session.sequence, job.budget) for job in jobs])
+            if len(trees) != len(jobs):
+                raise ValueError(f"{len(trees)} trees for {len(jobs)} sequences")
         except Exception as error:
             if len(jobs) == 1:
-                _deliver([(jobs[0], error)])
+                jobs[0].answer(error)
                 return
             for job in jobs:  # so that only the faulty one fails
                 self._draft(drafter, [job])
             return
         spent = time.monotonic() - begun
-        _deliver(
-            (job, Drafted(tree, job.worked + spent, begun - job.queued - job.worked))
-            for job, tree in zip(jobs, trees, strict=True)
-        )
-        if self._overlap:
-            self._ahead.update((job.sequence, drafter) for job in jobs)
+        for job, tree in zip(jobs, trees, strict=True):
+            if self._overlap:
+                self._ahead[job.session] = None
+            result: Drafted | Exception
+            try:
+                waited = begun - job.arrived - job.worked
+                result = job.session.finish(Drafted(tree, job.worked + spent, waited))
+            except Exception as error:
+                result = error
+            job.answer(result)
 
     def _prefill_slice(self) -> None:
         """Process one slice of the backlog of a waiting round, in round-robin order."""
@@ -229,47 +275,29 @@ class DraftWorker:
         job = self._prefilling.pop(0)
         begun = time.monotonic()
         try:
-            job.sequence.warm(SLICE)
+            job.session.sequence.warm(SLICE)
         except Exception as error:
-            _deliver([(job, error)])
+            job.answer(error)
             return
         job.worked += time.monotonic() - begun
         self._serve([job])
 
     def _idle_slice(self) -> None:
-        """Process one slice of the backlog of a sequence without a round."""
-        sequence = next(iter(self._idle))
-        del self._idle[sequence]
-        if _run_logged(lambda: sequence.warm(SLICE)):
-            self._mark_idle(sequence)
+        """Process one slice of the backlog of a session without a round."""
+        session = next(iter(self._idle))
+        del self._idle[session]
+        if _run_logged(lambda: session.sequence.warm(SLICE)):
+            self.catch_up(session)
 
     def _draft_ahead(self) -> None:
-        """Draft one level ahead for all sequences of one drafter."""
-        drafter = next(iter(self._ahead.values()))
-        sequences = [each for each, its in self._ahead.items() if its is drafter]
-        going: list[DraftSequence] = []
-        _run_logged(lambda: going.extend(drafter.draft_ahead(sequences)))
-        for sequence in sequences:
+        """Draft one level ahead for all sessions of one drafter."""
+        drafter = next(iter(self._ahead)).drafter
+        sessions = {each.sequence: each for each in self._ahead if each.drafter is drafter}
+        going: list[object] = []
+        _run_logged(lambda: going.extend(drafter.draft_ahead(list(sessions))))
+        for sequence, session in sessions.items():
             if sequence not in going:
-                del self._ahead[sequence]
-
-    def _mark_idle(self, sequence: DraftSequence) -> None:
-        if sequence.backlog > 0:
-            self._idle[sequence] = None
-
-
-def _deliver(outcomes: Iterable[tuple[_Job, Drafted | Exception]]) -> None:
-    """Finish jobs on their event loop, in one callback."""
-    ready = list(outcomes)
-
-    def finish() -> None:
-        for job, outcome in ready:
-            job.finish(outcome)
-
-    try:
-        ready[0][0].done.get_loop().call_soon_threadsafe(finish)
-    except RuntimeError:
-        logger.debug("the event loop closed before a round was finished")
+                del self._ahead[session]
 
 
 def _run_logged(call: Callable[[], None]) -> bool:
@@ -277,6 +305,6 @@ def _run_logged(call: Callable[[], None]) -> bool:
     try:
         call()
     except Exception:
-        logger.exception("a drafter failed between rounds")
+        logger.exception("the drafting thread goes on after an error")
         return False
     return True

@@ -3,12 +3,19 @@
 From the outside in: ``service`` builds and runs everything; ``rpc`` checks requests and writes
 responses; ``store`` admits caches and keeps their leases; ``engine`` runs the model; ``scheduler``
 chooses the nodes of each step and the node budgets; ``kv`` holds the memory of caches.
+
+Imports torch when it is used, so that the command line can read the options first.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from paceline.verifier.options import VerifierOptions
-from paceline.verifier.rpc.kv_exchange import KvExchangeServicer
-from paceline.verifier.rpc.servicer import VerifierServicer
-from paceline.verifier.service import VerifierService, build_service
+
+if TYPE_CHECKING:
+    from paceline.verifier.rpc.kv_exchange import KvExchangeServicer
+    from paceline.verifier.rpc.servicer import VerifierServicer
+    from paceline.verifier.service import VerifierService, build_service
 
 __all__ = [
     "KvExchangeServicer",
@@ -17,3 +24,16 @@ __all__ = [
     "VerifierServicer",
     "build_service",
 ]
+
+_IMPORTED_ON_USE = {
+    "KvExchangeServicer": "paceline.verifier.rpc.kv_exchange",
+    "VerifierService": "paceline.verifier.service",
+    "VerifierServicer": "paceline.verifier.rpc.servicer",
+    "build_service": "paceline.verifier.service",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _IMPORTED_ON_USE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_IMPORTED_ON_USE[name]), name)

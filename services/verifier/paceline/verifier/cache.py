@@ -6,7 +6,7 @@ import hashlib
 import secrets
 from typing import TYPE_CHECKING
 
-from paceline.verifier.engine.job import Job, Round
+from paceline.verifier.engine.job import Job
 from paceline.verifier.engine.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -16,14 +16,14 @@ CAPABILITY_BYTES = 16
 
 
 class Cache:
-    """A sequence with its capabilities, its lease and its newest rounds.
+    """A sequence with its capabilities, its lease and its newest job.
 
     Used on the event loop. Its sequence and segment belong to the engine thread while a job of it
     runs. Only ``CacheStore.release`` frees it: first it invalidates the capabilities, then the
     engine unmaps the segment between two steps.
 
     Attributes:
-        handle: Capability for rounds (16 random bytes).
+        handle: Capability to generate (16 random bytes).
         read_grant: Capability that only lets its holder read committed KV (16 random bytes).
         sequence: The sequence.
         expected_bytes: Memory that it was expected to need when it was admitted. Unit: bytes.
@@ -31,9 +31,10 @@ class Cache:
             another number than before must discard what it read.
         expires: When the lease ends (the store's clock).
         job: Its newest job; None before the first.
-        stream: The task that serves its Verify stream; a newer stream replaces it.
+        stream: The task that serves its Generate stream; a newer stream replaces it.
         released: Whether its capabilities are invalid.
         request: Its times, if metrics are kept.
+        rounds: Rounds that were traced.
     """
 
     def __init__(self, sequence: Sequence, generation: int, expected_bytes: int = 0) -> None:
@@ -47,7 +48,8 @@ class Cache:
         self.stream: object | None = None
         self.released = False
         self.request: Request | None = None
-        self._answered: Round | None = None
+        self.rounds = 0
+        sequence.read_grant = self.read_grant
         sequence.segment.header.open(generation, digest(self.read_grant))
 
     @property
@@ -65,13 +67,6 @@ class Cache:
     def busy(self) -> bool:
         """Whether the engine runs a job of it, or has one waiting."""
         return self.job is not None and not self.job.done
-
-    @property
-    def answered(self) -> Round | None:
-        """The newest round with output, whose answer a client may request again."""
-        if isinstance(self.job, Round) and self.job.done and self.job.outputs:
-            self._answered = self.job
-        return self._answered
 
 
 def digest(capability: bytes) -> bytes:

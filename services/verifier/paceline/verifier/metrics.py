@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter as Counts
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -15,8 +16,8 @@ from paceline.telemetry.names import PROVIDER, Metric, Span
 from paceline.v1 import verifier_pb2
 from paceline.verifier.cache import Cache
 from paceline.verifier.engine.engine import Engine
-from paceline.verifier.engine.job import Prefill, Round
-from paceline.verifier.engine.output import merge
+from paceline.verifier.engine.job import Prefill
+from paceline.verifier.engine.output import StepOutput
 from paceline.verifier.rpc.follow import FollowCounts
 from paceline.verifier.store import CacheStore
 
@@ -29,7 +30,7 @@ _COUNTERS = {
     Metric.CACHED_PROMPT_TOKENS: "Prompt tokens whose KV came from another cache",
     Metric.GENERATION_TOKENS: "Tokens emitted",
     Metric.FREE_RUN_TOKENS: "Tokens emitted without a tree",
-    Metric.ROUNDS: "Rounds answered, free runs included",
+    Metric.ROUNDS: "Messages of tokens, of one drafted step or of plain ones",
     Metric.ENGINE_BUSY_SECONDS: "Time the engine spent in steps",
     Metric.ENGINE_STEPS: "Engine steps",
 }
@@ -39,7 +40,7 @@ _STEP_SECONDS = (
 )
 _HISTOGRAMS = {
     Metric.NODE_BUDGET: (
-        "Node budget in the answers to rounds; 0: the client is not to draft next",
+        "Node budget after a step; 0: drafting does not pay",
         (0, 1, 2, 4, 8, 16, 32, 64, 128, 255),
     ),
     Metric.SCHEDULE_SECONDS: (
@@ -77,6 +78,7 @@ _CONVENTIONAL_HISTOGRAMS = {
         ),
     ),
 }
+Joined = Callable[[], Iterable[verifier_pb2.JoinedService]]
 _REQUEST_SECONDS = tuple(0.01 * 2**power for power in range(14))
 
 
@@ -111,6 +113,7 @@ class VerifierMetrics:
         store: CacheStore,
         engine: Engine,
         follows: FollowCounts,
+        joined: Joined,
     ) -> None:
         """Add the metrics of a verifier to a registry.
 
@@ -120,6 +123,7 @@ class VerifierMetrics:
             store: The caches.
             engine: The engine.
             follows: Counts of streams that follow caches.
+            joined: Lists the drafter services that have joined.
         """
         labels = {"model_name": model.name}
         conventional = {
@@ -163,7 +167,7 @@ class VerifierMetrics:
         }
         info = Gauge(f"{Metric.TARGET}_info", "The served model", target, registry=registry)
         info.labels(**target).set(1)
-        registry.register(_State(store, engine, follows, model.name))
+        registry.register(_State(store, engine, follows, joined, model.name))
 
     def admitted(self, cache: Cache) -> None:
         """A cache was admitted: its generation begins."""
@@ -184,19 +188,16 @@ class VerifierMetrics:
             self._observe(Metric.TIME_TO_FIRST_TOKEN, request.first - request.began)
             self._finish(cache)
 
-    def answered(self, cache: Cache, round_: Round) -> None:
-        """A round ended. One without output is not counted: its client repeats it."""
-        if not round_.outputs:
-            return
-        output = merge(round_.outputs)
+    def answered(self, cache: Cache, output: StepOutput) -> None:
+        """A step, or consecutive plain ones, were answered."""
         emitted, accepted = len(output.tokens), len(output.accepted)
         self._observe(Metric.NODE_BUDGET, output.node_budget)
         self._count(Metric.ROUNDS)
         self._count(Metric.GENERATION_TOKENS, emitted)
         self._observe(Metric.VERIFY_QUEUE_SECONDS, output.queue_us / 1e6)
-        if round_.drafted:
+        if output.draft is not None:
             self._count(Metric.NUM_DRAFTS)
-            self._count(Metric.NUM_DRAFT_TOKENS, round_.drafted)
+            self._count(Metric.NUM_DRAFT_TOKENS, len(output.draft.tree))
             self._count(Metric.NUM_CHECKED, output.checked)
             self._count(Metric.NUM_ACCEPTED, accepted)
             for position in range(accepted):
@@ -244,11 +245,17 @@ class _State(Collector):
     """State of caches and queues at the time of a scrape."""
 
     def __init__(
-        self, store: CacheStore, engine: Engine, follows: FollowCounts, model: str
+        self,
+        store: CacheStore,
+        engine: Engine,
+        follows: FollowCounts,
+        joined: Joined,
+        model: str,
     ) -> None:
         self._store = store
         self._engine = engine
         self._follows = follows
+        self._joined = joined
         self._model = model
 
     def collect(self) -> Iterator[Family]:
@@ -258,8 +265,7 @@ class _State(Collector):
         used = sum(each.sequence.segment.reserved_bytes for each in caches)
         kept = sum(each.segment.reserved_bytes for each in store.prefixes)
         limit = store.memory.limit_bytes
-        in_step = engine.in_step
-        waiting = [cache.job for cache in caches if cache.busy and cache.job not in in_step]
+        waiting = [cache.job for cache in caches if cache.job is not None and cache.job.queued]
         prefills = sum(isinstance(job, Prefill) for job in waiting)
         running = sum(cache.sequence.finish is None for cache in caches)
         queued = len(waiting) + store.admission.waiting
@@ -278,6 +284,16 @@ class _State(Collector):
             gauge = GaugeMetricFamily(name, text, labels=["model_name", *labels])
             gauge.add_metric([self._model, *labels.values()], value)
             yield gauge
+        carriers = Counts(verifier_pb2.Carrier.Name(each.carrier) for each in self._joined())
+        links = GaugeMetricFamily(
+            Metric.DRAFT_LINKS,
+            "Drafter services that have joined, by the carrier of their messages",
+            labels=["model_name", "carrier"],
+        )
+        for carrier in ("CARRIER_SOCKET", "CARRIER_STREAM"):
+            word = carrier.removeprefix("CARRIER_").lower()
+            links.add_metric([self._model, word], carriers[carrier])
+        yield links
         queue = GaugeMetricFamily(
             Metric.ENGINE_QUEUE, "Jobs waiting for an engine step", labels=["model_name", "kind"]
         )

@@ -96,7 +96,7 @@ def read_model_info(
     )
     return ModelInfo(
         message=message,
-        tokenizer_gzip=gzip.compress(tokenizer, mtime=0) if tokenizer else b"",
+        tokenizer_gzip=gzip.compress(tokenizer, compresslevel=3, mtime=0) if tokenizer else b"",
     )
 
 

@@ -1,11 +1,15 @@
-"""Options of a verifier."""
+"""Options of a verifier, which are also arguments of `paceline verifier`. Imports no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
+from paceline.service.arguments import byte_count, option
 from paceline.tree import MAX_NODES
 
+WEIGHTS = ("auto", "float32", "bfloat16", "int8", "int4")
+KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "int8")
 SCHEDULES = ("off", "auto", "profile")
 NUMERICS = ("auto", "portable")
 
@@ -18,48 +22,82 @@ class VerifierOptions:
         ValueError: An option is out of range.
     """
 
-    weights: str = "auto"
-    """Format of the weights: float32, bfloat16, int8 and int4 (quantised in blocks of 32), or auto:
-    as they are stored."""
-    numerics: str = "auto"
-    """How bfloat16 weights and caches are multiplied on the CPU. portable: the same tokens and
-    log-probabilities on every x86-64 and ARM processor. auto: the fastest way, which on processors
-    with AMX has bits of its own. Quantised weights are always portable."""
-    kv_cache_dtype: str = "auto"
-    """Type of keys and values: float32, bfloat16, int8 with a scale for each position and head, or
-    auto: that of hidden states. Others than auto are supported on the CPU."""
-    kv_bytes: int | None = None
-    """Memory for all KV caches; None: a share of what is free. It also bounds the context."""
-    max_context: int | None = None
-    """Most tokens of prompt and output together; None: the model's own limit."""
-    prefix_caching: bool = True
-    """Keep the KV of ended texts while there is memory, for prompts of the same client that begin
-    in the same way."""
-    lease_seconds: float = 30.0
-    """Lifetime of a cache without a round or a renewal."""
-    max_sequences: int = 256
-    """Most caches at once."""
-    step_token_limit: int = 2048
-    """Most tokens of rounds in one forward pass; further rounds wait for the next one."""
-    prefill_token_limit: int = 512
-    """Most tokens of prompts in one forward pass, so that a long prompt does not hold up rounds."""
-    node_budget: int = MAX_NODES
-    """Most drafted nodes that clients are to send in a round."""
-    schedule: str = "auto"
-    """auto: verify the nodes that raise tokens per second under the current load, and have
-    generations draft only where it pays, from a table of step times that is measured at the first
-    start with a model and kept. profile: the same, and measure the table again. off: verify every
-    node; a GPU always does."""
+    device: str = option(
+        "cpu",
+        "device of the model and its KV: auto (default of the command: the first GPU; the CPU "
+        "without a GPU or with --share-weights), cpu, cuda or cuda:N",
+        metavar="D",
+    )
+    weights: str = option(
+        "auto",
+        "auto: as stored; int8 and int4: quantised when loaded, in blocks of 32; float32 and "
+        "bfloat16 are also the type of hidden states",
+        choices=WEIGHTS,
+    )
+    numerics: str = option(
+        "auto",
+        "how bfloat16 weights and caches are multiplied on the CPU. portable: the same tokens and "
+        "log-probabilities on every x86-64 and ARM processor; auto: the fastest way, which has "
+        "bits of its own on processors with AMX. Quantised weights are always portable",
+        choices=NUMERICS,
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        "type of KV caches. auto: that of hidden states; int8: a scale for each position and head, "
+        "about half the memory of bfloat16. Others than auto are supported on the CPU",
+        choices=KV_CACHE_DTYPES,
+    )
+    kv_bytes: int | None = option(
+        None,
+        "memory for all KV caches, such as 4GiB; it also bounds the context (default: a share of "
+        "what is free)",
+        type=byte_count,
+        metavar="N",
+    )
+    max_context: int | None = option(
+        None, "maximum tokens of prompt and output together (default: the model's)", metavar="N"
+    )
+    max_sequences: int = option(256, "maximum number of caches at once", metavar="N")
+    prefix_caching: bool = option(
+        True,
+        "free the KV of ended texts at once; by default it is kept while there is memory, and a "
+        "prompt of the same client that begins in the same way takes it over",
+    )
+    lease_seconds: float = option(
+        30.0, "lifetime of a cache without a Generate stream or a renewal", metavar="S"
+    )
+    node_budget: int = option(MAX_NODES, "maximum number of drafted nodes in a tree", metavar="N")
+    step_token_limit: int = option(
+        2048,
+        "maximum tokens of rounds in one forward pass; further rounds wait for the next one",
+        metavar="N",
+    )
+    prefill_token_limit: int = option(
+        512,
+        "maximum tokens of prompts in one forward pass, so that long ones do not delay rounds",
+        metavar="N",
+    )
+    share_weights: bool = option(
+        False, "keep the packed weights in /dev/shm, where selfspec drafters map them"
+    )
+    schedule: str = option(
+        "auto",
+        "auto: verify the nodes that raise tokens per second under the current load, and draft "
+        "only where it pays, by a table of step times that the first start with a model measures; "
+        "profile: measure the table again; off: verify every node; a GPU always does",
+        choices=SCHEDULES,
+    )
+    socket_dir: Path | None = option(
+        None,
+        "folder for the Unix socket of drafter services, which they must see under the same path "
+        "(default: an abstract name, for services in the network namespace of this process)",
+        metavar="DIR",
+    )
     threads: int | None = None
     """Threads of one operation; None: PyTorch's setting."""
-    device: str = "cpu"
-    """Device of the model and its KV: cpu, cuda, cuda:N, or auto. auto is the first GPU if there is
-    one and weights are not shared, and otherwise the CPU."""
     paged_kv: bool = False
     """Keep KV in pages of one pool on the CPU too, as always on a GPU. Drafters cannot map it
     there. For tests."""
-    share_weights: bool = False
-    """Keep the packed weights in /dev/shm, so that drafters of the same model can map them."""
 
     def __post_init__(self) -> None:
         positive = ("lease_seconds", "max_sequences", "step_token_limit", "prefill_token_limit")

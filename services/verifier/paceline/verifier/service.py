@@ -30,17 +30,19 @@ from paceline.decoder import (
 from paceline.kernels import set_numerics
 from paceline.kv.segment import SHM
 from paceline.service import Gate
-from paceline.service.memory import trim
+from paceline.service.runtime import trim
 from paceline.telemetry.tracing import tracer
-from paceline.v1 import kv_pb2_grpc, verifier_pb2_grpc
+from paceline.v1 import exchange_pb2_grpc, kv_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 from paceline.verifier.engine.engine import Engine
 from paceline.verifier.kv.layout import BLOCK_TOKENS, TREE_TOKENS, KvLayout
 from paceline.verifier.kv.pool import PagePool, PoolView
 from paceline.verifier.kv.segment import SegmentMemory, sweep_orphans
 from paceline.verifier.model import ModelInfo, read_model_info
 from paceline.verifier.options import VerifierOptions
+from paceline.verifier.rpc.exchange import DraftExchangeServicer
 from paceline.verifier.rpc.follow import FollowCounts
 from paceline.verifier.rpc.kv_exchange import KvExchangeServicer
+from paceline.verifier.rpc.messages import read_tree
 from paceline.verifier.rpc.servicer import VerifierServicer
 from paceline.verifier.scheduler.profile import flat_table
 from paceline.verifier.scheduler.scheduler import Scheduler
@@ -66,7 +68,11 @@ class VerifierService:
         engine: The engine.
     """
 
-    service_names = ("paceline.v1.VerifierService", "paceline.v1.KvExchangeService")
+    service_names = (
+        "paceline.v1.VerifierService",
+        "paceline.v1.KvExchangeService",
+        "paceline.v1.DraftExchangeService",
+    )
 
     def __init__(
         self, target: Path, options: VerifierOptions, metrics: CollectorRegistry | None = None
@@ -124,6 +130,7 @@ class VerifierService:
             node_budget=options.node_budget,
             graphs=graphs,
             most_prefixes=most_prefixes,
+            read_tree=lambda tree, job: read_tree(tree, model.message, job.sequence),
         )
         self.store = CacheStore(
             memory,
@@ -134,9 +141,12 @@ class VerifierService:
         )
         self._gate = Gate()
         self._follow_counts = FollowCounts()
+        self._exchange = DraftExchangeServicer(model.message, self.engine, options.socket_dir)
         kept = None if metrics is None else self._metrics(metrics, model)
         telemetry = Telemetry(kept, tracer())
-        self._servicer = VerifierServicer(model, self.store, self.engine, self._gate, telemetry)
+        self._servicer = VerifierServicer(
+            model, self.store, self.engine, self._gate, self._exchange, telemetry
+        )
         self._sweeper: asyncio.Task[None] | None = None
 
     def _load(
@@ -164,7 +174,6 @@ class VerifierService:
                 trim()
         if options.schedule != "off":
             self._scheduler = _scheduler(decoder, options, model.message.max_context)
-            model.message.schedules_speculation = True
         return decoder, model
 
     def _metrics(self, registry: CollectorRegistry, model: ModelInfo) -> VerifierMetrics:
@@ -172,11 +181,20 @@ class VerifierService:
         from paceline.verifier.metrics import VerifierMetrics
 
         metrics = VerifierMetrics(
-            registry, model.message, self.store, self.engine, self._follow_counts
+            registry,
+            model.message,
+            self.store,
+            self.engine,
+            self._follow_counts,
+            self._exchange.joined,
         )
         self.engine.on_step = metrics.step
         self.store.on_release = metrics.released
         return metrics
+
+    def joined(self) -> list[verifier_pb2.JoinedService]:
+        """The drafter services that have joined, in order."""
+        return self._exchange.joined()
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the servicers to a server."""
@@ -184,6 +202,8 @@ class VerifierService:
         add_verifier: Any = verifier_pb2_grpc.add_VerifierServiceServicer_to_server
         add_kv_exchange: Any = kv_pb2_grpc.add_KvExchangeServiceServicer_to_server
         add_verifier(self._servicer, server)
+        add_exchange: Any = exchange_pb2_grpc.add_DraftExchangeServiceServicer_to_server
+        add_exchange(self._exchange, server)
         add_kv_exchange(KvExchangeServicer(self.store, self._follow_counts), server)
 
     async def start(self) -> None:
@@ -193,6 +213,7 @@ class VerifierService:
         gc.freeze()  # the model's objects are never freed: collections skip them
         gc.set_threshold(20_000)  # a step creates hundreds of small objects and keeps few
         self.engine.start()
+        await self._exchange.start()
         self._sweeper = asyncio.create_task(self._sweep_leases())
 
     async def fault(self) -> None:
@@ -212,6 +233,7 @@ class VerifierService:
         await self._gate.drained()
         while self.store.unfinished:  # noqa: ASYNC110 - the engine thread ends them
             await asyncio.sleep(_DRAIN_POLL_SECONDS)
+        self._exchange.end()
 
     async def stop(self) -> None:
         """Stop the engine and free every cache.
@@ -223,6 +245,7 @@ class VerifierService:
             self._sweeper.cancel()
             with suppress(asyncio.CancelledError):
                 await self._sweeper
+        await self._exchange.stop()
         await self.engine.stop()
         if self._scheduler is not None:
             save_state(self._scheduler, self._decoder, self._max_context)

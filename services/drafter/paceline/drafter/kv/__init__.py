@@ -1,6 +1,55 @@
 """The target's committed KV and hidden states, as drafters read them.
 
-:class:`~paceline.drafter.kv.reader.KvReader` is the interface. Its sources: ``shared`` (POSIX
+:class:`~paceline.drafter.kv.reader.KvReader` is the interface. Its sources: ``mapped`` (POSIX
 shared memory), ``cuda`` (CUDA IPC), ``remote`` (a delta cache over gRPC); ``exchange`` opens them.
-``options`` and ``errors`` import neither gRPC nor torch.
+This module has the options of methods that read KV, and imports neither gRPC nor torch.
 """
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.kv.policies import STREAMING, kv_policies
+from paceline.v1 import kv_pb2
+
+WIRE_DTYPES = {
+    "auto": kv_pb2.KV_DTYPE_UNSPECIFIED,
+    "float32": kv_pb2.KV_DTYPE_FLOAT32,
+    "float16": kv_pb2.KV_DTYPE_FLOAT16,
+    "bfloat16": kv_pb2.KV_DTYPE_BFLOAT16,
+    "int8": kv_pb2.KV_DTYPE_INT8,
+    "float8": kv_pb2.KV_DTYPE_FLOAT8_E4M3,
+}
+"""Types on the wire by name."""
+
+TRANSPORTS = ("auto", "map", "follow")
+
+
+@dataclass(frozen=True)
+class KvOptions:
+    """Options of methods that read the target's KV.
+
+    Raises:
+        ValueError: A value is not one of those known.
+    """
+
+    kv: str = "auto"
+    """Transport: map (shared memory, no copy), follow (a copy of selected positions, updated over
+    gRPC), or auto: map where verifier and drafter share a machine and a user, else follow."""
+
+    kv_policy: str = STREAMING
+    """Selection policy under a KV budget: streaming (the first positions and the newest),
+    chunk_topk (chunks of 8 by cumulative attention), verified (positions by the scores of the
+    newest round), quest (pages of 16 by bounds on those scores), or an installed package's."""
+
+    kv_wire: str = "auto"
+    """Type on the wire while following: auto (the cache's own), float32, float16, bfloat16, int8 or
+    float8 (the last two with one scale per head and position)."""
+
+    def __post_init__(self) -> None:
+        known = {"kv": TRANSPORTS, "kv_policy": sorted(kv_policies()), "kv_wire": WIRE_DTYPES}
+        for name, values in known.items():
+            if getattr(self, name) not in values:
+                raise ValueError(
+                    f"option {name}={getattr(self, name)!r}: expected one of {', '.join(values)}"
+                )

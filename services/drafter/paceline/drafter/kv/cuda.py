@@ -7,17 +7,15 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from paceline.drafter.kv.description import read_kv, resolve
-from paceline.drafter.kv.errors import KvGone, KvNotShared
-from paceline.drafter.kv.mapping import MappedReader
-from paceline.drafter.kv.reader import MappedKv
-from paceline.kv.cuda_driver import CudaDriver, DriverError, cuda_driver
-from paceline.kv.cuda_memory import MappedMemory, NotMappable
+from paceline.drafter.errors import KvGone, KvNotShared
+from paceline.drafter.kv.mapped import MappedKv, view
+from paceline.kv.cuda import CudaDriver, DriverError, MappedMemory, NotMappable, cuda_driver
+from paceline.kv.segment import HEADER_BYTES
 from paceline.kv.selection import streaming_positions
 from paceline.v1 import kv_pb2
 
 
-class CudaKv(MappedReader, MappedKv):
+class CudaKv(MappedKv):
     """K and V of some layers in the pages of the verifier's pool.
 
     A process maps the pool once. The committed length and the page table are in the cache's file,
@@ -54,37 +52,44 @@ class CudaKv(MappedReader, MappedKv):
         Raises:
             KvNotShared: The description is wrong, or this device cannot read the memory.
         """
-        description = read_kv(response, paged=True)
-        pages = description.pages
-        self._page_size = pages.page_size
-        self._page_count = pages.memory.byte_size // pages.page_stride
-        self.layers = tuple(layers)
-        numbers = resolve(self.layers, description.layers)
-        super().__init__(description.file, read_grant, description.capacity)
-        self.byte_size = len(self.layers) * description.layer_bytes
-        first = pages.table_offset // 4
-        entries = description.capacity // pages.page_size
-        self._table = self._elements(torch.int32)[first : first + entries]
-        memory = pages.memory
+        self._selected: tuple[tuple[int, int], tuple[Tensor, Tensor]] | None = None
+        super().__init__(response, read_grant, layers, paged=True)
+        kv, pages, memory = response.kv, response.kv.pages, response.kv.pages.memory
         try:
+            sizes = (kv.capacity, pages.page_size, pages.page_stride)
+            if not all(sizes) or kv.capacity % pages.page_size:
+                raise KvNotShared(
+                    f"the verifier described {kv.capacity} positions in pages of "
+                    f"{pages.page_size} and {pages.page_stride} bytes, expected whole pages"
+                )
+            if memory.byte_offset % 16 or memory.byte_size % self.dtype.itemsize:
+                raise KvNotShared("the pool's offset or size splits elements")
+            self._page_size = pages.page_size
+            self._page_count = memory.byte_size // pages.page_stride
+            entries = kv.capacity // pages.page_size
+            words = self._elements(torch.int32)
+            self._table = view(
+                words, HEADER_BYTES, pages.table_offset, (1, entries), (4 * entries,)
+            )[0]
             self._pool = MappedMemory(
                 driver, reader, memory.device_uuid, memory.handle,
                 memory.byte_offset, memory.byte_size,
             )  # fmt: skip
-        except NotMappable as error:
+        except (KvNotShared, NotMappable) as error:
             super().close()
             raise KvNotShared(str(error)) from error
-        elements = self._pool.bytes.view(description.dtype)
-        stride = pages.page_stride // description.dtype.itemsize
-        self._planes = {}
-        for layer, number in zip(self.layers, numbers, strict=True):
-            self._planes[layer] = [
-                elements.as_strided(
-                    (self._page_count, *page.shape), (stride, *page.strides), page.offset
-                )
-                for page in description.layers[number]
-            ]
-        self._selected: tuple[tuple[int, int], tuple[Tensor, Tensor]] | None = None
+        elements = self._pool.bytes.view(self.dtype)
+        planes = (self._page_count, kv.heads, pages.page_size, self.row)
+        steps = (pages.page_stride, kv.head_stride, kv.position_stride)
+        self._planes: dict[int, list[Tensor]] = {}
+        try:
+            for layer, offsets in self.described.items():
+                self._planes[layer] = [
+                    view(elements, 0, offset, planes, steps) for offset in offsets
+                ]
+        except KvNotShared:
+            self.close()
+            raise
 
     def refresh(self, below: int, budget: int) -> int:
         """See :class:`KvReader`. The policy is ``streaming``."""
@@ -95,7 +100,6 @@ class CudaKv(MappedReader, MappedKv):
         return length
 
     def parts(self, layer: int) -> list[tuple[Tensor, Tensor]]:
-        """See :class:`KvReader`."""
         if self._selected is None or not len(self._selected[1][0]):
             return []
         return [self._copy(layer, *self._selected[1])]

@@ -1,40 +1,39 @@
-"""Opens readers of verifiers' KV and hidden states: the client of the KvExchangeService."""
+"""Channels to verifiers, and readers of their KV and hidden states (KvExchangeService)."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
-from paceline.drafter.kv.access import VerifierAccess
-from paceline.drafter.kv.errors import KvGone, KvNotShared, VerifierUnreachable
-from paceline.drafter.kv.options import WIRE_DTYPES, KvOptions
+from paceline.drafter.errors import KvGone, KvNotShared, VerifierUnreachable
+from paceline.drafter.kv import WIRE_DTYPES, KvOptions
 from paceline.kv.policies import STREAMING
-from paceline.service.locality import is_local_address
+from paceline.service.exchange import MAX_FRAME_BYTES
+from paceline.service.identity import check_authorities, is_local_address
 from paceline.telemetry.tracing import current_metadata
 from paceline.v1 import kv_pb2, kv_pb2_grpc
 
 if TYPE_CHECKING:
     # They import torch, which drafters that read no KV do not need.
-    from paceline.drafter.kv.reader import KvReader, MappedKv, StateReader
-    from paceline.drafter.kv.remote import RemoteKv
+    from paceline.drafter.kv.mapped import MappedKv
+    from paceline.drafter.kv.reader import KvReader, StateReader
 
 logger = logging.getLogger("paceline.drafter")
 
 CALL_SECONDS = 2.0
-"""Longest wait for a verifier when a drafter attaches."""
-
-MAX_CHANNELS = 8
-"""Most verifiers a drafter stays connected to. Clients name them, so their number is limited."""
+"""Longest wait for a verifier when a sequence is opened."""
 
 _OPTIONS: tuple[tuple[str, Any], ...] = (
-    ("grpc.max_receive_message_length", 4 << 20),
-    # The address comes from a client: no proxy, and no back-off shared with other channels.
+    ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
+    ("grpc.max_send_message_length", MAX_FRAME_BYTES),
+    # No proxy, and no back-off shared with other channels.
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),
     # Detects a dead link also while nothing is written to it.
@@ -45,17 +44,54 @@ _OPTIONS: tuple[tuple[str, Any], ...] = (
 _Reader = TypeVar("_Reader")
 
 
-class KvExchange:
-    """Maps caches of verifiers on this machine, and follows those of the others that are allowed.
+@dataclass(frozen=True)
+class VerifierAccess:
+    """Token and TLS for calls to verifiers."""
 
-    Belongs to one event loop.
+    token: str | None = None
+    """Bearer token, that of the deployment."""
+
+    tls_ca: Path | None = None
+    """PEM authorities of the verifiers' TLS; None: no TLS."""
+
+    tls_cert: Path | None = None
+    """PEM client certificate, for verifiers that require one."""
+
+    tls_key: Path | None = None
+    """PEM key of the certificate."""
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Returns the metadata of every call."""
+        return (("authorization", f"Bearer {self.token}"),) if self.token else ()
+
+    def credentials(self) -> grpc.ChannelCredentials | None:
+        """Returns TLS credentials, or None for plain connections.
+
+        Raises:
+            OptionsError: ``tls_ca`` cannot be read, or holds no certificate.
+            OSError: Another file cannot be read.
+        """
+        if self.tls_ca is None:
+            return None
+        check_authorities(self.tls_ca)
+        return grpc.ssl_channel_credentials(
+            root_certificates=self.tls_ca.read_bytes(),
+            private_key=self.tls_key.read_bytes() if self.tls_key else None,
+            certificate_chain=self.tls_cert.read_bytes() if self.tls_cert else None,
+        )
+
+
+class KvExchange:
+    """Maps caches of verifiers on this machine, and follows those of the others.
+
+    It has one channel to each verifier, which serves all calls to it. Belongs to one event loop.
     """
 
     def __init__(self, access: VerifierAccess, device: str = "cpu") -> None:
         """Make an exchange without connections.
 
         Args:
-            access: Credentials, and the verifiers that may be called.
+            access: Credentials.
             device: torch name of the drafter's device, which has to be able to read KV on a GPU.
 
         Raises:
@@ -63,11 +99,10 @@ class KvExchange:
             OSError: Another TLS file cannot be read.
         """
         self._device = device
-        self._metadata = access.metadata()
-        self._remote = frozenset(access.remote)
-        self._beside = access.beside
+        self.metadata = access.metadata()
+        """Of every call."""
         self._credentials = access.credentials()
-        self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
+        self._channels: dict[str, grpc.aio.Channel] = {}
         self._closed = False
         self._closing: set[asyncio.Task[None]] = set()
         self._logged = ""
@@ -83,22 +118,40 @@ class KvExchange:
         """Open keys and values of a cache. The caller closes the reader.
 
         Args:
-            address: The verifier's: ``unix:/path``, ``host:port`` on the loopback, or one of
-                ``VerifierAccess.remote``. ``VerifierAccess.beside`` takes precedence.
+            address: The verifier's: ``unix:/path`` or ``host:port``.
             read_grant: Read grant of the cache.
             layers: At least one; negative ones count from the last.
             options: Options of the method.
             budget: Most positions per layer to begin with; 0: all.
 
         Raises:
-            KvNotShared: The verifier may not be called, does not answer in time, or refuses.
+            KvNotShared: The verifier does not answer in time, or refuses.
         """
-        address = self._beside or address
-        return await self._open(
-            options.kv,
-            lambda: self._map_kv(address, read_grant, layers, options, budget),
-            lambda: self.follow_cache(address, read_grant, layers, options, budget),
-        )
+        from paceline.drafter.kv.remote import MAX_POSITIONS, RemoteKv, SparseView
+
+        async def follow(*, positions_only: bool = False) -> RemoteKv:
+            subscribe = kv_pb2.FollowSubscribe(
+                read_grant=read_grant,
+                layers=layers,
+                budget=budget or MAX_POSITIONS,
+                policy=options.kv_policy,
+                wire_dtype=WIRE_DTYPES[options.kv_wire],
+                positions_only=positions_only,
+            )
+            return await RemoteKv.open(partial(self._follow, address), subscribe, CALL_SECONDS)
+
+        async def map_kv() -> KvReader:
+            """Map layers, and follow the verifier's selection if the policy needs it."""
+            mapped = await self.map_cache(address, read_grant, layers)
+            if options.kv_policy == STREAMING or not budget:
+                return mapped
+            try:
+                return SparseView(mapped, await follow(positions_only=True))
+            except BaseException:
+                mapped.close()
+                raise
+
+        return await self._open(options.kv, map_kv, follow)
 
     async def open_states(
         self,
@@ -120,17 +173,14 @@ class KvExchange:
         Raises:
             KvNotShared: As for :meth:`open`, or the cache does not keep them.
         """
+        from paceline.drafter.kv.mapped import SharedStates
         from paceline.drafter.kv.remote import RemoteStates
-        from paceline.drafter.kv.shared import SharedStates
-
-        address = self._beside or address
 
         async def map_states() -> StateReader:
             request = kv_pb2.MapCacheRequest(read_grant=read_grant, hidden_state_layers=layers)
             return SharedStates(await self._call(address, request), read_grant, layers, window)
 
         async def follow_states() -> StateReader:
-            self._check_allowed(address)
             subscribe = kv_pb2.FollowSubscribe(
                 read_grant=read_grant, hidden_state_layers=layers, hidden_state_window=window
             )
@@ -166,7 +216,7 @@ class KvExchange:
     async def map_cache(self, address: str, read_grant: bytes, layers: Sequence[int]) -> MappedKv:
         """Map keys and values of a cache. See :meth:`open`."""
         from paceline.drafter.kv.cuda import map_cuda
-        from paceline.drafter.kv.shared import SharedKv
+        from paceline.drafter.kv.mapped import SharedKv
 
         # Only the verifier knows the number of layers, from which negative ones are counted.
         every = any(layer < 0 for layer in layers)
@@ -177,53 +227,6 @@ class KvExchange:
         if response.kv.HasField("pages"):
             return map_cuda(response, read_grant, layers, self._device)
         return SharedKv(response, read_grant, layers)
-
-    async def follow_cache(
-        self,
-        address: str,
-        read_grant: bytes,
-        layers: Sequence[int],
-        options: KvOptions,
-        budget: int,
-        *,
-        positions_only: bool = False,
-    ) -> RemoteKv:
-        """Follow selected positions of a cache. See :meth:`open`."""
-        from paceline.drafter.kv.remote import MAX_POSITIONS, RemoteKv
-
-        self._check_allowed(address)
-        subscribe = kv_pb2.FollowSubscribe(
-            read_grant=read_grant,
-            layers=layers,
-            budget=budget or MAX_POSITIONS,
-            policy=options.kv_policy,
-            wire_dtype=WIRE_DTYPES[options.kv_wire],
-            positions_only=positions_only,
-        )
-        return await RemoteKv.open(partial(self._follow, address), subscribe, CALL_SECONDS)
-
-    async def _map_kv(
-        self,
-        address: str,
-        read_grant: bytes,
-        layers: Sequence[int],
-        options: KvOptions,
-        budget: int,
-    ) -> KvReader:
-        """Map layers, and follow the verifier's selection if the policy needs it."""
-        mapped = await self.map_cache(address, read_grant, layers)
-        if options.kv_policy == STREAMING or not budget:
-            return mapped
-        from paceline.drafter.kv.remote import SparseView
-
-        try:
-            selection = await self.follow_cache(
-                address, read_grant, layers, options, budget, positions_only=True
-            )
-        except BaseException:
-            mapped.close()
-            raise
-        return SparseView(mapped, selection)
 
     async def close(self) -> None:
         """Close all connections. Open readers keep what they have."""
@@ -236,14 +239,7 @@ class KvExchange:
         """Open a FollowCache call."""
         if self._closed:
             raise KvGone("the drafter is stopping")
-        return self._stub(address).FollowCache(metadata=self._metadata)
-
-    def _check_allowed(self, address: str) -> None:
-        if not is_local_address(address) and address not in self._remote:
-            raise KvNotShared(
-                f"the verifier's address {address[:80]} is not on this machine, and this drafter "
-                "may not call it; start the drafter with --verifier ADDRESS to allow it"
-            )
+        return self._stub(address).FollowCache(metadata=self.metadata)
 
     async def _call(self, address: str, request: kv_pb2.MapCacheRequest) -> kv_pb2.MapCacheResponse:
         if not is_local_address(address):
@@ -253,7 +249,7 @@ class KvExchange:
             )
         try:
             response: kv_pb2.MapCacheResponse = await self._stub(address).MapCache(
-                request, timeout=CALL_SECONDS, metadata=(*self._metadata, *current_metadata())
+                request, timeout=CALL_SECONDS, metadata=(*self.metadata, *current_metadata())
             )
         except grpc.aio.AioRpcError as error:
             message = (
@@ -261,25 +257,24 @@ class KvExchange:
                 f"{error.code().name}: {error.details()}"
             )
             if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                self._drop(address)  # so that the next attach connects without a back-off
                 raise VerifierUnreachable(message) from error
             raise KvNotShared(message) from error
         return response
 
     def _stub(self, address: str) -> Any:
-        """Returns a stub on the channel of a verifier, which is opened if there is none."""
+        return kv_pb2_grpc.KvExchangeServiceStub(self.channel(address))
+
+    def channel(self, address: str) -> grpc.aio.Channel:
+        """Returns the channel to a verifier, which is opened if there is none."""
         if address not in self._channels:
-            while len(self._channels) >= MAX_CHANNELS:
-                self._drop(next(iter(self._channels)))
             if self._credentials is None:
                 channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
             else:
                 channel = grpc.aio.secure_channel(address, self._credentials, options=_OPTIONS)
             self._channels[address] = channel
-        self._channels.move_to_end(address)
-        return kv_pb2_grpc.KvExchangeServiceStub(self._channels[address])
+        return self._channels[address]
 
-    def _drop(self, address: str) -> None:
+    def drop(self, address: str) -> None:
         """Forget a channel; calls in flight on it may still end."""
         channel = self._channels.pop(address, None)
         if channel is not None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from paceline.kernels import streaming
-from paceline.kernels.cache_rows import from_rows
+from paceline.kernels.caches import from_rows
 
 
 class CacheReader(ABC):
@@ -114,10 +114,9 @@ class StreamingReader(KvReader):
     @abstractmethod
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Returns keys and values of a layer, each ``[Hkv, capacity, D]``; int8 as in
-        :mod:`paceline.kernels.cache_rows`."""
+        :mod:`paceline.kernels.caches`."""
 
     def refresh(self, below: int, budget: int) -> int:
-        """See :class:`KvReader`."""
         length = min(self.committed, below)
         self._ranges = streaming(length, budget)
         return length
@@ -132,19 +131,6 @@ class StreamingReader(KvReader):
             )
             for part in self._ranges
         ]
-
-
-class MappedKv(KvReader):
-    """KV in memory of the verifier, any position of which can be read."""
-
-    @abstractmethod
-    def gather(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns copies of keys and values at positions, each ``[Hkv, n, D]``.
-
-        Args:
-            layer: One of :attr:`layers`.
-            positions: int64 ``[n]`` on the CPU, all below :attr:`committed`.
-        """
 
 
 class StateReader(CacheReader):

@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.drafter.kv.delta import DeltaCache
-from paceline.drafter.kv.errors import KvGone
-from paceline.drafter.kv.reader import KvReader, MappedKv, StateReader
+from paceline.drafter.errors import KvGone
+from paceline.drafter.kv.mapped import MappedKv
+from paceline.drafter.kv.reader import KvReader, StateReader
 from paceline.drafter.kv.stream import Update, UpdateStream
-from paceline.kv.wire import decode_rows
+from paceline.kv.wire import WIRE_TYPES, decode, decode_rows
 from paceline.v1 import kv_pb2
+
+_GROWTH = 256
+
 
 MAX_POSITIONS = 1 << 20
 """The budget that is sent for a budget of 0, all positions."""
@@ -29,6 +32,140 @@ more of them, as after a loss of the link, the selection is too old to be used. 
 UPDATES_AHEAD = 3
 """Most updates received that no round has applied, one more than the verifier may send. Further
 ones are not read from the connection."""
+
+
+class DeltaCache:
+    """At most a budget of positions for each layer, with keys and values unless the wire has none.
+
+    They fill the first slots of a table in no particular order: keys are rotated already, so that
+    attention does not depend on the order. One thread at a time.
+    """
+
+    def __init__(self, shape: kv_pb2.KvShape) -> None:
+        """Make an empty cache.
+
+        Raises:
+            KvGone: The shape is empty, or its types are unknown.
+        """
+        if not (shape.layers and shape.heads and shape.head_dim):
+            raise KvGone(f"the verifier described KV of an empty shape: {shape}")
+        if shape.dtype not in WIRE_TYPES or shape.wire_dtype not in (0, *WIRE_TYPES):
+            raise KvGone(f"the verifier sends KV of an unknown type: {shape}")
+        self._layers = [_Layer(shape) for _ in range(shape.layers)]
+
+    def __len__(self) -> int:
+        """Positions per layer."""
+        return len(self._layers[0].positions)
+
+    def positions(self, index: int) -> Tensor:
+        """Returns the positions of a layer, int64 ``[n]``, in the order of the table."""
+        return self._layers[index].positions
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Returns keys and values of a layer, each ``[Hkv, n, D]``; :meth:`apply` changes them."""
+        layer = self._layers[index]
+        keys, values = layer.planes[:, :, : len(layer.positions)]
+        return keys, values
+
+    def apply(self, messages: Sequence[kv_pb2.FollowCacheResponse], budget: int) -> None:
+        """Apply one whole update.
+
+        Args:
+            messages: All its messages.
+            budget: Most positions per layer after it.
+
+        Raises:
+            KvGone: It contradicts itself or earlier updates. The cache must not be used then.
+        """
+        committed, count = messages[-1].committed_length, len(self._layers)
+        drops = [drop for message in messages for drop in message.drops]
+        chunks = [chunk for message in messages for chunk in message.chunks]
+        for layer in (*(drop.layer for drop in drops), *(chunk.layer for chunk in chunks)):
+            if layer >= count:
+                raise KvGone(f"the verifier sent layer {layer}, expected one below {count}")
+        try:
+            for index, table in enumerate(self._layers):
+                table.apply(
+                    [p for drop in drops if drop.layer == index for p in drop.positions],
+                    [chunk for chunk in chunks if chunk.layer == index],
+                    committed,
+                )
+        except (ValueError, IndexError) as error:
+            raise KvGone(f"the verifier sent an update that does not fit: {error}") from error
+        counts = {len(layer.positions) for layer in self._layers}
+        if len(counts) > 1 or max(counts) > budget:
+            raise KvGone(
+                f"the verifier's update leaves {sorted(counts)} positions in the layers, expected "
+                f"the same number in each, at most {budget}"
+            )
+
+
+class _Layer:
+    """One layer: ``planes[kind, head, slot]`` is the KV of position ``positions[slot]``."""
+
+    def __init__(self, shape: kv_pb2.KvShape) -> None:
+        self.positions = torch.empty(0, dtype=torch.int64)
+        self._shape = shape
+        self.planes = self._new_planes(0)
+
+    def apply(self, drops: list[int], chunks: list[kv_pb2.KvChunk], committed: int) -> None:
+        """Drop positions, then write new ones into the free slots.
+
+        Raises:
+            ValueError: The update does not fit.
+        """
+        new = torch.tensor([p for chunk in chunks for p in chunk.positions], dtype=torch.int64)
+        dropped = torch.isin(self.positions, torch.tensor(drops, dtype=torch.int64))
+        free = dropped.nonzero().flatten()
+        kept = self.positions[~dropped]
+        if len(free) != len(drops):
+            raise ValueError("it drops positions that are not in the cache")
+        if len(torch.cat([kept, new]).unique()) != len(kept) + len(new):
+            raise ValueError("a position comes twice")
+        if len(new) and int(new.max()) >= committed:
+            raise ValueError(f"position {int(new.max())} is not below {committed}")
+        count = len(self.positions)
+        end = max(count, len(kept) + len(new))
+        slots = torch.cat([free[: len(new)], torch.arange(count, end)])
+        self.positions = torch.cat([self.positions, torch.empty(end - count, dtype=torch.int64)])
+        self.positions[slots] = new
+        sizes = [len(chunk.positions) for chunk in chunks]
+        if self._shape.wire_dtype:
+            self._reserve(end)
+            for chunk, written in zip(chunks, slots.split(sizes), strict=True):
+                self._write(chunk, written)
+        self._compact(free[len(new) :])
+
+    def _compact(self, free: Tensor) -> None:
+        """Move the last positions into the slots that stayed free."""
+        count = len(self.positions) - len(free)
+        used = torch.ones(len(self.positions), dtype=torch.bool)
+        used[free] = False
+        source, target = used[count:].nonzero().flatten() + count, free[free < count]
+        if self._shape.wire_dtype:
+            self.planes[:, :, target] = self.planes[:, :, source]
+        self.positions[target] = self.positions[source]
+        self.positions = self.positions[:count]
+
+    def _write(self, chunk: kv_pb2.KvChunk, slots: Tensor) -> None:
+        shape = self._shape
+        size = (shape.heads, len(slots), shape.head_dim)
+        both = ((chunk.keys, chunk.key_scales), (chunk.values, chunk.value_scales))
+        for plane, (data, scales) in zip(self.planes, both, strict=True):
+            plane[:, slots] = decode(data, scales, size, shape.wire_dtype, plane.dtype)
+
+    def _reserve(self, slots: int) -> None:
+        if slots > self.planes.shape[2]:
+            planes = self._new_planes(-(-slots // _GROWTH) * _GROWTH)
+            planes[:, :, : self.planes.shape[2]] = self.planes
+            self.planes = planes
+
+    def _new_planes(self, slots: int) -> Tensor:
+        shape = self._shape
+        with torch.inference_mode(False):  # else they could be written in inference mode only
+            return torch.zeros(
+                (2, shape.heads, slots, shape.head_dim), dtype=WIRE_TYPES[shape.dtype]
+            )
 
 
 class RemoteKv(UpdateStream, KvReader):
@@ -45,7 +182,6 @@ class RemoteKv(UpdateStream, KvReader):
     """Committed length at the newest update that was applied. Unit: tokens."""
 
     def __init__(self, connect: Callable[[], Any], subscribe: kv_pb2.FollowSubscribe) -> None:
-        """See :meth:`open`."""
         super().__init__(connect, subscribe)
         self.layers = tuple(subscribe.layers)
         self.cache: DeltaCache | None = None
@@ -148,11 +284,9 @@ class SparseView(KvReader):
 
     @property
     def committed(self) -> int:
-        """See :class:`KvReader`."""
         return self._mapped.committed
 
     def refresh(self, below: int, budget: int) -> int:
-        """See :class:`KvReader`."""
         length = min(self.committed, below)
         self.selection.refresh(length, budget)
         selected = self.selection.committed
@@ -197,7 +331,6 @@ class RemoteStates(UpdateStream, StateReader):
     """Positions below this can be read, if they are kept. Unit: tokens."""
 
     def __init__(self, connect: Callable[[], Any], subscribe: kv_pb2.FollowSubscribe) -> None:
-        """See :meth:`open`."""
         super().__init__(connect, subscribe)
         self._layers = tuple(subscribe.hidden_state_layers)
         self._max_rows = subscribe.hidden_state_window or MAX_POSITIONS

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import grpc
 
-from paceline.drafter.kv.errors import KvGone, KvNotShared
+from paceline.drafter.errors import KvGone, KvNotShared
 from paceline.v1 import kv_pb2
 
 logger = logging.getLogger("paceline.drafter")
@@ -66,7 +66,6 @@ class UpdateStream(ABC):
     received = 0
 
     def __init__(self, connect: Callable[[], Any], subscribe: kv_pb2.FollowSubscribe) -> None:
-        """See :meth:`open`."""
         self._connect = connect
         self._subscribe = subscribe
         self._gone: KvGone | None = None
@@ -107,7 +106,6 @@ class UpdateStream(ABC):
         return opened
 
     def check(self) -> None:
-        """See :class:`paceline.drafter.kv.reader.CacheReader`."""
         if self._gone is not None:
             raise self._gone
 

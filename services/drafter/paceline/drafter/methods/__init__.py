@@ -16,12 +16,11 @@ GROUP = "paceline.methods"
 """Group of entry points."""
 
 _BUILT_IN = {
-    "ngram": "paceline.drafter.methods.ngram.drafter:NgramDrafter",
-    "lm": "paceline.drafter.methods.lm.drafter:LmDrafter",
+    "ngram": "paceline.drafter.methods.ngram:NgramDrafter",
+    "lm": "paceline.drafter.methods.lm:LmDrafter",
     "longspec": "paceline.drafter.methods.longspec.drafter:LongSpecDrafter",
     "dspark": "paceline.drafter.methods.dspark.drafter:DSparkDrafter",
-    "selfspec": "paceline.drafter.methods.selfspec.drafter:SelfSpecDrafter",
-    "replay": "paceline.drafter.methods.replay:ReplayDrafter",
+    "selfspec": "paceline.drafter.methods.selfspec:SelfSpecDrafter",
 }
 
 CALIBRATION = "calibration"

@@ -1,16 +1,17 @@
-"""The interface of a drafting method: a loaded drafter, and the state of one generation."""
+"""The interface of a drafting method; options from text, and trees that grow best first."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from heapq import heappop, heappush
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_type_hints
 
 from paceline.drafter.errors import LoadError as LoadError
-from paceline.drafter.kv.options import KvOptions
+from paceline.drafter.kv import KvOptions
 from paceline.tree import TokenTree
 from paceline.v1 import sampling_pb2
 
@@ -99,7 +100,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Generation:
-    """A generation, as the service describes it to a drafter when it attaches."""
+    """A generation, as the service describes it to a drafter."""
 
     tokens: Sequence[int]
     """Prompt and emitted tokens; the last is the anchor. At least one; each < vocab_size."""
@@ -126,7 +127,7 @@ class Generation:
     kv: KvReader | None = None
     """The layers of :attr:`Needs.kv_layers`, mapped or followed; None if it has none. The service
     closes it, after the sequence. A sequence calls ``kv.check()`` before it uses what it read: it
-    lets :class:`KvGone` pass, which ends the stream."""
+    lets :class:`KvGone` pass, and the service refuses the sequence."""
 
     states: StateReader | None = None
     """The hidden states of :attr:`Needs.hidden_state_layers`; None if it has none. As for ``kv``:
@@ -141,7 +142,7 @@ class Update:
     """Emitted since the last update; the last is the new anchor."""
 
     committed_length: int = 0
-    """Positions whose KV is final, as the client reports it. :attr:`Generation.kv` has its own
+    """Positions whose KV is final, as the verifier reports it. :attr:`Generation.kv` has its own
     committed length. Unit: tokens."""
 
 
@@ -189,9 +190,6 @@ class Drafter(ABC):
 
     method: ClassVar[str]
     """Name of the method."""
-
-    inline: bool = False
-    """Whether a round takes well under 100 µs and runs on the event loop."""
 
     path_options: ClassVar[tuple[str, ...]] = ()
     """Options that name a file or folder. Like the drafter's own, it must be below a root."""
@@ -260,3 +258,130 @@ def refuse_folder(method: str, folder: Path | None) -> None:
         raise LoadError(
             "FOLDER_NOT_WANTED", f"{method} has no weights, got the folder {folder}; leave it out"
         )
+
+
+Options = TypeVar("Options")
+
+
+def parse_options(kind: type[Options], given: Mapping[str, str]) -> Options:
+    """Fills the dataclass ``kind`` from text.
+
+    Args:
+        kind: A dataclass whose fields have defaults and the types int, float, str, bool
+            (``true`` or ``false``) or tuple[int, ...] (numbers with commas). Its
+            ``__post_init__`` raises ``ValueError`` for values out of range.
+        given: Option name to value.
+
+    Raises:
+        LoadError: An option is unknown, or a value is invalid. The message of an unknown option
+            lists the known ones.
+    """
+    types = get_type_hints(kind)
+    known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for name, text in given.items():
+        if name not in known:
+            listed = ", ".join(f"{f.name} (default {f.default})" for f in known.values())
+            raise LoadError(
+                "UNKNOWN_OPTION", f"unknown option {name!r}; known are {listed or 'none'}"
+            )
+        try:
+            values[name] = _PARSERS[types[name]](text.strip())
+        except ValueError as error:
+            raise LoadError(
+                "INVALID_OPTION", f"option {name}={text!r} is not a {_NAMES[types[name]]}"
+            ) from error
+    try:
+        return kind(**values)
+    except ValueError as error:
+        raise LoadError("INVALID_OPTION", str(error)) from error
+
+
+def check_range(name: str, value: float, low: float, high: float) -> None:
+    """Raises ``ValueError`` unless ``low <= value <= high``."""
+    if not low <= value <= high:
+        raise ValueError(f"option {name}={value} is out of range, expected {low:g} to {high:g}")
+
+
+def check_choice(name: str, value: str, known: Iterable[str]) -> None:
+    """Raises ``ValueError`` unless ``value`` is one of ``known``."""
+    if value not in known:
+        raise ValueError(f"option {name}={value!r}: expected one of {', '.join(known)}")
+
+
+def _parse_bool(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ValueError(text)
+    return text == "true"
+
+
+def _parse_ints(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+_PARSERS: dict[Any, Callable[[str], Any]] = {
+    int: int,
+    float: float,
+    str: str,
+    bool: _parse_bool,
+    tuple[int, ...]: _parse_ints,
+}
+_NAMES = {
+    int: "whole number",
+    float: "number",
+    str: "text",
+    bool: "truth value (true or false)",
+    tuple[int, ...]: "list of whole numbers (such as 4,4,2)",
+}
+
+
+State = TypeVar("State")
+
+
+def grow(
+    root: State,
+    expand: Callable[[State, int], Iterable[tuple[int, float, State]]],
+    *,
+    nodes: int,
+    depth: int,
+    min_survival: float = 0.0,
+) -> TokenTree:
+    """Grows a tree best first: adds the node whose path is most likely to be accepted.
+
+    Args:
+        root: State of the anchor.
+        expand: Returns the children of a node from its state and depth (0 for the anchor): token,
+            confidence in [0, 1] and state of each, with no token twice.
+        nodes: Most nodes of the tree.
+        depth: Longest path.
+        min_survival: Nodes whose path is less likely than this are left out.
+
+    Returns:
+        A tree with confidences whose nodes are sorted by falling survival: every prefix of it is
+        the best tree of that size.
+    """
+    tokens: list[int] = []
+    parents: list[int] = []
+    confidences: list[float] = []
+    # The second entry breaks ties by age, so that states are never compared.
+    heap: list[tuple[float, int, int, int, int, float, State]] = []
+    pushed = 0
+
+    def push_children(state: State, parent: int, level: int, survival: float) -> None:
+        nonlocal pushed
+        for token, confidence, child in expand(state, level):
+            reach = survival * confidence
+            if reach >= min_survival:
+                heappush(heap, (-reach, pushed, token, parent, level + 1, confidence, child))
+                pushed += 1
+
+    if nodes > 0 and depth > 0:
+        push_children(root, -1, 0, 1.0)
+    while heap and len(tokens) < nodes:
+        reach, _, token, parent, level, confidence, state = heappop(heap)
+        tokens.append(token)
+        parents.append(parent)
+        confidences.append(confidence)
+        if level < depth and len(tokens) < nodes:
+            push_children(state, len(tokens) - 1, level, -reach)
+    return TokenTree(tuple(tokens), tuple(parents), tuple(confidences))

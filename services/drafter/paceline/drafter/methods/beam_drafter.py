@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Any, Generic, Protocol, TypeVar, cast
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from paceline.drafter.methods.base import (
@@ -17,9 +21,9 @@ from paceline.drafter.methods.base import (
     Generation,
     Update,
 )
-from paceline.drafter.methods.beam import Beam, BeamOptions, Chain
-from paceline.drafter.methods.ranking import Ranked, Ranker
-from paceline.kernels import MAX_TREE_NODES
+from paceline.drafter.methods.beam import Beam, BeamOptions, Chain, Ranked, Ranker
+from paceline.drafter.methods.slots import chain_segments
+from paceline.kernels import MAX_TREE_NODES, TreePlan, TreeSegment, plan_trees
 from paceline.service.sampling import sampling_params
 from paceline.tree import EMPTY, TokenTree
 
@@ -34,8 +38,8 @@ def required(source: Source | None, method: str, what: str) -> Source:
     """
     if source is None:
         raise ValueError(
-            f"{method} reads the target's {what}, but the generation has none; attach with "
-            "read_grant and verifier_address"
+            f"{method} reads the target's {what}, but the generation has none; open it "
+            "with a read_grant"
         )
     return source
 
@@ -61,6 +65,8 @@ class BeamSequence(DraftSequence):
         """Tokens of the text."""
         self.beam: Beam | None = None
         """The tree of the newest round; None if there is none."""
+        self._ahead: Chain | None = None
+        """What was drafted ahead and is the text's continuation; None: nothing."""
         self._drafter = drafter
         self._ranker = Ranker(
             sampling_params(generation.sampling),
@@ -74,6 +80,7 @@ class BeamSequence(DraftSequence):
 
     def extend(self, update: Update) -> None:
         if update.tokens:
+            self._ahead = self.beam.after(update.tokens) if self.beam is not None else None
             self.beam = None
         self.length += len(update.tokens)
         self._ranker.extend(update.tokens)
@@ -88,19 +95,21 @@ class BeamSequence(DraftSequence):
         depth = min(budget.depth, drafter.max_depth, drafter.shape.max_position - self.length + 1)
         if budget.nodes <= 0 or depth <= 0:
             return False
-        drafted = self.take_drafted()
-        if drafted is None and not self.prepare():
-            return False
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or not self.keep_ahead():
+            ahead = None
+            if not self.prepare():
+                return False
         limits = Budget(min(budget.nodes, drafter.max_nodes), depth)
-        self.beam = Beam(limits, self._widths, drafter.options.min_survival, drafted)
+        self.beam = Beam(limits, self._widths, drafter.options.min_survival, ahead)
         return True
-
-    def take_drafted(self) -> Chain | None:
-        """Returns what was drafted ahead and became the text's continuation; None: nothing."""
-        return None
 
     def begin_ahead(self) -> bool:
         """Gets ready for a level beyond the tree. Returns False if it cannot be drafted."""
+        return False
+
+    def keep_ahead(self) -> bool:
+        """Gets a round ready that begins with nodes drafted ahead. Returns False if it cannot."""
         return False
 
     @abstractmethod
@@ -202,3 +211,134 @@ class BeamDrafter(Drafter, Generic[S]):
     @abstractmethod
     def grow_level(self, growing: Sequence[S]) -> None:
         """Adds one level to the tree of each sequence, by one forward pass over all frontiers."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One generation's tokens in a forward pass.
+
+    Attributes:
+        tokens: Token ids.
+        positions: Absolute position of each.
+        segments: Cache slots of their KV.
+        logit_rows: How many of the last tokens need logits.
+    """
+
+    tokens: list[int]
+    positions: Sequence[int]
+    segments: list[TreeSegment]
+    logit_rows: int
+
+
+Forward = Callable[[Tensor, TreePlan, Tensor], Tensor]
+"""Maps tokens ``[M]``, their plan and the rows that need logits, int64 ``[R]``, to the logits."""
+
+
+def forward_blocks(forward: Forward, blocks: Sequence[Block], device: torch.device) -> list[Tensor]:
+    """Runs one forward pass over the blocks of several generations.
+
+    Args:
+        forward: The pass of the model.
+        blocks: One per generation; segments refer to its caches by index.
+        device: Device of the model.
+
+    Returns:
+        Logits ``[logit_rows, V]`` of each block.
+    """
+    stops = accumulate(len(block.tokens) for block in blocks)
+    counts = [block.logit_rows for block in blocks]
+    rows = [r for stop, n in zip(stops, counts, strict=True) for r in range(stop - n, stop)]
+    plan = plan_trees(
+        [segment for block in blocks for segment in block.segments],
+        positions=[position for block in blocks for position in block.positions],
+        device=device,
+    )
+    tokens = torch.tensor([token for block in blocks for token in block.tokens], device=device)
+    logits = forward(tokens, plan, torch.tensor(rows, device=device))
+    return [logits[stop - n : stop] for stop, n in zip(accumulate(counts), counts, strict=True)]
+
+
+class DecoderSequence(BeamSequence):
+    """A sequence that feeds the newest tokens of its text, then the nodes of its tree.
+
+    If its KV depends on tokens only (``drafts_ahead``), a chain can grow beyond the tree of a
+    round: up to one more token, the verifier's own, and the chain of the next round.
+    """
+
+    drafts_ahead: ClassVar[bool] = False
+
+    def __init__(self, drafter: BeamDrafter[Any], generation: Generation) -> None:
+        super().__init__(drafter, generation)
+        self.room = 2 * drafter.options.drafted + 1
+        """Slots behind the text for the nodes of a round and those drafted ahead."""
+        self.text: list[int] | deque[int] = list(generation.tokens)
+        """The text, or its newest tokens."""
+
+    def extend(self, update: Update) -> None:
+        self.text.extend(update.tokens)
+        super().extend(update)
+
+    @property
+    @abstractmethod
+    def begin_position(self) -> int:
+        """First token of the text that is fed with the first level."""
+
+    @property
+    @abstractmethod
+    def begin_slot(self) -> int:
+        """Cache slot of the first token of the next block, without its trunk."""
+
+    def block(self, index: int) -> Block:
+        """Returns what to feed for the next level.
+
+        Args:
+            index: Index of this sequence's cache in the forward pass.
+        """
+        beam, slot, begin = self.tree, self.begin_slot, self.begin_position
+        if beam.level == 0:
+            return self.text_block(index, begin, self.length, slot)
+        tokens, parents = beam.block()
+        segment = TreeSegment(index, slot + beam.trunk, parents, len(tokens))
+        positions = [self.length + beam.trunk + depth for depth in segment.depths]
+        return Block(tokens, positions, [segment], len(beam.frontier))
+
+    def text_block(self, index: int, begin: int, end: int, slot: int) -> Block:
+        """Returns positions ``begin`` to ``end`` of the text, in slots from ``slot`` on."""
+        tokens = [self.text[at - self.length] for at in range(begin, end)]
+        segments = chain_segments(index, slot, slot + end - begin)
+        return Block(tokens, range(begin, end), segments, 1)
+
+    def add_level(self, logits: Tensor) -> None:
+        """Adds a level to the tree from the logits of :meth:`block`, ``[frontier, V]``."""
+        if self.tree.level == 0:
+            self.commit_text()
+        else:
+            self.tree.mark_fed()
+        self.tree.add_level(self.rank(logits))
+
+    @abstractmethod
+    def commit_text(self) -> None:
+        """Keeps the KV of the text that was fed with the first level."""
+
+    def begin_ahead(self) -> bool:
+        return (
+            self.drafts_ahead
+            and self.beam is not None
+            and self.beam.level < self.room
+            and self.length + self.beam.level < self._drafter.shape.max_position
+            and self.beam.expand_last()
+        )
+
+
+def grow_blocks(growing: Sequence[DecoderSequence], forward: Forward, device: torch.device) -> None:
+    """Adds one level to the tree of each sequence, by one forward pass over their blocks.
+
+    Args:
+        growing: The sequences; sequence i has cache i in the pass.
+        forward: The pass of the model.
+        device: Device of the model.
+    """
+    blocks = [sequence.block(index) for index, sequence in enumerate(growing)]
+    logits = forward_blocks(forward, blocks, device)
+    for sequence, part in zip(growing, logits, strict=True):
+        sequence.add_level(part)

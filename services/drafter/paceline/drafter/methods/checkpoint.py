@@ -1,25 +1,48 @@
-"""Model folders of drafters: their target and tokenizer, and loading from them."""
+"""Model folders of drafters: reading and writing them, their target, and its frozen weights."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
-from paceline.decoder import UnsupportedModelError, open_model, use_device
-from paceline.decoder.sources import Origin
+from paceline.decoder import ModelSource, UnsupportedModelError, open_model, use_device
+from paceline.decoder.sources import ModelFolder, Origin
+from paceline.decoder.weights import Checkpoint
 from paceline.drafter.methods.base import Fit, LoadError, Resources
+from paceline.drafter.methods.beam import BeamOptions
+from paceline.drafter.methods.layers import LayerShape, drafted_tokens, linear
 from paceline.kernels import set_numerics
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 TOKENIZER_FILE = "tokenizer.json"
+
+
+CONFIG_FILE = "config.json"
+
+WEIGHTS_FILE = "model.safetensors"
+
+SECTION = "paceline"
+"""Section of config.json with what other projects have no fields for."""
+
+FORMAT = 1
+"""Format of the section. Folders of another format are refused."""
+
+SPECULATORS_VERSION = "0.6.0"
+"""Version of speculators whose config.json is written."""
+
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+"""Names of the target's frozen tensors in a drafter's folder that holds them."""
+
+_TARGET_EMBEDDING = "model.embed_tokens.weight"
 
 
 def required_folder(method: str, folder: Path | None) -> Path:
@@ -165,3 +188,257 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict) or not isinstance(config.get("paceline", {}), dict):
         raise LoadError("NO_CONFIG", f"{path} is not an object, or its 'paceline' section is not")
     return config
+
+
+@dataclass(frozen=True)
+class TargetRef:
+    """The target that a drafter was made for.
+
+    Attributes:
+        name: Name of its folder or file, without the path.
+        architectures: From its config.json.
+        fingerprint: See :func:`paceline.decoder.weights_fingerprint`.
+        tokenizer_digest: SHA-256 hex of its tokenizer.json; empty if it has none.
+        origin: By which other formats of it are recognised; None: not known.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    fingerprint: str
+    tokenizer_digest: str
+    origin: Origin | None = None
+
+    @classmethod
+    def of(cls, path: str | Path) -> TargetRef:
+        """Reads a target, including all its weights.
+
+        Raises:
+            UnsupportedModelError: A folder without safetensors weights, or a damaged file.
+            FileNotFoundError: There is no such file, or a folder has no config.json.
+        """
+        source = open_model(path)
+        return cls(
+            name=source.name,
+            architectures=source.architectures,
+            fingerprint=source.fingerprint(),
+            tokenizer_digest=source.tokenizer_digest,
+            origin=Origin.of(source),
+        )
+
+
+def speculators_fields(
+    architecture: str, algorithm: str, proposal_type: str, levels: int, target: TargetRef
+) -> dict[str, Any]:
+    """Returns the fields that name a drafter in a config.json of speculators.
+
+    Args:
+        architecture: Class of the model there.
+        algorithm: Type of the drafter.
+        proposal_type: Its only proposal method.
+        levels: Tokens of a proposal.
+        target: The target that it was made for.
+    """
+    return {
+        "architectures": [architecture],
+        "speculators_model_type": algorithm,
+        "speculators_version": SPECULATORS_VERSION,
+        "speculators_config": {
+            "algorithm": algorithm,
+            "proposal_methods": [{"proposal_type": proposal_type, "speculative_tokens": levels}],
+            "default_proposal_method": proposal_type,
+            "verifier": {
+                "name_or_path": target.name,
+                "architectures": list(target.architectures),
+            },
+        },
+    }
+
+
+def write_checkpoint(
+    folder: str | Path,
+    method: str,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    target: TargetRef,
+    *,
+    dtype: torch.dtype,
+    section: Mapping[str, Any],
+    notes: Mapping[str, Any] | None,
+) -> None:
+    """Writes a drafter's folder.
+
+    Args:
+        folder: Created if it does not exist.
+        method: Name of the method.
+        config: Content of config.json.
+        tensors: Content of model.safetensors, of any float type.
+        target: The target that the drafter was trained for.
+        dtype: Type of the tensors in the file.
+        section: Fields of the ``paceline`` section that belong to the method.
+        notes: Written to the section as ``training``: how the drafter was trained.
+    """
+    from safetensors.torch import save_file
+
+    ours: dict[str, Any] = {
+        "method": method,
+        "format": FORMAT,
+        **section,
+        "target_fingerprint": target.fingerprint,
+        "tokenizer_digest": target.tokenizer_digest,
+    }
+    if target.origin is not None:
+        ours["target_origin"] = asdict(target.origin)
+    if notes:
+        ours["training"] = dict(notes)
+    whole = {**config, "dtype": str(dtype).removeprefix("torch."), SECTION: ours}
+    base = Path(folder)
+    base.mkdir(parents=True, exist_ok=True)
+    # Copies: a tied embedding and head share memory, which the file format does not allow.
+    copies = {
+        name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None, copy=True)
+        for name, tensor in tensors.items()
+    }
+    copies = {name: tensor.contiguous() for name, tensor in copies.items()}
+    save_file(copies, base / WEIGHTS_FILE, metadata={"format": "pt"})
+    text = json.dumps(whole, indent=2, sort_keys=True)
+    (base / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def read_config_file(folder: str | Path, method: str) -> dict[str, Any]:
+    """Reads a drafter's config.json.
+
+    Raises:
+        UnsupportedModelError: Its ``paceline`` section is of another method or format.
+        FileNotFoundError: There is no config.json.
+    """
+    path = Path(folder) / CONFIG_FILE
+    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    section = config.get(SECTION)
+    if section is not None and (section.get("method"), section.get("format")) != (method, FORMAT):
+        raise UnsupportedModelError(
+            f"{path} is of method {section.get('method')!r}, format {section.get('format')!r}; "
+            f"expected {method!r}, format {FORMAT}"
+        )
+    return config
+
+
+class TargetEmbedding:
+    """The target's embedding and LM head.
+
+    Where type and device are those of the file, the embedding is mapped from it and not copied. All
+    drafters on a machine, and other processes that map the file, then share its memory. The same
+    holds for the head, unless the compiled kernels pack it.
+
+    Attributes:
+        embedding: ``[V, hidden]``.
+        head: The LM head.
+        tokens: The target's token id of each row of the head, int64 ``[R]``; None: all, in order.
+    """
+
+    def __init__(
+        self, embedding: Tensor, head: Tensor, tokens: Tensor | None = None, int8: bool = False
+    ) -> None:
+        """Takes both tensors, ``[V, hidden]``.
+
+        With ``tokens``, the head keeps their rows alone; with ``int8``, 8 bits in blocks of 32.
+        """
+        if tokens is not None:
+            head = head[tokens.to(head.device)]
+        self.embedding, self.tokens = embedding, tokens
+        self.head = linear([head], int8)
+        packed = self.head.packed
+        self.private_bytes = sum(t.nbytes for t in packed.tensors().values()) if packed else 0
+        """Bytes of the packed head."""
+
+    @classmethod
+    def read(
+        cls,
+        folder: Path,
+        target: Path | None,
+        shape: LayerShape,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        int8: bool = False,
+    ) -> TargetEmbedding:
+        """Reads both from the drafter's folder if it holds them, otherwise from the target's.
+
+        Args:
+            folder: The drafter's.
+            target: The target's folder or file, if given.
+            shape: Expected shape.
+            dtype: Type of the model.
+            device: Device of the model.
+            int8: Whether the head gets 8 bits.
+
+        Raises:
+            UnsupportedModelError: Neither folder has them, or they have another shape; the ids of
+                the drafted tokens are missing or invalid.
+        """
+        tokens = drafted_tokens(folder, shape)
+        names = (EMBEDDING, HEAD)
+        source: ModelSource = ModelFolder(folder)
+        if EMBEDDING not in Checkpoint(folder, dtype, device):
+            if target is None:
+                raise UnsupportedModelError(
+                    f"{folder} has no {EMBEDDING}: it shares the target's; give the target's "
+                    "folder or GGUF file as the option target=PATH"
+                )
+            source = open_model(target)
+            tied = source.config().tied
+            names = (_TARGET_EMBEDDING, _TARGET_EMBEDDING if tied else HEAD)
+        found: list[Tensor] = []
+        for name in names:
+            found.append(source.tensor(name, dtype, device))
+            if found[-1].shape != (shape.vocab_size, shape.hidden):
+                raise UnsupportedModelError(
+                    f"{name!r} of {source.path} has shape {tuple(found[-1].shape)}, expected "
+                    f"{(shape.vocab_size, shape.hidden)}"
+                )
+        return cls(found[0], found[1], tokens, int8)
+
+
+@dataclass(frozen=True)
+class TargetOptions(BeamOptions):
+    """Options of every method whose drafters share a target's embedding and LM head."""
+
+    formats: ClassVar[tuple[str, ...]] = (*BeamOptions.formats, "int8")
+
+    target: str = ""
+    """Folder of the target, for its embedding and LM head; empty: the drafter's folder has them."""
+
+    @property
+    def target_folder(self) -> Path | None:
+        """Folder of the target, if given."""
+        return Path(self.target) if self.target else None
+
+    @property
+    def int8(self) -> bool:
+        """Whether matrices get 8 bits."""
+        return self.weights == "int8"
+
+    def torch_dtype(self, stored: torch.dtype) -> torch.dtype:
+        """Returns the type of the model: that of ``weights`` or, if it has none, ``stored``."""
+        known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+        return known.get(self.weights, stored)
+
+    def read_embedding(
+        self,
+        folder: Path,
+        fit: Fit,
+        shape: LayerShape,
+        dtype: torch.dtype,
+        device: str,
+    ) -> tuple[TargetEmbedding, Fit]:
+        """Checks the target, then reads its embedding and LM head (:class:`TargetEmbedding`).
+
+        Returns:
+            Both, and the fit to the given target.
+
+        Raises:
+            LoadError: The drafter in ``folder`` was made for another target.
+            UnsupportedModelError: See :meth:`TargetEmbedding.read`.
+        """
+        if self.target_folder is not None:
+            fit = check_target(folder, self.target_folder, fit)
+        target = self.target_folder
+        return TargetEmbedding.read(folder, target, shape, dtype, device, self.int8), fit

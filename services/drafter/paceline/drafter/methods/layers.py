@@ -1,4 +1,8 @@
-"""Layers of a drafter for one target: their shape, and their parts in plain dense PyTorch."""
+"""Layers of a drafter for one target: their shape, and their parts in plain dense PyTorch.
+
+A drafter may have a reduced vocabulary: only the most frequent tokens are drafted (EAGLE-3, section
+3).
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,54 @@ from torch.nn import functional as F
 
 from paceline.decoder import UnsupportedModelError, open_model
 from paceline.decoder.config import check_rope, rope_frequencies
-from paceline.decoder.linear import Linear
-from paceline.drafter.methods.vocabulary import DRAFT_TOKENS, draft_rows
+from paceline.decoder.model_source import remembered
+from paceline.decoder.weights import Linear, weight_files
 from paceline.kernels.blocks import quantise
+
+DRAFT_TOKENS = "d2t"
+"""Name of the tensor with the target's token id of each drafted token, rising; int64 ``[R]``."""
+
+
+def drafted_tokens(folder: Path, config: LayerShape) -> Tensor | None:
+    """Reads the target's id of each token that is drafted, int64 ``[R]``; None: all tokens.
+
+    Raises:
+        UnsupportedModelError: They are missing, or are not that many rising ids.
+    """
+    if not config.draft_vocab_size:
+        return None
+    from safetensors import safe_open
+
+    found = torch.empty(0)
+    for path in weight_files(folder):
+        file: Any = safe_open(str(path), framework="pt")
+        if DRAFT_TOKENS in file.keys():  # noqa: SIM118 - it is no mapping
+            found = file.get_tensor(DRAFT_TOKENS)
+    count, vocab = config.draft_vocab_size, config.vocab_size
+    valid = found.dtype == torch.int64 and found.shape == (count,)
+    if not valid or found[0] < 0 or found[-1] >= vocab or (found.diff() <= 0).any():
+        raise UnsupportedModelError(
+            f"{folder} has no valid tensor {DRAFT_TOKENS!r}, expected {count} rising token ids "
+            f"below {vocab}"
+        )
+    return found
+
+
+def draft_rows(drafted: Tensor | None, tokens: Tensor) -> Tensor:
+    """Returns the row of each token among the drafted ones.
+
+    Args:
+        drafted: Their ids, rising, int64 ``[R]``; None: all.
+        tokens: Token ids, int64 of any shape.
+
+    Returns:
+        int64 like ``tokens``; R for tokens that are not drafted.
+    """
+    if drafted is None:
+        return tokens
+    rows = torch.searchsorted(drafted, tokens.contiguous())
+    found = drafted[rows.clamp(max=len(drafted) - 1)] == tokens
+    return torch.where(found, rows, len(drafted))
 
 
 @dataclass(frozen=True)
@@ -123,19 +172,25 @@ class LayerShape:
 
     @cached_property
     def _rope(self) -> tuple[tuple[float, ...], float]:
-        from transformers import LlamaConfig
+        def compute() -> tuple[list[float], float]:
+            from transformers import LlamaConfig
 
-        hf = LlamaConfig(
-            hidden_size=self.hidden,
-            num_attention_heads=self.q_heads,
-            head_dim=self.head_dim,
-            max_position_embeddings=self.max_position,
-            rope_parameters=dict(self.rope_parameters),
-        )
-        check_rope(hf)
-        with torch.device("cpu"):  # even if the model is created on the meta device
-            frequencies, scaling = rope_frequencies(hf)
-        return tuple(frequencies.tolist()), scaling
+            hf = LlamaConfig(
+                hidden_size=self.hidden,
+                num_attention_heads=self.q_heads,
+                head_dim=self.head_dim,
+                max_position_embeddings=self.max_position,
+                rope_parameters=dict(self.rope_parameters),
+            )
+            check_rope(hf)
+            with torch.device("cpu"):  # even if the model is created on the meta device
+                frequencies, scaling = rope_frequencies(hf)
+            return frequencies.tolist(), scaling
+
+        shape = (self.hidden, self.q_heads, self.head_dim, self.max_position)
+        facts = ("rope", *shape, sorted(self.rope_parameters.items()))
+        frequencies, scaling = remembered(facts, compute)
+        return tuple(frequencies), scaling
 
 
 def target_fields(path: str | Path, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -201,7 +256,7 @@ class DraftModel(nn.Module):
         return head if self.d2t is None else head[self.d2t]
 
     def draft_rows(self, tokens: Tensor) -> Tensor:
-        """See :func:`~paceline.drafter.methods.vocabulary.draft_rows`."""
+        """See :func:`~paceline.drafter.methods.layers.draft_rows`."""
         return draft_rows(self.d2t, tokens)
 
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
-from paceline.drafter.builders import grow
 from paceline.drafter.methods.base import (
     Budget,
     Drafter,
@@ -19,8 +18,9 @@ from paceline.drafter.methods.base import (
     Generation,
     Resources,
     Update,
+    grow,
 )
-from paceline.drafter.methods.ngram.drafter import NgramDrafter
+from paceline.drafter.methods.ngram import NgramDrafter
 from paceline.service.sampling import rejects
 from paceline.tree import TokenTree
 

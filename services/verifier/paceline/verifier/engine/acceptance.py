@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.tree import TokenTree
 from paceline.verifier.engine.batch import BatchEntry
 from paceline.verifier.engine.errors import StepFailed
-from paceline.verifier.engine.job import Prefill, Round
+from paceline.verifier.engine.job import Decode, Prefill
 from paceline.verifier.engine.output import FinishReason, StepOutput
 from paceline.verifier.engine.sampler import Sampler, sample_batch, score_prompt
 from paceline.verifier.engine.sequence import HiddenStates
@@ -79,14 +79,14 @@ def accept(
     sampler = Sampler(sequence, logits[entry.logits], entry.tree, tokens)
     try:
         output = walk(entry.tree, sampler, sequence.generation.stop_ids, sequence.room)
+        output.logprobs, output.top_logprobs = sampler.logprobs, sampler.top_logprobs
         sequence.commit(output, states, entry.rows.start)
     except Exception:
         sequence.forget_uncommitted()
         raise
-    output.logprobs, output.top_logprobs = sampler.logprobs, sampler.top_logprobs
     output.committed = sequence.committed
     output.checked = len(entry.tree)
-    if isinstance(job, Round):
+    if isinstance(job, Decode):
         output.accepted = [job.nodes[node] for node in output.accepted]
     return output
 

@@ -12,7 +12,7 @@ from paceline.decoder import Decoder, ForwardResult, GraphRunner
 from paceline.decoder.graphs import table_row
 from paceline.kernels import MAX_TREE_NODES, TreeSegment, plan_trees
 from paceline.tree import EMPTY, TokenTree
-from paceline.verifier.engine.job import Job, Prefill, Round
+from paceline.verifier.engine.job import Decode, Job, Prefill
 from paceline.verifier.engine.observer import BatchObserver
 from paceline.verifier.engine.sequence import HiddenStates, Sequence
 from paceline.verifier.kv.base import SequenceKv
@@ -24,7 +24,7 @@ class BatchEntry:
 
     Attributes:
         job: The job.
-        tree: The nodes of a round that the scheduler admitted.
+        tree: The drafted nodes that the scheduler admitted.
         stop: Position after the entry's last one. Unit: tokens.
         logits: Its rows of the batch's logits: the anchor's and one per node, or the last one of a
             prefill; none in the middle of a prefill.
@@ -62,8 +62,8 @@ class Batch:
     def of(cls, entry: BatchEntry) -> Batch:
         """A batch of one entry of another batch."""
         batch = cls()
-        if isinstance(entry.job, Round):
-            batch.add_round(entry.job, entry.tree)
+        if isinstance(entry.job, Decode):
+            batch.add_decode(entry.job, entry.tree)
         elif isinstance(entry.job, Prefill):
             batch.add_prefill(entry.job, entry.stop)
         return batch
@@ -78,12 +78,12 @@ class Batch:
         blocks = self._blocks
         return sum(block.length * (block.start + (block.length + 1) // 2) for block in blocks)
 
-    def add_round(self, round_: Round, tree: TokenTree) -> None:
-        """Add the block of a round: the anchor and the tree under it."""
-        sequence, nodes = round_.sequence, 1 + len(tree)
+    def add_decode(self, job: Decode, tree: TokenTree) -> None:
+        """Add the block of a generation: the anchor and the tree under it."""
+        sequence, nodes = job.sequence, 1 + len(tree)
         first, start = len(self._logit_rows), sequence.committed
         self._logit_rows.extend(range(len(self), len(self) + nodes))
-        self._add_entry(round_, tree, start + nodes, slice(first, first + nodes), slice(0, 0))
+        self._add_entry(job, tree, start + nodes, slice(first, first + nodes), slice(0, 0))
         parents = None if tree.is_chain else (-1, *(parent + 1 for parent in tree.parents))
         self._add_block(start, [sequence.tokens[-1], *tree.tokens], parents)
         self._observe(sequence)

@@ -21,9 +21,10 @@ from paceline.decoder import Decoder, GraphRunner, use_device
 from paceline.tree import MAX_NODES, TokenTree
 from paceline.verifier.engine.acceptance import accept_batch
 from paceline.verifier.engine.batch import Batch
+from paceline.verifier.engine.drafting import Drafting, ReadTree
 from paceline.verifier.engine.errors import DeviceLost, SequenceClosed, StepFailed, device_lost
-from paceline.verifier.engine.job import Job, Prefill, Round, microseconds
-from paceline.verifier.engine.output import StepOutput
+from paceline.verifier.engine.job import Decode, Job, Prefill, microseconds
+from paceline.verifier.engine.output import NoDraft, StepOutput
 from paceline.verifier.engine.prefixes import PrefixCache
 from paceline.verifier.engine.queue import JobQueue
 from paceline.verifier.engine.sequence import Sequence
@@ -38,6 +39,10 @@ _T = TypeVar("_T")
 
 class Engine:
     """Runs steps while there is work: schedule a batch, run the model, accept tokens, answer.
+
+    It also owns the rounds: after a step of a generation it requests the next tree or queues the
+    next step. A generation whose tree is on its way holds nobody up. Without work the thread sleeps
+    until a tree, a command or the earliest timeout.
 
     The public methods are called on the event loop. They queue commands, which the thread runs in
     order between two steps: a release queued after a fork of the same sequence cannot overtake it,
@@ -55,6 +60,7 @@ class Engine:
         node_budget: int = MAX_NODES,
         graphs: GraphRunner | None = None,
         most_prefixes: int = 0,
+        read_tree: ReadTree | None = None,
     ) -> None:
         """Make an engine; :meth:`start` starts its thread.
 
@@ -65,10 +71,11 @@ class Engine:
                 up rounds.
             threads: Threads of one operation; None: PyTorch's setting.
             scheduler: Chooses the nodes of a step; None: all nodes are verified.
-            node_budget: Most drafted nodes that a client is to send.
+            node_budget: Maximum number of drafted nodes in a tree.
             graphs: CUDA graphs of the model, where KV lies in pages.
             most_prefixes: Most ended texts whose KV is kept for prompts that begin like them; 0: no
                 prompt reuses the KV of another one, unless it names its cache.
+            read_tree: Reads and checks a drafted tree; None: it is not checked.
         """
         self._decoder = decoder
         self._threads = threads
@@ -79,7 +86,11 @@ class Engine:
         self.prefixes = PrefixCache(most_prefixes)
         self._reuses = most_prefixes > 0
         self._queue = JobQueue(step_tokens, prefill_tokens, self.prefixes)
-        self._running: Batch | None = None
+        self._drafting = Drafting(
+            self._thread.waiter, read_tree or (lambda tree, job: TokenTree.from_proto(tree))
+        )
+        self._decodes: dict[Sequence, Decode] = {}
+        self._steps = 0
         self._stopping = False
         self._lost: Future[None] = Future()
         self.on_step: Callable[[float, int, float | None], None] | None = None
@@ -90,12 +101,6 @@ class Engine:
     def device(self) -> torch.device:
         """Device of the model and the KV."""
         return self._decoder.device
-
-    @property
-    def in_step(self) -> list[Job]:
-        """Jobs in the running step; all others wait. Any thread may read it."""
-        batch = self._running
-        return [] if batch is None else [entry.job for entry in batch.entries]
 
     def start(self) -> None:
         """Start the thread. Jobs notify the running event loop."""
@@ -120,9 +125,21 @@ class Engine:
         """
         self._thread.submit(partial(self._begin_prefill, job, parent))
 
-    def verify(self, job: Round) -> None:
-        """Queue a round."""
-        self._thread.submit(partial(self._queue.add, job))
+    def decode(self, job: Decode) -> None:
+        """Run steps of a generation until it ends, is cancelled or fails."""
+        self._thread.submit(partial(self._begin_decode, job))
+
+    def grant(self, job: Decode, steps: int) -> None:
+        """Allow a generation more steps."""
+        self._thread.submit(partial(self._grant, job, steps))
+
+    def cancel(self, job: Decode) -> None:
+        """End a generation's steps, after the running one. No effect on a job that is done."""
+        self._thread.submit(partial(self._cancel, job))
+
+    def drafting(self, command: Callable[[Drafting], None]) -> None:
+        """Run a command on the engine's drafter services."""
+        self._thread.submit(partial(command, self._drafting))
 
     async def release(self, sequence: Sequence) -> None:
         """End the jobs of a sequence, and free its memory or keep it for other prompts.
@@ -141,9 +158,14 @@ class Engine:
         use_device(self.device)
         with torch.inference_mode():
             while not self._stopping:
-                self._thread.run_commands(wait=not self._queue)
+                wait = 0.0 if self._queue else self._drafting.wait_seconds(perf_counter())
+                self._drafting.read(self._thread.run_commands(wait))
+                self._queue_ready()
                 self._step()
+                self._close_ended()
+                self._drafting.flush(self._steps)  # first: drafters work while clients are answered
                 self._notify()
+                self._learn_step()
 
     def _step(self) -> None:
         began = perf_counter()
@@ -152,6 +174,7 @@ class Engine:
             self._schedule(batch)
             if not batch.entries:
                 return
+            self._steps += 1
             outputs = self._run_batch(batch)
         except Exception as error:
             _log.exception("step failed", extra={"batch_tokens": len(batch)})
@@ -164,23 +187,23 @@ class Engine:
             self.on_step(ended - began, len(batch), decided)
 
     def _schedule(self, batch: Batch) -> None:
-        """Fill a batch with prefills, then with rounds and the nodes admitted beside them."""
+        """Fill a batch with prefills, then with generations and the nodes admitted beside them."""
         self._queue.add_prefills(batch)
-        rounds = self._queue.take_rounds()
-        trees = self._admit(rounds, batch) if rounds else []
-        for job, tree in zip(rounds, trees, strict=True):
-            batch.add_round(job, tree)
+        jobs = self._queue.take_decodes()
+        trees = self._admit(jobs, batch) if jobs else []
+        for job, tree in zip(jobs, trees, strict=True):
+            batch.add_decode(job, tree)
 
-    def _admit(self, rounds: list[Round], batch: Batch) -> list[TokenTree]:
+    def _admit(self, jobs: list[Decode], batch: Batch) -> list[TokenTree]:
         """The nodes of each tree that are worth their time in this batch."""
-        trees = [round_.tree for round_ in rounds]
+        trees = [job.tree for job in jobs]
         if self._scheduler is None:
             return trees
-        tokens = len(batch) + len(rounds)
-        attended = batch.attended + sum(len(round_.sequence.tokens) for round_ in rounds)
+        tokens = len(batch) + len(jobs)
+        attended = batch.attended + sum(len(job.sequence.tokens) for job in jobs)
         try:
-            return self._scheduler.admit(rounds, trees, Step(tokens, attended, len(rounds)))
-        except Exception:  # the rounds have left the queue: none may be lost
+            return self._scheduler.admit(jobs, trees, Step(tokens, attended, len(jobs)))
+        except Exception:  # the jobs have left the queue: none may be lost
             self._drop_scheduler()
             return trees
 
@@ -193,12 +216,8 @@ class Engine:
         Raises:
             Exception: The model could not be run. All sequences are as before.
         """
-        self._running = batch
-        try:
-            logits, states = batch.forward(self._decoder, self._graphs)
-            return accept_batch(batch.entries, logits, states)
-        finally:
-            self._running = None
+        logits, states = batch.forward(self._decoder, self._graphs)
+        return accept_batch(batch.entries, logits, states)
 
     def _run_one_by_one(self, failed: Batch, error: Exception) -> None:
         """Run each entry of a failed batch in its own batch; those that fail again end.
@@ -232,28 +251,89 @@ class Engine:
                 output.queue_us = microseconds(began - job.ready_at)
                 output.step_us = microseconds(ended - began)
                 output.batch_tokens = len(batch)
-                output.node_budget = self._next_budget(job)
+                if isinstance(job, Decode):
+                    output.node_budget = self._budget(job)
             job.add_output(output, began, ended)
-            if self._scheduler is not None and job.done and job.sequence.finish is None:
-                assert output is not None
-                self._scheduler.budget_sent(job.sequence, output.node_budget)
-            if self._reuses and job.done and isinstance(job, Prefill):
-                self.prefixes.add(job.sequence)
             if job.notifies:
                 self._queue.updated.append(job)
-            if not job.done:
+            if isinstance(job, Decode):
+                if not job.done:
+                    self._plan(job)
+            elif not job.done:
                 self._queue.add(job)
+            elif self._reuses:
+                self.prefixes.add(job.sequence)
         if any(entry.job.error is not None for entry in batch.entries):
             self._check_device()
 
-    def _next_budget(self, job: Job) -> int:
-        scheduler = self._scheduler
-        if scheduler is None:
-            return self._node_budget
-        budget = scheduler.budget(job.sequence)
-        if budget and isinstance(job, Round) and scheduler.suspended(job.sequence):
-            job.steps = 1  # a free run because it could not draft ends when it can
-        return budget
+    def _budget(self, job: Decode) -> int:
+        """Nodes to draft for the next step at most; 0: drafting does not pay."""
+        name = self._drafting.name_of(job)
+        if name is None:
+            return 0
+        job.sequence.drafter = name
+        return (
+            self._node_budget if self._scheduler is None else self._scheduler.budget(job.sequence)
+        )
+
+    def _plan(self, job: Decode) -> None:
+        """Request the next tree of a generation, or queue its next step, if it has credits."""
+        if not job.credits:
+            return  # until it is granted more
+        now = perf_counter()
+        budget = self._budget(job)
+        nodes = budget or (self._node_budget if job.always_draft else 0)
+        asked = False
+        if self._drafting.name_of(job) is None:
+            job.no_draft = NoDraft.NO_DRAFTER
+        elif not nodes:
+            job.no_draft = NoDraft.NODE_BUDGET
+        elif job.sequence.room <= 1:
+            job.no_draft = NoDraft.LAST_TOKEN
+        else:
+            asked = self._drafting.ask(job, nodes, now)
+        if self._scheduler is not None and (asked or not nodes):
+            self._scheduler.budget_sent(job.sequence, nodes)
+        if not asked:
+            self._queue.add(job)
+
+    def _queue_ready(self) -> None:
+        """Queue the generations whose wait for a tree is over."""
+        drafting = self._drafting
+        drafting.expire(perf_counter())
+        ready, drafting.ready = drafting.ready, []
+        for job in ready:
+            job.ready_at = perf_counter()
+            self._queue.add(job)
+
+    def _begin_decode(self, job: Decode) -> None:
+        if job.sequence.released:
+            self._queue.fail(job, SequenceClosed("the cache was released"))
+            return
+        self._decodes[job.sequence] = job
+        self._plan(job)
+
+    def _grant(self, job: Decode, steps: int) -> None:
+        paused = not job.credits and not job.done and self._decodes.get(job.sequence) is job
+        job.credits += steps
+        if paused and job.credits:
+            job.ready_at = job.round_began = perf_counter()
+            self._plan(job)
+
+    def _cancel(self, job: Decode) -> None:
+        """End a job that is not queued; the queue ends the others."""
+        job.cancelled = True
+        if not job.done and not job.queued:
+            job.done = True
+            self._queue.updated.append(job)
+
+    def _close_ended(self) -> None:
+        """Close the sequences of jobs that ended at their drafters."""
+        for job in self._queue.updated:
+            if job.done and isinstance(job, Decode):
+                self._drafting.close(job)
+                if self._decodes.get(job.sequence) is job:
+                    del self._decodes[job.sequence]
 
     def _learn(
         self, batch: Batch, outputs: Items[StepOutput | None], began: float, ended: float
@@ -269,12 +349,21 @@ class Engine:
             served = [
                 Served(entry.job, entry.tree, output)
                 for entry, output in zip(batch.entries, outputs, strict=True)
-                if isinstance(entry.job, Round) and output is not None
+                if isinstance(entry.job, Decode) and output is not None
             ]
             return self._scheduler.stepped(began, ended, served)
         except Exception:  # the step's answers must go out
             self._drop_scheduler()
             return None
+
+    def _learn_step(self) -> None:
+        """Have the scheduler learn from the step, after its trees were requested."""
+        if self._scheduler is None:
+            return
+        try:
+            self._scheduler.learn()
+        except Exception:
+            self._drop_scheduler()
 
     def _drop_scheduler(self) -> None:
         _log.exception("the scheduler failed; all nodes are verified from now on")
@@ -306,12 +395,23 @@ class Engine:
             self._scheduler.forget(sequence)
         closed = SequenceClosed("the cache was released")
         self._queue.fail_all(lambda job: job.sequence is sequence, closed)
+        job = self._decodes.get(sequence)
+        if job is not None and not job.done:
+            self._queue.fail(job, closed)
+        self._close_ended()
         self._notify()
 
     def _end(self) -> None:
         self._stopping = True
         self.prefixes.clear()
-        self._queue.fail_all(lambda job: True, StepFailed("the verifier is stopping"))
+        stopping = StepFailed("the verifier is stopping")
+        self._queue.fail_all(lambda job: True, stopping)
+        for job in list(self._decodes.values()):
+            if not job.done:
+                self._queue.fail(job, stopping)
+        self._close_ended()
+        for link in list(self._drafting.links):
+            self._drafting.leave(link, "the verifier is stopping")
 
     def _notify(self) -> None:
         """Have the event loop notify the waiters of jobs that ended or have output."""

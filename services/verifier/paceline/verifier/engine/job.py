@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -10,13 +11,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.tree import EMPTY, TokenTree
-from paceline.verifier.engine.output import StepOutput
+from paceline.verifier.engine.output import Draft, NoDraft, StepOutput
 
 if TYPE_CHECKING:
+    from paceline.verifier.engine.drafting import DraftSequence
     from paceline.verifier.engine.sequence import Sequence
+    from paceline.verifier.telemetry import RoundSpans
 
 _MESSAGE_GAP = 0.010
-"""Least time between two notifications of a free run. Unit: seconds.
+"""Minimum time between two notifications of plain steps. Unit: seconds.
 
 A notification competes with the next step for the interpreter, and wakes the client's process."""
 
@@ -34,7 +37,8 @@ class Job:
         sequence: The sequence.
         error: Why the job failed; None: it did not.
         done: Whether the engine is finished with it.
-        cancelled: Set by the event loop; the job ends after the running step.
+        cancelled: Whether it ends after the running step.
+        queued: Whether it waits for a step.
         ready_at: When it started to wait for its next step (time.perf_counter).
         notifies: Whether the event loop is to be notified of the newest step.
         on_done: Called once on the event loop when it is done, after its waiter has run.
@@ -45,6 +49,7 @@ class Job:
         self.error: Exception | None = None
         self.done = False
         self.cancelled = False
+        self.queued = False
         self.ready_at = perf_counter()
         self.notifies = True
         self.on_done: Callable[[], None] | None = None
@@ -128,48 +133,86 @@ class Prefill(Job):
         self.done = output is not None
 
 
-class Round(Job):
-    """One round of a sequence: the verification of one tree, or a free run of plain steps.
+class Decode(Job):
+    """The steps of one generation, for as long as a Generate stream lasts.
+
+    Between two steps it waits for a step (``queued``), for a tree, or for credits. Only the engine
+    thread uses its attributes, but for ``outputs``: it appends on the right, and the event loop
+    takes from the left.
 
     Attributes:
-        number: The client's round_id.
-        drafted: Nodes of the tree as it was drafted.
-        tree: The tree to verify, most likely nodes first, without nodes too deep to be emitted.
+        drafter: NAME or NAME@VERSION; empty: the verifier's default; None: no drafter.
+        always_draft: Draft before every step, whatever the scheduler says.
+        max_nodes: Maximum number of drafted nodes; 0: no limit of its own.
+        timeout: Time after which a step goes on without its tree; None: by the drafter's mean time.
+            Unit: seconds.
+        credits: Steps that may still be run.
+        outputs: One for each step that the event loop has not taken.
+        draft: The tree that was drafted for the next step; None: there is none.
+        tree: Its nodes to verify, likeliest first, without nodes too deep to be emitted.
         nodes: Index in the drafted tree of each node of ``tree``.
-        steps: Steps still to run.
-        deadline: When a free run ends at the latest (time.perf_counter); None: never. A round
-            that waited past its deadline still runs one step: its client may repeat the round and
-            get the stored answer.
-        outputs: One for each step so far. The engine appends, the event loop reads.
+        no_draft: Why there is no tree.
+        sequence_at_drafter: Its sequence at a drafter service; None: it is open at none.
+        retry_at: When it may be opened at a drafter again after a failure (time.perf_counter).
+        failures: Failures of drafting since the last tree.
+        fallbacks: Those that were not reported: reason and message.
+        spans: Spans of the next round; None: it is not traced.
+        round_began: When the step before ended (time.perf_counter).
     """
 
     def __init__(
         self,
         sequence: Sequence,
-        number: int,
-        tree: TokenTree = EMPTY,
-        steps: int = 1,
-        deadline: float | None = None,
+        *,
+        drafter: str | None = None,
+        always_draft: bool = False,
+        max_nodes: int = 0,
+        timeout: float | None = None,
+        credits: int = 0,
+        spans: RoundSpans | None = None,
     ) -> None:
-        """Make a round of the drafted ``tree``."""
+        """Make a job; see the attributes."""
         super().__init__(sequence)
-        self.number = number
-        self.drafted = len(tree)
-        self.tree, self.nodes = rank(tree, sequence.room - 1)
-        self.steps = steps
-        self.deadline = deadline
-        self.outputs: list[StepOutput] = []
+        self.drafter = drafter
+        self.always_draft = always_draft
+        self.max_nodes = max_nodes
+        self.timeout = timeout
+        self.credits = credits
+        self.outputs: deque[StepOutput] = deque()
+        self.draft: Draft | None = None
+        self.tree: TokenTree = EMPTY
+        self.nodes: tuple[int, ...] = ()
+        self.no_draft = NoDraft.NO_DRAFTER
+        self.sequence_at_drafter: DraftSequence | None = None
+        self.retry_at = 0.0
+        self.failures = 0
+        self.fallbacks: list[tuple[str, str]] = []
+        self.spans = spans
+        self.round_began = self.ready_at
         self._notified_at = float("-inf")
 
+    def set_draft(self, draft: Draft) -> None:
+        """Take the tree for the next step."""
+        self.draft = draft
+        self.tree, self.nodes = rank(draft.tree, self.sequence.room - 1)
+
     def add_output(self, output: StepOutput | None, began: float, ended: float) -> None:
-        """Add the output of a step."""
-        assert output is not None, "every step of a round emits"
-        self.steps -= 1
-        self.ready_at = ended
+        """Add the output of a step, and forget its tree."""
+        assert output is not None, "every step of a generation emits"
+        draft, fallbacks = self.draft, self.fallbacks
+        output.draft = draft
+        output.no_draft = None if draft is not None else self.no_draft
+        output.fallbacks = fallbacks
+        output.began, output.ended, output.round_began = began, ended, self.round_began
+        if self.spans is not None:
+            output.spans = self.spans.take()
+        self.draft, self.tree, self.nodes, self.fallbacks = None, EMPTY, (), []
+        self.credits -= 1
+        self.ready_at = self.round_began = ended
         self.outputs.append(output)
-        late = self.deadline is not None and ended >= self.deadline
-        self.done = self.steps == 0 or output.finish is not None or self.cancelled or late
-        self.notifies = self.done or ended - self._notified_at >= _MESSAGE_GAP
+        self.done = output.finish is not None or self.cancelled
+        at_once = self.done or draft is not None or not self.credits
+        self.notifies = at_once or ended - self._notified_at >= _MESSAGE_GAP
         if self.notifies:
             self._notified_at = ended
 
@@ -189,6 +232,9 @@ def rank(tree: TokenTree, max_depth: int) -> tuple[TokenTree, tuple[int, ...]]:
         return tree, ()
     confidences = tuple(min(each, _MAX_CONFIDENCE) for each in tree.acceptance_probabilities)
     tree = TokenTree(tree.tokens, tree.parents, confidences, tree.proposals)
+    if tree.is_chain:  # survival falls along it
+        tree = tree.first(max_depth)
+        return tree, tuple(range(len(tree)))
     order = np.argsort(-tree.survivals, kind="stable").tolist()  # of equal ones, parents first
     nodes = tuple(node for node in order if tree.depths[node] <= max_depth)
     if nodes == tuple(range(len(tree))):

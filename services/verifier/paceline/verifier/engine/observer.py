@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from paceline.kernels import NotedBlock, Probe, TreeSegment
-from paceline.kv.scores import ScoreObserver
+from paceline.kv.selection import ScoreObserver
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from paceline.kernels import CHUNK
 from paceline.verifier.engine.batch import Batch
 from paceline.verifier.engine.errors import SequenceClosed, StepFailed
-from paceline.verifier.engine.job import Job, Prefill, Round
+from paceline.verifier.engine.job import Decode, Job, Prefill
 from paceline.verifier.engine.prefixes import PrefixCache
 from paceline.verifier.kv.base import OutOfMemory
 
 
 class JobQueue:
-    """Waiting rounds and prefills, in order of arrival. Only the engine thread uses it.
+    """Generations and prefills that wait for a step, in order. Only the engine thread uses it.
 
     A job that was cancelled, or whose KV cannot grow, ends when it is taken from the queue.
 
@@ -27,18 +27,19 @@ class JobQueue:
         self._prefixes = prefixes
         self._step_tokens = step_tokens
         self._prefill_tokens = prefill_tokens
-        self._rounds: deque[Round] = deque()
+        self._decodes: deque[Decode] = deque()
         self._prefills: deque[Prefill] = deque()
         self.updated: list[Job] = []
 
     def __len__(self) -> int:
         """Number of waiting jobs."""
-        return len(self._rounds) + len(self._prefills)
+        return len(self._decodes) + len(self._prefills)
 
     def add(self, job: Job) -> None:
         """Append a job."""
-        if isinstance(job, Round):
-            self._rounds.append(job)
+        job.queued = True
+        if isinstance(job, Decode):
+            self._decodes.append(job)
         elif isinstance(job, Prefill):
             self._prefills.append(job)
 
@@ -49,28 +50,29 @@ class JobQueue:
 
     def fail_all(self, fails: Callable[[Job], bool], error: Exception) -> None:
         """End the waiting jobs for which ``fails`` is true, with an error."""
-        for job in [*self._rounds, *self._prefills]:
+        for job in [*self._decodes, *self._prefills]:
             if fails(job):
                 self.fail(job, error)
-        self._rounds = deque(job for job in self._rounds if not job.done)
+        self._decodes = deque(job for job in self._decodes if not job.done)
         self._prefills = deque(job for job in self._prefills if not job.done)
 
-    def take_rounds(self) -> list[Round]:
-        """Take rounds, as many as one step has tokens for, and reserve their KV."""
-        rounds: list[Round] = []
+    def take_decodes(self) -> list[Decode]:
+        """Take generations, as many as one step has tokens for, and reserve their KV."""
+        taken: list[Decode] = []
         left = self._step_tokens
-        for _ in range(len(self._rounds)):
-            job = self._rounds.popleft()
+        for _ in range(len(self._decodes)):
+            job = self._decodes.popleft()
             tokens = 1 + len(job.tree)
             if self._cancelled(job):
                 continue
-            if rounds and left < tokens:
-                self._rounds.appendleft(job)
+            if taken and left < tokens:
+                job.queued = True
+                self._decodes.appendleft(job)
                 break
             if self._reserve(job, job.sequence.committed + tokens):
-                rounds.append(job)
+                taken.append(job)
                 left -= tokens
-        return rounds
+        return taken
 
     def add_prefills(self, batch: Batch) -> None:
         """Take prefills and add their next parts, which share the step's prompt tokens."""
@@ -89,6 +91,8 @@ class JobQueue:
                 left -= stop - start
 
     def _cancelled(self, job: Job) -> bool:
+        """Take a job from the queue; whether it ended without a step."""
+        job.queued = False
         if job.sequence.released:
             self.fail(job, SequenceClosed("the cache was released"))
         elif job.cancelled:

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from paceline.kernels import History, SamplingParams
+from paceline.v1 import sampling_pb2
 from paceline.verifier.engine.output import FinishReason, StepOutput
 from paceline.verifier.kv.base import SequenceKv
 from paceline.verifier.kv.taps import Taps
 
 if TYPE_CHECKING:
-    from paceline.kv.scores import ScoreObserver
+    from paceline.kv.selection import ScoreObserver
     from paceline.verifier.grammar import Grammar
 
 
@@ -31,10 +32,9 @@ class Generation:
         top_logprobs: Likeliest tokens to report with each emitted one; None: no log-probabilities.
         taps: Hidden states to keep for drafters; None: none.
         grammar: Grammar of the output; None: none.
-        drafter: Name of the drafter that the client uses; None: none, or not sent. Unlike the
-            other fields it does not influence the tokens.
         prompt_logprobs: Likeliest tokens to report with each prompt token but the first; None: no
             log-probabilities of the prompt.
+        sampling_message: The sampling parameters as they were received, for drafters.
     """
 
     prompt: tuple[int, ...]
@@ -45,8 +45,8 @@ class Generation:
     top_logprobs: int | None = None
     taps: Taps | None = None
     grammar: Grammar | None = None
-    drafter: str | None = None
     prompt_logprobs: int | None = None
+    sampling_message: sampling_pb2.SamplingParams | None = None
 
 
 HiddenStates = Mapping[int, Tensor]
@@ -70,7 +70,9 @@ class Sequence:
         released: Whether it has ended and runs no more jobs.
         tokens: Prompt and output.
         finish: Why the generation ended; None: it has not ended.
-        drafter: Name of the drafter that its client uses; see the request.
+        drafter: Name of the drafter that drafts for it; None: none did yet.
+        read_grant: Capability that only lets its holder read committed KV.
+        logprobs: Of the tokens that it emitted, and the likeliest pairs, if the request has them.
         observers: Score committed positions while its rounds are verified. The event loop adds and
             removes them, the engine thread copies the list for each step.
         listeners: Called on the event loop, which owns them, after steps and at the release.
@@ -87,7 +89,10 @@ class Sequence:
         self.guide = None if grammar is None else grammar.begin(generation.output)
         self._committed = 0
         self.finish: FinishReason | None = None
-        self.drafter = generation.drafter
+        self.drafter: str | None = None
+        self.read_grant = b""
+        self.logprobs: list[float] = []
+        self.top_logprobs: list[list[tuple[int, float]]] = []
         self.observers: list[ScoreObserver] = []
         self.listeners: set[Callable[[], None]] = set()
 
@@ -110,6 +115,11 @@ class Sequence:
     def room(self) -> int:
         """Tokens that may still be emitted."""
         return self.generation.length_limit - len(self.tokens)
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens after the prompt."""
+        return len(self.tokens) - len(self.generation.prompt)
 
     @property
     def prefilling(self) -> bool:
@@ -158,7 +168,10 @@ class Sequence:
             self.segment.keep([anchor + each for each in rows], anchor + 1)
         if anchor >= self.committed:  # not after a prefill, which committed the whole text
             self.record(anchor, states, [row, *(row + each for each in rows)])
+        output.position = self.output_tokens
         self.tokens += output.tokens
+        self.logprobs += output.logprobs
+        self.top_logprobs += output.top_logprobs
         self.finish = output.finish
         self.committed = len(self.tokens) - 1
 

@@ -10,15 +10,22 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+from paceline.service.exchange import Waiter
+
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
 class CommandThread:
-    """Runs commands in the order of their submission, when its work calls :meth:`run_commands`."""
+    """Runs commands in the order of their submission, when its work calls :meth:`run_commands`.
+
+    Attributes:
+        waiter: What the thread waits with. Its work adds sockets.
+    """
 
     def __init__(self, name: str) -> None:
         """Make a thread; :meth:`start` starts it."""
+        self.waiter = Waiter()
         self._name = name
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -33,6 +40,7 @@ class CommandThread:
     def submit(self, command: Callable[[], None]) -> None:
         """Queue a command."""
         self._commands.put(command)
+        self.waiter.wake()
 
     async def call(self, action: Callable[[], _T]) -> _T:
         """Run ``action`` as a command, or at once if the thread does not run.
@@ -50,26 +58,31 @@ class CommandThread:
             except Exception as error:
                 answer.set_exception(error)
 
-        self._commands.put(run)
+        self.submit(run)
         return await asyncio.shield(asyncio.wrap_future(answer))  # a cancelled caller stops nothing
 
     async def stop(self, last: Callable[[], None]) -> None:
         """Run ``last``, which has the work return, and join the thread."""
         if self._thread is None:
             return
-        self._commands.put(last)
+        self.submit(last)
         await asyncio.to_thread(self._thread.join)
         self._thread = None
-        self.run_commands()
+        self.run_commands(0.0)
 
-    def run_commands(self, *, wait: bool = False) -> None:
-        """Run the queued commands; with ``wait``, wait for one first. Called by the work."""
-        while wait or not self._commands.empty():
-            wait = False
+    def run_commands(self, seconds: float | None) -> list[int]:
+        """Wait at most ``seconds`` (None: for ever) for commands and sockets; run the commands.
+
+        Returns:
+            Descriptors of sockets that are ready.
+        """
+        ready = self.waiter.wait(seconds)
+        while not self._commands.empty():
             try:
                 self._commands.get()()
             except Exception:
                 _log.exception("engine command failed")
+        return ready
 
     def call_loop(self, callback: Callable[[], None]) -> None:
         """Have the event loop call ``callback``. Any thread may call this."""

@@ -105,7 +105,7 @@ class SequenceKv(ABC):
     @abstractmethod
     def layer(self, index: int) -> tuple[Plane, Plane]:
         """Returns keys and values of a layer, each ``[kv_heads, capacity, head_dim]``
-        (int8 as in :mod:`paceline.kernels.cache_rows`)."""
+        (int8 as in :mod:`paceline.kernels.caches`)."""
 
     @abstractmethod
     def gather(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:

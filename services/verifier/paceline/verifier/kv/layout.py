@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.kernels.cache_rows import row_width
+from paceline.kernels.caches import row_width
 from paceline.kv.segment import HEADER_BYTES
 
 BLOCK_TOKENS = 256
@@ -32,7 +32,7 @@ class KvLayout:
         layers: Decoder layers.
         kv_heads: Key/value heads per layer.
         head_dim: Elements per head.
-        dtype: Type of keys and values; int8 as in :mod:`paceline.kernels.cache_rows`.
+        dtype: Type of keys and values; int8 as in :mod:`paceline.kernels.caches`.
         hidden: Elements of a hidden state.
         hidden_dtype: Type of hidden states.
     """

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from paceline.decoder import ACCELERATORS
 from paceline.kernels import PagedPlane
-from paceline.kv.cuda_driver import CudaDriver, DriverError, cuda_driver
-from paceline.kv.cuda_memory import ExportedMemory
+from paceline.kv.cuda import CudaDriver, DriverError, ExportedMemory, cuda_driver
 from paceline.v1 import kv_pb2
 from paceline.verifier.kv.base import OutOfMemory, SequenceKv
 from paceline.verifier.kv.layout import BLOCK_TOKENS, TREE_TOKENS, KvLayout, round_up

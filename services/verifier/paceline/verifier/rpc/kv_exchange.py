@@ -11,7 +11,7 @@ from paceline.kv.policies import load_policy
 from paceline.kv.selection import SelectionPolicy, Streaming
 from paceline.kv.wire import WIRE_TYPES, cache_dtype
 from paceline.service import ServiceError
-from paceline.service.locality import is_local_peer
+from paceline.service.identity import is_local_peer
 from paceline.v1 import kv_pb2, kv_pb2_grpc
 from paceline.verifier.cache import CAPABILITY_BYTES, Cache
 from paceline.verifier.kv.base import SequenceKv

@@ -10,15 +10,15 @@ from paceline.service import ServiceError
 from paceline.service.sampling import sampling_params
 from paceline.tree import MAX_NODES, TokenTree, TreeError
 from paceline.v1 import sampling_pb2, tree_pb2, verifier_pb2
+from paceline.verifier.engine.drafting import MAX_NAME
 from paceline.verifier.engine.output import FinishReason, StepOutput
-from paceline.verifier.engine.sequence import Generation
+from paceline.verifier.engine.sequence import Generation, Sequence
 from paceline.verifier.grammar import MAX_SCHEMA_BYTES, Grammar, GrammarError, Grammars, Kind
 from paceline.verifier.kv.taps import Taps
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_TOKENS = 1024
 MAX_LOGIT_BIAS = 4096
-MAX_NAME = 256
 
 _FINISH = {
     None: sampling_pb2.FINISH_REASON_UNSPECIFIED,
@@ -32,7 +32,7 @@ _invalid = ServiceError.invalid_argument
 
 
 async def read_generation(
-    request: verifier_pb2.CreateCacheRequest, model: Model, grammars: Grammars
+    request: verifier_pb2.CreateCacheRequest, model: Model, grammars: Grammars, taps: Taps | None
 ) -> Generation:
     """Read and check a generation request.
 
@@ -40,6 +40,7 @@ async def read_generation(
         request: The request.
         model: The served model.
         grammars: Compiler for the request's constraint.
+        taps: Hidden states that its drafter reads; None: none.
 
     Raises:
         ServiceError: INVALID_ARGUMENT.
@@ -99,10 +100,10 @@ async def read_generation(
         length_limit=limit,
         stop_ids=frozenset(stop_ids),
         top_logprobs=request.top_logprobs if logprobs else None,
-        taps=_read_taps(request, model),
+        taps=taps,
         grammar=await _read_grammar(request.sampling, tuple(output), grammars),
-        drafter=request.drafter if request.HasField("drafter") else None,
         prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
+        sampling_message=request.sampling,
     )
 
 
@@ -129,20 +130,18 @@ def read_sampling(message: sampling_pb2.SamplingParams, model: Model) -> Samplin
         raise _invalid("INVALID_SAMPLING", str(error)) from error
 
 
-def read_tree(
-    message: tree_pb2.TokenTree, model: Model, sampling: SamplingParams, position: int
-) -> TokenTree:
+def read_tree(message: tree_pb2.TokenTree, model: Model, sequence: Sequence) -> TokenTree:
     """Read and check a drafted tree.
 
     Args:
         message: The tree.
         model: The served model.
-        sampling: The generation's.
-        position: Absolute position of the anchor's children.
+        sequence: What it was drafted for.
 
     Raises:
         ServiceError: INVALID_ARGUMENT.
     """
+    sampling = sequence.generation.sampling
     if len(message.distributions) and not sampling.rejection:
         raise _invalid(
             "BAD_TREE",
@@ -152,7 +151,7 @@ def read_tree(
         tree = TokenTree.from_proto(message, MAX_NODES)
         tree.check(model.vocab_size)
         if sampling.rejection:
-            tree.check_samples(sampling.seed, position)
+            tree.check_samples(sampling.seed, len(sequence.tokens))
     except TreeError as error:
         raise _invalid(error.reason, str(error)) from error
     return tree
@@ -207,21 +206,6 @@ async def _read_grammar(
     except GrammarError as error:
         raise _invalid("INVALID_SCHEMA", str(error)) from error
     return grammar
-
-
-def _read_taps(request: verifier_pb2.CreateCacheRequest, model: Model) -> Taps | None:
-    layers = sorted(set(request.hidden_state_layers))
-    if not layers:
-        return None
-    if layers[-1] >= model.layers:
-        raise _invalid(
-            "LAYER_OUT_OF_RANGE",
-            f"hidden states of layer {layers[-1]} were requested, but the model has "
-            f"{model.layers} layers, counted from 0; is the drafter made for another target?",
-        )
-    # A window as long as the context is the same as none.
-    window = request.hidden_state_window
-    return Taps(tuple(layers), window if window < model.max_context else 0)
 
 
 def _check_tokens(name: str, tokens: Items[int], model: Model) -> None:

@@ -13,8 +13,9 @@ from paceline.verifier.engine.engine import Engine
 from paceline.verifier.engine.job import Prefill
 from paceline.verifier.model import ModelInfo
 from paceline.verifier.rpc.errors import as_service_errors, cache_not_found
+from paceline.verifier.rpc.exchange import DraftExchangeServicer
+from paceline.verifier.rpc.generate import GenerateStream
 from paceline.verifier.rpc.messages import read_generation, write_result, write_top
-from paceline.verifier.rpc.stream import VerifyStream
 from paceline.verifier.store import CacheNotFound, CacheStore
 from paceline.verifier.telemetry import Telemetry
 
@@ -28,12 +29,14 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         store: CacheStore,
         engine: Engine,
         gate: Gate,
+        exchange: DraftExchangeServicer,
         telemetry: Telemetry,
     ) -> None:
         self._model = model
         self._store = store
         self._engine = engine
         self._gate = gate
+        self._exchange = exchange
         self._telemetry = telemetry
         self._grammars = model.grammars()
 
@@ -44,12 +47,15 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         response = self._model.response(request)
         response.draining = self._gate.closed
         response.generations = self._store.unfinished
+        response.drafter_services.extend(self._exchange.joined())
         return response
 
     async def CreateCache(self, request: verifier_pb2.CreateCacheRequest, context: Any) -> None:
         """Prefill a prompt; stream progress, then the capabilities and the first token."""
         with self._gate.enter(), as_service_errors():
-            generation = await read_generation(request, self._model.message, self._grammars)
+            taps = self._exchange.taps(None if request.drafter == "none" else request.drafter)
+            model = self._model.message
+            generation = await read_generation(request, model, self._grammars, taps)
             owner = owner_of(context)
             parent = None
             if request.parent_handle:
@@ -58,7 +64,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             self._telemetry.admitted(cache)
             try:
                 prefill = Prefill(cache.sequence)
-                self._telemetry.report(cache, prefill, request.traceparent)
+                self._telemetry.report_prefill(cache, prefill, request.traceparent)
                 cache.job = prefill
                 self._engine.prefill(prefill, parent)
                 await self._send_progress(prefill, context)
@@ -68,15 +74,14 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
                 raise
             self._store.renew(cache)
 
-    async def Verify(self, request_iterator: Any, context: Any) -> None:
-        """Serve the rounds of one cache."""
-        # Reads from the context, since the iterator of requests adds latency to each round.
+    async def Generate(self, request_iterator: Any, context: Any) -> None:
+        """Run the rounds of one cache and stream its tokens."""
+        # Reads from the context, since the iterator of requests adds latency.
         first = await context.read()
         if first is grpc.aio.EOF:
             return
-        cache = self._find(first.handle, owner_of(context))
-        model = self._model.message
-        stream = VerifyStream(cache, self._store, self._engine, model, self._telemetry)
+        cache = self._find(first.start.handle, owner_of(context))
+        stream = GenerateStream(cache, self._store, self._engine, self._telemetry)
         await stream.serve(first, context)
 
     async def RenewLease(
@@ -127,7 +132,6 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             lease_ms=self._model.message.lease_ms,
             queue_us=prefill.queue_us,
             prefill_us=prefill.step_us,
-            node_budget=prefill.output.node_budget,
             prompt_logprobs=[logprob for logprob, _ in prefill.prompt_logprobs],
         )
         if cache.sequence.generation.prompt_logprobs:

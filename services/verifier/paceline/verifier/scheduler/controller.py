@@ -150,10 +150,10 @@ class SequenceState:
     """The controller's state of one sequence.
 
     Attributes:
-        drafts: Whether its client has a drafter.
+        name: Name of its drafter; None: none drafts for it.
         drafter: Shared statistics of its drafter's name.
         calibration: Of its drafter's confidences.
-        suspended: Whether the last answer's node budget was 0.
+        suspended: Whether no tree was requested for the last step.
         exploring: Whether it drafts again after a suspension and has gained nothing yet.
         seen: When it was served or answered last (time.perf_counter).
         interference: Tokens that its drafting took from others since its last answer, less those
@@ -161,8 +161,8 @@ class SequenceState:
         balance: See the module. Unit: plain tokens.
     """
 
-    def __init__(self, drafter: DrafterStatistics, most_nodes: int, *, drafts: bool) -> None:
-        self.drafts = drafts
+    def __init__(self, drafter: DrafterStatistics, most_nodes: int, name: str | None) -> None:
+        self.name = name
         self.drafter = drafter
         self.calibration = Calibration(drafter.calibration)
         self.suspended = True
@@ -202,9 +202,8 @@ class SequenceState:
         Args:
             now: Reading of the plain clock.
             emitted: Number of tokens.
-            tree: Whether it had sent a tree.
+            tree: Whether it had a tree.
         """
-        self.drafts |= tree
         if self._answered is not None and (self._drafting or tree):
             gain = emitted - (now - self._answered) - self.interference
             paying = self.balance > _START or self.drafter.gain > 0
@@ -220,13 +219,13 @@ class SequenceState:
 
     def ended(self) -> None:
         """Its sequence was released."""
-        if self.drafts:
+        if self.name is not None:
             self.drafter.unspent += max(0.0, min(self.balance, _START) - self._start)
 
     def budget_sent(self, now: float, budget: int) -> None:
-        """Its client was sent a node budget and may draft from now on."""
+        """A tree was requested with this budget; 0: the next step is plain."""
         self._answered = now
-        opens = self.drafts and budget > 0
+        opens = budget > 0
         if opens and self.suspended:
             self.exploring = self.balance < _START
         self.suspended = not opens

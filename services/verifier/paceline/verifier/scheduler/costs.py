@@ -87,14 +87,20 @@ class CostTable:
         )
         return seconds
 
-    def step_seconds(self, sequences: int, tokens: int, attended: int) -> float:
+    def step_seconds(
+        self, sequences: int, tokens: int, attended: float, factors: Floats | None = None
+    ) -> float:
         """Time of one step. The same as :meth:`seconds` without arrays: it runs once a step."""
         row, down = _place_one(self.tokens, tokens)
         column, across = _place_one(self.contexts, attended / tokens)
-        first, second = self.table[row], self.table[row + 1]
-        upper = first[column] + across * (first[column + 1] - first[column])
-        lower = second[column] + across * (second[column + 1] - second[column])
-        inside = max(upper + min(down, 1.0) * (lower - upper), self._least)
+        (a, b), (c, d) = (line[column : column + 2] for line in self.table[row : row + 2])
+        lowest = self._least
+        if factors is not None:
+            (e, f), (g, h) = factors[row : row + 2, column : column + 2].tolist()
+            a, b, c, d = a * e, b * f, c * g, d * h
+            lowest = float((self._flat * factors.ravel()).min())
+        upper, lower = a + across * (b - a), c + across * (d - c)
+        inside = max(upper + min(down, 1.0) * (lower - upper), lowest)
         forward = min(
             inside * max(tokens / self.tokens[-1], 1.0),
             inside + max(down - 1.0, 0.0) * max(lower - upper, 0.0),
@@ -177,9 +183,8 @@ class LiveCosts:
             seconds: Time it took.
         """
         table = self.profiled
-        predicted = self.seconds(np.array([float(tokens)]), np.array([float(attended)]))[0]
-        predicted += self.sequence_seconds(sequences, attended / tokens)
-        ratio = seconds / predicted
+        predicted = table.step_seconds(sequences, tokens, attended, self.points)
+        ratio = seconds / (predicted * self.common)
         if self._steps >= _FIRST_STEPS and not 1 / _OUTLIER < ratio < _OUTLIER:
             return  # something else kept the machine busy
         self._steps += 1
@@ -189,9 +194,10 @@ class LiveCosts:
         row, down = _place_one(table.tokens, tokens)
         column, across = _place_one(table.contexts, attended / tokens)
         down, across = (min(max(each, 0.0), 1.0) for each in (down, across))
-        weights = np.outer((1 - down, down), (1 - across, across))
-        around = self.points[row : row + 2, column : column + 2]
-        around *= 1 + _POINT * weights * (ratio - 1)
+        for line, weight in ((row, 1 - down), (row + 1, down)):
+            change = _POINT * weight * (ratio - 1)
+            self.points[line, column] *= 1 + change * (1 - across)
+            self.points[line, column + 1] *= 1 + change * across
 
     def to_json(self) -> dict[str, Any]:
         """The corrections."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -15,19 +17,19 @@ from paceline.verifier.scheduler.controller import Drafters, PlainClock, Sequenc
 from paceline.verifier.scheduler.costs import CostTable, LiveCosts
 
 if TYPE_CHECKING:
-    from paceline.verifier.engine.job import Round
+    from paceline.verifier.engine.job import Decode
     from paceline.verifier.engine.output import StepOutput
     from paceline.verifier.engine.sequence import Sequence
 
 _NEWEST = 0.1  # weight of the newest step in the mean idle time
-_AWAY = 5.0  # seconds after which a client that was to draft is taken for gone or paused
+_AWAY = 5.0  # seconds after which a sequence that was to draft counts as paused
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A round that a step served: what was checked of its tree, and the result."""
+    """A generation that a step served: what was checked of its tree, and the result."""
 
-    round: Round
+    job: Decode
     tree: TokenTree
     output: StepOutput
 
@@ -37,7 +39,7 @@ class _Plan:
     """The step that runs.
 
     Attributes:
-        rounds: Its rounds.
+        jobs: Its generations.
         plain_seconds: Predicted time of that step. Unit: seconds.
         prompts: Whether it holds pieces of prompts.
         plain: Whether no sequence drafts.
@@ -46,7 +48,7 @@ class _Plan:
         decided: Time it took to decide on its trees; None: it has none. Unit: seconds.
     """
 
-    rounds: Items[Round]
+    jobs: Items[Decode]
     plain_seconds: float
     prompts: bool
     plain: bool
@@ -75,36 +77,37 @@ class Scheduler:
         self._drafters = Drafters()
         self._states: dict[Sequence, SequenceState] = {}
         self._plan: _Plan | None = None
-        self._before: Items[Round] = ()
+        self._unlearnt: list[Callable[[], None]] = []
+        self._before: Items[Decode] = ()
         self._idle = 0.0
         self._ended = perf_counter()
         self._load = 1  # sequences that the newest step would serve in plain decoding
 
-    def admit(self, rounds: Items[Round], trees: Items[TokenTree], step: Step) -> list[TokenTree]:
+    def admit(self, jobs: Items[Decode], trees: Items[TokenTree], step: Step) -> list[TokenTree]:
         """Cut the trees of a step that begins now.
 
         Args:
-            rounds: Its rounds, at least one.
+            jobs: Its generations, at least one.
             trees: Their trees, likeliest nodes first.
             step: The step without any of their nodes; the idle time is added here.
         """
         began = perf_counter()
-        states = [self._state(round_.sequence) for round_ in rounds]
-        plain_seconds = self._plain_step(rounds, step, began)
+        self.learn()
+        states = [self._state(job.sequence) for job in jobs]
+        plain_seconds = self._plain_step(jobs, step, began)
         tokens, attended, decided = step.tokens, float(step.attended), None
         if any(map(len, trees)):
             self._idle += _NEWEST * (min(began - self._ended, _AWAY) - self._idle)
-            trees = self._cut(rounds, trees, states, step)
+            trees = self._cut(jobs, trees, states, step)
             counts = [len(tree) for tree in trees]
             tokens += sum(counts)
             attended += sum(
-                count * round_.sequence.committed
-                for count, round_ in zip(counts, rounds, strict=True)
+                count * job.sequence.committed for count, job in zip(counts, jobs, strict=True)
             )
             decided = perf_counter() - began
         plain = self._load == step.emitted and not any(state.drafting for state in states)
         self._plan = _Plan(
-            rounds,
+            jobs,
             plain_seconds,
             step.tokens > step.emitted,
             plain,
@@ -120,7 +123,7 @@ class Scheduler:
         Args:
             began: When it began (time.perf_counter).
             ended: When it ended.
-            served: Results of its rounds.
+            served: Results of its generations.
 
         Returns:
             Time it took to decide on its trees; None if it had none. Unit: seconds.
@@ -132,10 +135,11 @@ class Scheduler:
             self._clock.advance_beside_prefill()
             return None
         if not plan.prompts:
-            self._costs.observe(len(plan.rounds), plan.tokens, plan.attended, ended - began)
-            if plan.plain and plan.rounds == self._before:
+            counts = len(plan.jobs), plan.tokens, plan.attended
+            self._unlearnt.append(partial(self._costs.observe, *counts, ended - began))
+            if plan.plain and plan.jobs == self._before:
                 self._clock.observe(self._load, passed, plan.plain_seconds)
-        self._before = plan.rounds
+        self._before = plan.jobs
         self._clock.advance(self._load, passed - (ended - began), plan.plain_seconds)
         before = self._clock.now
         self._clock.advance(self._load, ended - began, plan.plain_seconds)
@@ -146,23 +150,25 @@ class Scheduler:
             self._answered(each, ended)
         return plan.decided
 
+    def learn(self) -> None:
+        """Correct step times and confidences by the last step.
+
+        It takes longer than all else here, so the engine calls it while drafters work.
+        """
+        unlearnt, self._unlearnt = self._unlearnt, []
+        for observe in unlearnt:
+            observe()
+
     def budget(self, sequence: Sequence) -> int:
         """Nodes to draft next for a sequence at most; 0: decode plainly for now."""
         state = self._state(sequence)
-        if not state.drafts:  # it has no drafter, or its first tree will show that it has
-            return state.nodes
         return state.nodes if state.balance > 0 and self._clock.known(self._load) else 0
 
     def budget_sent(self, sequence: Sequence, budget: int) -> None:
-        """A client was answered with this budget; its next round follows."""
+        """The next tree was requested with this budget; 0: the next step is plain."""
         state = self._state(sequence)
         state.budget_sent(self._clock.now, budget)
         state.seen = self._ended
-
-    def suspended(self, sequence: Sequence) -> bool:
-        """Whether its client would draft, but its last budget was 0."""
-        state = self._state(sequence)
-        return state.drafts and state.suspended
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence was released."""
@@ -193,12 +199,12 @@ class Scheduler:
 
     def _cut(
         self,
-        rounds: Items[Round],
+        jobs: Items[Decode],
         trees: Items[TokenTree],
         states: Items[SequenceState],
         step: Step,
     ) -> list[TokenTree]:
-        drawn = [round_.sequence.generation.sampling.rejection for round_ in rounds]
+        drawn = [job.sequence.generation.sampling.rejection for job in jobs]
         fixed = self._idle + self._costs.sequence_seconds(
             step.emitted, step.attended / step.tokens
         )  # whatever the step's size
@@ -207,7 +213,7 @@ class Scheduler:
                 _parents_survivals(tree.survivals) if causal else tree.survivals
                 for tree, causal in zip(trees, drawn, strict=True)
             ],
-            [round_.sequence.committed for round_ in rounds],
+            [job.sequence.committed for job in jobs],
             Step(step.tokens, step.attended, step.emitted, fixed),
             self._costs,
             exponents=[
@@ -223,9 +229,9 @@ class Scheduler:
                 state.admitted(len(tree), count)
         return [tree.first(count) for tree, count in zip(trees, counts, strict=True)]
 
-    def _plain_step(self, rounds: Items[Round], step: Step, now: float) -> float:
+    def _plain_step(self, jobs: Items[Decode], step: Step, now: float) -> float:
         """Predicted time of a plain step of the load, which includes drafting sequences away."""
-        here = {round_.sequence for round_ in rounds}
+        here = {job.sequence for job in jobs}
         away = sum(
             state.drafting and sequence not in here and now - state.seen < _AWAY
             for sequence, state in self._states.items()
@@ -249,7 +255,7 @@ class Scheduler:
             served: What came of it.
         """
         lost = max(0.0, passed - 1.0)
-        here = [self._state(each.round.sequence) for each in served]
+        here = [self._state(each.job.sequence) for each in served]
         weights = {
             state: len(each.tree)
             for state, each in zip(here, served, strict=True)
@@ -266,22 +272,25 @@ class Scheduler:
             state.interference += share * weight
 
     def _answered(self, served: Served, ended: float) -> None:
-        sequence = served.round.sequence
+        sequence = served.job.sequence
         state = self._state(sequence)
         state.seen = ended
-        tree = len(served.round.tree) > 0
+        tree = len(served.job.tree) > 0
         if len(served.tree) > 0 and not sequence.generation.sampling.rejection:
             for calibration in (state.calibration, state.drafter.calibration):
-                calibration.observe(served.tree.survivals, len(served.output.accepted))
+                accepted = len(served.output.accepted)
+                observe = partial(calibration.observe, served.tree.survivals, accepted)
+                self._unlearnt.append(observe)
         state.answered(self._clock.now, len(served.output.tokens), tree=tree)
 
     def _state(self, sequence: Sequence) -> SequenceState:
-        found = self._states.get(sequence)
-        if found is None:
-            drafter = self._drafters.of(sequence.drafter or "")
-            found = SequenceState(drafter, self._most_nodes, drafts=sequence.drafter is not None)
-            self._states[sequence] = found
-        return found
+        state, name = self._states.get(sequence), sequence.drafter
+        if state is None or state.name != name:  # new, or now drafted by another drafter
+            if state is not None:
+                state.ended()
+            state = SequenceState(self._drafters.of(name or ""), self._most_nodes, name)
+            self._states[sequence] = state
+        return state
 
 
 def _parents_survivals(survivals: Floats) -> Floats:

@@ -8,9 +8,8 @@ drafts (:mod:`~paceline.drafter.methods.dspark.backbone`) is tested against it.
 """
 
 from paceline.drafter.methods.dspark.checkpoint import load_weights, read_dspark, save_dspark
-from paceline.drafter.methods.dspark.config import MARKOV_HEADS, DSparkConfig
+from paceline.drafter.methods.dspark.config import MARKOV_HEADS, DSparkConfig, Layout
 from paceline.drafter.methods.dspark.heads import ConfidenceHead, MarkovHead
-from paceline.drafter.methods.dspark.layouts import Layout
 from paceline.drafter.methods.dspark.module import DSparkModel
 
 __all__ = [

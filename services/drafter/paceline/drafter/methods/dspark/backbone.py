@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.decoder.linear import Linear
-from paceline.decoder.rope import Rope
+from paceline.decoder.config import Rope
+from paceline.decoder.weights import Linear
+from paceline.drafter.methods.checkpoint import TargetEmbedding
 from paceline.drafter.methods.dspark.config import DSparkConfig
 from paceline.drafter.methods.layers import linear
 from paceline.drafter.methods.slots import WindowCache, chain_segments
-from paceline.drafter.methods.target import TargetEmbedding
 from paceline.kernels import (
     Context,
     Executor,

@@ -11,10 +11,7 @@ from torch import Tensor
 
 from paceline.decoder import UnsupportedModelError
 from paceline.decoder.weights import Checkpoint, take, weight_files
-from paceline.drafter.methods.dspark.config import DSparkConfig
-from paceline.drafter.methods.dspark.layouts import Layout, layout_of, read_config, write_config
-from paceline.drafter.methods.dspark.module import DSparkModel
-from paceline.drafter.methods.target import (
+from paceline.drafter.methods.checkpoint import (
     CONFIG_FILE,
     EMBEDDING,
     HEAD,
@@ -22,7 +19,15 @@ from paceline.drafter.methods.target import (
     read_config_file,
     write_checkpoint,
 )
-from paceline.drafter.methods.vocabulary import DRAFT_TOKENS, drafted_tokens
+from paceline.drafter.methods.dspark.config import (
+    DSparkConfig,
+    Layout,
+    layout_of,
+    read_config,
+    write_config,
+)
+from paceline.drafter.methods.dspark.module import DSparkModel
+from paceline.drafter.methods.layers import DRAFT_TOKENS, drafted_tokens
 
 METHOD = "dspark"
 

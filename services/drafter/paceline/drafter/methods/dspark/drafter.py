@@ -18,16 +18,22 @@ import torch
 from torch import Tensor
 
 from paceline.decoder import load_config
-from paceline.drafter.kv.options import TRANSPORTS
+from paceline.drafter.kv import TRANSPORTS
 from paceline.drafter.kv.reader import StateReader
-from paceline.drafter.methods.base import Fit, Generation, Needs, Resources, Update
+from paceline.drafter.methods.base import (
+    Fit,
+    Generation,
+    Needs,
+    Resources,
+    Update,
+    check_choice,
+    parse_options,
+)
 from paceline.drafter.methods.beam_drafter import BeamDrafter, BeamSequence, required
-from paceline.drafter.methods.checkpoint import load_model, read_fit, required_folder
+from paceline.drafter.methods.checkpoint import TargetOptions, load_model, read_fit, required_folder
 from paceline.drafter.methods.dspark.backbone import DSparkBackbone
 from paceline.drafter.methods.dspark.checkpoint import load_weights, read_dspark
 from paceline.drafter.methods.dspark.heads import DSparkHeads, HeadInput, HeadOutput
-from paceline.drafter.methods.options import check_choice, parse_options
-from paceline.drafter.methods.target import TargetOptions
 
 
 class DSparkSequence(BeamSequence):

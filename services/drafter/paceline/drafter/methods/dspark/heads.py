@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.drafter.methods.dspark.config import DSparkConfig
-from paceline.drafter.methods.layers import linear
-from paceline.drafter.methods.vocabulary import DRAFT_TOKENS, draft_rows
+from paceline.drafter.methods.layers import DRAFT_TOKENS, draft_rows, linear
 
 Head = TypeVar("Head", bound=nn.Module)
 

@@ -7,10 +7,9 @@ in dense PyTorch. The layer that drafts (:mod:`~paceline.drafter.methods.longspe
 against it.
 """
 
-from paceline.drafter.methods.longspec.checkpoint import read_longspec, save_longspec
-from paceline.drafter.methods.longspec.config import LongSpecConfig
+from paceline.drafter.methods.checkpoint import TargetRef
+from paceline.drafter.methods.longspec.config import LongSpecConfig, read_longspec, save_longspec
 from paceline.drafter.methods.longspec.module import LongSpecModel, lag_mask, window_mask
-from paceline.drafter.methods.target import TargetRef
 
 __all__ = [
     "LongSpecConfig",

@@ -21,17 +21,33 @@ import torch
 from torch import Tensor
 
 from paceline.decoder.weights import Checkpoint
-from paceline.drafter.kv.options import KvOptions
+from paceline.drafter.kv import KvOptions
 from paceline.drafter.kv.reader import KvReader
-from paceline.drafter.methods.base import Fit, Generation, LoadError, Needs, Resources
+from paceline.drafter.methods.base import (
+    Fit,
+    Generation,
+    LoadError,
+    Needs,
+    Resources,
+    parse_options,
+)
 from paceline.drafter.methods.beam import check_context
-from paceline.drafter.methods.beam_drafter import BeamDrafter, required
-from paceline.drafter.methods.checkpoint import load_model, read_fit, required_folder, weight_bytes
-from paceline.drafter.methods.decoder_sequence import DecoderSequence, forward_blocks
-from paceline.drafter.methods.longspec.checkpoint import read_longspec
+from paceline.drafter.methods.beam_drafter import (
+    BeamDrafter,
+    DecoderSequence,
+    grow_blocks,
+    required,
+)
+from paceline.drafter.methods.checkpoint import (
+    TargetEmbedding,
+    TargetOptions,
+    load_model,
+    read_fit,
+    required_folder,
+    weight_bytes,
+)
+from paceline.drafter.methods.longspec.config import read_longspec
 from paceline.drafter.methods.longspec.layer import LongSpecLayer, TargetKv
-from paceline.drafter.methods.options import parse_options
-from paceline.drafter.methods.target import TargetEmbedding, TargetOptions
 from paceline.kernels import CHUNK, Context, TreePlan, plan_trees
 
 
@@ -180,16 +196,13 @@ class LongSpecDrafter(BeamDrafter[LongSpecSequence]):
         return LongSpecSequence(self, generation, required(generation.kv, "longspec", "KV"))
 
     def grow_level(self, growing: Sequence[LongSpecSequence]) -> None:
-        blocks = [sequence.block(index) for index, sequence in enumerate(growing)]
         caches = [sequence.cache for sequence in growing]
         contexts = [sequence.context for sequence in growing if sequence.context is not None]
 
         def run(tokens: Tensor, plan: TreePlan, rows: Tensor) -> Tensor:
             return self.layer.forward(tokens, plan, caches, contexts, rows)
 
-        logits = forward_blocks(run, blocks, self.layer.device)
-        for sequence, part in zip(growing, logits, strict=True):
-            sequence.add_level(part)
+        grow_blocks(growing, run, self.layer.device)
 
 
 def _read(

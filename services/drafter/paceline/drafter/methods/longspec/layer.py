@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from paceline.decoder.linear import Linear
-from paceline.decoder.rope import Rope
-from paceline.decoder.weights import take
+from paceline.decoder.config import Rope
+from paceline.decoder.weights import Linear, take
+from paceline.drafter.methods.checkpoint import TargetEmbedding
 from paceline.drafter.methods.layers import linear
 from paceline.drafter.methods.longspec.config import LongSpecConfig
 from paceline.drafter.methods.slots import WindowCache
-from paceline.drafter.methods.target import TargetEmbedding
 from paceline.kernels import Context, Executor, Heads, LayerTable, Norm, Pass, Recorder, TreePlan
 
 

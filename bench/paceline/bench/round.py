@@ -1,0 +1,329 @@
+"""`paceline bench round`: where the time of a round goes.
+
+A verifier runs in this process with clocks around the parts of its engine thread, a drafter service
+and a client in processes of their own. Every round drafts. "wake-ups" is what is left of a round:
+two processes that wake up, the drafter's reading and writing of messages, and on the gRPC carrier
+the event loops.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing
+import os
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial, wraps
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import uvloop
+from rich.table import Table
+
+from paceline.bench.models import Models
+from paceline.bench.prompts import long_prompts
+from paceline.bench.proxy import Proxy
+from paceline.bench.record import Results, make_console
+from paceline.bench.services import ALWAYS
+from paceline.cli.command import CommandError
+from paceline.cli.shipped import drafters_for
+from paceline.client import Client, RoundStats
+from paceline.harness import ServiceProcess
+from paceline.service import ServerOptions, run_server
+from paceline.verifier import VerifierService, build_service
+from paceline.verifier.engine.batch import Batch
+from paceline.verifier.engine.job import Decode
+from paceline.verifier.rpc import exchange
+
+CARRIERS = ("socket", "stream")
+FAR_SECONDS = 0.040
+"""Round-trip time of a far client."""
+
+_PARTS = {
+    "parsing": ("_drafting.read", "_drafting.receive"),
+    "scheduling": ("_queue_ready", "_schedule", "_learn", "_answer", "_drafting.flush"),
+    "step": ("_run_batch",),
+    "answer": ("_close_ended", "_notify"),
+}
+_CONTEXT = 128
+
+
+class Clocks:
+    """Wall-clock and CPU time of the parts of an engine thread, step by step.
+
+    A step counts if a tree was drafted for it and it has no prompt. What was done since the step
+    before counts with it.
+
+    Attributes:
+        steps: Seconds by part of each such step, and its number of ``sequences``.
+    """
+
+    def __init__(self, service: VerifierService) -> None:
+        """Put clocks around the methods of a service's engine that is not yet started."""
+        self.steps: list[dict[str, float]] = []
+        self._step: dict[str, float] = defaultdict(float)
+        self._sequences = 0
+        self._inside = False
+        for part, methods in _PARTS.items():
+            for path in methods:
+                *owners, name = path.split(".")
+                owner: Any = service.engine
+                for attribute in owners:
+                    owner = getattr(owner, attribute)
+                setattr(owner, name, self._timed(part, name, getattr(owner, name)))
+
+    def _timed(self, part: str, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if self._inside:  # a part inside another one counts there
+                return method(*args, **kwargs)
+            if name == "_run_batch":
+                self._sequences = _drafted_for(args[0])
+            self._inside = True
+            wall, cpu = time.perf_counter(), time.thread_time()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._step[part] += time.perf_counter() - wall
+                if part != "step":
+                    self._step["cpu"] += time.thread_time() - cpu
+                self._inside = False
+                if name == "_notify":
+                    self._end_step()
+
+        return timed
+
+    def _end_step(self) -> None:
+        if "step" not in self._step:
+            return  # the thread woke up for something else: it counts with the next step
+        if self._sequences:
+            self.steps.append({**self._step, "sequences": self._sequences})
+        self._step.clear()
+
+
+def _drafted_for(batch: Batch) -> int:
+    """Sequences of a step for which a tree was drafted, admitted or not; 0 for other steps."""
+    jobs = [entry.job for entry in batch.entries if isinstance(entry.job, Decode)]
+    drafted = any(job.draft is not None for job in jobs)
+    return len(jobs) if drafted and len(jobs) == len(batch.entries) else 0
+
+
+def _client(address: str, pipe: Connection) -> None:
+    """The client's process: runs the generations that it is told to, and returns their rounds."""
+    uvloop.run(_generations(address, pipe))
+
+
+async def _generations(address: str, pipe: Connection) -> None:
+    async with Client(address, drafting=ALWAYS) as client:
+        while (job := await asyncio.to_thread(pipe.recv)) is not None:
+            drafter, prompts, tokens = job
+            results = await asyncio.gather(
+                *(
+                    client.generate(prompt, max_new_tokens=tokens, drafter=drafter, ignore_eos=True)
+                    for prompt in prompts
+                )
+            )
+            pipe.send([result.stats.rounds for result in results])
+
+
+async def measure(
+    models: Models, weights: str, drafter: str, carrier: str, counts: list[int], tokens: int
+) -> dict[int, dict[str, float]]:
+    """Times of a round by number of sequences. Unit: microseconds, means over steps.
+
+    Args:
+        models: The target and its prompts.
+        weights: Format of the target's weights.
+        drafter: Specification METHOD[:DIR][,KEY=VALUE...] of the drafter.
+        carrier: socket or stream.
+        counts: Numbers of sequences.
+        tokens: New tokens of each.
+    """
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    service = build_service(models.target, weights=weights, device="cpu", prefix_caching=False)
+    clocks = Clocks(service)
+    with tempfile.TemporaryDirectory(prefix="pl") as folder:
+        address = f"unix:{folder}/v"
+        ready: asyncio.Future[str] = loop.create_future()
+        options = ServerOptions(address=address, drain_seconds=10.0)
+        local = patch.object(exchange, "is_local_peer", lambda peer: carrier == "socket")
+        with local:
+            server = asyncio.create_task(
+                run_server(service, options, on_ready=ready.set_result, stop_event=stop)
+            )
+            starting: list[asyncio.Future[Any]] = [ready, server]
+            await asyncio.wait(starting, return_when=asyncio.FIRST_COMPLETED)
+            arguments = ["--device=cpu", "--load", f"it={drafter}", f"--verifier={address}"]
+            process = ServiceProcess("drafter", arguments)
+            try:
+                await asyncio.to_thread(process.start)
+                while not service.joined():  # noqa: ASYNC110 - no event tells
+                    await asyncio.sleep(0.01)
+                return await _all(models, clocks, process.pid, address, counts, tokens)
+            finally:
+                await asyncio.to_thread(process.stop)
+                stop.set()
+                await server
+
+
+async def _all(
+    models: Models, clocks: Clocks, drafter: int, address: str, counts: list[int], tokens: int
+) -> dict[int, dict[str, float]]:
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    client = context.Process(target=_client, args=(address, there), daemon=True)
+    client.start()
+    there.close()  # reading from a client that died fails then
+    found: dict[int, dict[str, float]] = {}
+    try:
+        for count in counts:
+            prompts = long_prompts(models.prompts, models.target, _CONTEXT, 2 * count)
+            ask = partial(_ask, here, drafter)
+            await ask(prompts[:count], 16)
+            clocks.steps.clear()
+            loop_cpu = time.thread_time()
+            rounds, drafter_cpu = await ask(prompts[count:], tokens)
+            loop_cpu = time.thread_time() - loop_cpu
+            found[count] = _figures(clocks.steps, rounds, loop_cpu, drafter_cpu)
+        here.send(None)
+    finally:
+        await asyncio.to_thread(client.join, 10)
+    return found
+
+
+async def _ask(
+    pipe: Connection, drafter: int, prompts: list[list[int]], tokens: int
+) -> tuple[list[list[RoundStats]], float]:
+    """Rounds of generations, and the drafter's CPU seconds meanwhile."""
+    before = _cpu_seconds(drafter)
+    pipe.send(("it", prompts, tokens))
+    rounds: list[list[RoundStats]] = await asyncio.to_thread(pipe.recv)
+    return rounds, _cpu_seconds(drafter) - before
+
+
+async def distance(
+    models: Models, weights: str, drafter: str, tokens: int, repeats: int
+) -> dict[str, float]:
+    """Speed of a client behind a proxy that delays, over that of a near one.
+
+    Args:
+        models: The target and its prompts.
+        weights: Format of the target's weights.
+        drafter: Specification of the drafter, without a memory of other texts.
+        tokens: New tokens of each text.
+        repeats: Texts at each temperature.
+    """
+    prompts = long_prompts(models.prompts, models.target, _CONTEXT, repeats)
+    found: dict[str, float] = {}
+    with tempfile.TemporaryDirectory(prefix="pl") as folder:
+        address = f"unix:{folder}/v"
+        given = [f"--target={models.target}", f"--weights={weights}", "--no-prefix-caching"]
+        serving = ServiceProcess("verifier", given, address=address)
+        arguments = ["--device=cpu", f"--load=it={drafter}", f"--verifier={address}"]
+        async with (
+            serving,
+            ServiceProcess("drafter", arguments) as service,
+            Proxy(address, FAR_SECONDS / 2) as proxy,
+            Client(address, drafter=service.address) as near,
+            Client(proxy.address) as far,
+        ):
+            for temperature in (0.0, 0.7):
+                ratios = []
+                for seed, prompt in enumerate(prompts):
+                    near_rate, far_rate = [
+                        await _rate(client, prompt, tokens, temperature, seed)
+                        for client in (near, far)
+                    ]
+                    ratios.append(far_rate / near_rate)
+                found[f"far over near, T = {temperature:g}"] = median(ratios)
+    return found
+
+
+async def _rate(
+    client: Client, prompt: list[int], tokens: int, temperature: float, seed: int
+) -> float:
+    """Tokens per second after the first token."""
+    result = await client.generate(
+        prompt, max_new_tokens=tokens, temperature=temperature, seed=seed, ignore_eos=True
+    )
+    rate: float = (tokens - 1) / (result.stats.total_ms - result.stats.first_token_ms) * 1e3
+    return rate
+
+
+def _figures(
+    steps: list[dict[str, float]],
+    rounds: list[list[RoundStats]],
+    loop_cpu: float,
+    drafter_cpu: float,
+) -> dict[str, float]:
+    """Medians in microseconds; CPU time is that of all rounds, divided by their number."""
+    entries = [entry for each in rounds for entry in each]
+    asked = [entry for entry in entries if entry.drafted]
+    if not steps or not asked:
+        raise CommandError("nothing was drafted: use more --tokens")
+
+    def of_rounds(name: str) -> float:
+        return float(median(getattr(entry, name) for entry in asked)) * 1e3
+
+    parts = {part: median(step.get(part, 0.0) for step in steps) * 1e6 for part in _PARTS}
+    beside = median(e.round_ms - e.draft_ms - e.verify_ms for e in asked) * 1e3
+    known = sum(seconds for part, seconds in parts.items() if part != "step")
+    engine_cpu = sum(step["cpu"] for step in steps) / sum(step["sequences"] for step in steps)
+    return {
+        "round": of_rounds("round_ms"),
+        "draft": of_rounds("draft_ms"),
+        **parts,
+        "wake-ups and queues": beside - known,
+        "beside draft and step": beside,
+        "engine CPU a sequence": engine_cpu * 1e6,
+        "event loop CPU a sequence": loop_cpu / len(entries) * 1e6,
+        "drafter CPU a sequence": drafter_cpu / len(entries) * 1e6,
+        "rounds": len(entries),
+        "drafted": len(asked),
+        "steps": len(steps),
+    }
+
+
+def _cpu_seconds(pid: int) -> float:
+    """CPU time of all threads of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print and record."""
+    console, models = make_console(), Models.of(args)
+    specs = {"ngram": "ngram"}
+    for text in drafters_for(models.target, "cpu", args.weights):
+        name, _, spec = text.partition("=")
+        if name == "dspark":
+            specs[name] = spec
+    results = Results("round", args.output, target=models.target.name, weights=args.weights)
+    for name, spec in specs.items():
+        for carrier in CARRIERS:
+            found = uvloop.run(
+                measure(models, args.weights, spec, carrier, args.sequences, args.tokens)
+            )
+            table = Table(title=f"{name}, {carrier}: microseconds")
+            table.add_column("sequences")
+            for part in next(iter(found.values())):
+                table.add_column(part, justify="right")
+            for count, figures in found.items():
+                figures = {part: round(value, 1) for part, value in figures.items()}
+                table.add_row(str(count), *(f"{value:g}" for value in figures.values()))
+                results.add(f"{name}, {carrier}, {count} sequences", figures)
+            console.print(table)
+        memory = ",shared_tokens=0" if name == "ngram" else ""
+        ratios = uvloop.run(
+            distance(models, args.weights, spec + memory, 4 * args.tokens, args.repeats)
+        )
+        results.add(f"{name}, a client {FAR_SECONDS * 1e3:g} ms away", ratios)
+        console.print(f"{name}, a client {FAR_SECONDS * 1e3:g} ms away: {ratios}")
+    console.print(f"written to {results.file}")
+    return 0

@@ -1,0 +1,292 @@
+"""From a checked request to its texts, which are generated concurrently."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.client import (
+    CapacityError,
+    Chunk,
+    Client,
+    Generation,
+    GenerationResult,
+    Model,
+    PacelineError,
+    TokenLogprob,
+    render_chat,
+)
+
+from .errors import ApiError, bad_request
+from .options import GatewayOptions
+from .requests import (
+    MAX_PROMPTS,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    StreamOptions,
+    TokenizeRequest,
+    Tool,
+)
+
+# Maximum number of texts of one request at once. More do not make a verifier's step more efficient.
+_MAX_CONCURRENT = 64
+
+
+@dataclass(frozen=True)
+class GenerationJob:
+    """A request that was checked against the served model: what to generate."""
+
+    model: Model
+    model_name: str
+    """Name of the model in the response."""
+    prompts: Sequence[list[int]]
+    """Token ids of each prompt."""
+    choices: Sequence[dict[str, Any]]
+    """Arguments of `Client.generate` for each of the n choices of a prompt."""
+    stream_options: StreamOptions
+
+    @property
+    def count(self) -> int:
+        """Number of texts: prompt by prompt, each with its choices."""
+        return len(self.prompts) * len(self.choices)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts, each counted once."""
+        return sum(map(len, self.prompts))
+
+    def prompt_of(self, index: int) -> int:
+        """Index of a text's prompt."""
+        return index // len(self.choices)
+
+
+@dataclass(frozen=True)
+class TextEvent:
+    """A chunk or the end of one text."""
+
+    index: int
+    """Index of the text: prompt by prompt, each with its n choices."""
+    chunk: Chunk | None
+    """The next chunk; None at the end."""
+    result: GenerationResult | None
+    """The result, in the last event of this text."""
+    prompt_logprobs: Sequence[TokenLogprob]
+    """Log-probabilities of the prompt, if requested."""
+
+
+class JobBuilder:
+    """Checks requests against the served model.
+
+    Args:
+        client: Client of the services.
+        options: Options of the gateway.
+    """
+
+    def __init__(self, client: Client, options: GatewayOptions) -> None:
+        self._client = client
+        self._options = options
+
+    async def model(self, name: str | None) -> Model:
+        """The served model.
+
+        Raises:
+            ApiError: It has another name than the request's.
+        """
+        model = await self._client.model()
+        served = self.model_name(model)
+        if name is not None and name != served:
+            raise ApiError(
+                404,
+                f"there is no model {name!r} here; this gateway serves {served!r}",
+                param="model",
+                code="model_not_found",
+            )
+        return model
+
+    def model_name(self, model: Model) -> str:
+        """Name of the served model in requests and responses."""
+        return self._options.model_name or model.facts.name
+
+    async def drafters(self) -> tuple[str, ...] | None:
+        """Names of drafters; None if their service is unreachable."""
+        try:
+            return await self._client.drafters()
+        except PacelineError:
+            return None
+
+    async def completion(self, body: CompletionRequest) -> GenerationJob:
+        """The job of a completion."""
+        model = await self.model(body.model)
+        prompts = [
+            await model.encode(prompt) if isinstance(prompt, str) else prompt
+            for prompt in body.prompts()
+        ]
+        if body.max_tokens == 0 and not body.echo:
+            raise bad_request("max_tokens of 0 needs echo: nothing would be returned", "max_tokens")
+        # The verifier always generates a token.
+        job = await self._job(
+            "prompt", body, model, prompts, max(1, body.max_tokens), body.logprobs
+        )
+        if body.echo:
+            job.choices[0]["prompt_logprobs"] = body.logprobs
+        return job
+
+    async def chat(self, body: ChatRequest) -> GenerationJob:
+        """The job of a conversation."""
+        if body.top_logprobs is not None and not body.logprobs:
+            raise bad_request("top_logprobs needs logprobs: set it to true", "top_logprobs")
+        model = await self.model(body.model)
+        prompt = await self.chat_prompt(model, body, body.tool_use().tools)
+        limit = body.max_completion_tokens or body.max_tokens
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        return await self._job("messages", body, model, [prompt], limit, logprobs)
+
+    async def chat_prompt(
+        self, model: Model, body: ChatRequest | TokenizeRequest, tools: Sequence[Tool]
+    ) -> list[int]:
+        """Token ids of a conversation."""
+        text = render_chat(
+            model,
+            [message.for_template() for message in body.messages or ()],
+            tools=[tool.model_dump(exclude_none=True) for tool in tools],
+            template=self._options.chat_template,
+            variables=body.chat_template_kwargs,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+        )
+        return await model.encode_rendered(text)
+
+    async def _job(
+        self,
+        param: str,
+        body: GenerationRequest,
+        model: Model,
+        prompts: Sequence[list[int]],
+        limit: int | None,
+        logprobs: int | None,
+    ) -> GenerationJob:
+        """The job of a request.
+
+        Args:
+            param: Field with the prompts.
+            body: The request.
+            model: The served model.
+            prompts: Token ids.
+            limit: Maximum number of new tokens; None: the room in the context.
+            logprobs: Number of likeliest tokens to report; None: no log-probabilities.
+        """
+        count = len(prompts) * body.n
+        if count > MAX_PROMPTS:
+            raise bad_request(
+                f"{len(prompts)} prompts with n={body.n} are {count} texts; a request may "
+                f"have at most {MAX_PROMPTS}",
+                "n",
+            )
+        longest = max(map(len, prompts))
+        context = model.facts.max_context
+        room = context - longest
+        if room < 1:
+            raise bad_request(
+                f"a prompt of {longest} tokens leaves no room in the context of {context} tokens: "
+                "shorten the prompt",
+                param,
+                "context_length_exceeded",
+            )
+        await self._check_drafter(body.drafter)
+        common = {
+            "max_new_tokens": min(limit or room, room),
+            "logprobs": logprobs or logprobs is not None,
+        }
+        choices = [{**body.sampling(choice), **common} for choice in range(body.n)]
+        name = body.model or self.model_name(model)
+        return GenerationJob(model, name, prompts, choices, body.stream_options)
+
+    async def _check_drafter(self, name: str | None) -> None:
+        """Refuses unknown drafters, with which a generation would silently run without drafts."""
+        if name is None or name == "none":
+            return
+        known = await self.drafters()
+        if known is not None and name not in known:
+            raise ApiError(
+                404,
+                f"there is no drafter {name!r} here; there are: {', '.join(('none', *known))}",
+                param="drafter",
+                code="drafter_not_found",
+            )
+
+
+async def generate_texts(
+    client: Client, job: GenerationJob, receive: Callable[[TextEvent], Awaitable[None]]
+) -> None:
+    """Generates all choices of all prompts concurrently, in the order of the prompts.
+
+    The first choice of a prompt is prefilled, the others fork its cache. Where the verifier has no
+    memory for another prompt, it waits for one of the same request to end. Cancelling it stops all
+    generations. An error of one, or of `receive`, stops the others and is raised.
+
+    Args:
+        client: Client of the services.
+        job: What to generate.
+        receive: Called with the events of each text in order, for several texts concurrently.
+    """
+    waiting = deque(range(len(job.prompts)))
+    working = max(1, min(len(job.prompts), _MAX_CONCURRENT // len(job.choices)))
+
+    async def report(
+        index: int, generation: Generation, parent: Generation, began: asyncio.Event
+    ) -> None:
+        async with aclosing(aiter(generation)) as chunks:
+            async for chunk in chunks:
+                began.set()
+                await receive(TextEvent(index, chunk, None, parent.prompt_logprobs))
+        result = await generation
+        began.set()
+        await receive(TextEvent(index, None, result, parent.prompt_logprobs))
+
+    async def generate(number: int, began: asyncio.Event) -> None:
+        """All choices of a prompt."""
+        prompt, first = job.prompts[number], number * len(job.choices)
+        parent = client.generate(prompt, keep_cache=len(job.choices) > 1, **job.choices[0])
+
+        async def fork(choice: int) -> None:
+            await began.wait()
+            generation = client.generate(prompt, parent=parent, **job.choices[choice])
+            await report(first + choice, generation, parent, began)
+
+        try:
+            forks = (fork(choice) for choice in range(1, len(job.choices)))
+            await _run_all(report(first, parent, parent, began), *forks)
+        finally:
+            await parent.aclose()
+
+    async def work() -> None:
+        nonlocal working
+        try:
+            while waiting:
+                number, began = waiting.popleft(), asyncio.Event()
+                try:
+                    await generate(number, began)
+                except CapacityError:
+                    if began.is_set() or working == 1:
+                        raise
+                    waiting.appendleft(number)
+                    break  # no memory: fewer at once from now on
+        finally:
+            working -= 1
+
+    await _run_all(*(work() for _ in range(working)))
+
+
+async def _run_all(*work: Coroutine[Any, Any, None]) -> None:
+    """Runs all concurrently. The first error cancels the others and is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for each in work:
+                group.create_task(each)
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None

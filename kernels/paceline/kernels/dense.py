@@ -1,0 +1,166 @@
+"""Attention calls, the recording of scores, and attention in plain PyTorch.
+
+Attention scores of single rows are recorded during a call: SpecAttn (section 3.3, Collect-2-Query)
+selects positions for a drafter by the scores that verification computes anyway. Recording them for
+few rows is cheap and does not change the bits of the attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.kernels.caches import Plane, from_rows, span
+from paceline.kernels.trees import TreePlan, TreeSegment
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Request to record the scores of one row over the committed prefix.
+
+    Attributes:
+        segment: Index of the segment in the plan.
+        node: Index of the row in the segment.
+        out: float32 ``[Hkv, n]`` with a dense last dimension and n at least the segment's start;
+            for each prefix position, the sum over the query heads that share a kv head.
+        weights: Whether to record softmax weights; else the scaled scores before the softmax,
+            -inf for positions outside of a window.
+    """
+
+    segment: int
+    node: int
+    out: Tensor
+    weights: bool = False
+
+
+MOST_NOTED = 2
+"""Rows of one block whose scores the attention kernel can record."""
+
+
+@dataclass(frozen=True)
+class NotedBlock:
+    """Output buffer of a captured pass for the scores of a block in all recorded layers.
+
+    Attributes:
+        block: Index of the block.
+        nodes: Rows of it, at most ``MOST_NOTED``.
+        out: float32 ``[layers, nodes or more, Hkv, n]`` with a dense last dimension and n at least
+            the block's start. The part of a row is as :attr:`Probe.out`.
+    """
+
+    block: int
+    nodes: tuple[int, ...]
+    out: Tensor
+
+
+class PlannedProbes(tuple[Probe, ...]):
+    """No probes: records the scores of a layer that a plan with fixed tables names.
+
+    Attributes:
+        layer: Index of the layer among the recorded layers.
+    """
+
+    layer: int
+
+    def __new__(cls, layer: int) -> PlannedProbes:
+        """Make the probes of a layer."""
+        made = super().__new__(cls)
+        made.layer = layer
+        return made
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """Checked arguments of :func:`tree_attention`, and where the results go.
+
+    Attributes:
+        q: Queries, ``[M, Hq, D]``.
+        keys: Per sequence, ``[Hkv, capacity, D]`` or in pages.
+        values: Like ``keys``.
+        plan: The packed segments.
+        scale: Factor on the scores.
+        window: Sliding window in tokens, or None.
+        out: The attention of every row, ``[M, Hq, D]``.
+        lse: Log-sum-exp of the scaled scores of every row, float32 ``[M, Hq]``; None if no probe
+            needs it.
+        probes: Scores to record, without an effect on the result.
+    """
+
+    q: Tensor
+    keys: Sequence[Plane]
+    values: Sequence[Plane]
+    plan: TreePlan
+    scale: float
+    window: int | None
+    out: Tensor
+    lse: Tensor | None = None
+    probes: Sequence[Probe] = ()
+
+
+def note_scores(call: AttentionCall, probes: Sequence[Probe]) -> None:
+    """Fill probes by separate products, for backends that do not record scores."""
+    q, plan, lse = call.q, call.plan, call.lse
+    for probe in probes:
+        segment = plan.segments[probe.segment]
+        row = plan.offsets[probe.segment] + probe.node
+        key = from_rows(span(call.keys[segment.sequence], 0, segment.start)).float()
+        heads = q[row].float().view(key.shape[0], -1, q.shape[2])
+        scores = torch.matmul(heads, key.transpose(1, 2)) * call.scale
+        if call.window is not None:
+            first = segment.start + segment.depths[probe.node] - call.window + 1
+            scores[..., : max(0, first)] = -torch.inf
+        if probe.weights:
+            if lse is None:
+                raise ValueError("weights cannot be recorded without the log-sum-exp of the scores")
+            scores = (scores - lse[row].view(key.shape[0], -1, 1)).exp()
+        probe.out[:, : segment.start] = scores.sum(1)
+
+
+class DenseBackend:
+    """One masked softmax per segment, in fp32, on any device.
+
+    Scores are materialised: memory grows with nodes times context. On the CPU it serves what the
+    compiled programs (:class:`paceline.kernels.Executor`) do not run.
+    """
+
+    name = "dense"
+
+    def attend(self, call: AttentionCall) -> None:
+        """See :class:`AttentionBackend`."""
+        plan = call.plan
+        for index, segment in enumerate(plan.segments):
+            rows = slice(plan.offsets[index], plan.offsets[index + 1])
+            key = from_rows(span(call.keys[segment.sequence], 0, segment.stop)).float()
+            value = from_rows(span(call.values[segment.sequence], 0, segment.stop)).float()
+            nodes, heads, dim = call.q[rows].shape
+            kv_heads = key.shape[0]
+            packed = call.q[rows].float().view(nodes, kv_heads, -1, dim).permute(1, 2, 0, 3)
+            scores = torch.matmul(packed, key.transpose(1, 2).unsqueeze(1)).mul_(call.scale)
+            scores.masked_fill_(_hidden(plan, index, call.window), float("-inf"))
+            total = scores.logsumexp(-1, keepdim=True)
+            attended = torch.matmul(scores.sub_(total).exp_(), value.unsqueeze(1))
+            call.out[rows] = attended.permute(2, 0, 1, 3).reshape(nodes, heads, dim)
+            if call.lse is not None:
+                call.lse[rows] = total[..., 0].permute(2, 0, 1).reshape(nodes, heads)
+        note_scores(call, call.probes)
+
+
+def _hidden(plan: TreePlan, index: int, window: int | None) -> Tensor:
+    """Mask of hidden keys per node, bool ``[nodes, stop]``; computed once per plan."""
+    key = ("dense", index, window)
+    if key not in plan.prepared:
+        plan.prepared[key] = ~_seen(plan.segments[index], window).to(plan.device)
+    hidden: Tensor = plan.prepared[key]
+    return hidden
+
+
+def _seen(segment: TreeSegment, window: int | None) -> Tensor:
+    seen = torch.ones(segment.length, segment.stop, dtype=torch.bool)
+    seen[:, segment.start :] = torch.from_numpy(segment.ancestors())
+    if window is not None:
+        at = torch.tensor(segment.depths) + segment.start
+        seen &= torch.cat([torch.arange(segment.start), at])[None, :] > at[:, None] - window
+    return seen

@@ -1,0 +1,415 @@
+"""Models in GGUF files: configuration, tensors and tokenizer by the names of Hugging Face."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from gguf import GGMLQuantizationType
+from torch import Tensor
+
+from paceline.decoder.config import (
+    DecoderConfig,
+    UnsupportedModelError,
+    decoder_config,
+    rope_frequencies,
+)
+from paceline.decoder.gguf_file import (
+    GgufFile,
+    GgufTensor,
+    check_format,
+    converts,
+    decode,
+    read_gguf,
+)
+from paceline.decoder.model_source import ModelSource, file_facts, remembered
+from paceline.decoder.weights import Weight, fingerprint_files, plain
+from paceline.kernels.blocks import Blocks
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+"""Supported architectures, and the classes of transformers. Mistral files say llama."""
+
+EMBEDDING, NORM = "token_embd.weight", "output_norm.weight"
+"""Names of the token embedding and the final norm."""
+
+_MOST = (1 << 31) - 1
+
+
+class Metadata:
+    """Checked values of a file's metadata.
+
+    Raises:
+        UnsupportedModelError: A value is missing, of another type or out of range.
+    """
+
+    def __init__(self, file: GgufFile) -> None:
+        self._file = file
+        self._values = file.metadata
+        self.architecture = str(self._values.get("general.architecture"))
+        if self.architecture not in ARCHITECTURES:
+            raise self._error(
+                f"architecture {self.architecture!r} is not supported, expected one of "
+                f"{', '.join(ARCHITECTURES)}"
+            )
+        if self._values.get("split.count", 1) not in (0, 1):
+            raise self._error("one part of a split model; merge the parts to one file")
+        if self.get("expert_count", 0):
+            raise self._error("mixtures of experts are not supported")
+        tensors = file.tensors
+        self.layers = self.count("block_count")
+        self.hidden = self.count("embedding_length")
+        self.intermediate = self.count("feed_forward_length")
+        self.q_heads = self.count("attention.head_count")
+        self.kv_heads = self.count("attention.head_count_kv", self.q_heads)
+        if self.q_heads % self.kv_heads:
+            raise self._error(f"{self.q_heads} heads are no multiple of {self.kv_heads} kv heads")
+        self.head_dim = self.count("attention.key_length", max(1, self.hidden // self.q_heads))
+        for name in ("attention.value_length", "rope.dimension_count"):
+            if self.count(name, self.head_dim) != self.head_dim:
+                raise self._error(f"{name} differs from the width of keys, {self.head_dim}")
+        if self.head_dim % 2:
+            raise self._error(f"heads have an odd width, {self.head_dim}")
+        if EMBEDDING not in tensors or len(tensors[EMBEDDING].shape) != 2:
+            raise self._error(f"lacks the tensor {EMBEDDING!r}, or it is no matrix")
+        self.vocab_size = tensors[EMBEDDING].shape[0]
+        if self.layers > len(tensors):
+            raise self._error(f"{self.layers} layers in {len(tensors)} tensors")
+        self.attention_bias = self.architecture == "qwen2" or "blk.0.attn_q.bias" in tensors
+        self.mlp_bias = "blk.0.ffn_gate.bias" in tensors
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A value of the architecture."""
+        return self._values.get(f"{self.architecture}.{key}", default)
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """An integer from 1 to 2^31 - 1."""
+        found = self.get(key, default)
+        if not isinstance(found, int) or not 0 < found <= _MOST:
+            raise self._error(
+                f"{self.architecture}.{key} is {found!r}, expected a number from 1 to {_MOST}"
+            )
+        return found
+
+    def real(self, key: str, default: float | None = None) -> float:
+        """A finite number above 0."""
+        found = self.get(key, default)
+        if not isinstance(found, float) or not 0 < found < math.inf:
+            raise self._error(
+                f"{self.architecture}.{key} is {found!r}, expected a finite number above 0"
+            )
+        return found
+
+    def token(self, name: str) -> int | None:
+        """A token id of the tokenizer, None if it has none."""
+        found = self._values.get(f"tokenizer.ggml.{name}")
+        if found is not None and not (isinstance(found, int) and 0 <= found < self.vocab_size):
+            raise self._error(f"tokenizer.ggml.{name} is {found!r}, expected a token id")
+        return found
+
+    def _error(self, what: str) -> UnsupportedModelError:
+        return UnsupportedModelError(f"{self._file.path}: {what}")
+
+
+def expected_tensors(values: Metadata) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the tensors of a model, without the LM head."""
+    hidden, wide, dim = values.hidden, values.intermediate, values.head_dim
+    q, kv = values.q_heads * dim, values.kv_heads * dim
+    matrices = {
+        "attn_q": (q, hidden),
+        "attn_k": (kv, hidden),
+        "attn_v": (kv, hidden),
+        "attn_output": (hidden, q),
+        "ffn_gate": (wide, hidden),
+        "ffn_up": (wide, hidden),
+        "ffn_down": (hidden, wide),
+    }
+    vectors = {"attn_norm": hidden, "ffn_norm": hidden}
+    if values.architecture == "qwen3":
+        vectors |= {"attn_q_norm": dim, "attn_k_norm": dim}
+    biases: list[str] = []
+    if values.attention_bias:
+        biases += ["attn_q", "attn_k", "attn_v"]
+        if values.architecture != "qwen2":
+            biases.append("attn_output")
+    if values.mlp_bias:
+        biases += ["ffn_gate", "ffn_up", "ffn_down"]
+    yield EMBEDDING, (values.vocab_size, hidden)
+    yield NORM, (hidden,)
+    for layer in range(values.layers):
+        base = f"blk.{layer}."
+        for part, shape in matrices.items():
+            yield f"{base}{part}.weight", shape
+        for part, width in vectors.items():
+            yield f"{base}{part}.weight", (width,)
+        for part in biases:
+            yield f"{base}{part}.bias", (matrices[part][0],)
+
+
+_log = logging.getLogger(__name__)
+
+_PARTS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_HEAD = "output.weight"
+_ROPE_FACTORS = "rope_freqs.weight"
+_END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LLAMA3_CONTEXT = 8192  # original context of all Llama 3 models with scaled frequencies
+
+
+class GgufModel(ModelSource):
+    """A GGUF file of architecture llama, qwen2 or qwen3."""
+
+    def __init__(self, path: Path) -> None:
+        """Open a file, and check that it has all tensors of its configuration and no others.
+
+        Raises:
+            UnsupportedModelError: The file is damaged or of a kind that is not supported.
+            FileNotFoundError: There is no such file.
+        """
+        self.path = path
+        self._file = read_gguf(path)
+        self._metadata = Metadata(self._file)
+        self._check_tensors()
+
+    @property
+    def name(self) -> str:
+        return self.path.stem
+
+    @cached_property
+    def hf_config(self) -> Any:
+        from transformers import AutoConfig
+
+        values = self._metadata
+        theta = values.real("rope.freq_base", 10000.0)
+        config = AutoConfig.for_model(
+            values.architecture,
+            architectures=[ARCHITECTURES[values.architecture]],
+            hidden_size=values.hidden,
+            intermediate_size=values.intermediate,
+            num_hidden_layers=values.layers,
+            num_attention_heads=values.q_heads,
+            num_key_value_heads=values.kv_heads,
+            head_dim=values.head_dim,
+            vocab_size=values.vocab_size,
+            max_position_embeddings=values.count("context_length"),
+            rms_norm_eps=values.real("attention.layer_norm_rms_epsilon"),
+            rope_parameters={"rope_theta": theta, **self._rope_scaling()},
+            tie_word_embeddings=_HEAD not in self._file.tensors,
+            attention_bias=values.attention_bias,
+            mlp_bias=values.mlp_bias,
+            bos_token_id=values.token("bos_token_id"),
+            eos_token_id=values.token("eos_token_id"),
+            dtype=self._dtype(),
+        )
+        if _ROPE_FACTORS in self._file.tensors:
+            self._check_rope_factors(config)
+        return config
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        return (ARCHITECTURES[self._metadata.architecture],)
+
+    def config_facts(self) -> tuple[object, ...]:
+        return file_facts(self.path)
+
+    def read_config(self, weights: torch.dtype | str) -> DecoderConfig:
+        floats = {GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16}
+        stored = None if self._formats().keys() <= floats else "gguf"
+        found = [self._metadata.token(name) for name in _END_TOKENS]
+        ends = tuple(dict.fromkeys(token for token in found if token is not None))
+        return decoder_config(self.hf_config, ends, weights, stored)
+
+    def tensors(self, dtype: torch.dtype, device: torch.device | str) -> Mapping[str, Weight]:
+        for kind, count in self._formats().items():
+            if converts(kind):
+                _log.info(
+                    "%s: %d matrices of format %s are converted to 8 bits in blocks of 32",
+                    self.path, count, kind.name,
+                )  # fmt: skip
+        return _Tensors(self._file, self._metadata, dtype, device)
+
+    def tensor(self, name: str, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+        weights = _Tensors(self._file, self._metadata, dtype, device)
+        if name not in weights:
+            raise UnsupportedModelError(f"{self.path} lacks the tensor {name!r}")
+        return plain(weights[name], dtype).to(device)
+
+    @cached_property
+    def tokenizer(self) -> bytes:
+        """As transformers builds it from the file.
+
+        Raises:
+            UnsupportedModelError: transformers cannot build it.
+        """
+        if "tokenizer.ggml.tokens" not in self._file.metadata:
+            return b""
+        text: str = remembered(("tokenizer", *file_facts(self.path)), self._build_tokenizer)
+        return text.encode()
+
+    def _build_tokenizer(self) -> str:
+        from transformers import PreTrainedTokenizerFast
+
+        try:
+            found = PreTrainedTokenizerFast.from_pretrained(
+                str(self.path.parent), gguf_file=self.path.name, local_files_only=True
+            )
+        except Exception as error:  # damaged values make the library raise anything
+            raise UnsupportedModelError(
+                f"{self.path}: cannot build a tokenizer from the file: {error!r}"
+            ) from error
+        text: str = found.backend_tokenizer.to_str(pretty=True)
+        return text
+
+    @property
+    def chat_template(self) -> str:
+        return str(self._file.metadata.get("tokenizer.chat_template", ""))
+
+    def files(self) -> list[Path]:
+        return [self.path]
+
+    def fingerprint(self) -> str:
+        return fingerprint_files(b"", self.files())
+
+    def _formats(self) -> Counter[GGMLQuantizationType]:
+        return Counter(t.kind for t in self._file.tensors.values() if len(t.shape) == 2)
+
+    def _dtype(self) -> str:
+        return "float32" if set(self._formats()) == {GGMLQuantizationType.F32} else "bfloat16"
+
+    def _check_tensors(self) -> None:
+        expected = dict(expected_tensors(self._metadata))
+        extra = self._file.tensors.keys() - expected.keys() - {_HEAD, _ROPE_FACTORS}
+        if extra:
+            raise UnsupportedModelError(
+                f"{self.path}: tensor {min(extra)!r} is not part of a supported "
+                f"{self._metadata.architecture} model"
+            )
+        if _HEAD in self._file.tensors:
+            expected[_HEAD] = expected[EMBEDDING]
+        for name, shape in expected.items():
+            found = self._file.tensors.get(name)
+            if found is None:
+                raise UnsupportedModelError(
+                    f"{self.path} lacks the tensor {name!r}: the file is incomplete"
+                )
+            if found.shape != shape:
+                raise UnsupportedModelError(
+                    f"{self.path}: tensor {name!r} has shape {found.shape}, expected {shape} by "
+                    "the metadata"
+                )
+            check_format(self._file, found)
+
+    def _rope_scaling(self) -> dict[str, Any]:
+        values = self._metadata
+        if _ROPE_FACTORS in self._file.tensors:
+            factor = plain(decode(self._file, self._rope_factors()), torch.float32).max()
+            original = {"original_max_position_embeddings": _LLAMA3_CONTEXT}
+            return {"rope_type": "llama3", "factor": float(factor), **_LLAMA3, **original}
+        kind = values.get("rope.scaling.type", "none")
+        if kind == "none":
+            return {"rope_type": "default"}
+        if kind not in ("linear", "yarn"):
+            raise UnsupportedModelError(
+                f"{self.path}: rope scaling {kind!r} is not supported, expected linear or yarn"
+            )
+        found: dict[str, Any] = {"rope_type": kind, "factor": values.real("rope.scaling.factor")}
+        if kind == "yarn":
+            context = values.count("rope.scaling.original_context_length")
+            found["original_max_position_embeddings"] = context
+        return found
+
+    def _rope_factors(self) -> GgufTensor:
+        found = self._file.tensors[_ROPE_FACTORS]
+        if found.shape != (self._metadata.head_dim // 2,):
+            raise UnsupportedModelError(
+                f"{self.path}: tensor {_ROPE_FACTORS!r} has shape {found.shape}, expected "
+                f"{(self._metadata.head_dim // 2,)}"
+            )
+        return found
+
+    def _check_rope_factors(self, config: Any) -> None:
+        """The file has the factors only, not the rule: they must be those of Llama 3."""
+        factors = plain(decode(self._file, self._rope_factors()), torch.float32)
+        exponents = torch.arange(len(factors), dtype=torch.float32) / len(factors)
+        stored = 1.0 / config.rope_parameters["rope_theta"] ** exponents / factors
+        if not torch.allclose(stored, rope_frequencies(config)[0], rtol=1e-4, atol=0):
+            raise UnsupportedModelError(
+                f"{self.path}: the factors in {_ROPE_FACTORS!r} are not those of Llama 3"
+            )
+
+
+class _Tensors(Mapping[str, Weight]):
+    """Tensors of a file by their Hugging Face names, each decoded on access."""
+
+    def __init__(
+        self,
+        file: GgufFile,
+        values: Metadata,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        self._file, self._dtype, self._device = file, dtype, device
+        self._heads: dict[str, int] = {}
+        if values.architecture == "llama":
+            self._heads = {"attn_q": values.q_heads, "attn_k": values.kv_heads}
+        names = {EMBEDDING: "model.embed_tokens.weight", NORM: "model.norm.weight"}
+        names[_HEAD] = "lm_head.weight"
+        self._names = {_hf_name(name, names): name for name in file.tensors}
+
+    def __getitem__(self, name: str) -> Weight:
+        stored = self._names[name]
+        found = decode(self._file, self._file.tensors[stored])
+        part = stored.split(".")[-2]
+        if part in self._heads:
+            order = _hf_rows(found.shape[0], self._heads[part])
+            found = found.rows(order) if isinstance(found, Blocks) else found[order]
+        if isinstance(found, Blocks):
+            return found
+        return found.to(self._device, self._dtype)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names  # without decoding it
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _hf_name(name: str, others: Mapping[str, str]) -> str:
+    if not name.startswith("blk."):
+        return others.get(name, name)
+    _, layer, part, kind = name.split(".")
+    return f"model.layers.{layer}.{_PARTS[part]}.{kind}"
+
+
+def _hf_rows(rows: int, heads: int) -> Tensor:
+    """The order that undoes llama.cpp's for the rows of llama's q and k, int64 ``[rows]``.
+
+    There the two dimensions that RoPE turns together are neighbours; in Hugging Face's layout they
+    are half a head apart.
+    """
+    order = torch.arange(rows).view(heads, rows // heads // 2, 2)
+    return order.transpose(1, 2).flatten()

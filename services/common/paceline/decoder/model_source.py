@@ -1,0 +1,170 @@
+"""The interface of a model on disk, and what is kept of its files between starts.
+
+To import transformers takes longer than to load a small model. Its answers depend on the files and
+its version alone, so they are kept in the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.decoder.config import DecoderConfig
+from paceline.decoder.weights import Weight, WeightsOf
+
+_log = logging.getLogger(__name__)
+_FORMAT = 1
+_MAX_FILES = 256
+
+
+def remembered(facts: tuple[object, ...], make: Callable[[], Any]) -> Any:
+    """What ``make`` returned for the same facts, now or in an earlier process.
+
+    Args:
+        facts: All that the value depends on, besides the version of transformers; each with a
+            ``repr`` that shows its value.
+        make: Makes the value, which JSON can store. What it raises is not stored.
+    """
+    key = repr((_FORMAT, version("transformers"), facts)).encode()
+    file = _folder() / f"{hashlib.sha256(key).hexdigest()[:32]}.json"
+    with suppress(OSError, ValueError):  # it is not stored, or damaged
+        return json.loads(file.read_text(encoding="utf-8"))
+    value = make()
+    fresh = file.with_suffix(f".{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        fresh.write_text(json.dumps(value), encoding="utf-8")
+        fresh.replace(file)
+        files = sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)
+        for old in files[:-_MAX_FILES]:
+            old.unlink(missing_ok=True)
+    except OSError as error:
+        _log.warning("%s could not be stored: %s", file, error)
+    return value
+
+
+def file_facts(path: Path) -> tuple[object, ...]:
+    """What tells a file from a changed one without reading it."""
+    found = path.stat()
+    return str(path.resolve()), found.st_size, found.st_mtime_ns, found.st_ino
+
+
+def _folder() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root, "paceline", "configs")
+
+
+class ModelSource(ABC):
+    """A model on disk. Tensors have their Hugging Face names."""
+
+    path: Path
+    """The folder or file."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Name of the model, for display."""
+
+    @property
+    @abstractmethod
+    def hf_config(self) -> Any:
+        """The transformers config.
+
+        Raises:
+            UnsupportedModelError: It cannot be read.
+        """
+
+    def config(self, weights: torch.dtype | str = "auto") -> DecoderConfig:
+        """The decoder's configuration, kept between starts.
+
+        Args:
+            weights: float32, bfloat16, int8, int4, or auto for the stored format (bfloat16 for
+                float16).
+
+        Raises:
+            UnsupportedModelError: Architecture, feature or format that is not supported.
+        """
+        facts = ("config", str(weights), *self.config_facts())
+        return DecoderConfig.from_json(
+            remembered(facts, lambda: self.read_config(weights).to_json())
+        )
+
+    @abstractmethod
+    def read_config(self, weights: torch.dtype | str) -> DecoderConfig:
+        """The same, read from the files by transformers."""
+
+    @abstractmethod
+    def config_facts(self) -> tuple[object, ...]:
+        """What the configuration depends on, besides ``weights``; see :func:`remembered`."""
+
+    @abstractmethod
+    def tensors(self, dtype: torch.dtype, device: torch.device | str) -> Mapping[str, Weight]:
+        """Tensors as they are stored: blocks, or torch tensors as ``dtype`` on ``device``."""
+
+    @abstractmethod
+    def tensor(self, name: str, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+        """One tensor as a plain one, mapped from the file if type and device allow it.
+
+        Raises:
+            UnsupportedModelError: There is none of this name.
+        """
+
+    def vocabulary(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Embedding and LM head, each ``[V, hidden]``, on the CPU."""
+        embedding = self.tensor("model.embed_tokens.weight", dtype, "cpu")
+        tied = self.config().tied
+        return embedding, embedding if tied else self.tensor("lm_head.weight", dtype, "cpu")
+
+    @property
+    @abstractmethod
+    def tokenizer(self) -> bytes:
+        """The content of a tokenizer.json; empty if the model has no tokenizer."""
+
+    @property
+    @abstractmethod
+    def chat_template(self) -> str:
+        """The chat template (Jinja); empty if the model has none."""
+
+    @abstractmethod
+    def files(self) -> list[Path]:
+        """The files with the weights."""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of the model; reads all its weights. See :func:`weights_fingerprint`."""
+
+    @property
+    @abstractmethod
+    def architectures(self) -> tuple[str, ...]:
+        """Names of the model's classes in transformers."""
+
+    @property
+    def tokenizer_digest(self) -> str:
+        """SHA-256 (hex) of the tokenizer; empty if there is none."""
+        return hashlib.sha256(self.tokenizer).hexdigest() if self.tokenizer else ""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Size of the files with the weights. Unit: bytes."""
+        return sum(path.stat().st_size for path in self.files())
+
+    def weights(
+        self, config: DecoderConfig, device: torch.device | str = "cpu"
+    ) -> Mapping[str, Weight]:
+        """Tensors in the format of a configuration; off the CPU, nothing is quantised."""
+        if config.weights in ("float32", "bfloat16"):
+            stored = self.tensors(config.dtype, device)
+        else:
+            stored = self.tensors(torch.float32, "cpu")
+        return WeightsOf(stored, config, torch.device(device))

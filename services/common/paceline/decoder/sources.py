@@ -1,0 +1,192 @@
+"""Models on disk: Hugging Face folders and GGUF files behind one interface."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from paceline.decoder.config import DecoderConfig, UnsupportedModelError, decoder_config
+from paceline.decoder.model_source import ModelSource, file_facts
+from paceline.decoder.weights import Checkpoint, Weight, fingerprint_files, weight_files
+
+_log = logging.getLogger(__name__)
+
+
+class ModelFolder(ModelSource):
+    """A Hugging Face folder with safetensors weights."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ``FileNotFoundError`` if there is no config.json."""
+        self.path = path
+        if not (path / "config.json").is_file():
+            raise FileNotFoundError(
+                f"{path} has no config.json; expected a Hugging Face folder or a GGUF file"
+            )
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @cached_property
+    def hf_config(self) -> Any:
+        from transformers import AutoConfig
+
+        try:
+            return AutoConfig.from_pretrained(str(self.path), trust_remote_code=False)
+        except (ValueError, KeyError) as error:
+            raise UnsupportedModelError(f"cannot read {self.path}/config.json: {error}") from error
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        return tuple(json.loads(self._read("config.json")).get("architectures") or ())
+
+    def config_facts(self) -> tuple[object, ...]:
+        return self._read("config.json"), self._read("generation_config.json")
+
+    def read_config(self, weights: torch.dtype | str) -> DecoderConfig:
+        return decoder_config(self.hf_config, self._eos(), weights)
+
+    def _eos(self) -> tuple[int, ...]:
+        from transformers import GenerationConfig
+
+        found = self.hf_config.eos_token_id
+        if (self.path / "generation_config.json").is_file():
+            own = GenerationConfig.from_pretrained(str(self.path)).eos_token_id
+            found = found if own is None else own
+        if found is None:
+            return ()
+        return (found,) if isinstance(found, int) else tuple(found)
+
+    def tensors(self, dtype: torch.dtype, device: torch.device | str) -> Mapping[str, Weight]:
+        return Checkpoint(self.path, dtype, device)
+
+    def tensor(self, name: str, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+        weights = Checkpoint(self.path, dtype, device)
+        if name not in weights:
+            raise UnsupportedModelError(f"{self.path} lacks the tensor {name!r}")
+        return weights.mapped(name)
+
+    @cached_property
+    def tokenizer(self) -> bytes:
+        return self._read("tokenizer.json")
+
+    @property
+    def chat_template(self) -> str:
+        own = self._read("chat_template.jinja")
+        if own:
+            return own.decode()
+        config = json.loads(self._read("tokenizer_config.json") or b"{}")
+        template = config.get("chat_template") or ""
+        if isinstance(template, list):  # several named ones
+            named = {entry["name"]: entry["template"] for entry in template}
+            template = named.get("default", "")
+        return str(template)
+
+    def files(self) -> list[Path]:
+        return weight_files(self.path)
+
+    def fingerprint(self) -> str:
+        config = json.loads(self._read("config.json"))
+        for volatile in ("transformers_version", "_name_or_path", "torch_dtype", "dtype"):
+            config.pop(volatile, None)
+        return fingerprint_files(json.dumps(config, sort_keys=True).encode(), self.files())
+
+    def _read(self, name: str) -> bytes:
+        file = self.path / name
+        return file.read_bytes() if file.is_file() else b""
+
+
+_VALUES = 64
+_LEAST_COSINE = 0.9  # 4 bits leave 0.99, unrelated weights are near 0
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Tells whether two models are formats of one: folder, GGUF file, any number of bits.
+
+    It does not tell a model from one that was trained a little further. Use it where a mistake
+    costs time and nothing else.
+
+    Attributes:
+        tokens: SHA-256 (hex) of the tokens by id; of nothing if the model has no tokenizer.
+        weights: Values spread over a matrix of the last layer.
+    """
+
+    tokens: str
+    weights: tuple[float, ...]
+
+    @classmethod
+    def of(cls, source: ModelSource) -> Self:
+        """Read a model's tokenizer and one of its matrices."""
+        known = json.loads(source.tokenizer or b"{}")
+        tokens = dict(known.get("model", {}).get("vocab", {}))
+        tokens |= {each["content"]: each["id"] for each in known.get("added_tokens", ())}
+        name = f"model.layers.{source.config().layers - 1}.mlp.down_proj.weight"
+        matrix = source.tensor(name, torch.float32, "cpu").flatten()
+        places = torch.linspace(0, len(matrix) - 1, _VALUES, dtype=torch.float64).long()
+        return cls(
+            hashlib.sha256(json.dumps(sorted(tokens.items())).encode()).hexdigest(),
+            tuple(round(value, 5) for value in matrix[places].tolist()),
+        )
+
+    @classmethod
+    def parse(cls, described: Mapping[str, Any]) -> Self:
+        """Inverse of ``dataclasses.asdict``; an invalid description fits no model."""
+        weights = described.get("weights")
+        if not isinstance(weights, list) or not all(isinstance(w, float) for w in weights):
+            weights = []
+        return cls(str(described.get("tokens", "")), tuple(weights))
+
+    def fits(self, other: Origin) -> bool:
+        """Whether both are formats of one model."""
+        if self.tokens != other.tokens or len(self.weights) != len(other.weights):
+            return False
+        pairs = list(zip(self.weights, other.weights, strict=True))
+        norms = math.hypot(*self.weights) * math.hypot(*other.weights)
+        return sum(a * b for a, b in pairs) > _LEAST_COSINE * norms
+
+
+def open_model(path: str | Path) -> ModelSource:
+    """A model folder, or a GGUF file, whose structure is checked.
+
+    Raises:
+        UnsupportedModelError: The file is damaged or of a kind that is not supported.
+        FileNotFoundError: There is no such file, or the folder has no config.json.
+    """
+    found = Path(path)
+    if found.is_file() or found.suffix == ".gguf":
+        return _gguf_model(found, file_facts(found) if found.is_file() else ())
+    return ModelFolder(found)
+
+
+@lru_cache(maxsize=4)
+def _gguf_model(path: Path, facts: tuple[object, ...]) -> ModelSource:
+    """A GGUF file, whose metadata take longer to read than those of a folder."""
+    from paceline.decoder.gguf import GgufModel
+
+    return GgufModel(path)
+
+
+def load_config(path: str | Path, weights: torch.dtype | str = "auto") -> DecoderConfig:
+    """The configuration of a model; see :func:`open_model` and :meth:`ModelSource.config`."""
+    return open_model(path).config(weights)
+
+
+def weights_fingerprint(path: str | Path) -> str:
+    """SHA-256 (hex) of a model.
+
+    Of a folder: its config.json and the bytes of its weight files, in order. The config is hashed
+    as canonical JSON without fields that tools rewrite. So copying or reformatting a folder does
+    not change the fingerprint; any change of a weight does. Of a GGUF file: all its bytes.
+    """
+    return open_model(path).fingerprint()

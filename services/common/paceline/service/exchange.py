@@ -1,0 +1,166 @@
+"""The Unix socket of a draft exchange, and the wait of a thread for sockets and other threads.
+
+The verifier's engine thread and the drafter's drafting thread each run one :class:`Waiter` and read
+their sockets themselves, so that a round needs no event loop. Linux only.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+from contextlib import suppress
+
+MAX_FRAME_BYTES = 64 << 20
+"""Longest message. A peer that sends a longer one is disconnected. Unit: bytes."""
+
+MAX_UNSENT_BYTES = 256 << 20
+"""Most bytes that wait for a peer that does not read. Then it is disconnected. Unit: bytes."""
+
+_MAX_WAIT = 3600.0
+"""Longest wait with a limit: the kernel counts in milliseconds of 32 bits. Unit: seconds."""
+
+_LENGTH = struct.Struct("<I")
+_READ_BYTES = 1 << 18
+
+
+class PeerGone(Exception):
+    """The peer closed the connection, broke the framing, or does not read."""
+
+
+class FramedSocket:
+    """Messages over a connected stream socket, each after its length. One thread uses it.
+
+    No call blocks: what the kernel does not take is sent by later calls of :meth:`flush`.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Take over a connected socket."""
+        connection.setblocking(False)
+        self._socket = connection
+        self._unsent = bytearray()
+        self._received = bytearray()
+
+    def fileno(self) -> int:
+        """Descriptor of the socket."""
+        return self._socket.fileno()
+
+    @property
+    def unsent(self) -> bool:
+        """Whether something waits to be sent."""
+        return bool(self._unsent)
+
+    def send(self, message: bytes) -> None:
+        """Send a message, or keep the rest of it for :meth:`flush`.
+
+        Raises:
+            PeerGone: The connection is closed, or too much waits to be sent.
+        """
+        self._unsent += _LENGTH.pack(len(message))
+        self._unsent += message
+        self.flush()
+        if len(self._unsent) > MAX_UNSENT_BYTES:
+            raise PeerGone(f"the peer does not read: {len(self._unsent)} bytes wait for it")
+
+    def flush(self) -> None:
+        """Send as much as the kernel takes.
+
+        Raises:
+            PeerGone: The connection is closed.
+        """
+        while self._unsent:
+            try:
+                sent = self._socket.send(self._unsent)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                raise PeerGone(f"the connection broke: {error}") from error
+            del self._unsent[:sent]
+
+    def receive(self) -> list[bytes]:
+        """The messages that have come, without a wait.
+
+        Raises:
+            PeerGone: The connection is closed, or a message is too long.
+        """
+        ended = False
+        while True:
+            try:
+                part = self._socket.recv(_READ_BYTES)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                raise PeerGone(f"the connection broke: {error}") from error
+            if not part:
+                ended = True
+                break
+            self._received += part
+            if len(part) < _READ_BYTES:
+                break
+        messages, start = [], 0
+        while len(self._received) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._received, start)
+            if length > MAX_FRAME_BYTES:
+                raise PeerGone(
+                    f"the peer sent a message of {length} bytes, expected at most {MAX_FRAME_BYTES}"
+                )
+            end = start + _LENGTH.size + length
+            if len(self._received) < end:
+                break
+            messages.append(bytes(self._received[start + _LENGTH.size : end]))
+            start = end
+        del self._received[:start]
+        if ended and not messages:
+            raise PeerGone("the peer closed the connection")
+        return messages
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+
+class Waiter:
+    """Waits for sockets and for other threads.
+
+    :meth:`wake` may be called by any thread; all else by the thread that waits.
+    """
+
+    def __init__(self) -> None:
+        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll = select.poll()
+        self._poll.register(self._event, select.POLLIN)
+
+    def wake(self) -> None:
+        """End the current wait, or the next one at once."""
+        os.eventfd_write(self._event, 1)
+
+    def add(self, descriptor: int) -> None:
+        """Wait for a socket to become readable too."""
+        self._poll.register(descriptor, select.POLLIN)
+
+    def remove(self, descriptor: int) -> None:
+        """No longer wait for a socket. Call it before the socket is closed."""
+        self._poll.unregister(descriptor)
+
+    def watch_writable(self, descriptor: int, *, writable: bool) -> None:
+        """Wait for a socket to take more bytes too, or no longer."""
+        self._poll.modify(descriptor, select.POLLIN | (select.POLLOUT if writable else 0))
+
+    def wait(self, seconds: float | None) -> list[int]:
+        """Wait at most ``seconds`` (None: for ever; 0: not at all), or an hour.
+
+        Returns:
+            Descriptors that can be read, written or have failed.
+        """
+        milliseconds = None if seconds is None else max(0.0, min(seconds, _MAX_WAIT) * 1e3)
+        ready = [descriptor for descriptor, _ in self._poll.poll(milliseconds)]
+        if self._event in ready:
+            ready.remove(self._event)
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._event)
+        return ready
+
+    def close(self) -> None:
+        """Free the descriptor. No thread may call :meth:`wake` afterwards."""
+        os.close(self._event)

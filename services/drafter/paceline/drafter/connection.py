@@ -1,0 +1,599 @@
+"""One connection to a verifier: its sequences, the rounds that come and the trees that go."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from array import array
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from google.protobuf.message import DecodeError
+
+from paceline.drafter.errors import KvGone
+from paceline.drafter.kv.exchange import KvExchange
+from paceline.drafter.methods.base import Budget, Generation, Update
+from paceline.drafter.recordings import Recorder, Recording
+from paceline.drafter.registry import Registry, Version
+from paceline.drafter.session import (
+    Drafted,
+    Session,
+    check_fit,
+    check_open,
+    check_round,
+    open_session,
+)
+from paceline.drafter.worker import DraftWorker, Job
+from paceline.service import ServiceError
+from paceline.service.exchange import FramedSocket, PeerGone
+from paceline.telemetry.names import Attribute, Span
+from paceline.telemetry.tracing import Attributes, add_server_span
+from paceline.tree import EMPTY
+from paceline.v1 import exchange_pb2
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import Tracer
+
+    from paceline.drafter.metrics import DrafterMetrics
+
+logger = logging.getLogger("paceline.drafter")
+
+_STATES_SECONDS = 0.25
+"""Longest wait of a round for hidden states that are in flight, deadline permitting."""
+
+
+@dataclass
+class Parts:
+    """What connections share with the rest of the service.
+
+    Attributes:
+        registry: Chooses versions. Event loop.
+        worker: The drafting thread.
+        kv: Opens the target's KV and hidden states. Event loop.
+        recorder: Records the token ids of generations; None: nothing is recorded. Event loop.
+        metrics: Counts rounds and sessions; None: no metrics. Drafting thread.
+        tracer: Makes spans; None: no spans. Any thread.
+        max_context: Longest text. Unit: tokens.
+        max_sequences: Maximum number of open sequences of the whole service.
+        draining: No sequence is opened any more. Event loop.
+        sequences: Sequences of the whole service, those being opened included. Event loop.
+        closed: Set whenever a sequence was closed. Event loop.
+    """
+
+    registry: Registry
+    worker: DraftWorker
+    kv: KvExchange
+    recorder: Recorder | None
+    metrics: DrafterMetrics | None
+    tracer: Tracer | None
+    max_context: int
+    max_sequences: int
+    draining: bool = False
+    sequences: int = 0
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(eq=False)
+class _Seat:
+    """A sequence's place at a version.
+
+    The event loop makes it and attaches it to the registry. The drafting thread takes it and gives
+    it back.
+    """
+
+    version: Version
+    session: Session
+    evict: Callable[[], None]
+    """Ends the sequence if it is at this place; the registry calls it for a forced unload."""
+
+
+class _Sequence:
+    """A sequence of the verifier. Only the drafting thread changes it."""
+
+    def __init__(self, message: exchange_pb2.OpenSequence) -> None:
+        """Keep what was sent; its tokens become the text."""
+        self.number = message.sequence
+        self.text = array("I", message.tokens)
+        message.ClearField("tokens")
+        self.message = message
+        self.seat: _Seat | None = None
+        """None: it is being opened."""
+        self.round: exchange_pb2.DraftRound | None = None
+        """The round that was not answered."""
+        self.arrived = 0.0
+        """When the round came (time.monotonic)."""
+        self.unfit: Version | None = None
+        """A version that replaces this one, but does not fit."""
+        self.evicted: set[Version] = set()
+        """Versions that were unloaded by force since it was attached to them."""
+
+
+class Connection:
+    """One connection to a verifier, from its first message until its end.
+
+    Thread safety: the drafting thread owns the sequences, the socket and the message that is
+    collected for the verifier. The event loop makes a connection and posts to the thread. What
+    needs the event loop (choosing a version, opening KV, waiting for hidden states) runs there in
+    tasks, which post their results. Any thread may read the number of ``sequences``.
+
+    Attributes:
+        sequences: Open sequences by number, those that are being opened included.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        address: str,
+        joined: exchange_pb2.Joined,
+        write: Callable[[exchange_pb2.JoinRequest], None],
+        fail: Callable[[str], None],
+        socket: FramedSocket | None,
+    ) -> None:
+        """Make a connection, on the event loop.
+
+        Args:
+            parts: Of the service.
+            address: Of the verifier.
+            joined: Facts of the target.
+            write: Sends a message over the gRPC stream. Called on the event loop.
+            fail: Ends the connection, with the reason. Called on the event loop.
+            socket: The verifier's Unix socket; None: messages travel over the gRPC stream.
+        """
+        self.sequences: dict[int, _Sequence] = {}
+        self._parts = parts
+        self._worker = parts.worker
+        self._address = address
+        self._target = joined
+        self._write = write
+        self._fail = fail
+        self._socket = socket
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._last = 0
+        self._ended = False
+        self._outgoing = exchange_pb2.JoinRequest()
+        self._answered: list[tuple[Version, Drafted, str, float]] = []
+
+    @property
+    def carrier(self) -> str:
+        """How messages travel: socket or stream."""
+        return "stream" if self._socket is None else "socket"
+
+    async def close(self) -> None:
+        """Close all sequences, on the event loop; no other message is sent."""
+        await self._worker.run(self._end)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._worker.run(lambda: None)  # it gives back what they opened
+
+    # The drafting thread.
+
+    def start(self) -> None:
+        """Read the socket from now on."""
+        if self._socket is not None:
+            self._worker.add_socket(self._socket.fileno(), self._read)
+
+    def receive(self, message: exchange_pb2.JoinResponse, arrived: float) -> None:
+        """Take a message of the verifier that came at ``arrived`` (time.monotonic)."""
+        if self._ended:
+            return
+        try:
+            for number in message.closed:
+                self._close(number)
+            for opened in message.open:
+                self._open(opened)
+            for round_ in message.rounds:
+                self._round(round_, arrived)
+        except ServiceError as error:
+            self._break(f"{error.reason}: {error.message}")
+
+    def _read(self) -> None:
+        """Take what the socket has."""
+        assert self._socket is not None, "it is read"
+        arrived = time.monotonic()
+        try:
+            if self._socket.unsent:
+                self._socket.flush()
+                self._watch(self._socket)
+            for frame in self._socket.receive():
+                self.receive(exchange_pb2.JoinResponse.FromString(frame), arrived)
+        except PeerGone as gone:
+            self._break(str(gone))
+        except DecodeError:
+            self._break("a message on the socket is not a JoinResponse")
+
+    def _flush(self) -> None:
+        """Send what was collected."""
+        self._worker.flush_later(self._count)
+        if self._ended:
+            return
+        message, self._outgoing = self._outgoing, exchange_pb2.JoinRequest()
+        if self._socket is None:
+            self._call_soon(self._write, message)
+            return
+        try:
+            self._socket.send(message.SerializeToString())
+            if self._socket.unsent:
+                self._watch(self._socket)
+        except PeerGone as gone:
+            self._break(str(gone))
+
+    def _watch(self, socket: FramedSocket) -> None:
+        self._worker.watch_writable(socket.fileno(), writable=socket.unsent)
+
+    def _break(self, why: str) -> None:
+        """End the connection because of the verifier."""
+        self._end()
+        self._call_soon(self._fail, why)
+
+    def _end(self) -> None:
+        """Close the socket and all sequences. A second call does nothing."""
+        if self._ended:
+            return
+        self._ended = True
+        if self._socket is not None:
+            self._worker.remove_socket(self._socket.fileno())
+            self._socket.close()
+        for number in tuple(self.sequences):
+            self._close(number)
+
+    def _close(self, number: int) -> None:
+        """The verifier, or the end of the connection, closes a sequence."""
+        sequence = self._find(number)
+        if sequence is not None:
+            del self.sequences[number]
+            opened = sequence.seat is not None
+            self._leave(sequence)
+            self._call_soon(self._closed, sequence, opened)
+
+    def _refuse(self, sequence: _Sequence, error: ServiceError) -> None:
+        """Give a sequence up, if it is still open."""
+        if self.sequences.get(sequence.number) is not sequence:
+            return
+        logger.debug("refused a sequence: %s: %s", error.reason, error.message)
+        self._outgoing.refused.add(
+            sequence=sequence.number, reason=error.reason, message=error.message
+        )
+        self._worker.flush_later(self._flush)
+        self._close(sequence.number)
+
+    def _find(self, number: int) -> _Sequence | None:
+        """An open sequence; None: it was refused or closed.
+
+        Raises:
+            ServiceError: The verifier never opened it.
+        """
+        if not 0 < number <= self._last:
+            raise ServiceError.invalid_argument(
+                "UNKNOWN_SEQUENCE",
+                f"a message names the sequence {number}, expected 1 to {self._last}: open it first",
+            )
+        return self.sequences.get(number)
+
+    def _open(self, message: exchange_pb2.OpenSequence) -> None:
+        if message.sequence <= self._last:
+            raise ServiceError.invalid_argument(
+                "UNKNOWN_SEQUENCE",
+                f"the sequence {message.sequence} was opened before; number them from 1, each once",
+            )
+        self._last = message.sequence
+        sequence = self.sequences[message.sequence] = _Sequence(message)
+        self._call_soon(self._opened, sequence, list(sequence.text))
+
+    def _round(self, message: exchange_pb2.DraftRound, arrived: float) -> None:
+        sequence = self._find(message.sequence)
+        if sequence is None:
+            return
+        if sequence.round is not None:
+            raise ServiceError.invalid_argument(
+                "ROUND_IN_PROGRESS",
+                f"round {message.round} of sequence {message.sequence} came before round "
+                f"{sequence.round.round} was answered; wait for its tree",
+            )
+        sequence.round, sequence.arrived = message, arrived
+        if sequence.seat is not None:
+            self._prepare(sequence, sequence.seat)
+
+    def _seated(self, sequence: _Sequence, seat: _Seat) -> None:
+        """The sequence was opened at a version, or moves to one."""
+        if self._parts.metrics is not None:
+            self._parts.metrics.opened(seat.session)
+        moved = sequence.seat is not None
+        if self.sequences.get(sequence.number) is not sequence:
+            self._unseat(seat)
+            return
+        if moved:
+            self._leave(sequence)
+        sequence.seat = seat
+        if seat.version in sequence.evicted:
+            self._evicted(sequence, seat.version)
+            return
+        self._worker.catch_up(seat.session)
+        if not moved:
+            spec, drafter = seat.version.spec, seat.version.drafter
+            self._outgoing.opened.add(
+                sequence=sequence.number,
+                drafter=spec.name,
+                version=seat.version.version,
+                method=spec.method,
+                max_nodes=drafter.max_nodes,
+                kv_transport=seat.session.kv_transport,
+            )
+            self._worker.flush_later(self._flush)
+            if sequence.round is not None:
+                self._prepare(sequence, seat)
+
+    def _prepare(self, sequence: _Sequence, seat: _Seat) -> None:
+        """Draft the round, after the event loop has done what must come first."""
+        assert sequence.round is not None, "it has a round"
+        leaves = seat.version.draining or seat.version.failing
+        move = leaves and not sequence.message.version
+        lacks = seat.session.lacks_states(sequence.round.committed_length)
+        if move or lacks:
+            tokens = list(sequence.text) if move else []
+            self._call_soon(self._start, self._preparing(sequence, sequence.round, seat, tokens))
+        else:
+            self._draft(sequence)
+
+    def _draft(self, sequence: _Sequence) -> None:
+        """Queue the round of a sequence, if it is still open."""
+        seat, message = sequence.seat, sequence.round
+        if self.sequences.get(sequence.number) is not sequence or seat is None or message is None:
+            return
+        length = len(sequence.text) + len(message.new_tokens)
+        try:
+            check_round(
+                message, length, self._target.vocab_size, self._parts.max_context, seat.version
+            )
+        except ServiceError as error:
+            self._refuse(sequence, error)
+            return
+        sequence.text.extend(message.new_tokens)
+        drafter, seconds = seat.version.drafter, message.timeout_us / 1e6
+        budget = Budget(
+            nodes=min(message.node_budget, drafter.max_nodes) if message.max_depth else 0,
+            depth=min(message.max_depth, drafter.max_depth),
+            deadline=sequence.arrived + seconds if seconds else math.inf,
+        )
+        update = Update(tuple(message.new_tokens), message.committed_length)
+        answer = partial(self._drafted, sequence, seat, budget)
+        self._worker.submit(Job(seat.session, update, budget, sequence.arrived, answer))
+
+    def _drafted(
+        self, sequence: _Sequence, seat: _Seat, budget: Budget, result: Drafted | Exception
+    ) -> None:
+        """Answer a round. One that failed gets an empty tree if another version can take over."""
+        version, message = seat.version, sequence.round
+        assert message is not None, "it has a round"
+        replaceable = not sequence.message.version and self._parts.registry.has_replacement(version)
+        try:
+            if isinstance(result, Exception):
+                raise result
+            if replaceable:  # else the verifier checks it
+                result.tree.check(self._target.vocab_size)
+                if len(result.tree) > budget.nodes:
+                    raise ValueError(
+                        f"a tree of {len(result.tree)} nodes, expected at most {budget.nodes}"
+                    )
+            tree = result.tree.to_proto()
+            if budget.nodes:
+                version.add_round(failed=False)
+        except KvGone as error:
+            self._refuse(
+                sequence,
+                ServiceError.unavailable(
+                    "KV_GONE", f"{error}; open it again with the read grant of the cache in use"
+                ),
+            )
+            return
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            if version.add_round(failed=True):
+                self._call_soon(self._parts.registry.take_out, version, what)
+            if not replaceable or sequence.unfit is not None:
+                self._refuse(sequence, _draft_failed(version, what))
+                return
+            result = Drafted(EMPTY, 0.0, 0.0)
+            tree = EMPTY.to_proto()
+        sequence.round = None
+        self._outgoing.trees.add(
+            sequence=sequence.number,
+            round=message.round,
+            tree=tree,
+            draft_us=round(result.draft_seconds * 1e6),
+            queue_us=round(result.queue_seconds * 1e6),
+            version=version.version,
+            kv_bytes=seat.session.take_received_bytes(),
+        )
+        self._answered.append((version, result, message.traceparent, sequence.arrived))
+        self._worker.flush_later(self._flush)
+
+    def _count(self) -> None:
+        """Count answered rounds and make their spans, after all messages were sent."""
+        answered, self._answered = self._answered, []
+        metrics, tracer = self._parts.metrics, self._parts.tracer
+        for version, drafted, traceparent, arrived in answered:
+            if metrics is not None:
+                metrics.drafted(version, drafted)
+            if tracer is not None and traceparent:
+                began = time.time_ns() - round((time.monotonic() - arrived) * 1e9)
+                attributes: Attributes = {
+                    Attribute.DRAFTER_VERSION: version.version,
+                    Attribute.NUM_DRAFT_TOKENS: len(drafted.tree.tokens),
+                    Attribute.QUEUE_US: round(drafted.queue_seconds * 1e6),
+                    Attribute.COMPUTE_US: round(drafted.draft_seconds * 1e6),
+                }
+                add_server_span(tracer, Span.DRAFTER_ROUND, traceparent, began, attributes)
+
+    def _evicted(self, sequence: _Sequence, version: Version) -> None:
+        """A version that a sequence is at, or on its way to, was unloaded by force."""
+        sequence.evicted.add(version)
+        if sequence.seat is not None and sequence.seat.version is version:
+            message = (
+                f"version {version.version!r} of drafter {version.spec.name!r} was unloaded; open "
+                "it again to get another version"
+            )
+            self._refuse(sequence, ServiceError.unavailable("DRAFTER_UNLOADED", message))
+
+    def _leave(self, sequence: _Sequence) -> None:
+        """Give the place of a sequence back."""
+        seat, sequence.seat = sequence.seat, None
+        if seat is not None:
+            self._unseat(seat)
+
+    def _unseat(self, seat: _Seat) -> None:
+        self._worker.close(seat.session)
+        if self._parts.metrics is not None:
+            self._parts.metrics.closed(seat.session)
+        self._call_soon(self._parts.registry.detach, seat.version, seat.evict)
+
+    def _call_soon(self, call: Callable[..., object], *args: Any) -> None:
+        """Run a function on the event loop."""
+        try:
+            self._loop.call_soon_threadsafe(call, *args)
+        except RuntimeError:
+            logger.debug("the event loop closed before a connection ended")
+
+    # The event loop.
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _opened(self, sequence: _Sequence, tokens: list[int]) -> None:
+        """The verifier opened a sequence: count it in."""
+        self._parts.sequences += 1
+        self._start(self._opening(sequence, tokens))
+
+    async def _opening(self, sequence: _Sequence, tokens: list[int]) -> None:
+        """Open a sequence at a version, and hand it to the drafting thread."""
+        parts, message = self._parts, sequence.message
+        try:
+            if parts.draining:
+                raise ServiceError.unavailable(
+                    "DRAINING", "the drafter service is shutting down; use another one"
+                )
+            if parts.sequences > parts.max_sequences:
+                raise ServiceError.resource_exhausted(
+                    "TOO_MANY_SEQUENCES",
+                    f"this drafter service has {parts.max_sequences} sequences, which is its "
+                    "limit; generate without drafts, and open it later",
+                )
+            check_open(message, tokens, self._target.vocab_size, parts.max_context)
+            version = parts.registry.choose(message.drafter, message.version)
+            seat = await self._take(sequence, version, tokens)
+        except ServiceError as error:
+            self._worker.post(partial(self._refuse, sequence, error))
+        else:
+            self._worker.post(partial(self._seated, sequence, seat))
+
+    def _closed(self, sequence: _Sequence, opened: bool) -> None:
+        """Count a sequence out, and record its text if something follows the prompt."""
+        self._parts.sequences -= 1
+        self._parts.closed.set()
+        recorder, start = self._parts.recorder, sequence.message.prompt_length
+        if recorder is None or not opened or not 0 < start < len(sequence.text):
+            return
+        text, sampling = sequence.text, sequence.message.sampling
+
+        def recording() -> Recording:
+            return Recording(
+                tuple(text[:start]),
+                tuple(text[start:]),
+                sampling.temperature,
+                sampling.seed,
+                self._target.target_fingerprint,
+            )
+
+        recorder.add(recording)
+
+    async def _preparing(
+        self,
+        sequence: _Sequence,
+        message: exchange_pb2.DraftRound,
+        seat: _Seat,
+        tokens: list[int],
+    ) -> None:
+        """Move a sequence to the version that replaces its own, and wait for hidden states."""
+        if tokens:
+            seat = await self._move(sequence, seat, tokens)
+        states = seat.session.states
+        if states is not None and message.node_budget:
+            seconds = _STATES_SECONDS
+            if message.timeout_us:
+                left = sequence.arrived + message.timeout_us / 1e6 - time.monotonic()
+                seconds = max(0.0, min(left / 2, seconds))
+            await states.wait_for(message.committed_length, seconds)
+        self._worker.post(partial(self._draft, sequence))
+
+    async def _move(self, sequence: _Sequence, seat: _Seat, tokens: list[int]) -> _Seat:
+        """Returns the new place of a sequence, or the old one if it stays.
+
+        It moves with its whole text, as if it were opened. It stays if the other version does not
+        fit: another target, hidden states that the cache does not keep, KV that cannot be read.
+        """
+        successor = self._parts.registry.successor(seat.version)
+        if successor is None or successor is sequence.unfit:
+            return seat
+        try:
+            new = await self._take(sequence, successor, tokens, seat.version)
+        except ServiceError:
+            sequence.unfit = successor
+            return seat
+        self._worker.post(partial(self._seated, sequence, new))
+        return new
+
+    async def _take(
+        self,
+        sequence: _Sequence,
+        version: Version,
+        tokens: list[int],
+        before: Version | None = None,
+    ) -> _Seat:
+        """Open a session at a version, which was chosen without an await in between.
+
+        Raises:
+            ServiceError: The version does not fit, or its session cannot be opened.
+        """
+        parts, message = self._parts, sequence.message
+
+        def evict() -> None:
+            self._worker.post(partial(self._evicted, sequence, version))
+
+        parts.registry.attach(version, evict)
+        try:
+            check_fit(self._target, message.read_grant, tokens, version, before)
+            generation = Generation(
+                tokens=tokens,
+                prompt_length=message.prompt_length,
+                vocab_size=self._target.vocab_size,
+                sampling=message.sampling,
+                owner=message.owner,
+                read_grant=message.read_grant,
+                verifier_address=self._address,
+            )
+            session = await open_session(
+                version, generation, parts.kv, parts.tracer, message.traceparent
+            )
+        except BaseException as error:
+            parts.registry.detach(version, evict)
+            if isinstance(error, KvGone):
+                raise ServiceError.unavailable("KV_GONE", str(error)) from error
+            if isinstance(error, ServiceError) or not isinstance(error, Exception):
+                raise
+            raise _draft_failed(version, f"{type(error).__name__}: {error}") from error
+        return _Seat(version, session, evict)
+
+
+def _draft_failed(version: Version, what: str) -> ServiceError:
+    return ServiceError.internal(
+        "DRAFT_FAILED",
+        f"version {version.version!r} of drafter {version.spec.name!r} failed: {what}; use another "
+        "drafter or version",
+    )

@@ -1,0 +1,367 @@
+"""The verifiers that a drafter service joins (DraftExchangeService.Join)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import re
+import socket
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import grpc
+
+from paceline.drafter.connection import Connection, Parts
+from paceline.service import OptionsError, ServiceError
+from paceline.service.exchange import FramedSocket
+from paceline.v1 import drafter_pb2, exchange_pb2, exchange_pb2_grpc
+
+logger = logging.getLogger("paceline.drafter")
+
+JOIN_SECONDS = 10.0
+"""Longest wait for the answer of a verifier to a Join call."""
+
+REACH_SECONDS = 2.0
+"""Longest wait of JoinVerifier."""
+
+FIRST_DELAY, MAX_DELAY = 0.1, 5.0
+"""Delays before a verifier is joined again, doubled after each attempt. Unit: seconds."""
+
+MAX_VERIFIERS = 64
+"""Maximum number of verifiers, those of JoinVerifier included."""
+
+MAX_UNSENT = 4096
+"""Maximum number of messages that wait for a verifier that does not read its stream."""
+
+_SOCKET_SECONDS = 1.0
+_ADDRESS = re.compile(r"unix:(/.+|\*)|[^\s:/]+:(\d+|\*)|\[[0-9a-fA-F:.]+\]:(\d+|\*)")
+
+
+class _Ended(Exception):
+    """The connection ended; the message says why."""
+
+
+class _Verifier:
+    """A verifier of the list, which is joined again whenever the connection ends. Event loop."""
+
+    def __init__(self, address: str, parts: Parts) -> None:
+        self.address = address
+        self.connection: Connection | None = None
+        """None: it is not joined."""
+        self.error = "not joined yet"
+        self.joined = asyncio.Event()
+        """Set while it is joined."""
+        self._parts = parts
+        self._delay = FIRST_DELAY
+        self._hurry = asyncio.Event()
+        self._outgoing: asyncio.Queue[exchange_pb2.JoinRequest] = asyncio.Queue()
+        self._task = asyncio.create_task(self._run(), name=f"join {address}")
+
+    def link(self) -> drafter_pb2.VerifierLink:
+        """The verifier as listed. Any thread."""
+        connection = self.connection
+        if connection is None:
+            return drafter_pb2.VerifierLink(address=self.address, error=self.error)
+        return drafter_pb2.VerifierLink(
+            address=self.address,
+            carrier=connection.carrier,
+            sequences=len(connection.sequences),
+        )
+
+    def announce(self) -> None:
+        """Send the list of drafters, after a change."""
+        self._outgoing.put_nowait(self._drafters())
+
+    async def reach(self) -> None:
+        """Return when it is joined. The next attempt begins at once."""
+        if not self.joined.is_set():
+            self._hurry.set()
+        await self.joined.wait()
+
+    async def close(self) -> None:
+        """End the connection and join no more."""
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+
+    def _drafters(self) -> exchange_pb2.JoinRequest:
+        """The list of drafters; an empty one while the service drains."""
+        found = exchange_pb2.DrafterList()
+        if not self._parts.draining:
+            found.default_drafter = self._parts.registry.default_name
+            for version in self._parts.registry.versions():
+                info = version.info()
+                info.ClearField("folder")
+                found.drafters.append(info)
+        return exchange_pb2.JoinRequest(drafters=found)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self._join()
+            except grpc.aio.AioRpcError as error:
+                why = f"{error.code().name}: {error.details()}"
+            except _Ended as error:
+                why = str(error)
+            except TimeoutError:
+                why = f"it did not answer within {JOIN_SECONDS:g} s"
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                why = "the connection was closed"  # which cancels the call, not this task
+            except Exception as error:  # the service goes on
+                logger.exception("the connection to a verifier failed")
+                why = f"{type(error).__name__}: {error}"
+            finally:
+                self._parts.kv.drop(self.address)
+            logger.log(
+                logging.DEBUG if why == self.error else logging.INFO,
+                "not connected to a verifier; joining again",
+                extra={"verifier": self.address, "reason": why},
+            )
+            self.error = why
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._delay * random.uniform(0.5, 1.0)):
+                    await self._hurry.wait()
+            self._hurry.clear()
+            self._delay = min(2 * self._delay, MAX_DELAY)
+
+    async def _join(self) -> None:
+        """Join, and serve the connection. It returns by an exception only.
+
+        Raises:
+            _Ended: The connection ended, or the peer is no verifier.
+            AioRpcError: The call failed.
+            TimeoutError: The verifier does not answer.
+        """
+        self._outgoing = asyncio.Queue()
+        stub: Any = exchange_pb2_grpc.DraftExchangeServiceStub(self._parts.kv.channel(self.address))
+        call = stub.Join(metadata=self._parts.kv.metadata)
+        try:
+            async with asyncio.timeout(JOIN_SECONDS):
+                await _write(call, self._drafters())
+                first = await _read(call)
+                if not first.HasField("joined") or not first.joined.vocab_size:
+                    raise _Ended("its first message does not introduce it as a verifier")
+                opened = await _open_socket(first.joined)
+                if opened is None:
+                    await _write(call, exchange_pb2.JoinRequest(use_stream=True))
+            await self._serve(call, first.joined, opened)
+        finally:
+            call.cancel()
+
+    async def _serve(
+        self, call: Any, joined: exchange_pb2.Joined, opened: FramedSocket | None
+    ) -> None:
+        worker, outgoing = self._parts.worker, self._outgoing
+        failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def fail(why: str) -> None:
+            if not failed.done():
+                failed.set_exception(_Ended(why))
+
+        def write(message: exchange_pb2.JoinRequest) -> None:
+            if outgoing.qsize() >= MAX_UNSENT:
+                fail(f"it does not read: {MAX_UNSENT} messages wait for it")
+            else:
+                outgoing.put_nowait(message)
+
+        async def send() -> None:
+            while True:
+                await _write(call, await outgoing.get())
+
+        async def receive() -> None:
+            while True:
+                message = await _read(call)
+                if opened is not None:
+                    raise _Ended("it sent a message over the stream, expected the socket")
+                worker.post(partial(connection.receive, message, time.monotonic()))
+
+        connection = Connection(self._parts, self.address, joined, write, fail, opened)
+        tasks = [asyncio.create_task(send()), asyncio.create_task(receive())]
+        try:
+            worker.post(connection.start)
+            self.connection, self.error, self._delay = connection, "", FIRST_DELAY
+            self.joined.set()
+            logger.info(
+                "joined a verifier",
+                extra={"verifier": self.address, "carrier": connection.carrier},
+            )
+            done, _ = await asyncio.wait([*tasks, failed], return_when=asyncio.FIRST_COMPLETED)
+            for ended in done:
+                await ended
+        finally:
+            self.connection = None
+            self.joined.clear()
+            failed.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, failed, return_exceptions=True)
+            await connection.close()
+
+
+class Exchange:
+    """All verifiers of a drafter service. Use it on one event loop, :meth:`links` on any thread."""
+
+    def __init__(self, verifiers: Sequence[str], parts: Parts) -> None:
+        """Keep the list; :meth:`start` joins them.
+
+        Args:
+            verifiers: Addresses: ``unix:/path`` or ``host:port``. One whose port is ``*``
+                (``127.0.0.1:*``, ``unix:*``) is not joined, but allows :meth:`join` for matching
+                addresses.
+            parts: Of the service.
+
+        Raises:
+            OptionsError: An address is malformed.
+        """
+        for address in verifiers:
+            if not _ADDRESS.fullmatch(address):
+                raise OptionsError(
+                    f"--verifier {address!r} is not an address, expected host:port, unix:/path, "
+                    "host:* or unix:*"
+                )
+        self._allowed = list(dict.fromkeys(verifiers))
+        self._parts = parts
+        self._verifiers: dict[str, _Verifier] = {}
+
+    def links(self) -> list[drafter_pb2.VerifierLink]:
+        """The verifiers of the list that are not patterns, and those of :meth:`join`."""
+        return [verifier.link() for verifier in tuple(self._verifiers.values())]
+
+    def start(self) -> None:
+        """Join the verifiers in the background, and tell them of changes of the registry."""
+        for address in self._allowed:
+            if not address.endswith("*"):
+                self._verifiers[address] = _Verifier(address, self._parts)
+        self._parts.registry.on_change = self._announce
+
+    async def join(self, address: str) -> drafter_pb2.VerifierLink:
+        """Join a verifier that the list allows; returns when it is joined.
+
+        Raises:
+            ServiceError: FAILED_PRECONDITION with VERIFIER_NOT_ALLOWED, UNAVAILABLE with DRAINING
+                or VERIFIER_UNREACHABLE, or RESOURCE_EXHAUSTED with TOO_MANY_VERIFIERS.
+        """
+        if not _allows(self._allowed, address):
+            raise ServiceError.failed_precondition(
+                "VERIFIER_NOT_ALLOWED",
+                f"this drafter service may not join the verifier {address[:80]!r}; start it with "
+                f"--verifier ADDRESS (allowed are: {', '.join(self._allowed) or 'none'})",
+            )
+        if self._parts.draining:
+            raise ServiceError.unavailable("DRAINING", "the drafter service is shutting down")
+        verifier = self._verifiers.get(address)
+        new = verifier is None
+        if verifier is None:
+            await self._make_room()
+            verifier = self._verifiers.setdefault(address, _Verifier(address, self._parts))
+        try:
+            async with asyncio.timeout(REACH_SECONDS):
+                await verifier.reach()
+        except TimeoutError:
+            if new and not verifier.joined.is_set():
+                self._verifiers.pop(address, None)
+                await verifier.close()
+            raise ServiceError.unavailable(
+                "VERIFIER_UNREACHABLE",
+                f"the verifier at {address} was not joined within {REACH_SECONDS:g} s: "
+                f"{verifier.error}; start it, or name another address",
+            ) from None
+        return verifier.link()
+
+    async def drain(self) -> None:
+        """Open no more sequences, and return when the verifiers have closed all there are."""
+        self._parts.draining = True
+        self._announce()
+        while self._parts.sequences:
+            self._parts.closed.clear()
+            await self._parts.closed.wait()
+
+    async def close(self) -> None:
+        """End all connections. Every sequence has left its version when it returns."""
+        self._parts.draining = True
+        verifiers = list(self._verifiers.values())
+        self._verifiers.clear()
+        await asyncio.gather(*(verifier.close() for verifier in verifiers))
+
+    def _announce(self) -> None:
+        for verifier in self._verifiers.values():
+            verifier.announce()
+
+    async def _make_room(self) -> None:
+        """Forget verifiers of :meth:`join` that have gone, if there are too many.
+
+        Raises:
+            ServiceError: TOO_MANY_VERIFIERS.
+        """
+        if len(self._verifiers) < MAX_VERIFIERS:
+            return
+        gone = [
+            each
+            for address, each in self._verifiers.items()
+            if address not in self._allowed and each.connection is None
+        ]
+        if not gone:
+            raise ServiceError.resource_exhausted(
+                "TOO_MANY_VERIFIERS",
+                f"this drafter service has joined {MAX_VERIFIERS} verifiers, which is its limit",
+            )
+        for each in gone:
+            del self._verifiers[each.address]
+        await asyncio.gather(*(each.close() for each in gone))
+
+
+def _allows(allowed: Iterable[str], address: str) -> bool:
+    """Whether an address is in a list, or matches a pattern of it."""
+    if not _ADDRESS.fullmatch(address) or address.endswith("*"):
+        return False
+    kind = "unix:*" if address.startswith("unix:") else address.rpartition(":")[0] + ":*"
+    return address in allowed or kind in allowed
+
+
+async def _read(call: Any) -> exchange_pb2.JoinResponse:
+    message: exchange_pb2.JoinResponse = await call.read()
+    if message is grpc.aio.EOF:
+        code = await call.code()
+        raise _Ended(
+            "it ended the connection"
+            if code is grpc.StatusCode.OK
+            else f"{code.name}: {await call.details()}"
+        )
+    return message
+
+
+async def _write(call: Any, message: exchange_pb2.JoinRequest) -> None:
+    try:
+        await call.write(message)
+    except asyncio.InvalidStateError:
+        # The call has ended; its status says why.
+        code, details = await call.code(), await call.details()
+        raise _Ended(f"{code.name}: {details}") from None
+
+
+async def _open_socket(joined: exchange_pb2.Joined) -> FramedSocket | None:
+    """Open the verifier's Unix socket and show its token; None: it cannot be opened here."""
+    path = joined.socket_path
+    if not path:
+        return None
+    # A leading @ stands for the zero byte of an abstract name.
+    name = "\0" + path[1:] if path.startswith("@") else path
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.setblocking(False)
+    try:
+        async with asyncio.timeout(_SOCKET_SECONDS):
+            await asyncio.get_running_loop().sock_connect(connection, name)
+    except (OSError, TimeoutError, ValueError) as error:
+        connection.close()
+        logger.debug("using the gRPC stream: cannot open %s: %s", path, error)
+        return None
+    framed = FramedSocket(connection)
+    framed.send(joined.socket_token)
+    return framed

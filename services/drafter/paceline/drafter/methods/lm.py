@@ -1,0 +1,361 @@
+"""A small language model with the target's tokenizer as a tree drafter.
+
+Trees grow level by level (:mod:`paceline.drafter.methods.beam`), ranked with the verifier's own
+noise. The drafter keeps its own KV: accepted nodes stay in the slots where a round computed them,
+up to compaction, and rejected ones are overwritten. Rounds that wait together share every forward
+pass. Under a KV budget (option ``context``) a round attends to a copy of selected positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from paceline.decoder import WEIGHTS, Decoder, KVCacheView, LocalCache
+from paceline.drafter.methods.base import (
+    Fit,
+    Generation,
+    Resources,
+    Update,
+    check_choice,
+    check_range,
+    parse_options,
+)
+from paceline.drafter.methods.beam import BeamOptions, check_context
+from paceline.drafter.methods.beam_drafter import (
+    BeamDrafter,
+    Block,
+    DecoderSequence,
+    forward_blocks,
+)
+from paceline.drafter.methods.checkpoint import load_model, read_fit, required_folder, weight_bytes
+from paceline.kernels import CHUNK, SELECTION_CHUNK, Probe, TreePlan, attention_weights, best_chunks
+from paceline.kernels.caches import span
+from paceline.kv.selection import streaming_positions
+
+POLICIES = ("streaming", "chunk_topk")
+
+OBSERVED = 64
+"""Newest rows of a pass over text whose attention is scored. Unit: tokens."""
+
+
+class TopChunks:
+    """The chunks of 8 with the most cumulative attention, and all newer positions.
+
+    See BudgetDraft, section 3.4. At least a quarter of the budget goes to the newest positions,
+    because cumulative scores say little of positions that few rounds have attended to. Passes over
+    the prompt attend to all of it, and the scores of their newest rows are the first ones. Rounds
+    attend to selected positions only and add to the scores of those: a chunk that is never selected
+    keeps its score from the prompt, as in the paper.
+    """
+
+    def __init__(self) -> None:
+        self._scores = torch.zeros(0)
+        self._length = 0
+
+    def add(self, positions: Tensor, weights: Tensor) -> None:
+        """Adds attention weights, float ``[n]``, to the scores of rising positions, ``[n]``."""
+        self._length = max(self._length, int(positions[-1]) + 1)
+        if self._length > len(self._scores):
+            more = torch.zeros(2 * self._length - len(self._scores))
+            self._scores = torch.cat([self._scores, more])
+        self._scores[positions] += weights
+
+    def select(self, length: int, budget: int) -> Tensor:
+        """Returns at most ``budget`` of the first ``length`` positions: int64, rising."""
+        chunks = min(self._length, length - budget // 4) // SELECTION_CHUNK
+        newer = torch.arange(chunks * SELECTION_CHUNK, length)
+        count = min(chunks, (budget - len(newer)) // SELECTION_CHUNK)
+        if count <= 0 or length <= budget:
+            return torch.arange(max(0, length - budget), length)
+        scores = self._scores[: chunks * SELECTION_CHUNK].unflatten(0, (chunks, SELECTION_CHUNK))
+        best = best_chunks(scores.sum(-1)[None], SELECTION_CHUNK, count)[0]
+        return torch.cat([best, newer])
+
+
+@dataclass(frozen=True)
+class ObservedRows:
+    """Rows of a pass whose attention is added to the scores.
+
+    Attributes:
+        scores: Receives the weights.
+        rows: The last rows of one sequence in the packed pass.
+        cache: The cache that they attend to.
+        positions: Positions of its first slots, up to the last row's, int64 ``[n]``.
+    """
+
+    scores: TopChunks
+    rows: range
+    cache: KVCacheView
+    positions: Tensor
+
+
+class ScoreObserver:
+    """Adds up attention weights over layers and heads; an ``AttentionObserver``."""
+
+    def __init__(self, observed: Sequence[ObservedRows]) -> None:
+        self._observed = observed
+
+    def probes(self, layer: int) -> Sequence[Probe]:
+        """Returns none: the weights are computed here, of few rows and their own chunk too."""
+        return ()
+
+    def rows(self, layer: int) -> Sequence[int]:
+        return [row for each in self._observed for row in each.rows]
+
+    def attended(self, layer: int, q: Tensor) -> None:
+        parts = q.split([len(each.rows) for each in self._observed])
+        for each, rows in zip(self._observed, parts, strict=True):
+            keys, _ = each.cache.layer(layer)
+            weights = attention_weights(rows, span(keys, 0, len(each.positions)))
+            each.scores.add(each.positions, weights.cpu())
+
+
+class LmSequence(DecoderSequence):
+    """One generation of ``lm``.
+
+    The first ``cached`` tokens of the text have their KV in the cache, followed by the nodes of the
+    newest tree that were fed. The rest of the text, which includes the anchor when a round begins,
+    is fed with the round. A sequence whose KV does not fit frees it and drafts no more.
+
+    Under a KV budget a round uses a second cache with copies of selected positions. The round's
+    tokens are fed to it, and the KV of those that are accepted is copied back to the whole cache,
+    so the budget may change between rounds.
+    """
+
+    _drafter: LmDrafter
+    drafts_ahead: ClassVar[bool] = True
+
+    def __init__(self, drafter: LmDrafter, generation: Generation) -> None:
+        super().__init__(drafter, generation)
+        self._cache: LocalCache | None = None
+        self._sparse: LocalCache | None = None
+        self.selected = torch.empty(0, dtype=torch.int64)
+        """Positions of the text in the first slots of the sparse cache."""
+        self._scores = TopChunks() if drafter.options.kv_policy == "chunk_topk" else None
+        self._given_up = False
+
+    @property
+    def cache(self) -> LocalCache:
+        """Its KV, once :meth:`prepare` or :meth:`warm` has allocated it.
+
+        Raises:
+            RuntimeError: It is not allocated yet, or freed.
+        """
+        if self._cache is None:
+            raise RuntimeError("this sequence has no KV: it was not allocated yet, or is freed")
+        return self._cache
+
+    @property
+    def round_cache(self) -> LocalCache:
+        """The cache that a round attends to: its KV, or the copy of selected positions."""
+        return self.cache if self._sparse is None else self._sparse
+
+    @property
+    def cached(self) -> int:
+        """Tokens of the text whose KV is in the cache."""
+        return 0 if self._cache is None else len(self._cache)
+
+    @property
+    def slots(self) -> int:
+        """KV slots that it occupies."""
+        return sum(cache.capacity for cache in (self._cache, self._sparse) if cache is not None)
+
+    @property
+    def backlog(self) -> int:
+        exhausted = self._given_up or self.length > self._drafter.decoder.config.max_position
+        return 0 if exhausted else max(0, self.length - 1 - self.cached)
+
+    def extend(self, update: Update) -> None:
+        if self.beam is not None and update.tokens:
+            self._commit(self.beam.fed_path(update.tokens))
+        super().extend(update)
+
+    def warm(self, limit: int) -> None:
+        count = min(limit, self.backlog)
+        if count == 0 or not self._reserve(count):
+            return
+        begin, end = self.cached, self.cached + count
+        observer = None
+        if self._scores is not None and count == self.backlog:
+            rows = range(max(0, count - OBSERVED), count)
+            observed = ObservedRows(self._scores, rows, self.cache, torch.arange(end))
+            observer = ScoreObserver([observed])
+        block = self.text_block(0, begin, end, begin)
+        self._drafter.forward([block], [self.cache], observer)
+        self.cache.commit(range(count))
+
+    def prepare(self) -> bool:
+        while self.backlog > CHUNK:
+            self.warm(CHUNK)
+        if self._given_up:
+            return False
+        if self.cached == self.length:
+            # Nothing is new: the logits after the anchor are needed once more.
+            self.cache.truncate(self.length - 1)
+        return self._reserve(self.length - self.cached + self.room) and self._select()
+
+    def begin_ahead(self) -> bool:
+        # A copy of selected positions ends with its round.
+        return self._sparse is None and super().begin_ahead()
+
+    def keep_ahead(self) -> bool:
+        return self._reserve(self.room)
+
+    @property
+    def begin_position(self) -> int:
+        return self.cached
+
+    @property
+    def begin_slot(self) -> int:
+        return len(self.round_cache)
+
+    def commit_text(self) -> None:
+        self._commit(range(self.length - self.cached))
+
+    def observed_rows(self, stop: int) -> list[ObservedRows]:
+        """Returns the rows of its block to be scored; the block ends before row ``stop``."""
+        sparse, scores = self._sparse, self._scores
+        if sparse is None or scores is None or self.tree.level > 0:
+            return []
+        positions = torch.cat([self.selected, torch.arange(self.cached, self.length)])
+        return [ObservedRows(scores, range(stop - 1, stop), sparse, positions)]
+
+    def close(self) -> None:
+        super().close()
+        self._given_up = True
+        self._drafter.kv_slots -= self.slots
+        self._cache = self._sparse = None
+
+    def _commit(self, nodes: Sequence[int]) -> None:
+        """Keeps the KV of these nodes of the newest block as text."""
+        if self._sparse is None:
+            self.cache.commit(nodes)
+            return
+        begin = len(self._sparse)
+        self._sparse.commit(nodes)
+        self.cache.take(self._sparse, range(begin, begin + len(nodes)))
+
+    def _select(self) -> bool:
+        """Selects what the round attends to. Returns False if there is no memory for it."""
+        budget, length = self._drafter.options.context, self.cached
+        before = self.slots
+        if not 0 < budget < length:
+            self._sparse = None
+            return self._count(before)
+        select = streaming_positions if self._scores is None else self._scores.select
+        self.selected = select(length, budget)
+        if self._sparse is None:
+            self._sparse = LocalCache(self._drafter.decoder.config, self._drafter.decoder.device)
+        self._sparse.truncate(0)
+        self._sparse.take(self.cache, self.selected)
+        self._sparse.reserve(self.length - length + self.room)
+        return self._count(before)
+
+    def _reserve(self, slots: int) -> bool:
+        """Reserves slots behind the cached tokens. Returns False if there is no memory for them."""
+        before = self.slots
+        if self._cache is None:
+            self._cache = LocalCache(self._drafter.decoder.config, self._drafter.decoder.device)
+        self._cache.reserve(slots)
+        return self._count(before)
+
+    def _count(self, before: int) -> bool:
+        """Counts the change of slots; over the limit, frees everything and returns False."""
+        self._drafter.kv_slots += self.slots - before
+        if self._drafter.kv_slots <= self._drafter.kv_limit:
+            return True
+        self.close()
+        return False
+
+
+@dataclass(frozen=True)
+class LmOptions(BeamOptions):
+    """Options of ``lm``."""
+
+    widths: tuple[int, ...] = (4, 4, 4, 4)
+    max_nodes: int = 16
+    min_survival: float = 0.03
+    formats: ClassVar[tuple[str, ...]] = WEIGHTS
+
+    context: int = 0
+    """KV budget: most positions of the text that a round attends to; 0: all. The tokens since the
+    last round and the tree are not counted. Unit: tokens."""
+
+    kv_policy: str = "streaming"
+    """Positions within the budget: streaming (the first and the newest) or chunk_topk (the newest,
+    and chunks of 8 by cumulative attention)."""
+
+    kv_gib: float = 4.0
+    """Most memory for the KV of all sequences. A sequence that does not fit drafts no more.
+    Unit: GiB."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_drafted()
+        check_range("kv_gib", self.kv_gib, 0.001, 1 << 20)
+        check_context(self.context)
+        check_choice("kv_policy", self.kv_policy, POLICIES)
+
+
+class LmDrafter(BeamDrafter[LmSequence]):
+    """The method ``lm``."""
+
+    method: ClassVar[str] = "lm"
+    options: LmOptions
+
+    def __init__(self, decoder: Decoder, options: LmOptions, fit: Fit, size: int) -> None:
+        super().__init__(decoder.config, options, fit, size)
+        self.decoder = decoder
+        self.kv_limit = int(options.kv_gib * (1 << 30) / decoder.config.kv_bytes_per_token)
+        """Most KV slots of all sequences."""
+        self.kv_slots = 0
+        """KV slots that they occupy."""
+
+    @classmethod
+    def load(
+        cls, folder: Path | None, options: Mapping[str, str], resources: Resources
+    ) -> LmDrafter:
+        folder = required_folder(cls.method, folder)
+        parsed = parse_options(LmOptions, options)
+        fit = read_fit(folder)
+        decoder = load_model(
+            folder, resources, Decoder.load, folder, parsed.weights, resources.device
+        )
+        return cls(decoder, parsed, fit, weight_bytes(folder))
+
+    def start(self, generation: Generation) -> LmSequence:
+        return LmSequence(self, generation)
+
+    def grow_level(self, growing: Sequence[LmSequence]) -> None:
+        blocks = [sequence.block(index) for index, sequence in enumerate(growing)]
+        stops = accumulate(len(block.tokens) for block in blocks)
+        observed = [
+            rows
+            for sequence, stop in zip(growing, stops, strict=True)
+            for rows in sequence.observed_rows(stop)
+        ]
+        logits = self.forward(
+            blocks,
+            [sequence.round_cache for sequence in growing],
+            ScoreObserver(observed) if observed else None,
+        )
+        for sequence, part in zip(growing, logits, strict=True):
+            sequence.add_level(part)
+
+    def forward(
+        self, blocks: Sequence[Block], caches: Sequence[LocalCache], observer: ScoreObserver | None
+    ) -> list[Tensor]:
+        """Logits of blocks, see :func:`forward_blocks`."""
+
+        def run(tokens: Tensor, plan: TreePlan, rows: Tensor) -> Tensor:
+            decoder = self.decoder
+            return decoder.forward(tokens, plan, caches, logit_rows=rows, observer=observer).logits
+
+        return forward_blocks(run, blocks, self.decoder.device)

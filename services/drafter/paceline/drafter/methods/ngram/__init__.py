@@ -1,1 +1,0 @@
-"""The method ``ngram``: prompt lookup."""

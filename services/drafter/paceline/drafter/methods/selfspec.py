@@ -1,0 +1,285 @@
+"""The target drafts for itself, with fewer bits of its weights or fewer positions of its KV.
+
+After Tiwari et al., "QuantSpec" (4-bit weights), Yue et al., "SpecAttn: Co-Designing Sparse
+Attention with Self-Speculative Decoding" (policy ``verified``), and Sadhukhan et al., "MagicDec"
+(``streaming``, ``quest``). The prefix that the verifier has committed is sparse. Tokens after it
+are dense: their keys and values are computed here.
+
+A drafted token costs about half a step of the target or more, so a chain ends where the next token
+would probably be wrong. For this the confidences are calibrated as tokens are accepted.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from paceline.decoder import (
+    WEIGHTS,
+    Decoder,
+    PackedWeights,
+    open_model,
+    packed_path,
+    weights_fingerprint,
+)
+from paceline.drafter.kv import KvOptions
+from paceline.drafter.kv.reader import KvReader
+from paceline.drafter.methods.base import (
+    Fit,
+    Generation,
+    LoadError,
+    Needs,
+    Resources,
+    Update,
+    check_choice,
+    check_range,
+    parse_options,
+)
+from paceline.drafter.methods.beam import Beam, BeamOptions, Ranked, check_context
+from paceline.drafter.methods.beam_drafter import (
+    BeamDrafter,
+    DecoderSequence,
+    grow_blocks,
+    required,
+)
+from paceline.drafter.methods.checkpoint import load_model, read_fit, required_folder, weight_bytes
+from paceline.kernels import LayerTable, TreePlan
+
+MAX_NEW_TOKENS = 128
+"""Most tokens behind the target's KV that a round feeds. With more of them, as after a lost
+connection, catching up would take longer than a draft saves: the tree is empty. Unit: tokens."""
+
+_GROWTH = 256
+
+_EXPONENT = 0.25
+"""Exponent on confidences before any token was compared: a copy of the target agrees with it far
+more often than its probabilities say."""
+
+_LEAST_EXPONENT = 1 / 32
+"""Below it, tokens of any probability would be drafted."""
+
+_RATE = 0.1
+"""Relative change of the exponent for each token that was expected and wrong: about ten count."""
+
+
+class SelfSpecSequence(DecoderSequence):
+    """One generation of ``selfspec``; a ``KVCacheView`` for the decoder.
+
+    Each round begins with a table of the target's selected positions, in any order, since their
+    keys are rotated already. They are followed by the tokens that the target's KV does not contain
+    yet, which include the anchor, and then by the nodes of the tree.
+    """
+
+    _drafter: SelfSpecDrafter
+    drafts_ahead: ClassVar[bool] = True
+
+    def __init__(self, drafter: SelfSpecDrafter, generation: Generation, kv: KvReader) -> None:
+        super().__init__(drafter, generation)
+        self.kv = kv
+        self._set_slots(0)
+        self._begin = self._slot = self._fed = 0
+        self.exponent = drafter.exponent
+        """A probability to this power is the confidence of a node of a chain."""
+
+    def extend(self, update: Update) -> None:
+        if self.beam is not None and self._is_chain:
+            self._calibrate(self.beam, update.tokens)
+        super().extend(update)
+
+    def rank(self, logits: Tensor) -> Ranked:
+        ranked = super().rank(logits)
+        return ranked._replace(logs=ranked.logs * self.exponent) if self._is_chain else ranked
+
+    @property
+    def _is_chain(self) -> bool:
+        return max(self._widths) == 1  # powers of siblings' probabilities would sum to more than 1
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Returns keys and values of a layer, each ``[Hkv, capacity, D]``."""
+        return self._layers[index]
+
+    def prepare(self) -> bool:
+        """Copies the selected positions of all layers. Returns False without any, or too few."""
+        self.kv.check()
+        below = self.length - 1
+        budget = self._drafter.needs.kv_budget_at(below)
+        self._begin = self.kv.refresh(below, budget)
+        layers = [self.kv.parts(layer) for layer in range(self._drafter.decoder.config.layers)]
+        self._slot = sum(keys.shape[1] for keys, _ in layers[0])
+        new = self.length - self._begin
+        if not self._slot or new > MAX_NEW_TOKENS:
+            return False
+        slots = self._slot + new + self.room
+        if slots > self._layers[0][0].shape[1]:
+            self._set_slots(-(-slots // _GROWTH) * _GROWTH)
+        for (own_keys, own_values), parts in zip(self._layers, layers, strict=True):
+            begin = 0
+            for keys, values in parts:
+                stop = begin + keys.shape[1]
+                own_keys[:, begin:stop] = keys
+                own_values[:, begin:stop] = values
+                begin = stop
+        return True
+
+    def keep_ahead(self) -> bool:
+        """Counts the drafted tokens that were accepted as text; their KV stays this drafter's."""
+        self.kv.check()
+        fed = self.length - self._begin
+        self._slot += fed - self._fed
+        self._fed = fed
+        return fed <= MAX_NEW_TOKENS and self._slot + self.room <= self._layers[0][0].shape[1]
+
+    @property
+    def begin_position(self) -> int:
+        return self._begin
+
+    @property
+    def begin_slot(self) -> int:
+        return self._slot
+
+    def commit_text(self) -> None:
+        self._fed = self.length - self._begin
+        self._slot += self._fed
+
+    def finish(self) -> None:
+        self.kv.check()
+
+    def close(self) -> None:
+        super().close()
+        self._set_slots(0)
+
+    def _calibrate(self, beam: Beam, emitted: Sequence[int]) -> None:
+        """Compares a chain with the tokens that the verifier chose, up to the first difference."""
+        surplus = 0.0
+        for drafted, log_prob, token in zip(beam.tokens, beam.log_probs, emitted, strict=False):
+            surplus += math.exp(log_prob) - (drafted == token)
+            if drafted != token:
+                break
+        self.exponent = min(1.0, max(_LEAST_EXPONENT, self.exponent * math.exp(_RATE * surplus)))
+        self._drafter.exponent = self.exponent
+
+    def _set_slots(self, slots: int) -> None:
+        """Makes new memory of so many slots; its content is 0."""
+        decoder = self._drafter.decoder
+        config = decoder.config
+        shape = (config.layers, 2, config.kv_heads, slots, config.head_dim)
+        with torch.inference_mode(False):
+            store = torch.zeros(shape, dtype=config.dtype, device=decoder.device)
+        self._layers = [(both[0], both[1]) for both in store]
+        self.table = LayerTable(self._layers)
+
+
+_SHARED_WEIGHTS_TIMEOUT = 60.0
+"""Longest wait for the verifier's weights. Unit: seconds."""
+
+
+@dataclass(frozen=True)
+class SelfSpecOptions(BeamOptions, KvOptions):
+    """Options of ``selfspec``."""
+
+    widths: tuple[int, ...] = (1,)
+    depth: int = 8
+    min_survival: float = 0.7
+    formats: ClassVar[tuple[str, ...]] = WEIGHTS
+
+    context: int = 512
+    """KV budget: most positions of the target's KV that a round reads per layer; 0: all."""
+
+    ratio: float = 0.0
+    """KV budget as a share of the text, where that is more than ``context``. SpecAttn uses 0.07."""
+
+    share_weights: str = "auto"
+    """Whether to use the weights of a verifier on this machine with --share-weights: always (the
+    drafter waits for them), never, or auto: if they are available at once."""
+
+    def __post_init__(self) -> None:
+        BeamOptions.__post_init__(self)
+        KvOptions.__post_init__(self)
+        self.check_drafted()
+        check_context(self.context)
+        check_range("ratio", self.ratio, 0.0, 1.0)
+        check_choice("share_weights", self.share_weights, ("auto", "always", "never"))
+
+
+class SelfSpecDrafter(BeamDrafter[SelfSpecSequence]):
+    """The method ``selfspec``."""
+
+    method: ClassVar[str] = "selfspec"
+
+    def __init__(self, decoder: Decoder, options: SelfSpecOptions, fit: Fit, size: int) -> None:
+        super().__init__(decoder.config, options, fit, size)
+        self.decoder = decoder
+        self.exponent = _EXPONENT
+        """Exponent of the sequence that was calibrated last; new ones start with it."""
+        layers = tuple(range(decoder.config.layers))
+        self.needs = Needs(layers, options, options.context, options.ratio)
+
+    @classmethod
+    def load(
+        cls, folder: Path | None, options: Mapping[str, str], resources: Resources
+    ) -> SelfSpecDrafter:
+        folder = required_folder(cls.method, folder)
+        parsed = parse_options(SelfSpecOptions, options)
+        fit = replace(read_fit(folder), target_fingerprint=weights_fingerprint(folder))
+        decoder, shared = load_model(
+            folder, resources, _load_decoder, folder, fit.target_fingerprint, parsed, resources
+        )
+        return cls(decoder, parsed, fit, 0 if shared else weight_bytes(folder))
+
+    def start(self, generation: Generation) -> SelfSpecSequence:
+        return SelfSpecSequence(self, generation, required(generation.kv, "selfspec", "KV"))
+
+    def grow_level(self, growing: Sequence[SelfSpecSequence]) -> None:
+        def run(tokens: Tensor, plan: TreePlan, rows: Tensor) -> Tensor:
+            return self.decoder.forward(tokens, plan, growing, logit_rows=rows).logits
+
+        grow_blocks(growing, run, self.decoder.device)
+
+
+def _load_decoder(
+    folder: Path, fingerprint: str, options: SelfSpecOptions, resources: Resources
+) -> tuple[Decoder, bool]:
+    """Returns the model, and whether its weights are the verifier's own."""
+    source = open_model(folder)
+    config = source.config(options.weights)
+    shared = _shared_weights(fingerprint, config.weights, options, resources.device)
+    decoder = Decoder.load(source, options.weights, resources.device, shared=shared)
+    return decoder, shared is not None
+
+
+def _shared_weights(
+    fingerprint: str, weights: str, options: SelfSpecOptions, device: str
+) -> PackedWeights | None:
+    """Opens the verifier's weights, if the options allow it and they exist.
+
+    Raises:
+        LoadError: ``share_weights=always``, but no verifier shares them or the device cannot use
+            them.
+    """
+    if options.share_weights == "always" and device != "cpu":
+        raise LoadError(
+            "INVALID_OPTION",
+            f"weights are shared in main memory, and this drafter runs on {device}; use "
+            "share_weights=never",
+        )
+    if options.share_weights == "never" or device != "cpu":
+        return None
+    path = packed_path(fingerprint, weights)
+    wait = _SHARED_WEIGHTS_TIMEOUT if options.share_weights == "always" else 0.0
+    deadline = time.monotonic() + wait
+    while (found := PackedWeights.open(path)) is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if found is None and options.share_weights == "always":
+        raise LoadError(
+            "WEIGHTS_NOT_SHARED",
+            f"no verifier on this machine shares weights of this model as {weights}; start it "
+            "with --share-weights, or use share_weights=never",
+        )
+    return found

@@ -1,1 +1,0 @@
-"""The method ``selfspec``: the target drafts for itself with sparse attention."""

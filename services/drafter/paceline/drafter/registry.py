@@ -1,0 +1,517 @@
+"""Named drafters and their versions: loading, shares of new generations, failures, release.
+
+Sequences of a version that was unloaded, or taken out because it fails, move to another version
+between two rounds, with their whole text. A sequence stays if its client requested this version or
+if the other one does not fit its target.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from paceline.drafter.calibration import FILE, Calibration
+from paceline.drafter.methods import CALIBRATION, LOOKUP, method_class, path_options
+from paceline.drafter.methods.base import Drafter, LoadError, Resources, parse_options
+from paceline.drafter.methods.lookup import LookupDrafter, LookupOptions
+from paceline.drafter.spec import DrafterSpec, Roots
+from paceline.drafter.state import RegistryState, StateFile
+from paceline.drafter.statistics import DraftStatistics
+from paceline.service import ServiceError
+from paceline.v1 import drafter_pb2
+
+logger = logging.getLogger("paceline.drafter")
+
+MAX_VERSIONS = 256
+
+RECENT_ROUNDS, MIN_FAILURES = 20, 3
+"""A version fails if more than half of its last rounds failed, and at least this many."""
+
+_MAX_REASON_CHARS = 300
+
+Check = Callable[[DrafterSpec, Drafter], Awaitable[drafter_pb2.DrafterCheck | None]]
+"""Checks a loaded drafter before it is listed. Raises LoadError if it fails."""
+
+
+class Loader:
+    """Loads one drafter at a time on a thread, from allowed folders only."""
+
+    def __init__(self, roots: Roots, resources: Resources) -> None:
+        self._roots = roots
+        self._resources = resources
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="drafter-load")
+
+    async def load(self, spec: DrafterSpec) -> Drafter:
+        """Load the drafter that a spec describes, with its calibration if it has one.
+
+        The calibration is the file of the option ``calibration``, or the one in its folder.
+
+        Raises:
+            LoadError: The method, a folder or an option is wrong.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._load, spec)
+
+    async def close(self) -> None:
+        """Finish the running load and end the thread."""
+        await asyncio.to_thread(self._thread.shutdown, wait=True, cancel_futures=True)
+
+    def _load(self, spec: DrafterSpec) -> Drafter:
+        folder = self._roots.check(spec.folder) if spec.folder else None
+        folders = path_options(spec.method)
+        options = {
+            name: str(self._roots.check(Path(text))) if name in folders and text else text
+            for name, text in spec.options.items()
+        }
+        calibration = options.pop(CALIBRATION, "")
+        lookup = {LOOKUP: options.pop(LOOKUP)} if LOOKUP in options else {}
+        if not calibration and folder is not None and (folder / FILE).is_file():
+            calibration = str(folder / FILE)
+        try:
+            wanted = parse_options(LookupOptions, lookup).lookup
+            drafter = method_class(spec.method).load(folder, options, self._resources)
+            if calibration:
+                drafter.calibration = Calibration.read(Path(calibration), spec.method)
+        except LoadError as error:
+            raise LoadError(error.reason, f"drafter {spec.name!r}: {error}") from error
+        return LookupDrafter(drafter) if wanted else drafter
+
+
+@dataclass(eq=False)
+class Version:
+    """A loaded version. Only the registry changes it, on its event loop, but for its rounds."""
+
+    spec: DrafterSpec
+    drafter: Drafter
+    version: str
+    check: drafter_pb2.DrafterCheck | None = None
+    """Result of the load check; None: it was not checked."""
+
+    share: float = 0.0
+    """Share of new generations of its name, in [0, 1]; the shares of a name sum to 1."""
+
+    credit: float = 0.0
+    """Generations it is owed by its share (smooth weighted round-robin)."""
+
+    draining: bool = False
+    """It was unloaded and takes no new streams."""
+
+    failing: str = ""
+    """Why it was taken out (:meth:`Registry.take_out`); empty: it was not, or has a share again."""
+
+    streams: set[Callable[[], None]] = field(default_factory=set)
+    """Attached streams, each by the callback that ends it."""
+
+    statistics: DraftStatistics = field(default_factory=DraftStatistics)
+    """Of its rounds. Only the drafting thread changes it; any thread may read it."""
+
+    recent: deque[bool] = field(default_factory=lambda: deque(maxlen=RECENT_ROUNDS))
+    """Whether each of its last rounds failed. Drafting thread."""
+
+    def add_round(self, *, failed: bool) -> bool:
+        """Add a round's outcome. Returns whether the version fails too often. Drafting thread."""
+        self.recent.append(failed)
+        failures = sum(self.recent)
+        return failed and failures >= MIN_FAILURES and 2 * failures > len(self.recent)
+
+    def info(self) -> drafter_pb2.DrafterInfo:
+        """The version as listed."""
+        drafter, statistics = self.drafter, self.statistics
+        return drafter_pb2.DrafterInfo(
+            name=self.spec.name,
+            version=self.version,
+            method=self.spec.method,
+            folder=str(self.spec.folder or ""),
+            traffic_share=self.share,
+            active_streams=len(self.streams),
+            target_fingerprint=drafter.fit.target_fingerprint,
+            tokenizer_digest=drafter.fit.tokenizer_digest,
+            weight_bytes=drafter.weight_bytes,
+            hidden_state_layers=drafter.needs.hidden_state_layers,
+            hidden_state_window=drafter.needs.hidden_state_window,
+            draining=self.draining,
+            failing=self.failing,
+            check=self.check,
+            rounds=statistics.rounds,
+            accepted_length=statistics.accepted_length,
+            draft_us=statistics.draft_us,
+        )
+
+
+class Registry:
+    """All loaded versions, by name and load order. Use it on one event loop.
+
+    Only the registry frees a drafter's weights, through ``dispose``, once its version was unloaded
+    and its last stream was detached.
+    """
+
+    def __init__(
+        self,
+        loader: Loader,
+        dispose: Callable[[Drafter], None],
+        *,
+        check: Check | None = None,
+        state: StateFile | None = None,
+    ) -> None:
+        """Create an empty registry.
+
+        Args:
+            loader: Loads drafters; closed with the registry.
+            dispose: Closes a drafter whose sequences are closed.
+            check: Checks every version before it is listed.
+            state: Where the registry is saved; closed with the registry.
+        """
+        self._loader = loader
+        self._dispose = dispose
+        self._check = check
+        self._state = state
+        self._configured: list[DrafterSpec] = []
+        self._versions: dict[str, list[Version]] = {}
+        self._numbers: dict[str, int] = {}
+        """The highest version number assigned under each name."""
+        self._loading: set[tuple[str, str]] = set()
+        self.on_change: Callable[[], None] = lambda: None
+        """Called after the versions or their shares changed."""
+
+    @property
+    def default_name(self) -> str:
+        """The drafter used for an empty name: the one loaded first. Empty if there is none."""
+        return next(iter(self._versions), "")
+
+    def versions(self) -> list[Version]:
+        """All versions, sorted by name, then load order."""
+        return [version for _, versions in sorted(self._versions.items()) for version in versions]
+
+    async def start(self, configured: list[DrafterSpec]) -> None:
+        """Load the drafters of the command line, or restore the saved state.
+
+        The state is restored if it was first written by a start with the same ``configured``.
+        Versions of it that can no longer be loaded are skipped.
+
+        Raises:
+            LoadError: A drafter of ``configured`` cannot be loaded.
+        """
+        self._configured = configured
+        state = self._state.read() if self._state is not None else None
+        if state is not None and state.configured == configured:
+            await self._restore(state)
+        else:
+            if state is not None:
+                logger.warning("started with other drafters than before: the saved state is lost")
+            for spec in configured:
+                await self._load(spec)
+        self._save()
+
+    async def load(self, spec: DrafterSpec, *, activate: bool = False) -> Version:
+        """Load a version on a thread. The first version of a name becomes active.
+
+        Raises:
+            LoadError: The method, the folder or an option is wrong, or the check failed.
+            ServiceError: ALREADY_LOADED, if the name has this version; TOO_MANY_VERSIONS.
+        """
+        loaded = await self._load(spec)
+        if activate:
+            self._set_shares(spec.name, {loaded: 1.0})
+        self._save()
+        return loaded
+
+    def activate(self, name: str, version: str, share: float) -> Version:
+        """Give a version a share of new generations.
+
+        Args:
+            name: Drafter name.
+            version: Version to activate.
+            share: In (0, 1]. Below 1, the rest stays with the other active version that had the
+                largest share; all others get none.
+
+        Raises:
+            ServiceError: DRAFTER_NOT_FOUND, INVALID_SHARE, DRAINING, or NO_OTHER_VERSION.
+        """
+        if not 0.0 < share <= 1.0:
+            raise ServiceError.invalid_argument(
+                "INVALID_SHARE", f"traffic share is {share}, expected above 0 and at most 1"
+            )
+        chosen = self._find(name, version)
+        if chosen.draining:
+            raise ServiceError.failed_precondition(
+                "DRAINING", f"version {version!r} of drafter {name!r} is being unloaded"
+            )
+        rest = self._replacement(chosen)
+        if share < 1.0 and rest is None:
+            raise ServiceError.failed_precondition(
+                "NO_OTHER_VERSION",
+                f"drafter {name!r} has no other active version to take the remaining share of "
+                f"{1 - share:g}; activate another version fully first",
+            )
+        chosen.recent.clear()
+        shares = {chosen: share}
+        if rest is not None and share < 1.0:
+            shares[rest] = 1.0 - share
+        self._set_shares(name, shares)
+        self._save()
+        return chosen
+
+    def unload(self, name: str, version: str = "", *, force: bool = False) -> bool:
+        """Remove a version, or all versions of a name.
+
+        A removed version takes no new streams. Its share goes to the other versions of the name,
+        and its streams move to :meth:`successor` at their next round.
+
+        Args:
+            name: Drafter name.
+            version: Empty: all of them.
+            force: End its streams instead of waiting for them.
+
+        Returns:
+            Whether all of them are freed; otherwise each is freed with its last stream.
+
+        Raises:
+            ServiceError: DRAFTER_NOT_FOUND.
+        """
+        leaving = [self._find(name, version)] if version else list(self._of(name))
+        if not leaving:
+            raise self._not_found(name)
+        for each in leaving:
+            each.draining, each.share = True, 0.0
+        self._normalize_shares(name)
+        waiting = [each for each in leaving if each.streams]
+        for each in leaving:
+            self._remove_if_unused(each)
+        if force:
+            for end in [end for each in waiting for end in each.streams]:
+                end()
+        self._save()
+        return not waiting
+
+    def take_out(self, version: Version, error: str) -> None:
+        """Move the share of a version that fails to the other active versions, if there are any.
+
+        Args:
+            version: It may have lost its share already.
+            error: How its last round failed.
+        """
+        if not version.share or self._replacement(version) is None:
+            return
+        version.failing, version.share = error[:_MAX_REASON_CHARS], 0.0
+        self._normalize_shares(version.spec.name)
+        logger.error(
+            "drafter taken out: it fails too often",
+            extra={"drafter": version.spec.name, "version": version.version, "fault": error},
+        )
+        self._save()
+
+    def choose(self, name: str, version: str = "") -> Version:
+        """The version for a new generation: the requested one, or one by share.
+
+        This is smooth weighted round-robin: of any n consecutive generations a version gets its
+        share of n, plus or minus one.
+
+        Args:
+            name: Empty: the default name.
+            version: Empty: one by share.
+
+        Raises:
+            ServiceError: DRAFTER_NOT_FOUND, or UNAVAILABLE with DRAFTER_DRAINING.
+        """
+        name = name or self.default_name
+        if version:
+            chosen = self._find(name, version)
+            if chosen.draining:
+                raise _draining(f"version {version!r} of drafter {name!r}")
+            return chosen
+        if not self._of(name):
+            raise self._not_found(name)
+        active = self._active(name)
+        if not active:
+            raise _draining(f"drafter {name!r}")
+        for each in active:
+            each.credit += each.share
+        chosen = max(active, key=lambda v: v.credit)
+        chosen.credit -= 1.0
+        return chosen
+
+    def successor(self, version: Version) -> Version | None:
+        """The version that a stream of one that drains or fails moves to; None: it stays."""
+        leaves = version.draining or version.failing
+        return self._replacement(version) if leaves else None
+
+    def has_replacement(self, version: Version) -> bool:
+        """Whether another version of its name has a share. Any thread."""
+        return self._replacement(version) is not None
+
+    def attach(self, version: Version, end: Callable[[], None]) -> None:
+        """Add a stream. The drafter is not freed before :meth:`detach`.
+
+        Args:
+            version: From :meth:`choose` or :meth:`successor`, without an await in between.
+            end: Ends the stream; called at most once, by a forced unload.
+        """
+        version.streams.add(end)
+
+    def detach(self, version: Version, end: Callable[[], None]) -> None:
+        """Remove a stream whose sequence is closed, or queued to be closed before ``dispose``."""
+        version.streams.discard(end)
+        self._remove_if_unused(version)
+
+    async def saved(self) -> None:
+        """Return when all changes so far are on disk.
+
+        Raises:
+            ServiceError: STATE_NOT_SAVED, if they could not be written.
+        """
+        try:
+            if self._state is not None:
+                await self._state.saved()
+        except OSError as error:
+            raise ServiceError.internal(
+                "STATE_NOT_SAVED",
+                f"the change is in effect but would be lost in a restart: {error}",
+            ) from error
+
+    async def close(self) -> None:
+        """Stop loading and free every drafter. No stream may be attached."""
+        await self._loader.close()
+        if self._state is not None:
+            await self._state.close()
+        for each in self.versions():
+            self._dispose(each.drafter)
+        self._versions.clear()
+
+    async def _load(self, spec: DrafterSpec) -> Version:
+        name = spec.name
+        loading = {version for other, version in self._loading if other == name}
+        taken = loading | {v.version for v in self._of(name)}
+        version = spec.version or self._next_number(name, taken)
+        if version in taken:
+            raise ServiceError.failed_precondition(
+                "ALREADY_LOADED",
+                f"drafter {name!r} has a version {version!r} already; unload it, choose "
+                "another version, or leave the version out to have it numbered",
+            )
+        if len(self.versions()) + len(self._loading) >= MAX_VERSIONS:
+            raise ServiceError.resource_exhausted(
+                "TOO_MANY_VERSIONS",
+                f"{MAX_VERSIONS} versions are loaded, which is the limit; unload one first",
+            )
+        self._loading.add((name, version))
+        try:
+            drafter = await self._loader.load(spec)
+            try:
+                checked = await self._check(spec, drafter) if self._check is not None else None
+            except BaseException:
+                self._dispose(drafter)
+                raise
+        finally:
+            self._loading.discard((name, version))
+        loaded = Version(spec, drafter, version, checked)
+        self._versions.setdefault(name, []).append(loaded)
+        if not self._active(name):
+            self._set_shares(name, {loaded: 1.0})
+        return loaded
+
+    async def _restore(self, state: RegistryState) -> None:
+        self._numbers = dict(state.numbers)
+        shares: dict[str, dict[Version, float]] = {}
+        for spec, share in state.loaded:
+            try:
+                version = await self._load(spec)
+            except Exception as error:  # the others are still of use
+                logger.error(
+                    "a drafter of the saved state was skipped",
+                    extra={"drafter": spec.name, "version": spec.version, "fault": str(error)},
+                )
+            else:
+                shares.setdefault(spec.name, {})[version] = share
+        for name, restored in shares.items():
+            self._set_shares(name, restored)
+            self._normalize_shares(name)
+
+    def _save(self) -> None:
+        """Something changed: save it, and tell who listens."""
+        self.on_change()
+        if self._state is not None:
+            loaded = [
+                (replace(version.spec, version=version.version), version.share)
+                for versions in self._versions.values()
+                for version in versions
+                if not version.draining
+            ]
+            self._state.save(RegistryState(self._configured, loaded, dict(self._numbers)))
+
+    def _of(self, name: str) -> list[Version]:
+        """The versions of a name, draining ones included."""
+        return self._versions.get(name, [])
+
+    def _active(self, name: str) -> list[Version]:
+        """The versions of a name that have a share of new generations."""
+        return [version for version in tuple(self._of(name)) if version.share]
+
+    def _replacement(self, version: Version) -> Version | None:
+        """The other active version of its name with the largest share."""
+        others = [each for each in self._active(version.spec.name) if each is not version]
+        return max(others, key=lambda v: v.share, default=None)
+
+    def _find(self, name: str, version: str) -> Version:
+        """A version by name and version.
+
+        Raises:
+            ServiceError: DRAFTER_NOT_FOUND.
+        """
+        for each in self._of(name):
+            if each.version == version:
+                return each
+        raise self._not_found(name, version)
+
+    def _remove_if_unused(self, version: Version) -> None:
+        versions = self._of(version.spec.name)
+        if version.draining and not version.streams and version in versions:
+            versions.remove(version)
+            if not versions:
+                del self._versions[version.spec.name]
+            self._dispose(version.drafter)
+            self.on_change()
+
+    def _set_shares(self, name: str, shares: dict[Version, float]) -> None:
+        """Set the shares of some versions of a name, and those of all others to 0."""
+        for each in self._of(name):
+            each.share = shares.get(each, 0.0)
+            each.credit = 0.0
+            if each.share:
+                each.failing = ""
+
+    def _normalize_shares(self, name: str) -> None:
+        """Scale the shares of a name to a sum of 1; if all are 0, the newest version gets 1."""
+        loaded = [v for v in self._of(name) if not v.draining]
+        total = sum(v.share for v in loaded)
+        if total:
+            self._set_shares(name, {v: v.share / total for v in loaded})
+        elif loaded:
+            self._set_shares(name, {loaded[-1]: 1.0})
+
+    def _next_number(self, name: str, taken: set[str]) -> str:
+        """A version number that was never assigned before and is not ``taken``."""
+        number = self._numbers.get(name, 0) + 1
+        while str(number) in taken:
+            number += 1
+        self._numbers[name] = number
+        return str(number)
+
+    def _not_found(self, name: str, version: str = "") -> ServiceError:
+        """The error for a name or version that is not loaded."""
+        loaded = ", ".join(
+            f"{each.spec.name} {each.version}" for of in self._versions.values() for each in of
+        )
+        missing = f"{name[:80]!r}" + (f" version {version[:80]!r}" if version else "")
+        return ServiceError.not_found(
+            "DRAFTER_NOT_FOUND", f"there is no drafter {missing}; loaded are: {loaded or 'none'}"
+        )
+
+
+def _draining(which: str) -> ServiceError:
+    return ServiceError.unavailable(
+        "DRAFTER_DRAINING", f"{which} is being unloaded and takes no new streams; try another"
+    )

@@ -1,0 +1,512 @@
+"""Drafter services at the engine: which sequence is open where, and the trees on their way.
+
+The engine thread reads and writes their sockets itself, between two steps: one message each way
+for all sequences of a service. Services without a socket use the gRPC stream of their Join call,
+through the event loop. Nothing here waits, and nothing that a service sends changes a token.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from time import perf_counter
+
+from google.protobuf.message import DecodeError
+
+from paceline.service import ServiceError
+from paceline.service.exchange import FramedSocket, PeerGone, Waiter
+from paceline.tree import TokenTree
+from paceline.v1 import drafter_pb2, exchange_pb2, tree_pb2, verifier_pb2
+from paceline.verifier.engine.job import Decode, microseconds
+from paceline.verifier.engine.output import Draft, NoDraft
+
+_log = logging.getLogger(__name__)
+
+_FIRST_TIMEOUT = 0.02
+"""Wait for the first tree of a sequence, which its drafter has to open. Unit: seconds."""
+
+_TIMEOUT_FACTOR = 8.0
+"""Default timeout of a tree, as a multiple of the drafter's mean latency."""
+
+_MIN_TIMEOUT, _MAX_TIMEOUT = 0.05, 2.0
+"""Bounds of the default timeout. Unit: seconds."""
+
+_NEWEST = 0.2
+"""Weight of the newest tree in the mean latency."""
+
+_HUNG_SECONDS = 10.0
+"""A drafter that owes a tree for this long has failed. Unit: seconds."""
+
+_FIRST_DELAY, _MAX_DELAY = 0.1, 10.0
+"""Bounds of the delay before a sequence is opened again after a failure. Unit: seconds."""
+
+MAX_NAME = 256
+"""Length of the longest name or version. Unit: characters."""
+
+_MAX_REASON = 1024
+"""Length of the longest reason of a failure that clients are told. Unit: characters."""
+
+_MAX_KV_BYTES = 1 << 48
+"""Largest number of bytes that is taken from a drafter's report."""
+
+ReadTree = Callable[[tree_pb2.TokenTree, Decode], TokenTree]
+"""Reads and checks a drafted tree for a job; raises ServiceError."""
+
+
+class Link:
+    """The connection to one drafter service.
+
+    The event loop makes it and hands it to :meth:`Drafting.join`; the engine thread uses it from
+    then on. Any thread may read ``drafters``, which is replaced as a whole, ``carrier`` and the
+    number of ``sequences``.
+
+    Attributes:
+        drafters: What the service announced last.
+        socket: Its Unix socket; None: its messages travel over the gRPC stream.
+        sequences: Open sequences by number.
+        last: The newest number that was given out.
+        message: What is sent next.
+        latency: Mean latency of trees by drafter. Unit: seconds.
+        joined: Whether the engine uses it.
+    """
+
+    def __init__(
+        self,
+        drafters: exchange_pb2.DrafterList,
+        write: Callable[[exchange_pb2.JoinResponse], None],
+        end: Callable[[ServiceError], None],
+        socket: FramedSocket | None = None,
+    ) -> None:
+        """Make a link.
+
+        Args:
+            drafters: The first message of the service.
+            write: Sends a message over the gRPC stream. Called on the engine thread.
+            end: Ends the Join call with an error. Called on the engine thread.
+            socket: Its Unix socket, if it uses one.
+        """
+        self.drafters = drafters
+        self.socket = socket
+        self.sequences: dict[int, DraftSequence] = {}
+        self.last = 0
+        self.message = exchange_pb2.JoinResponse()
+        self.latency: dict[str, float] = {}
+        self.joined = False
+        self._write = write
+        self.end = end
+
+    @property
+    def carrier(self) -> verifier_pb2.Carrier:
+        """How its messages travel."""
+        if self.socket is None:
+            return verifier_pb2.CARRIER_STREAM
+        return verifier_pb2.CARRIER_SOCKET
+
+    @property
+    def carrier_name(self) -> str:
+        """The same as a word: socket or stream."""
+        return "stream" if self.socket is None else "socket"
+
+    def offers(self, name: str, version: str) -> bool:
+        """Whether a sequence may be opened at a drafter; without a version, at any of its name."""
+        return any(
+            each.name == name
+            and (each.version == version if version else True)
+            and not each.draining
+            for each in self.drafters.drafters
+        )
+
+    def send(self, message: exchange_pb2.JoinResponse) -> None:
+        """Send a message without a wait.
+
+        Raises:
+            PeerGone: The socket is closed, or the peer does not read.
+        """
+        if self.socket is None:
+            self._write(message)
+        else:
+            self.socket.send(message.SerializeToString())
+
+
+class DraftSequence:
+    """A generation that is open at a drafter service.
+
+    Attributes:
+        link: The service.
+        number: Its number there.
+        job: The generation.
+        name: Name of the drafter.
+        opened: What the service answered; None: it has not answered.
+        sent: Tokens of the text that were sent.
+        round: Number of the newest round.
+        pending: Whether its tree has not come.
+        asked_at: When it was requested (time.perf_counter).
+        budget: Nodes that were requested at most.
+    """
+
+    __slots__ = (
+        *("link", "number", "job", "name", "opened", "sent", "round", "pending", "asked_at"),
+        "budget",
+    )
+
+    def __init__(self, link: Link, number: int, job: Decode, name: str) -> None:
+        self.link = link
+        self.number = number
+        self.job = job
+        self.name = name
+        self.opened: exchange_pb2.SequenceOpened | None = None
+        self.sent = len(job.sequence.tokens)
+        self.round = 0
+        self.pending = False
+        self.asked_at = 0.0
+        self.budget = 0
+
+
+class Drafting:
+    """All drafter services of one verifier. Only the engine thread uses it.
+
+    Safety contract: a service gets the texts of those generations only that name one of its
+    drafters, or none while it is the first that joined. Whatever it sends, a tree is checked before
+    the engine verifies it; a tree that is wrong closes its sequence, a message that breaks the
+    protocol ends the connection.
+
+    Attributes:
+        links: The services, in the order of joining.
+        waiting: Jobs that wait for a tree, with the time at which they stop waiting
+            (time.perf_counter).
+        ready: Jobs whose wait is over; the engine queues and clears them.
+    """
+
+    def __init__(self, waiter: Waiter, read_tree: ReadTree) -> None:
+        """Make it without services.
+
+        Args:
+            waiter: The engine thread's.
+            read_tree: Reads and checks a tree.
+        """
+        self.links: list[Link] = []
+        self.waiting: dict[Decode, float] = {}
+        self.ready: list[Decode] = []
+        self._waiter = waiter
+        self._read_tree = read_tree
+        self._by_descriptor: dict[int, Link] = {}
+
+    def join(self, link: Link) -> None:
+        """Use a service from now on."""
+        link.joined = True
+        self.links.append(link)
+        if link.socket is not None:
+            self._by_descriptor[link.socket.fileno()] = link
+            self._waiter.add(link.socket.fileno())
+
+    def leave(self, link: Link, why: str = "the drafter service has left") -> None:
+        """Use a service no more; its sequences go on without it. A second call does nothing."""
+        if not link.joined:
+            return
+        link.joined = False
+        self.links.remove(link)
+        if link.socket is not None:
+            self._by_descriptor.pop(link.socket.fileno(), None)
+            self._waiter.remove(link.socket.fileno())
+            link.socket.close()
+        for sequence in list(link.sequences.values()):
+            self._drop(sequence, "drafter_unavailable", why)
+
+    def update(self, link: Link, drafters: exchange_pb2.DrafterList) -> None:
+        """The drafters of a service changed; sequences of those that are gone are closed."""
+        link.drafters = drafters
+        names = {each.name for each in drafters.drafters}
+        for sequence in list(link.sequences.values()):
+            if sequence.name not in names:
+                link.message.closed.append(sequence.number)
+                self._drop(sequence, "drafter_unavailable", "the drafter was unloaded")
+
+    def name_of(self, job: Decode) -> str | None:
+        """Name of the drafter that a generation uses; None: it has none."""
+        if job.drafter:
+            return job.drafter.partition("@")[0]
+        if job.drafter is None:
+            return None
+        names = (each.drafters.default_drafter for each in self.links)
+        return next(filter(None, names), None)
+
+    def ask(self, job: Decode, nodes: int, now: float) -> bool:
+        """Request a tree for the next step of a generation; it is sent by :meth:`flush`.
+
+        Args:
+            job: The generation; it waits then.
+            nodes: Maximum number of nodes.
+            now: The time (time.perf_counter).
+
+        Returns:
+            Whether it was requested. If not, the job's ``no_draft`` says why.
+        """
+        job.no_draft = NoDraft.NOT_READY
+        sequence = job.sequence_at_drafter or self._open(job, now)
+        if sequence is None:
+            return False
+        if sequence.pending:
+            if now - sequence.asked_at > _HUNG_SECONDS:
+                sequence.link.message.closed.append(sequence.number)
+                self._drop(sequence, "drafter_hung", f"no tree came in {_HUNG_SECONDS:g} s")
+            return False
+        text = job.sequence.tokens
+        limits = (nodes, job.max_nodes, sequence.opened.max_nodes if sequence.opened else 0)
+        sequence.budget = min(limit for limit in limits if limit)
+        sequence.round += 1
+        sequence.pending, sequence.asked_at = True, now
+        timeout = self._timeout(sequence)
+        sequence.link.message.rounds.add(
+            sequence=sequence.number,
+            round=sequence.round,
+            new_tokens=text[sequence.sent :],
+            node_budget=sequence.budget,
+            max_depth=job.sequence.room - 1,  # the last token of a step is the target's own
+            timeout_us=round(timeout * 1e6),
+            committed_length=job.sequence.committed,
+            total_length=len(text),
+            traceparent="" if job.spans is None else job.spans.begin_draft(job.round_began),
+        )
+        sequence.sent = len(text)
+        self.waiting[job] = now + timeout
+        return True
+
+    def read(self, descriptors: Iterable[int]) -> None:
+        """Take what sockets have."""
+        for descriptor in descriptors:
+            link = self._by_descriptor.get(descriptor)
+            if link is None or link.socket is None:
+                continue
+            try:
+                if link.socket.unsent:
+                    link.socket.flush()
+                    self._waiter.watch_writable(descriptor, writable=link.socket.unsent)
+                for frame in link.socket.receive():
+                    self.receive(link, exchange_pb2.JoinRequest.FromString(frame))
+            except PeerGone as gone:
+                self._fail(link, ServiceError.unavailable("DRAFTER_GONE", str(gone)))
+            except DecodeError:
+                error = "a message on the socket is not a JoinRequest; send only those"
+                self._fail(link, ServiceError.invalid_argument("BAD_MESSAGE", error))
+
+    def receive(self, link: Link, message: exchange_pb2.JoinRequest) -> None:
+        """Take a message of a service."""
+        if not link.joined:
+            return
+        try:
+            for opened in message.opened:
+                sequence = self._find(link, opened.sequence)
+                if sequence is not None:
+                    sequence.opened = opened
+            for tree in message.trees:
+                sequence = self._find(link, tree.sequence)
+                if sequence is not None:
+                    self._drafted(sequence, tree)
+            for refused in message.refused:
+                sequence = self._find(link, refused.sequence)
+                if sequence is not None:
+                    why = f"{refused.reason}: {refused.message}"
+                    self._drop(sequence, "drafter_refused", why, wrong=True)
+        except ServiceError as error:
+            self._fail(link, error)
+
+    def expire(self, now: float) -> None:
+        """End the waits that are over."""
+        late = [job for job, until in self.waiting.items() if until <= now]
+        for job in late:
+            sequence = job.sequence_at_drafter
+            if sequence is not None and sequence.opened is not None:
+                job.no_draft = NoDraft.LATE
+                seconds = now - sequence.asked_at
+                job.fallbacks.append(("drafter_timeout", f"no tree came in {seconds:.3f} s"))
+            self._resume(job)
+
+    def wait_seconds(self, now: float) -> float | None:
+        """Time until the first wait is over; None: none waits. Unit: seconds."""
+        if not self.waiting:
+            return None
+        return max(0.0, min(self.waiting.values()) - now)
+
+    def close(self, job: Decode) -> None:
+        """A job is done."""
+        self.waiting.pop(job, None)
+        if job.spans is not None:
+            job.spans.close()
+        sequence, job.sequence_at_drafter = job.sequence_at_drafter, None
+        if sequence is not None:
+            del sequence.link.sequences[sequence.number]
+            sequence.link.message.closed.append(sequence.number)
+
+    def flush(self, step: int) -> None:
+        """Send what was requested since the last call: one message for each service."""
+        for link in tuple(self.links):
+            message = link.message
+            if not (message.rounds or message.closed or message.open):
+                continue
+            message.step = step
+            link.message = exchange_pb2.JoinResponse()
+            try:
+                link.send(message)
+            except PeerGone as gone:
+                self._fail(link, ServiceError.unavailable("DRAFTER_GONE", str(gone)))
+                continue
+            if link.socket is not None and link.socket.unsent:
+                self._waiter.watch_writable(link.socket.fileno(), writable=True)
+
+    def _open(self, job: Decode, now: float) -> DraftSequence | None:
+        """Open a generation at a service that has its drafter; None: it cannot be opened now."""
+        if now < job.retry_at:
+            return None
+        name, _, version = (job.drafter or self.name_of(job) or "").partition("@")
+        offering = [link for link in self.links if link.offers(name, version)]
+        if not job.drafter:
+            offering = offering[:1]
+        if not offering:
+            return None
+        link = min(offering, key=lambda each: (each.socket is None, len(each.sequences)))
+        link.last += 1
+        sequence = DraftSequence(link, link.last, job, name)
+        link.sequences[link.last] = sequence
+        job.sequence_at_drafter = sequence
+        text = job.sequence
+        link.message.open.add(
+            sequence=sequence.number,
+            drafter=name,
+            version=version,
+            tokens=text.tokens,
+            prompt_length=len(text.generation.prompt),
+            sampling=text.generation.sampling_message,
+            read_grant=text.read_grant,
+            owner=text.owner,
+            traceparent="" if job.spans is None else job.spans.traceparent,
+        )
+        return sequence
+
+    def _timeout(self, sequence: DraftSequence) -> float:
+        job = sequence.job
+        if sequence.opened is None and not job.always_draft:
+            return _FIRST_TIMEOUT
+        if job.timeout is not None:
+            return job.timeout
+        mean = sequence.link.latency.get(sequence.name, 0.0)
+        return min(_MAX_TIMEOUT, max(_MIN_TIMEOUT, _TIMEOUT_FACTOR * mean))
+
+    def _find(self, link: Link, number: int) -> DraftSequence | None:
+        """An open sequence; None: it was closed.
+
+        Raises:
+            ServiceError: The number was never given to the service.
+        """
+        if not 0 < number <= link.last:
+            raise ServiceError.invalid_argument(
+                "UNKNOWN_SEQUENCE",
+                f"a message names the sequence {number}, expected 1 to {link.last}: answer only "
+                "those that were opened here",
+            )
+        return link.sequences.get(number)
+
+    def _drafted(self, sequence: DraftSequence, message: exchange_pb2.DraftedTree) -> None:
+        """Take a tree.
+
+        Raises:
+            ServiceError: It is for another round than the one that was requested.
+        """
+        if message.round != sequence.round or not sequence.pending:
+            raise ServiceError.invalid_argument(
+                "WRONG_ROUND",
+                f"a tree is for round {message.round} of sequence {sequence.number}, expected one "
+                f"tree for round {sequence.round}",
+            )
+        now, job, link = perf_counter(), sequence.job, sequence.link
+        sequence.pending = False
+        if sequence.round > 1:  # the first one has waited for its sequence to be opened
+            latency = now - sequence.asked_at
+            mean = link.latency.get(sequence.name, latency)
+            link.latency[sequence.name] = mean + _NEWEST * (latency - mean)
+        if job not in self.waiting:
+            return  # too late: its step went on
+        try:
+            if len(message.tree.tokens) > sequence.budget:
+                raise ServiceError.invalid_argument(
+                    "TREE_TOO_LARGE",
+                    f"the tree has {len(message.tree.tokens)} nodes, expected at most "
+                    f"{sequence.budget}",
+                )
+            tree = self._read_tree(message.tree, job)
+        except ServiceError as error:
+            link.message.closed.append(sequence.number)
+            why = f"{error.reason}: the drafter {sequence.name!r} sent an invalid tree: {error}"
+            self._drop(sequence, "invalid_tree", why, wrong=True)
+            return
+        if len(tree):
+            job.failures = 0
+            version = message.version or (sequence.opened.version if sequence.opened else "")
+            max_us = microseconds(now - sequence.asked_at)
+            job.set_draft(
+                Draft(
+                    tree,
+                    f"{sequence.name}@{version[:MAX_NAME]}",
+                    min(message.draft_us, max_us),
+                    min(message.queue_us, max_us),
+                    min(message.kv_bytes, _MAX_KV_BYTES),
+                )
+            )
+        job.no_draft = NoDraft.EMPTY
+        self._resume(job)
+
+    def _drop(self, sequence: DraftSequence, reason: str, why: str, *, wrong: bool = False) -> None:
+        """Forget a sequence after a failure; its generation goes on and tries again later."""
+        job = sequence.job
+        del sequence.link.sequences[sequence.number]
+        job.sequence_at_drafter = None
+        delay = min(_MAX_DELAY, _FIRST_DELAY * 2 ** min(job.failures + 3 * wrong, 16))
+        job.failures += 1
+        job.retry_at = perf_counter() + delay
+        why = why[:_MAX_REASON]
+        job.fallbacks.append((reason, why))
+        _log.info("drafting failed", extra={"reason": reason, "fault": why})
+        if job in self.waiting:
+            self._resume(job)
+
+    def _resume(self, job: Decode) -> None:
+        """End the wait of a job."""
+        del self.waiting[job]
+        if job.spans is not None:
+            job.spans.end_draft(job.draft, job.sequence_at_drafter)
+        self.ready.append(job)
+
+    def _fail(self, link: Link, error: ServiceError) -> None:
+        """End a connection."""
+        _log.warning("a drafter service was disconnected", extra={"fault": error.message})
+        self.leave(link, error.message)
+        link.end(error)
+
+
+def hidden_states(
+    links: Iterable[exchange_pb2.DrafterList], drafter: str
+) -> tuple[tuple[int, ...], int]:
+    """Hidden states that a drafter reads, over all versions that a generation may be given.
+
+    Args:
+        links: The drafters of each service that has joined.
+        drafter: NAME or NAME@VERSION; empty: the default.
+
+    Returns:
+        Layers, counted from 0 and rising, and the number of newest positions that are read; 0: all.
+    """
+    lists = list(links)
+    name, _, version = drafter.partition("@")
+    if not drafter:
+        lists = [each for each in lists if each.default_drafter][:1]
+        name = lists[0].default_drafter if lists else ""
+    reading: list[drafter_pb2.DrafterInfo] = [
+        each
+        for listed in lists
+        for each in listed.drafters
+        if each.name == name
+        and (each.version == version if version else each.traffic_share > 0)
+        and each.hidden_state_layers
+    ]
+    windows = [each.hidden_state_window for each in reading]
+    layers = {layer for each in reading for layer in each.hidden_state_layers}
+    return tuple(sorted(layers)), max(windows) if windows and all(windows) else 0

@@ -1,0 +1,292 @@
+"""The DraftExchangeService: drafter services join here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from paceline.service import ServiceError
+from paceline.service.exchange import FramedSocket
+from paceline.service.identity import is_local_peer
+from paceline.v1 import drafter_pb2, exchange_pb2, exchange_pb2_grpc, verifier_pb2
+from paceline.verifier.engine.drafting import MAX_NAME, Link, hidden_states
+from paceline.verifier.engine.engine import Engine
+from paceline.verifier.kv.taps import Taps
+
+_log = logging.getLogger(__name__)
+
+_TOKEN_BYTES = 16
+_HANDSHAKE_SECONDS = 10.0
+_MAX_DRAFTERS = 256
+_MAX_LIST_BYTES = 256 << 10
+
+
+class DraftExchangeServicer(exchange_pb2_grpc.DraftExchangeServiceServicer):
+    """Lets drafter services join, and hands their connections to the engine.
+
+    A service on this machine is offered a Unix socket, which the engine thread reads itself. Who
+    opens it shows the random token that was sent over the authenticated Join call. Used on the
+    event loop.
+    """
+
+    def __init__(
+        self,
+        model: verifier_pb2.GetModelResponse,
+        engine: Engine,
+        socket_dir: Path | None = None,
+    ) -> None:
+        """Make a servicer; :meth:`start` opens its socket.
+
+        Args:
+            model: The served model.
+            engine: The engine.
+            socket_dir: Folder for the Unix socket, which drafter services must see under the same
+                path; None: the socket has an abstract name, for the network namespace of this
+                process.
+        """
+        self._model = model
+        self._engine = engine
+        self._socket_dir = socket_dir
+        self._path = ""
+        self._listener: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
+        self._expected: dict[bytes, asyncio.Future[FramedSocket]] = {}
+        self._handshakes: set[asyncio.Task[None]] = set()
+        self._links: list[Link] = []
+
+    def joined(self) -> list[verifier_pb2.JoinedService]:
+        """The services that have joined, in order."""
+        return [
+            verifier_pb2.JoinedService(
+                drafters=link.drafters.drafters,
+                default_drafter=link.drafters.default_drafter,
+                carrier=link.carrier,
+                sequences=len(link.sequences),
+            )
+            for link in self._links
+        ]
+
+    def taps(self, drafter: str | None) -> Taps | None:
+        """Hidden states that a cache must keep for a drafter.
+
+        Args:
+            drafter: NAME or NAME@VERSION; empty: the default; None: no drafter.
+        """
+        if drafter is None:
+            return None
+        layers, window = hidden_states((link.drafters for link in self._links), drafter)
+        if not layers or layers[-1] >= self._model.layers:
+            return None  # made for another target: the drafter refuses the sequence
+        # A window as long as the context is the same as none.
+        return Taps(layers, window if window < self._model.max_context else 0)
+
+    async def start(self) -> None:
+        """Open the socket."""
+        name = f"paceline-{secrets.token_hex(8)}"
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.setblocking(False)
+        self._path = f"@{name}" if self._socket_dir is None else str(self._socket_dir / name)
+        try:
+            listener.bind(self._path.replace("@", "\0", 1) if self._path[0] == "@" else self._path)
+            listener.listen(16)
+        except OSError as error:
+            listener.close()
+            self._path = ""
+            _log.warning("drafter services use gRPC streams: no socket: %s", error)
+            return
+        self._listener = listener
+        self._accepting = asyncio.create_task(self._accept(listener))
+
+    async def stop(self) -> None:
+        """Close the socket."""
+        if self._accepting is not None:
+            self._accepting.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._accepting
+        if self._listener is not None:
+            self._listener.close()
+            if not self._path.startswith("@"):
+                with suppress(FileNotFoundError):
+                    os.unlink(self._path)
+
+    def end(self) -> None:
+        """End all Join calls: the verifier stops."""
+        for link in self._links:
+            link.end(
+                ServiceError.unavailable("DRAINING", "the verifier is shutting down; join again")
+            )
+
+    async def Join(self, request_iterator: Any, context: Any) -> None:
+        """Serve the connection of one drafter service until it ends."""
+        first = await context.read()
+        if first is grpc.aio.EOF:
+            return
+        _check(first)
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        joined = exchange_pb2.Joined(
+            target_fingerprint=self._model.target_fingerprint,
+            tokenizer_digest=self._model.tokenizer_digest,
+            vocab_size=self._model.vocab_size,
+            max_tree_nodes=self._model.max_tree_nodes,
+            instance_id=self._model.instance_id,
+        )
+        connection = asyncio.get_running_loop().create_future()
+        if self._path and is_local_peer(context.peer()):
+            joined.socket_path, joined.socket_token = self._path, token
+            self._expected[token] = connection
+        await context.write(exchange_pb2.JoinResponse(joined=joined))
+        second: asyncio.Task[Any] = asyncio.create_task(context.read())
+        try:
+            async with asyncio.timeout(_HANDSHAKE_SECONDS):
+                await asyncio.wait([second, connection], return_when=asyncio.FIRST_COMPLETED)
+        except TimeoutError:
+            second.cancel()
+            raise ServiceError.failed_precondition(
+                "NOT_READY",
+                f"neither the socket nor this stream was used within {_HANDSHAKE_SECONDS:g} s; "
+                "open the socket, or send use_stream",
+            ) from None
+        finally:
+            self._expected.pop(token, None)
+        framed = connection.result() if connection.done() else None
+        if framed is None:
+            answer = second.result()
+            if answer is grpc.aio.EOF:
+                return
+            if not answer.use_stream:
+                raise ServiceError.invalid_argument(
+                    "NOT_READY", "the second message must set use_stream, or the socket be opened"
+                )
+            second = asyncio.create_task(context.read())
+        await self._serve(first.drafters, framed, second, context)
+
+    async def _serve(
+        self,
+        drafters: exchange_pb2.DrafterList,
+        framed: FramedSocket | None,
+        reading: asyncio.Task[Any],
+        context: Any,
+    ) -> None:
+        """Use a connection until it ends; ``reading`` reads its next message."""
+        loop = asyncio.get_running_loop()
+        outgoing: asyncio.Queue[exchange_pb2.JoinResponse] = asyncio.Queue()
+        failed: asyncio.Future[None] = loop.create_future()
+
+        def write(message: exchange_pb2.JoinResponse) -> None:
+            loop.call_soon_threadsafe(outgoing.put_nowait, message)
+
+        def end(error: ServiceError) -> None:
+            loop.call_soon_threadsafe(partial(_set_error, failed, error))
+
+        link = Link(drafters, write, end, framed)
+        writing = asyncio.create_task(_write_all(outgoing, context))
+        self._links.append(link)
+        self._engine.drafting(lambda drafting: drafting.join(link))
+        extra = {"carrier": verifier_pb2.Carrier.Name(link.carrier), "drafters": _names(drafters)}
+        _log.info("a drafter service joined", extra=extra)
+        try:
+            while True:
+                await asyncio.wait([reading, writing, failed], return_when=asyncio.FIRST_COMPLETED)
+                if failed.done():
+                    failed.result()
+                if writing.done():
+                    writing.result()
+                message = reading.result()
+                if message is grpc.aio.EOF:
+                    return
+                self._received(link, message)
+                reading = asyncio.create_task(context.read())
+        finally:
+            self._links.remove(link)
+            self._engine.drafting(lambda drafting: drafting.leave(link))
+            for task in (reading, writing):
+                task.cancel()
+            failed.cancel()
+            _log.info("a drafter service left", extra=extra)
+
+    def _received(self, link: Link, message: exchange_pb2.JoinRequest) -> None:
+        """Pass on a message of the stream."""
+        if message.HasField("drafters"):
+            _check(message)
+            drafters = message.drafters
+            link.drafters = drafters
+            self._engine.drafting(lambda drafting: drafting.update(link, drafters))
+        if link.socket is None:
+            self._engine.drafting(lambda drafting: drafting.receive(link, message))
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            connection, _ = await loop.sock_accept(listener)
+            task = asyncio.create_task(self._handshake(connection))
+            self._handshakes.add(task)
+            task.add_done_callback(self._handshakes.discard)
+
+    async def _handshake(self, connection: socket.socket) -> None:
+        """Read the token of a new connection, a frame, and give it to the Join call it is of."""
+        connection.setblocking(False)
+        loop, frame = asyncio.get_running_loop(), b""
+        try:
+            async with asyncio.timeout(_HANDSHAKE_SECONDS):
+                while len(frame) < 4 + _TOKEN_BYTES:
+                    part = await loop.sock_recv(connection, 4 + _TOKEN_BYTES - len(frame))
+                    if not part:
+                        break
+                    frame += part
+        except (OSError, TimeoutError):
+            frame = b""
+        waiting = self._expected.get(frame[4:])
+        if waiting is None or waiting.done():
+            connection.close()
+            return
+        # The event loop keeps no reference to the descriptor.
+        waiting.set_result(FramedSocket(socket.socket(fileno=connection.detach())))
+
+
+async def _write_all(outgoing: asyncio.Queue[exchange_pb2.JoinResponse], context: Any) -> None:
+    while True:
+        await context.write(await outgoing.get())
+
+
+def _set_error(future: asyncio.Future[None], error: ServiceError) -> None:
+    if not future.done():
+        future.set_exception(error)
+
+
+def _names(drafters: exchange_pb2.DrafterList) -> list[str]:
+    return sorted({each.name for each in drafters.drafters})
+
+
+def _check(message: exchange_pb2.JoinRequest) -> None:
+    """Check a list of drafters.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT.
+    """
+    if not message.HasField("drafters"):
+        raise ServiceError.invalid_argument(
+            "NOT_JOINED", "the first message of a Join stream must have drafters"
+        )
+    # GetModel sends the lists of all services to every client.
+    listed: Iterable[drafter_pb2.DrafterInfo] = message.drafters.drafters
+    names = [text for each in listed for text in (each.name, each.version, each.method)]
+    if (
+        len(message.drafters.drafters) > _MAX_DRAFTERS
+        or max(map(len, (message.drafters.default_drafter, *names))) > MAX_NAME
+        or message.drafters.ByteSize() > _MAX_LIST_BYTES
+    ):
+        raise ServiceError.invalid_argument(
+            "BAD_DRAFTERS",
+            f"expected at most {_MAX_DRAFTERS} drafters in {_MAX_LIST_BYTES} bytes, with names of "
+            f"at most {MAX_NAME} characters",
+        )

@@ -1,0 +1,195 @@
+"""What a generation says about drafting, and how drafter services come to its verifier."""
+
+import asyncio
+import logging
+
+import pytest
+
+from paceline.client import Client, DraftOptions, UnavailableError
+from paceline.v1 import verifier_pb2
+
+from .conftest import QUICK
+from .fake_target import continuation
+from .fake_verifier import joined
+from .world import World
+
+PROMPT = [104, 105, 106]
+SEED = 5
+
+
+async def test_statistics_are_those_of_the_responses(world: World, client: Client) -> None:
+    result = await client.generate(PROMPT, max_new_tokens=101, seed=SEED)
+    stats = result.stats
+    assert result.token_ids == continuation(PROMPT, 101, SEED)
+    assert sum(entry.emitted for entry in stats.rounds) == 100
+    assert stats.drafted_rounds == len(stats.rounds) == 20
+    assert stats.accepted == 80
+    assert stats.accepted_per_position == [20] * 4
+    assert stats.mean_accepted_length == 5
+    assert stats.drafted == stats.checked == 160
+    assert stats.free_run_tokens == 0
+    assert stats.drafter_versions == ["fake@1"]
+    assert stats.summary()["accepted"] == 80
+    for entry in stats.rounds:
+        assert (entry.round_ms, entry.draft_ms, entry.steps) == (0.1, 0.01, 1)
+        assert entry.transport_ms == pytest.approx(0.09)
+
+
+async def test_without_drafting(world: World, client: Client) -> None:
+    """Consecutive steps are merged in one response."""
+    world.verifier.merged = 16
+    result = await client.generate(PROMPT, max_new_tokens=101, seed=SEED, drafter="none")
+    assert result.token_ids == continuation(PROMPT, 101, SEED)
+    assert [entry.steps for entry in result.stats.rounds] == [16] * 6 + [4]
+    assert result.stats.free_run_tokens == 100
+    assert result.stats.drafted_rounds == 0
+    assert not world.registry.asked
+    assert world.verifier.starts[0].drafter == world.verifier.creates[0].drafter == "none"
+
+
+@pytest.mark.parametrize("drafter", [None, "fake", "fake@1", "other"])
+async def test_the_verifier_is_told_which_drafter_and_how(
+    world: World, drafter: str | None
+) -> None:
+    world.verifier.joined = [joined("fake", "other")]
+    drafting = DraftOptions(timeout=0.25, adaptive=False)
+    async with Client(*world.addresses, cache_dir=None, drafting=drafting) as client:
+        await client.generate(PROMPT, max_new_tokens=40, seed=SEED, drafter=drafter, max_nodes=3)
+        await client.generate(PROMPT, max_new_tokens=40, seed=SEED)
+    start, other = world.verifier.starts
+    for request in (world.verifier.creates[0], start):
+        assert request.HasField("drafter") == (drafter is not None)
+        assert request.drafter == (drafter or "")
+    assert (start.always_draft, start.draft_timeout_ms, start.max_nodes) == (True, 250, 3)
+    assert other.max_nodes == 0
+    assert not world.registry.asked, "it has joined already"
+
+
+async def test_chunks_say_why_they_were_not_drafted(world: World, client: Client) -> None:
+    async def reasons(drafter: str | None = None) -> set[str | None]:
+        generation = client.generate(PROMPT, max_new_tokens=100, seed=SEED, drafter=drafter)
+        first, *chunks = [chunk async for chunk in generation]
+        assert first.undrafted is None
+        assert all((chunk.tree is None) == (chunk.undrafted is not None) for chunk in chunks)
+        return {chunk.undrafted for chunk in chunks}
+
+    assert await reasons() <= {None, "last_token"}
+    assert await reasons("none") == {"no_drafter"}
+    for value, word in (
+        (verifier_pb2.NO_DRAFT_REASON_NOT_READY, "not_ready"),
+        (verifier_pb2.NO_DRAFT_REASON_LATE, "late"),
+        (verifier_pb2.NO_DRAFT_REASON_EMPTY, "empty"),
+    ):
+        world.verifier.no_draft = value
+        assert await reasons() == {word}
+    world.verifier.no_draft, world.verifier.node_budget = 0, 0
+    assert await reasons() == {"node_budget", "last_token"}
+
+
+async def test_failures_of_drafting_are_counted_and_logged(
+    world: World, client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "paceline.client")
+    for _ in range(2):
+        world.verifier.fallbacks = ["drafter_timeout", "invalid_tree", "drafter_timeout"]
+        result = await client.generate(PROMPT, max_new_tokens=20, seed=SEED)
+        assert result.stats.fallbacks == {"drafter_timeout": 2, "invalid_tree": 1}
+    levels = [record.levelno for record in caplog.records if "(drafter_timeout)" in record.message]
+    assert levels == [logging.WARNING] + [logging.INFO] * 3
+
+
+# Joining.
+
+
+async def test_a_service_is_asked_to_join_before_the_prefill(world: World, client: Client) -> None:
+    results = await asyncio.gather(
+        *(client.generate([n, 1], max_new_tokens=40, seed=SEED, drafter="fake") for n in range(8))
+    )
+    assert world.registry.asked == [world.addresses[0]]
+    assert all(result.stats.drafted_rounds for result in results)
+    assert not any(result.stats.fallbacks for result in results)
+
+
+@pytest.mark.parametrize("fault", ["refusing", "down", "unknown"])
+async def test_a_service_that_does_not_join_costs_drafting_only(
+    world: World, fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.registry.mode = fault
+    if fault == "down":
+        await world.registry_service.stop()
+    async with Client(*world.addresses, cache_dir=None, retry=QUICK) as client:
+        for _ in range(3):
+            result = await client.generate(PROMPT, max_new_tokens=40, seed=SEED, drafter="wanted")
+            assert result.token_ids == continuation(PROMPT, 40, SEED)
+            assert result.stats.fallbacks == {"drafter_unavailable": 1}
+    assert len(world.registry.asked) == (fault != "down"), "not again within some seconds"
+    logged = [record for record in caplog.records if "did not join" in record.message]
+    assert len(logged) == (fault != "unknown")
+    (named,) = [record for record in caplog.records if "has no drafter 'wanted'" in record.message]
+    assert ("it has: fake" in named.message) == (fault == "unknown")
+
+
+async def test_a_hung_service_is_waited_for_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.client._fleet._JOIN_TIMEOUT", 0.05)
+    world.registry.may_answer.clear()
+    async with Client(*world.addresses, cache_dir=None, retry=QUICK) as client:
+        for _ in range(2):
+            result = await client.generate(PROMPT, max_new_tokens=40, seed=SEED)
+            assert result.token_ids == continuation(PROMPT, 40, SEED)
+            assert result.stats.fallbacks == {"drafter_unavailable": 1}
+    assert len(world.registry.asked) == 1
+
+
+async def test_closing_does_not_wait_for_a_service_to_join(world: World) -> None:
+    world.registry.may_answer.clear()
+    client = Client(*world.addresses, cache_dir=None, retry=QUICK)
+    generation = asyncio.ensure_future(client.generate(PROMPT))
+    async with asyncio.timeout(60):
+        while not world.registry.asked:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    generation.cancel()
+    await client.aclose()
+    assert not world.verifier.creates
+
+
+async def test_a_client_without_drafter_addresses_uses_what_has_joined(world: World) -> None:
+    world.verifier.joined = [joined("fake")]
+    async with Client(world.addresses[0], cache_dir=None) as client:
+        result = await client.generate(PROMPT, max_new_tokens=40, seed=SEED)
+    assert result.stats.drafted_rounds
+    assert not result.stats.fallbacks
+
+
+async def test_drafters_are_listed_default_first(world: World, client: Client) -> None:
+    world.registry.names = ["zeta", "alpha", "beta"]
+    assert await client.drafters() == ("zeta", "alpha", "beta"), "of the service: none has joined"
+    world.verifier.joined = [joined("own", "beta"), joined("alpha", "own")]
+    async with Client(*world.addresses, cache_dir=None) as other:
+        assert await other.drafters() == ("own", "beta", "alpha")
+    await world.registry_service.stop()
+    world.verifier.joined = []
+    async with Client(*world.addresses, cache_dir=None, retry=QUICK) as other:
+        with pytest.raises(UnavailableError):
+            await other.drafters()
+    async with Client(world.addresses[0], cache_dir=None) as other:
+        assert await other.drafters() == ()
+
+
+async def test_many_at_once(world: World, client: Client) -> None:
+    prompts = [[n, n + 1] for n in range(32)]
+    results = await asyncio.gather(
+        *[client.generate(prompt, max_new_tokens=60, seed=SEED) for prompt in prompts]
+    )
+    for prompt, result in zip(prompts, results, strict=True):
+        assert result.token_ids == continuation(prompt, 60, SEED)
+    assert not world.verifier.caches
+
+
+async def test_a_seed_is_drawn_and_reported(world: World, client: Client) -> None:
+    first = await client.generate(PROMPT, max_new_tokens=30)
+    second = await client.generate(PROMPT, max_new_tokens=30)
+    again = await client.generate(PROMPT, max_new_tokens=30, seed=first.seed)
+    assert first.seed != second.seed
+    assert again.token_ids == first.token_ids != second.token_ids
