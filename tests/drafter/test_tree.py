@@ -24,7 +24,7 @@ def test_grow_takes_the_likeliest_paths(
 
     tree = grow(None, expand, nodes=nodes, depth=depth, min_survival=floor)
     tree.check()
-    survivals = tree.survivals.tolist()
+    survivals = list(tree.survivals)
     assert survivals == sorted(survivals, reverse=True)
     everything = sorted(survivals_of(rule[:depth], 1.0, floor), reverse=True)
     assert survivals == pytest.approx(everything[:nodes])

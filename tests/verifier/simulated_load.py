@@ -148,7 +148,8 @@ class Simulation:
         """One step; the tokens it emits."""
         jobs, trees = [user.job for user in here], [user.job.tree for user in here]
         step = Step(len(here), CONTEXT * len(here), len(here))
-        checked = self._scheduler.admit(jobs, trees, step)
+        away = sum(user.asked for user in people if user.ready_at > self._now)
+        checked = self._scheduler.admit(jobs, trees, step, away)
         if self.mode != "scheduled":
             checked = trees
         self.drafted += sum(len(tree) > 0 for tree in trees)

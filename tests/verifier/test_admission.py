@@ -5,32 +5,32 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from itertools import product
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, product
 from typing import ClassVar
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.tree import TokenTree
 from paceline.verifier.engine.job import rank
-from paceline.verifier.scheduler.admission import Floats, Step, admit
+from paceline.verifier.scheduler.admission import admit
 
 DRAWS = 10_000
 FALSE_ALARM = 4.9  # standard deviations: a false alarm in a million draws of a seed
 
 
+@dataclass
 class Costs:
-    """Step times by batch tokens, attended tokens costing nothing."""
+    """Step times by batch tokens, and the time lost before each step."""
 
-    def __init__(self, *seconds: float) -> None:
-        self._seconds = np.array([math.nan, *seconds])
+    seconds: tuple[float, ...]
 
-    def seconds(self, tokens: Floats, attended: Floats) -> Floats:
-        """As in :class:`paceline.verifier.scheduler.admission.StepCosts`."""
-        found: Floats = self._seconds[tokens.astype(int)]
-        return found
+    def of(self, tokens: int, idle: float = 0.0) -> Iterator[float]:
+        """Times of steps with so many tokens and more."""
+        return iter([idle + each for each in self.seconds[tokens - 1 :]])
 
 
 @st.composite
@@ -48,23 +48,23 @@ several = st.lists(trees(), min_size=1, max_size=3)
 
 def costs_for(steps: list[float]) -> Costs:
     """A rising curve out of any steps."""
-    return Costs(*np.cumsum(np.array(steps) + 1e-3))
+    return Costs(tuple(accumulate(step + 1e-3 for step in steps)))
 
 
 curves = st.lists(st.floats(0, 1), min_size=24, max_size=24).map(costs_for)
 
 
-def plain(drafted: list[TokenTree], idle: float = 0.0) -> Step:
-    """The step without nodes."""
-    return Step(len(drafted), 0, len(drafted), idle)
+def admitted(
+    survivals: Sequence[Sequence[float]], costs: Costs, idle: float = 0.0, *, causal: bool = False
+) -> list[int]:
+    """Nodes that are admitted in a step of one anchor a tree."""
+    anchors = len(survivals)
+    return admit(survivals, anchors, costs.of(anchors, idle), causal=causal)
 
 
 @given(several, curves, st.booleans())
 def test_what_is_admitted_is_a_tree(drafted: list[TokenTree], costs: Costs, causal: bool) -> None:
-    got = admit(
-        [tree.survivals for tree in drafted], [0] * len(drafted), plain(drafted), costs,
-        causal=causal,
-    )  # fmt: skip
+    got = admitted([tree.survivals for tree in drafted], costs, causal=causal)
     for tree, count in zip(drafted, got, strict=True):
         cut = tree.first(count)
         cut.check()
@@ -77,11 +77,8 @@ def test_what_is_admitted_is_a_tree(drafted: list[TokenTree], costs: Costs, caus
 def test_no_choice_of_trees_does_better(
     drafted: list[TokenTree], costs: Costs, idle: float
 ) -> None:
-    step = plain(drafted, idle)
-
     def rate(nodes: int, expected: float) -> float:
-        seconds = float(costs.seconds(np.array([len(drafted) + nodes]), np.zeros(1))[0])
-        return (len(drafted) + expected) / (idle + seconds)
+        return (len(drafted) + expected) / next(costs.of(len(drafted) + nodes, idle))
 
     best = 0.0
     for choice in product(*(range(1 << len(tree)) for tree in drafted)):
@@ -91,23 +88,20 @@ def test_no_choice_of_trees_does_better(
             if any(tree.parents[node] not in (-1, *chosen) for node in chosen):
                 break
             nodes += len(chosen)
-            expected += float(sum(tree.survivals[node] for node in chosen))
+            expected += sum(tree.survivals[node] for node in chosen)
         else:
             best = max(best, rate(nodes, expected))
     survivals = [tree.survivals for tree in drafted]
-    got = admit(survivals, [0] * len(drafted), step, costs)
-    gained = sum(float(s[:count].sum()) for s, count in zip(survivals, got, strict=True))
+    got = admitted(survivals, costs, idle)
+    gained = sum(sum(s[:count]) for s, count in zip(survivals, got, strict=True))
     assert rate(sum(got), gained) == pytest.approx(best)
 
 
 @given(several, curves)
 def test_it_admits_more_when_time_is_lost_anyway(drafted: list[TokenTree], costs: Costs) -> None:
     """Monotone: the more a step loses before it begins, the more nodes are worth their time."""
-    survivals, contexts = [tree.survivals for tree in drafted], [0] * len(drafted)
-    counts = [
-        sum(admit(survivals, contexts, plain(drafted, idle), costs))
-        for idle in (0.0, 0.1, 1.0, 10.0, 1e6)
-    ]
+    survivals = [tree.survivals for tree in drafted]
+    counts = [sum(admitted(survivals, costs, idle)) for idle in (0.0, 0.1, 1.0, 10.0, 1e6)]
     assert counts == sorted(counts)
 
 
@@ -116,12 +110,9 @@ def test_early_stopping_admits_no_more_than_the_full_search(
     drafted: list[TokenTree], costs: Costs
 ) -> None:
     full, early = (
-        admit(
-            [tree.survivals for tree in drafted], [0] * len(drafted), plain(drafted), costs,
-            causal=causal,
-        )
+        admitted([tree.survivals for tree in drafted], costs, causal=causal)
         for causal in (False, True)
-    )  # fmt: skip
+    )
     assert sum(early) <= sum(full)
 
 
@@ -130,24 +121,23 @@ def test_early_stopping_looks_at_nothing_behind_its_cut(
     drafted: list[TokenTree], costs: Costs, data: st.DataObject
 ) -> None:
     """Nodes that were not admitted, but for the first of them, may be anything less likely."""
-    survivals, contexts = [tree.survivals for tree in drafted], [0] * len(drafted)
-    got = admit(survivals, contexts, plain(drafted), costs, causal=True)
-    left = [float(v) for s, n in zip(survivals, got, strict=True) for v in s[n:]]
+    survivals = [tree.survivals for tree in drafted]
+    got = admitted(survivals, costs, causal=True)
+    left = [v for s, n in zip(survivals, got, strict=True) for v in s[n:]]
     border = max(left, default=0.0)
     changed = []
     for s, n in zip(survivals, got, strict=True):
         scale = data.draw(st.floats(0, 1))
-        changed.append(np.where((np.arange(len(s)) < n) | (s == border), s, s * scale))
-    assert admit(changed, contexts, plain(drafted), costs, causal=True) == got
+        changed.append([v if i < n or v == border else v * scale for i, v in enumerate(s)])
+    assert admitted(changed, costs, causal=True) == got
 
 
 def test_jagged_costs_trap_early_stopping_only() -> None:
     """A second node is dear, a third one free."""
     chain = TokenTree.chain([1, 2, 3], [0.9, 0.9, 0.9])
-    costs = Costs(1.0, 1.1, 1.7, 1.7)
-    step = Step(1, 0, 1)
-    assert admit([chain.survivals], [0], step, costs) == [3]
-    assert admit([chain.survivals], [0], step, costs, causal=True) == [1]
+    costs = Costs((1.0, 1.1, 1.7, 1.7))
+    assert admitted([chain.survivals], costs) == [3]
+    assert admitted([chain.survivals], costs, causal=True) == [1]
 
 
 class AppendixA:
@@ -156,12 +146,12 @@ class AppendixA:
 
     target: ClassVar = {"A": 0.7, "B": 0.3}
     drafter: ClassVar = {"A": 0.5, "B": 0.5}
-    costs: ClassVar = Costs(1 / 1.0, 1 / 0.5, 1 / 0.45)
+    costs: ClassVar = Costs((1 / 1.0, 1 / 0.5, 1 / 0.45))
 
     def admitted(self, first: str, *, causal: bool) -> TokenTree:
         """The tree as far as it is checked."""
         tree = TokenTree.chain([ord(first), ord("A")], [0.8, 0.9 if first == "A" else 0.0])
-        got = admit([tree.survivals], [0], Step(1, 0, 1), self.costs, causal=causal)
+        got = admitted([tree.survivals], self.costs, causal=causal)
         return tree.first(got[0])
 
     def by_rejection(self, chance: random.Random, *, causal: bool) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -30,17 +30,16 @@ def test_costs_rise_with_the_table_and_are_its_own_at_its_points(
     steps: list[float], tokens: int, context: float
 ) -> None:
     axis = tuple(2**i for i in range(len(steps)))
-    column = np.cumsum(steps)
-    table = CostTable(axis, (10, 1000), tuple((float(v), float(2 * v)) for v in column))
-    at = np.array(axis, float)
-    assert table.seconds(at, at * 10) == pytest.approx(column)
-    assert table.seconds(at, at * 1000) == pytest.approx(2 * column)
-    some = np.array([tokens, tokens + 1], float)
-    less, more = table.seconds(some, some * max(10.0, context))
-    assert 0 < less <= more + 1e-12
-    for count, seconds in ((tokens, less), (tokens + 1, more)):
-        one = table.step_seconds(1, count, round(count * max(10.0, context)))
-        assert one == pytest.approx(seconds, rel=0.01)
+    column = list(accumulate(steps))
+    table = CostTable(axis, (10, 1000), tuple((v, 2 * v) for v in column))
+    assert [table.step_seconds(1, n, n * 10.0) for n in axis] == pytest.approx(column)
+    assert [table.step_seconds(1, n, n * 1000.0) for n in axis] == pytest.approx(
+        [2 * v for v in column]
+    )
+    growth = list(islice(table.growth(tokens, context), 40))
+    assert all(0 < less <= more + 1e-12 for less, more in pairwise(growth))
+    later = [next(table.growth(tokens + count, context)) for count in range(40)]
+    assert growth == pytest.approx(later), "wherever it begins"
 
 
 def test_tables_are_kept_and_measured_once(
@@ -134,5 +133,5 @@ def test_a_table_is_corrected_as_steps_run() -> None:
         costs.observe(1, tokens, 100.0 * tokens, truth(tokens))
         costs.observe(1, tokens, 100.0 * tokens, 1.0 if number > 100 else truth(tokens))
     for tokens in (1, 8, 32):
-        (found,) = costs.seconds(np.array([float(tokens)]), np.array([100.0 * tokens]))
-        assert found == pytest.approx(truth(tokens), rel=0.1)
+        seconds = costs.current.step_seconds(1, tokens, 100.0 * tokens)
+        assert seconds == pytest.approx(truth(tokens), rel=0.1)

@@ -136,7 +136,7 @@ def drawn(confidences: list[float], costs: CostTable) -> list[int]:
     job.sequence.generation.sampling = sampling
     count = len(confidences)
     tree = TokenTree.chain([1] * count, confidences)
-    (cut,) = Scheduler(costs, 255).admit([job], [tree], Step(1, 9, 1))
+    (cut,) = Scheduler(costs, 255).admit([job], [tree], Step(1, 9, 1), 0)
     return list(cut.tokens)
 
 

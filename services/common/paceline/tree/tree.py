@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
 from paceline.v1 import tree_pb2
 
 if TYPE_CHECKING:
@@ -137,15 +134,15 @@ class TokenTree:
         return tuple(DEFAULT_CONFIDENCE / siblings[parent] for parent in self.parents)
 
     @cached_property
-    def survivals(self) -> NDArray[np.float64]:
-        """Probability of each node to be accepted, ``[nodes]``.
+    def survivals(self) -> tuple[float, ...]:
+        """Probability of each node to be accepted.
 
         The product of the acceptance probabilities along its path, so it never rises along one.
         """
         survivals: list[float] = []
         for parent, chance in zip(self.parents, self.acceptance_probabilities, strict=True):
             survivals.append(chance if parent < 0 else survivals[parent] * chance)
-        return np.array(survivals, dtype=np.float64)
+        return tuple(survivals)
 
     @cached_property
     def _index(self) -> dict[tuple[int, int], int]:
@@ -176,7 +173,7 @@ class TokenTree:
             return self
         nodes: list[int] = []
         while children := self.children(nodes[-1] if nodes else -1):
-            nodes.append(max(children, key=lambda node: float(self.survivals[node])))
+            nodes.append(max(children, key=lambda node: self.survivals[node]))
         return self.subtree(nodes)
 
     def first(self, count: int) -> TokenTree:

@@ -69,11 +69,11 @@ class LookupSequence(DraftSequence):
 
     def needs_model(self, found: TokenTree) -> bool:
         """Whether the model may draft further than what was looked up."""
-        return not self.expected or float(found.survivals.sum()) < self.expected
+        return not self.expected or sum(found.survivals) < self.expected
 
     def take(self, tree: TokenTree) -> None:
         """Notes what a tree of the model promises."""
-        promised = float(tree.survivals.sum())
+        promised = sum(tree.survivals)
         memory = _MEMORY if self.expected else 0.0
         self.expected = memory * self.expected + (1 - memory) * promised
 

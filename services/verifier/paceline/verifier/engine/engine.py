@@ -202,7 +202,8 @@ class Engine:
         tokens = len(batch) + len(jobs)
         attended = batch.attended + sum(len(job.sequence.tokens) for job in jobs)
         try:
-            return self._scheduler.admit(jobs, trees, Step(tokens, attended, len(jobs)))
+            step, away = Step(tokens, attended, len(jobs)), len(self._drafting.waiting)
+            return self._scheduler.admit(jobs, trees, step, away)
         except Exception:  # the jobs have left the queue: none may be lost
             self._drop_scheduler()
             return trees
@@ -247,18 +248,18 @@ class Engine:
             if job.error is not None:
                 self._queue.updated.append(job)
                 continue
+            budget = self._budget(job) if isinstance(job, Decode) else None
             if output is not None:
                 output.queue_us = microseconds(began - job.ready_at)
                 output.step_us = microseconds(ended - began)
                 output.batch_tokens = len(batch)
-                if isinstance(job, Decode):
-                    output.node_budget = self._budget(job)
+                output.node_budget = budget or 0
             job.add_output(output, began, ended)
             if job.notifies:
                 self._queue.updated.append(job)
             if isinstance(job, Decode):
                 if not job.done:
-                    self._plan(job)
+                    self._plan(job, budget)
             elif not job.done:
                 self._queue.add(job)
             elif self._reuses:
@@ -266,25 +267,29 @@ class Engine:
         if any(entry.job.error is not None for entry in batch.entries):
             self._check_device()
 
-    def _budget(self, job: Decode) -> int:
-        """Nodes to draft for the next step at most; 0: drafting does not pay."""
+    def _budget(self, job: Decode) -> int | None:
+        """Maximum number of nodes to draft for the next step.
+
+        0: drafting does not pay; None: there is no drafter.
+        """
         name = self._drafting.name_of(job)
         if name is None:
-            return 0
+            return None
         job.sequence.drafter = name
         return (
             self._node_budget if self._scheduler is None else self._scheduler.budget(job.sequence)
         )
 
-    def _plan(self, job: Decode) -> None:
+    def _plan(self, job: Decode, budget: int | None) -> None:
         """Request the next tree of a generation, or queue its next step, if it has credits."""
         if not job.credits:
             return  # until it is granted more
         now = perf_counter()
-        budget = self._budget(job)
-        nodes = budget or (self._node_budget if job.always_draft else 0)
+        nodes = budget or 0
+        if budget == 0 and job.always_draft:
+            nodes = self._node_budget
         asked = False
-        if self._drafting.name_of(job) is None:
+        if budget is None:
             job.no_draft = NoDraft.NO_DRAFTER
         elif not nodes:
             job.no_draft = NoDraft.NODE_BUDGET
@@ -311,14 +316,14 @@ class Engine:
             self._queue.fail(job, SequenceClosed("the cache was released"))
             return
         self._decodes[job.sequence] = job
-        self._plan(job)
+        self._plan(job, self._budget(job))
 
     def _grant(self, job: Decode, steps: int) -> None:
         paused = not job.credits and not job.done and self._decodes.get(job.sequence) is job
         job.credits += steps
         if paused and job.credits:
             job.ready_at = job.round_began = perf_counter()
-            self._plan(job)
+            self._plan(job, self._budget(job))
 
     def _cancel(self, job: Decode) -> None:
         """End a job that is not queued; the queue ends the others."""

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from paceline.tree import EMPTY, TokenTree
 from paceline.verifier.engine.output import Draft, NoDraft, StepOutput
 
@@ -235,7 +233,7 @@ def rank(tree: TokenTree, max_depth: int) -> tuple[TokenTree, tuple[int, ...]]:
     if tree.is_chain:  # survival falls along it
         tree = tree.first(max_depth)
         return tree, tuple(range(len(tree)))
-    order = np.argsort(-tree.survivals, kind="stable").tolist()  # of equal ones, parents first
+    order = sorted(range(len(tree)), key=lambda node: -tree.survivals[node])  # stable
     nodes = tuple(node for node in order if tree.depths[node] <= max_depth)
     if nodes == tuple(range(len(tree))):
         return tree, nodes

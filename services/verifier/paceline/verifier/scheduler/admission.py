@@ -1,97 +1,119 @@
-"""The search for the nodes that are worth their place in a batch (DSpark 3.2.2 and 5.2).
+"""Admission: the drafted nodes that a step verifies (DSpark 3.2.2 and 5.2).
 
-A step that checks no node emits one token a sequence. Each node adds its survival, the chance that
-it is accepted, to what the step is expected to emit, and its cost to what the step takes. Survival
-never rises along a path, so the nodes of all trees, sorted by survival, can be admitted from the
-front and every cut leaves valid trees. What is left to find is the cut with most tokens per second.
+A step without drafted nodes emits one token per sequence. Each node adds its survival, the
+probability that it is accepted, to the expected number of tokens, and its cost to the time of the
+step. Survival never rises along a path, so the nodes of all trees are sorted by survival, and each
+cut of that list leaves valid trees. The search finds the cut with the most tokens per second.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-
-
-class StepCosts(Protocol):
-    """What steps cost."""
-
-    def seconds(self, tokens: Floats, attended: Floats, /) -> Floats:
-        """Time of steps with so many batch tokens that attend to so many KV tokens: ``[n]``."""
-        ...
-
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The step as it is without any drafted node.
+    """A step without any drafted node.
 
     Attributes:
-        tokens: Tokens in it: one anchor for each sequence, and pieces of prompts.
-        attended: KV tokens that they attend to, summed over them. Unit: tokens.
-        emitted: Tokens it emits, one a sequence.
-        idle: Time lost before it, whatever is admitted: the engine waited for trees. Unit: seconds.
+        tokens: Batch tokens: one anchor per sequence, and pieces of prompts.
+        attended: KV tokens that they attend to, summed over them.
+        emitted: Tokens it emits, one per sequence.
     """
 
     tokens: int
     attended: int
     emitted: int
-    idle: float = 0.0
 
 
 def admit(
-    survivals: Sequence[Floats],
-    contexts: Sequence[int],
-    step: Step,
-    costs: StepCosts,
+    survivals: Sequence[Sequence[float]],
+    emitted: int,
+    seconds: Iterator[float],
     *,
-    exponents: Sequence[float] | None = None,
     causal: bool = False,
 ) -> list[int]:
-    """Choose how many of the likeliest nodes of several trees to admit for most tokens per second.
+    """Choose how many of the likeliest nodes of several trees to verify.
+
+    It runs once a step, between two steps that have emptied the caches: plain Python for a few
+    nodes is faster than arrays.
 
     Args:
-        survivals: Chance of each node to be accepted, falling, one array a tree, parents before
-            their children.
-        contexts: KV tokens that each node of a tree attends to, one number a tree.
-        step: What else is in the step.
-        costs: What steps cost.
-        exponents: To correct each tree's survivals with; None: they are right.
+        survivals: For each tree the survival of its nodes, falling, parents before their children.
+        emitted: Tokens that the step emits without any node.
+        seconds: Time of the step with 0, 1, 2, ... nodes.
         causal: Stop where the throughput first fails to rise, as Algorithm 1 does. Then no decision
             on a node depends on it or on what was drafted after it, which rejection sampling needs
             to stay exact (appendix A). Without it all cuts are compared: exact for the
             drafter-invariant contract only, and better where costs are jagged.
 
     Returns:
-        Nodes admitted of each tree, from its front.
+        For each tree the number of its first nodes to verify.
     """
-    sizes = [len(each) for each in survivals]
-    owners = np.repeat(np.arange(len(sizes)), sizes)
-    gains: Floats = np.concatenate(survivals) if sizes else np.empty(0)
-    if exponents is not None:
-        gains = gains ** np.asarray(exponents, np.float64)[owners]
-    order = np.argsort(-gains, kind="stable")  # equal ones stay parents first
-    owners, gains = owners[order], gains[order]
-    expected = _sums(step.emitted, gains)
-    tokens = np.arange(step.tokens, step.tokens + len(gains) + 1, dtype=np.float64)
-    attended = _sums(step.attended, np.asarray(contexts, np.float64)[owners])
-    rates: Floats = expected / (step.idle + costs.seconds(tokens, attended))
-    cut = int(rates.argmax())
-    if causal:
-        falls = np.flatnonzero(rates[1:] <= rates[:-1])
-        cut = int(falls[0]) if len(falls) else len(gains)
-    counts: list[int] = np.bincount(owners[:cut], minlength=len(sizes)).tolist()
+    nodes = [(-each, owner) for owner, tree in enumerate(survivals) for each in tree]
+    nodes.sort(key=lambda node: node[0])  # stable: of equal nodes, parents first
+    expected, cut = float(emitted), 0
+    best = expected / next(seconds)
+    for count, (negated, _) in enumerate(nodes, 1):
+        expected -= negated
+        rate = expected / next(seconds)
+        if rate > best:
+            best, cut = rate, count
+        elif causal:
+            break
+    counts = [0] * len(survivals)
+    for _, owner in nodes[:cut]:
+        counts[owner] += 1
     return counts
 
 
-def _sums(first: float, terms: Floats) -> Floats:
-    """``first``, and after each term the sum so far."""
-    sums: NDArray[Any] = np.empty(len(terms) + 1)
-    sums[0] = first
-    np.cumsum(terms, out=sums[1:])
-    sums[1:] += first
-    return sums
+# Candidates. An overconfident drafter needs more than 1: the largest turns 0.98 into 0.16.
+_EXPONENTS: NDArray[np.float64] = 2.0 ** np.arange(-3.0, 7.0, 0.5)
+_MIN_SURVIVAL = 1e-30  # has a finite logarithm
+_DECAY = 0.95  # of the evidence, each round: about 20 rounds count
+_SEED_ROUNDS = 4.0  # rounds that the evidence of earlier sequences counts for
+
+
+class Calibration:
+    """Corrects the survivals of a drafter by an exponent that is fitted online.
+
+    The verifier does not know how good a drafter's confidences are. It fits the exponent with which
+    the survivals of the verified nodes sum to the number of accepted nodes: the temperature of
+    DSpark 3.2.1, found online. An exponent keeps the order of a tree's nodes.
+
+    Attributes:
+        exponent: To apply to survivals.
+    """
+
+    def __init__(self, seed: Calibration | None = None) -> None:
+        """Start without evidence, or with that of ``seed``, weighted as a few rounds."""
+        self._expected: NDArray[np.float64] = np.zeros(len(_EXPONENTS))
+        self._accepted = 0.0
+        self._rounds = 0.0
+        self.exponent = 1.0
+        if seed is not None and seed._rounds:
+            share = min(1.0, _SEED_ROUNDS / seed._rounds)
+            self._expected = seed._expected * share
+            self._accepted = seed._accepted * share
+            self._rounds = seed._rounds * share
+            self.exponent = seed.exponent
+
+    def observe(self, survivals: Sequence[float], accepted: int) -> None:
+        """Add a round.
+
+        Args:
+            survivals: Survivals of the verified nodes, as drafted, in [0, 1).
+            accepted: Number of them that were accepted.
+        """
+        logs = np.log(np.maximum(survivals, _MIN_SURVIVAL))
+        self._expected = _DECAY * self._expected + np.exp(np.outer(_EXPONENTS, logs)).sum(1)
+        self._accepted = _DECAY * self._accepted + accepted
+        self._rounds = _DECAY * self._rounds + 1.0
+        # The drafter's own exponent, 1, counts as one round. Expected nodes fall as it rises.
+        prior = float(self._expected[_EXPONENTS == 1.0][0]) / self._rounds
+        wanted = np.interp(-self._accepted - prior, -self._expected - prior, np.log(_EXPONENTS))
+        self.exponent = float(np.exp(wanted))

@@ -1,17 +1,17 @@
 """Whether a sequence drafts: the controller.
 
-Everything is counted in plain tokens: tokens that the sequence would have been given in plain
-decoding. The clock of :class:`PlainClock` turns wall-clock time into them. The interval from one
-answer of a drafting sequence to the next brings ``emitted`` tokens and costs the plain tokens that
-passed on the clock, whatever they passed with: draft, transport, queue or verification. Of a step
-that is longer because of drafted nodes, each tree pays the part of its nodes, for all sequences in
-the step. The difference is the interval's gain.
+The unit of everything here is a plain token: a token that the sequence would have been given in
+plain decoding. :class:`PlainClock` turns wall-clock time into them. A drafted interval goes from
+the request of a tree to the end of the step that verifies it. It brings the emitted tokens and
+costs the plain tokens that passed, whether in the draft, on the way, in a queue or in the step. If
+drafted nodes make a step longer, each tree pays in proportion to its nodes, for all sequences in
+the step. The difference is the gain of the interval.
 
 A sequence drafts while its balance is above 0. Gains and losses of drafted intervals change the
 balance; in plain decoding it rises by a small share of the emitted tokens. So drafting that does
-not pay costs at most that share of the time, and drafting that pays goes on. Compared with two
-running means, one for each choice, this needs no schedule of explorations, and a method that often
-finds nothing but gains much now and then (``ngram``) pays for its failed attempts itself.
+not pay costs at most that share of the time, and drafting that pays goes on. This needs no schedule
+of explorations, and a method that seldom drafts but then gains much (``ngram``) pays for its failed
+attempts itself.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from paceline.verifier.scheduler.calibration import Calibration
+from paceline.verifier.scheduler.admission import Calibration
 
 _SHARE = 0.02  # of plain tokens that exploration may cost
 _SHARE_IF_PAYING = 0.05  # the same while the drafter's mean gain is above 0
 _START = 2.0  # balance of a new sequence of an unknown drafter. Unit: plain tokens
 _START_INTERVALS = 10.0  # mean gains of its drafter that are added to it
-_START_MOST = 5.0  # balance of a new sequence at most. Unit: plain tokens
-_MOST = 16.0  # balance at most: what a change for the worse can cost. Unit: plain tokens
-_LEAST = -32.0  # balance at least: the next attempt comes after 32 / 0.02 tokens
+_MAX_START = 5.0  # maximum balance of a new sequence. Unit: plain tokens
+_MAX = 16.0  # maximum balance: what a change for the worse can cost. Unit: plain tokens
+_MIN = -32.0  # minimum balance: the next attempt comes after 32 / 0.02 tokens
 # The same for a drafter that was paying, here or for other sequences: a stall of the machine or a
 # few bad rounds must not end drafting for long. Unit: plain tokens.
-_LEAST_IF_PAYING = -1.0
+_MIN_IF_PAYING = -1.0
 _NEWEST_GAIN = 0.05  # weight of the newest drafted interval in a drafter's mean gain
 _NAMES = 64  # drafter names that are remembered; clients choose names
 
@@ -139,11 +139,11 @@ class DrafterStatistics:
     @property
     def start(self) -> float:
         """Balance of a new sequence by the mean gain alone. Unit: plain tokens."""
-        return max(_LEAST, min(_START_MOST, _START + _START_INTERVALS * self.gain))
+        return max(_MIN, min(_MAX_START, _START + _START_INTERVALS * self.gain))
 
     def observe(self, gain: float) -> None:
         """A drafted interval brought ``gain`` plain tokens."""
-        self.gain += _NEWEST_GAIN * (max(_LEAST, gain) - self.gain)
+        self.gain += _NEWEST_GAIN * (max(_MIN, gain) - self.gain)
 
 
 class SequenceState:
@@ -155,26 +155,24 @@ class SequenceState:
         calibration: Of its drafter's confidences.
         suspended: Whether no tree was requested for the last step.
         exploring: Whether it drafts again after a suspension and has gained nothing yet.
-        seen: When it was served or answered last (time.perf_counter).
         interference: Tokens that its drafting took from others since its last answer, less those
             that theirs took from it.
         balance: See the module. Unit: plain tokens.
     """
 
-    def __init__(self, drafter: DrafterStatistics, most_nodes: int, name: str | None) -> None:
+    def __init__(self, drafter: DrafterStatistics, max_nodes: int, name: str | None) -> None:
         self.name = name
         self.drafter = drafter
         self.calibration = Calibration(drafter.calibration)
         self.suspended = True
         self.exploring = False
-        self.seen = 0.0
         self.interference = 0.0
         self._start = drafter.start
         taken = min(drafter.unspent, max(0.0, _START - self._start))
         drafter.unspent -= taken
         self.balance = self._start + taken
-        self._most = most_nodes
-        self._nodes = float(most_nodes) if drafter.nodes is None else drafter.nodes
+        self._max_nodes = max_nodes
+        self._nodes = float(max_nodes) if drafter.nodes is None else drafter.nodes
         self._drafting = False
         self._answered: float | None = None
 
@@ -186,14 +184,14 @@ class SequenceState:
     @property
     def nodes(self) -> int:
         """Nodes to draft at most, if any at all."""
-        return max(1, min(self._most, round(self._nodes)))
+        return max(1, min(self._max_nodes, round(self._nodes)))
 
     def admitted(self, drafted: int, admitted: int) -> None:
         """A tree was cut to ``admitted`` nodes: the next may have twice as many and some more."""
         target = 2 * admitted + 8
         if target < self._nodes or admitted == drafted:
             self._nodes += 0.25 * (target - self._nodes)
-            self._nodes = min(self._nodes, self._most)
+            self._nodes = min(self._nodes, self._max_nodes)
         self.drafter.nodes = self._nodes
 
     def answered(self, now: float, emitted: int, *, tree: bool) -> None:
@@ -207,8 +205,8 @@ class SequenceState:
         if self._answered is not None and (self._drafting or tree):
             gain = emitted - (now - self._answered) - self.interference
             paying = self.balance > _START or self.drafter.gain > 0
-            least = _LEAST_IF_PAYING if paying else _LEAST
-            self.balance = min(_MOST, max(self.balance + gain, min(self.balance, least)))
+            least = _MIN_IF_PAYING if paying else _MIN
+            self.balance = min(_MAX, max(self.balance + gain, min(self.balance, least)))
             self.drafter.observe(gain)
             self.exploring &= gain <= 0
         elif self.balance < _START:
@@ -254,5 +252,5 @@ class Drafters:
         """Take over those of an earlier process."""
         for name, (gain, nodes) in stored.items():
             self._named[str(name)] = DrafterStatistics(
-                min(_MOST, max(_LEAST, float(gain))), None if nodes is None else float(nodes)
+                min(_MAX, max(_MIN, float(gain))), None if nodes is None else float(nodes)
             )

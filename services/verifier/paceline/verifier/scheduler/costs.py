@@ -1,17 +1,13 @@
-"""What an engine step costs, as a table over batch tokens and attended KV tokens."""
+"""What an engine step costs: a table over batch tokens and attended KV tokens."""
 
 from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from itertools import count, pairwise
 from typing import Any
-
-import numpy as np
-
-from paceline.verifier.scheduler.admission import Floats
 
 _COMMON, _POINT = 0.02, 0.1  # weights of the newest step in the two corrections
 _FIRST_STEPS = 16  # steps that set the scale; a table that was not profiled has none
@@ -20,22 +16,19 @@ _OUTLIER = 5.0  # a step this many times off its prediction was disturbed and is
 
 @dataclass(frozen=True)
 class CostTable:
-    """Step times on a grid, with straight lines between its points and beyond them; beyond the last
-    row they grow in proportion to tokens at most.
-
-    Real costs are jagged: a step may take no longer for one token more, then much longer for the
-    next. The grid keeps what jags its points show.
+    """Step times on a grid, interpolated linearly. Beyond the last row they grow at most in
+    proportion to the batch tokens.
 
     Attributes:
-        tokens: Batch tokens of the grid's rows, rising. Unit: tokens.
-        contexts: KV tokens that each batch token attends to, of the grid's columns, rising.
+        tokens: Batch tokens of the rows, rising.
+        contexts: KV tokens that each batch token attends to, of the columns, rising.
         table: Time of a step, ``[len(tokens), len(contexts)]``. Unit: seconds.
         per_sequence: Time that each sequence in a step adds to it. Unit: seconds.
-        per_kv: And that it adds for each KV token of its context, which its tokens read together.
-            Unit: seconds.
+        per_kv: Time that it adds for each KV token of its context, which its batch tokens read
+            together. Unit: seconds.
 
     Raises:
-        ValueError: It is no such table.
+        ValueError: An axis is too short or does not rise, or a time is not positive and finite.
     """
 
     tokens: tuple[int, ...]
@@ -45,82 +38,74 @@ class CostTable:
     per_kv: float = 0.0
 
     def __post_init__(self) -> None:
-        grid = np.asarray(self.table, np.float64)
-        fine = (
+        valid = (
             min(len(self.tokens), len(self.contexts)) >= 2
-            and grid.shape == (len(self.tokens), len(self.contexts))
-            and all(np.all(np.diff(axis) > 0) for axis in (self.tokens, self.contexts))
-            and np.all(np.isfinite(grid))
-            and np.all(grid > 0)
-            and 0 <= self.per_sequence < float("inf")
-            and 0 <= self.per_kv < float("inf")
+            and len(self.table) == len(self.tokens)
+            and all(len(row) == len(self.contexts) for row in self.table)
+            and all(a < b for axis in (self.tokens, self.contexts) for a, b in pairwise(axis))
+            and all(0 < seconds < float("inf") for row in self.table for seconds in row)
+            and all(0 <= each < float("inf") for each in (self.per_sequence, self.per_kv))
         )
-        if not fine:
+        if not valid:
             raise ValueError("expected rising axes of at least 2 points and times above 0")
 
-    def seconds(self, tokens: Floats, attended: Floats, factors: Floats | None = None) -> Floats:
-        """Time of steps, the sequences' own part left out: it is the same for every cut.
+    def growth(self, tokens: int, context: float) -> Iterator[float]:
+        """Times of steps with ``tokens``, ``tokens`` + 1, ... batch tokens, without end.
+
+        The sequences' own part is left out.
 
         Args:
-            tokens: Batch tokens of each step, ``[n]``, at least 1.
-            attended: KV tokens that they attend to, summed over them, ``[n]``.
-            factors: Corrections of the grid's points, ``[len(self.tokens), len(self.contexts)]``.
-
-        Returns:
-            Seconds, ``[n]``.
+            tokens: At least 1.
+            context: KV tokens that each batch token attends to, on average.
         """
-        row, down = _place(self._tokens, tokens)
-        column, across = _place(self._contexts, attended / tokens)
-        # Beyond the last row the line goes on, in proportion at most, whatever its noise says.
-        excess = np.maximum(tokens / self.tokens[-1], 1.0)
-        beyond, down = np.maximum(down, 1.0), np.minimum(down, 1.0)
-        grid, width = self._flat, len(self.contexts)
-        if factors is not None:
-            grid = grid * factors.ravel()
-        at = row * width + column
-        upper = grid[at] + across * (grid[at + 1] - grid[at])
-        at += width
-        lower = grid[at] + across * (grid[at + 1] - grid[at])
-        inside = np.maximum(upper + down * (lower - upper), grid.min())
-        seconds: Floats = np.minimum(
-            inside * excess, inside + (beyond - 1.0) * np.maximum(lower - upper, 0.0)
-        )
-        return seconds
+        axis = self.tokens
+        column, across = self._column(context)
+        row = min(max(bisect_right(axis, tokens) - 1, 0), len(axis) - 2)
+        while True:
+            low, high = axis[row], axis[row + 1]
+            first, last = (_between(line, column, across) for line in self.table[row : row + 2])
+            slope = (last - first) / (high - low)
+            if row == len(axis) - 2 and tokens >= high:
+                break
+            for number in range(tokens, high):
+                yield first + max(0, number - low) * slope
+            tokens, row = max(tokens, high), min(row + 1, len(axis) - 2)
+        for number in count(tokens):
+            yield min(last * number / high, last + (number - high) * max(slope, 0.0))
 
-    def step_seconds(
-        self, sequences: int, tokens: int, attended: float, factors: Floats | None = None
-    ) -> float:
-        """Time of one step. The same as :meth:`seconds` without arrays: it runs once a step."""
-        row, down = _place_one(self.tokens, tokens)
-        column, across = _place_one(self.contexts, attended / tokens)
-        (a, b), (c, d) = (line[column : column + 2] for line in self.table[row : row + 2])
-        lowest = self._least
-        if factors is not None:
-            (e, f), (g, h) = factors[row : row + 2, column : column + 2].tolist()
-            a, b, c, d = a * e, b * f, c * g, d * h
-            lowest = float((self._flat * factors.ravel()).min())
-        upper, lower = a + across * (b - a), c + across * (d - c)
-        inside = max(upper + min(down, 1.0) * (lower - upper), lowest)
-        forward = min(
-            inside * max(tokens / self.tokens[-1], 1.0),
-            inside + max(down - 1.0, 0.0) * max(lower - upper, 0.0),
-        )
-        return forward + self.sequence_seconds(sequences, attended / tokens)
+    def step_seconds(self, sequences: int, tokens: int, attended: float) -> float:
+        """Time of one step with ``attended`` KV tokens, summed over its batch tokens."""
+        context = attended / tokens
+        return next(self.growth(tokens, context)) + self.sequence_seconds(sequences, context)
 
     def sequence_seconds(self, sequences: int, context: float) -> float:
         """Time that sequences of such contexts add to a step, whatever their trees."""
         return sequences * (self.per_sequence + self.per_kv * context)
 
+    def point(self, tokens: int, context: float) -> tuple[int, float, int, float]:
+        """The cell of the grid that a step lies in, or the nearest one, and its place in [0, 1]:
+        row, part of the way to the next row, column, and part of the way to the next column."""
+        axis = self.tokens
+        row = min(max(bisect_right(axis, tokens) - 1, 0), len(axis) - 2)
+        down = (tokens - axis[row]) / (axis[row + 1] - axis[row])
+        column, across = self._column(context)
+        return row, min(max(down, 0.0), 1.0), column, min(across, 1.0)
+
+    def _column(self, context: float) -> tuple[int, float]:
+        axis = self.contexts
+        column = min(max(bisect_right(axis, context) - 1, 0), len(axis) - 2)
+        return column, max(0.0, (context - axis[column]) / (axis[column + 1] - axis[column]))
+
     def to_json(self) -> str:
-        """As stored."""
+        """The table as text."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> CostTable:
-        """As read.
+        """The table of :meth:`to_json`.
 
         Raises:
-            ValueError: It is none.
+            ValueError: The text does not hold a valid table.
         """
         fields: Mapping[str, Any] = json.loads(text)
         try:
@@ -134,47 +119,34 @@ class CostTable:
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a cost table: {error!r}") from error
 
-    @cached_property
-    def _tokens(self) -> Floats:
-        return np.asarray(self.tokens, np.float64)
 
-    @cached_property
-    def _contexts(self) -> Floats:
-        return np.asarray(self.contexts, np.float64)
-
-    @cached_property
-    def _flat(self) -> Floats:
-        return np.asarray(self.table, np.float64).ravel()
-
-    @cached_property
-    def _least(self) -> float:
-        return float(self._flat.min())
+def _between(line: tuple[float, ...], column: int, across: float) -> float:
+    """A row's time at a place in a cell, or beyond the last column, where it does not fall."""
+    first, second = line[column : column + 2]
+    return first + across * (second - first if across <= 1 else max(0.0, second - first))
 
 
 class LiveCosts:
     """A cost table, corrected as the engine runs.
 
     A profile runs steps in a row on an idle machine, with warm caches: in service they take longer,
-    and not all of them by the same factor. One common factor corrects the whole table, and one each
-    the points around the steps that run.
+    and not all of them by the same factor. One common factor corrects the whole table, and one per
+    point the steps around it.
+
+    Attributes:
+        profiled: The table as it was measured.
+        current: The corrected table.
+        common: The common factor.
     """
 
     def __init__(self, profiled: CostTable) -> None:
-        self.profiled = profiled
+        self.profiled = self.current = profiled
         self.common = 1.0
         self._steps = 0
-        self.points = np.ones((len(profiled.tokens), len(profiled.contexts)))
-
-    def seconds(self, tokens: Floats, attended: Floats) -> Floats:
-        """As :meth:`CostTable.seconds`, corrected."""
-        return self.profiled.seconds(tokens, attended, self.points) * self.common
-
-    def sequence_seconds(self, sequences: int, context: float) -> float:
-        """As :meth:`CostTable.sequence_seconds`, corrected."""
-        return self.profiled.sequence_seconds(sequences, context) * self.common
+        self._points = [[1.0] * len(profiled.contexts) for _ in profiled.tokens]
 
     def observe(self, sequences: int, tokens: int, attended: float, seconds: float) -> None:
-        """A step took so long.
+        """Learn from a step.
 
         Args:
             sequences: Sequences in it.
@@ -182,43 +154,41 @@ class LiveCosts:
             attended: KV tokens that they attend to, summed over them.
             seconds: Time it took.
         """
-        table = self.profiled
-        predicted = table.step_seconds(sequences, tokens, attended, self.points)
-        ratio = seconds / (predicted * self.common)
+        ratio = seconds / self.current.step_seconds(sequences, tokens, attended)
         if self._steps >= _FIRST_STEPS and not 1 / _OUTLIER < ratio < _OUTLIER:
             return  # something else kept the machine busy
         self._steps += 1
         self.common *= 1 + max(_COMMON, 1 / (1 + self._steps)) * (ratio - 1)
-        if self._steps < _FIRST_STEPS:
-            return
-        row, down = _place_one(table.tokens, tokens)
-        column, across = _place_one(table.contexts, attended / tokens)
-        down, across = (min(max(each, 0.0), 1.0) for each in (down, across))
-        for line, weight in ((row, 1 - down), (row + 1, down)):
-            change = _POINT * weight * (ratio - 1)
-            self.points[line, column] *= 1 + change * (1 - across)
-            self.points[line, column + 1] *= 1 + change * across
+        if self._steps >= _FIRST_STEPS:
+            row, down, column, across = self.profiled.point(tokens, attended / tokens)
+            for line, weight in ((row, 1 - down), (row + 1, down)):
+                change = _POINT * weight * (ratio - 1)
+                self._points[line][column] *= 1 + change * (1 - across)
+                self._points[line][column + 1] *= 1 + change * across
+        self._correct()
 
     def to_json(self) -> dict[str, Any]:
         """The corrections."""
-        return {"common": self.common, "points": self.points.tolist()}
+        return {"common": self.common, "points": self._points}
 
     def load_json(self, stored: Mapping[str, Any]) -> None:
         """Take over corrections of an earlier process, if they are for such a table."""
-        points = np.asarray(stored["points"], np.float64)
-        fits = points.shape == self.points.shape and np.all((points > 0.01) & (points < 100))
-        if fits and 0.001 < float(stored["common"]) < 1000:
-            self.common, self.points = float(stored["common"]), points
-            self._steps = _FIRST_STEPS
+        common = float(stored["common"])
+        points = [[float(each) for each in row] for row in stored["points"]]
+        fits = [len(row) for row in points] == [len(row) for row in self._points]
+        if fits and 0.001 < common < 1000 and all(0.01 < p < 100 for row in points for p in row):
+            self.common, self._points, self._steps = common, points, _FIRST_STEPS
+            self._correct()
 
-
-def _place(axis: Floats, values: Floats) -> tuple[Any, Floats]:
-    """The grid's cell of each value, the nearest one for those outside, and the place in it."""
-    cell = np.clip(np.searchsorted(axis, values, side="right") - 1, 0, len(axis) - 2)
-    low = axis[cell]
-    return cell, (values - low) / (axis[cell + 1] - low)
-
-
-def _place_one(axis: tuple[int, ...], value: float) -> tuple[int, float]:
-    cell = min(max(bisect_right(axis, value) - 1, 0), len(axis) - 2)
-    return cell, (value - axis[cell]) / (axis[cell + 1] - axis[cell])
+    def _correct(self) -> None:
+        common = self.common
+        table = tuple(
+            tuple(seconds * factor * common for seconds, factor in zip(row, factors, strict=True))
+            for row, factors in zip(self.profiled.table, self._points, strict=True)
+        )
+        self.current = replace(
+            self.profiled,
+            table=table,
+            per_sequence=self.profiled.per_sequence * common,
+            per_kv=self.profiled.per_kv * common,
+        )
