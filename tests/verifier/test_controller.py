@@ -6,16 +6,16 @@ import json
 import random
 from collections.abc import Callable
 from functools import cache
+from math import isfinite
 from typing import Any
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 from simulated_load import MODES, Accepted, Costs, Simulation
 
 from paceline.tree import TokenTree
 from paceline.verifier.engine.output import StepOutput
-from paceline.verifier.scheduler.admission import Calibration, Step
+from paceline.verifier.scheduler.admission import Calibration, Step, expected_nodes
 from paceline.verifier.scheduler.controller import (
     Drafters,
     DrafterStatistics,
@@ -268,7 +268,7 @@ def test_calibrated_survivals_sum_to_accepted_nodes(drafted: float, truth: float
         accepted = 0
         while accepted < 4 and chance.random() < truth:
             accepted += 1
-        calibration.observe(tree.survivals, accepted)
+        calibration.observe(expected_nodes(tree.survivals), accepted)
     expected = sum(truth**depth for depth in range(1, 5))
     summed = sum(survival**calibration.exponent for survival in tree.survivals)
     assert summed == pytest.approx(expected, rel=0.35)
@@ -278,6 +278,6 @@ def test_calibration_is_finite_for_any_confidence() -> None:
     calibration = Calibration()
     for drafted in (0.0, 1.0):
         tree = TokenTree.chain([1] * 255, [drafted] * 255)
-        calibration.observe(tree.survivals, 0)
-        assert np.isfinite(calibration.exponent)
+        calibration.observe(expected_nodes(tree.survivals), 0)
+        assert isfinite(calibration.exponent)
         assert list(tree.survivals) == sorted(tree.survivals, reverse=True)

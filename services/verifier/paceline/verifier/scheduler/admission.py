@@ -11,9 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -72,10 +69,14 @@ def admit(
 
 
 # Candidates. An overconfident drafter needs more than 1: the largest turns 0.98 into 0.16.
-_EXPONENTS: NDArray[np.float64] = 2.0 ** np.arange(-3.0, 7.0, 0.5)
-_MIN_SURVIVAL = 1e-30  # has a finite logarithm
+_EXPONENTS = tuple(2.0 ** (half / 2) for half in range(-6, 14))
 _DECAY = 0.95  # of the evidence, each round: about 20 rounds count
 _SEED_ROUNDS = 4.0  # rounds that the evidence of earlier sequences counts for
+
+
+def expected_nodes(survivals: Sequence[float]) -> list[float]:
+    """Expected number of accepted nodes of a round by each candidate exponent."""
+    return [sum([each**exponent for each in survivals]) for exponent in _EXPONENTS]
 
 
 class Calibration:
@@ -84,36 +85,40 @@ class Calibration:
     The verifier does not know how good a drafter's confidences are. It fits the exponent with which
     the survivals of the verified nodes sum to the number of accepted nodes: the temperature of
     DSpark 3.2.1, found online. An exponent keeps the order of a tree's nodes.
-
-    Attributes:
-        exponent: To apply to survivals.
     """
 
     def __init__(self, seed: Calibration | None = None) -> None:
         """Start without evidence, or with that of ``seed``, weighted as a few rounds."""
-        self._expected: NDArray[np.float64] = np.zeros(len(_EXPONENTS))
-        self._accepted = 0.0
-        self._rounds = 0.0
-        self.exponent = 1.0
+        share = 0.0
         if seed is not None and seed._rounds:
             share = min(1.0, _SEED_ROUNDS / seed._rounds)
-            self._expected = seed._expected * share
-            self._accepted = seed._accepted * share
-            self._rounds = seed._rounds * share
-            self.exponent = seed.exponent
+        self._expected = [0.0] * len(_EXPONENTS)
+        self._accepted = self._rounds = 0.0
+        if seed is not None:
+            self._expected = [each * share for each in seed._expected]
+            self._accepted, self._rounds = seed._accepted * share, seed._rounds * share
 
-    def observe(self, survivals: Sequence[float], accepted: int) -> None:
+    def observe(self, expected: Sequence[float], accepted: int) -> None:
         """Add a round.
 
         Args:
-            survivals: Survivals of the verified nodes, as drafted, in [0, 1).
+            expected: :func:`expected_nodes` of the survivals of the verified nodes, as drafted.
             accepted: Number of them that were accepted.
         """
-        logs = np.log(np.maximum(survivals, _MIN_SURVIVAL))
-        self._expected = _DECAY * self._expected + np.exp(np.outer(_EXPONENTS, logs)).sum(1)
+        pairs = zip(self._expected, expected, strict=True)
+        self._expected = [_DECAY * before + each for before, each in pairs]
         self._accepted = _DECAY * self._accepted + accepted
         self._rounds = _DECAY * self._rounds + 1.0
-        # The drafter's own exponent, 1, counts as one round. Expected nodes fall as it rises.
-        prior = float(self._expected[_EXPONENTS == 1.0][0]) / self._rounds
-        wanted = np.interp(-self._accepted - prior, -self._expected - prior, np.log(_EXPONENTS))
-        self.exponent = float(np.exp(wanted))
+
+    @property
+    def exponent(self) -> float:
+        """The exponent to apply to survivals; 1 without evidence."""
+        if not self._rounds:
+            return 1.0
+        above = self._expected[0]
+        for index, below in enumerate(self._expected):  # they fall as the exponent rises
+            if below <= self._accepted:
+                part = (above - self._accepted) / (above - below) if above > below else 1.0
+                return float(_EXPONENTS[max(0, index - 1)] * 2.0 ** (min(index, part) / 2))
+            above = below
+        return _EXPONENTS[-1]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import count, pairwise
 from typing import Any
 
@@ -49,52 +49,16 @@ class CostTable:
         if not valid:
             raise ValueError("expected rising axes of at least 2 points and times above 0")
 
-    def growth(self, tokens: int, context: float) -> Iterator[float]:
-        """Times of steps with ``tokens``, ``tokens`` + 1, ... batch tokens, without end.
-
-        The sequences' own part is left out.
-
-        Args:
-            tokens: At least 1.
-            context: KV tokens that each batch token attends to, on average.
-        """
-        axis = self.tokens
-        column, across = self._column(context)
-        row = min(max(bisect_right(axis, tokens) - 1, 0), len(axis) - 2)
-        while True:
-            low, high = axis[row], axis[row + 1]
-            first, last = (_between(line, column, across) for line in self.table[row : row + 2])
-            slope = (last - first) / (high - low)
-            if row == len(axis) - 2 and tokens >= high:
-                break
-            for number in range(tokens, high):
-                yield first + max(0, number - low) * slope
-            tokens, row = max(tokens, high), min(row + 1, len(axis) - 2)
-        for number in count(tokens):
-            yield min(last * number / high, last + (number - high) * max(slope, 0.0))
-
     def step_seconds(self, sequences: int, tokens: int, attended: float) -> float:
         """Time of one step with ``attended`` KV tokens, summed over its batch tokens."""
         context = attended / tokens
-        return next(self.growth(tokens, context)) + self.sequence_seconds(sequences, context)
+        return next(growth(self, self.table, tokens, context)) + self.sequence_seconds(
+            sequences, context
+        )
 
     def sequence_seconds(self, sequences: int, context: float) -> float:
         """Time that sequences of such contexts add to a step, whatever their trees."""
         return sequences * (self.per_sequence + self.per_kv * context)
-
-    def point(self, tokens: int, context: float) -> tuple[int, float, int, float]:
-        """The cell of the grid that a step lies in, or the nearest one, and its place in [0, 1]:
-        row, part of the way to the next row, column, and part of the way to the next column."""
-        axis = self.tokens
-        row = min(max(bisect_right(axis, tokens) - 1, 0), len(axis) - 2)
-        down = (tokens - axis[row]) / (axis[row + 1] - axis[row])
-        column, across = self._column(context)
-        return row, min(max(down, 0.0), 1.0), column, min(across, 1.0)
-
-    def _column(self, context: float) -> tuple[int, float]:
-        axis = self.contexts
-        column = min(max(bisect_right(axis, context) - 1, 0), len(axis) - 2)
-        return column, max(0.0, (context - axis[column]) / (axis[column + 1] - axis[column]))
 
     def to_json(self) -> str:
         """The table as text."""
@@ -120,7 +84,43 @@ class CostTable:
             raise ValueError(f"not a cost table: {error!r}") from error
 
 
-def _between(line: tuple[float, ...], column: int, across: float) -> float:
+def growth(
+    grid: CostTable, table: Sequence[Sequence[float]], tokens: int, context: float
+) -> Iterator[float]:
+    """Times of steps with ``tokens``, ``tokens`` + 1, ... batch tokens, without end.
+
+    The sequences' own part is left out.
+
+    Args:
+        grid: The axes.
+        table: Times at the points of the grid. Unit: seconds.
+        tokens: At least 1.
+        context: KV tokens that each batch token attends to, on average.
+    """
+    axis = grid.tokens
+    row, _ = _cell(axis, tokens)
+    column, across = _cell(grid.contexts, context)
+    across = max(0.0, across)
+    while True:
+        low, high = axis[row], axis[row + 1]
+        first, last = (_between(line, column, across) for line in table[row : row + 2])
+        slope = (last - first) / (high - low)
+        if tokens >= high:  # beyond the last row
+            break
+        for number in range(tokens, high):
+            yield first + max(0, number - low) * slope
+        tokens, row = max(tokens, high), min(row + 1, len(axis) - 2)
+    for number in count(tokens):
+        yield min(last * number / high, last + (number - high) * max(slope, 0.0))
+
+
+def _cell(axis: Sequence[int], value: float) -> tuple[int, float]:
+    """The interval of an axis that holds a value, or the nearest one, and the place in it."""
+    cell = min(max(bisect_right(axis, value) - 1, 0), len(axis) - 2)
+    return cell, (value - axis[cell]) / (axis[cell + 1] - axis[cell])
+
+
+def _between(line: Sequence[float], column: int, across: float) -> float:
     """A row's time at a place in a cell, or beyond the last column, where it does not fall."""
     first, second = line[column : column + 2]
     return first + across * (second - first if across <= 1 else max(0.0, second - first))
@@ -135,15 +135,25 @@ class LiveCosts:
 
     Attributes:
         profiled: The table as it was measured.
-        current: The corrected table.
         common: The common factor.
     """
 
     def __init__(self, profiled: CostTable) -> None:
-        self.profiled = self.current = profiled
+        self.profiled = profiled
         self.common = 1.0
         self._steps = 0
-        self._points = [[1.0] * len(profiled.contexts) for _ in profiled.tokens]
+        self._factors = [[1.0] * len(row) for row in profiled.table]
+        self._table = [list(row) for row in profiled.table]
+        """The profiled table with the factors of its points."""
+
+    def growth(self, tokens: int, context: float) -> Iterator[float]:
+        """Times of steps with ``tokens``, ``tokens`` + 1, ... batch tokens: see :func:`growth`."""
+        times = growth(self.profiled, self._table, tokens, context)
+        return (seconds * self.common for seconds in times)
+
+    def sequence_seconds(self, sequences: int, context: float) -> float:
+        """As :meth:`CostTable.sequence_seconds`, corrected."""
+        return self.profiled.sequence_seconds(sequences, context) * self.common
 
     def observe(self, sequences: int, tokens: int, attended: float, seconds: float) -> None:
         """Learn from a step.
@@ -154,41 +164,36 @@ class LiveCosts:
             attended: KV tokens that they attend to, summed over them.
             seconds: Time it took.
         """
-        ratio = seconds / self.current.step_seconds(sequences, tokens, attended)
+        context = attended / tokens
+        predicted = next(self.growth(tokens, context)) + self.sequence_seconds(sequences, context)
+        ratio = seconds / predicted
         if self._steps >= _FIRST_STEPS and not 1 / _OUTLIER < ratio < _OUTLIER:
             return  # something else kept the machine busy
         self._steps += 1
         self.common *= 1 + max(_COMMON, 1 / (1 + self._steps)) * (ratio - 1)
-        if self._steps >= _FIRST_STEPS:
-            row, down, column, across = self.profiled.point(tokens, attended / tokens)
-            for line, weight in ((row, 1 - down), (row + 1, down)):
-                change = _POINT * weight * (ratio - 1)
-                self._points[line][column] *= 1 + change * (1 - across)
-                self._points[line][column + 1] *= 1 + change * across
-        self._correct()
+        if self._steps < _FIRST_STEPS:
+            return
+        grid = self.profiled
+        (row, down), (column, across) = _cell(grid.tokens, tokens), _cell(grid.contexts, context)
+        down, across = (min(max(each, 0.0), 1.0) for each in (down, across))
+        for line, vertical in ((row, 1 - down), (row + 1, down)):
+            for point, horizontal in ((column, 1 - across), (column + 1, across)):
+                factor = 1 + _POINT * vertical * horizontal * (ratio - 1)
+                self._factors[line][point] *= factor
+                self._table[line][point] *= factor
 
     def to_json(self) -> dict[str, Any]:
         """The corrections."""
-        return {"common": self.common, "points": self._points}
+        return {"common": self.common, "points": self._factors}
 
     def load_json(self, stored: Mapping[str, Any]) -> None:
         """Take over corrections of an earlier process, if they are for such a table."""
         common = float(stored["common"])
-        points = [[float(each) for each in row] for row in stored["points"]]
-        fits = [len(row) for row in points] == [len(row) for row in self._points]
-        if fits and 0.001 < common < 1000 and all(0.01 < p < 100 for row in points for p in row):
-            self.common, self._points, self._steps = common, points, _FIRST_STEPS
-            self._correct()
-
-    def _correct(self) -> None:
-        common = self.common
-        table = tuple(
-            tuple(seconds * factor * common for seconds, factor in zip(row, factors, strict=True))
-            for row, factors in zip(self.profiled.table, self._points, strict=True)
-        )
-        self.current = replace(
-            self.profiled,
-            table=table,
-            per_sequence=self.profiled.per_sequence * common,
-            per_kv=self.profiled.per_kv * common,
-        )
+        factors = [[float(each) for each in row] for row in stored["points"]]
+        fits = [len(row) for row in factors] == [len(row) for row in self._factors]
+        if fits and 0.001 < common < 1000 and all(0.01 < f < 100 for row in factors for f in row):
+            self.common, self._factors, self._steps = common, factors, _FIRST_STEPS
+            self._table = [
+                [seconds * factor for seconds, factor in zip(*rows, strict=True)]
+                for rows in zip(self.profiled.table, factors, strict=True)
+            ]

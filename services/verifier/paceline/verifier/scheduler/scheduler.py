@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from paceline.tree import DEFAULT_CONFIDENCE, TokenTree
-from paceline.verifier.scheduler.admission import Step, admit
+from paceline.verifier.scheduler.admission import Step, admit, expected_nodes
 from paceline.verifier.scheduler.controller import Drafters, PlainClock, SequenceState
 from paceline.verifier.scheduler.costs import CostTable, LiveCosts
 
@@ -205,7 +205,7 @@ class Scheduler:
         step: Step,
         context: float,
     ) -> list[TokenTree]:
-        costs = self._costs.current
+        costs = self._costs
         fixed = self._idle + costs.sequence_seconds(step.emitted, context)
         survivals: list[Items[float]] = []
         causal = False
@@ -213,7 +213,7 @@ class Scheduler:
             if job.sequence.generation.sampling.rejection:
                 causal = causal or len(tree) > 0
                 survivals.append(_parents_survivals(tree.survivals))
-            elif state.exploring or state.calibration.exponent == 1.0:
+            elif state.exploring or not len(tree):
                 # An attempt after a suspension counts on the drafter's own confidences: by those
                 # that led to the suspension, no node would be verified and nothing learnt.
                 survivals.append(tree.survivals)
@@ -260,10 +260,8 @@ class Scheduler:
         sequence = served.job.sequence
         state = self._state(sequence)
         if len(served.tree) > 0 and not sequence.generation.sampling.rejection:
-            for calibration in (state.calibration, state.drafter.calibration):
-                accepted = len(served.output.accepted)
-                observe = partial(calibration.observe, served.tree.survivals, accepted)
-                self._unlearnt.append(observe)
+            observe = partial(_calibrate, state, served.tree, len(served.output.accepted))
+            self._unlearnt.append(observe)
         drafted = len(served.job.tree) > 0
         state.answered(self._clock.now, len(served.output.tokens), tree=drafted)
 
@@ -275,6 +273,12 @@ class Scheduler:
             state = SequenceState(self._drafters.of(name or ""), self._max_nodes, name)
             self._states[sequence] = state
         return state
+
+
+def _calibrate(state: SequenceState, tree: TokenTree, accepted: int) -> None:
+    expected = expected_nodes(tree.survivals)
+    state.calibration.observe(expected, accepted)
+    state.drafter.calibration.observe(expected, accepted)
 
 
 def _parents_survivals(survivals: Items[float]) -> list[float]:
