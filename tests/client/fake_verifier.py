@@ -240,9 +240,8 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         reader = asyncio.create_task(read_credits())
         try:
             if start.position < cache.position:
-                yield verifier_pb2.GenerateResponse(
-                    position=start.position, result=cache.after(start.position)
-                )
+                again = cache.after(start.position)
+                yield _message(verifier_pb2.Round(position=start.position, result=again))
             while not cache.finish_reason:
                 if not credits[0]:
                     self.pauses += 1
@@ -259,7 +258,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
                 await self._notify()
                 match self.fault(response.position):
                     case None:
-                        yield response
+                        yield _message(response)
                     case "end":
                         return
                     case ("reset" | "restart") as fault:
@@ -273,9 +272,9 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         finally:
             reader.cancel()
 
-    def _run(self, cache: Cache, start: Any, credits: int) -> verifier_pb2.GenerateResponse:
+    def _run(self, cache: Cache, start: Any, credits: int) -> verifier_pb2.Round:
         """One step with a tree, or as many without one as `merged` and the credits allow."""
-        response = verifier_pb2.GenerateResponse(
+        response = verifier_pb2.Round(
             position=cache.position,
             node_budget=self.node_budget,
             verify_us=int(self.step_seconds * 1e6),
@@ -365,3 +364,7 @@ def joined(*names: str) -> verifier_pb2.JoinedService:
         default_drafter=names[0],
         carrier=verifier_pb2.CARRIER_SOCKET,
     )
+
+
+def _message(round_: verifier_pb2.Round) -> verifier_pb2.GenerateResponse:
+    return verifier_pb2.GenerateResponse(rounds=[round_])

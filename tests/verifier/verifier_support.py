@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import random
 import threading
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -154,7 +155,7 @@ class Client:
             handle=handle, position=position, drafter=drafter, **fields
         )
         await call.write(verifier_pb2.GenerateRequest(start=start, credits=credits))
-        return call
+        return RoundCall(call)
 
     async def stream(
         self,
@@ -165,14 +166,14 @@ class Client:
         credits: int = 1 << 30,
         **fields: Any,
     ) -> AsyncGenerator[Any]:
-        """Responses of a Generate stream to its end; a tree is waited for as long as it takes."""
+        """Rounds of a Generate stream to its end; a tree is waited for as long as it takes."""
         fields = {"always_draft": True, "draft_timeout_ms": 60_000, **fields}
         call = await self.begin(
             handle, position=position, drafter=drafter, credits=credits, **fields
         )
         try:
-            while (response := await call.read()) is not grpc.aio.EOF:
-                yield response
+            async for round_ in call:
+                yield round_
             assert await call.code() == grpc.StatusCode.OK
         finally:
             call.cancel()
@@ -182,7 +183,7 @@ class Client:
         return tokens_of([each async for each in self.stream(handle, position=position, **fields)])
 
     async def steps(self, handle: bytes, count: int, position: int = 1, **fields: Any) -> list[Any]:
-        """Responses of so many steps, or to the end; then the stream is ended."""
+        """Rounds of so many steps, or to the end; then the stream is ended."""
         responses = []
         stream = self.stream(handle, position=position, credits=count, **fields)
         async with contextlib.aclosing(stream):
@@ -222,7 +223,7 @@ class Client:
         return bool(answer.released)
 
 
-def check_accepted(answer: verifier_pb2.GenerateResponse) -> None:
+def check_accepted(answer: verifier_pb2.Round) -> None:
     """Check that accepted nodes are a path from the anchor and hold the emitted tokens."""
     result, tree = answer.result, answer.tree
     tokens, accepted = list(result.tokens), list(result.accepted_nodes)
@@ -246,6 +247,30 @@ async def remaining(call: Any) -> list[Any]:
 def tokens_of(responses: Iterable[Any]) -> list[int]:
     """All tokens of Generate responses."""
     return [token for each in responses for token in each.result.tokens]
+
+
+class RoundCall:
+    """A Generate call that reads round by round, whatever travels in one message."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._rounds: deque[Any] = deque()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._call, name)
+
+    async def read(self) -> Any:
+        """The next round; grpc.aio.EOF at the end."""
+        while not self._rounds:
+            message = await self._call.read()
+            if message is grpc.aio.EOF:
+                return message
+            self._rounds.extend(message.rounds)
+        return self._rounds.popleft()
+
+    async def __aiter__(self) -> AsyncGenerator[Any]:
+        while (round_ := await self.read()) is not grpc.aio.EOF:
+            yield round_
 
 
 class DrafterService:

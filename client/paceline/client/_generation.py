@@ -250,13 +250,13 @@ class Generation:
         created = await stream.create()
         self.stats.first_token_ms = (perf_counter() - began) * 1000
         self._reused = created.reused_tokens
-        self._publish(verifier_pb2.GenerateResponse(result=created.first), 0)
+        self._publish(verifier_pb2.Round(result=created.first), 0)
         while not self._output.finish_reason:
             response = await stream.receive()
             self._record(response)
             self._publish(response, cost(response))
 
-    def _record(self, response: verifier_pb2.GenerateResponse) -> None:
+    def _record(self, response: verifier_pb2.Round) -> None:
         """Adds a response to the statistics."""
         if response.steps:
             self.stats.add(
@@ -280,7 +280,7 @@ class Generation:
         for reason in response.fallbacks:
             self._running.fleet.drafting_failed(reason, response.fallback_message)
 
-    def _publish(self, response: verifier_pb2.GenerateResponse, steps: int) -> None:
+    def _publish(self, response: verifier_pb2.Round, steps: int) -> None:
         """Adds the tokens to the output, and a chunk to the queue of the reader, if there is one.
 
         Args:

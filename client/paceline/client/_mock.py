@@ -162,12 +162,13 @@ class _MockStream:
         position = cache.emitted
         result = cache.emit(min(self._credits, _STEPS))
         self._credits -= len(result.tokens)
-        return verifier_pb2.GenerateResponse(
+        round_ = verifier_pb2.Round(
             position=position,
             result=result,
             steps=len(result.tokens),
             no_draft=verifier_pb2.NO_DRAFT_REASON_NO_DRAFTER,
         )
+        return verifier_pb2.GenerateResponse(rounds=[round_])
 
     def cancel(self) -> None:
         pass

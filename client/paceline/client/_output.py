@@ -111,7 +111,7 @@ class Output:
         """The stop string that ended the text, if one did."""
         return self._stops.matched
 
-    def add(self, response: verifier_pb2.GenerateResponse, round_index: int) -> Chunk:
+    def add(self, response: verifier_pb2.Round, round_index: int) -> Chunk:
         """Adds the tokens of a response, detokenizes them and finds stop strings."""
         result = response.result
         pieces = [] if self._detokenizer is None else self._read(result.tokens)

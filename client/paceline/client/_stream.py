@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import deque
 from collections.abc import Collection, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
@@ -96,6 +97,7 @@ class TokenStream:
         self._numerics: tuple[str, ...] | None = None
         self._step_failed = False
         self._stream: GenerateStream | None = None
+        self._received: deque[verifier_pb2.Round] = deque()
         self._broken = False
         self._late_credits = False
         self._writing = asyncio.Lock()
@@ -106,8 +108,8 @@ class TokenStream:
         self.lease_seconds = 30.0
         self.prompt_logprobs: list[TokenLogprob] = []
 
-    async def receive(self) -> verifier_pb2.GenerateResponse:
-        """The next response. With `steps` 0 its tokens come from a prefill or an earlier stream.
+    async def receive(self) -> verifier_pb2.Round:
+        """The next round. With `steps` 0 its tokens come from a prefill or an earlier stream.
 
         Raises:
             PacelineError: A failure from which the generation cannot recover.
@@ -119,7 +121,7 @@ class TokenStream:
                 created = await self._recover(error)
                 if created is None:
                     continue
-                response = verifier_pb2.GenerateResponse(
+                response = verifier_pb2.Round(
                     position=len(self._request.output), result=created.first
                 )
             else:
@@ -145,6 +147,7 @@ class TokenStream:
         if self._stream is not None:
             self._stream.cancel()
             self._stream = None
+            self._received.clear()
 
     async def create(self, avoid: Collection[Verifier] = ()) -> verifier_pb2.CacheCreated:
         """Prefills prompt and output and returns the cache with the next token.
@@ -265,11 +268,14 @@ class TokenStream:
             await self._write(stream, start)
         return stream
 
-    async def _read(self) -> verifier_pb2.GenerateResponse:
+    async def _read(self) -> verifier_pb2.Round:
         stream = self._stream or await self._open()
-        response = await stream.read()
-        if response is None:
-            raise UnavailableError("the verifier ended the stream before the text")
+        while not self._received:
+            message = await stream.read()
+            if message is None:
+                raise UnavailableError("the verifier ended the stream before the text")
+            self._received.extend(message.rounds)
+        response = self._received.popleft()
         if response.position != len(self._request.output):
             raise ServerError(
                 f"the verifier sent tokens from position {response.position}, expected "
@@ -436,6 +442,6 @@ class TokenStream:
         return created
 
 
-def cost(response: verifier_pb2.GenerateResponse) -> int:
+def cost(response: verifier_pb2.Round) -> int:
     """Steps that a response uses of a reader's window: also 1 for tokens received again."""
     return max(1, response.steps)

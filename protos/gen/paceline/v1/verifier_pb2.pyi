@@ -207,6 +207,12 @@ class GenerateStart(_message.Message):
     def __init__(self, handle: _Optional[bytes] = ..., position: _Optional[int] = ..., drafter: _Optional[str] = ..., always_draft: _Optional[bool] = ..., max_nodes: _Optional[int] = ..., draft_timeout_ms: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
+    __slots__ = ("rounds",)
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    rounds: _containers.RepeatedCompositeFieldContainer[Round]
+    def __init__(self, rounds: _Optional[_Iterable[_Union[Round, _Mapping]]] = ...) -> None: ...
+
+class Round(_message.Message):
     __slots__ = ("position", "result", "steps", "tree", "checked_nodes", "no_draft", "drafter", "round_us", "draft_us", "verify_us", "queue_us", "kv_bytes", "node_budget", "batch_tokens", "generation", "fallbacks", "fallback_message")
     POSITION_FIELD_NUMBER: _ClassVar[int]
     RESULT_FIELD_NUMBER: _ClassVar[int]

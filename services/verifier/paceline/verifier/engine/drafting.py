@@ -321,12 +321,6 @@ class Drafting:
                 job.fallbacks.append(("drafter_timeout", f"no tree came in {seconds:.3f} s"))
             self._resume(job)
 
-    def wait_seconds(self, now: float) -> float | None:
-        """Time until the first wait is over; None: none waits. Unit: seconds."""
-        if not self.waiting:
-            return None
-        return max(0.0, min(self.waiting.values()) - now)
-
     def close(self, job: Decode) -> None:
         """A job is done."""
         self.waiting.pop(job, None)

@@ -36,6 +36,12 @@ from paceline.verifier.scheduler.scheduler import Scheduler, Served
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
+_MESSAGE_GAP = 0.030
+"""Minimum time between two messages with tokens of a generation. Unit: seconds.
+
+A message takes about 1 ms of processor time from the steps: the event loop writes it, and the
+client's process wakes up and reads it."""
+
 
 class Engine:
     """Runs steps while there is work: schedule a batch, run the model, accept tokens, answer.
@@ -90,6 +96,7 @@ class Engine:
             self._thread.waiter, read_tree or (lambda tree, job: TokenTree.from_proto(tree))
         )
         self._decodes: dict[Sequence, Decode] = {}
+        self._unsent: dict[Decode, float] = {}  # with output, and when to notify the event loop
         self._steps = 0
         self._stopping = False
         self._lost: Future[None] = Future()
@@ -158,14 +165,20 @@ class Engine:
         use_device(self.device)
         with torch.inference_mode():
             while not self._stopping:
-                wait = 0.0 if self._queue else self._drafting.wait_seconds(perf_counter())
-                self._drafting.read(self._thread.run_commands(wait))
+                self._drafting.read(self._thread.run_commands(self._wait_seconds()))
                 self._queue_ready()
                 self._step()
                 self._close_ended()
                 self._drafting.flush(self._steps)  # first: drafters work while clients are answered
                 self._notify()
                 self._learn_step()
+
+    def _wait_seconds(self) -> float | None:
+        """Time for which there is nothing to do; None: until a command or a tree comes."""
+        if self._queue:
+            return 0.0
+        times = [*self._drafting.waiting.values(), *self._unsent.values()]
+        return max(0.0, min(times) - perf_counter()) if times else None
 
     def _step(self) -> None:
         began = perf_counter()
@@ -255,7 +268,9 @@ class Engine:
                 output.batch_tokens = len(batch)
                 output.node_budget = budget or 0
             job.add_output(output, began, ended)
-            if job.notifies:
+            if isinstance(job, Decode) and job.credits and not job.done:
+                self._unsent.setdefault(job, job.notified_at + _MESSAGE_GAP)
+            else:
                 self._queue.updated.append(job)
             if isinstance(job, Decode):
                 if not job.done:
@@ -336,6 +351,7 @@ class Engine:
         """Close the sequences of jobs that ended at their drafters."""
         for job in self._queue.updated:
             if job.done and isinstance(job, Decode):
+                self._unsent.pop(job, None)
                 self._drafting.close(job)
                 if self._decodes.get(job.sequence) is job:
                     del self._decodes[job.sequence]
@@ -419,8 +435,15 @@ class Engine:
             self._drafting.leave(link, "the verifier is stopping")
 
     def _notify(self) -> None:
-        """Have the event loop notify the waiters of jobs that ended or have output."""
+        """Have the event loop notify the waiters of jobs that ended, or whose output is due."""
         jobs, self._queue.updated = self._queue.updated, []
+        if self._unsent:
+            now = perf_counter()
+            due = [job for job, at in self._unsent.items() if at <= now]
+            for job in due:
+                del self._unsent[job]
+                job.notified_at = now
+            jobs += due
         if jobs:
             self._thread.call_loop(partial(_notify_all, jobs))
 

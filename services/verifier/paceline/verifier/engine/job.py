@@ -16,11 +16,6 @@ if TYPE_CHECKING:
     from paceline.verifier.engine.sequence import Sequence
     from paceline.verifier.telemetry import RoundSpans
 
-_MESSAGE_GAP = 0.010
-"""Minimum time between two notifications of plain steps. Unit: seconds.
-
-A notification competes with the next step for the interpreter, and wakes the client's process."""
-
 _MAX_CONFIDENCE = 0.98
 """Largest confidence that is used. Calibration raises survivals to a power, which keeps 1 at 1."""
 
@@ -38,7 +33,6 @@ class Job:
         cancelled: Whether it ends after the running step.
         queued: Whether it waits for a step.
         ready_at: When it started to wait for its next step (time.perf_counter).
-        notifies: Whether the event loop is to be notified of the newest step.
         on_done: Called once on the event loop when it is done, after its waiter has run.
     """
 
@@ -49,7 +43,6 @@ class Job:
         self.cancelled = False
         self.queued = False
         self.ready_at = perf_counter()
-        self.notifies = True
         self.on_done: Callable[[], None] | None = None
         self._updated = asyncio.Event()
 
@@ -156,6 +149,7 @@ class Decode(Job):
         fallbacks: Those that were not reported: reason and message.
         spans: Spans of the next round; None: it is not traced.
         round_began: When the step before ended (time.perf_counter).
+        notified_at: When the event loop was notified of steps (time.perf_counter).
     """
 
     def __init__(
@@ -187,7 +181,7 @@ class Decode(Job):
         self.fallbacks: list[tuple[str, str]] = []
         self.spans = spans
         self.round_began = self.ready_at
-        self._notified_at = float("-inf")
+        self.notified_at = float("-inf")
 
     def set_draft(self, draft: Draft) -> None:
         """Take the tree for the next step."""
@@ -209,10 +203,6 @@ class Decode(Job):
         self.ready_at = self.round_began = ended
         self.outputs.append(output)
         self.done = output.finish is not None or self.cancelled
-        at_once = self.done or draft is not None or not self.credits
-        self.notifies = at_once or ended - self._notified_at >= _MESSAGE_GAP
-        if self.notifies:
-            self._notified_at = ended
 
 
 def microseconds(seconds: float) -> int:

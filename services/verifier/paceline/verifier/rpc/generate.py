@@ -85,7 +85,7 @@ class GenerateStream:
             raise cache_not_found()
         _check(start, cache)
         if start.position < cache.sequence.output_tokens:
-            await context.write(self._again(start.position))
+            await context.write(_message(self._again(start.position)))
         if cache.sequence.finish is not None:
             return
         job = Decode(
@@ -124,18 +124,22 @@ class GenerateStream:
         while not done:
             await job.updated()
             done = job.done  # read before the outputs: none is added after it
+            outputs: list[StepOutput] = []
             while job.outputs:
                 merged = [job.outputs.popleft()]
                 while job.outputs and mergeable(merged[-1], job.outputs[0]):
                     merged.append(job.outputs.popleft())
-                output = merge(merged)
-                try:
-                    await context.write(self._response(output))
-                finally:  # a client that has the last token cancels the stream meanwhile
+                outputs.append(merge(merged))
+            if not outputs:
+                continue
+            try:
+                await context.write(_message(*map(self._round, outputs)))
+            finally:  # a client that has the last token cancels the stream meanwhile
+                for output in outputs:
                     self._telemetry.answered(self._cache, output, traceparent)
 
-    def _response(self, output: StepOutput) -> verifier_pb2.GenerateResponse:
-        response = verifier_pb2.GenerateResponse(
+    def _round(self, output: StepOutput) -> verifier_pb2.Round:
+        response = verifier_pb2.Round(
             position=output.position,
             result=write_result(output),
             steps=output.steps,
@@ -160,7 +164,7 @@ class GenerateStream:
             response.kv_bytes = draft.kv_bytes
         return response
 
-    def _again(self, position: int) -> verifier_pb2.GenerateResponse:
+    def _again(self, position: int) -> verifier_pb2.Round:
         """Tokens from a position on, which were emitted for an earlier stream."""
         sequence = self._cache.sequence
         text, generation = sequence.tokens, sequence.generation
@@ -174,7 +178,11 @@ class GenerateStream:
             committed=sequence.committed,
             steps=0,
         )
-        return self._response(output)
+        return self._round(output)
+
+
+def _message(*rounds: verifier_pb2.Round) -> verifier_pb2.GenerateResponse:
+    return verifier_pb2.GenerateResponse(rounds=rounds)
 
 
 def _shape(tree: TokenTree) -> tree_pb2.TokenTree:
