@@ -304,6 +304,7 @@ class DrafterService:
         self._mark = f"test {next(self._numbers)}"
         self._functions: dict[str, tuple[Drafter, int]] = {}
         self._joining = asyncio.Lock()
+        self._writing = asyncio.Lock()
         self._call: Any = None
         self._serving: asyncio.Task[None] | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -364,14 +365,16 @@ class DrafterService:
     async def update(self, infos: list[drafter_pb2.DrafterInfo]) -> None:
         """Announce other drafters."""
         self.infos = infos
-        await self._call.write(exchange_pb2.JoinRequest(drafters=self._listed()))
+        async with self._writing:
+            await self._call.write(exchange_pb2.JoinRequest(drafters=self._listed()))
         await until(lambda: self.infos in self._known())
 
     async def send(self, **fields: Any) -> None:
         """Send a message."""
         message = exchange_pb2.JoinRequest(**fields)
         if self._writer is None:
-            await self._call.write(message)
+            async with self._writing:  # gRPC takes one message at a time
+                await self._call.write(message)
         else:
             self.write(message.SerializeToString())
 
