@@ -134,6 +134,7 @@ async def test_a_lack_of_batch_invariance_is_reported_and_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     found = BatchInvariance(False, "a layer of 8 to 9 differs; do this")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # the result is kept there
     monkeypatch.setattr("paceline.verifier.model.check_batch_invariance", lambda decoder: found)
     async with serving(model, tmp_path / "v.sock", kv_bytes=1 << 28) as client:
         got = await client.stub.GetModel(verifier_pb2.GetModelRequest())

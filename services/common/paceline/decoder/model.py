@@ -7,8 +7,10 @@ RoPE are float32 for bfloat16 weights too; the compiled kernels keep all activat
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -116,7 +118,10 @@ class Decoder:
             embedding = large("embedding", _EMBEDDING)
             assert not isinstance(embedding, PackedMatrix)
             self._embedding = plain(embedding, config.dtype).contiguous()
-        self._layers = [_layer(config, weights, index, shared) for index in range(config.layers)]
+        threads = torch.get_num_threads()
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            layer = partial(_layer, config, weights, shared)
+            self._layers = list(pool.map(layer, range(config.layers)))
         self._rope = Rope(config, device)
         self._executor = Executor(self._record())
 
@@ -260,7 +265,7 @@ def _norm(config: DecoderConfig, weights: Mapping[str, Weight], name: str, width
 
 
 def _layer(
-    config: DecoderConfig, weights: Mapping[str, Weight], index: int, shared: PackedWeights | None
+    config: DecoderConfig, weights: Mapping[str, Weight], shared: PackedWeights | None, index: int
 ) -> _Layer:
     base = f"model.layers.{index}."
     dim = config.head_dim

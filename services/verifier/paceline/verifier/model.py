@@ -5,10 +5,13 @@ from __future__ import annotations
 import gzip
 import logging
 import secrets
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
-from paceline.decoder import Decoder, ModelSource, check_batch_invariance
-from paceline.kernels import cpu_kernels, get_numerics
+import torch
+
+from paceline.decoder import BatchInvariance, Decoder, ModelSource, check_batch_invariance
+from paceline.decoder.model_source import remembered
+from paceline.kernels import cpu_kernels, get_numerics, processor_name
 from paceline.tree import MAX_NODES
 from paceline.v1 import verifier_pb2
 from paceline.verifier.grammar import Grammars
@@ -64,7 +67,7 @@ def read_model_info(
             f"max_context is {context}, expected 2 to {config.max_position}, the model's own limit"
         )
     tokenizer = source.tokenizer
-    invariance = check_batch_invariance(decoder)
+    invariance = _batch_invariance(decoder)
     if not invariance.holds:
         _log.warning(
             "batch_invariant is false: the output may depend on the drafter at numeric ties: %s",
@@ -98,6 +101,16 @@ def read_model_info(
         message=message,
         tokenizer_gzip=gzip.compress(tokenizer, compresslevel=3, mtime=0) if tokenizer else b"",
     )
+
+
+def _batch_invariance(decoder: Decoder) -> BatchInvariance:
+    """Result of the self-check; on a CPU the one of an earlier process with the same kernels."""
+    library = cpu_kernels().library
+    if decoder.device.type != "cpu" or library is None:
+        return check_batch_invariance(decoder)
+    machine = library._name, processor_name(), torch.__version__, torch.get_num_threads()
+    facts = ("batch invariance", decoder.config, *machine)
+    return BatchInvariance(**remembered(facts, lambda: asdict(check_batch_invariance(decoder))))
 
 
 def _promises_numerics(decoder: Decoder) -> bool:
