@@ -8,6 +8,7 @@ cut of that list leaves valid trees. The search finds the cut with the most toke
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -69,7 +70,7 @@ def admit(
 
 
 # Candidates. An overconfident drafter needs more than 1: the largest turns 0.98 into 0.16.
-_EXPONENTS = tuple(2.0 ** (half / 2) for half in range(-6, 14))
+_EXPONENTS = tuple(math.exp2(half / 2) for half in range(-6, 14))
 _DECAY = 0.95  # of the evidence, each round: about 20 rounds count
 _SEED_ROUNDS = 4.0  # rounds that the evidence of earlier sequences counts for
 
@@ -89,14 +90,14 @@ class Calibration:
 
     def __init__(self, seed: Calibration | None = None) -> None:
         """Start without evidence, or with that of ``seed``, weighted as a few rounds."""
-        share = 0.0
+        self._expected = [0.0] * len(_EXPONENTS)
+        self._accepted = 0.0
+        self._rounds = 0.0
         if seed is not None and seed._rounds:
             share = min(1.0, _SEED_ROUNDS / seed._rounds)
-        self._expected = [0.0] * len(_EXPONENTS)
-        self._accepted = self._rounds = 0.0
-        if seed is not None:
-            self._expected = [each * share for each in seed._expected]
-            self._accepted, self._rounds = seed._accepted * share, seed._rounds * share
+            self._expected = [share * each for each in seed._expected]
+            self._accepted = share * seed._accepted
+            self._rounds = share * seed._rounds
 
     def observe(self, expected: Sequence[float], accepted: int) -> None:
         """Add a round.
@@ -119,6 +120,6 @@ class Calibration:
         for index, below in enumerate(self._expected):  # they fall as the exponent rises
             if below <= self._accepted:
                 part = (above - self._accepted) / (above - below) if above > below else 1.0
-                return float(_EXPONENTS[max(0, index - 1)] * 2.0 ** (min(index, part) / 2))
+                return _EXPONENTS[max(0, index - 1)] * math.exp2(min(index, part) / 2)
             above = below
         return _EXPONENTS[-1]
