@@ -87,7 +87,7 @@ def shape_text(p: Preset, model: nn.Module) -> str:
     """Shape of a language model, for its card."""
     parameters = sum(each.numel() for each in model.parameters())
     return (
-        f"- {parameters / 1e6:.1f} M parameters, bf16: width {p.width}, {p.layers} layers, "
+        f"- {parameters / 1e6:.1f} M parameters, in 8-bit blocks: width {p.width}, {p.layers} layers, "
         f"{p.heads} heads over {p.kv_heads} KV heads of {p.head_width}, feed-forward {p.ff}, "
         "tied embedding\n"
         f"- context {p.context} tokens, rope theta {p.rope_theta:g}\n"

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from paceline.decoder import store_int8
 from paceline.train.batches import Position, Rows
 from paceline.train.identity import cleared
+from paceline.train.model import load_model
 from paceline.train.optim import Optimizer
 
 _NAME = "run.pt"
@@ -89,15 +91,15 @@ def load_run(
 def save_model(
     folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
 ) -> LlamaForCausalLM:
-    """Write an HF model folder (bf16 safetensors, config, tokenizer); `model` becomes bf16.
+    """Write an HF model folder (8-bit blocks, config, tokenizer); `model` becomes bf16.
 
     Files of an older model in `folder` are removed. Returns the model as read back from there, for
-    measurements: buffers such as the rotary frequencies are then fp32.
+    measurements.
     """
     cleared(folder).mkdir(parents=True, exist_ok=True)
     model.to(torch.bfloat16)  # type: ignore[arg-type]
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    shipped: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder)
-    shipped.to(model.device)  # type: ignore[arg-type]
+    store_int8(folder)
+    shipped: LlamaForCausalLM = load_model(folder, torch.bfloat16).to(model.device)
     return shipped

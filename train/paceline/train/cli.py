@@ -1,16 +1,14 @@
-"""`paceline train target`, `lm`, `longspec`, `dspark`, `budget`, `online` and `own-text`."""
+"""`paceline train target`, `lm`, `longspec`, `dspark`, `online` and `own-text`."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from paceline.train.budget.preset import PRESETS as BUDGET_PRESETS
 from paceline.train.dspark.preset import PRESETS as DSPARK_PRESETS
 from paceline.train.longspec.preset import PRESETS as LONGSPEC_PRESETS
 from paceline.train.online.preset import PRESETS as ONLINE_PRESETS
@@ -51,25 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dspark.add_argument(
         "--no-heads", action="store_true", help="without sequential and confidence head: DFlash"
     )
-    budget = commands.add_parser("budget", help="make a drafter robust to its KV budget")
-    _add_common(budget, sorted(BUDGET_PRESETS), preset="cpu", out=_DEMO / "longspec-budget")
-    _add_target(budget)
-    budget.add_argument(
-        "--from", dest="start", type=Path, default=_DEMO / "longspec", metavar="DIR",
-        help="trained drafter to begin with: a LongSpec layer or a small language model",
-    )  # fmt: skip
-    budget.add_argument(
-        "--budgets", type=_numbers(int), metavar="B,B,...",
-        help="KV budgets to draw from, in tokens; a single one is the single-budget ablation",
-    )  # fmt: skip
-    budget.add_argument(
-        "--weights", type=_numbers(float), default=(), metavar="W,W,...",
-        help="how often each of --budgets is drawn; default: evenly",
-    )  # fmt: skip
-    budget.add_argument(
-        "--sparse-weight", type=float, metavar="LAMBDA",
-        help="weight of the sparse-cache loss; 0: full cache alone",
-    )  # fmt: skip
     online = commands.add_parser("online", help="train a drafter further on recorded texts")
     _add_common(online, sorted(ONLINE_PRESETS), preset="cpu")
     _add_target(online)
@@ -165,20 +144,6 @@ def _dspark(args: argparse.Namespace) -> None:
         train_dspark(*given)
 
 
-def _budget(args: argparse.Namespace) -> None:
-    from paceline.train.budget.run import train_budget
-
-    preset = BUDGET_PRESETS[args.preset]
-    if args.weights and not args.budgets:
-        raise ValueError("--weights needs --budgets: it has one number for each of them")
-    if args.budgets:
-        preset = preset.with_budgets(args.budgets, args.weights)
-    if args.sparse_weight is not None:
-        preset = replace(preset, sparse_weight=args.sparse_weight)
-    run = _run(args, preset)
-    train_budget(args.target, args.start, _corpus(args), preset, run, args.out)
-
-
 def _online(args: argparse.Namespace) -> None:
     from paceline.train.online.run import train_online
 
@@ -208,8 +173,8 @@ def _no_own_text(args: argparse.Namespace) -> None:
 
 
 _COMMANDS = {
-    "target": _target, "lm": _lm, "longspec": _longspec, "dspark": _dspark, "budget": _budget,
-    "online": _online, "own-text": _own_text,
+    "target": _target, "lm": _lm, "longspec": _longspec, "dspark": _dspark, "online": _online,
+    "own-text": _own_text,
 }  # fmt: skip
 
 
@@ -282,18 +247,6 @@ def _model(text: str) -> Path:
     from paceline.harness.models import model_path
 
     return model_path(text)
-
-
-_Number = TypeVar("_Number", int, float)
-
-
-def _numbers(kind: Callable[[str], _Number]) -> Callable[[str], tuple[_Number, ...]]:
-    """A parser of comma-separated numbers."""
-
-    def numbers(text: str) -> tuple[_Number, ...]:
-        return tuple(kind(part) for part in text.split(","))
-
-    return numbers
 
 
 def _default_work() -> Path:

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM
 
+from paceline.decoder import store_int8
+from paceline.decoder.weights import Checkpoint
 from paceline.drafter import Drafter, Resources
 from paceline.drafter.methods import method_class
 from paceline.drafter.methods.base import LoadError
-from paceline.drafter.methods.checkpoint import WEIGHTS_FILE, check_target, read_fit
+from paceline.drafter.methods.checkpoint import check_target, read_fit
 from paceline.drafter.methods.dspark import (
     DSparkConfig,
     DSparkModel,
@@ -35,6 +35,7 @@ from paceline.drafter.methods.longspec import (
     read_longspec,
     save_longspec,
 )
+from paceline.train.model import load_model
 
 _CONFIG = "config.json"
 
@@ -60,7 +61,10 @@ class DrafterModel(ABC):
 
     @abstractmethod
     def save(self, folder: Path, notes: Mapping[str, Any] | None = None) -> None:
-        """Write a drafter folder; `notes` go into its config.json as `training`."""
+        """Write a drafter folder, with weights in 8-bit blocks.
+
+        `notes` go into its config.json as `training`.
+        """
 
     @property
     def hidden_state_layers(self) -> Sequence[int]:
@@ -84,7 +88,6 @@ class LongSpecDrafter(DrafterModel):
     method = "longspec"
     model: LongSpecModel
     levels: int
-    dtype: torch.dtype = torch.bfloat16
 
     @property
     def config(self) -> LongSpecConfig:
@@ -93,23 +96,17 @@ class LongSpecDrafter(DrafterModel):
 
     @classmethod
     def read(cls, folder: Path, target: Path, device: str) -> Self:
-        config, dtype = read_longspec(folder)
+        config, _ = read_longspec(folder)
         model = LongSpecModel(config)
-        model.load_state_dict(load_file(folder / WEIGHTS_FILE))
+        model.load_state_dict(dict(Checkpoint(folder, torch.float32)))
         proposal = json.loads((folder / _CONFIG).read_text())["speculators_config"]
         levels = int(proposal["proposal_methods"][0]["speculative_tokens"])
-        return cls(target, model.float().to(device), levels, dtype)
+        return cls(target, model.to(device), levels)
 
     def save(self, folder: Path, notes: Mapping[str, Any] | None = None) -> None:
-        save_longspec(
-            folder,
-            self.config,
-            self.model.state_dict(),
-            self._reference,
-            levels=self.levels,
-            dtype=self.dtype,
-            notes=notes,
-        )
+        weights, levels = self.model.state_dict(), self.levels
+        save_longspec(folder, self.config, weights, self._reference, levels=levels, notes=notes)
+        store_int8(folder)
 
 
 @dataclass
@@ -118,7 +115,6 @@ class DSparkDrafter(DrafterModel):
 
     method = "dspark"
     model: DSparkModel
-    dtype: torch.dtype = torch.bfloat16
 
     @property
     def config(self) -> DSparkConfig:
@@ -131,14 +127,15 @@ class DSparkDrafter(DrafterModel):
 
     @classmethod
     def read(cls, folder: Path, target: Path, device: str) -> Self:
-        config, dtype = read_dspark(folder)
+        config, _ = read_dspark(folder)
         model = DSparkModel(config)
         model.load_state_dict(load_weights(folder, config, torch.float32))
-        return cls(target, model.to(device), dtype)
+        return cls(target, model.to(device))
 
     def save(self, folder: Path, notes: Mapping[str, Any] | None = None) -> None:
         weights = self.model.state_dict()
-        save_dspark(folder, self.config, weights, self._reference, dtype=self.dtype, notes=notes)
+        save_dspark(folder, self.config, weights, self._reference, notes=notes)
+        store_int8(folder)
 
 
 @dataclass
@@ -147,18 +144,16 @@ class LmDrafter(DrafterModel):
 
     method = "lm"
     folder: Path
-    dtype: torch.dtype
 
     @classmethod
     def read(cls, folder: Path, target: Path, device: str) -> Self:
-        dtype = getattr(torch, json.loads((folder / _CONFIG).read_text())["dtype"])
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        return cls(target, model.to(device), folder, dtype)
+        return cls(target, load_model(folder, torch.float32).to(device), folder)
 
     def save(self, folder: Path, notes: Mapping[str, Any] | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        written: Any = copy.deepcopy(self.model).to(self.dtype)
+        written: Any = copy.deepcopy(self.model).to(torch.bfloat16)
         written.save_pretrained(folder)
+        store_int8(folder)
         for name in ("tokenizer.json", "tokenizer_config.json"):
             if (self.folder / name).is_file() and folder != self.folder:
                 shutil.copyfile(self.folder / name, folder / name)

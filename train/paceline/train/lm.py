@@ -4,7 +4,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM
 
 from paceline.train.batches import Batches
 from paceline.train.card import LICENCES, STDLIB_HEADER, schedule_text, shape_text
@@ -14,7 +13,7 @@ from paceline.train.drafter_models import LmDrafter
 from paceline.train.heldout import Heldout, write_groups
 from paceline.train.identity import begin_run
 from paceline.train.loop import Run
-from paceline.train.model import build_model
+from paceline.train.model import build_model, load_model
 from paceline.train.preset import Preset
 from paceline.train.teacher import teacher_of
 
@@ -31,8 +30,7 @@ def train_lm(target_folder: Path, corpus: Corpus, preset: Preset, run: Run, out:
     Raises ValueError if the preset's vocabulary is not the target's, and what `begin_run` raises.
     """
     begin_run(run, out, "lm", preset, corpus, target=target_folder)
-    target = LlamaForCausalLM.from_pretrained(target_folder)
-    target.to(torch.device(run.device))  # type: ignore[arg-type]
+    target = load_model(target_folder, torch.bfloat16).to(run.device)
     if target.config.vocab_size != preset.vocabulary:
         raise ValueError(
             f"{target_folder} has a vocabulary of {target.config.vocab_size}, the preset one of "
@@ -44,7 +42,7 @@ def train_lm(target_folder: Path, corpus: Corpus, preset: Preset, run: Run, out:
     teacher = teacher_of(target, batches.stream, texts.eos, _KEPT, run.work / "teacher.safetensors")
     model = build_model(preset, texts.eos)
     model.to(torch.device(run.device))  # type: ignore[arg-type]
-    drafter = LmDrafter(target_folder, model, target_folder, torch.bfloat16)
+    drafter = LmDrafter(target_folder, model, target_folder)
 
     def loss(forward: nn.Module, indices: Tensor, done: float) -> Tensor:
         tokens = batches.stream[indices[:, :-1]].to(run.device)

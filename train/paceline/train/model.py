@@ -1,8 +1,13 @@
-"""The Llama-type model of a preset."""
+"""Language models in transformers: a new one of a preset's shape, and that of a folder."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from paceline.decoder import plain_folder
 from paceline.train.preset import Preset
 
 
@@ -24,3 +29,10 @@ def build_model(preset: Preset, eos: int, seed: int = 0) -> LlamaForCausalLM:
         eos_token_id=eos,
     )
     return LlamaForCausalLM(config)
+
+
+def load_model(folder: Path, dtype: torch.dtype) -> Any:
+    """The model of a Hugging Face folder, whose weights may be in 8-bit blocks."""
+    with tempfile.TemporaryDirectory() as copy:
+        plain = plain_folder(folder, Path(copy))
+        return AutoModelForCausalLM.from_pretrained(plain, dtype=dtype)

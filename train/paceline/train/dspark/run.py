@@ -90,7 +90,7 @@ def shape_section(model: DSparkModel) -> str:
     context = f"the last {config.window} positions" if config.window else "all positions"
     drafted = f"the {config.drafted:,} most frequent" if config.draft_vocab_size else "all"
     return f"""\
-- {parameters(model)}, bf16: backbone of {config.layers} layers, width {config.hidden},
+- {parameters(model)}, in 8-bit blocks: backbone of {config.layers} layers, width {config.hidden},
   {config.q_heads} heads over {config.kv_heads} KV heads of {config.head_dim}, feed-forward
   {config.intermediate}
 - blocks of {config.block} tokens, {config.levels} of them drafted; {heads}

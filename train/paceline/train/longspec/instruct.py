@@ -143,7 +143,7 @@ def _card(
 Drafter method `longspec` (LongSpec, section 3). It works with one target only: `config.json` holds
 the target's fingerprint.
 
-- {parameters(model)}, bf16: one layer of width {config.hidden}, {config.q_heads} heads over
+- {parameters(model)}, in 8-bit blocks: one layer of width {config.hidden}, {config.q_heads} heads over
   {config.kv_heads} KV heads of {config.head_dim}, feed-forward {config.intermediate}, window
   {config.window}
 - reads keys and values of target layer {config.target_layer} (0 is the first of

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
+
+from paceline.train.model import load_model
 
 
 class FrozenTarget:
@@ -18,7 +20,7 @@ class FrozenTarget:
 
     def __init__(self, folder: Path, device: str, layer: int) -> None:
         """Load it; `layer` is the one whose keys and values a drafter reads."""
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        model = load_model(folder, torch.bfloat16)
         self.model = model.to(device).eval().requires_grad_(False)
         self.context: int = model.config.max_position_embeddings
         self._layer = layer
