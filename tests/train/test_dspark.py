@@ -15,15 +15,19 @@ from torch import Tensor
 
 from paceline.decoder import load_config
 from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel
-from paceline.train.dspark.answers import Answers
-from paceline.train.dspark.blocks import Blocks, whole_blocks
-from paceline.train.dspark.chunked import CHUNK, block_loss
-from paceline.train.dspark.objective import label_weights, weighted_loss
-from paceline.train.dspark.preset import DSparkPreset
-from paceline.train.dspark.signal_loss import SignalBlockLoss
-from paceline.train.dspark.target import TappedTarget
+from paceline.train.batches import PADDING, Answers
+from paceline.train.dspark import (
+    CHUNK,
+    Blocks,
+    SignalBlockLoss,
+    TappedTarget,
+    block_loss,
+    label_weights,
+    weighted_loss,
+    whole_blocks,
+)
+from paceline.train.presets import DSparkPreset
 from paceline.train.signals import Signals
-from paceline.train.whole_texts import PADDING
 
 CONFIG = DSparkConfig(
     hidden=16, intermediate=24, layers=1, q_heads=2, kv_heads=1, head_dim=8, vocab_size=90,

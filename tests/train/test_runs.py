@@ -20,18 +20,14 @@ from paceline.decoder.weights import Checkpoint
 from paceline.drafter import Resources
 from paceline.drafter.methods import method_class
 from paceline.drafter.recordings import Recording
-from paceline.train import drafter
+from paceline.train import drafters as training
 from paceline.train.corpus import Corpus
-from paceline.train.dspark.preset import DSparkPreset
-from paceline.train.dspark.run import train_dspark
+from paceline.train.dspark import DSparkRecipe
 from paceline.train.lm import train_lm
-from paceline.train.longspec.preset import LongSpecPreset
-from paceline.train.longspec.run import train_longspec
-from paceline.train.loop import Run
-from paceline.train.online.preset import OnlinePreset
-from paceline.train.online.run import first_tokens, train_online
-from paceline.train.preset import Preset
-from paceline.train.schedule import Stage
+from paceline.train.longspec import LongSpecRecipe
+from paceline.train.online import first_tokens, train_online
+from paceline.train.presets import DSparkPreset, LongSpecPreset, OnlinePreset, Preset, Stage
+from paceline.train.run import Run
 
 MakeRun = Callable[..., Run]
 Train = Callable[[Run, Path], object]
@@ -78,8 +74,8 @@ def trainers(
     """Train a drafter of each of KINDS."""
     lm = replace(preset, layers=1, focus_files=4, own_texts=2)
     made: dict[str, Train] = {
-        "longspec": lambda run, out: train_longspec(target, corpus, LONGSPEC, run, out),
-        "dspark": lambda run, out: train_dspark(target, corpus, DSPARK, run, out),
+        "longspec": lambda run, out: LongSpecRecipe(target, LONGSPEC).train(corpus, run, out),
+        "dspark": lambda run, out: DSparkRecipe(target, DSPARK).train(corpus, run, out),
         "lm": lambda run, out: train_lm(target, corpus, lm, run, out),
     }
     for method in METHODS:
@@ -128,7 +124,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(
 ) -> None:  # fmt: skip
     trainers[kind](make_run("straight", 12), tmp_path / "a")
     with monkeypatch.context() as patch:
-        patch.setattr(drafter, "train", _interrupted(at_step=7))
+        patch.setattr(training, "train", _interrupted(at_step=7))
         with pytest.raises(KeyboardInterrupt, match="stopped at step 7"):
             trainers[kind](make_run("parts", 12), tmp_path / "b")
     trainers[kind](make_run("parts", 12), tmp_path / "b")
@@ -139,15 +135,15 @@ def test_parts_of_a_batch_add_up_to_it(
     target: Path, corpus: Corpus, make_run: MakeRun, tmp_path: Path
 ) -> None:
     plain = replace(LONGSPEC, muon_rate=None, lags=5, offset=False)
-    train_longspec(target, corpus, plain, make_run("1", 4), tmp_path / "a")
-    train_longspec(target, corpus, plain, make_run("2", 4, accumulate=2), tmp_path / "b")
+    LongSpecRecipe(target, plain).train(corpus, make_run("1", 4), tmp_path / "a")
+    LongSpecRecipe(target, plain).train(corpus, make_run("2", 4, accumulate=2), tmp_path / "b")
     _assert_equal_weights(tmp_path / "a", tmp_path / "b", exact=False)
 
 
 def test_a_run_without_heads_is_dflash(
     target: Path, corpus: Corpus, make_run: MakeRun, tmp_path: Path
 ) -> None:
-    train_dspark(target, corpus, DSPARK.without_heads(), make_run("work", 2), tmp_path / "o")
+    DSparkRecipe(target, DSPARK.without_heads()).train(corpus, make_run("work", 2), tmp_path / "o")
     described = json.loads((tmp_path / "o" / "config.json").read_text())
     assert described["speculators_model_type"] == "dflash"
     assert (described["markov_rank"], described["enable_confidence_head"]) == (0, False)
@@ -197,9 +193,9 @@ def test_the_first_tokens_of_documents() -> None:
 _PROGRAM = """
 from paceline.train import cli
 from paceline.train.lm import train_lm
-from paceline.train.longspec.preset import LongSpecPreset
-from paceline.train.preset import Preset
-from paceline.train.schedule import Stage
+from paceline.train.presets import LongSpecPreset
+from paceline.train.presets import Preset
+from paceline.train.presets import Stage
 from dataclasses import replace
 import argparse
 cli._HELDOUT_FILES = 2
@@ -213,7 +209,7 @@ raise SystemExit(cli.run(parser.parse_args(["longspec", *__import__("sys").argv[
 
 def _interrupted(at_step: int) -> Callable[..., Any]:
     """The training loop, with a SIGTERM in one of its steps."""
-    plain = drafter.train
+    plain = training.train
 
     def train(module: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
         calls = 0

@@ -14,11 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from paceline.decoder import plain_folder
 from paceline.train.batches import Batches
 from paceline.train.corpus import Corpus
-from paceline.train.evaluate import next_token_loss
-from paceline.train.loop import Run, train
-from paceline.train.model import build_model
-from paceline.train.optim import Optimizer
-from paceline.train.preset import Preset
+from paceline.train.loop import Optimizer, train
+from paceline.train.model import build_model, next_token_loss
+from paceline.train.presets import Preset
+from paceline.train.run import Run
 from paceline.train.target import train_target
 
 MakeRun = Callable[..., Run]

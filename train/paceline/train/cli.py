@@ -9,15 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.train.dspark.preset import PRESETS as DSPARK_PRESETS
-from paceline.train.longspec.preset import PRESETS as LONGSPEC_PRESETS
-from paceline.train.online.preset import PRESETS as ONLINE_PRESETS
-from paceline.train.preset import PRESETS
+from paceline.train.presets import DSPARK_PRESETS, LM_PRESETS, LONGSPEC_PRESETS, ONLINE_PRESETS
 
 if TYPE_CHECKING:
     from paceline.train.corpus import Corpus
-    from paceline.train.loop import Run
-    from paceline.train.preset import Preset
+    from paceline.train.presets import Preset
+    from paceline.train.run import Run
 
 _DEMO = Path("models/demo")
 _HELDOUT_FILES = 12  # as in every preset: drafters are measured on files that no target trained on
@@ -28,9 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the sub-commands of `paceline train` to `parser`."""
     commands = parser.add_subparsers(dest="train_command", required=True, metavar="MODEL")
     target = commands.add_parser("target", help="train a target")
-    _add_common(target, sorted(PRESETS), preset="cpu", out=_DEMO / "target")
+    _add_common(target, sorted(LM_PRESETS), preset="cpu", out=_DEMO / "target")
     lm = commands.add_parser("lm", help="distil a target into a small drafter LM")
-    _add_common(lm, sorted(PRESETS), preset="lm", out=_DEMO / "lm")
+    _add_common(lm, sorted(LM_PRESETS), preset="lm", out=_DEMO / "lm")
     _add_target(lm)
     longspec = commands.add_parser("longspec", help="train a LongSpec layer for a target")
     _add_common(longspec, sorted(LONGSPEC_PRESETS), preset="cpu", out=_DEMO / "longspec")
@@ -100,20 +97,19 @@ def run(args: argparse.Namespace) -> int:
 def _target(args: argparse.Namespace) -> None:
     from paceline.train.target import train_target
 
-    preset = PRESETS[args.preset]
+    preset = LM_PRESETS[args.preset]
     train_target(_corpus(args, preset), preset, _run(args, preset), args.out)
 
 
 def _lm(args: argparse.Namespace) -> None:
     from paceline.train.lm import train_lm
 
-    preset = PRESETS[args.preset]
+    preset = LM_PRESETS[args.preset]
     train_lm(args.target, _corpus(args, preset), preset, _run(args, preset), args.out)
 
 
 def _longspec(args: argparse.Namespace) -> None:
-    from paceline.train.longspec.instruct import train_longspec_instruct
-    from paceline.train.longspec.run import train_longspec
+    from paceline.train.longspec import LongSpecRecipe
 
     preset = LONGSPEC_PRESETS[args.preset]
     preset = replace(
@@ -121,31 +117,22 @@ def _longspec(args: argparse.Namespace) -> None:
         offset=preset.offset and not args.no_offset,
         noise=preset.noise and not args.no_noise,
     )
-    given = args.target, _corpus(args), preset, _run(args, preset), args.out
-    if preset.conversations:
-        train_longspec_instruct(*given, args.own_text)
-    else:
-        _no_own_text(args)
-        train_longspec(*given)
+    recipe = LongSpecRecipe(args.target, preset)
+    recipe.train(_corpus(args), _run(args, preset), args.out, args.own_text)
 
 
 def _dspark(args: argparse.Namespace) -> None:
-    from paceline.train.dspark.instruct import train_dspark_instruct
-    from paceline.train.dspark.run import train_dspark
+    from paceline.train.dspark import DSparkRecipe
 
     preset = DSPARK_PRESETS[args.preset]
     if args.no_heads:
         preset = preset.without_heads()
-    given = args.target, _corpus(args), preset, _run(args, preset), args.out
-    if preset.conversations:
-        train_dspark_instruct(*given, args.own_text)
-    else:
-        _no_own_text(args)
-        train_dspark(*given)
+    recipe = DSparkRecipe(args.target, preset)
+    recipe.train(_corpus(args), _run(args, preset), args.out, args.own_text)
 
 
 def _online(args: argparse.Namespace) -> None:
-    from paceline.train.online.run import train_online
+    from paceline.train.online import train_online
 
     preset = ONLINE_PRESETS[args.preset]
     if args.old_share is not None:
@@ -159,17 +146,12 @@ def _online(args: argparse.Namespace) -> None:
 def _own_text(args: argparse.Namespace) -> None:
     from paceline.decoder import Decoder
     from paceline.train.conversations import write_conversations
-    from paceline.train.tokenizer import encode_all, load_tokenizer
+    from paceline.train.corpus import encode_all, load_tokenizer
 
     tokenizer = load_tokenizer(args.target)
     documents = encode_all(tokenizer, _corpus(args).train)
     decoder = Decoder.load(args.target, args.weights)
     write_conversations(decoder, tokenizer, documents, args.count, args.out, args.seed)
-
-
-def _no_own_text(args: argparse.Namespace) -> None:
-    if args.own_text:
-        raise ValueError(f"preset {args.preset} reads no --own-text: give --preset smollm2")
 
 
 _COMMANDS = {
@@ -191,7 +173,7 @@ def _run(args: argparse.Namespace, preset: Any) -> Run:
     """The run of the arguments; `preset` has the default `minutes` and `steps`."""
     import torch
 
-    from paceline.train.loop import Run
+    from paceline.train.run import Run
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and "LOCAL_RANK" in os.environ:  # started by `accelerate launch`

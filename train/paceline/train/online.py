@@ -1,44 +1,116 @@
-"""A run that trains a drafter further on recorded texts, from one folder to another."""
+"""A run that trains a drafter further on recorded texts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from paceline.decoder import weights_fingerprint
+from paceline.drafter.methods.base import LoadError
+from paceline.drafter.recordings import Recording, read_recordings
 from paceline.train.batches import Batches
 from paceline.train.corpus import Corpus
-from paceline.train.drafter import Objective, Texts, train_drafter
-from paceline.train.drafter_models import (
+from paceline.train.drafters import (
     DrafterModel,
     DSparkDrafter,
-    LmDrafter,
+    Heldout,
     LongSpecDrafter,
+    Objective,
+    Texts,
+    accepted_length,
     read_drafter,
+    train_drafter,
+    write_after,
 )
-from paceline.train.dspark.objective import BlockDrafter, BlockLoss
-from paceline.train.dspark.preset import PRESETS as DSPARK_PRESETS
-from paceline.train.dspark.target import TappedTarget
-from paceline.train.heldout import Heldout, accepted_length, write_after
-from paceline.train.identity import begin_run
-from paceline.train.longspec.lagged import LaggedLayer
-from paceline.train.longspec.objective import LaggedLoss
-from paceline.train.longspec.preset import PRESETS as LONGSPEC_PRESETS
-from paceline.train.longspec.target import FrozenTarget
-from paceline.train.loop import Loss, Run
-from paceline.train.online.preset import OnlinePreset
-from paceline.train.online.texts import recorded_texts
-from paceline.train.schedule import Plan, Stage
+from paceline.train.dspark import DSparkRecipe
+from paceline.train.longspec import FrozenTarget, LongSpecRecipe
+from paceline.train.loop import Loss
+from paceline.train.presets import DSPARK_PRESETS, LONGSPEC_PRESETS, OnlinePreset, Plan, Stage
+from paceline.train.run import Run, begin_run
+
+TRAINED_FILE, HELDOUT_FILE = "recorded.jsonl", "heldout.jsonl"
+"""The two parts, in a run's work folder."""
+
+_HELDOUT = 8
+"""One prompt of so many is held out."""
+
+
+@dataclass(frozen=True)
+class RecordedTexts:
+    """Two parts of the texts of a folder, no prompt in both."""
+
+    trained: Sequence[Recording]
+    heldout: Sequence[Recording]
+
+
+def recorded_texts(folder: Path, target: Path, work: Path) -> RecordedTexts:
+    """The texts of a recorder's folder by the model in `target` or by an unknown target.
+
+    They are copied to `work` and read from there next time: a resumed run reads the texts it began
+    with. Whether a text is held out depends on its prompt alone, in every run.
+
+    Raises ValueError if there are too few texts, or they cannot be read.
+    """
+    kept = work / TRAINED_FILE, work / HELDOUT_FILE
+    try:
+        if not all(file.is_file() for file in kept):
+            fingerprint = weights_fingerprint(target)
+            texts = [t for t in read_recordings(folder) if t.target in ("", fingerprint)]
+            parts = _split(_whole(texts))
+            if not all(parts):
+                raise ValueError(
+                    f"{folder} has {len(texts)} texts by this target, {len(parts[1])} of them with "
+                    f"a prompt to hold out: record more, of different prompts"
+                )
+            work.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for file, part in zip(kept, parts, strict=True):
+                _write(file, part)
+        return RecordedTexts(*(read_recordings(file) for file in kept))
+    except LoadError as error:
+        raise ValueError(str(error)) from error
+
+
+def _whole(texts: Iterable[Recording]) -> list[Recording]:
+    """Texts without those that are a prefix of another: a generation resumed after a failure."""
+    by_ids = {text.prompt + text.tokens: text for text in texts}
+    # In this order a text comes right before the first that begins with it.
+    ordered = sorted(by_ids)
+    begun = {ids for ids, after in pairwise(ordered) if after[: len(ids)] == ids}
+    return [by_ids[ids] for ids in ordered if ids not in begun]
+
+
+def _split(texts: Iterable[Recording]) -> tuple[list[Recording], list[Recording]]:
+    trained, heldout = list[Recording](), list[Recording]()
+    for text in texts:
+        digest = hashlib.sha256(str(text.prompt).encode()).digest()
+        (trained if digest[0] % _HELDOUT else heldout).append(text)
+    return trained, heldout
+
+
+def _write(file: Path, texts: Iterable[Recording]) -> None:
+    """Write a file atomically, readable by its owner only, as the recorder's own files."""
+    partial = file.with_suffix(".partial")
+    partial.unlink(missing_ok=True)
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as lines:
+        lines.writelines(text.to_json() + "\n" for text in texts)
+    os.replace(partial, file)
+
 
 RECORDED, OLD = "recorded", "old"
 """Groups of held-out texts: recorded ones, and texts of the kind the drafter was made with."""
 
 _PROMPT = 300  # tokens of the prompts of old texts
+
 _OLD_TEXTS = 12  # at each temperature
+
 _FINAL_RATE = 0.05
 
 
@@ -64,8 +136,7 @@ def train_online(
     begin_run(
         run, out, "online", preset, corpus, target=target_folder, start=start, recordings=recordings
     )
-    kinds = (LongSpecDrafter, DSparkDrafter, LmDrafter)
-    drafter = read_drafter(start, target_folder, run.device, kinds)
+    drafter = read_drafter(start, target_folder, run.device)
     recorded = recorded_texts(recordings, target_folder, run.work)
     texts = Texts.load(target_folder, corpus, preset.old_texts if preset.old_share else 0, run)
     new = [[*text.prompt, *text.tokens] for text in recorded.trained]
@@ -142,14 +213,12 @@ def _module_and_loss(
 ) -> tuple[nn.Module, Loss]:
     """The module to train and the objective that the drafter was made with."""
     if isinstance(drafter, DSparkDrafter):
-        tapped = TappedTarget(drafter.target, device, drafter.config.taps)
-        preset = DSPARK_PRESETS["cpu"]
-        loss = BlockLoss(drafter.model, tapped, batches, preset, separator)
-        return BlockDrafter(drafter.model), loss
+        block = DSparkRecipe(drafter.target, DSPARK_PRESETS["cpu"])
+        return block.text_loss(drafter, batches, plan, separator, device)
     if isinstance(drafter, LongSpecDrafter):
-        layer_preset = replace(LONGSPEC_PRESETS["cpu"], levels=drafter.levels)
-        target = FrozenTarget(drafter.target, device, drafter.config.target_layer)
-        return LaggedLayer(drafter.model), LaggedLoss(target, batches, layer_preset, plan)
+        preset = replace(LONGSPEC_PRESETS["cpu"], levels=drafter.levels)
+        layer = LongSpecRecipe(drafter.target, preset)
+        return layer.text_loss(drafter, batches, plan, separator, device)
     return drafter.model, _distillation(FrozenTarget(drafter.target, device, 0), batches)
 
 

@@ -39,6 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Calibrate; returns 0 when all files are written."""
-    from paceline.train.calibration.run import run as calibrate
+    from paceline.train.calibration import run as calibrate
 
     return calibrate(args)

@@ -1,4 +1,4 @@
-"""Identity of a run: its work folder is used by no other run."""
+"""A run: its budgets, the identity of its work folder, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,28 @@ from paceline.train.corpus import Corpus
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from paceline.train.loop import Run
+
+@dataclass(frozen=True)
+class Run:
+    """Where and how long to train.
+
+    `work` holds the checkpoints, written every `every` seconds; `minutes` counts stepping only,
+    not pauses. `device` is "cpu" or a CUDA device; with `bf16` the forward pass runs in bf16
+    autocast there. Gradients of a batch are accumulated over `accumulate` parts. `force` lets the
+    run replace a model in its output folder.
+    """
+
+    work: Path
+    minutes: float
+    steps: int
+    device: str = "cpu"
+    every: float = 240.0
+    bf16: bool = True
+    compile: bool = False
+    log_steps: int = 20
+    accumulate: int = 1
+    force: bool = False
+
 
 _FILE = "run.json"
 
@@ -131,3 +152,35 @@ def _described(corpus: Corpus) -> str:
     digest = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
     files = len(corpus.train) + len(corpus.heldout)
     return f"{corpus.source}, {files} files, SHA-256 {digest}"
+
+
+@dataclass
+class Progress:
+    """Counters of a run: steps, tokens seen, seconds of stepping, and a log of its losses."""
+
+    step: int = 0
+    tokens: int = 0
+    elapsed: float = 0.0
+    log: list[dict[str, float]] = field(default_factory=list)
+
+    def summary(self) -> dict[str, float]:
+        """Steps, tokens and minutes of this run."""
+        return {
+            "steps": self.step,
+            "tokens": self.tokens,
+            "minutes": round(self.elapsed / 60, 1),
+        }
+
+    @property
+    def description(self) -> str:
+        """Steps, tokens and minutes of this run, for a model card."""
+        minutes = f"{self.elapsed / 60:.0f} minutes"
+        return f"{self.step:,} steps, {self.tokens / 1e6:.1f} M tokens, {minutes}"
+
+    def note(self, **values: float) -> None:
+        """Add one row to the log; `values` are losses in nats per token."""
+        self.log.append({"step": self.step, "elapsed": self.elapsed, **values})
+
+    def last(self, name: str) -> float | None:
+        """The newest value logged as `name`, None if there is none."""
+        return next((row[name] for row in reversed(self.log) if name in row), None)

@@ -1,10 +1,12 @@
-"""`paceline calibrate`: record texts, fit scalings, measure them on held-out texts, write them."""
+"""`paceline calibrate`: sequential temperature scaling of confidences (DSpark, section 3.2.1)."""
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -16,19 +18,154 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from paceline.decoder import Decoder
-from paceline.drafter import DrafterSpec, Resources
-from paceline.drafter.acceptance import Recording, record, replay
+from paceline.drafter import Drafter, DrafterSpec, Resources
+from paceline.drafter.acceptance import Recording, record, replay, rounds
 from paceline.drafter.calibration import FILE, Calibration, Scaling
 from paceline.drafter.methods import method_class
 from paceline.drafter.recordings import read_recordings
-from paceline.train.calibration.fit import area_under_curve, calibrated, expected_error, fit
-from paceline.train.calibration.paths import Floats, Paths, collect
 from paceline.train.corpus import load_corpus
+from paceline.tree import TokenTree
 from paceline.v1 import sampling_pb2
 
+_BINS = 10
+
+_TEMPERATURES = np.geomspace(0.25, 6.0, 41)
+
+_SHIFTS = np.linspace(-3.0, 3.0, 61)
+
+_CLIP = 1e-6  # confidences are kept this far from 0 and 1
+
+_MIN_PATHS = 100  # a depth with fewer paths gets no scaling of its own
+
+
+def expected_error(survival: Floats, accepted: NDArray[np.bool_]) -> float:
+    """Expected calibration error over 10 equally wide bins of the predicted probability."""
+    bins = np.minimum((survival * _BINS).astype(int), _BINS - 1)
+    predicted = np.bincount(bins, survival, _BINS)
+    actual = np.bincount(bins, accepted, _BINS)
+    return float(np.abs(predicted - actual).sum()) / max(1, len(survival))
+
+
+def area_under_curve(survival: Floats, accepted: NDArray[np.bool_]) -> float:
+    """Area under the ROC curve; NaN where all paths were accepted or none was."""
+    _, ranks, ties = np.unique(survival, return_inverse=True, return_counts=True)
+    middle = ties.cumsum() - (ties - 1) / 2
+    good = int(accepted.sum())
+    bad = len(accepted) - good
+    if not good or not bad:
+        return float("nan")
+    return float((middle[ranks][accepted].sum() - good * (good + 1) / 2) / (good * bad))
+
+
+def scale(confidences: Floats, scaling: Scaling) -> Floats:
+    """Apply a :class:`~paceline.drafter.calibration.Scaling` to an array of confidences."""
+    clipped = confidences.clip(_CLIP, 1 - _CLIP)
+    logits = np.log(clipped / (1 - clipped)) / scaling.temperature + scaling.shift
+    scaled: Floats = 1 / (1 + np.exp(-logits))
+    return scaled
+
+
+def fit(levels: Sequence[Paths]) -> tuple[Scaling, ...]:
+    """Fit one scaling per depth, from shallow to deep.
+
+    Each minimizes the expected calibration error of the product along the path, with the scalings
+    of shallower depths fixed. Fitting stops at the first depth with fewer than 100 paths.
+    """
+    found: list[Scaling] = []
+    for level in levels:
+        if len(level.accepted) < _MIN_PATHS:
+            break
+        above = np.prod(
+            [scale(level.confidences[:, i], each) for i, each in enumerate(found)], axis=0
+        )
+        candidates = [Scaling(float(t), float(s)) for t in _TEMPERATURES for s in _SHIFTS]
+        last = level.confidences[:, -1]
+        errors = [expected_error(above * scale(last, each), level.accepted) for each in candidates]
+        # Among candidates as good as the best up to one path, take the one closest to identity.
+        limit = min(errors) + 1.0 / len(level.accepted)
+        good = [each for each, error in zip(candidates, errors, strict=True) if error <= limit]
+        found.append(min(good, key=lambda each: abs(math.log(each.temperature)) + abs(each.shift)))
+    return tuple(found)
+
+
+def calibrated(levels: Sequence[Paths], scalings: Sequence[Scaling]) -> list[Paths]:
+    """The same paths with scaled confidences; the last scaling also applies to deeper levels."""
+    if not scalings:
+        return list(levels)
+    return [
+        Paths(
+            np.stack(
+                [
+                    scale(level.confidences[:, i], scalings[min(i, len(scalings) - 1)])
+                    for i in range(level.confidences.shape[1])
+                ],
+                axis=1,
+            ),
+            level.accepted,
+        )
+        for level in levels
+    ]
+
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Paths:
+    """All drafted nodes of one depth.
+
+    Attributes:
+        confidences: Of the nodes on each path, from the anchor's child down, ``[n, depth]``.
+        accepted: Whether the whole path was accepted, ``[n]``.
+    """
+
+    confidences: Floats
+    accepted: NDArray[np.bool_]
+
+    @property
+    def survival(self) -> Floats:
+        """Predicted probability that each path is accepted, ``[n]``."""
+        product: Floats = self.confidences.prod(axis=1)
+        return product
+
+    @classmethod
+    def joined(cls, parts: Sequence[Paths]) -> Paths:
+        """The paths of several texts, all of one depth."""
+        return cls(
+            np.concatenate([part.confidences for part in parts]),
+            np.concatenate([part.accepted for part in parts]),
+        )
+
+
+def collect(drafter: Drafter, recording: Recording) -> list[Paths]:
+    """The paths of all rounds along a recorded text, by depth."""
+    confidences: list[list[list[float]]] = []
+    accepted: list[list[bool]] = []
+    for tree, following in rounds(drafter, recording):
+        for node, path in enumerate(_paths(tree)):
+            depth = len(path)
+            while len(confidences) < depth:
+                confidences.append([])
+                accepted.append([])
+            confidences[depth - 1].append(path)
+            accepted[depth - 1].append(list(tree.path(node)) == following[:depth])
+    return [Paths(np.array(c), np.array(a)) for c, a in zip(confidences, accepted, strict=True)]
+
+
+def _paths(tree: TokenTree) -> list[list[float]]:
+    """Confidences from the anchor's child down to each node."""
+    paths: list[list[float]] = []
+    for parent, confidence in zip(tree.parents, tree.confidences, strict=True):
+        paths.append([*(paths[parent] if parent >= 0 else ()), confidence])
+    return paths
+
+
 _PROMPT_TOKENS = (300, 1000)
-_TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
+
+_MODES = {"greedy": 0.0, "sampled": 1.0}
+
 _HELDOUT_FILES = 12  # as in every training preset
+
 _MIN_TEXTS = 3  # two to fit, one to measure
 
 
@@ -43,7 +180,7 @@ def run(args: argparse.Namespace) -> int:
     layers = {n for drafter in drafters.values() for n in drafter.needs.hidden_state_layers}
     decoder = Decoder.load(args.target, args.dtype)
     texts: dict[str, dict[str, list[list[Paths]]]] = defaultdict(lambda: defaultdict(list))
-    for mode, temperature in _TEMPERATURES.items():
+    for mode, temperature in _MODES.items():
         for index, recording in enumerate(_recordings(args, decoder, layers, temperature)):
             console.log(f"{mode} text {index + 1}, {len(recording.tokens)} tokens")
             for name, drafter in drafters.items():
@@ -55,7 +192,7 @@ def run(args: argparse.Namespace) -> int:
         figures, scalings = _calibrate(texts[spec.name])
         path = _output(args.output, spec)
         counts = {mode: len(each) for mode, each in texts[spec.name].items()}
-        calibration = Calibration(spec.method, *(scalings.get(mode, ()) for mode in _TEMPERATURES))
+        calibration = Calibration(spec.method, *(scalings.get(mode, ()) for mode in _MODES))
         calibration.write(path, {"texts": counts, **figures})
         console.log(f"written to {path}")
         for mode, measured in figures.items():
