@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,8 +26,8 @@ from rich.table import Table
 
 from paceline.bench.models import Models
 from paceline.bench.record import Results, make_console
+from paceline.bench.services import gateway
 from paceline.bench.table.engines import free_port, threads
-from paceline.harness import ServiceProcess
 
 _PROMPTS = Path("bench/prompts")
 _TURNS = ("What is this about?", "What is its most important part?", "Say that in one sentence.")
@@ -186,15 +186,8 @@ def _prompts(category: str) -> list[str]:
 
 @contextmanager
 def _paceline(target: Path, weights: str, slots: int, context: int) -> Iterator[Running]:
-    given = ["--target", str(target)]
-    with ExitStack() as stack:
-        start = partial(ServiceProcess, ready_seconds=_READY_SECONDS)
-        verifier = stack.enter_context(start("verifier", [*given, "--weights", weights]))
-        drafter = stack.enter_context(start("drafter", given))
-        addresses = ["--verifier-address", verifier.address, "--drafter-address", drafter.address]
-        gateway = stack.enter_context(start("gateway", addresses))
-        pids = tuple(each.pid for each in (verifier, drafter, gateway))
-        yield Running(f"http://{gateway.address}/v1", pids)
+    with gateway(target, verifier=["--weights", weights]) as (url, processes):
+        yield Running(url, tuple(each.pid for each in processes))
 
 
 @contextmanager

@@ -11,8 +11,7 @@ from functools import partial
 
 import torch
 
-from paceline.bench.gpu.cases import expected, make_case
-from paceline.bench.gpu.timing import arguments, median_ms, report
+from paceline.bench.gpu.cases import arguments, expected, make_case, median_ms, report
 from paceline.kernels.attention import cuda_backend, remember_backend
 from paceline.kernels.dense import AttentionCall
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from paceline.bench.gpu.timing import arguments, median_ms, report
+from paceline.bench.gpu.cases import arguments, median_ms, report
 from paceline.kernels import SamplingParams, choose_tokens
 
 ROWS, VOCAB = 64, 151_936
