@@ -49,7 +49,6 @@ def _installed(name: str) -> str | None:
 
 
 RESULTS = Path("bench/results")
-
 _WIDTH = 170  # columns, where there is no terminal
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 IntArray = npt.NDArray[np.int64]
-
 _SEPARATOR_PLACE = 0  # every document, so the stream, begins with a separator
 
 
@@ -123,9 +122,7 @@ def _end_with_copy(row: IntArray, random: np.random.Generator) -> None:
 
 
 PADDING = -1
-
 _SORTED = 64  # texts among which those of a batch are chosen by length: less padding
-
 _ROUND = 32  # rows have a multiple of this length
 
 

@@ -28,13 +28,9 @@ from paceline.tree import TokenTree
 from paceline.v1 import sampling_pb2
 
 _BINS = 10
-
 _TEMPERATURES = np.geomspace(0.25, 6.0, 41)
-
 _SHIFTS = np.linspace(-3.0, 3.0, 61)
-
 _CLIP = 1e-6  # confidences are kept this far from 0 and 1
-
 _MIN_PATHS = 100  # a depth with fewer paths gets no scaling of its own
 
 
@@ -161,11 +157,8 @@ def _paths(tree: TokenTree) -> list[list[float]]:
 
 
 _PROMPT_TOKENS = (300, 1000)
-
 _MODES = {"greedy": 0.0, "sampled": 1.0}
-
 _HELDOUT_FILES = 12  # as in every training preset
-
 _MIN_TEXTS = 3  # two to fit, one to measure
 
 

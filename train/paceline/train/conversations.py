@@ -98,7 +98,6 @@ _CHAT_OPENINGS = (
     "Teach me", "Outline", "Draft a blog post about", "How does", "What causes", "Should I",
     "In what ways", "Give three examples of",
 )  # fmt: skip
-
 _CODE_OPENINGS = (
     "Write a Python function that", "Write a Python function to", "Write a Python class",
     "Write a Python program", "Write a Python script that reads", "Implement",
@@ -114,7 +113,6 @@ _CODE_OPENINGS = (
     "Write a decorator", "Write a binary search", "Given a list of integers,",
     "Given two strings,", "Write a Python dictionary", "Convert this code to Python",
 )  # fmt: skip
-
 _MATHEMATICS_OPENINGS = (
     "A farmer has", "A train travels", "A shop sells", "Anna has", "Tom buys", "A class of",
     "There are", "If a", "Maria earns", "A baker makes", "How many", "What is the sum of",
@@ -125,7 +123,6 @@ _MATHEMATICS_OPENINGS = (
     "Prove that", "A tank is filled", "Five workers", "Last year,", "A library has",
     "A recipe needs", "Sam reads", "Convert",
 )  # fmt: skip
-
 _EDIT_OPENINGS = (
     "Rewrite the following text:", "Correct the mistakes in the following text:",
     "Make this text more formal:",
@@ -138,14 +135,12 @@ _EDIT_OPENINGS = (
     "Return the following text with better punctuation:",
     "Change the following text as little as possible so that it reads well:",
 )  # fmt: skip
-
 _EDIT_CODE_OPENINGS = (
     "Add type hints to this code:", "Add comments to the following code:",
     "Rename the variables in this code:", "Refactor the following code:",
     "Write this code again with docstrings:", "Fix any bug in the following code:",
     "Make this function faster:", "Return this code with better names:",
 )  # fmt: skip
-
 _DOCUMENT_OPENINGS = (
     "Summarise the text above.", "What is the text above about?", "Continue the text above.",
     "Write the next function of this file.", "List the functions of the file above.",
@@ -154,19 +149,12 @@ _DOCUMENT_OPENINGS = (
     "Quote the most important lines of the text above.", "Write a test for the code above.",
     "How would you improve the text above?", "Write documentation for the code above.",
 )  # fmt: skip
-
 _TOGETHER = 64  # conversations that are written before the file grows
-
 _SHARES = {"chat": 0.32, "code": 0.24, "mathematics": 0.2, "edit": 0.18, "document": 0.06}
-
 _QUESTION, _ANSWER = 128, 320  # most tokens that the target writes
-
 _EDIT = (100, 500)  # tokens of a text to edit
-
 _DOCUMENT = (800, 7000)  # tokens of a document
-
 _DOCUMENT_ANSWER = 160
-
 _HEATS = (0.0, 0.7)
 
 
@@ -338,7 +326,6 @@ def _seeds(draw: np.random.Generator, count: int) -> list[int]:
 
 
 _HELD_OUT = 17  # one conversation in so many: odd, as temperatures alternate
-
 _TOKENS = 128  # of an answer that are measured
 
 

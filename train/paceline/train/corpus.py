@@ -23,11 +23,8 @@ _NEVER = frozenset(
 
 # Tests and vendored programs are worse training text than the library proper.
 _WIDE_ONLY = frozenset({"test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo"})
-
 _SIZES = (4_000, 90_000)  # bytes
-
 _WIDE_SIZES = (1_000, 400_000)
-
 _SUFFIXES = (".py", ".txt", ".md", ".rst", ".c", ".h", ".rs", ".go", ".js", ".ts")
 
 

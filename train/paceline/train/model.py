@@ -112,13 +112,11 @@ library_name: transformers
 pipeline_tag: text-generation
 ---
 """
-
 STDLIB_LICENCE = (
     "The training text is source code of Python, © Python Software Foundation, under the PSF "
     "licence (https://docs.python.org/3/license.html). The model can recite parts of it; treat "
     "what it writes as derived from that source."
 )
-
 LICENCES = {
     True: STDLIB_LICENCE,
     False: "The licence is that of the training text: look it up before passing the model on.",

@@ -108,9 +108,7 @@ RECORDED, OLD = "recorded", "old"
 """Groups of held-out texts: recorded ones, and texts of the kind the drafter was made with."""
 
 _PROMPT = 300  # tokens of the prompts of old texts
-
 _OLD_TEXTS = 12  # at each temperature
-
 _FINAL_RATE = 0.05
 
 

@@ -238,9 +238,7 @@ LONGSPEC_PRESETS: dict[str, LongSpecPreset] = {
         minutes=72 * 60, steps=4000, adamw_rate=5e-4, files=1_000_000, own_texts=20_000,
     ),
 }  # fmt: skip
-
 _WARM_UP = 0.04  # share of the run in which the learning rates rise, as in the reference
-
 _FINAL_RATE = 0.03
 
 

@@ -41,7 +41,6 @@ from paceline.train.signals import Signals, signals_of
 _PROMPT = 300  # tokens of the prompts that are measured while training
 _MEASURED_FILES = 12
 _LOGGED_TEXTS, _MEASURED_TEXTS = 2, 12  # conversations of each kind and temperature
-
 P = TypeVar("P", LongSpecPreset, DSparkPreset)
 D = TypeVar("D", LongSpecDrafter, DSparkDrafter)
 

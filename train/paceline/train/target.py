@@ -77,16 +77,12 @@ def train_target(corpus: Corpus, preset: Preset, run: Run, out: Path) -> LlamaFo
 
 
 GENERATED_TOKENS = 256
-
 TRAINED, EARLY, HELDOUT = "trained", "early", "heldout"
 """Splits of text: trained on to the end, in the first part of the run only, never."""
 
 _FILE_TOKENS = 2048  # of each measured file, from its start
-
 _FILES = 12
-
 _TEXTS = 32
-
 _LONG_FILES = 4  # that fill the context: attention is slow on these
 
 

@@ -107,9 +107,7 @@ RECOVERY_SECONDS = 30.0
 """A generation begun after a process is back must have ended within."""
 
 _STOPPED_SECONDS = 2.0
-
 _HOUR, _DAY = 3600, 86_400
-
 _JUMPS = (_HOUR, -_HOUR, _DAY, -_DAY, 365 * _DAY, -10 * 365 * _DAY, 0)
 """Offsets of the wall clock, one after the other. Unit: seconds."""
 
@@ -199,7 +197,6 @@ def _write(file: Path, seconds: int) -> None:
 
 
 _SHM_MIB = 10
-
 _MOUNT = f'mount -t tmpfs -o size={_SHM_MIB}m tmpfs /dev/shm && exec "$@"'
 
 
@@ -260,9 +257,7 @@ async def _overload(services: Services, texts: list[Text]) -> Outcome:
 
 
 _CONCURRENCY = 16
-
 _GROWTH_BYTES = 64 << 20
-
 _OTHER_OWNER = (("authorization", "Bearer someone-else"),)
 
 

@@ -133,7 +133,6 @@ def _seen(case: Case, segment: TreeSegment) -> Tensor:
 
 
 PAGE = 256
-
 SMALL = DecoderConfig(
     model_type="llama", layers=4, hidden=512, intermediate=1280, q_heads=8, kv_heads=2,
     head_dim=64, vocab_size=4096, max_position=8192, norm_eps=1e-5,
@@ -142,7 +141,6 @@ SMALL = DecoderConfig(
     tied=True, eos_token_ids=(), bos_token_id=None, dtype=torch.float32, kv_dtype=torch.float32,
     weights="float32",
 )  # fmt: skip
-
 EIGHT_BILLION = replace(
     SMALL, layers=32, hidden=4096, intermediate=14336, q_heads=32, kv_heads=8, head_dim=128,
     vocab_size=128_256, max_position=65_536, windows=(None,) * 32, tied=False,

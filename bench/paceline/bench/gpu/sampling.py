@@ -8,7 +8,6 @@ from paceline.bench.gpu.cases import arguments, median_ms, report
 from paceline.kernels import SamplingParams, choose_tokens
 
 ROWS, VOCAB = 64, 151_936
-
 KINDS: dict[str, dict[str, float]] = {
     "greedy": {"temperature": 0.0},
     "plain": {"temperature": 0.8},

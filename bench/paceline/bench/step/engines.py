@@ -30,7 +30,6 @@ CHUNK = 256
 _CHUNK = 2048  # tokens of a prefill that go through transformers at once
 _DECODED = 32  # tokens of plain decoding
 _STEPS = 5  # whose median counts
-
 Figures = dict[str, float]
 
 

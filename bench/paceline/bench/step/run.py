@@ -26,7 +26,6 @@ from paceline.bench.step.roofline import PEAKS, Roofline
 from paceline.kernels import cpu_kernels
 
 Quartiles = dict[str, list[float]]  # by figure
-
 Cells = dict[str, dict[str, Quartiles]]  # by context and engine
 
 
@@ -142,9 +141,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 _WIDTH, _HEIGHT, _MARGIN, _LINE = 300, 260, 50, 17  # of a panel and of a line of text, in pixels
-
 _COLORS = ("#1f5fa8", "#c8571b", "#2f8a4b", "#8a3fa0", "#b8860b", "#5b6770", "#c2255c", "#0b7a75")
-
 Times = dict[str, dict[int, float]]  # milliseconds by engine and rows
 
 

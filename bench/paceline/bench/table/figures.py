@@ -19,9 +19,7 @@ Cell = dict[str, dict[str, Any]]
 """By contestant, ``samples`` by number of the group, and ``figures``."""
 
 OURS = "paceline"
-
 RIVALS = ("llama.cpp", "openvino", "transformers")
-
 GREEDY, MANY = ", T = 0, 1 user", ", T = 0, 8 users"
 """Ends of names of cells."""
 
@@ -184,9 +182,7 @@ def _plain(name: str) -> str:
 
 
 _WIDTH, _HEIGHT, _MARGIN, _BAR = 560, 260, 50, 14  # of a panel, and of a bar, in pixels
-
 _COLORS = ("#1f5fa8", "#9fc0e6", "#c8571b", "#8a3fa0", "#5b6770")
-
 _NAMES = ("Paceline, best drafter", "Paceline, no drafter", *(f"{name}, best" for name in RIVALS))
 
 

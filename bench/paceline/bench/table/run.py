@@ -31,7 +31,6 @@ from paceline.decoder import ModelSource, open_model
 from paceline.harness import ProcessFailed, read_prompts
 
 _WARM_UP_TOKENS = 64  # tokens in which verifier and client measure what rounds cost
-
 Prompts = Mapping[str, Sequence[list[int]]]
 """Token ids of prompts by category."""
 
@@ -150,14 +149,11 @@ def _groups(prompts: Prompts, users: int) -> Iterator[tuple[str, str, list[list[
 
 
 CATEGORIES = ("chat", "code", "mathematics", "edit", "long")
-
 MIXED = "chat, code, mathematics"
 """The category of several users: prompts of the three in turn."""
 
 _FILES = Path(__file__).parents[3] / "prompts"
-
 _SHORT = CATEGORIES[:3]
-
 _WARM_UP = "Name the months of the year."
 
 
