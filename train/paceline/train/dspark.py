@@ -173,21 +173,6 @@ class ChunkedBlockLoss(torch.autograd.Function):
         return (*gradients, None, None, None, None)
 
 
-def block_loss(
-    hidden: Tensor,
-    features: Tensor | None,
-    markov: Tensor | None,
-    states: Tensor,
-    head: Tensor,
-    weights: Tensor,
-    preset: DSparkPreset,
-) -> tuple[Tensor, Tensor]:
-    """Cross-entropy and distance of drafted tokens, see :class:`ChunkedBlockLoss`."""
-    given = (hidden, features, markov, states, head, weights, preset)
-    total, distances = ChunkedBlockLoss.apply(*given)  # type: ignore[no-untyped-call]
-    return total, distances
-
-
 class BlockDrafter(nn.Module):
     """Backbone and heads as one module, to be trained."""
 
@@ -252,29 +237,33 @@ class BlockLoss:
             )
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
         blocks = Blocks.draw(config, tokens, positions, possible, preset.anchors)
-        taps, logits = target.read(tokens, blocks.target.flatten())
+        taps, states = target.read(tokens)
+        embedded = target.embed(blocks.fed)
         hidden, features, confidence = forward(
-            target.embed(blocks.fed), blocks, positions, taps.view(*tokens.shape, -1).float()
+            embedded, blocks, positions, taps.view(*tokens.shape, -1).float()
         )
-        drafted = F.linear(hidden.to(target.head.dtype), target.head).float()
-        if model.markov_head is not None:
-            drafted = drafted + model.markov_head.markov_w2(features)
         return weighted_loss(
-            drafted.log_softmax(-1),
-            logits.float().log_softmax(-1).view_as(drafted),
+            hidden,
+            features,
+            _second_matrix(model),
+            confidence,
+            states[blocks.target.flatten(0, 1)],
+            target.head.float(),
             blocks.labels.flatten(0, 1),
             blocks.counted.flatten(0, 1),
-            confidence,
             preset,
         )
 
 
 def weighted_loss(
-    draft: Tensor,
-    target: Tensor,
+    hidden: Tensor,
+    features: Tensor | None,
+    markov: Tensor | None,
+    confidence: Tensor | None,
+    states: Tensor,
+    head: Tensor,
     labels: Tensor,
     counted: Tensor,
-    confidence: Tensor | None,
     preset: DSparkPreset,
 ) -> Tensor:
     """Equation 12, a scalar: the mean over blocks of weighted sums over positions.
@@ -286,22 +275,41 @@ def weighted_loss(
     ends its block.
 
     Args:
-        draft: Logs of the drafter's probabilities of the R drafted tokens, fp32 `[N, levels, R]`.
-        target: The target's, likewise.
+        hidden: The drafter's hidden states, `[N, levels, d]`.
+        features: Of its sequential head, `[N, levels, r]`, or None.
+        markov: W2 of that head, `[R, r]`, or None.
+        confidence: Logits of the confidences, `[N, levels]`, or None.
+        states: The target's hidden states that predict the labels, `[N, levels, d]`.
+        head: LM head, rows of the R drafted tokens, fp32 `[R, d]`.
         labels: Rows of the text's tokens among the drafted ones, R for others, int64 `[N, levels]`.
         counted: Labels that there are, bool like `labels`.
-        confidence: Logits of the confidences, `[N, levels]`, or None.
         preset: The three weights.
     """
-    count = draft.shape[-1]
-    weights, known = label_weights(labels, counted, count)
-    entropy = -(target.exp() * draft).sum(-1)
-    distance = (draft.exp() - target.exp()).abs().sum(-1)
-    loss = ((preset.ce * entropy + preset.tv * distance) * known * weights).sum()
+    weights, known = label_weights(labels, counted, len(head))
+    used = known & (weights > 0)
+    total: Tensor
+    with torch.autocast(hidden.device.type, enabled=False):
+        total, distances = ChunkedBlockLoss.apply(  # type: ignore[no-untyped-call]
+            hidden[used].float(),
+            None if features is None else features[used].float(),
+            markov,
+            states[used].float(),
+            head,
+            weights[used],
+            preset,
+        )
     if confidence is not None:
-        distance = torch.where(known, distance, 2.0)
-        loss = loss + confidence_loss(confidence, distance, weights, preset)
-    return loss
+        distance = torch.full_like(weights, 2.0)
+        distance[used] = distances
+        accepted = (1 - distance / 2).clamp(0, 1)  # equation 8
+        entropy = F.binary_cross_entropy_with_logits(confidence.float(), accepted, reduction="none")
+        total = total + preset.certainty * (entropy * weights).sum()
+    return total
+
+
+def _second_matrix(model: DSparkModel) -> Tensor | None:
+    """W2 of the sequential head."""
+    return None if model.markov_head is None else model.markov_head.markov_w2.weight
 
 
 def label_weights(labels: Tensor, counted: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -313,15 +321,6 @@ def label_weights(labels: Tensor, counted: Tensor, count: int) -> tuple[Tensor, 
     reached = counted & (other.cumsum(1) - other.long() == 0)
     falling = torch.exp(-torch.arange(levels, device=labels.device) / levels)
     return falling * reached / counted[:, 0].sum(), ~other
-
-
-def confidence_loss(
-    confidence: Tensor, distance: Tensor, weights: Tensor, preset: DSparkPreset
-) -> Tensor:
-    """The weighted loss of the confidences: logits, all `[N, levels]`."""
-    accepted = (1 - distance.detach() / 2).clamp(0, 1)  # equation 8
-    entropy = F.binary_cross_entropy_with_logits(confidence.float(), accepted, reduction="none")
-    return preset.certainty * (entropy * weights).sum()
 
 
 class SignalBlockLoss:
@@ -366,31 +365,21 @@ class SignalBlockLoss:
         embedded = self._embedding[blocks.fed].float()
         taps = signals.taps[indices].float()
         hidden, features, confidence = forward(embedded, blocks, positions, taps)
-        labels = model.draft_rows(blocks.labels).flatten(0, 1)
-        weights, known = label_weights(labels, blocks.counted.flatten(0, 1), len(self._head))
-        used = known & (weights > 0)
-        states = signals.hidden[indices].flatten(0, 1)[blocks.target.flatten(0, 1)[used]].float()
-        total, distances = block_loss(
-            hidden[used],
-            None if features is None else features[used],
-            None if model.markov_head is None else model.markov_head.markov_w2.weight,
-            states,
+        return weighted_loss(
+            hidden,
+            features,
+            _second_matrix(model),
+            confidence,
+            signals.hidden[indices].flatten(0, 1)[blocks.target.flatten(0, 1)],
             self._head,
-            weights[used],
+            model.draft_rows(blocks.labels).flatten(0, 1),
+            blocks.counted.flatten(0, 1),
             preset,
         )
-        if confidence is not None:
-            distance = torch.full_like(weights, 2.0)
-            distance[used] = distances
-            total = total + confidence_loss(confidence, distance, weights, preset)
-        return total
 
 
 class TappedTarget:
-    """A target that returns the hidden states that a verifier of it would export.
-
-    Logits are computed only for the tokens that need them (DSpark, section 5.1).
-    """
+    """A target that returns the hidden states that a verifier of it would export."""
 
     def __init__(self, folder: Path, device: str, taps: Sequence[int]) -> None:
         """Load it; `taps` are layers, 0 for the first."""
@@ -400,7 +389,9 @@ class TappedTarget:
         name = "model.embed_tokens.weight" if config.tied else "lm_head.weight"
         self.head = source.tensor(name, config.dtype, device)
         """LM head `[V, hidden]`."""
+        self._norm = source.tensor("model.norm.weight", torch.float32, device)
         self._taps = tuple(taps)
+        self._layers = sorted({*taps, config.layers - 1})
         self._caches: list[LocalCache] = []
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -408,16 +399,15 @@ class TappedTarget:
         rows: Tensor = self.decoder.embed(tokens.flatten())
         return rows.view(*tokens.shape, -1)
 
-    def read(self, tokens: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    def read(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Read texts.
 
         Args:
             tokens: int64 `[B, S]`.
-            indices: Tokens to return logits for, as indices into the flattened texts, int64 `[P]`.
 
         Returns:
-            Outputs of the tapped layers side by side, `[B * S, taps * hidden]`, and logits
-            `[P, V]`, both in the target's type.
+            Outputs of the tapped layers side by side, `[B * S, taps * hidden]` in the target's
+            type, and hidden states for the LM head, fp32 `[B * S, hidden]`.
         """
         texts, length = tokens.shape
         while len(self._caches) < texts:
@@ -431,14 +421,17 @@ class TappedTarget:
             for start in range(0, length, ATTENTION_CHUNK)
         ]
         with torch.autocast(tokens.device.type, enabled=False):
-            result = self.decoder.forward(
+            outputs = self.decoder.forward(
                 tokens.flatten(),
                 plan_trees(blocks, device=self.decoder.device),
                 self._caches[:texts],
-                logit_rows=indices,
-                taps=self._taps,
-            )
-        return torch.cat(result.taps, dim=-1), result.logits
+                logit_rows=torch.zeros(1, dtype=torch.int64, device=tokens.device),
+                taps=self._layers,
+            ).taps
+            by_layer = dict(zip(self._layers, outputs, strict=True))
+            norm, eps = self._norm, self.decoder.config.norm_eps
+            states = F.rms_norm(outputs[-1].float(), norm.shape, norm, eps)
+        return torch.cat([by_layer[layer] for layer in self._taps], dim=-1), states
 
 
 _FIRST_NORM = 0.25  # of the target's
