@@ -58,7 +58,7 @@ class Running:
 
 
 Ask = Callable[[list[dict[str, str]], int], Awaitable[tuple[float, int, str]]]
-"""(messages, most tokens) -> time of the first token, number of tokens, text."""
+"""(messages, maximum of tokens) -> time of the first token, number of tokens, text."""
 
 Start = Callable[[int, int], AbstractContextManager[Running]]
 """Starts a server for so many chats at a time, each of so many tokens."""
@@ -136,8 +136,8 @@ async def _rate(server: Running) -> float:
 
 
 async def _held(server: Running, count: int) -> int:
-    """The most memory while so many chats run."""
-    most = 0
+    """The largest memory while so many chats run."""
+    largest = 0
     async with _asking(server) as ask:
         chats = [
             asyncio.ensure_future(
@@ -146,10 +146,10 @@ async def _held(server: Running, count: int) -> int:
             for n in range(count)
         ]
         while not all(chat.done() for chat in chats):
-            most = max(most, server.memory)
+            largest = max(largest, server.memory)
             await asyncio.sleep(0.2)
         await asyncio.gather(*chats)
-    return most
+    return largest
 
 
 async def _answer(

@@ -33,7 +33,7 @@ _CHATS = Path("bench/prompts")
 _FOLLOWING = ("Go on.", "Say the same in one sentence.", "Why?", "Give an example.")
 _SAMPLES = 240
 """Samples of memory in a run."""
-_MOST_GROWTH = 0.05
+_MAX_GROWTH = 0.05
 """Of a process's memory from the second quarter of a run to the last."""
 _SLACK = 16 << 20
 """Growth that never counts: pools of the allocator. Unit: bytes."""
@@ -203,4 +203,4 @@ def _growth(samples: list[int]) -> float:
     quarter = len(samples) // 4
     early = statistics.median(samples[quarter : 2 * quarter])
     late = statistics.median(samples[-quarter:])
-    return late - early - max(_SLACK, _MOST_GROWTH * early)
+    return late - early - max(_SLACK, _MAX_GROWTH * early)

@@ -151,7 +151,7 @@ _DOCUMENT_OPENINGS = (
 )  # fmt: skip
 _TOGETHER = 64  # conversations that are written before the file grows
 _SHARES = {"chat": 0.32, "code": 0.24, "mathematics": 0.2, "edit": 0.18, "document": 0.06}
-_QUESTION, _ANSWER = 128, 320  # most tokens that the target writes
+_QUESTION, _ANSWER = 128, 320  # maximum of tokens that the target writes
 _EDIT = (100, 500)  # tokens of a text to edit
 _DOCUMENT = (800, 7000)  # tokens of a document
 _DOCUMENT_ANSWER = 160
@@ -255,7 +255,7 @@ def _question(
     def one_of(texts: Sequence[str]) -> str:
         return texts[int(draw.integers(len(texts)))]
 
-    def piece(lengths: tuple[int, int], least: int = 0) -> str:
+    def piece(lengths: tuple[int, int]) -> str:
         ids = documents[int(draw.integers(len(documents)))]
         length = int(np.exp(draw.uniform(*np.log(lengths))))
         start = int(draw.integers(max(0, len(ids) - length) + 1))

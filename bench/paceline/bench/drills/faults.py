@@ -86,15 +86,15 @@ async def _swap(services: Services, world: World, number: int) -> None:
 
 
 async def _memory(services: Services) -> list[int]:
-    """Least memory of both services over two seconds with one version loaded, without the
+    """Lowest memory of both services over two seconds with one version loaded, without the
     temporary buffers of steps."""
     while len((await _listed(services)).drafters) > 1:  # noqa: ASYNC110 - the service moves streams
         await asyncio.sleep(0.05)
-    least = services.memory()
+    lowest = services.memory()
     for _ in range(20):
         await asyncio.sleep(0.1)
-        least = list(map(min, least, services.memory()))
-    return least
+        lowest = list(map(min, lowest, services.memory()))
+    return lowest
 
 
 async def _listed(services: Services) -> drafter_pb2.ListDraftersResponse:

@@ -83,18 +83,18 @@ def show(cells: Cells, rows: Sequence[int], console: Console) -> None:
     for context, cell in cells.items():
         table = Table("", *columns, title=f"after {context} tokens (times the roofline)")
         for engine, figures in cell.items():
-            least = cell.get(f"roofline {engine.removeprefix('paceline ')}", {})
-            table.add_row(engine, *(_text(key, figures, least) for key in columns))
+            limit = cell.get(f"roofline {engine.removeprefix('paceline ')}", {})
+            table.add_row(engine, *(_text(key, figures, limit) for key in columns))
         console.print(table)
 
 
-def _text(key: str, figures: Quartiles, least: Quartiles) -> str:
+def _text(key: str, figures: Quartiles, limit: Quartiles) -> str:
     if key not in figures:
         return ""
     _, value, _ = figures[key]
-    if key not in least:
+    if key not in limit:
         return f"{value:.3g}"
-    slower = value / least[key][1]
+    slower = value / limit[key][1]
     return f"{value:.3g} ({1 / slower if key == 'tokens_per_s' else slower:.2f})"
 
 

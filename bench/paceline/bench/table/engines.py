@@ -32,7 +32,7 @@ _PROGRAM = Path(__file__).with_name("program.py")
 
 @dataclass(frozen=True)
 class Request:
-    """Token ids, the most new tokens, and the sampling."""
+    """Token ids, the maximum of new tokens, and the sampling."""
 
     prompt: list[int]
     tokens: int
