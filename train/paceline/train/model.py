@@ -108,7 +108,7 @@ STDLIB_HEADER = """---
 license: other
 license_name: psf-2.0
 license_link: https://docs.python.org/3/license.html
-library_name: transformers
+library_name: paceline
 pipeline_tag: text-generation
 ---
 """
