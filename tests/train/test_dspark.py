@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.decoder import load_config
+from paceline.decoder import Decoder, load_config, open_model
 from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel
 from paceline.kernels.sampling import SamplingParams
 from paceline.train.batches import PADDING, Answers
@@ -21,14 +21,13 @@ from paceline.train.dspark import (
     CHUNK,
     Blocks,
     SignalBlockLoss,
-    TappedTarget,
     label_weights,
     weighted_loss,
     whole_blocks,
 )
 from paceline.train.own_text import Task, write_texts
 from paceline.train.presets import DSparkPreset
-from paceline.train.signals import Signals
+from paceline.train.signals import Signals, TappedTarget
 
 CONFIG = DSparkConfig(
     hidden=16, intermediate=24, layers=1, q_heads=2, kv_heads=1, head_dim=8, vocab_size=90,
@@ -191,7 +190,7 @@ def test_the_confidence_trains_the_backbone_but_not_its_label() -> None:
 
 def test_the_target_reads_as_a_verifier_would(target: Path) -> None:
     """Rows by themselves, longer than a chunk; the head makes the logits of hidden states."""
-    reader = TappedTarget(target, "cpu", [0, 1])
+    reader = TappedTarget(Decoder.load(target), open_model(target), [0, 1])
     tokens = torch.randint(1, 300, (2, 300))
     taps, states = reader.read(tokens)
     assert taps.shape == (600, 2 * load_config(target).hidden)

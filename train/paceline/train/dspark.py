@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.decoder import Decoder, LocalCache, ModelSource, open_model
+from paceline.decoder import Decoder, ModelSource, open_model
 from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel
-from paceline.kernels import CHUNK as ATTENTION_CHUNK
-from paceline.kernels import TreeSegment, plan_trees
 from paceline.train.batches import PADDING, Answers, Batches, Rows
 from paceline.train.conversations import OwnTexts
 from paceline.train.drafters import (
@@ -26,7 +23,7 @@ from paceline.train.loop import Loss
 from paceline.train.presets import DSparkPlan, DSparkPreset, Plan
 from paceline.train.recipe import Recipe
 from paceline.train.run import Run
-from paceline.train.signals import Signals
+from paceline.train.signals import Signals, TappedTarget
 
 
 @dataclass(frozen=True)
@@ -378,62 +375,6 @@ class SignalBlockLoss:
         )
 
 
-class TappedTarget:
-    """A target that returns the hidden states that a verifier of it would export."""
-
-    def __init__(self, folder: Path, device: str, taps: Sequence[int]) -> None:
-        """Load it; `taps` are layers, 0 for the first."""
-        source = open_model(folder)
-        self.decoder = Decoder.load(source, device=device)
-        config = self.decoder.config
-        name = "model.embed_tokens.weight" if config.tied else "lm_head.weight"
-        self.head = source.tensor(name, config.dtype, device)
-        """LM head `[V, hidden]`."""
-        self._norm = source.tensor("model.norm.weight", torch.float32, device)
-        self._taps = tuple(taps)
-        self._layers = sorted({*taps, config.layers - 1})
-        self._caches: list[LocalCache] = []
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Token embedding, fp32 `[..., hidden]`."""
-        rows: Tensor = self.decoder.embed(tokens.flatten())
-        return rows.view(*tokens.shape, -1)
-
-    def read(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Read texts.
-
-        Args:
-            tokens: int64 `[B, S]`.
-
-        Returns:
-            Outputs of the tapped layers side by side, `[B * S, taps * hidden]` in the target's
-            type, and hidden states for the LM head, fp32 `[B * S, hidden]`.
-        """
-        texts, length = tokens.shape
-        while len(self._caches) < texts:
-            self._caches.append(LocalCache(self.decoder.config, self.decoder.device))
-        for cache in self._caches:
-            cache.truncate(0)
-            cache.reserve(length)
-        blocks = [
-            TreeSegment(text, start, None, min(ATTENTION_CHUNK, length - start))
-            for text in range(texts)
-            for start in range(0, length, ATTENTION_CHUNK)
-        ]
-        with torch.autocast(tokens.device.type, enabled=False):
-            outputs = self.decoder.forward(
-                tokens.flatten(),
-                plan_trees(blocks, device=self.decoder.device),
-                self._caches[:texts],
-                logit_rows=torch.zeros(1, dtype=torch.int64, device=tokens.device),
-                taps=self._layers,
-            ).taps
-            by_layer = dict(zip(self._layers, outputs, strict=True))
-            norm, eps = self._norm, self.decoder.config.norm_eps
-            states = F.rms_norm(outputs[-1].float(), norm.shape, norm, eps)
-        return torch.cat([by_layer[layer] for layer in self._taps], dim=-1), states
-
-
 _FIRST_NORM = 0.25  # of the target's
 
 
@@ -457,7 +398,9 @@ class DSparkRecipe(Recipe[DSparkPreset, DSparkDrafter]):
     def text_loss(
         self, drafter: DSparkDrafter, batches: Batches, plan: Plan, separator: int, device: str
     ) -> tuple[nn.Module, Loss]:
-        target = TappedTarget(self.target, device, drafter.config.taps)
+        source = open_model(self.target)
+        decoder = Decoder.load(source, device=device)
+        target = TappedTarget(decoder, source, drafter.config.taps)
         loss = BlockLoss(drafter.model, target, batches, self.preset, separator)
         return BlockDrafter(drafter.model), loss
 
