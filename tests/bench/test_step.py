@@ -17,9 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline.bench.cli import add_arguments
 from paceline.bench.step.engines import LlamaCpp, OpenVino, Paceline, TransformersEngine
-from paceline.bench.step.picture import draw
 from paceline.bench.step.roofline import Roofline
-from paceline.bench.step.run import measure, run, show
+from paceline.bench.step.run import draw, measure, run, show
 from paceline.decoder import load_config
 
 needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")

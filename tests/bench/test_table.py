@@ -14,10 +14,17 @@ import pytest
 
 from paceline.bench.cli import add_arguments
 from paceline.bench.table.engines import Answer, Program, Request, Server, llama_server
-from paceline.bench.table.figures import Cell, best, interval, markdown, sample, summarize, table
-from paceline.bench.table.measure import Limits, Phase, measure
-from paceline.bench.table.picture import draw
-from paceline.bench.table.run import CATEGORIES, MIXED, choose, run
+from paceline.bench.table.figures import (
+    Cell,
+    best,
+    draw,
+    interval,
+    markdown,
+    sample,
+    summarize,
+    table,
+)
+from paceline.bench.table.run import CATEGORIES, MIXED, Limits, Phase, choose, measure, run
 from paceline.harness import read_prompts
 
 ROOT = Path(__file__).parents[2]

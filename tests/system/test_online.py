@@ -19,7 +19,7 @@ from paceline.client import Client, GenerationResult
 from paceline.drafter import LoadError
 from paceline.drafter.recordings import read_recordings
 from paceline.harness import ServiceProcess
-from paceline.train import heldout
+from paceline.train import drafters as drafter_training
 
 PROMPTS = make_prompts(28, seed=5)
 TOKENS = 72
@@ -79,8 +79,8 @@ def tokens_of(results: list[GenerationResult]) -> list[list[int]]:
 def test_a_drafter_learns_from_what_it_drafted(
     folders: dict[str, Path], sockets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heldout, "TEXTS", 2)
-    monkeypatch.setattr(heldout, "TOKENS", 16)
+    monkeypatch.setattr(drafter_training, "TEXTS", 2)
+    monkeypatch.setattr(drafter_training, "TOKENS", 16)
     texts, work, out = tmp_path / "texts", tmp_path / "work", tmp_path / "lm-2"
     target = ["--target", str(folders["target"]), "--weights", "float32"]
     load = ["--load", f"lm=lm:{folders['lm']}", "--record", str(texts)]

@@ -14,28 +14,26 @@ from paceline.drafter.methods.longspec import (
     TargetRef,
     save_longspec,
 )
-from paceline.train import heldout, measure
-from paceline.train.checkpoint import save_model
-from paceline.train.corpus import Corpus, load_corpus
-from paceline.train.loop import Run
-from paceline.train.model import build_model
-from paceline.train.preset import PRESETS, Preset
-from paceline.train.schedule import Stage
-from paceline.train.tokenizer import load_tokenizer, train_tokenizer
+from paceline.train import drafters as training
+from paceline.train import target as target_training
+from paceline.train.corpus import Corpus, load_corpus, load_tokenizer, train_tokenizer
+from paceline.train.model import build_model, save_model
+from paceline.train.presets import LM_PRESETS, Preset, Stage
+from paceline.train.run import Run
 
 
 @pytest.fixture(autouse=True)
 def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     """Model cards and logs are measured on few, short texts."""
-    monkeypatch.setattr(measure, "GENERATED_TOKENS", 24)
-    monkeypatch.setattr(heldout, "TEXTS", 2)
-    monkeypatch.setattr(heldout, "TOKENS", 16)
+    monkeypatch.setattr(target_training, "GENERATED_TOKENS", 24)
+    monkeypatch.setattr(training, "TEXTS", 2)
+    monkeypatch.setattr(training, "TOKENS", 16)
 
 
 @pytest.fixture
 def preset() -> Preset:
     return replace(
-        PRESETS["cpu"],
+        LM_PRESETS["cpu"],
         width=64,
         layers=2,
         heads=2,

@@ -20,15 +20,16 @@ from paceline.drafter.calibration import Calibration, Scaling
 from paceline.drafter.methods import method_class
 from paceline.drafter.registry import Loader
 from paceline.drafter.spec import Roots
-from paceline.train.calibration.fit import (
+from paceline.train.calibration import (
+    Paths,
     area_under_curve,
     calibrated,
+    collect,
     expected_error,
     fit,
+    run,
     scale,
 )
-from paceline.train.calibration.paths import Paths, collect
-from paceline.train.calibration.run import run
 from paceline.tree import TokenTree
 
 

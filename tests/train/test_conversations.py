@@ -19,18 +19,16 @@ from paceline.drafter.methods.longspec import read_longspec
 from paceline.drafter.methods.longspec.drafter import LongSpecDrafter
 from paceline.kernels import processor_name
 from paceline.kernels.sampling import SamplingParams
-from paceline.train.author import Task, write_texts
-from paceline.train.conversations import read_conversations, write, write_conversations
-from paceline.train.corpus import Corpus
-from paceline.train.dspark.instruct import train_dspark_instruct
-from paceline.train.dspark.preset import DSparkPreset
-from paceline.train.longspec.instruct import train_longspec_instruct
-from paceline.train.longspec.preset import LongSpecPreset
-from paceline.train.loop import Run
-from paceline.train.schedule import Stage
+from paceline.train import conversations as own
+from paceline.train.batches import PADDING, WholeTexts
+from paceline.train.conversations import read_conversations, write_conversations
+from paceline.train.corpus import Corpus, load_tokenizer
+from paceline.train.dspark import DSparkRecipe
+from paceline.train.longspec import LongSpecRecipe
+from paceline.train.own_text import Task, write_texts
+from paceline.train.presets import DSparkPreset, LongSpecPreset, Stage
+from paceline.train.run import Run
 from paceline.train.signals import signals_of
-from paceline.train.tokenizer import load_tokenizer
-from paceline.train.whole_texts import PADDING, WholeTexts
 
 _TEMPLATE = (
     "{% for m in messages %}{{ bos_token + m['role'] + ': ' + m['content'] + eos_token }}"
@@ -41,11 +39,11 @@ _DOCUMENTS = [list(range(20, 90))]
 
 @pytest.fixture(autouse=True)
 def short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write, "_TOGETHER", 6)
+    monkeypatch.setattr(own, "_TOGETHER", 6)
     for name, value in {"_QUESTION": 6, "_ANSWER": 12, "_DOCUMENT_ANSWER": 12}.items():
-        monkeypatch.setattr(write, name, value)
-    monkeypatch.setattr(write, "_EDIT", (4, 8))
-    monkeypatch.setattr(write, "_DOCUMENT", (16, 40))
+        monkeypatch.setattr(own, name, value)
+    monkeypatch.setattr(own, "_EDIT", (4, 8))
+    monkeypatch.setattr(own, "_DOCUMENT", (16, 40))
 
 
 @pytest.fixture
@@ -131,7 +129,7 @@ def test_a_run_from_nothing_to_a_drafter(
         levels=2, lags=1, window=32, conversations=40, draft_vocab_size=100,
     )  # fmt: skip
     run = make_run("work", 12)
-    train_longspec_instruct(instruct, corpus, preset, run, tmp_path / "out")
+    LongSpecRecipe(instruct, preset).train(corpus, run, tmp_path / "out")
     config, _ = read_longspec(tmp_path / "out")
     assert config.draft_vocab_size == 100
     assert "conversations" in (tmp_path / "out" / "README.md").read_text()
@@ -155,7 +153,7 @@ def test_dspark_from_given_conversations(
         rows=4, length=12, anchors=4, adamw_rate=3e-3, conversations=9999, draft_vocab_size=100,
     )  # fmt: skip
     out = tmp_path / "out"
-    train_dspark_instruct(instruct, corpus, preset, make_run("work", 16), out, [own])
+    DSparkRecipe(instruct, preset).train(corpus, make_run("work", 16), out, [own])
     trained = read_dspark(out)[0]
     assert (trained.draft_vocab_size, trained.taps, trained.levels) == (100, (0, 1), 3)
     log = torch.load(tmp_path / "work" / "run.pt", weights_only=True)["progress"]["log"]
@@ -170,7 +168,7 @@ def test_dspark_from_given_conversations(
         assert len(drafter.drafted_tokens) == 100
     write_conversations(decoder, tokenizer, _DOCUMENTS, 60, own)
     again = make_run("work", 16, force=True)
-    train_dspark_instruct(instruct, corpus, preset, again, out, [own])
+    DSparkRecipe(instruct, preset).train(corpus, again, out, [own])
     assert (out / "README.md").read_text() == card
     with pytest.raises(ValueError, match="holds another run"):
-        train_dspark_instruct(instruct, corpus, preset, again, out, [tmp_path / "other"])
+        DSparkRecipe(instruct, preset).train(corpus, again, out, [tmp_path / "other"])

@@ -13,17 +13,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.decoder import load_config
+from paceline.decoder import Decoder, load_config, open_model
 from paceline.drafter.methods.dspark import DSparkConfig, DSparkModel
-from paceline.train.dspark.answers import Answers
-from paceline.train.dspark.blocks import Blocks, whole_blocks
-from paceline.train.dspark.chunked import CHUNK, block_loss
-from paceline.train.dspark.objective import label_weights, weighted_loss
-from paceline.train.dspark.preset import DSparkPreset
-from paceline.train.dspark.signal_loss import SignalBlockLoss
-from paceline.train.dspark.target import TappedTarget
-from paceline.train.signals import Signals
-from paceline.train.whole_texts import PADDING
+from paceline.kernels.sampling import SamplingParams
+from paceline.train.batches import PADDING, Answers
+from paceline.train.dspark import (
+    CHUNK,
+    Blocks,
+    SignalBlockLoss,
+    label_weights,
+    weighted_loss,
+    whole_blocks,
+)
+from paceline.train.own_text import Task, write_texts
+from paceline.train.presets import DSparkPreset
+from paceline.train.signals import Signals, TappedTarget
 
 CONFIG = DSparkConfig(
     hidden=16, intermediate=24, layers=1, q_heads=2, kv_heads=1, head_dim=8, vocab_size=90,
@@ -141,8 +145,9 @@ def test_the_loss_by_hand() -> None:
                 entropy = -(target[block, place].exp() * draft[block, place]).sum()
                 loss = loss + 0.1 * entropy + 0.9 * distance
             expected += float(weight * loss) / 2
-    found = weighted_loss(draft, target, wanted, counted, confidence, preset)
-    assert float(found) == pytest.approx(expected)
+    # With an identity as LM head, hidden states are logits.
+    given = (draft, None, None, confidence, target, torch.eye(5), wanted, counted)
+    assert float(weighted_loss(*given, preset)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("markov", [True, False])
@@ -154,15 +159,15 @@ def test_the_fused_loss_is_that_of_all_logits_and_so_is_its_gradient(markov: boo
     states, head = torch.randn(*shape, 16), torch.randn(9, 16)
     labels, counted = torch.randint(0, 10, shape), torch.rand(shape) < 0.9
     counted[0] = True
+    given = (features, w2) if markov else (None, None)
+    fused = weighted_loss(hidden, *given, None, states, head, labels, counted, SMALL)
     weights, known = label_weights(labels, counted, 9)
-    used = known & (weights > 0)
-    given = (features[used], w2) if markov else (None, None)
-    fused, distances = block_loss(hidden[used], *given, states[used], head, weights[used], SMALL)
     logits = hidden @ head.T + (features @ w2.T if markov else 0)
-    draft, target = logits.log_softmax(-1), (states @ head.T).log_softmax(-1)
-    plain = weighted_loss(draft, target, labels, counted, None, SMALL)
+    draft, target = logits.log_softmax(-1), (states @ head.T).softmax(-1)
+    entropy = -(target * draft).sum(-1)
+    distance = (draft.exp() - target).abs().sum(-1)
+    plain = ((SMALL.ce * entropy + SMALL.tv * distance) * known * weights).sum()
     torch.testing.assert_close(fused, plain)
-    torch.testing.assert_close(distances, (draft.exp() - target.exp()).abs().sum(-1)[used])
     inputs = (hidden, features, w2) if markov else (hidden,)
     found, expected = (torch.autograd.grad(2 * loss, inputs) for loss in (fused, plain))
     torch.testing.assert_close(found, expected)
@@ -174,8 +179,8 @@ def test_the_confidence_trains_the_backbone_but_not_its_label() -> None:
     confidence = torch.zeros(1, 2, requires_grad=True)
     target = torch.randn(1, 2, 5).log_softmax(-1)
     loss = weighted_loss(
-        draft.log_softmax(-1), target, torch.zeros(1, 2).long(), torch.ones(1, 2).bool(),
-        confidence, preset,
+        draft, None, None, confidence, target, torch.eye(5), torch.zeros(1, 2).long(),
+        torch.ones(1, 2).bool(), preset,
     )  # fmt: skip
     loss.backward()
     assert confidence.grad is not None
@@ -184,13 +189,15 @@ def test_the_confidence_trains_the_backbone_but_not_its_label() -> None:
 
 
 def test_the_target_reads_as_a_verifier_would(target: Path) -> None:
-    """Rows by themselves, longer than a chunk, and logits only where they are wanted."""
-    reader = TappedTarget(target, "cpu", [0, 1])
+    """Rows by themselves, longer than a chunk; the head makes the logits of hidden states."""
+    reader = TappedTarget(Decoder.load(target), open_model(target), [0, 1])
     tokens = torch.randint(1, 300, (2, 300))
-    places = torch.tensor([5, 299, 300, 455])
-    taps, logits = reader.read(tokens, places)
+    taps, states = reader.read(tokens)
     assert taps.shape == (600, 2 * load_config(target).hidden)
-    assert logits.shape == (4, 320)
-    alone, own = reader.read(tokens[1:, :156], torch.tensor([0, 155]))
+    alone, own = reader.read(tokens[1:, :156])
     assert torch.equal(alone, taps[300:456])
-    assert torch.equal(own, logits[2:])
+    assert torch.equal(own, states[300:456])
+    whole = [tokens[0].tolist(), tokens[1, :156].tolist()]
+    for text, state in zip(whole, (states[299], states[455]), strict=True):
+        ((_, (token,)),) = write_texts(reader.decoder, [Task(text, SamplingParams(0.0), 1)], None)
+        assert (reader.head.float() @ state).argmax().item() == token

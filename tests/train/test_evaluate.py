@@ -1,8 +1,7 @@
 import pytest
 
-from paceline.train.evaluate import distinct_ngrams, text_loss
-from paceline.train.model import build_model
-from paceline.train.preset import Preset
+from paceline.train.model import build_model, distinct_ngrams, text_loss
+from paceline.train.presets import Preset
 
 
 def test_distinct_ngrams_tell_a_loop_from_text() -> None:

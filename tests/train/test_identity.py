@@ -10,15 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.train.checkpoint import save_model
-from paceline.train.corpus import Corpus, load_corpus
-from paceline.train.identity import begin_run, cleared
+from paceline.train.corpus import Corpus, load_corpus, load_tokenizer
 from paceline.train.lm import train_lm
-from paceline.train.loop import Run
-from paceline.train.model import build_model
-from paceline.train.preset import Preset
+from paceline.train.model import build_model, save_model
+from paceline.train.presets import Preset
+from paceline.train.run import Run, begin_run, cleared
 from paceline.train.target import train_target
-from paceline.train.tokenizer import load_tokenizer
 
 MakeRun = Callable[..., Run]
 

@@ -7,14 +7,12 @@ import torch
 
 from paceline.decoder import Decoder
 from paceline.kernels import SamplingParams
-from paceline.train.author import Task, write_texts
 from paceline.train.corpus import Corpus
-from paceline.train.lm import train_lm
-from paceline.train.loop import Run
+from paceline.train.lm import Teacher, teacher_of, train_lm
 from paceline.train.model import build_model
-from paceline.train.own_text import own_texts
-from paceline.train.preset import Preset
-from paceline.train.teacher import Teacher, teacher_of
+from paceline.train.own_text import Task, own_texts, write_texts
+from paceline.train.presets import Preset
+from paceline.train.run import Run
 
 MakeRun = Callable[..., Run]
 

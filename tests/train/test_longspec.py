@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from paceline.drafter.methods.longspec import LongSpecConfig, LongSpecModel, lag_mask, window_mask
-from paceline.train.longspec.lagged import LaggedLayer
-from paceline.train.longspec.objective import CHUNK, SINKS, divergence, offset_positions
-from paceline.train.longspec.preset import PRESETS
-from paceline.train.schedule import Plan
+from paceline.train.longspec import CHUNK, SINKS, LaggedLayer, divergence, offset_positions
+from paceline.train.presets import LONGSPEC_PRESETS, Plan
 
 _WINDOW = 8
 
@@ -97,9 +95,9 @@ def test_the_fused_loss_is_the_divergence_and_so_is_its_gradient(rows: int) -> N
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", LONGSPEC_PRESETS)
 def test_stages_follow_one_another_at_falling_rates(name: str) -> None:
-    preset = PRESETS[name]
+    preset = LONGSPEC_PRESETS[name]
     plan = Plan(preset.stages, minutes=10, steps=1000, focus=7)
     begun = 0.0
     for stage in preset.stages:
@@ -117,8 +115,8 @@ def test_stages_follow_one_another_at_falling_rates(name: str) -> None:
 
 
 def test_every_lag_of_the_trees_is_trained() -> None:
-    assert PRESETS["cpu"].trained_lags == (1, 2, 3, 4, 5)
-    assert replace(PRESETS["cpu"], noise=False).trained_lags == (1,)
+    assert LONGSPEC_PRESETS["cpu"].trained_lags == (1, 2, 3, 4, 5)
+    assert replace(LONGSPEC_PRESETS["cpu"], noise=False).trained_lags == (1,)
 
 
 def _inputs(length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.decoder import weights_fingerprint
 from paceline.drafter.recordings import Recording
-from paceline.train.online.texts import recorded_texts
+from paceline.train.online import recorded_texts
 
 
 def write(file: Path, texts: list[Recording]) -> Path:

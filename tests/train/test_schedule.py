@@ -1,10 +1,10 @@
 import pytest
 
-from paceline.train.preset import PRESETS, Preset
-from paceline.train.schedule import Clock, Stage
+from paceline.train.loop import Clock
+from paceline.train.presets import LM_PRESETS, Preset, Stage
 
 
-@pytest.mark.parametrize("preset", PRESETS.values(), ids=list(PRESETS))
+@pytest.mark.parametrize("preset", LM_PRESETS.values(), ids=list(LM_PRESETS))
 def test_a_language_model_s_plan(preset: Preset) -> None:
     """Rates warm up, stay and fall; the last rows fill the context."""
     plan = preset.plan(minutes=10, steps=1000)
@@ -29,4 +29,4 @@ def test_a_pause_within_a_step_is_not_counted() -> None:
 
 def test_rows_longer_than_the_context_are_refused() -> None:
     with pytest.raises(ValueError, match="do not fit"):
-        Preset(**{**vars(PRESETS["cpu"]), "stages": (Stage("long", 1.0, rows=1, length=8192),)})
+        Preset(**{**vars(LM_PRESETS["cpu"]), "stages": (Stage("long", 1.0, rows=1, length=8192),)})

@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from paceline.decoder import plain_folder
 from paceline.train.batches import Batches
 from paceline.train.corpus import Corpus
-from paceline.train.evaluate import next_token_loss
-from paceline.train.loop import Run, train
-from paceline.train.model import build_model
-from paceline.train.optim import Optimizer
-from paceline.train.preset import Preset
+from paceline.train.loop import Optimizer, train
+from paceline.train.model import build_model, next_token_loss
+from paceline.train.presets import Preset
+from paceline.train.run import Run
 from paceline.train.target import train_target
 
 MakeRun = Callable[..., Run]
@@ -68,9 +68,10 @@ def test_the_model_folder_is_what_transformers_reads(
 ) -> None:
     out = tmp_path / "target"
     trained = train_target(corpus, preset, make_run("run", steps=4), out)
-    assert {t.dtype for t in load_file(out / "model.safetensors").values()} == {torch.bfloat16}
-    tokenizer = AutoTokenizer.from_pretrained(out)
-    model = AutoModelForCausalLM.from_pretrained(out)
+    plain = plain_folder(out, tmp_path / "plain")
+    assert {t.dtype for t in load_file(plain / "model.safetensors").values()} == {torch.bfloat16}
+    tokenizer = AutoTokenizer.from_pretrained(plain)
+    model = AutoModelForCausalLM.from_pretrained(plain)
     ids = torch.tensor([tokenizer.encode("def add_1(a, b):\n")])
     assert torch.equal(model(ids).logits, trained(ids).logits)
     assert model.config.max_position_embeddings == preset.context

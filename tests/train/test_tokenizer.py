@@ -2,8 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.train.corpus import Corpus
-from paceline.train.tokenizer import END_OF_TEXT, encode_all, load_tokenizer, train_tokenizer
+from paceline.train.corpus import END_OF_TEXT, Corpus, encode_all, load_tokenizer, train_tokenizer
 
 TEXTS = ["def f(x):\n\treturn  x\n", "naïve — 東京 🚴\r\n", " \n\n  leading", "", "\x00\x7f"]
 

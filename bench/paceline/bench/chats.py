@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,8 +26,8 @@ from rich.table import Table
 
 from paceline.bench.models import Models
 from paceline.bench.record import Results, make_console
+from paceline.bench.services import gateway
 from paceline.bench.table.engines import free_port, threads
-from paceline.harness import ServiceProcess
 
 _PROMPTS = Path("bench/prompts")
 _TURNS = ("What is this about?", "What is its most important part?", "Say that in one sentence.")
@@ -58,7 +58,7 @@ class Running:
 
 
 Ask = Callable[[list[dict[str, str]], int], Awaitable[tuple[float, int, str]]]
-"""(messages, most tokens) -> time of the first token, number of tokens, text."""
+"""(messages, maximum of tokens) -> time of the first token, number of tokens, text."""
 
 Start = Callable[[int, int], AbstractContextManager[Running]]
 """Starts a server for so many chats at a time, each of so many tokens."""
@@ -136,8 +136,8 @@ async def _rate(server: Running) -> float:
 
 
 async def _held(server: Running, count: int) -> int:
-    """The most memory while so many chats run."""
-    most = 0
+    """The largest memory while so many chats run."""
+    largest = 0
     async with _asking(server) as ask:
         chats = [
             asyncio.ensure_future(
@@ -146,10 +146,10 @@ async def _held(server: Running, count: int) -> int:
             for n in range(count)
         ]
         while not all(chat.done() for chat in chats):
-            most = max(most, server.memory)
+            largest = max(largest, server.memory)
             await asyncio.sleep(0.2)
         await asyncio.gather(*chats)
-    return most
+    return largest
 
 
 async def _answer(
@@ -186,15 +186,8 @@ def _prompts(category: str) -> list[str]:
 
 @contextmanager
 def _paceline(target: Path, weights: str, slots: int, context: int) -> Iterator[Running]:
-    given = ["--target", str(target)]
-    with ExitStack() as stack:
-        start = partial(ServiceProcess, ready_seconds=_READY_SECONDS)
-        verifier = stack.enter_context(start("verifier", [*given, "--weights", weights]))
-        drafter = stack.enter_context(start("drafter", given))
-        addresses = ["--verifier-address", verifier.address, "--drafter-address", drafter.address]
-        gateway = stack.enter_context(start("gateway", addresses))
-        pids = tuple(each.pid for each in (verifier, drafter, gateway))
-        yield Running(f"http://{gateway.address}/v1", pids)
+    with gateway(target, verifier=["--weights", weights]) as (url, processes):
+        yield Running(url, tuple(each.pid for each in processes))
 
 
 @contextmanager

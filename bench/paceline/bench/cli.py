@@ -22,7 +22,6 @@ _MODULES = {
     "chats": "paceline.bench.chats",
     "lm-eval": "paceline.bench.lm_eval",
 }
-
 _WEIGHTS = ("float32", "bfloat16", "int8", "int4")
 
 

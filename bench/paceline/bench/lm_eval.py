@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,8 @@ import yaml
 
 from paceline.bench.models import Models
 from paceline.bench.record import Results, make_console
-from paceline.bench.services import services
+from paceline.bench.services import gateway
+from paceline.decoder import plain_folder
 
 _EXAMPLES = "tasks/mmlu/flan_cot_fewshot/mmlu_*.yaml"
 """In the harness's package: questions with options, answer and reasoning."""
@@ -65,11 +65,10 @@ _TASKS: dict[str, dict[str, Any]] = {
 def run(args: argparse.Namespace) -> int:
     """Measure; 0 if all scores are equal, else 1."""
     models, console = Models.of(args), make_console()
-    target = str(models.target.resolve())
     program = Path(shutil.which(args.lm_eval) or args.lm_eval).absolute()
-    drafters = {"ngram": "ngram"}
     with tempfile.TemporaryDirectory(prefix="paceline-lm-eval-") as scratch:
         folder = Path(scratch)
+        target = plain_folder(models.target.resolve(), folder / "plain")
         _write_tasks(folder, program, models.prompts)
 
         def evaluate(model: str, arguments: str, *more: str) -> dict[str, Any]:
@@ -85,13 +84,11 @@ def run(args: argparse.Namespace) -> int:
             return _read(out)
 
         # Speed does not matter: no profile of the model's steps.
-        with (
-            services(models.target, drafters, "float32", verifier=["--schedule=off"]) as pair,
-            _gateway(pair) as url,
-        ):
+        verifier = ["--device=cpu", "--weights=float32", "--schedule=off"]
+        with gateway(models.target, verifier=verifier, drafter=["--load=ngram"]) as (url, _):
             ours = evaluate(
                 "local-completions",
-                f"model={models.target.name},base_url={url}/v1/completions,tokenizer={target},"
+                f"model={models.target.name},base_url={url}/completions,tokenizer={target},"
                 "num_concurrent=8,max_retries=1",
             )
         theirs = evaluate(
@@ -106,15 +103,6 @@ def run(args: argparse.Namespace) -> int:
         console.print(task, entry)
     console.print(f"written to {results.file}")
     return 0 if equal else 1
-
-
-@contextmanager
-def _gateway(pair: Any) -> Iterator[str]:
-    from paceline.harness import ServiceProcess
-
-    arguments = ["--verifier-address", pair.verifier.address]
-    with ServiceProcess("gateway", [*arguments, "--drafter-address", pair.drafter.address]) as it:
-        yield f"http://{it.address}"
 
 
 def _write_tasks(folder: Path, program: Path, prompts: Path) -> None:

@@ -32,7 +32,6 @@ from paceline.decoder import Decoder, LocalCache
 from paceline.kernels import TreeSegment, plan_trees
 
 WINDOW = 1024
-
 _PROSE = ("*.md", "docs/*.md")
 _FIGURES = {
     "kl_divergence": r"Mean\s+KLD:\s+(\S+)",

@@ -1,20 +1,54 @@
-"""Result files: the machine, what was measured on it, and entries by name."""
+"""Result files: the kind of machine, what was measured on it, and entries by name."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import platform
+import re
 import shlex
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from paceline.bench import machine
+from paceline.kernels import processor
+
+PACKAGES = ("torch", "transformers", "grpcio", "protobuf", "uvloop", "triton")
+
+
+def describe() -> dict[str, object]:
+    """Processor, memory and package versions as a JSON-ready dictionary.
+
+    `kind` names the sort of machine by processor, its family and model (`cpu-2x-amd-epyc-25-17`).
+    """
+    fields = processor()
+    model, flags = fields.get("model name", platform.machine()), fields.get("flags", "").split()
+    number = [fields[name] for name in ("cpu family", "model") if name in fields]
+    cores = len(os.sched_getaffinity(0))
+    words = re.findall(r"[a-z0-9]+", re.sub(r"\(.*?\)", "", model.lower()))
+    return {
+        "kind": "-".join(["cpu", f"{cores}x", *words[:3], *number]),
+        "processor": model,
+        "cores": cores,
+        "isa": sorted({"avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_tile"} & set(flags)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "python": platform.python_version(),
+        "packages": {name: found for name in PACKAGES if (found := _installed(name))},
+    }
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
 
 RESULTS = Path("bench/results")
-
 _WIDTH = 170  # columns, where there is no terminal
 
 
@@ -29,7 +63,7 @@ class Results:
     """
 
     def __init__(self, topic: str, output: Path | None = None, **head: Any) -> None:
-        described = machine.describe()
+        described = describe()
         self.file = output or RESULTS / f"{described['kind']}-{topic}.json"
         self.entries: dict[str, Any] = {}
         self._head = json.loads(json.dumps({"machine": described, **head}))

@@ -15,8 +15,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
@@ -27,15 +26,14 @@ from openai import APIStatusError, AsyncOpenAI
 
 from paceline.bench.models import Models
 from paceline.bench.record import Results, make_console
+from paceline.bench.services import anonymous_bytes, gateway
 from paceline.harness import ServiceProcess
 
 _CHATS = Path("bench/prompts")
 _FOLLOWING = ("Go on.", "Say the same in one sentence.", "Why?", "Give an example.")
-# A new profile of the model's steps takes minutes on a busy machine.
-_READY_SECONDS = 600.0
 _SAMPLES = 240
 """Samples of memory in a run."""
-_MOST_GROWTH = 0.05
+_MAX_GROWTH = 0.05
 """Of a process's memory from the second quarter of a run to the last."""
 _SLACK = 16 << 20
 """Growth that never counts: pools of the allocator. Unit: bytes."""
@@ -76,20 +74,10 @@ def run(args: argparse.Namespace) -> int:
     """Measure; 0 if memory was flat, no request failed and all texts were the same, else 1."""
     target, soak, console = Models.of(args).target, Soak(), make_console()
     seconds = args.minutes * 60
-    with ExitStack() as running, tempfile.TemporaryDirectory(prefix="paceline-soak-") as scratch:
-        state = ["--state-dir", scratch]
-        arguments = ["--target", str(target)]
-        memory = ["--kv-bytes", args.kv_bytes]
-        verifier = running.enter_context(
-            ServiceProcess("verifier", [*arguments, *memory], ready_seconds=_READY_SECONDS)
-        )
-        drafter = running.enter_context(
-            ServiceProcess("drafter", [*arguments, *state], ready_seconds=_READY_SECONDS)
-        )
-        services = ["--verifier-address", verifier.address, "--drafter-address", drafter.address]
-        gateway = running.enter_context(ServiceProcess("gateway", services))
-        processes = (verifier, drafter, gateway)
-        uvloop.run(_run(soak, processes, list(_chats(args.seed)), args.users, seconds))
+    with tempfile.TemporaryDirectory(prefix="paceline-soak-") as scratch:
+        memory, state = ["--kv-bytes", args.kv_bytes], ["--state-dir", scratch]
+        with gateway(target, verifier=memory, drafter=state) as (url, processes):
+            uvloop.run(_run(soak, url, processes, list(_chats(args.seed)), args.users, seconds))
     growth = {name: _growth(samples) for name, samples in soak.memory.items()}
     checks = {
         "memory flat": all(grown <= 0 for grown in growth.values()),
@@ -119,13 +107,13 @@ def run(args: argparse.Namespace) -> int:
 
 async def _run(
     soak: Soak,
-    processes: tuple[ServiceProcess, ...],
+    url: str,
+    processes: Sequence[ServiceProcess],
     chats: list[Chat],
     users: int,
     seconds: float,
 ) -> None:
     until, taken = time.monotonic() + seconds, cycle(chats)
-    url = f"http://{processes[-1].address}/v1"
     async with AsyncOpenAI(base_url=url, api_key="-", max_retries=0, timeout=600) as api:
 
         async def user(number: int) -> None:
@@ -139,7 +127,7 @@ async def _run(
             for _ in range(_SAMPLES):
                 await asyncio.sleep(seconds / _SAMPLES)
                 for process in processes:
-                    soak.memory.setdefault(process.kind, []).append(_anonymous(process.pid))
+                    soak.memory.setdefault(process.kind, []).append(anonymous_bytes(process.pid))
 
 
 async def _hold(soak: Soak, api: AsyncOpenAI, chat: Chat, draws: random.Random) -> None:
@@ -215,11 +203,4 @@ def _growth(samples: list[int]) -> float:
     quarter = len(samples) // 4
     early = statistics.median(samples[quarter : 2 * quarter])
     late = statistics.median(samples[-quarter:])
-    return late - early - max(_SLACK, _MOST_GROWTH * early)
-
-
-def _anonymous(pid: int) -> int:
-    """Memory of a process that is no file and no shared memory. Unit: bytes."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    fields = dict(line.split(":", 1) for line in lines)
-    return int(fields["RssAnon"].split()[0]) << 10
+    return late - early - max(_SLACK, _MAX_GROWTH * early)

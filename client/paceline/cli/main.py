@@ -55,7 +55,7 @@ COMMANDS = (
     ),
     Command(
         "calibrate",
-        "paceline.train.calibration.cli",
+        "paceline.train.calibrate",
         "fit confidences to how often drafted tokens are accepted",
         "server",
     ),

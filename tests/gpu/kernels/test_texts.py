@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.bench.gpu.models import SMALL, Pages, RandomWeights
+from paceline.bench.gpu.cases import SMALL, Pages, RandomWeights
 from paceline.decoder import Decoder, GraphRunner
 from paceline.kernels import (
     NotedBlock,

@@ -1,9 +1,10 @@
-"""Training batches: documents shuffled anew each epoch and cut into rows of equal length."""
+"""Batches: rows of shuffled documents, whole texts of similar length, and answers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -118,3 +119,116 @@ def _end_with_copy(row: IntArray, random: np.random.Generator) -> None:
     start = int(random.integers(0, kept - length + 1))
     row[kept] = _SEPARATOR_PLACE
     row[kept + 1 :] = row[start : start + length]
+
+
+PADDING = -1
+_SORTED = 64  # texts among which those of a batch are chosen by length: less padding
+_ROUND = 32  # rows have a multiple of this length
+
+
+class WholeTexts:
+    """An endless sequence of batches that can be resumed at any `position`.
+
+    A row is one text from its beginning, so its tokens have the context that they will have when
+    drafted. The order is a function of (seed, epoch) alone.
+    """
+
+    def __init__(self, starts: Sequence[int], seed: int = 0) -> None:
+        """Texts that lie one after the other; `starts` has the first index of each, and the end."""
+        self.position = Position()
+        self._texts = list(pairwise(starts))
+        self._seed = seed
+        self._epoch: list[list[int]] | None = None
+
+    def next(self, rows: int, length: int, documents: int | None = None) -> Tensor:
+        """The next batch: int64 [n, longest], indices of tokens, `PADDING` after a text's end.
+
+        A batch has about `rows` * `length` tokens: an even number of texts, two or more.
+        """
+        at = self.position
+        if at.length != rows * length:
+            at.epoch, at.row = at.epoch + (at.length != 0), 0
+            at.length, self._epoch = rows * length, None
+        if self._epoch is None:
+            self._epoch = self._batches()
+        if at.row == len(self._epoch):
+            at.epoch, at.row = at.epoch + 1, 0
+            self._epoch = self._batches()
+        texts = [self._texts[number] for number in self._epoch[at.row]]
+        at.row += 1
+        longest = max(end - start for start, end in texts)
+        batch = torch.full((len(texts), -(-longest // _ROUND) * _ROUND), PADDING)
+        for row, (start, end) in zip(batch, texts, strict=True):
+            row[: end - start] = torch.arange(start, end)
+        return batch
+
+    def seek(self, position: Position) -> None:
+        """Go on from a position read earlier from `position`."""
+        self.position, self._epoch = position, None
+
+    def _batches(self) -> list[list[int]]:
+        """Numbers of the texts of each batch of the epoch."""
+        draw = np.random.default_rng((self._seed, self.position.epoch))
+        order = draw.permutation(len(self._texts)).tolist()
+        batches: list[list[int]] = []
+        for begin in range(0, len(order), _SORTED):
+            near = sorted(order[begin : begin + _SORTED], key=self._length)
+            pairs = [near[i : i + 2] for i in range(0, len(near) - 1, 2)]
+            current: list[int] = []
+            for pair in pairs:
+                padded = (len(current) + 2) * self._length(pair[-1])
+                if current and padded > self.position.length:
+                    batches.append(current)
+                    current = []
+                current = [*current, *pair]
+            if current:
+                batches.append(current)
+        return [batches[number] for number in draw.permutation(len(batches))]
+
+    def _length(self, number: int) -> int:
+        start, end = self._texts[number]
+        return end - start
+
+
+class Answers:
+    """An endless sequence of batches that can be resumed at any `position`.
+
+    An answer is drawn in proportion to its length, so all tokens of answers are as likely. A batch
+    is a function of (seed, number of the batch) alone.
+    """
+
+    def __init__(
+        self, starts: Sequence[int], answers: Sequence[int], window: int, seed: int = 0
+    ) -> None:
+        """Texts that lie one after the other.
+
+        Args:
+            starts: The first index of each text, and the end.
+            answers: The first index of each text's answer.
+            window: Tokens before an answer that are read with it.
+            seed: Of the draws.
+        """
+        self.position = Position()
+        self._starts, self._ends = np.array(starts[:-1]), np.array(starts[1:])
+        self._answers, self._window, self._seed = np.array(answers), window, seed
+
+    def next(self, rows: int, length: int, documents: int | None = None) -> Tensor:
+        """The next batch: int64 [rows, longest], indices of tokens, `PADDING` after a row's end.
+
+        A row is the window before an answer and its first `length` tokens.
+        """
+        draw = np.random.default_rng((self._seed, self.position.row))
+        self.position.row += 1
+        ends = np.minimum(self._ends, self._answers + length)
+        counts = ends - self._answers
+        drawn = draw.choice(len(counts), rows, p=counts / counts.sum())
+        begins = np.maximum(self._starts, self._answers - self._window)[drawn]
+        sizes = ends[drawn] - begins
+        batch = torch.full((rows, int(sizes.max())), PADDING)
+        for row, begin, size in zip(batch, begins.tolist(), sizes.tolist(), strict=True):
+            row[:size] = torch.arange(begin, begin + size)
+        return batch
+
+    def seek(self, position: Position) -> None:
+        """Go on from a position read earlier from `position`."""
+        self.position = position

@@ -1,25 +1,20 @@
-"""`paceline train target`, `lm`, `longspec`, `dspark`, `budget`, `online` and `own-text`."""
+"""`paceline train target`, `lm`, `longspec`, `dspark`, `online` and `own-text`."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from paceline.train.budget.preset import PRESETS as BUDGET_PRESETS
-from paceline.train.dspark.preset import PRESETS as DSPARK_PRESETS
-from paceline.train.longspec.preset import PRESETS as LONGSPEC_PRESETS
-from paceline.train.online.preset import PRESETS as ONLINE_PRESETS
-from paceline.train.preset import PRESETS
+from paceline.train.presets import DSPARK_PRESETS, LM_PRESETS, LONGSPEC_PRESETS, ONLINE_PRESETS
 
 if TYPE_CHECKING:
     from paceline.train.corpus import Corpus
-    from paceline.train.loop import Run
-    from paceline.train.preset import Preset
+    from paceline.train.presets import Preset
+    from paceline.train.run import Run
 
 _DEMO = Path("models/demo")
 _HELDOUT_FILES = 12  # as in every preset: drafters are measured on files that no target trained on
@@ -30,9 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the sub-commands of `paceline train` to `parser`."""
     commands = parser.add_subparsers(dest="train_command", required=True, metavar="MODEL")
     target = commands.add_parser("target", help="train a target")
-    _add_common(target, sorted(PRESETS), preset="cpu", out=_DEMO / "target")
+    _add_common(target, sorted(LM_PRESETS), preset="cpu", out=_DEMO / "target")
     lm = commands.add_parser("lm", help="distil a target into a small drafter LM")
-    _add_common(lm, sorted(PRESETS), preset="lm", out=_DEMO / "lm")
+    _add_common(lm, sorted(LM_PRESETS), preset="lm", out=_DEMO / "lm")
     _add_target(lm)
     longspec = commands.add_parser("longspec", help="train a LongSpec layer for a target")
     _add_common(longspec, sorted(LONGSPEC_PRESETS), preset="cpu", out=_DEMO / "longspec")
@@ -51,25 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dspark.add_argument(
         "--no-heads", action="store_true", help="without sequential and confidence head: DFlash"
     )
-    budget = commands.add_parser("budget", help="make a drafter robust to its KV budget")
-    _add_common(budget, sorted(BUDGET_PRESETS), preset="cpu", out=_DEMO / "longspec-budget")
-    _add_target(budget)
-    budget.add_argument(
-        "--from", dest="start", type=Path, default=_DEMO / "longspec", metavar="DIR",
-        help="trained drafter to begin with: a LongSpec layer or a small language model",
-    )  # fmt: skip
-    budget.add_argument(
-        "--budgets", type=_numbers(int), metavar="B,B,...",
-        help="KV budgets to draw from, in tokens; a single one is the single-budget ablation",
-    )  # fmt: skip
-    budget.add_argument(
-        "--weights", type=_numbers(float), default=(), metavar="W,W,...",
-        help="how often each of --budgets is drawn; default: evenly",
-    )  # fmt: skip
-    budget.add_argument(
-        "--sparse-weight", type=float, metavar="LAMBDA",
-        help="weight of the sparse-cache loss; 0: full cache alone",
-    )  # fmt: skip
     online = commands.add_parser("online", help="train a drafter further on recorded texts")
     _add_common(online, sorted(ONLINE_PRESETS), preset="cpu")
     _add_target(online)
@@ -121,20 +97,19 @@ def run(args: argparse.Namespace) -> int:
 def _target(args: argparse.Namespace) -> None:
     from paceline.train.target import train_target
 
-    preset = PRESETS[args.preset]
+    preset = LM_PRESETS[args.preset]
     train_target(_corpus(args, preset), preset, _run(args, preset), args.out)
 
 
 def _lm(args: argparse.Namespace) -> None:
     from paceline.train.lm import train_lm
 
-    preset = PRESETS[args.preset]
+    preset = LM_PRESETS[args.preset]
     train_lm(args.target, _corpus(args, preset), preset, _run(args, preset), args.out)
 
 
 def _longspec(args: argparse.Namespace) -> None:
-    from paceline.train.longspec.instruct import train_longspec_instruct
-    from paceline.train.longspec.run import train_longspec
+    from paceline.train.longspec import LongSpecRecipe
 
     preset = LONGSPEC_PRESETS[args.preset]
     preset = replace(
@@ -142,45 +117,22 @@ def _longspec(args: argparse.Namespace) -> None:
         offset=preset.offset and not args.no_offset,
         noise=preset.noise and not args.no_noise,
     )
-    given = args.target, _corpus(args), preset, _run(args, preset), args.out
-    if preset.conversations:
-        train_longspec_instruct(*given, args.own_text)
-    else:
-        _no_own_text(args)
-        train_longspec(*given)
+    recipe = LongSpecRecipe(args.target, preset)
+    recipe.train(_corpus(args), _run(args, preset), args.out, args.own_text)
 
 
 def _dspark(args: argparse.Namespace) -> None:
-    from paceline.train.dspark.instruct import train_dspark_instruct
-    from paceline.train.dspark.run import train_dspark
+    from paceline.train.dspark import DSparkRecipe
 
     preset = DSPARK_PRESETS[args.preset]
     if args.no_heads:
         preset = preset.without_heads()
-    given = args.target, _corpus(args), preset, _run(args, preset), args.out
-    if preset.conversations:
-        train_dspark_instruct(*given, args.own_text)
-    else:
-        _no_own_text(args)
-        train_dspark(*given)
-
-
-def _budget(args: argparse.Namespace) -> None:
-    from paceline.train.budget.run import train_budget
-
-    preset = BUDGET_PRESETS[args.preset]
-    if args.weights and not args.budgets:
-        raise ValueError("--weights needs --budgets: it has one number for each of them")
-    if args.budgets:
-        preset = preset.with_budgets(args.budgets, args.weights)
-    if args.sparse_weight is not None:
-        preset = replace(preset, sparse_weight=args.sparse_weight)
-    run = _run(args, preset)
-    train_budget(args.target, args.start, _corpus(args), preset, run, args.out)
+    recipe = DSparkRecipe(args.target, preset)
+    recipe.train(_corpus(args), _run(args, preset), args.out, args.own_text)
 
 
 def _online(args: argparse.Namespace) -> None:
-    from paceline.train.online.run import train_online
+    from paceline.train.online import train_online
 
     preset = ONLINE_PRESETS[args.preset]
     if args.old_share is not None:
@@ -194,7 +146,7 @@ def _online(args: argparse.Namespace) -> None:
 def _own_text(args: argparse.Namespace) -> None:
     from paceline.decoder import Decoder
     from paceline.train.conversations import write_conversations
-    from paceline.train.tokenizer import encode_all, load_tokenizer
+    from paceline.train.corpus import encode_all, load_tokenizer
 
     tokenizer = load_tokenizer(args.target)
     documents = encode_all(tokenizer, _corpus(args).train)
@@ -202,14 +154,9 @@ def _own_text(args: argparse.Namespace) -> None:
     write_conversations(decoder, tokenizer, documents, args.count, args.out, args.seed)
 
 
-def _no_own_text(args: argparse.Namespace) -> None:
-    if args.own_text:
-        raise ValueError(f"preset {args.preset} reads no --own-text: give --preset smollm2")
-
-
 _COMMANDS = {
-    "target": _target, "lm": _lm, "longspec": _longspec, "dspark": _dspark, "budget": _budget,
-    "online": _online, "own-text": _own_text,
+    "target": _target, "lm": _lm, "longspec": _longspec, "dspark": _dspark, "online": _online,
+    "own-text": _own_text,
 }  # fmt: skip
 
 
@@ -226,7 +173,7 @@ def _run(args: argparse.Namespace, preset: Any) -> Run:
     """The run of the arguments; `preset` has the default `minutes` and `steps`."""
     import torch
 
-    from paceline.train.loop import Run
+    from paceline.train.run import Run
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and "LOCAL_RANK" in os.environ:  # started by `accelerate launch`
@@ -282,18 +229,6 @@ def _model(text: str) -> Path:
     from paceline.harness.models import model_path
 
     return model_path(text)
-
-
-_Number = TypeVar("_Number", int, float)
-
-
-def _numbers(kind: Callable[[str], _Number]) -> Callable[[str], tuple[_Number, ...]]:
-    """A parser of comma-separated numbers."""
-
-    def numbers(text: str) -> tuple[_Number, ...]:
-        return tuple(kind(part) for part in text.split(","))
-
-    return numbers
 
 
 def _default_work() -> Path:

@@ -1,18 +1,26 @@
-"""The text a model is trained on: which files, in which order, and which are held out."""
+"""The text a model is trained on, which files are held out, and the demo models' tokenizer."""
+
+from __future__ import annotations
 
 import hashlib
 import json
 import os
 import sys
 import sysconfig
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
 STDLIB = "stdlib"
+
 # Installed packages have other licences; `_sysconfigdata*` describes one machine.
 _NEVER = frozenset(
     {"site-packages", "encodings", "pydoc_data", "ensurepip", "lib-dynload", "__pycache__"}
 )
+
 # Tests and vendored programs are worse training text than the library proper.
 _WIDE_ONLY = frozenset({"test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo"})
 _SIZES = (4_000, 90_000)  # bytes
@@ -113,3 +121,56 @@ def _read(path: Path, root: Path) -> Document:
 
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+Documents = Sequence[Sequence[int]]
+"""Token ids of each document."""
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+def train_tokenizer(texts: Iterable[str], vocabulary: int, context: int) -> PreTrainedTokenizerFast:
+    """Learn a byte-level BPE of `vocabulary` tokens from `texts`.
+
+    Every text round-trips. Id 0 is `<|endoftext|>`, which both opens and ends
+    a document; `encode` adds no special token by itself. `context` (tokens) is only recorded.
+    """
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=vocabulary,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        model_max_length=context,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """Read the tokenizer of a model folder.
+
+    Raises FileNotFoundError if the folder holds no tokenizer.json.
+    """
+    if not (folder / "tokenizer.json").is_file():
+        raise FileNotFoundError(f"{folder} holds no tokenizer.json: give a model folder")
+    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(folder)
+    return tokenizer
+
+
+def encode_all(
+    tokenizer: PreTrainedTokenizerFast, documents: Iterable[Document]
+) -> list[list[int]]:
+    """Token ids of each document, whole and without special tokens."""
+    # The Rust tokenizer below does not warn that a file is longer than the context.
+    inner = tokenizer.backend_tokenizer
+    return [e.ids for e in inner.encode_batch([d.text for d in documents])]

@@ -1,48 +1,173 @@
-"""The training loop of every model: batches, steps, checkpoints."""
+"""The training loop of every model: clock, optimizer, batches, steps, checkpoints."""
 
+from __future__ import annotations
+
+import os
+import signal
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import cast
+from statistics import median
+from types import FrameType
+from typing import Any, Self, cast
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
-from paceline.train.batches import Rows
-from paceline.train.checkpoint import Progress, load_run, save_run
-from paceline.train.interrupt import Interrupts
-from paceline.train.optim import Optimizer
-from paceline.train.schedule import Clock, Plan
+from paceline.train.batches import Position, Rows
+from paceline.train.presets import Plan
+from paceline.train.run import Progress, Run
+
+# A step this many times the usual one was paused (SIGSTOP, suspend), not slow.
+_PAUSE_FACTOR = 20.0
+
+
+@dataclass
+class Clock:
+    """Time spent stepping, in seconds; what a pause adds to one step is not counted."""
+
+    elapsed: float = 0.0
+    _recent: list[float] = field(default_factory=list)
+
+    def add(self, seconds: float) -> None:
+        """Count one step of `seconds`."""
+        if len(self._recent) >= 5:
+            usual = median(self._recent)
+            if seconds > _PAUSE_FACTOR * usual:
+                seconds = usual
+        self._recent = [*self._recent[-20:], seconds]
+        self.elapsed += seconds
+
+
+class Interrupts:
+    """A context manager in which SIGINT and SIGTERM only set `seen`.
+
+    It must be entered in the main thread: Python allows signal handlers in no other.
+    """
+
+    seen = False
+
+    def __enter__(self) -> Self:
+        self._before = {s: signal.signal(s, self._note) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.seen = True
+
+
+# Embedding tables: most rows get no gradient in a batch, so Muon does not apply.
+_TABLES = ("embed", "markov_w")
+
+
+class Optimizer:
+    """Two optimizers that step as one, with learning rates scaled by a common factor."""
+
+    def __init__(self, model: nn.Module, muon_rate: float | None, adamw_rate: float) -> None:
+        """Split `model`'s parameters: matrices that are no embedding tables go to Muon.
+
+        `model` must be on its device. With a `muon_rate` of None all parameters go to AdamW.
+        """
+        trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        by_muon = {n for n, p in trained if muon_rate and _is_matrix(n, p)}
+        self._parts: list[optim.Optimizer] = []
+        self._rates: list[float] = []
+        if muon_rate and by_muon:
+            matrices = [p for n, p in trained if n in by_muon]
+            self._parts.append(
+                optim.Muon(
+                    matrices,
+                    lr=muon_rate,
+                    momentum=0.95,
+                    weight_decay=0.01,
+                    adjust_lr_fn="original",
+                )
+            )
+            self._rates.append(muon_rate)
+        rest = [p for n, p in trained if n not in by_muon]
+        fused = all(p.is_cuda for p in rest)
+        self._parts.append(
+            optim.AdamW(rest, lr=adamw_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=fused)
+        )
+        self._rates.append(adamw_rate)
+        self._parameters = [p for _, p in trained]
+
+    def step(self, factor: float) -> None:
+        """Apply the gradients with every learning rate times `factor`, then drop them."""
+        nn.utils.clip_grad_norm_(self._parameters, 1.0)
+        for part, rate in zip(self._parts, self._rates, strict=True):
+            for group in part.param_groups:
+                group["lr"] = rate * factor
+            part.step()
+            part.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of both optimizers."""
+        return {"parts": [part.state_dict() for part in self._parts]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a state written by `state_dict`."""
+        for part, kept in zip(self._parts, state["parts"], strict=True):
+            part.load_state_dict(kept)
+
+
+def _is_matrix(name: str, parameter: nn.Parameter) -> bool:
+    if parameter.ndim != 2 or min(parameter.shape) == 1:
+        return False
+    return not any(table in name for table in _TABLES)
+
+
+_CHECKPOINT = "run.pt"
+
+
+def save_run(
+    folder: Path, model: nn.Module, optimizer: Optimizer, batches: Rows, progress: Progress
+) -> None:
+    """Write everything that a bit-exact resumption needs: weights, optimizer, data position, RNG.
+
+    The file is replaced whole, so a run killed while writing keeps the checkpoint before.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "position": asdict(batches.position),
+        "progress": asdict(progress),
+        "rng": torch.get_rng_state(),
+    }
+    partial = folder / (_CHECKPOINT + ".partial")
+    torch.save(state, partial)
+    os.replace(partial, folder / _CHECKPOINT)
+
+
+def load_run(
+    folder: Path, model: nn.Module, optimizer: Optimizer, batches: Rows
+) -> Progress | None:
+    """Restore what `save_run` wrote; None if `folder` holds no run.
+
+    `begin_run` has checked that it is the same run.
+    """
+    path = folder / _CHECKPOINT
+    if not path.is_file():
+        return None
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    batches.seek(Position(**state["position"]))
+    torch.set_rng_state(state["rng"])
+    return Progress(**state["progress"])
+
 
 Loss = Callable[[nn.Module, Tensor, float], Tensor]
 """(model, indices into the stream: int64 [rows, length + 1], share of the run done, 0 to 1) ->
 scalar loss in nats per token."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """Where and how long to train.
-
-    `work` holds the checkpoints, written every `every` seconds; `minutes` counts stepping only,
-    not pauses. `device` is "cpu" or a CUDA device; with `bf16` the forward pass runs in bf16
-    autocast there. Gradients of a batch are accumulated over `accumulate` parts. `force` lets the
-    run replace a model in its output folder.
-    """
-
-    work: Path
-    minutes: float
-    steps: int
-    device: str = "cpu"
-    every: float = 240.0
-    bf16: bool = True
-    compile: bool = False
-    log_steps: int = 20
-    accumulate: int = 1
-    force: bool = False
 
 
 def train(

@@ -1,9 +1,26 @@
-"""The Llama-type model of a preset."""
+"""Language models in transformers: making, reading, writing and measuring them."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
-from paceline.train.preset import Preset
+from paceline.decoder import plain_folder, store_int8
+from paceline.train.corpus import Documents
+from paceline.train.presets import Preset
+from paceline.train.run import Progress, cleared
 
 
 def build_model(preset: Preset, eos: int, seed: int = 0) -> LlamaForCausalLM:
@@ -24,3 +41,112 @@ def build_model(preset: Preset, eos: int, seed: int = 0) -> LlamaForCausalLM:
         eos_token_id=eos,
     )
     return LlamaForCausalLM(config)
+
+
+def load_model(folder: Path, dtype: torch.dtype) -> Any:
+    """The model of a Hugging Face folder, whose weights may be in 8-bit blocks."""
+    with tempfile.TemporaryDirectory() as copy:
+        plain = plain_folder(folder, Path(copy))
+        return AutoModelForCausalLM.from_pretrained(plain, dtype=dtype)
+
+
+def save_model(
+    folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
+) -> LlamaForCausalLM:
+    """Write an HF model folder (8-bit blocks, config, tokenizer); `model` becomes bf16.
+
+    Files of an older model in `folder` are removed. Returns the model as read back from there, for
+    measurements.
+    """
+    cleared(folder).mkdir(parents=True, exist_ok=True)
+    model.to(torch.bfloat16)  # type: ignore[arg-type]
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    store_int8(folder)
+    shipped: LlamaForCausalLM = load_model(folder, torch.bfloat16).to(model.device)
+    return shipped
+
+
+def next_token_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    """Mean cross-entropy in nats per token; `batch` is int64 [rows, length + 1]."""
+    logits = model(input_ids=batch[:, :-1], use_cache=False).logits
+    return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+
+
+@torch.no_grad()
+def text_loss(model: nn.Module, documents: Documents, length: int = 1024) -> float:
+    """Mean loss in nats per token over `documents`, read in windows of `length` tokens.
+
+    Raises ValueError if no document has two tokens.
+    """
+    total, count = 0.0, 0
+    model.eval()
+    for window in _windows(documents, length, next(model.parameters()).device):
+        with torch.autocast(window.device.type, torch.bfloat16):
+            value = next_token_loss(model, window)
+        total += value.item() * (window.shape[1] - 1)
+        count += window.shape[1] - 1
+    return total / count
+
+
+def distinct_ngrams(ids: Sequence[int], n: int = 4) -> float:
+    """Share of n-grams that are distinct: 1 for text that never repeats, near 0 for a loop."""
+    grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
+    return len(set(grams)) / len(grams) if grams else 1.0
+
+
+def _windows(documents: Documents, length: int, device: torch.device) -> Iterator[Tensor]:
+    """Windows of up to `length` + 1 tokens, int64 [1, tokens], that overlap by one token."""
+    starts = [(ids, s) for ids in documents for s in range(0, len(ids) - 1, length)]
+    if not starts:
+        raise ValueError("no text to measure: every document is shorter than two tokens")
+    for ids, start in starts:
+        yield torch.tensor([ids[start : start + length + 1]], device=device)
+
+
+STDLIB_HEADER = """---
+license: other
+license_name: psf-2.0
+license_link: https://docs.python.org/3/license.html
+library_name: paceline
+pipeline_tag: text-generation
+---
+"""
+STDLIB_LICENCE = (
+    "The training text is source code of Python, © Python Software Foundation, under the PSF "
+    "licence (https://docs.python.org/3/license.html). The model can recite parts of it; treat "
+    "what it writes as derived from that source."
+)
+LICENCES = {
+    True: STDLIB_LICENCE,
+    False: "The licence is that of the training text: look it up before passing the model on.",
+}
+"""Licence of a model, by whether it was trained on the standard library."""
+
+
+def shape_text(p: Preset, model: nn.Module) -> str:
+    """Shape of a language model, for its card."""
+    parameters = sum(each.numel() for each in model.parameters())
+    return (
+        f"- {parameters / 1e6:.1f} M parameters, in 8-bit blocks: width {p.width}, "
+        f"{p.layers} layers, {p.heads} heads over {p.kv_heads} KV heads of {p.head_width}, "
+        f"feed-forward {p.ff}, tied embedding\n"
+        f"- context {p.context} tokens, rope theta {p.rope_theta:g}\n"
+        f"- byte-level BPE of {p.vocabulary} tokens; `<|endoftext|>` opens and ends a text\n"
+    )
+
+
+def schedule_text(p: Preset, progress: Progress) -> str:
+    """Schedule and budgets of a language model's run, for its card."""
+    stages = ", then ".join(
+        f"{stage.rows} × {stage.length} tokens for {stage.share:.0%} of the time"
+        + (f" from the first {p.focus_files} files alone" if stage.focus else "")
+        for stage in p.stages
+    )
+    copies = (
+        f" {p.copy_share:.0%} of the rows end with a second copy of a piece of themselves, to "
+        "train copying."
+        if p.copy_share
+        else ""
+    )
+    return f"{progress.description}.\nSteps: {stages}.{copies}\n"

@@ -1,21 +1,116 @@
-"""Texts that a target writes itself, for training its drafters."""
+"""Texts that a target writes itself, token for token as a verifier would emit them."""
+
+from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from rich.progress import track
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from paceline.decoder import Decoder
-from paceline.kernels.sampling import SamplingParams
-from paceline.train.author import Task, write_texts
-from paceline.train.evaluate import Documents
+from paceline.decoder import Decoder, LocalCache
+from paceline.kernels import TreeSegment, plan_trees
+from paceline.kernels.sampling import History, SamplingParams, choose_token
+from paceline.kernels.trees import MAX_TREE_NODES
+from paceline.train.corpus import Documents
+
+_TOGETHER = 48  # sequences a step: linear layers read their weights once for all
+
+
+@dataclass(frozen=True)
+class Task:
+    """A text to generate: prompt, sampling parameters, and number of tokens to add."""
+
+    prompt: Sequence[int]
+    params: SamplingParams
+    count: int
+
+
+class _Writing:
+    """A text being written."""
+
+    def __init__(self, number: int, task: Task, cache: LocalCache) -> None:
+        self.number, self.task, self.cache = number, task, cache
+        self.tokens = list(task.prompt)
+        self.history = History(task.prompt)
+
+    def add(self, logits: Tensor) -> int:
+        """Append the token that the sampling contract determines."""
+        token = choose_token(logits, self.task.params, len(self.tokens), self.history)
+        self.tokens.append(token)
+        self.history.push(token)
+        return token
+
+    @property
+    def written(self) -> list[int]:
+        return self.tokens[len(self.task.prompt) :]
+
+
+def write_texts(
+    decoder: Decoder, tasks: Iterable[Task], stop: int | None
+) -> Iterator[tuple[int, list[int]]]:
+    """Yield (number of the task, the tokens added) as texts are finished, in any order.
+
+    A text ends at its count or with the token `stop`, which is included.
+    """
+    waiting = enumerate(tasks)
+    active: list[_Writing] = []
+    for number, task in waiting:
+        writing = _Writing(number, task, LocalCache(decoder.config))
+        writing.add(_read_prompt(decoder, writing))
+        active.append(writing)
+        while len(active) == _TOGETHER:
+            yield from _finished(active, stop)
+            if len(active) == _TOGETHER:
+                _step(decoder, active)
+    while active:
+        yield from _finished(active, stop)
+        if active:
+            _step(decoder, active)
+
+
+def _finished(active: list[_Writing], stop: int | None) -> Iterator[tuple[int, list[int]]]:
+    """Take finished texts out of `active`."""
+    for writing in list(active):
+        if len(writing.written) >= writing.task.count or writing.tokens[-1] == stop:
+            active.remove(writing)
+            yield writing.number, writing.written
+
+
+def _read_prompt(decoder: Decoder, writing: _Writing) -> Tensor:
+    """Prefill the prompt; returns the logits of its last token, [vocabulary]."""
+    prompt, cache = writing.tokens, writing.cache
+    cache.reserve(len(prompt))
+    for start in range(0, len(prompt), MAX_TREE_NODES):
+        part = torch.tensor(prompt[start : start + MAX_TREE_NODES])
+        plan = plan_trees([TreeSegment(0, start, None, len(part))])
+        last = torch.tensor([len(part) - 1])
+        logits = decoder.forward(part, plan, [cache], logit_rows=last).logits[0]
+        cache.commit(range(len(part)))
+    return logits
+
+
+def _step(decoder: Decoder, active: Sequence[_Writing]) -> None:
+    """Add one token to each text."""
+    for writing in active:
+        writing.cache.reserve(1)
+    blocks = [TreeSegment(i, len(w.cache), None, 1) for i, w in enumerate(active)]
+    tokens = torch.tensor([writing.tokens[-1] for writing in active])
+    caches = [writing.cache for writing in active]
+    logits = decoder.forward(tokens, plan_trees(blocks), caches, logit_rows=None).logits
+    for writing, row in zip(active, logits, strict=True):
+        writing.cache.commit([0])
+        writing.add(row)
+
 
 PROMPT = 128
 """Tokens of a random prompt."""
+
 _LENGTH = 512  # tokens of a whole text
 
 

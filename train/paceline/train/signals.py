@@ -14,10 +14,65 @@ from rich.progress import track
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.decoder import Decoder, LocalCache, open_model
-from paceline.kernels import TreeSegment, plan_trees
+from paceline.decoder import Decoder, LocalCache, ModelSource, open_model
+from paceline.kernels import CHUNK, TreeSegment, plan_trees
 
-_BLOCK = 256  # tokens of a forward pass
+
+class TappedTarget:
+    """A target that returns the hidden states that a verifier of it would export."""
+
+    def __init__(self, decoder: Decoder, source: ModelSource, taps: Sequence[int]) -> None:
+        """Take a target's decoder and its files; `taps` are layers, 0 for the first."""
+        device, config = decoder.device, decoder.config
+        self.decoder = decoder
+        self.head = source.vocabulary(config.dtype)[1].to(device)
+        """LM head `[V, hidden]`."""
+        self.caches: list[LocalCache] = []
+        """Of the texts that were read last."""
+        self._norm = source.tensor("model.norm.weight", torch.float32, device)
+        self._taps = tuple(taps)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token embedding, fp32 `[..., hidden]`."""
+        rows: Tensor = self.decoder.embed(tokens.flatten())
+        return rows.view(*tokens.shape, -1)
+
+    def read(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Read texts.
+
+        Args:
+            tokens: int64 `[B, S]`.
+
+        Returns:
+            Outputs of the tapped layers side by side, `[B * S, taps * hidden]` in the target's
+            type, and hidden states for the LM head, fp32 `[B * S, hidden]`.
+        """
+        texts, length = tokens.shape
+        config, device = self.decoder.config, self.decoder.device
+        while len(self.caches) < texts:
+            self.caches.append(LocalCache(config, device))
+        for cache in self.caches:
+            cache.truncate(0)
+            cache.reserve(length)
+        blocks = [
+            TreeSegment(text, start, None, min(CHUNK, length - start))
+            for text in range(texts)
+            for start in range(0, length, CHUNK)
+        ]
+        layers = sorted({*self._taps, config.layers - 1})
+        with torch.autocast(tokens.device.type, enabled=False):
+            outputs = self.decoder.forward(
+                tokens.flatten(),
+                plan_trees(blocks, device=device),
+                self.caches[:texts],
+                logit_rows=torch.zeros(1, dtype=torch.int64, device=device),
+                taps=layers,
+            ).taps
+            by_layer = dict(zip(layers, outputs, strict=True))
+            norm = self._norm
+            states = F.rms_norm(outputs[-1].float(), norm.shape, norm, config.norm_eps)
+        tapped = [by_layer[layer] for layer in self._taps]
+        return torch.cat(tapped, dim=-1) if tapped else states[:, :0], states
 
 
 @dataclass(frozen=True)
@@ -74,40 +129,21 @@ def signals_of(
     kv = None
     if kv_layer is not None:
         kv = _mapped(work / "kv.bin", (count, 2, config.kv_heads, config.head_dim))
-    norm = open_model(target).tensor("model.norm.weight", torch.float32, "cpu")
+    reader = TappedTarget(decoder, open_model(target), taps)
     own = range(state.process_index, len(texts), state.num_processes)
     for index in track(own, "running the target", disable=not state.is_main_process):
         part = slice(starts[index], starts[index + 1])
         if hidden[part.stop - 1].any():  # written last, by an earlier call
             continue
-        outputs, cache = _run(decoder, texts[index], sorted({*taps, config.layers - 1}))
+        outputs, states = reader.read(torch.tensor(texts[index])[None])
         if kv is not None and kv_layer is not None:
-            for plane, each in enumerate(cache.layer(kv_layer)):
-                kv[part, plane] = each[:, : len(cache)].transpose(0, 1)
-        if taps:
-            tapped[part] = torch.cat([outputs[layer] for layer in taps], dim=1)
-        out = outputs[config.layers - 1].float()
-        hidden[part] = F.rms_norm(out, norm.shape, norm, config.norm_eps).bfloat16()
+            for plane, each in enumerate(reader.caches[0].layer(kv_layer)):
+                kv[part, plane] = each[:, : len(texts[index])].transpose(0, 1)
+        tapped[part] = outputs
+        hidden[part] = states.bfloat16()
     state.wait_for_everyone()
     tokens = torch.tensor([token for text in texts for token in text])
     return Signals(tokens, starts, hidden, kv, tapped)
-
-
-def _run(
-    decoder: Decoder, tokens: Sequence[int], layers: Sequence[int]
-) -> tuple[dict[int, Tensor], LocalCache]:
-    """Outputs of layers, each ``[S, hidden]``, and the cache of a text."""
-    cache = LocalCache(decoder.config)
-    cache.reserve(len(tokens))
-    parts: list[tuple[Tensor, ...]] = []
-    for start in range(0, len(tokens), _BLOCK):
-        block = torch.tensor(tokens[start : start + _BLOCK])
-        plan = plan_trees([TreeSegment(0, start, None, len(block))])
-        rows = torch.tensor([0])
-        parts.append(decoder.forward(block, plan, [cache], logit_rows=rows, taps=layers).taps)
-        cache.commit(range(len(block)))
-    outputs = (torch.cat(each) for each in zip(*parts, strict=True))
-    return dict(zip(layers, outputs, strict=True)), cache
 
 
 def _mapped(path: Path, shape: tuple[int, ...]) -> Tensor:

@@ -12,15 +12,13 @@ from pathlib import Path
 import uvloop
 from rich.table import Table
 
-from paceline.bench.drills import clients, drafters, fleet, memory, processes, swap
+from paceline.bench.drills import faults, fleet
 from paceline.bench.drills.drill import FULL, SHORT, Drill, Outcome, Scale
 from paceline.bench.drills.world import World
 from paceline.bench.models import Models
 from paceline.bench.record import Results, make_console
 
-_MODULES = (swap, processes, fleet, drafters, memory, clients)
-
-DRILLS: dict[str, Drill] = {drill.name: drill for each in _MODULES for drill in each.DRILLS}
+DRILLS: dict[str, Drill] = {drill.name: drill for drill in (*faults.DRILLS, *fleet.DRILLS)}
 
 
 def run(args: argparse.Namespace) -> int:

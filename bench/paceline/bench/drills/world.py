@@ -15,6 +15,7 @@ import grpc
 from paceline.bench.drills.drill import Outcome, Scale
 from paceline.bench.drills.load import Load, Text, running
 from paceline.bench.prompts import demo_prompts
+from paceline.bench.services import anonymous_bytes
 from paceline.client import Client, DraftOptions, RetryOptions
 from paceline.harness import ServiceProcess
 from paceline.kv.segment import SHM
@@ -192,14 +193,6 @@ async def create_cache(channel: grpc.aio.Channel, text: Text) -> verifier_pb2.Ca
         if message.HasField("created"):
             created = message.created
     return created
-
-
-def anonymous_bytes(pid: int) -> int:
-    """Anonymous resident memory of a process, which a leak increases."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise ValueError(f"/proc/{pid}/status has no RssAnon")
 
 
 def growth(before: Sequence[int], after: Sequence[int], limit: int, outcome: Outcome) -> None:

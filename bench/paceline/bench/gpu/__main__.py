@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from paceline.bench import machine
+from paceline.bench.record import describe
 
 MEASUREMENTS = {
     "bandwidth": 120.0,
@@ -40,7 +40,7 @@ def main() -> int:
         return 2
     name = "cpu" if args.device == "cpu" else torch.cuda.get_device_name()
     found: dict[str, Any] = {}
-    head = {"machine": machine.describe(), "device": name, "seed": args.seed}
+    head = {"machine": describe(), "device": name, "seed": args.seed}
     args.output.mkdir(parents=True, exist_ok=True)
     file = args.output / f"{'-'.join(name.lower().split())}.json"
     for module in args.only or MEASUREMENTS:

@@ -11,13 +11,11 @@ from functools import partial
 
 import torch
 
-from paceline.bench.gpu.cases import expected, make_case
-from paceline.bench.gpu.timing import arguments, median_ms, report
+from paceline.bench.gpu.cases import arguments, expected, make_case, median_ms, report
 from paceline.kernels.attention import cuda_backend, remember_backend
 from paceline.kernels.dense import AttentionCall
 
 SHAPES = {"1 x 32k, 16 nodes": ([32768], 16), "8 x 8k, 1 node": ([8192] * 8, 1)}
-
 _TOLERANCE = 0.02  # against float64
 
 

@@ -1,13 +1,19 @@
-"""Caches and queries for attention on a GPU, and the expected result."""
+"""Cases of measurements on a GPU, random models, and times of single actions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from paceline.decoder import DecoderConfig
 from paceline.kernels import PagedPlane, TreePlan, TreeSegment, plan_trees
 from paceline.kernels.caches import Plane, span
 
@@ -124,3 +130,141 @@ def _seen(case: Case, segment: TreeSegment) -> Tensor:
         at = torch.tensor(segment.depths) + segment.start
         seen &= torch.cat([torch.arange(segment.start), at]) > at[:, None] - case.window
     return seen
+
+
+PAGE = 256
+SMALL = DecoderConfig(
+    model_type="llama", layers=4, hidden=512, intermediate=1280, q_heads=8, kv_heads=2,
+    head_dim=64, vocab_size=4096, max_position=8192, norm_eps=1e-5,
+    rope_inv_freq=tuple(10000.0 ** (-i / 32) for i in range(32)), rope_scaling=1.0,
+    windows=(None, 300, None, None), qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False,
+    tied=True, eos_token_ids=(), bos_token_id=None, dtype=torch.float32, kv_dtype=torch.float32,
+    weights="float32",
+)  # fmt: skip
+EIGHT_BILLION = replace(
+    SMALL, layers=32, hidden=4096, intermediate=14336, q_heads=32, kv_heads=8, head_dim=128,
+    vocab_size=128_256, max_position=65_536, windows=(None,) * 32, tied=False,
+    rope_inv_freq=tuple(500000.0 ** (-i / 64) for i in range(64)), dtype=torch.bfloat16,
+    kv_dtype=torch.bfloat16, weights="bfloat16",
+)  # fmt: skip
+
+
+class RandomWeights(Mapping[str, Tensor]):
+    """Weights by their Hugging Face names, each drawn when it is read."""
+
+    def __init__(self, config: DecoderConfig, device: torch.device, seed: int) -> None:
+        self._config, self._device = config, device
+        self._generator = torch.Generator(device).manual_seed(seed)
+        width, dim = config.hidden, config.head_dim
+        q, kv, wide = config.q_heads * dim, config.kv_heads * dim, config.intermediate
+        self._shapes: dict[str, tuple[int, ...]] = {
+            "model.embed_tokens.weight": (config.vocab_size, width),
+            "lm_head.weight": (config.vocab_size, width),
+            "model.norm.weight": (width,),
+        }
+        for layer in range(config.layers):
+            base = f"model.layers.{layer}."
+            self._shapes |= {
+                f"{base}self_attn.q_proj.weight": (q, width),
+                f"{base}self_attn.k_proj.weight": (kv, width),
+                f"{base}self_attn.v_proj.weight": (kv, width),
+                f"{base}self_attn.o_proj.weight": (width, q),
+                f"{base}mlp.gate_proj.weight": (wide, width),
+                f"{base}mlp.up_proj.weight": (wide, width),
+                f"{base}mlp.down_proj.weight": (width, wide),
+                f"{base}input_layernorm.weight": (width,),
+                f"{base}post_attention_layernorm.weight": (width,),
+            }
+
+    def __getitem__(self, name: str) -> Tensor:
+        shape = self._shapes[name]
+        drawn = torch.empty(shape, dtype=self._config.dtype, device=self._device)
+        drawn.normal_(generator=self._generator)
+        return drawn.mul_(1.5 * shape[-1] ** -0.5) if len(shape) > 1 else drawn.mul_(0.2).add_(1.0)
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+
+class Pages:
+    """KV of one sequence in shuffled pages of a pool; a cache for the decoder."""
+
+    table = None
+
+    def __init__(self, config: DecoderConfig, device: torch.device, slots: int) -> None:
+        count = -(-slots // PAGE)
+        shape = (count, config.layers, 2, config.kv_heads, PAGE, config.head_dim)
+        self.pool = torch.full(shape, torch.nan, dtype=config.dtype, device=device)
+        tables = torch.randperm(count).int().to(device)[None]
+        self._planes = [
+            (
+                PagedPlane(self.pool[:, layer, 0], tables, 0, count * PAGE),
+                PagedPlane(self.pool[:, layer, 1], tables, 0, count * PAGE),
+            )
+            for layer in range(config.layers)
+        ]
+
+    def layer(self, index: int) -> tuple[PagedPlane, PagedPlane]:
+        """Keys and values of a layer."""
+        return self._planes[index]
+
+
+def arguments() -> torch.device:
+    """The device of the command line; seeds torch with the second argument."""
+    torch.manual_seed(int(sys.argv[2]))
+    return torch.device(sys.argv[1])
+
+
+def report(name: str, value: Any) -> None:
+    """Print a result as a line of JSON, at once: it stays if a later measurement fails."""
+    print(json.dumps({name: value}), flush=True)
+
+
+def median_ms(action: Callable[[], object], device: torch.device, repeats: int = 20) -> float:
+    """Median milliseconds of an action on an idle device; on a GPU with cold caches."""
+    for _ in range(3):
+        action()
+    times = []
+    if device.type != "cuda":
+        for _ in range(3):
+            began = time.perf_counter()
+            action()
+            times.append((time.perf_counter() - began) * 1e3)
+        return statistics.median(times)
+    flush = torch.empty(1 << 28, dtype=torch.uint8, device=device)
+    for _ in range(repeats):
+        flush.zero_()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        action()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times)
+
+
+def graphed(action: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """The action as a replay of a CUDA graph, so that launches by the CPU are not timed."""
+    if device.type != "cuda":
+        return action
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        action()
+        action()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        action()
+    return graph.replay
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes read and written by a large copy. Unit: GB/s."""
+    size = 1 << (32 if device.type == "cuda" else 24)
+    source = torch.empty(size, dtype=torch.uint8, device=device)
+    goal = torch.empty_like(source)
+    return 2 * size / median_ms(lambda: goal.copy_(source), device, repeats=10) / 1e6

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from paceline.bench.gpu.timing import arguments, median_ms, report
+from paceline.bench.gpu.cases import arguments, median_ms, report
 from paceline.kernels import SamplingParams, choose_tokens
 
 ROWS, VOCAB = 64, 151_936
-
 KINDS: dict[str, dict[str, float]] = {
     "greedy": {"temperature": 0.0},
     "plain": {"temperature": 0.8},

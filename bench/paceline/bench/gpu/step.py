@@ -8,8 +8,16 @@ from typing import Any
 
 import torch
 
-from paceline.bench.gpu.models import EIGHT_BILLION, SMALL, Pages, RandomWeights
-from paceline.bench.gpu.timing import arguments, copy_bandwidth, median_ms, report
+from paceline.bench.gpu.cases import (
+    EIGHT_BILLION,
+    SMALL,
+    Pages,
+    RandomWeights,
+    arguments,
+    copy_bandwidth,
+    median_ms,
+    report,
+)
 from paceline.decoder import Decoder, GraphRunner
 from paceline.kernels import NotedBlock, TreeSegment, plan_trees
 

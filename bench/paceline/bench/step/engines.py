@@ -14,13 +14,14 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging
 
-from paceline.decoder import Decoder, LocalCache
+from paceline.decoder import Decoder, LocalCache, plain_folder
 from paceline.kernels import TreeSegment, plan_trees
 
 CHUNK = 256
@@ -29,7 +30,6 @@ CHUNK = 256
 _CHUNK = 2048  # tokens of a prefill that go through transformers at once
 _DECODED = 32  # tokens of plain decoding
 _STEPS = 5  # whose median counts
-
 Figures = dict[str, float]
 
 
@@ -85,7 +85,9 @@ class TransformersEngine:
     def __init__(self, target: Path, vocab: int) -> None:
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-        self._model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).eval()
+        with TemporaryDirectory() as copy:
+            folder = plain_folder(target, Path(copy))
+            self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
         self._vocab = vocab
 
     @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""The least time of a step: its bytes over the bandwidth, its operations over the peaks.
+"""The shortest time of a step: its bytes over the bandwidth, its operations over the peaks.
 
 ``probe.c``, compiled here, measures both on as many threads as the decoder uses.
 """

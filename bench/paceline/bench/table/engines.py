@@ -14,12 +14,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol, Self
 
 from openai import APIConnectionError, AsyncOpenAI, InternalServerError
 
 from paceline.bench.services import ALWAYS, services
 from paceline.client import DraftOptions, Generation
+from paceline.decoder import plain_folder
 
 NONE = "none"
 """The mode without speculation, the first of every engine."""
@@ -30,7 +32,7 @@ _PROGRAM = Path(__file__).with_name("program.py")
 
 @dataclass(frozen=True)
 class Request:
-    """Token ids, the most new tokens, and the sampling."""
+    """Token ids, the maximum of new tokens, and the sampling."""
 
     prompt: list[int]
     tokens: int
@@ -270,17 +272,23 @@ class Program:
         self, library: str, python: str, model: Path, eos: Sequence[int], every: int = 1
     ) -> None:
         self.name, self.every = f"{library} {_format(model)}", every
-        self._command = [python, str(_PROGRAM), library, str(model), json.dumps(list(eos))]
+        self._model, self._eos = model, json.dumps(list(eos))
+        self._command = [python, str(_PROGRAM), library]
 
     async def __aenter__(self) -> Self:
+        self._copy = TemporaryDirectory()
+        model = self._model
+        if model.is_dir():
+            model = plain_folder(model, Path(self._copy.name))
         self._process = await asyncio.create_subprocess_exec(
-            *self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            *self._command, str(model), self._eos, stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         await self._ask()
         return self
 
     async def __aexit__(self, *error: object) -> None:
         await _stop(self._process)
+        self._copy.cleanup()
 
     async def answer(self, mode: str, request: Request) -> Answer:
         """See :class:`Engine`."""

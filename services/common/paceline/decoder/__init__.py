@@ -9,6 +9,7 @@ from paceline.decoder.model import AttentionObserver, Decoder, ForwardResult
 from paceline.decoder.model_source import ModelSource
 from paceline.decoder.packed import PackedWeights, Publication, packed_path, publish
 from paceline.decoder.sources import load_config, open_model, weights_fingerprint
+from paceline.decoder.weights import plain_folder, store_int8
 from paceline.kernels import KVCacheView
 
 __all__ = [
@@ -31,7 +32,9 @@ __all__ = [
     "load_config",
     "open_model",
     "packed_path",
+    "plain_folder",
     "publish",
+    "store_int8",
     "use_device",
     "weights_fingerprint",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,7 +16,7 @@ from torch.nn.functional import linear
 
 from paceline.decoder.config import UnsupportedModelError
 from paceline.kernels import cpu_kernels
-from paceline.kernels.blocks import Blocks, concatenate, quantise
+from paceline.kernels.blocks import BLOCK, Blocks, concatenate, quantise
 from paceline.kernels.linear import PackedMatrix, multiply, multiply_floats, pack, pack_blocks
 
 if TYPE_CHECKING:
@@ -116,8 +117,16 @@ def weight_files(folder: str | Path) -> list[Path]:
     )
 
 
+_SCALE = ".scale"
+_INT8 = {"format": "paceline-int8"}
+"""Metadata of a safetensors file with 8-bit blocks."""
+
+
 class Checkpoint(Mapping[str, Tensor]):
-    """Tensors of a folder by name, each read on access and not cached."""
+    """Tensors of a folder by name, each read on access and not cached.
+
+    A matrix in 8-bit blocks (:func:`store_int8`) comes as bfloat16 values.
+    """
 
     def __init__(
         self, folder: str | Path, dtype: torch.dtype, device: torch.device | str = "cpu"
@@ -130,24 +139,47 @@ class Checkpoint(Mapping[str, Tensor]):
         from safetensors import safe_open
 
         self._files: dict[str, Any] = {}
+        self._scales: dict[str, Any] = {}
         for path in weight_files(folder):
             file: Any = safe_open(str(path), framework="pt")
-            self._files.update(dict.fromkeys(file.keys(), file))
+            names = set(file.keys())
+            if file.metadata() == _INT8:
+                scales = {name for name in names if name.endswith(_SCALE)}
+                self._scales.update(dict.fromkeys(scales, file))
+                names -= scales
+            self._files.update(dict.fromkeys(names, file))
         self._dtype = dtype
         self._device = device
 
     def __getitem__(self, name: str) -> Tensor:
-        found: Tensor = self._files[name].get_tensor(name)
-        return found.to(self._device, self._dtype, copy=True)  # a copy outlives the file
+        # A copy outlives the file.
+        return self.stored(name).to(self._device, self._dtype, copy=True)
 
     def mapped(self, name: str) -> Tensor:
         """A tensor mapped from the file, whose page cache all processes share.
 
         It must not be changed, and the file must not be rewritten in place (replacing it is safe).
-        If type or device differ from the file's, the tensor is a private copy.
+        If type or device differ from the file's, or it is in 8-bit blocks, the tensor is a private
+        copy.
+        """
+        return self.stored(name).to(self._device, self._dtype)
+
+    def stored(self, name: str) -> Tensor:
+        """A tensor in the type of the file; bfloat16 if it is in 8-bit blocks.
+
+        Raises:
+            UnsupportedModelError: Blocks of other types or shapes.
         """
         found: Tensor = self._files[name].get_tensor(name)
-        return found.to(self._device, self._dtype)
+        scale = name + _SCALE
+        if scale not in self._scales:
+            return found
+        return _values(name, found, self._scales[scale].get_tensor(scale))
+
+    @property
+    def int8(self) -> bool:
+        """Whether matrices are in 8-bit blocks."""
+        return bool(self._scales)
 
     def __contains__(self, name: object) -> bool:
         return name in self._files  # without reading it
@@ -157,6 +189,77 @@ class Checkpoint(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._files)
+
+
+def _values(name: str, values: Tensor, scale: Tensor) -> Tensor:
+    """bfloat16 ``[outs, ins]`` of 8-bit blocks: int8 ``[outs, ins]``, float16 ``[outs, ins / 32]``.
+
+    Raises:
+        UnsupportedModelError: They have other types or shapes, or a scale is not finite.
+    """
+    types = (values.dtype, scale.dtype) == (torch.int8, torch.float16)
+    shapes = values.ndim == scale.ndim == 2 and values.shape == (len(scale), scale.shape[1] * BLOCK)
+    if not (types and shapes and scale.isfinite().all()):
+        raise UnsupportedModelError(
+            f"tensor {name!r} is {values.dtype} {tuple(values.shape)} with scales {scale.dtype} "
+            f"{tuple(scale.shape)}; expected int8 [outs, ins] with finite float16 "
+            f"[outs, ins / {BLOCK}]"
+        )
+    blocks = values.view(len(values), -1, BLOCK).float() * scale.float()[:, :, None]
+    return blocks.flatten(1).bfloat16()
+
+
+def store_int8(folder: Path) -> None:
+    """Rewrite the safetensors file of a folder with its matrices in 8 bits, in blocks of 32 inputs.
+
+    A matrix ``NAME`` becomes int8 ``NAME`` and float16 ``NAME.scale``: one scale for 32 inputs, by
+    the rule of llama.cpp's Q8_0. Other tensors of floats become bfloat16, and so do matrices whose
+    inputs are not a multiple of 32. :func:`plain_folder` writes a folder that other software reads.
+
+    Raises:
+        UnsupportedModelError: The folder has no weight file or several, or a weight is too large
+            for a float16 scale.
+    """
+    from safetensors.torch import save_file
+
+    file = folder / _SINGLE
+    if weight_files(folder) != [file]:
+        raise UnsupportedModelError(f"the weights of {folder} are in several files, expected one")
+    weights, stored = Checkpoint(folder, torch.float32), dict[str, Tensor]()
+    for name in weights:
+        tensor = weights.stored(name)
+        if not tensor.is_floating_point():
+            stored[name] = tensor
+        elif tensor.ndim == 2 and tensor.shape[1] % BLOCK == 0:
+            blocks = _quantise(name, tensor, 8)
+            stored[name] = (blocks.values.to(torch.int16) - blocks.offset).to(torch.int8)
+            stored[name + _SCALE] = blocks.scale.half()
+        else:
+            stored[name] = tensor.bfloat16()
+    fresh = file.with_suffix(".partial")
+    save_file(stored, fresh, metadata=_INT8)
+    fresh.replace(file)
+
+
+def plain_folder(folder: Path, copy: Path) -> Path:
+    """A folder of the same model that transformers reads.
+
+    Returns:
+        ``folder`` itself, unless its weights are 8-bit blocks. Then ``copy``, which is written with
+        plain bfloat16 tensors.
+    """
+    from safetensors.torch import save_file
+
+    weights = Checkpoint(folder, torch.bfloat16)
+    if not weights.int8:
+        return folder
+    copy.mkdir(parents=True, exist_ok=True)
+    for path in folder.iterdir():
+        if path.is_file() and path.name != _SINGLE:
+            shutil.copyfile(path, copy / path.name)
+    tensors = {name: weights.stored(name) for name in weights}
+    save_file(tensors, copy / _SINGLE, metadata={"format": "pt"})
+    return copy
 
 
 W = TypeVar("W", bound=Weight)

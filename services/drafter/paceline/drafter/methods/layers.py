@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from paceline.decoder import UnsupportedModelError, open_model
 from paceline.decoder.config import check_rope, rope_frequencies
 from paceline.decoder.model_source import remembered
-from paceline.decoder.weights import Linear, weight_files
+from paceline.decoder.weights import Checkpoint, Linear
 from paceline.kernels.blocks import quantise
 
 DRAFT_TOKENS = "d2t"
@@ -35,13 +35,8 @@ def drafted_tokens(folder: Path, config: LayerShape) -> Tensor | None:
     """
     if not config.draft_vocab_size:
         return None
-    from safetensors import safe_open
-
-    found = torch.empty(0)
-    for path in weight_files(folder):
-        file: Any = safe_open(str(path), framework="pt")
-        if DRAFT_TOKENS in file.keys():  # noqa: SIM118 - it is no mapping
-            found = file.get_tensor(DRAFT_TOKENS)
+    weights = Checkpoint(folder, torch.float32)
+    found = weights.stored(DRAFT_TOKENS) if DRAFT_TOKENS in weights else torch.empty(0)
     count, vocab = config.draft_vocab_size, config.vocab_size
     valid = found.dtype == torch.int64 and found.shape == (count,)
     if not valid or found[0] < 0 or found[-1] >= vocab or (found.diff() <= 0).any():

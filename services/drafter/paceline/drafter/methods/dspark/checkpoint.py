@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.decoder import UnsupportedModelError
-from paceline.decoder.weights import Checkpoint, take, weight_files
+from paceline.decoder.weights import Checkpoint, take
 from paceline.drafter.methods.checkpoint import (
     CONFIG_FILE,
     EMBEDDING,
@@ -31,7 +31,10 @@ from paceline.drafter.methods.layers import DRAFT_TOKENS, drafted_tokens
 
 METHOD = "dspark"
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.bfloat16}
+_DTYPES = {
+    torch.float32: torch.float32, torch.bfloat16: torch.bfloat16, torch.float16: torch.bfloat16
+}  # fmt: skip
+"""Type of a drafter by that of its tensors."""
 _OTHER_TENSORS = frozenset({EMBEDDING, HEAD, "t2d", DRAFT_TOKENS})
 """Tensors that a folder may also hold: the target's own, and maps between vocabularies."""
 
@@ -88,27 +91,24 @@ def read_dspark(folder: str | Path, target_layers: int = 0) -> tuple[DSparkConfi
             lacks a field, or is for a target of another depth.
         FileNotFoundError: There is no config.json.
     """
-    from safetensors import safe_open
-
     path = Path(folder) / CONFIG_FILE
     described = read_config_file(folder, METHOD)
     try:
         config = read_config(described, target_layers)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{path}: {error}") from error
-    for file in weight_files(folder):
-        with safe_open(str(file), framework="pt") as tensors:
-            if "fc.weight" in tensors.keys():  # noqa: SIM118 - it is no mapping
-                stored = tensors.get_slice("fc.weight").get_dtype()
-                if stored in _DTYPES:
-                    return config, _DTYPES[stored]
-                raise UnsupportedModelError(
-                    f"{file} holds tensors of the type {stored}, expected one of {list(_DTYPES)}"
-                )
-    raise UnsupportedModelError(
-        f"{folder} has no tensor 'fc.weight', expected the names of a {layout_of(described).value} "
-        "drafter"
-    )
+    weights = Checkpoint(folder, torch.float32)
+    if "fc.weight" not in weights:
+        raise UnsupportedModelError(
+            f"{folder} has no tensor 'fc.weight', expected the names of a "
+            f"{layout_of(described).value} drafter"
+        )
+    stored = weights.stored("fc.weight").dtype
+    if stored not in _DTYPES:
+        raise UnsupportedModelError(
+            f"{folder} holds tensors of the type {stored}, expected one of {list(_DTYPES)}"
+        )
+    return config, _DTYPES[stored]
 
 
 def load_weights(

@@ -1,1 +1,0 @@
-"""Training drafters that keep guessing well when their KV budget changes (BudgetDraft)."""

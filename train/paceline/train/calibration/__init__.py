@@ -1,1 +1,0 @@
-"""Sequential temperature scaling of drafters' confidences (`paceline calibrate`)."""

@@ -1,0 +1,428 @@
+"""Conversations that an instruct model writes alone, for training its drafters.
+
+After Xu et al., "Magpie: Alignment Data Synthesis from Scratch by Prompting Aligned LLMs with
+Nothing": given the head of a user's turn, the model writes the question, then answers it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from paceline.decoder import Decoder
+from paceline.drafter.recordings import Recording
+from paceline.kernels.sampling import SamplingParams
+from paceline.train.corpus import Corpus, encode_all, load_tokenizer
+from paceline.train.own_text import Task, write_texts
+from paceline.train.run import Run
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One question with its answer, as token ids in the target's chat template.
+
+    Attributes:
+        kind: ``chat``, ``code``, ``mathematics``, ``edit`` or ``document``.
+        temperature: Of the answer; 0: greedy.
+        seed: Of the answer's noise.
+        prompt: Everything before the answer.
+        answer: What the target wrote, its end-of-turn token included if it came to that.
+    """
+
+    kind: str
+    temperature: float
+    seed: int
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+
+    @property
+    def tokens(self) -> list[int]:
+        """The whole text."""
+        return [*self.prompt, *self.answer]
+
+
+def read_conversations(path: Path) -> list[Conversation]:
+    """Read a file of conversations; a last line that was cut off while writing is left out.
+
+    Raises:
+        ValueError: Another line is no conversation.
+    """
+    lines = path.read_bytes().split(b"\n")
+    found = []
+    for number, line in enumerate(lines[:-1], 1):  # each line ends with a newline
+        try:
+            row = json.loads(line)
+            row["prompt"], row["answer"] = tuple(row["prompt"]), tuple(row["answer"])
+            found.append(Conversation(**row))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"line {number} of {path} is no conversation: {error!r}; expected a file of "
+                "`paceline train own-text`"
+            ) from error
+    return found
+
+
+def _append(path: Path, conversations: Iterable[Conversation]) -> None:
+    """Add lines to the file, in one write."""
+    text = "".join(json.dumps(asdict(each)) + "\n" for each in conversations)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+_FREE_OPENINGS = ("",)
+"""Half of the chats begin with nothing: the target chooses the subject."""
+
+_CHAT_OPENINGS = (
+    "What is", "How do I", "How can", "Why do", "Why is", "Can you explain", "Explain",
+    "Tell me about", "Describe", "Compare", "What are the main differences between",
+    "Write an email", "Write a letter to", "Write a short story about", "Write a poem",
+    "Write a dialogue between", "Write a speech", "Give me ideas for", "Give me advice on",
+    "Suggest", "List", "Plan", "Help me", "I want to learn", "I am planning", "My friend",
+    "What would happen if", "Who was", "When did", "Where is", "Is it true that", "Imagine",
+    "Pretend you are", "Create a recipe", "Summarise the history of", "What does the word",
+    "Recommend", "Which is better", "What are the advantages of", "Discuss", "Argue", "Analyse",
+    "Teach me", "Outline", "Draft a blog post about", "How does", "What causes", "Should I",
+    "In what ways", "Give three examples of",
+)  # fmt: skip
+_CODE_OPENINGS = (
+    "Write a Python function that", "Write a Python function to", "Write a Python class",
+    "Write a Python program", "Write a Python script that reads", "Implement",
+    "Implement a function in Python which", "Write a test for",
+    "Complete this Python function:\n```python\ndef", "Fix the bug in this code:\n```python\ndef",
+    "Explain what this code does:\n```python\n", "Write a JavaScript function",
+    "Write an SQL query", "Write a C function", "Write a bash script",
+    "Write a recursive function", "How do I sort a list in Python", "How do I parse",
+    "Write a generator", "Write a regular expression", "Write a program that counts",
+    "Refactor this code:\n```python\n", "Write a function that takes a list of",
+    "Write a function that takes a string and returns",
+    "Write a function with a docstring:\n```python\ndef", "Create a small web server",
+    "Write a decorator", "Write a binary search", "Given a list of integers,",
+    "Given two strings,", "Write a Python dictionary", "Convert this code to Python",
+)  # fmt: skip
+_MATHEMATICS_OPENINGS = (
+    "A farmer has", "A train travels", "A shop sells", "Anna has", "Tom buys", "A class of",
+    "There are", "If a", "Maria earns", "A baker makes", "How many", "What is the sum of",
+    "Solve the equation", "Solve for x:", "Calculate", "Find the area of",
+    "Find the probability that", "A rectangle has", "A car uses", "The price of", "Peter is",
+    "In a school,", "A box holds", "Each week,", "Every day,", "A company", "Two friends",
+    "Half of the", "A factory", "A bottle contains", "What percentage of", "Simplify",
+    "Prove that", "A tank is filled", "Five workers", "Last year,", "A library has",
+    "A recipe needs", "Sam reads", "Convert",
+)  # fmt: skip
+_EDIT_OPENINGS = (
+    "Rewrite the following text:", "Correct the mistakes in the following text:",
+    "Make this text more formal:",
+    "Repeat the following text, with every number written as a word:", "Simplify this text:",
+    "Improve this text:", "Rewrite the text below in the past tense:",
+    "Add a title to the following text and keep the rest as it is:",
+    "Copy this text and put headings above its parts:", "Edit the following text for clarity:",
+    "Replace difficult words in this text by easier ones:", "Shorten the following text:",
+    "Proofread this:", "Rewrite this for children:",
+    "Return the following text with better punctuation:",
+    "Change the following text as little as possible so that it reads well:",
+)  # fmt: skip
+_EDIT_CODE_OPENINGS = (
+    "Add type hints to this code:", "Add comments to the following code:",
+    "Rename the variables in this code:", "Refactor the following code:",
+    "Write this code again with docstrings:", "Fix any bug in the following code:",
+    "Make this function faster:", "Return this code with better names:",
+)  # fmt: skip
+_DOCUMENT_OPENINGS = (
+    "Summarise the text above.", "What is the text above about?", "Continue the text above.",
+    "Write the next function of this file.", "List the functions of the file above.",
+    "Explain the code above.", "Write the beginning of the file above again.",
+    "Which classes are defined above, and what do they do?",
+    "Quote the most important lines of the text above.", "Write a test for the code above.",
+    "How would you improve the text above?", "Write documentation for the code above.",
+)  # fmt: skip
+_TOGETHER = 64  # conversations that are written before the file grows
+_SHARES = {"chat": 0.32, "code": 0.24, "mathematics": 0.2, "edit": 0.18, "document": 0.06}
+_QUESTION, _ANSWER = 128, 320  # maximum of tokens that the target writes
+_EDIT = (100, 500)  # tokens of a text to edit
+_DOCUMENT = (800, 7000)  # tokens of a document
+_DOCUMENT_ANSWER = 160
+_HEATS = (0.0, 0.7)
+
+
+@dataclass(frozen=True)
+class _Question:
+    """A user's turn; `open` if the target is to write the rest of it."""
+
+    kind: str
+    text: str
+    open: bool
+
+
+class Template:
+    """The target's chat template around one question."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        """Split the template at the question.
+
+        Raises ValueError if the tokenizer has no chat template.
+        """
+        if not tokenizer.chat_template:
+            raise ValueError("the target has no chat template: own text needs an instruct model")
+        mark = "QUESTION"
+        turn = [{"role": "user", "content": mark}]
+        text = str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
+        self._head, self._tail = text.split(mark)
+        self._tokenizer = tokenizer
+        self.stop = self._encode(self._tail)[0]
+        """The token that ends a turn."""
+
+    def head(self, text: str) -> list[int]:
+        """Token ids of the user's turn up to and including `text`."""
+        return self._encode(self._head + text)
+
+    def whole(self, question: str) -> list[int]:
+        """Token ids of everything before the answer."""
+        return self._encode(self._head + question + self._tail)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, without those of the template."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def write_conversations(
+    decoder: Decoder,
+    tokenizer: PreTrainedTokenizerFast,
+    documents: Sequence[Sequence[int]],
+    count: int,
+    path: Path,
+    seed: int = 0,
+) -> list[Conversation]:
+    """Conversations that the target writes, appended to `path` until it holds `count` or more.
+
+    Questions of the kinds chat, code and mathematics are the target's own from their first words
+    on; edits and documents are about its own answers and about pieces of `documents`. Every other
+    answer is greedy, the others have temperature 0.7, as a verifier would write them.
+
+    Args:
+        decoder: The target.
+        tokenizer: Its tokenizer, with a chat template.
+        documents: Token ids of text files.
+        count: Number of conversations.
+        path: File to write, or to go on with.
+        seed: Of all random choices. Files of different seeds have different conversations.
+
+    Raises:
+        ValueError: There is no chat template, or the file is damaged.
+    """
+    template = Template(tokenizer)
+    written = read_conversations(path) if path.is_file() else []
+    path.parent.mkdir(parents=True, exist_ok=True)
+    columns = ("own text", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns) as progress:
+        bar = progress.add_task("", total=count, completed=len(written))
+        while len(written) < count:
+            draw = np.random.default_rng((seed, len(written)))
+            questions = [
+                _question(kind, template, documents, written, draw)
+                for kind in draw.choice(list(_SHARES), _TOGETHER, p=list(_SHARES.values()))
+            ]
+            new = _answer(decoder, template, _complete(decoder, template, questions, draw), draw)
+            _append(path, new)
+            written += new
+            progress.update(bar, completed=len(written))
+    return written
+
+
+def _question(
+    kind: str,
+    template: Template,
+    documents: Sequence[Sequence[int]],
+    written: Sequence[Conversation],
+    draw: np.random.Generator,
+) -> _Question:
+    def one_of(texts: Sequence[str]) -> str:
+        return texts[int(draw.integers(len(texts)))]
+
+    def piece(lengths: tuple[int, int]) -> str:
+        ids = documents[int(draw.integers(len(documents)))]
+        length = int(np.exp(draw.uniform(*np.log(lengths))))
+        start = int(draw.integers(max(0, len(ids) - length) + 1))
+        return template.text(ids[start : start + length])
+
+    if kind == "chat":
+        return _Question(
+            kind, one_of(_FREE_OPENINGS if draw.random() < 0.5 else _CHAT_OPENINGS), True
+        )
+    if kind == "code":
+        return _Question(kind, one_of(_CODE_OPENINGS), True)
+    if kind == "mathematics":
+        return _Question(kind, one_of(_MATHEMATICS_OPENINGS), True)
+    if kind == "edit":
+        own = [each for each in written if each.kind in ("chat", "mathematics")]
+        if own and draw.random() < 0.6:
+            text = template.text(own[draw.integers(len(own))].answer)
+            return _Question(kind, f"{one_of(_EDIT_OPENINGS)}\n\n{text}", False)
+        text = f"{one_of(_EDIT_CODE_OPENINGS)}\n```\n{piece(_EDIT)}\n```"
+        return _Question(kind, text, False)
+    return _Question(kind, f"{piece(_DOCUMENT)}\n\n{one_of(_DOCUMENT_OPENINGS)}", False)
+
+
+def _complete(
+    decoder: Decoder, template: Template, questions: list[_Question], draw: np.random.Generator
+) -> list[_Question]:
+    """The questions, with the open ones written to their end."""
+    numbers = [number for number, question in enumerate(questions) if question.open]
+    tasks = [
+        Task(
+            template.head(questions[number].text),
+            SamplingParams(temperature=1.0, min_p=0.02, seed=seed),
+            _QUESTION,
+        )
+        for number, seed in zip(numbers, _seeds(draw, len(numbers)), strict=True)
+    ]
+    for index, tokens in write_texts(decoder, tasks, template.stop):
+        number = numbers[index]
+        text = questions[number].text + template.text(tokens)
+        questions[number] = _Question(questions[number].kind, text.strip(), False)
+    return questions
+
+
+def _answer(
+    decoder: Decoder, template: Template, questions: Sequence[_Question], draw: np.random.Generator
+) -> list[Conversation]:
+    seeds = _seeds(draw, len(questions))
+    tasks = []
+    for number, (question, seed) in enumerate(zip(questions, seeds, strict=True)):
+        params = SamplingParams(temperature=_HEATS[number % 2], seed=seed)
+        length = _DOCUMENT_ANSWER if question.kind == "document" else _ANSWER
+        tasks.append(Task(template.whole(question.text), params, length))
+    found = sorted(write_texts(decoder, tasks, template.stop))
+    return [
+        Conversation(
+            questions[number].kind,
+            tasks[number].params.temperature,
+            tasks[number].params.seed,
+            tuple(tasks[number].prompt),
+            tuple(answer),
+        )
+        for number, answer in found
+    ]
+
+
+def _seeds(draw: np.random.Generator, count: int) -> list[int]:
+    return [int(seed) for seed in draw.integers(1 << 62, size=count)]
+
+
+_HELD_OUT = 17  # one conversation in so many: odd, as temperatures alternate
+_TOKENS = 128  # of an answer that are measured
+
+
+@dataclass(frozen=True)
+class OwnTexts:
+    """Conversations that an instruct model wrote, as the text for its drafters."""
+
+    trained: Sequence[Conversation]
+    heldout: Sequence[Conversation]
+
+    @classmethod
+    def load(
+        cls,
+        decoder: Decoder,
+        target: Path,
+        corpus: Corpus,
+        count: int,
+        run: Run,
+        files: Sequence[Path] = (),
+    ) -> OwnTexts:
+        """Read the conversations `own-*.jsonl` in `run.work`, after these are complete.
+
+        Several processes share the writing: each has a file and a seed of its own.
+
+        Args:
+            decoder: The target.
+            target: Its folder.
+            corpus: Texts that conversations are about.
+            count: Number of conversations.
+            run: Has the folder.
+            files: Conversations that were written before. They are copied, and none is written.
+
+        Raises what `write_conversations` and `read_conversations` raise.
+        """
+        state = PartialState(cpu=True)
+        if files:
+            if state.is_main_process:
+                _copy(files, run.work)
+        else:
+            share = -(-count // state.num_processes)
+            path = run.work / f"own-{state.process_index}.jsonl"
+            if not path.is_file() or len(read_conversations(path)) < share:
+                tokenizer = load_tokenizer(target)
+                documents = encode_all(tokenizer, corpus.train)
+                seed = state.process_index
+                write_conversations(decoder, tokenizer, documents, share, path, seed)
+        state.wait_for_everyone()
+        found = [each for path in _files(run.work) for each in read_conversations(path)]
+        trained = [each for number, each in enumerate(found) if number % _HELD_OUT]
+        return cls(trained, found[::_HELD_OUT])
+
+    def frequent(self, count: int) -> Tensor:
+        """The `count` most frequent tokens, rising, int64.
+
+        Where there are too few different ones, the first tokens of the vocabulary fill up.
+        """
+        counts = Counter(range(count))  # each token once
+        for each in self.trained:
+            counts.update(each.tokens)
+        found = [token for token, _ in counts.most_common(count)]
+        return torch.tensor(sorted(found), dtype=torch.int64)
+
+    def recordings(self, count: int, depth: int) -> Mapping[str, Sequence[Recording]]:
+        """At most `count` held-out texts of each kind and temperature, with room for a draft.
+
+        Args:
+            count: Texts of a group.
+            depth: Longest path that is drafted. Unit: tokens.
+        """
+        groups: defaultdict[str, list[Recording]] = defaultdict(list)
+        for each in self.heldout:
+            group = groups[f"{each.kind}, temperature {each.temperature:g}"]
+            if len(group) < count and len(each.answer) > depth + 1:
+                answer = each.answer[:_TOKENS]
+                group.append(Recording(each.prompt, answer, each.temperature, each.seed))
+        return dict(sorted(groups.items()))
+
+    def card_section(self) -> str:
+        """The section of a model card about these texts."""
+        counts = Counter(each.kind for each in self.trained)
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in counts.most_common())
+        tokens = sum(len(each.tokens) for each in self.trained)
+        return f"""## Data
+
+{len(self.trained):,} conversations, {tokens / 1e3:,.0f} thousand tokens, that the target wrote
+itself ({kinds}). One in {_HELD_OUT} of all is held out."""
+
+
+def _files(work: Path) -> list[Path]:
+    return sorted(work.glob("own-*.jsonl"))
+
+
+def _copy(files: Sequence[Path], work: Path) -> None:
+    """Copy files to `work`, unless an earlier call did: they may have grown since."""
+    for number, file in enumerate(files):
+        path = work / f"own-{number}.jsonl"
+        if not path.is_file():
+            partial = path.with_suffix(".partial")
+            shutil.copyfile(file, partial)
+            partial.replace(path)

@@ -1,0 +1,451 @@
+"""What all runs that train a drafter share: folders, texts, held-out measurements, the card."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from statistics import mean
+from typing import Any, ClassVar, Self
+
+import torch
+from accelerate import PartialState
+from torch import nn
+
+from paceline.decoder import Decoder, store_int8
+from paceline.decoder.weights import Checkpoint
+from paceline.drafter import Drafter, Resources
+from paceline.drafter.acceptance import accepted_lengths, replay
+from paceline.drafter.methods import method_class
+from paceline.drafter.methods.base import LoadError
+from paceline.drafter.methods.checkpoint import check_target, read_fit
+from paceline.drafter.methods.dspark import (
+    DSparkConfig,
+    DSparkModel,
+    load_weights,
+    read_dspark,
+    save_dspark,
+)
+from paceline.drafter.methods.longspec import (
+    LongSpecConfig,
+    LongSpecModel,
+    TargetRef,
+    read_longspec,
+    save_longspec,
+)
+from paceline.drafter.recordings import Recording
+from paceline.kernels import processor_name
+from paceline.kernels.sampling import SamplingParams
+from paceline.train.batches import Batches, Rows
+from paceline.train.corpus import Corpus, encode_all, load_tokenizer
+from paceline.train.loop import Loss, Optimizer, train
+from paceline.train.model import load_model
+from paceline.train.own_text import Task, own_texts, write_texts
+from paceline.train.presets import Plan
+from paceline.train.run import Progress, Run, cleared
+
+_CONFIG = "config.json"
+
+
+@dataclass
+class DrafterModel(ABC):
+    """The weights of a drafter, and how its folder is read and written.
+
+    Attributes:
+        method: Drafting method of the folder.
+        target: Model folder of its target.
+        model: Its weights, fp32.
+    """
+
+    method: ClassVar[str]
+    target: Path
+    model: nn.Module
+
+    @classmethod
+    @abstractmethod
+    def read(cls, folder: Path, target: Path, device: str) -> Self:
+        """Load the drafter in `folder`, made for the model in `target`, onto `device`."""
+
+    @abstractmethod
+    def save(self, folder: Path, notes: Mapping[str, Any] | None = None) -> None:
+        """Write a drafter folder, with weights in 8-bit blocks.
+
+        `notes` go into its config.json as `training`.
+        """
+
+    @property
+    def hidden_state_layers(self) -> Sequence[int]:
+        """Target layers whose outputs the drafter reads."""
+        return ()
+
+    def load_drafter(self, folder: Path, options: Mapping[str, str]) -> Drafter:
+        """Load a folder written by `save` as a drafter, with options of its method."""
+        given = {"target": str(self.target), **options}
+        return method_class(self.method).load(folder, given, Resources())
+
+    @cached_property
+    def _reference(self) -> TargetRef:
+        return TargetRef.of(self.target)
+
+
+@dataclass
+class LongSpecDrafter(DrafterModel):
+    """A LongSpec layer; `levels` is the depth it drafts to, in tokens."""
+
+    method = "longspec"
+    model: LongSpecModel
+    levels: int
+
+    @property
+    def config(self) -> LongSpecConfig:
+        """Shape of the layer."""
+        return self.model.config
+
+    @classmethod
+    def read(cls, folder: Path, target: Path, device: str) -> Self:
+        config, _ = read_longspec(folder)
+        model = LongSpecModel(config)
+        model.load_state_dict(dict(Checkpoint(folder, torch.float32)))
+        proposal = json.loads((folder / _CONFIG).read_text())["speculators_config"]
+        levels = int(proposal["proposal_methods"][0]["speculative_tokens"])
+        return cls(target, model.to(device), levels)
+
+    def save(self, folder: Path, notes: Mapping[str, Any] | None = None) -> None:
+        weights, levels = self.model.state_dict(), self.levels
+        save_longspec(folder, self.config, weights, self._reference, levels=levels, notes=notes)
+        store_int8(folder)
+
+
+@dataclass
+class DSparkDrafter(DrafterModel):
+    """A DSpark drafter."""
+
+    method = "dspark"
+    model: DSparkModel
+
+    @property
+    def config(self) -> DSparkConfig:
+        """Shape of the drafter."""
+        return self.model.config
+
+    @property
+    def levels(self) -> int:
+        """The depth it drafts to, in tokens."""
+        return self.config.levels
+
+    @property
+    def hidden_state_layers(self) -> Sequence[int]:
+        return self.config.taps
+
+    @classmethod
+    def read(cls, folder: Path, target: Path, device: str) -> Self:
+        config, _ = read_dspark(folder)
+        model = DSparkModel(config)
+        model.load_state_dict(load_weights(folder, config, torch.float32))
+        return cls(target, model.to(device))
+
+    def save(self, folder: Path, notes: Mapping[str, Any] | None = None) -> None:
+        weights = self.model.state_dict()
+        save_dspark(folder, self.config, weights, self._reference, notes=notes)
+        store_int8(folder)
+
+
+@dataclass
+class LmDrafter(DrafterModel):
+    """A small language model with the target's tokenizer, read from `folder`."""
+
+    method = "lm"
+    folder: Path
+
+    @classmethod
+    def read(cls, folder: Path, target: Path, device: str) -> Self:
+        return cls(target, load_model(folder, torch.float32).to(device), folder)
+
+    def save(self, folder: Path, notes: Mapping[str, Any] | None = None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        written: Any = copy.deepcopy(self.model).to(torch.bfloat16)
+        written.save_pretrained(folder)
+        store_int8(folder)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            if (self.folder / name).is_file() and folder != self.folder:
+                shutil.copyfile(self.folder / name, folder / name)
+        if notes:
+            config = json.loads((folder / _CONFIG).read_text())
+            config["paceline"] = {"method": self.method, "training": dict(notes)}
+            (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+    def load_drafter(self, folder: Path, options: Mapping[str, str]) -> Drafter:
+        return method_class(self.method).load(folder, options, Resources())
+
+
+def read_drafter(folder: Path, target: Path, device: str) -> DrafterModel:
+    """Read the drafter in `folder`.
+
+    Raises ValueError if its method is not trained here, or if it was made for another target.
+    """
+    section = json.loads((folder / _CONFIG).read_text()).get("paceline", {})
+    method = section.get("method", LmDrafter.method)
+    kinds: dict[str, type[DrafterModel]] = {
+        kind.method: kind for kind in (LongSpecDrafter, DSparkDrafter, LmDrafter)
+    }
+    if method not in kinds:
+        expected = " or ".join(kinds)
+        raise ValueError(f"{folder} is a drafter of method {method!r}, expected {expected}")
+    try:
+        check_target(folder, target, read_fit(folder))
+        return kinds[method].read(folder, target, device)
+    except LoadError as error:
+        raise ValueError(str(error)) from error
+
+
+TEXTS = 24
+"""Most texts that are measured of a group."""
+
+TOKENS = 128
+"""Tokens that the target writes after a prompt."""
+
+Rounds = dict[tuple[str, str], list[int]]
+"""Drafted tokens accepted in each round, by group of texts and set of drafter options."""
+
+
+class Heldout:
+    """Texts of a target, replayed to measure how many drafted tokens it accepts."""
+
+    def __init__(
+        self,
+        drafter: DrafterModel,
+        decoder: Decoder,
+        texts: Mapping[str, Sequence[Recording]],
+        options: Mapping[str, Mapping[str, str]] | None = None,
+    ) -> None:
+        """Run the texts through the target, for the KV and hidden states that drafters read.
+
+        Args:
+            drafter: The drafter to measure.
+            decoder: Its target.
+            texts: Texts that the target wrote, by the name of their group.
+            options: Sets of drafter options to measure with, by name; None: one, empty.
+        """
+        self._drafter, self._options = drafter, options or {"": {}}
+        layers = drafter.hidden_state_layers
+        self._texts = {
+            group: [replay(decoder, t.prompt, t.tokens, t.sampling, layers) for t in part[:TEXTS]]
+            for group, part in texts.items()
+        }
+
+    def measure(self, folder: Path | None = None) -> Rounds:
+        """Measure the drafter in `folder`, or by default the drafter as it is now.
+
+        Groups whose texts are too short for a round are left out.
+        """
+        if folder is None:
+            with tempfile.TemporaryDirectory() as current:
+                self._drafter.save(Path(current))
+                return self.measure(Path(current))
+        found: Rounds = {}
+        for name, options in self._options.items():
+            drafter = self._drafter.load_drafter(folder, options)
+            for group, texts in self._texts.items():
+                if rounds := [n for text in texts for n in accepted_lengths(drafter, text)]:
+                    found[group, name] = rounds
+            drafter.close()
+        return found
+
+    def log(self) -> dict[str, float]:
+        """Mean accepted length of the drafter as it is now, in total as `heldout` and by group."""
+        found = self.measure()
+        by_group = {
+            " ".join(["accepted", *filter(None, key)]): accepted_length(rounds)
+            for key, rounds in found.items()
+        }
+        return {"heldout": accepted_length([*chain(*found.values())]), **by_group}
+
+
+def accepted_length(rounds: Sequence[int]) -> float:
+    """Mean number of tokens emitted per round, the bonus token included."""
+    return 1 + sum(rounds) / max(1, len(rounds))
+
+
+def write_groups(
+    decoder: Decoder,
+    splits: Mapping[str, Sequence[Sequence[int]]],
+    lengths: Sequence[int] = (300,),
+    count: int | None = None,
+) -> dict[str, list[Recording]]:
+    """Texts that a target writes after documents of each split, greedily and at temperature 1.
+
+    `lengths` are of the prompts, in tokens; for `count` see :func:`write_after`.
+    """
+    return {
+        f"{split}, prompts of {length:,}, temperature {heat:g}": write_after(
+            decoder, documents, length, heat, count
+        )
+        for split, documents in splits.items()
+        for length in lengths
+        for heat in (0.0, 1.0)
+    }
+
+
+def write_after(
+    decoder: Decoder,
+    documents: Iterable[Sequence[int]],
+    length: int,
+    temperature: float,
+    count: int | None = None,
+) -> list[Recording]:
+    """Let a target write after the first `length` tokens of documents that are longer.
+
+    At most `count` texts are written, by default `TEXTS`; none if they would not fit the context of
+    the target.
+    """
+    if not 0 < length <= decoder.config.max_position - TOKENS:
+        return []
+    prompts = [tuple(ids[:length]) for ids in documents if len(ids) > length][: count or TEXTS]
+    tasks = [
+        Task(prompt, SamplingParams(temperature=temperature, seed=seed), TOKENS)
+        for seed, prompt in enumerate(prompts)
+    ]
+    return [
+        Recording(prompts[number], tuple(tokens), temperature, number)
+        for number, tokens in sorted(write_texts(decoder, tasks, None))
+    ]
+
+
+ACCEPTED = "accepted_length"
+"""Note in a drafter's config.json: its mean on the held-out texts of the last checkpoint."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Token ids that a drafter is trained and measured on.
+
+    Attributes:
+        corpus: Where `trained` and `heldout` come from.
+        trained: Each training file.
+        heldout: Each held-out file.
+        own: Texts that the target wrote after pieces of training files.
+        eos: The end-of-text token.
+        decoder: The target.
+    """
+
+    corpus: Corpus
+    trained: Sequence[list[int]]
+    heldout: Sequence[list[int]]
+    own: Sequence[list[int]]
+    eos: int
+    decoder: Decoder
+
+    @classmethod
+    def load(cls, target: Path, corpus: Corpus, own: int, run: Run) -> Texts:
+        """Encode a corpus, and let the target in the folder `target` write `own` texts.
+
+        These are kept in `run.work`; writing them is not part of `run.minutes`. In a run of several
+        processes, the first one writes them.
+        """
+        tokenizer = load_tokenizer(target)
+        trained, heldout = (encode_all(tokenizer, part) for part in (corpus.train, corpus.heldout))
+        eos, decoder = tokenizer.eos_token_id, Decoder.load(target)
+        with PartialState(cpu=torch.device(run.device).type == "cpu").main_process_first():
+            written = own_texts(decoder, trained, own, eos, run.work / "own.safetensors")
+        return cls(corpus, trained, heldout, written, eos, decoder)
+
+    def batches(self, files: int) -> Batches:
+        """Batches of the target's own texts and of the first `files` training files."""
+        return Batches([*self.own, *self.trained[:files]], self.eos)
+
+    def card_section(self, files: int | None) -> str:
+        """The section of a model card about these texts."""
+        return f"""## Data
+
+{len(self.trained[:files])} files of the {self.corpus.source} and {len(self.own):,} texts that the
+target wrote after 128 tokens from random positions of {len(self.trained)} such files, half of them
+greedy, half at temperature 1. {len(self.heldout)} files are held out from target and drafter."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a drafter's run trains: a module, its loss on a batch, and its learning rates.
+
+    A `muon_rate` of None leaves all parameters to AdamW.
+    """
+
+    module: nn.Module
+    loss: Loss
+    muon_rate: float | None
+    adamw_rate: float
+
+    @property
+    def rates(self) -> str:
+        """The learning rates, for a model card."""
+        if self.muon_rate is None:
+            return f"AdamW {self.adamw_rate:g}"
+        return f"Muon {self.muon_rate:g} for matrices, AdamW {self.adamw_rate:g} for the rest"
+
+
+def train_drafter(
+    drafter: DrafterModel,
+    objective: Objective,
+    batches: Rows,
+    plan: Plan,
+    run: Run,
+    heldout: Heldout,
+    notes: Mapping[str, Any],
+    out: Path,
+) -> Progress | None:
+    """Train `drafter` and write its folder to `out`, with `notes` in its config.json.
+
+    Returns the counts of the run; None in all processes but the first, which write nothing.
+    """
+    optimizer = Optimizer(objective.module, objective.muon_rate, objective.adamw_rate)
+    progress = train(
+        objective.module, objective.loss, batches, optimizer, plan, run, lambda _: heldout.log()
+    )
+    if not PartialState().is_main_process:
+        return None
+    accepted = {ACCEPTED: round(length, 3)} if (length := progress.last("heldout")) else {}
+    drafter.save(cleared(out), {**progress.summary(), **accepted, **notes})
+    return progress
+
+
+def parameters(model: nn.Module) -> str:
+    """Number of parameters, for a model card."""
+    return f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters"
+
+
+def machine() -> str:
+    """This machine's processors, for a model card."""
+    return f"{os.cpu_count()} threads of a processor {processor_name()}"
+
+
+def rounds_section(rounds: Rounds) -> str:
+    """The section of a model card about accepted tokens."""
+    positions = range(1, 1 + max([1, *map(max, rounds.values())]))
+    header = ["texts", "rounds", "accepted length", *(f"position {p}" for p in positions)]
+    rows = [header, ["---"] * len(header)]
+    for key, found in rounds.items():
+        shares = [f"{mean(n >= position for n in found):.2f}" for position in positions]
+        rows.append(
+            [
+                ", ".join(filter(None, key)),
+                f"{len(found):,}",
+                f"**{accepted_length(found):.2f}**",
+                *shares,
+            ]
+        )
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return f"""## Measured
+
+Held-out texts that the target wrote. Accepted length is the mean number of
+tokens emitted per round, the bonus token included. Position columns: share of rounds in which a
+drafted token was accepted at that position.
+
+{table}
+"""

@@ -1,1 +1,0 @@
-"""Training drafters further, on texts that a drafter service recorded."""

@@ -1,0 +1,220 @@
+"""The recipe of a LongSpec layer and of a DSpark drafter: runs on texts, and on conversations.
+
+A run on texts reads files and texts that the target writes after pieces of them; the target runs in
+every step. A run for an instruct model reads nothing but conversations that it wrote; the target
+runs once over them.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from paceline.decoder import Decoder, ModelSource, open_model
+from paceline.train.batches import Batches, Rows
+from paceline.train.conversations import OwnTexts
+from paceline.train.corpus import Corpus, load_tokenizer
+from paceline.train.drafters import (
+    DSparkDrafter,
+    Heldout,
+    LongSpecDrafter,
+    Objective,
+    Rounds,
+    Texts,
+    machine,
+    rounds_section,
+    train_drafter,
+    write_groups,
+)
+from paceline.train.loop import Loss
+from paceline.train.presets import DSparkPreset, LongSpecPreset, Plan
+from paceline.train.run import Run, begin_run
+from paceline.train.signals import Signals, signals_of
+
+_PROMPT = 300  # tokens of the prompts that are measured while training
+_MEASURED_FILES = 12
+_LOGGED_TEXTS, _MEASURED_TEXTS = 2, 12  # conversations of each kind and temperature
+P = TypeVar("P", LongSpecPreset, DSparkPreset)
+D = TypeVar("D", LongSpecDrafter, DSparkDrafter)
+
+
+@dataclass
+class Recipe(ABC, Generic[P, D]):
+    """How drafters of one method are made for a target, and trained.
+
+    Attributes:
+        target: Folder or file of the target.
+        preset: Shape and settings.
+    """
+
+    method: ClassVar[str]
+    prompts: ClassVar[tuple[int, ...]] = (_PROMPT,)
+    """Lengths of the prompts that a card on texts is measured with, in tokens."""
+    trees: ClassVar[Mapping[str, str]]
+    """Options of the drafter that is measured on conversations."""
+
+    target: Path
+    preset: P
+
+    @abstractmethod
+    def new_drafter(self, mask_token: int) -> D:
+        """A drafter of random weights; `mask_token` is one that no text contains."""
+
+    @abstractmethod
+    def plan(self, run: Run, focus: int = 0) -> Plan:
+        """The plan of a run; stages with `focus` read the first `focus` texts."""
+
+    @abstractmethod
+    def text_loss(
+        self, drafter: D, batches: Batches, plan: Plan, separator: int, device: str
+    ) -> tuple[nn.Module, Loss]:
+        """What a run on texts trains, and its loss; `separator` is the token between texts."""
+
+    @property
+    def options(self) -> Mapping[str, str]:
+        """Options of the drafter that is measured on texts."""
+        return {}
+
+    @abstractmethod
+    def initial_weights(
+        self, source: ModelSource, drafter: D, drafted: Tensor
+    ) -> dict[str, Tensor]:
+        """Weights to begin with for an instruct model, copied from the target by their names.
+
+        `drafted` are the tokens that can be drafted, int64 [R].
+        """
+
+    @abstractmethod
+    def needed_signals(self, drafter: D) -> dict[str, Any]:
+        """Which signals of the target are kept: arguments of `signals_of`."""
+
+    @abstractmethod
+    def signal_loss(
+        self, drafter: D, embedding: Tensor, head: Tensor, signals: Signals, texts: OwnTexts
+    ) -> tuple[nn.Module, Loss, Rows]:
+        """What a run on conversations trains, its loss, and its batches."""
+
+    def long_rounds(self, drafter: D, decoder: Decoder, corpus: Corpus, out: Path) -> Rounds:
+        """More rounds for the card of a run on conversations."""
+        return {}
+
+    @abstractmethod
+    def shape_section(self, drafter: D) -> str:
+        """The list of a model card about the drafter's shape."""
+
+    @abstractmethod
+    def training_section(self, objective: Objective) -> str:
+        """The paragraph of a model card about losses, rates and stages."""
+
+    def card(self, drafter: D, data: str, counts: str, objective: Objective, rounds: Rounds) -> str:
+        """The README.md of the drafter's folder."""
+        return f"""# Paceline drafter: `{self.method}`
+
+Drafter method `{self.method}`. It works with one target only: `config.json` holds the target's
+fingerprint.
+
+{self.shape_section(drafter)}
+
+{data}
+
+## Training
+
+{counts}.
+{self.training_section(objective)}
+
+{rounds_section(rounds)}"""
+
+    def train(self, corpus: Corpus, run: Run, out: Path, written: Sequence[Path] = ()) -> None:
+        """Train a drafter for the target; write its folder and card to `out`.
+
+        For a preset with conversations, the target writes these first, unless they are in the files
+        `written`. What it writes is not part of `run.minutes`.
+
+        Raises ValueError if the preset does not read `written`, and what `begin_run` and
+        `OwnTexts.load` raise.
+        """
+        if self.preset.conversations:
+            self._train_on_conversations(corpus, run, out, written)
+        elif written:
+            raise ValueError("this preset reads no --own-text: give --preset smollm2")
+        else:
+            self._train_on_texts(corpus, run, out)
+
+    def _train_on_texts(self, corpus: Corpus, run: Run, out: Path) -> None:
+        preset = self.preset
+        begin_run(run, out, self.method, preset, corpus, target=self.target)
+        texts = Texts.load(self.target, corpus, preset.own_texts, run)
+        torch.manual_seed(0)
+        drafter = self.new_drafter(texts.eos)
+        drafter.model.to(run.device)
+        batches = texts.batches(preset.files)
+        plan = self.plan(run, focus=len(texts.own))
+        module, loss = self.text_loss(drafter, batches, plan, texts.eos, run.device)
+        objective = Objective(module, loss, preset.muon_rate, preset.adamw_rate)
+
+        def heldout(splits: Mapping[str, Sequence[list[int]]], lengths: Sequence[int]) -> Heldout:
+            groups = write_groups(texts.decoder, splits, lengths, _MEASURED_FILES)
+            return Heldout(drafter, texts.decoder, groups, {"": self.options})
+
+        logged = heldout({"held out": texts.heldout}, (_PROMPT,))
+        notes = {"files": len(texts.trained[: preset.files]), "own_texts": len(texts.own)}
+        progress = train_drafter(drafter, objective, batches, plan, run, logged, notes, out)
+        if progress is None:
+            return
+        splits = {"held out": texts.heldout, "trained on by the target": self._known(texts)}
+        rounds = heldout(splits, self.prompts).measure(out)
+        data = texts.card_section(preset.files)
+        card = self.card(drafter, data, progress.description, objective, rounds)
+        (out / "README.md").write_text(card)
+
+    def _known(self, texts: Texts) -> list[list[int]]:
+        """Training files that the target's manifest names; none if it has no manifest."""
+        manifest = self.target / "corpus.json"
+        if not manifest.is_file():
+            return []
+        known = {row["sha256"] for row in json.loads(manifest.read_text())["train"]}
+        pairs = zip(texts.corpus.train, texts.trained, strict=True)
+        return [ids for document, ids in pairs if document.sha256 in known]
+
+    def _train_on_conversations(
+        self, corpus: Corpus, run: Run, out: Path, written: Sequence[Path]
+    ) -> None:
+        preset = self.preset
+        run = replace(run, bf16=torch.device(run.device).type != "cpu")  # slower without AMX
+        begin_run(run, out, self.method, preset, corpus, target=self.target, written=written)
+        decoder, source = Decoder.load(self.target, "int8"), open_model(self.target)
+        texts = OwnTexts.load(decoder, self.target, corpus, preset.conversations, run, written)
+        torch.manual_seed(0)
+        drafter = self.new_drafter(load_tokenizer(self.target).eos_token_id)
+        model, config = drafter.model, drafter.config
+        initial = self.initial_weights(source, drafter, texts.frequent(config.drafted))
+        model.load_state_dict({**model.state_dict(), **initial})
+        model.to(run.device)
+        tokens = [each.tokens for each in texts.trained]
+        needed = self.needed_signals(drafter)
+        signals = signals_of(decoder, self.target, tokens, run.work, **needed)
+        embedding, head = source.vocabulary(torch.bfloat16)
+        module, loss, batches = self.signal_loss(drafter, embedding, head.float(), signals, texts)
+        objective = Objective(module, loss, preset.muon_rate, preset.adamw_rate)
+        levels = drafter.levels
+
+        def heldout(count: int) -> Heldout:
+            return Heldout(drafter, decoder, texts.recordings(count, levels), {"": self.trees})
+
+        logged, notes = heldout(_LOGGED_TEXTS), {"conversations": len(texts.trained)}
+        plan = self.plan(run)
+        progress = train_drafter(drafter, objective, batches, plan, run, logged, notes, out)
+        if progress is None:
+            return
+        rounds = heldout(_MEASURED_TEXTS).measure(out)
+        rounds |= self.long_rounds(drafter, decoder, corpus, out)
+        counts = f"{progress.description}, on {machine()}"
+        card = self.card(drafter, texts.card_section(), counts, objective, rounds)
+        (out / "README.md").write_text(card)
