@@ -385,12 +385,12 @@ class UnusedFields(Body):
 
 
 class GenerationRequest(Constrained, UnusedFields):
-    """Fields of both kinds of request."""
+    """Fields of both kinds of request. Other ranges than those here are in `GenerationOptions`."""
 
     model: str | None = None
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
-    temperature: float = Field(default=1.0, ge=0, le=100)
-    top_p: float = Field(default=1.0, gt=0, le=1)
+    temperature: float = Field(default=1.0, le=100)
+    top_p: float = 1.0
     presence_penalty: _Penalty = 0.0
     frequency_penalty: _Penalty = 0.0
     logit_bias: dict[_TokenText, Annotated[float, Field(ge=-100, le=100)]] | None = None
@@ -402,8 +402,8 @@ class GenerationRequest(Constrained, UnusedFields):
     # Extensions, with the names of other servers.
     top_k: int = Field(default=0, ge=-1, lt=2**32)
     """0 and -1 keep all tokens."""
-    min_p: float = Field(default=0.0, ge=0, le=1)
-    repetition_penalty: float = Field(default=1.0, gt=0, le=100)
+    min_p: float = 0.0
+    repetition_penalty: float = Field(default=1.0, le=100)
     stop_token_ids: Annotated[list[_Token], Field(max_length=1024)] = Field(default=[])
     ignore_eos: bool = False
     drafter: str | None = None
