@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.cli.command import CommandError, exit_with
-from paceline.cli.drafter import ON_CPU, own_services
 from paceline.cli.service_process import run_async
+from paceline.cli.services import ON_CPU, own_services
 from paceline.client import Client, DraftOptions, GenerationResult, PacelineError
 from paceline.harness import PROMPT_FILE, ProcessFailed, read_prompts
 from paceline.harness.models import MODEL, WEIGHTS, drafter_spec, model_path
