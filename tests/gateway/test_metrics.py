@@ -24,7 +24,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
     """What the gateways of a test count into; no endpoint is served."""
     registry = CollectorRegistry()
     metrics = GatewayMetrics(registry)
-    monkeypatch.setattr(server, "_metrics", lambda options: (metrics, None))
+    monkeypatch.setattr(server, "serve_gateway_metrics", lambda options: (metrics, None))
     return registry
 
 
@@ -82,7 +82,7 @@ async def test_a_disconnect_is_counted_as_499(serve: Serve, registry: CollectorR
 
 async def test_the_endpoint_requires_the_key() -> None:
     options = {"metrics_address": "127.0.0.1:0", "api_key": "right"}
-    metrics, endpoint = server._metrics(GatewayOptions(**options))  # type: ignore[arg-type]
+    metrics, endpoint = server.serve_gateway_metrics(GatewayOptions(**options))  # type: ignore[arg-type]
     assert metrics is not None
     assert endpoint is not None
     metrics.ended(PATH, 200, 0.1)
@@ -97,5 +97,5 @@ async def test_the_endpoint_requires_the_key() -> None:
     finally:
         await asyncio.to_thread(endpoint.close)
     assert f'{Metric.GATEWAY_REQUESTS}_total{{path="{PATH}",status="200"}} 1.0' in text
-    assert server._metrics(GatewayOptions()) == (None, None)
+    assert server.serve_gateway_metrics(GatewayOptions()) == (None, None)
     GatewayOptions(metrics_address="0.0.0.0:0", insecure_metrics=True)
