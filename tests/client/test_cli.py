@@ -22,8 +22,7 @@ from paceline.cli.main import main
 from paceline.client import Client
 from paceline.harness.models import MODELS
 
-from .fake_target import continuation
-from .world import World
+from .fakes import World, continuation
 
 TEXT = bytes(continuation([*b"hi"], 40, 5)).decode()
 
