@@ -12,9 +12,11 @@ from paceline.client import (
     CapacityError,
     Client,
     InvalidRequestError,
+    MockTransport,
     RetryOptions,
     UnavailableError,
 )
+from paceline.client._fleet import CHUNK, PrefixTable, Verifier
 
 from .fakes import (
     FakeRegistry,
@@ -83,6 +85,14 @@ def client_of(site: Site, *indices: int, drafter: str | None = None, budget: flo
         retry=RetryOptions(budget=budget, first_delay=0.005, longest_delay=0.05),
         unread_chunks=2,
     )
+
+
+def test_the_oldest_prefixes_are_forgotten() -> None:
+    table, holder = PrefixTable(), Verifier(MockTransport(""), QUICK)
+    for start in range(1100):
+        table.add(range(start, start + 60 * CHUNK), holder)
+    assert table.find(range(1099, 2000), [holder]) is holder
+    assert table.find(range(60 * CHUNK), [holder]) is None
 
 
 # Lists of addresses.
@@ -245,6 +255,13 @@ async def test_a_killed_verifiers_generation_goes_on_elsewhere(site: Site) -> No
         before, after = await disturbed(client, site, "kill")
     assert before != after
     assert not site.verifiers[after].caches
+
+
+async def test_a_verifier_with_equal_numerics_is_preferred_to_an_idle_one(site: Site) -> None:
+    site.verifiers[1].others, site.verifiers[2].others = 9, 5
+    site.verifiers[2].numerics = "amx"
+    async with client_of(site, 0, 1, 2) as client:
+        assert await disturbed(client, site, "kill") == (0, 1)
 
 
 async def test_a_draining_verifier_finishes_its_texts_and_gets_no_other(
