@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -17,7 +17,7 @@ from paceline.client import MockTransport, UnavailableError
 from paceline.gateway import GatewayOptions
 from paceline.service.options import OptionsError
 
-from .conftest import Serve, Served
+from .conftest import Serve, Served, eventually
 
 SCRIPTS = ("text/javascript", "application/javascript")
 TEMPLATE = """{{ bos_token }}{% for message in messages %}
@@ -32,12 +32,6 @@ async def served(serve: Serve) -> AsyncIterator[Served]:
         MockTransport(lambda prompt: prompt.upper()), chat_template=TEMPLATE
     ) as served:
         yield served
-
-
-async def eventually(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not true():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 async def test_a_chat_is_rendered_by_the_template(served: Served) -> None:

@@ -14,7 +14,7 @@ from paceline.gateway import GatewayOptions, server
 from paceline.gateway.metrics import GatewayMetrics
 from paceline.telemetry.names import Metric
 
-from .conftest import Serve
+from .conftest import Serve, eventually
 
 PATH = "/v1/completions"
 
@@ -71,13 +71,10 @@ async def test_a_disconnect_is_counted_as_499(serve: Serve, registry: CollectorR
         body = {"model": "mock", "prompt": "a", "max_tokens": 50_000}
         async with aiohttp.ClientSession() as session:
             call = asyncio.create_task(session.post(f"{served.url}{PATH}", json=body))
-            async with asyncio.timeout(60):
-                while not served.transport.open_caches:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
-                assert registry.get_sample_value(Metric.GATEWAY_IN_FLIGHT) == 1
-                call.cancel()
-                while count(499) is None:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
+            await eventually(lambda: served.transport.open_caches == 1)
+            assert registry.get_sample_value(Metric.GATEWAY_IN_FLIGHT) == 1
+            call.cancel()
+            await eventually(lambda: count(499) == 1)
 
 
 async def test_the_endpoint_requires_the_key() -> None:
