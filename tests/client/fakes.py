@@ -162,6 +162,7 @@ class FakeVerifier(Watched, verifier_pb2_grpc.VerifierServiceServicer):
         self.granted = 0
         self.steps = 0
         self.pauses = 0
+        self.lossless = True
         self.merged = 1
         self.node_budget = 64
         self.no_draft = 0
@@ -335,6 +336,7 @@ class FakeVerifier(Watched, verifier_pb2_grpc.VerifierServiceServicer):
             response.steps = 1
             response.drafter = drafter
             response.draft_us = 10
+            cache.request.sampling.seed += not self.lossless
             self._verify(cache, self._tree(cache, start.max_nodes or 64), response)
             return response
         for _ in range(min(self.merged, credits)):
