@@ -90,7 +90,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="drafter to test, as for paceline serve; repeatable (default: ngram)",
     )
     add("--prompts", type=Path, required=True, metavar="FILE", help=PROMPT_FILE)
-    add("--limit", type=int, default=20, metavar="N", help="most prompts (default: %(default)s)")
+    add(
+        "--limit",
+        type=int,
+        default=20,
+        metavar="N",
+        help="maximum number of prompts (default: %(default)s)",
+    )
     add("--max-new-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
     add(
         "--temperature",
