@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from gateway.conftest import serve_gateway
 
-from paceline.client import Client, MockTransport
-from paceline.gateway import GatewayOptions, run_gateway
+from paceline.client import MockTransport
 from paceline.harness import ServiceProcess
 from paceline.v1 import verifier_pb2
 
@@ -69,16 +69,8 @@ class _Silent:
 async def _chat_gateway(
     reply: Callable[[str], str], kind: type[MockTransport] = MockTransport
 ) -> AsyncIterator[str]:
-    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    stop = asyncio.Event()
-    options = GatewayOptions(address="127.0.0.1:0", chat_template=TEMPLATE, model_name="mock")
-    async with Client(transport=kind(reply), cache_dir=None) as client:
-        server = asyncio.create_task(
-            run_gateway(client, options, on_ready=ready.set_result, stop_event=stop)
-        )
-        yield await ready
-        stop.set()
-        await server
+    async with serve_gateway(kind(reply), chat_template=TEMPLATE) as served:
+        yield served.url.removeprefix("http://")
 
 
 @pytest.fixture

@@ -4,10 +4,10 @@ import argparse
 import os
 import subprocess
 import sys
-from importlib import import_module
 
 import pytest
 
+from paceline.cli import services
 from paceline.cli.main import COMMANDS, main
 
 # Runs the command line as on a machine where only `pip install paceline` was done.
@@ -43,8 +43,8 @@ def test_help_lists_all_commands_and_needs_no_extra() -> None:
         assert command.name in done.stdout.split()
 
 
-@pytest.mark.parametrize("name", [c.name for c in COMMANDS if c.extra is None])
-def test_client_commands_need_no_extra(name: str) -> None:
+@pytest.mark.parametrize("name", [c.name for c in COMMANDS if c.extra in (None, "server")])
+def test_help_needs_neither_torch_nor_numpy(name: str) -> None:
     done = run_client_only(name, "--help")
     assert done.returncode == 0, done.stderr
     assert f"paceline {name}" in done.stdout
@@ -84,7 +84,7 @@ def test_a_wrong_command_line_is_refused(
 
 
 def test_service_commands_set_threads_and_pages_before_torch_is_imported() -> None:
-    names = ("main", "serve", "verifier", "drafter", "drafters")
+    names = ("main", "serve", "services", "drafters")
     script = "".join(f"import paceline.cli.{name}\n" for name in names)
     script += """
 import os, sys
@@ -114,16 +114,17 @@ print(os.environ["THP_MEM_ALLOC_ENABLE"])
 
 @pytest.mark.parametrize("name", ["verifier", "drafter"])
 def test_threads_reach_the_service(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = import_module(f"paceline.cli.{name}")
+    add_arguments = getattr(services, f"add_{name}_arguments")
     given: list[int | None] = []
     monkeypatch.setattr(
         f"paceline.{name}.build_service", lambda *_, threads, **__: given.append(threads)
     )
+    monkeypatch.setattr(services, "run_service", lambda kind, args, build: build(None))
     for words in (["--threads", "3"], []):
         parser = argparse.ArgumentParser()
-        command.add_arguments(parser)
+        add_arguments(parser)
         target = ["--target=x"] if name == "verifier" else []
-        command._build(parser.parse_args([*words, *target]), None)
+        getattr(services, f"run_{name}")(parser.parse_args([*words, *target]))
     assert given == [3, None]
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from paceline.client import Client, RetryOptions
 
-from .world import World, running
+from .fakes import World, running
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,7 @@ from paceline.cli.main import main
 from paceline.client import Client, MockTransport
 from paceline.v1 import verifier_pb2
 
-from .fake_target import continuation
-from .world import World
+from .fakes import World, continuation
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 CONTEXT = 400
@@ -196,6 +194,8 @@ class Terminal:
 async def test_a_terminal_has_colours_history_and_ctrl_c(world: World, tmp_path: Path) -> None:
     terminal = Terminal([*services(world), "--draft-always", "--draft-timeout", "60"], tmp_path)
 
+    loop = asyncio.get_running_loop()
+
     def talk() -> None:
         assert "drafters:" in terminal.read_to(">>> ")
         terminal.write("hi\n")
@@ -206,8 +206,8 @@ async def test_a_terminal_has_colours_history_and_ctrl_c(world: World, tmp_path:
         steps = world.verifier.steps
         terminal.write("\x1b[A\n")  # the line before
         terminal.read_to("hi\r\n")
-        while world.verifier.steps == steps:
-            time.sleep(0.01)
+        stepped = world.verifier.wait_for(lambda: world.verifier.steps > steps)
+        asyncio.run_coroutine_threadsafe(stepped, loop).result()
         terminal.process.send_signal(signal.SIGINT)
         terminal.read_to("(stopped)")
         terminal.read_to(">>> ")

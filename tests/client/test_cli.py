@@ -7,9 +7,9 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,11 +19,9 @@ from paceline.cli import demo
 from paceline.cli.command import CommandError
 from paceline.cli.generate import add_generation_arguments, generation_arguments
 from paceline.cli.main import main
-from paceline.client import Client
 from paceline.harness.models import MODELS
 
-from .fake_target import continuation
-from .world import World
+from .fakes import World, continuation
 
 TEXT = bytes(continuation([*b"hi"], 40, 5)).decode()
 
@@ -146,73 +144,63 @@ def demo_arguments(**changed: Any) -> argparse.Namespace:
     return args
 
 
-async def test_the_demo_colours_what_was_drafted(
-    world: World, client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Coloured on a terminal, plain elsewhere, and the same text in both."""
-    monkeypatch.setenv("TERM", "xterm")  # rich takes a dumb one for 80 columns wide
-    for terminal in (True, False):
-        screen = io.StringIO()
-        colours = "standard" if terminal else "auto"
-        console = Console(file=screen, width=120, force_terminal=terminal, color_system=colours)
-        await demo._stream(console, client, "hi", [*b"hi"], "fake", demo_arguments())
-        shown = screen.getvalue()
-        drafted = re.findall(r"\x1b\[1;32m(.*?)\x1b\[0m", shown.partition("hi")[2], re.DOTALL)
-        assert bool(drafted) == terminal
-        plain = re.sub(r"\x1b\[[0-9;]*m", "", shown)
-        assert plain.endswith(f"hi{TEXT}\n")
-        assert "accepted by the target" in plain
+PROMPTS = ["hi", "second", "third"]
 
 
-def test_the_demo_fails_when_tokens_differ(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "prompts.jsonl").write_text('{"text": "hi"}\n' * 2)
-    monkeypatch.setattr(demo, "own_services", lambda *_: nullcontext(("nowhere", "nowhere")))
-    args = demo_arguments(model=tmp_path, prompts=tmp_path / "prompts.jsonl", load=["x=y"])
-
-    def runs(*outputs: list[int]) -> None:
-        async def show(*_: object) -> list[demo.Row]:
-            stats = SimpleNamespace(fallbacks={})
-            runs = [
-                demo.Run("x", SimpleNamespace(token_ids=tokens, stats=stats), 1.0)  # type: ignore[arg-type]
-                for tokens in outputs
-            ]
-            return [demo.Row("hi", runs[:1]), demo.Row("hi", runs)]
-
-        monkeypatch.setattr(demo, "_show", show)
-
-    runs([1, 2], [1, 2])
-    assert demo.run(args) == 0
-    runs([1, 2], [1, 3])
-    assert demo.run(args) == 1
-    shown = capsys.readouterr().out
-    assert "identical tokens: NO" in shown
-    assert "Drafting gains little here" in shown
-    (tmp_path / "prompts.jsonl").write_text('{"text": "hi"}\n')
-    with pytest.raises(CommandError, match="at least two prompts"):
-        demo.run(args)
-
-
-async def test_the_demo_measures_each_prompt_once_with_each_drafter(world: World) -> None:
-    """And the streamed one not at all: a drafter that remembers texts would know them."""
+@pytest.fixture
+def shown(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], Awaitable[int]]:
+    """Runs the demo with the fakes as its services; its exit code."""
     world.registry.names = ["fake", "other"]
-    prompts = ["first", "second", "third"]
-    console = Console(file=io.StringIO())
-    rows = await demo._show(console, world.addresses, prompts, demo_arguments())
-    assert [row.prompt for row in rows] == prompts[1:]
-    assert all([run.drafter for run in row.runs] == ["none", "fake", "other"] for row in rows)
-    assert all(row.identical for row in rows)
+    (tmp_path / "config.json").write_text("{}")
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in PROMPTS))
+    monkeypatch.setattr(demo, "own_services", lambda *_: nullcontext(world.addresses))
+    args = demo_arguments(model=tmp_path, prompts=file, load=["x=y"])
+    return lambda: asyncio.to_thread(demo.run, args)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+async def test_the_demo_streams_one_prompt_and_measures_the_others(
+    world: World,
+    shown: Callable[[], Awaitable[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    terminal: bool,
+) -> None:
+    """Coloured on a terminal. Each prompt is measured once with each drafter, and the streamed one
+    not at all: a drafter that remembers texts would know them."""
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "120"}.items():
+        monkeypatch.setenv(name, value) if terminal else monkeypatch.delenv(name, raising=False)
+    assert await shown() == 0
+    screen = capsys.readouterr().out
+    assert bool(re.search(r"\x1b\[1;32m[a-h ]+\x1b\[0m", screen)) == terminal
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", screen)
+    assert f"hi{TEXT}\n" in plain
+    assert "accepted by the target" in plain
+    assert "identical tokens: yes" in plain
     ran = [(bytes(asked.prompt_tokens).decode(), asked.drafter) for asked in world.verifier.creates]
-    for prompt in prompts[1:]:
+    for prompt in PROMPTS[1:]:
         for drafter in ("none", "fake", "other"):
             assert ran.count((prompt, drafter)) == 1
+
+
+async def test_the_demo_fails_when_tokens_differ(
+    world: World, shown: Callable[[], Awaitable[int]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    world.verifier.lossless = False
+    assert await shown() == 1
+    assert "identical tokens: NO" in capsys.readouterr().out
 
 
 def test_the_demo_reports_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(CommandError, match="is no model"):
         demo.run(demo_arguments(model=tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "prompts.jsonl").write_text('{"text": "hi"}\n')
+    with pytest.raises(CommandError, match="at least two prompts"):
+        demo.run(demo_arguments(model=tmp_path, prompts=tmp_path / "prompts.jsonl"))
 
 
 @pytest.mark.slow

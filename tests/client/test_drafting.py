@@ -9,9 +9,7 @@ from paceline.client import Client, DraftOptions, UnavailableError
 from paceline.v1 import verifier_pb2
 
 from .conftest import QUICK
-from .fake_target import continuation
-from .fake_verifier import joined
-from .world import World
+from .fakes import World, continuation, joined
 
 PROMPT = [104, 105, 106]
 SEED = 5
@@ -146,9 +144,7 @@ async def test_closing_does_not_wait_for_a_service_to_join(world: World) -> None
     world.registry.may_answer.clear()
     client = Client(*world.addresses, cache_dir=None, retry=QUICK)
     generation = asyncio.ensure_future(client.generate(PROMPT))
-    async with asyncio.timeout(60):
-        while not world.registry.asked:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+    await world.registry.wait_for(lambda: bool(world.registry.asked))
     generation.cancel()
     await client.aclose()
     assert not world.verifier.creates

@@ -9,7 +9,7 @@ from paceline import client as package
 from paceline.client import InvalidRequestError, PacelineError, ServerError, UnavailableError
 from paceline.client._errors import _BY_CODE, from_rpc_error, rpc_errors
 
-from .statuses import status
+from .fakes import status
 
 
 def rpc_error(

@@ -16,15 +16,17 @@ from paceline.client import (
     RetryOptions,
     UnavailableError,
 )
-from paceline.client._addresses import parse_addresses
-from paceline.client._fleet import CHUNK, PrefixTable, Verifier, choose
-from paceline.v1 import verifier_pb2
+from paceline.client._fleet import CHUNK, PrefixTable, Verifier
 
-from .fake_registry import FakeRegistry
-from .fake_target import continuation
-from .fake_verifier import FakeVerifier
-from .statuses import status
-from .world import Service, registry_service, verifier_service
+from .fakes import (
+    FakeRegistry,
+    FakeVerifier,
+    Service,
+    continuation,
+    registry_service,
+    status,
+    verifier_service,
+)
 
 PROMPT = [104, 105, 106]
 SEED = 5
@@ -85,60 +87,10 @@ def client_of(site: Site, *indices: int, drafter: str | None = None, budget: flo
     )
 
 
-def verifier(load: int = 0, numerics: str = "portable", instance: str = "") -> Verifier:
-    """One that is known to serve."""
-    found = Verifier(MockTransport(""), QUICK)
-    found.facts = verifier_pb2.GetModelResponse(numerics=numerics, instance_id=instance)
-    found.running = load
-    return found
-
-
-# The choice.
-
-
-def test_the_least_busy_verifier_is_chosen() -> None:
-    busy, idle = verifier(load=3), verifier(load=2)
-    assert {choose([busy, idle], None) for _ in range(20)} == {idle}
-    idle.running = 3
-    assert {choose([busy, idle], None) for _ in range(200)} == {idle, busy}
-
-
-@pytest.mark.parametrize(("load", "kept"), [(0, True), (6, True), (7, False)])
-def test_a_prefix_counts_more_than_load_up_to_a_limit(load: int, kept: bool) -> None:
-    holder, other = verifier(load=load), verifier(load=1)
-    assert (choose([holder, other], holder) is holder) == kept
-
-
-def test_full_avoided_and_other_numerics_are_chosen_last() -> None:
-    holder, other = verifier(), verifier(load=9)
-    holder.refused_cache(60)
-    assert choose([holder, other], holder) is other
-    assert choose([holder], holder) is holder
-    first, second = verifier(), verifier(load=9)
-    assert choose([first, second], first, avoid=[first]) is second
-    tiles, plain = verifier(numerics="amx"), verifier(load=9)
-    assert choose([tiles, plain], tiles, numerics=plain.numerics) is plain
-
-
-def test_the_longest_prefix_of_a_running_process_is_found() -> None:
-    table, text = PrefixTable(), list(range(5 * CHUNK))
-    first, second = verifier(instance="1"), verifier(instance="2")
-    table.add(text[: 2 * CHUNK], first)
-    table.add(text[: CHUNK + 1], second)
-    assert table.find(text, [first, second]) is first
-    assert table.find(text[: 2 * CHUNK - 1], [first, second]) is second
-    assert table.find(text, [second]) is second
-    assert table.find([0, *text], [first, second]) is None
-    assert first.facts is not None
-    first.facts.instance_id = "restarted"
-    assert table.find(text, [first, second]) is second
-
-
-def test_the_prefix_table_is_bounded() -> None:
-    table, holder = PrefixTable(), verifier()
+def test_the_oldest_prefixes_are_forgotten() -> None:
+    table, holder = PrefixTable(), Verifier(MockTransport(""), QUICK)
     for start in range(1100):
         table.add(range(start, start + 60 * CHUNK), holder)
-    assert len(table._holders) <= 1 << 16
     assert table.find(range(1099, 2000), [holder]) is holder
     assert table.find(range(60 * CHUNK), [holder]) is None
 
@@ -158,11 +110,9 @@ def test_a_bad_list_is_an_error(text: str) -> None:
 
 
 def test_a_good_list() -> None:
-    text = "a:1, 10.0.0.1:2,[::1]:3,unix:/x/y,dns:///name:4"
-    assert parse_addresses(text, "verifier") == (
-        *("a:1", "10.0.0.1:2", "[::1]:3"),
-        *("unix:/x/y", "dns:///name:4"),
-    )
+    client = Client("a:1, 10.0.0.1:2,[::1]:3,unix:/x/y")
+    addresses = [each.address for each in client.verifiers()]
+    assert addresses == ["a:1", "10.0.0.1:2", "[::1]:3", "unix:/x/y"]
 
 
 def test_no_entry_of_a_list_gets_the_token_unencrypted() -> None:
@@ -236,6 +186,41 @@ async def test_the_turns_of_a_chat_stay_on_a_verifier(site: Site) -> None:
     assert sorted(site.made) == [0, 0, 6]
 
 
+@pytest.mark.parametrize(
+    ("others", "restarted", "stays"), [(4, False, True), (5, False, False), (1, True, False)]
+)
+async def test_a_prefix_counts_more_than_load_up_to_a_limit(
+    site: Site, monkeypatch: pytest.MonkeyPatch, others: int, restarted: bool, stays: bool
+) -> None:
+    """And nothing once its process has restarted. Texts are compared in chunks of 64 tokens."""
+    monkeypatch.setattr("paceline.client._fleet._MAX_AGE", 0.0)
+    text = PROMPT * 30
+    async with client_of(site, 0, 1) as client:
+        await client.generate(text, max_new_tokens=2)
+        (holder,) = [each for each in site.verifiers if each.made]
+        holder.others = others
+        if restarted:
+            holder.restart()
+        await client.generate(text, max_new_tokens=2)
+    assert (holder.made == 2) == stays
+
+
+async def test_a_text_goes_to_its_longest_prefix(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.client._fleet._MAX_AGE", 0.0)
+    long, short = [1] * 300, [1] * 65 + [2] * 300
+    async with client_of(site, 0, 1) as client:
+        await client.generate(long, max_new_tokens=2)
+        (first,) = [i for i, made in enumerate(site.made) if made]
+        site.verifiers[first].others = 50
+        await client.generate(short, max_new_tokens=2)
+        site.verifiers[first].others = 0
+        for text, index in ((long, first), (short, 1 - first)):
+            again = await client.generate(text, max_new_tokens=2)
+            assert again.stats.verifiers == [site.addresses(index)]
+
+
 async def disturbed(client: Client, site: Site, act: str, length: int = 400) -> tuple[int, int]:
     """Generates, does something to the verifier of the text in its middle, checks the tokens.
 
@@ -272,12 +257,21 @@ async def test_a_killed_verifiers_generation_goes_on_elsewhere(site: Site) -> No
     assert not site.verifiers[after].caches
 
 
-async def test_a_draining_verifier_finishes_its_texts_and_gets_no_other(site: Site) -> None:
+async def test_a_verifier_with_equal_numerics_is_preferred_to_an_idle_one(site: Site) -> None:
+    site.verifiers[1].others, site.verifiers[2].others = 9, 5
+    site.verifiers[2].numerics = "amx"
+    async with client_of(site, 0, 1, 2) as client:
+        assert await disturbed(client, site, "kill") == (0, 1)
+
+
+async def test_a_draining_verifier_finishes_its_texts_and_gets_no_other(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.client._fleet._MAX_AGE", 0.0)
     async with client_of(site, 0, 1) as client:
         before, after = await disturbed(client, site, "drain")
         assert before == after
         made = site.made[before]
-        await asyncio.sleep(0.6)
         await generate(client, 4)
         assert site.made[before] == made
         (found,) = [each for each in client.verifiers() if each.address == site.addresses(before)]

@@ -5,8 +5,7 @@ import pytest
 from paceline.client import Client, InvalidRequestError
 from paceline.v1 import sampling_pb2
 
-from .fake_target import continuation
-from .world import World
+from .fakes import World, continuation
 
 PROMPT = [104, 105, 106]
 SEED = 5

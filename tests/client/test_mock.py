@@ -1,4 +1,4 @@
-"""The mock transport behaves as a verifier."""
+"""The mock transport behaves as a verifier; stop strings end texts."""
 
 import asyncio
 
@@ -41,17 +41,48 @@ async def test_requests_are_kept_and_caches_counted() -> None:
     assert bytes(transport.requests[0].prompt_tokens) == b"Hi"
 
 
-@given(reply=st.text(max_size=60), stop=st.text(min_size=1, max_size=3))
+@given(reply=st.text(max_size=60))
 @settings(max_examples=60, deadline=None)
-def test_streamed_text_is_whole(reply: str, stop: str) -> None:
-    """Any text, through tokens, chunks and stop strings."""
+def test_streamed_text_is_whole(reply: str) -> None:
+    """Any text, through tokens and chunks."""
 
     async def run() -> None:
         async with Client(transport=MockTransport(reply)) as client:
             streamed = [chunk.text async for chunk in client.generate("x", max_new_tokens=500)]
             assert "".join(streamed) == reply
-            result = await client.generate("x", max_new_tokens=500, stop=stop)
-            assert result.text == reply.split(stop)[0]
-            assert (result.stop_string == stop) == (stop in reply)
+
+    asyncio.run(run())
+
+
+def stopped(text: str, stops: list[str]) -> tuple[str, str | None]:
+    """Text and stop string, found by growing the text a character at a time."""
+    for end in range(1, len(text) + 1):
+        for stop in sorted(stops, key=len, reverse=True):
+            if text[:end].endswith(stop):
+                return text[: end - len(stop)], stop
+    return text, None
+
+
+@given(
+    reply=st.text("abc", max_size=60),
+    stops=st.lists(st.text("abc", min_size=1, max_size=5), max_size=4),
+)
+@settings(max_examples=100, deadline=None)
+def test_a_stop_string_ends_the_text_and_no_more_than_its_beginning_is_held_back(
+    reply: str, stops: list[str]
+) -> None:
+    async def run() -> None:
+        async with Client(transport=MockTransport(reply)) as client:
+            generation = client.generate("x", max_new_tokens=500, stop=stops)
+            seen = shown = ""
+            async for chunk in generation:
+                seen += bytes(token for token in chunk.token_ids if token < 256).decode()
+                shown += chunk.text
+                held = seen.removeprefix(shown)
+                assert seen.startswith(shown)
+                assert any(stop.startswith(held) for stop in ("", *stops))
+            result = await generation
+            assert shown == result.text
+            assert (result.text, result.stop_string) == stopped(reply, stops)
 
     asyncio.run(run())

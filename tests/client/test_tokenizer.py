@@ -8,8 +8,7 @@ import pytest
 from paceline.client import Client, PreconditionError, _text
 from paceline.client._text import TokenizerCache
 
-from .fake_target import DIGEST, TOKENIZER
-from .world import World
+from .fakes import DIGEST, TOKENIZER, World
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,7 @@ from opentelemetry.trace import StatusCode
 
 from paceline.client import Client, InvalidRequestError, PacelineError
 
-from .fake_target import continuation
-from .world import World
+from .fakes import World, continuation
 
 PROMPT = [104, 105, 106]
 SEED = 5

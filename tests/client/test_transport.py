@@ -16,9 +16,7 @@ from paceline.client import (
 )
 from paceline.v1 import verifier_pb2_grpc
 
-from .fake_target import continuation
-from .fake_verifier import FakeVerifier
-from .world import World
+from .fakes import FakeVerifier, World, continuation
 
 PROMPT = [104, 105, 106]
 QUICK = RetryOptions(budget=0.3, first_delay=0.05)

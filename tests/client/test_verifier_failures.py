@@ -24,10 +24,7 @@ from paceline.client import (
 )
 from paceline.v1 import verifier_pb2
 
-from .fake_target import continuation
-from .fake_verifier import Fault
-from .statuses import status
-from .world import World, running
+from .fakes import Fault, World, continuation, running, status
 
 PROMPT = [104, 105, 106]
 SEED = 5

@@ -16,7 +16,7 @@ import torch
 import yaml
 from compose_viz.spec.compose_spec import ComposeSpecification
 
-from paceline.cli import drafter, gateway, verifier
+from paceline.cli import gateway, services
 from paceline.decoder import find_device
 from paceline.drafter.service import drafting_device
 from paceline.telemetry.names import Metric
@@ -72,12 +72,18 @@ def words(name: str, service: str) -> list[str]:
 
 @pytest.mark.parametrize("name", DEPLOYMENTS)
 @pytest.mark.parametrize(
-    ("service", "module"),
-    [("verifier", verifier), ("drafter", drafter), ("gateway", gateway)],
+    ("service", "add_arguments"),
+    [
+        ("verifier", services.add_verifier_arguments),
+        ("drafter", services.add_drafter_arguments),
+        ("gateway", gateway.add_arguments),
+    ],
 )
-def test_commands_are_ones_that_the_services_take(name: str, service: str, module: Any) -> None:
+def test_commands_are_ones_that_the_services_take(
+    name: str, service: str, add_arguments: Any
+) -> None:
     parser = argparse.ArgumentParser(exit_on_error=False)
-    module.add_arguments(parser)
+    add_arguments(parser)
     command = words(name, service)
     assert command[:2] == ["paceline", service]
     assert parser.parse_args(command[2:]).address.startswith("0.0.0.0:")
@@ -113,7 +119,7 @@ def test_verifier_and_drafter_share_what_shared_kv_needs(name: str) -> None:
 def test_a_drafter_joins_its_verifier(name: str, verifier: str | None) -> None:
     """In a pod at 127.0.0.1, where the Unix socket is offered; elsewhere over the network."""
     parser = argparse.ArgumentParser(exit_on_error=False)
-    drafter.add_arguments(parser)
+    services.add_drafter_arguments(parser)
     assert parser.parse_args(words(name, "drafter")[2:]).verifier is None
     settings = read(name)["services"]["drafter"].get("environment", {})
     assert settings.get("PACELINE_VERIFIER_ADDRESS") == verifier

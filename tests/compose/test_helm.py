@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from paceline.cli import drafter, gateway, verifier
+from paceline.cli import gateway, services
 from paceline.cli.service_process import VERIFIER_ADDRESS
 from paceline.client._transport import CLIENT_HEADER
 from paceline.telemetry.names import Metric
@@ -125,8 +125,12 @@ def test_arguments_are_ones_that_the_services_take(objects: list[dict[str, Any]]
         for name, container in containers(deployment).items():
             if name != "envoy":
                 parser = argparse.ArgumentParser(exit_on_error=False)
-                commands = {"verifier": verifier, "drafter": drafter, "gateway": gateway}
-                commands[name].add_arguments(parser)
+                commands = {
+                    "verifier": services.add_verifier_arguments,
+                    "drafter": services.add_drafter_arguments,
+                    "gateway": gateway.add_arguments,
+                }
+                commands[name](parser)
                 parser.parse_args(container["args"])
                 seen.add(name)
     assert seen == {"verifier", "drafter", "gateway"}
@@ -233,7 +237,7 @@ def joined(objects: list[dict[str, Any]]) -> list[list[str]]:
     for deployment in workloads(objects).values():
         if "drafter" in containers(deployment):
             parser = argparse.ArgumentParser(exit_on_error=False)
-            drafter.add_arguments(parser)
+            services.add_drafter_arguments(parser)
             given = parser.parse_args(containers(deployment)["drafter"]["args"]).verifier
             commands.append(given or [VERIFIER_ADDRESS])
     return commands

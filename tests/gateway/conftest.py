@@ -39,7 +39,7 @@ Serve = Callable[..., AbstractAsyncContextManager[Served]]
 
 
 @contextlib.asynccontextmanager
-async def _serve(
+async def serve_gateway(
     transport: MockTransport, key: str = "any", **options: Any
 ) -> AsyncIterator[Served]:
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -62,7 +62,14 @@ async def _serve(
         await server
 
 
+async def eventually(true: Callable[[], bool]) -> None:
+    """Waits until something that a transport or a registry counts is as wanted."""
+    async with asyncio.timeout(60):
+        while not true():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
 @pytest.fixture
 def serve() -> Serve:
     """Starts a gateway: `serve(transport, key="what the client sends", **GatewayOptions)`."""
-    return _serve
+    return serve_gateway

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -18,7 +17,7 @@ from paceline.client import MockTransport, UnavailableError
 from paceline.gateway import GatewayOptions
 from paceline.service.options import OptionsError
 
-from .conftest import Serve, Served
+from .conftest import Serve, Served, eventually
 
 SCRIPTS = ("text/javascript", "application/javascript")
 TEMPLATE = """{{ bos_token }}{% for message in messages %}
@@ -33,12 +32,6 @@ async def served(serve: Serve) -> AsyncIterator[Served]:
         MockTransport(lambda prompt: prompt.upper()), chat_template=TEMPLATE
     ) as served:
         yield served
-
-
-async def eventually(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not true():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 async def test_a_chat_is_rendered_by_the_template(served: Served) -> None:
@@ -78,50 +71,6 @@ async def test_echo_and_several_prompts(served: Served) -> None:
     assert [choice.text for choice in answer.choices] == ["abAB", "abAB", "cdCD", "cdCD"]
     assert answer.usage is not None
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, 12)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "param", "message"),
-    [
-        ({"prompt": []}, "prompt", "at least 1 item"),
-        ({"prompt": "a", "temperature": "hot"}, "temperature", "valid number"),
-        ({"prompt": "a", "n": 65}, "n", "64"),
-        ({"prompt": ["a"] * 1000, "n": 2}, "n", "2000 texts"),
-        ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "pattern"),
-        ({"prompt": "a", "max_tokens": 0}, "max_tokens", "echo"),
-        ({"prompt": "a", "guided_regex": "a", "grammar": "b"}, "response_format", "one"),
-        ({"prompt": "a", "stream_options": {"include_usage": 1}}, "stream_options", "boolean"),
-        ({"prompt": "a", "stop": ""}, "stop", "at least 1 character"),
-    ],
-)
-async def test_bad_requests_name_the_parameter(
-    served: Served, wrong: dict[str, Any], param: str, message: str
-) -> None:
-    with pytest.raises(openai.BadRequestError, match=message) as raised:
-        await served.openai.post("/completions", body={"model": "mock", **wrong}, cast_to=object)
-    assert (raised.value.param or "").startswith(param)
-    assert raised.value.type == "invalid_request_error"
-
-
-@pytest.mark.parametrize(
-    ("asked", "schema"),
-    [
-        (None, None),
-        ({"type": "text"}, None),
-        ({"type": "json_object"}, {"type": "object"}),
-        (
-            {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [1]}}},
-            {"enum": [1]},
-        ),
-    ],
-)
-async def test_a_response_format_is_a_schema_of_the_contract(
-    served: Served, asked: Any, schema: Any
-) -> None:
-    extra = {} if asked is None else {"response_format": asked}
-    await served.openai.completions.create(model="mock", prompt="a", extra_body=extra)
-    sent = served.transport.requests[-1].sampling.json_schema
-    assert (json.loads(sent) if sent else None) == schema
 
 
 async def test_rounds_are_streamed_on_request(served: Served) -> None:

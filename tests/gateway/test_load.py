@@ -11,8 +11,7 @@ import pytest
 from paceline.client import MockTransport
 from paceline.gateway import server, writers
 
-from .conftest import Serve, Served
-from .test_gateway import eventually
+from .conftest import Serve, Served, eventually
 
 TEXT = "x" * 50_000
 

@@ -14,7 +14,7 @@ from paceline.gateway import GatewayOptions, server
 from paceline.gateway.metrics import GatewayMetrics
 from paceline.telemetry.names import Metric
 
-from .conftest import Serve
+from .conftest import Serve, eventually
 
 PATH = "/v1/completions"
 
@@ -24,7 +24,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
     """What the gateways of a test count into; no endpoint is served."""
     registry = CollectorRegistry()
     metrics = GatewayMetrics(registry)
-    monkeypatch.setattr(server, "_metrics", lambda options: (metrics, None))
+    monkeypatch.setattr(server, "serve_gateway_metrics", lambda options: (metrics, None))
     return registry
 
 
@@ -71,18 +71,15 @@ async def test_a_disconnect_is_counted_as_499(serve: Serve, registry: CollectorR
         body = {"model": "mock", "prompt": "a", "max_tokens": 50_000}
         async with aiohttp.ClientSession() as session:
             call = asyncio.create_task(session.post(f"{served.url}{PATH}", json=body))
-            async with asyncio.timeout(60):
-                while not served.transport.open_caches:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
-                assert registry.get_sample_value(Metric.GATEWAY_IN_FLIGHT) == 1
-                call.cancel()
-                while count(499) is None:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
+            await eventually(lambda: served.transport.open_caches == 1)
+            assert registry.get_sample_value(Metric.GATEWAY_IN_FLIGHT) == 1
+            call.cancel()
+            await eventually(lambda: count(499) == 1)
 
 
 async def test_the_endpoint_requires_the_key() -> None:
     options = {"metrics_address": "127.0.0.1:0", "api_key": "right"}
-    metrics, endpoint = server._metrics(GatewayOptions(**options))  # type: ignore[arg-type]
+    metrics, endpoint = server.serve_gateway_metrics(GatewayOptions(**options))  # type: ignore[arg-type]
     assert metrics is not None
     assert endpoint is not None
     metrics.ended(PATH, 200, 0.1)
@@ -97,5 +94,5 @@ async def test_the_endpoint_requires_the_key() -> None:
     finally:
         await asyncio.to_thread(endpoint.close)
     assert f'{Metric.GATEWAY_REQUESTS}_total{{path="{PATH}",status="200"}} 1.0' in text
-    assert server._metrics(GatewayOptions()) == (None, None)
+    assert server.serve_gateway_metrics(GatewayOptions()) == (None, None)
     GatewayOptions(metrics_address="0.0.0.0:0", insecure_metrics=True)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import openai
-import pytest
-
 from paceline.client import MockTransport
 
 from .conftest import Serve
@@ -95,24 +92,3 @@ async def test_a_schema_and_a_named_function(serve: Serve) -> None:
             tool_choice={"type": "function", "name": "weather"},
         )
         assert [item.type for item in answer.output] == ["function_call"]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "param"),
-    [
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"background": True}, "background"),
-        ({"input": [{"type": "item_reference", "id": "1"}]}, "input"),
-        ({"input": [{"role": "user", "content": 1}]}, "input.0.content"),
-        ({"input": []}, "input"),
-        ({"temperature": -1}, "temperature"),
-        ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
-    ],
-)
-async def test_what_is_refused(serve: Serve, wrong: dict[str, Any], param: str) -> None:
-    async with serve(MockTransport("x"), chat_template=PLAIN) as served:
-        with pytest.raises(openai.BadRequestError) as raised:
-            await served.openai.post(
-                "/responses", body={"model": "mock", "input": "a", **wrong}, cast_to=object
-            )
-        assert raised.value.param == param

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import openai
 import pytest
 
 from paceline.client import MockTransport
@@ -143,27 +142,6 @@ async def test_a_named_function_is_called(serve: Serve) -> None:
         assert (call.function.name, call.function.arguments) == ("weather", '{"city":"Rom"}')
         schema = json.loads(served.transport.requests[-1].sampling.json_schema)
         assert schema == WEATHER["function"]["parameters"]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"tool_choice": "required"}, "needs tools"),
-        (
-            {"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "x"}}},
-            "no function 'x'",
-        ),
-        (
-            {"tools": [CLOCK], "tool_choice": "required", "extra_body": {"guided_regex": "a"}},
-            "constrained text",
-        ),
-        ({"tools": [{"type": "function"}]}, "tools"),
-    ],
-)
-async def test_wrong_tools_are_refused(serve: Serve, wrong: dict[str, Any], message: str) -> None:
-    async with serve(MockTransport("x"), chat_template=PLAIN) as served:
-        with pytest.raises(openai.BadRequestError, match=message):
-            await served.openai.chat.completions.create(model="mock", messages=ASK, **wrong)
 
 
 @pytest.mark.parametrize("template", [PLAIN, KNOWING])

@@ -158,29 +158,6 @@ def test_bfloat16_logits_are_read_as_float32() -> None:
     assert choose_token(logits, params, 1, EMPTY) == choose_token(logits.float(), params, 1, EMPTY)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"temperature": -0.1},
-        {"temperature": math.nan},
-        {"top_k": -1},
-        {"top_p": 0.0},
-        {"top_p": 1.1},
-        {"min_p": 1.5},
-        {"repetition_penalty": 0.0},
-        {"presence_penalty": math.inf},
-        {"frequency_penalty": math.nan},
-        {"logit_bias": ((-1, 1.0),)},
-        {"logit_bias": ((1, math.inf),)},
-        {"seed": -1},
-        {"seed": 2**64},
-    ],
-)
-def test_bad_parameters_are_refused_by_name(arguments: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=next(iter(arguments))):
-        SamplingParams(**arguments)  # type: ignore[arg-type]
-
-
 def test_ids_outside_the_vocabulary_are_refused() -> None:
     params = SamplingParams(logit_bias=((10, 1.0),))
     with pytest.raises(ValueError, match="outside the vocabulary of 5"):

@@ -1,13 +1,27 @@
-"""Sampling parameters from the wire."""
+"""Sampling parameters: their ranges, their message, and what the kernels get."""
 
+import json
 import math
 from typing import Any
 
 import pytest
 
 from paceline.kernels import SamplingParams
+from paceline.sampling import Sampling, SamplingError
 from paceline.service.sampling import sampling_params
 from paceline.v1 import sampling_pb2
+
+# Exact in float32, the type of the message.
+FIELDS: dict[str, Any] = {
+    "temperature": 0.5,
+    "top_k": 3,
+    "top_p": 0.75,
+    "min_p": 0.25,
+    "repetition_penalty": 1.5,
+    "presence_penalty": -0.5,
+    "frequency_penalty": 0.125,
+    "seed": 2**64 - 1,
+}
 
 
 def test_an_empty_message_is_greedy_with_everything_off() -> None:
@@ -17,37 +31,62 @@ def test_an_empty_message_is_greedy_with_everything_off() -> None:
     assert not params.penalised
 
 
-def test_every_field_arrives() -> None:
-    fields: dict[str, Any] = {
-        "temperature": 0.5,
-        "top_k": 3,
-        "top_p": 0.75,
-        "min_p": 0.25,
-        "repetition_penalty": 1.5,
-        "presence_penalty": -0.5,
-        "frequency_penalty": 0.125,
-        "seed": 2**64 - 1,
-    }
-    message = sampling_pb2.SamplingParams(**fields, logit_bias={9: -2.0, 4: 0.5})
-    expected = SamplingParams(**fields, logit_bias=((4, 0.5), (9, -2.0)))
-    assert sampling_params(message) == expected
-    assert sampling_params(sampling_pb2.SamplingParams.FromString(message.SerializeToString())) == (
-        expected
-    )
+def test_every_parameter_arrives() -> None:
+    sent = Sampling(**FIELDS, logit_bias={9: -2.0, 4: 0.5}, acceptance="rejection", regex="a")
+    message = sampling_pb2.SamplingParams.FromString(sent.to_proto().SerializeToString())
+    received = Sampling.from_proto(message)
+    assert received == Sampling(**{**vars(sent), "json_schema": "", "grammar": ""})
+    bias = ((4, 0.5), (9, -2.0))
+    assert sampling_params(message) == SamplingParams(**FIELDS, logit_bias=bias, rejection=True)
+
+
+def test_a_seed_that_is_not_given_is_random() -> None:
+    first, second = Sampling(), Sampling()
+    assert first.key != second.key
+    assert first.to_proto().seed == first.seed
+
+
+def test_a_schema_is_text_or_an_object() -> None:
+    schema = {"const": 1}
+    for given in (schema, json.dumps(schema)):
+        assert json.loads(Sampling(json_schema=given).to_proto().json_schema) == schema
+
+
+@pytest.mark.parametrize(
+    ("parameter", "value", "message"),
+    [
+        ("temperature", -0.1, "must be finite and >= 0, not -0.1"),
+        ("temperature", math.nan, "finite"),
+        ("temperature", math.inf, "finite"),
+        ("top_k", -1, ">= 0"),
+        ("top_p", 0.0, r"in \(0, 1\]"),
+        ("top_p", 1.1, r"in \(0, 1\]"),
+        ("min_p", -0.1, r"in \[0, 1\]"),
+        ("min_p", 1.5, r"in \[0, 1\]"),
+        ("repetition_penalty", 0.0, "> 0"),
+        ("repetition_penalty", math.inf, "finite"),
+        ("presence_penalty", math.inf, "finite"),
+        ("frequency_penalty", math.nan, "finite"),
+        ("logit_bias", {-1: 1.0}, "token id"),
+        ("logit_bias", {1: math.inf}, "number or -inf"),
+        ("logit_bias", {1: math.nan}, "number or -inf"),
+        ("logit_bias", dict.fromkeys(range(4097), 1.0), "at most 4096"),
+        ("seed", -1, "in"),
+        ("seed", 2**64, "in"),
+        ("acceptance", "maybe", "invariant or rejection"),
+        ("json_schema", {"a": object()}, "JSON"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_name(parameter: str, value: Any, message: str) -> None:
+    with pytest.raises(SamplingError, match=f"{parameter}.*{message}") as raised:
+        Sampling(**{parameter: value})
+    assert raised.value.parameter == parameter
 
 
 @pytest.mark.parametrize(
     "fields",
-    [
-        {"temperature": -1.0},
-        {"temperature": math.nan},
-        {"top_p": 1.5},
-        {"min_p": -0.5},
-        {"repetition_penalty": -1.0},
-        {"presence_penalty": math.inf},
-        {"logit_bias": {1: math.inf}},
-    ],
+    [{"mode": 77}, {"temperature": -1.0}, {"top_p": 1.5}, {"regex": "a", "grammar": "b"}],
 )
-def test_values_out_of_range_are_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(fields))):
+def test_a_message_is_checked(fields: dict[str, Any]) -> None:
+    with pytest.raises(SamplingError):
         sampling_params(sampling_pb2.SamplingParams(**fields))

@@ -14,7 +14,6 @@ from typing import Any
 from rich.console import Console
 
 from paceline.cli.command import exit_with, print_chunk
-from paceline.cli.drafter import add_model_arguments, own_services
 from paceline.cli.generate import (
     add_client_arguments,
     add_generation_arguments,
@@ -23,6 +22,7 @@ from paceline.cli.generate import (
     summary,
 )
 from paceline.cli.service_process import new_runner
+from paceline.cli.services import add_model_arguments, own_services
 from paceline.client import (
     Client,
     Conversation,

@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.cli.command import exit_with, print_chunk
-from paceline.cli.drafter import ON_CPU, add_model_arguments, own_services
 from paceline.cli.fetch import FetchError, fetch
 from paceline.cli.service_process import run_async
+from paceline.cli.services import ON_CPU, add_model_arguments, own_services
 from paceline.cli.shipped import models_folder
 from paceline.client import (
     Client,

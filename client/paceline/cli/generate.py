@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import inspect
 import json
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from paceline.client import (
     Client,
     DraftOptions,
     Generation,
+    GenerationOptions,
     GenerationResult,
     PacelineError,
     RetryOptions,
@@ -101,7 +101,7 @@ def generation_arguments(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         OSError: The schema's file cannot be read.
     """
-    names = inspect.signature(Client.generate).parameters.keys() - {"prompt"}
+    names = {field.name for field in dataclasses.fields(GenerationOptions)}
     options = {name: value for name, value in vars(args).items() if name in names}
     schema = args.json_schema and args.json_schema.read_text(encoding="utf-8")
     return {**options, "json_schema": schema}

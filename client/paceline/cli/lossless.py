@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.cli.command import CommandError, exit_with
-from paceline.cli.drafter import ON_CPU, own_services
 from paceline.cli.service_process import run_async
+from paceline.cli.services import ON_CPU, own_services
 from paceline.client import Client, DraftOptions, GenerationResult, PacelineError
 from paceline.harness import PROMPT_FILE, ProcessFailed, read_prompts
 from paceline.harness.models import MODEL, WEIGHTS, drafter_spec, model_path
@@ -90,7 +90,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="drafter to test, as for paceline serve; repeatable (default: ngram)",
     )
     add("--prompts", type=Path, required=True, metavar="FILE", help=PROMPT_FILE)
-    add("--limit", type=int, default=20, metavar="N", help="most prompts (default: %(default)s)")
+    add(
+        "--limit",
+        type=int,
+        default=20,
+        metavar="N",
+        help="maximum number of prompts (default: %(default)s)",
+    )
     add("--max-new-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
     add(
         "--temperature",

@@ -33,8 +33,10 @@ COMMANDS = (
     Command("fetch", "paceline.cli.fetch", "download a model by name"),
     Command("chat", "paceline.cli.chat", "hold a conversation in the terminal", "gateway"),
     Command("serve", "paceline.cli.serve", "run a verifier, a drafter and a gateway", "server"),
-    Command("verifier", "paceline.cli.verifier", "run a verifier: the target model", "server"),
-    Command("drafter", "paceline.cli.drafter", "run a drafter", "server"),
+    Command(
+        "verifier", "paceline.cli.services", "run a verifier: the target model", "server", True
+    ),
+    Command("drafter", "paceline.cli.services", "run a drafter", "server", True),
     Command("generate", "paceline.cli.generate", "generate text through running services"),
     Command("gateway", "paceline.cli.gateway", "serve OpenAI's HTTP interface", "gateway"),
     Command("trace", "paceline.cli.trace", "show where the time of rounds goes"),

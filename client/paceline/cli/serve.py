@@ -14,14 +14,13 @@ from pathlib import Path
 import grpc
 
 from paceline.cli.command import CommandError, exit_with
-from paceline.cli.drafter import load_arguments
 from paceline.cli.service_process import (
     DRAFTER_ADDRESS,
     VERIFIER_ADDRESS,
     add_shared_arguments,
     write_atomically,
 )
-from paceline.cli.verifier import add_verifier_options
+from paceline.cli.services import add_verifier_options, load_arguments
 from paceline.client import InvalidRequestError, TlsOptions
 from paceline.harness import (
     JOIN_SECONDS,
@@ -35,6 +34,7 @@ from paceline.harness.models import MODEL, drafter_spec, model_path
 from paceline.service import ServerOptions, configure_logging
 from paceline.service.arguments import to_words, words_of
 from paceline.service.options import OptionsError, read_token
+from paceline.verifier import VerifierOptions
 
 logger = logging.getLogger("paceline.cli")
 
@@ -144,8 +144,6 @@ def run(args: argparse.Namespace) -> int:
 
     SIGTERM and SIGINT are forwarded to all services: the first drains, a second ends at once.
     """
-    from paceline.verifier import VerifierOptions
-
     model = args.model or args.target
     if model is None:
         raise CommandError(f"which model? Give a {MODEL}")

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"drafter to tune, one of {', '.join(METHODS)}; its options are kept",
     )
     add("--prompts", type=Path, required=True, metavar="FILE", help=PROMPT_FILE)
-    add("--count", type=int, default=8, metavar="N", help="most prompts used")
+    add("--count", type=int, default=8, metavar="N", help="maximum number of prompts")
     add("--tokens", type=int, default=128, metavar="N", help="new tokens per prompt and run")
     add("--temperature", type=float, default=0.0, help="default: %(default)s")
     add("--weights", choices=WEIGHTS, help="format of the target's weights (default: auto)")

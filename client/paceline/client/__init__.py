@@ -19,7 +19,7 @@ from ._errors import (
 from ._fleet import VerifierStatus
 from ._generation import Generation, GenerationResult
 from ._mock import MockTransport
-from ._options import DraftOptions, RetryOptions, TlsOptions, user_cache_dir
+from ._options import DraftOptions, GenerationOptions, RetryOptions, TlsOptions, user_cache_dir
 from ._output import Chunk, TokenLogprob, VerifiedTree
 from ._stats import RoundStats, Stats, Usage
 from ._sync import SyncClient
@@ -37,6 +37,7 @@ __all__ = [
     "Detokenizer",
     "DraftOptions",
     "Generation",
+    "GenerationOptions",
     "GenerationResult",
     "InvalidRequestError",
     "MockTransport",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ from ._options import (
     GenerationOptions,
     RetryOptions,
     TlsOptions,
-    schema_text,
-    stop_strings,
+    takes,
     user_cache_dir,
 )
 from ._text import Model, TokenizerCache
@@ -109,36 +107,8 @@ class Client:
     async def __aexit__(self, *error: object) -> None:
         await self.aclose()
 
-    def generate(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        max_new_tokens: int = 256,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
-        presence_penalty: float = 0.0,
-        frequency_penalty: float = 0.0,
-        logit_bias: Mapping[int, float] | None = None,
-        seed: int | None = None,
-        acceptance: str = "invariant",
-        json_schema: Mapping[str, Any] | str | None = None,
-        regex: str = "",
-        grammar: str = "",
-        stop: str | Sequence[str] = (),
-        stop_token_ids: Sequence[int] = (),
-        ignore_eos: bool = False,
-        logprobs: bool | int = False,
-        prompt_logprobs: int | None = None,
-        drafter: str | None = None,
-        deadline: float | None = None,
-        max_nodes: int | None = None,
-        parent: Generation | bytes | None = None,
-        keep_cache: bool = False,
-        on_prefill: Callable[[int, int], None] | None = None,
-    ) -> Generation:
+    @takes(GenerationOptions)
+    def generate(self, prompt: str | Sequence[int], **options: Any) -> Generation:
         """Continues a prompt. Await the generation for the whole result, or iterate to stream.
 
         The tokens are a function of model, prompt, sampling parameters and seed alone: drafters,
@@ -147,35 +117,7 @@ class Client:
 
         Args:
             prompt: text, or token ids.
-            max_new_tokens: most tokens to emit.
-            temperature: 0 takes the likeliest token; otherwise logits are divided by it.
-            top_k: keep the k likeliest tokens; 0 keeps all.
-            top_p: keep the smallest set of likeliest tokens of this probability, in (0, 1].
-            min_p: keep tokens with at least this share of the highest probability, in [0, 1].
-            repetition_penalty: scales down logits of tokens seen in prompt or output; 1 is off.
-            presence_penalty: subtracted once for a token seen in the output; 0 is off.
-            frequency_penalty: subtracted for each time a token was seen in the output; 0 is off.
-            logit_bias: added to the logits of single tokens, by token id.
-            seed: key of the sampling noise, 64 bits. None: a random one, reported in the result.
-            acceptance: "invariant", or "rejection": rejection sampling of chains, whose tokens
-                depend on the drafter, but not their distribution.
-            json_schema: JSON schema of the text. The text may end early by max_new_tokens.
-            regex: regular expression that the whole text matches, in the syntax of Rust's crate.
-            grammar: context-free grammar of the text, in Lark's or in GBNF's notation.
-            stop: strings that end the text; it ends before the first that is complete.
-            stop_token_ids: tokens that end the generation, besides end-of-sequence.
-            ignore_eos: continue after end-of-sequence tokens.
-            logprobs: True returns each token's log-probability; n > 0 also the n likeliest tokens.
-            prompt_logprobs: n >= 0 returns the log-probability of each prompt token but the first,
-                and of the n likeliest tokens at its position.
-            drafter: name of the drafter, or `NAME@VERSION` for a version, active or not; "none"
-                turns drafting off. None: the verifier's default drafter.
-            deadline: longest time for the whole generation. Unit: seconds.
-            max_nodes: maximum number of drafted tokens per step. None: the limit of the services.
-            parent: a generation (or its handle) with a cache: the common prefix of its text and
-                this prompt is not computed again.
-            keep_cache: keep the cache after the end, as a `parent`, until `aclose`.
-            on_prefill: called with (tokens prefilled, all tokens) during the prefill.
+            options: see `GenerationOptions`.
 
         Raises:
             InvalidRequestError: a parameter is out of its range. Awaiting and iterating raise all
@@ -183,35 +125,8 @@ class Client:
             ClientClosedError: the client is closed.
         """
         self._running.check_open()
-        options = GenerationOptions(
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            logit_bias=dict(logit_bias or {}),
-            seed=secrets.randbits(64) if seed is None else seed,
-            acceptance=acceptance,
-            json_schema=schema_text(json_schema),
-            regex=regex,
-            grammar=grammar,
-            stop=stop_strings(stop),
-            stop_token_ids=tuple(stop_token_ids),
-            ignore_eos=ignore_eos,
-            logprobs=logprobs is not False,
-            top_logprobs=0 if isinstance(logprobs, bool) else logprobs,
-            prompt_logprobs=prompt_logprobs,
-            drafter=drafter,
-            deadline=deadline,
-            max_nodes=max_nodes,
-            parent_handle=parent.handle if isinstance(parent, Generation) else parent or b"",
-            on_prefill=on_prefill,
-        )
         text = prompt if isinstance(prompt, str) else list(prompt)
-        return Generation(self._running, text, options, keep_cache)
+        return Generation(self._running, text, GenerationOptions(**options))
 
     async def model(self) -> Model:
         """The model of the verifiers, and its tokenizer."""

@@ -32,7 +32,7 @@ PATIENCE = 1.0
 _HEADROOM = 4
 CHUNK = 64
 """Texts are compared in chunks of so many tokens."""
-_MOST_CHUNKS = 1 << 16
+_MAX_CHUNKS = 1 << 16
 # Longest wait for drafter services to join a verifier, and shortest time between two requests to
 # join it. Unit: seconds.
 _JOIN_TIMEOUT, _JOIN_INTERVAL = 2.0, 5.0
@@ -267,7 +267,7 @@ class PrefixTable:
         for key in _keys(tokens):
             self._holders[key] = verifier, _instance(verifier)
             self._holders.move_to_end(key)
-        while len(self._holders) > _MOST_CHUNKS:
+        while len(self._holders) > _MAX_CHUNKS:
             self._holders.popitem(last=False)
 
     def find(self, tokens: Sequence[int], verifiers: Sequence[Verifier]) -> Verifier | None:

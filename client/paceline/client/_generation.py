@@ -58,12 +58,10 @@ class Generation:
         running: Running,
         prompt: str | list[int],
         options: GenerationOptions,
-        keep_cache: bool,
     ) -> None:
         self._running = running
         self._prompt = prompt
         self._options = options
-        self._keep_cache = keep_cache
         self._window = running.unread_chunks
         self._chunks: asyncio.Queue[tuple[Chunk, int] | None] = asyncio.Queue()
         self._reading = False
@@ -178,7 +176,7 @@ class Generation:
         return GenerationResult(
             text=output.text,
             token_ids=output.token_ids,
-            logprobs=output.logprobs if self._options.logprobs else None,
+            logprobs=output.logprobs if self._options.logprobs is not False else None,
             prompt_logprobs=self.prompt_logprobs
             if self._options.prompt_logprobs is not None
             else None,
@@ -186,7 +184,7 @@ class Generation:
             stop_string=output.stop_string,
             usage=self._usage(),
             stats=self.stats,
-            seed=self._options.seed,
+            seed=self._options.key,
         )
 
     def _usage(self) -> Usage:
@@ -231,12 +229,12 @@ class Generation:
             self._prompt_tokens = self._prompt
         if not self._prompt_tokens:
             raise InvalidRequestError("the prompt is empty: give at least one token")
-        if self._options.stop and model.codec is None:
+        if self._options.stop_strings and model.codec is None:
             raise InvalidRequestError(
                 f"stop strings need a tokenizer, and {model.facts.name} is served without one: "
                 "use stop_token_ids"
             )
-        self._output = Output(model.codec, self._options.stop)
+        self._output = Output(model.codec, self._options.stop_strings)
 
     async def _receive(self, model: Model) -> None:
         """Receives tokens until the text ends."""
@@ -296,7 +294,7 @@ class Generation:
         if stream is None:
             return
         stream.end()
-        if self._keep_cache and self._output.finish_reason in ("stop", "length"):
+        if self._options.keep_cache and self._output.finish_reason in ("stop", "length"):
             self._lease_task = self._running.in_background(self._renew_lease(stream))
             self._running.kept.add(self)
         else:

@@ -123,14 +123,14 @@ class _Cache:
         """The next tokens, at most `steps`, with log-probability 0."""
         result = verifier_pb2.RoundResult()
         stops = {MockTransport.END, *self.request.stop_token_ids}
-        most = self.request.max_new_tokens or 1 << 62
+        limit = self.request.max_new_tokens or 1 << 62
         while len(result.tokens) < steps and not result.finish_reason:
             token = self.left.pop(0) if self.left else MockTransport.END
             result.tokens.append(token)
             self.emitted += 1
             if token in stops:
                 result.finish_reason = sampling_pb2.FINISH_REASON_STOP
-            elif self.emitted >= most:
+            elif self.emitted >= limit:
                 result.finish_reason = sampling_pb2.FINISH_REASON_LENGTH
         if self.request.logprobs or self.request.top_logprobs:
             result.logprobs.extend([0.0] * len(result.tokens))

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from inspect import Signature, signature
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import grpc
 
-from paceline.v1 import sampling_pb2
+from paceline.sampling import Sampling, SamplingError
 
 from ._errors import InvalidRequestError
 
-_MODES = {
-    "invariant": sampling_pb2.ACCEPTANCE_MODE_INVARIANT,
-    "rejection": sampling_pb2.ACCEPTANCE_MODE_REJECTION,
-}
+if TYPE_CHECKING:
+    from ._generation import Generation
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def _require(fine: bool, what: str, expected: str, value: object) -> None:
@@ -99,94 +99,92 @@ class DraftOptions:
             _require(0 < self.timeout < 2**22, "draft timeout", expected, self.timeout)
 
 
-@dataclass(frozen=True)
-class GenerationOptions:
-    """The arguments of `Client.generate` besides the prompt; see there."""
+@dataclass(frozen=True, kw_only=True)
+class GenerationOptions(Sampling):
+    """The keyword arguments of `Client.generate`: sampling parameters, and these.
+
+    Raises:
+        InvalidRequestError: One is out of its range. `metadata["param"]` is a sampling parameter.
+    """
 
     max_new_tokens: int = 256
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int = 0
-    acceptance: str = "invariant"
-    json_schema: str = ""
-    regex: str = ""
-    grammar: str = ""
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    """Maximum number of tokens to emit."""
+    stop: str | Sequence[str] = ()
+    """Strings that end the text; it ends before the first that is complete."""
+    stop_token_ids: Sequence[int] = ()
+    """Tokens that end the generation, besides end-of-sequence."""
     ignore_eos: bool = False
-    logprobs: bool = False
-    top_logprobs: int = 0
+    """Continue after end-of-sequence tokens."""
+    logprobs: bool | int = False
+    """True returns each token's log-probability; n > 0 also the n likeliest tokens."""
     prompt_logprobs: int | None = None
+    """n >= 0 returns the log-probability of each prompt token but the first, and of the n likeliest
+    tokens at its position."""
     drafter: str | None = None
+    """Name of the drafter, or `NAME@VERSION` for a version, active or not; "none" turns drafting
+    off. None: the verifier's default drafter."""
     deadline: float | None = None
+    """Longest time for the whole generation. Unit: seconds."""
     max_nodes: int | None = None
-    parent_handle: bytes = b""
+    """Maximum number of drafted tokens per step. None: the limit of the services."""
+    parent: Generation | bytes | None = None
+    """A generation (or its handle) with a cache: the common prefix of its text and this prompt is
+    not computed again."""
+    keep_cache: bool = False
+    """Keep the cache after the end, as a `parent`, until `aclose`."""
     on_prefill: Callable[[int, int], None] | None = None
+    """Called with (tokens prefilled, all tokens) during the prefill."""
 
     def __post_init__(self) -> None:
+        try:
+            super().__post_init__()
+        except SamplingError as error:
+            param = {"param": error.parameter}
+            raise InvalidRequestError(str(error), metadata=param) from None
         ids = range(2**32)
-        finite = math.isfinite
         _require(0 < self.max_new_tokens < 2**32, "max_new_tokens", ">= 1", self.max_new_tokens)
-        temperature, penalty = self.temperature, self.repetition_penalty
-        _require(0 <= temperature < math.inf, "temperature", "finite and >= 0", temperature)
-        _require(self.top_k in ids, "top_k", ">= 0 (0 keeps all tokens)", self.top_k)
-        _require(0 < self.top_p <= 1, "top_p", "in (0, 1]", self.top_p)
-        _require(0 <= self.min_p <= 1, "min_p", "in [0, 1]", self.min_p)
-        _require(0 < penalty < math.inf, "repetition_penalty", "finite and > 0", penalty)
-        for name in ("presence_penalty", "frequency_penalty"):
-            _require(finite(getattr(self, name)), name, "finite", getattr(self, name))
-        for token, bias in self.logit_bias.items():
-            _require(token in ids, "a logit_bias key", "a token id", token)
-            _require(bias < math.inf, "a logit_bias value", "a number or -inf (never)", bias)
-        _require(0 <= self.seed < 2**64, "seed", "in [0, 2**64)", self.seed)
-        _require(self.acceptance in _MODES, "acceptance", " or ".join(_MODES), self.acceptance)
-        for text in self.stop:
+        for text in self.stop_strings:
             _require(text != "", "a stop string", "non-empty", text)
         for token in self.stop_token_ids:
             _require(token in ids, "a stop token id", "a token id", token)
-        _require(0 <= self.top_logprobs <= 20, "logprobs", "at most 20", self.top_logprobs)
+        _require(0 <= self.logprobs <= 20, "logprobs", "at most 20", self.logprobs)
         scored = self.prompt_logprobs
         _require(scored is None or 0 <= scored <= 20, "prompt_logprobs", "in [0, 20]", scored)
-        constraints = [self.json_schema, self.regex, self.grammar]
-        if sum(map(bool, constraints)) > 1:
-            raise InvalidRequestError("give one of json_schema, regex and grammar")
         if self.deadline is not None:
             _require(self.deadline > 0, "deadline", "> 0 seconds", self.deadline)
         if self.max_nodes is not None:
             _require(self.max_nodes > 0, "max_nodes", ">= 1", self.max_nodes)
 
-    def sampling(self) -> sampling_pb2.SamplingParams:
-        """The sampling parameters as a protocol message."""
-        names = (
-            *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
-            *("frequency_penalty", "seed", "json_schema", "regex", "grammar"),
-        )
-        return sampling_pb2.SamplingParams(
-            **{name: getattr(self, name) for name in names},
-            logit_bias=dict(self.logit_bias),
-            mode=_MODES[self.acceptance],
-        )
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """All stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def parent_handle(self) -> bytes:
+        """Handle of the parent's cache; empty: none."""
+        if self.parent is None or isinstance(self.parent, bytes):
+            return self.parent or b""
+        return self.parent.handle
 
 
-def schema_text(schema: Mapping[str, Any] | str | None) -> str:
-    """A JSON schema as text; empty for None. Raises InvalidRequestError if it is not JSON."""
-    if schema is None or isinstance(schema, str):
-        return schema or ""
-    try:
-        return json.dumps(schema)
-    except (TypeError, ValueError) as error:
-        raise InvalidRequestError(f"json_schema cannot be written as JSON: {error}") from None
+def takes(
+    options: Callable[P, GenerationOptions],
+) -> Callable[[Callable[..., T]], Callable[Concatenate[Any, str | Sequence[int], P], T]]:
+    """Decorates a method `(self, prompt, **options)` with the signature of its options.
 
+    Type checkers, editors and `help` show all of them, without a second list.
+    """
 
-def stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
-    """`stop` as a tuple; a string is one stop string."""
-    return (stop,) if isinstance(stop, str) else tuple(stop)
+    def decorated(
+        method: Callable[..., T],
+    ) -> Callable[Concatenate[Any, str | Sequence[int], P], T]:
+        own = list(signature(method).parameters.values())[:2]
+        every = [*own, *signature(options).parameters.values()]
+        method.__signature__ = Signature(every)  # type: ignore[attr-defined]
+        return method
+
+    return decorated
 
 
 def user_cache_dir() -> Path:

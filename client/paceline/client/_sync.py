@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from ._client import Client
 from ._errors import ClientClosedError
 from ._generation import GenerationResult
+from ._options import GenerationOptions, takes
 from ._output import Chunk
 from ._text import Model
 
@@ -39,6 +40,7 @@ class SyncClient:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    @takes(GenerationOptions)
     def generate(self, prompt: str | Sequence[int], **options: Any) -> GenerationResult:
         """The result of `Client.generate`."""
 
@@ -47,6 +49,7 @@ class SyncClient:
 
         return self._wait_for(run())
 
+    @takes(GenerationOptions)
     def stream(self, prompt: str | Sequence[int], **options: Any) -> Iterator[Chunk]:
         """The chunks of `Client.generate`. Leaving the loop early releases the cache."""
         chunks = aiter(self._client.generate(prompt, **options))

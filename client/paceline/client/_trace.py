@@ -118,7 +118,7 @@ def _request(options: GenerationOptions) -> _Values:
         Attribute.REQUEST_TEMPERATURE: options.temperature,
         Attribute.REQUEST_TOP_P: options.top_p,
         # Seeds are unsigned, attributes signed integers of 64 bits.
-        Attribute.REQUEST_SEED: options.seed if options.seed < 1 << 63 else str(options.seed),
+        Attribute.REQUEST_SEED: options.key if options.key < 1 << 63 else str(options.key),
     }
     optional = {
         Attribute.REQUEST_TOP_K: options.top_k,

@@ -81,7 +81,8 @@ def from_validation(error: ValidationError) -> ApiError:
 
 def _path(words: tuple[int | str, ...]) -> str:
     """The field's path, without the types that pydantic tried."""
-    return ".".join(str(word) for word in words if word != "str" and "[" not in str(word))
+    names = (str(word) for word in words if word not in ("str", "constrained-str"))
+    return ".".join(name for name in names if "[" not in name)
 
 
 def from_error(error: Exception) -> ApiError:

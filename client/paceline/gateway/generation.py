@@ -14,6 +14,7 @@ from paceline.client import (
     Chunk,
     Client,
     Generation,
+    GenerationOptions,
     GenerationResult,
     Model,
     PacelineError,
@@ -203,6 +204,7 @@ class JobBuilder:
             "logprobs": logprobs or logprobs is not None,
         }
         choices = [{**body.sampling(choice), **common} for choice in range(body.n)]
+        GenerationOptions(**choices[0])  # checks them before a text begins
         name = body.model or self.model_name(model)
         return GenerationJob(model, name, prompts, choices, body.stream_options)
 

@@ -112,12 +112,24 @@ def _finite(text: str) -> float:
     return value
 
 
-class ContentPart(Body):
+class TextPart(Body):
     """A part of a message; only text is supported."""
 
-    type: Literal["text", "refusal"]
     text: str = ""
     refusal: str = ""
+
+
+class ContentPart(TextPart):
+    """A part of a message in a chat."""
+
+    type: Literal["text", "refusal"]
+
+
+def text_of(content: str | Sequence[TextPart]) -> str:
+    """All text of a message."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.text or part.refusal for part in content)
 
 
 class FunctionCall(Body):
@@ -149,10 +161,7 @@ class Message(Body):
 
     def for_template(self) -> dict[str, Any]:
         """The message for `render_chat`: all of its text, and the fields that templates know."""
-        if isinstance(self.content, str):
-            text = self.content or self.refusal or ""
-        else:
-            text = "\n".join(part.text or part.refusal for part in self.content)
+        text = text_of(self.content or self.refusal or "")
         calls = [
             call.model_dump(include={"id": True, "type": True, "function": {"name", "arguments"}})
             for call in self.tool_calls
@@ -384,30 +393,35 @@ class UnusedFields(Body):
     prompt_cache_key: str | None = None
 
 
-class GenerationRequest(Constrained, UnusedFields):
-    """Fields of both kinds of request."""
+class CommonRequest(UnusedFields):
+    """Fields of every kind of request. Other ranges than those here are in `GenerationOptions`."""
 
     model: str | None = None
-    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
-    temperature: float = Field(default=1.0, ge=0, le=100)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    presence_penalty: _Penalty = 0.0
-    frequency_penalty: _Penalty = 0.0
-    logit_bias: dict[_TokenText, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    temperature: float = Field(default=1.0, le=100)
+    top_p: float = 1.0
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
-    stop: _StopText | Annotated[list[_StopText], Field(max_length=16)] | None = None
     stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
 
     # Extensions, with the names of other servers.
     top_k: int = Field(default=0, ge=-1, lt=2**32)
     """0 and -1 keep all tokens."""
-    min_p: float = Field(default=0.0, ge=0, le=1)
-    repetition_penalty: float = Field(default=1.0, gt=0, le=100)
-    stop_token_ids: Annotated[list[_Token], Field(max_length=1024)] = Field(default=[])
-    ignore_eos: bool = False
+    min_p: float = 0.0
+    repetition_penalty: float = Field(default=1.0, le=100)
     drafter: str | None = None
     """Name of a drafter; "none" turns speculation off. The text does not depend on it."""
+
+
+class GenerationRequest(CommonRequest, Constrained):
+    """Fields of both kinds of completion."""
+
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
+    presence_penalty: _Penalty = 0.0
+    frequency_penalty: _Penalty = 0.0
+    logit_bias: dict[_TokenText, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    stop: _StopText | Annotated[list[_StopText], Field(max_length=16)] | None = None
+    stream_options: StreamOptions = StreamOptions()
+    stop_token_ids: Annotated[list[_Token], Field(max_length=1024)] = Field(default=[])
+    ignore_eos: bool = False
 
     def sampling(self, choice: int) -> dict[str, Any]:
         """Sampling arguments of `Client.generate` for one of the n choices.

@@ -13,17 +13,15 @@ from paceline.client import Chunk, GenerationResult, TokenLogprob
 
 from .errors import bad_request, from_validation
 from .generation import GenerationJob
-from .requests import Body, ChatRequest, ToolUse, UnusedFields
+from .requests import Body, ChatRequest, CommonRequest, TextPart, ToolUse, text_of
 from .tool_calls import Call, CallParser
 from .writers import GeneratedText, Json, Writer, usage
 
 
-class InputPart(Body):
-    """A part of a message; only text is supported."""
+class InputPart(TextPart):
+    """A part of a message, or of a result."""
 
     type: Literal["input_text", "output_text", "text", "refusal"]
-    text: str = ""
-    refusal: str = ""
 
 
 class InputItem(Body):
@@ -43,10 +41,7 @@ class InputMessage(InputItem):
 
     def as_message(self) -> dict[str, Any]:
         """The message of a chat."""
-        if isinstance(self.content, str):
-            return {"role": self.role, "content": self.content}
-        content = "\n".join(part.text or part.refusal for part in self.content)
-        return {"role": self.role, "content": content}
+        return {"role": self.role, "content": text_of(self.content)}
 
 
 class InputCall(InputItem):
@@ -73,10 +68,7 @@ class InputResult(InputItem):
 
     def as_message(self) -> dict[str, Any]:
         """The message of a chat."""
-        output = self.output
-        if not isinstance(output, str):
-            output = "\n".join(part.text for part in output)
-        return {"role": "tool", "tool_call_id": self.call_id, "content": output}
+        return {"role": "tool", "tool_call_id": self.call_id, "content": text_of(self.output)}
 
 
 class InputReasoning(InputItem):
@@ -131,30 +123,20 @@ class NamedFunction(Body):
     name: str
 
 
-class ResponsesRequest(UnusedFields):
+class ResponsesRequest(CommonRequest):
     """`POST /v1/responses`. Nothing is stored: a conversation is sent whole."""
 
-    model: str | None = None
     input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1, lt=2**31)
-    temperature: float = 1.0
-    top_p: float = 1.0
-    stream: bool = False
     text: TextOptions = TextOptions()
     tools: list[FunctionTool] = Field(default=[])
     tool_choice: Literal["none", "auto", "required"] | NamedFunction = "auto"
     parallel_tool_calls: bool = True
     previous_response_id: str | None = None
     background: bool = False
-
-    # Extensions, as in a chat.
-    seed: int | None = None
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    drafter: str | None = None
     chat_template_kwargs: dict[str, Any] = Field(default={})
+    """As in a chat."""
 
     # Accepted and unused.
     truncation: Literal["disabled"] | None = None

@@ -12,13 +12,14 @@ from dataclasses import replace
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError
 from pydantic.json_schema import models_json_schema
 
 from paceline.client import Client, GenerationResult, PacelineError
+from paceline.service.metrics import MetricsEndpoint, new_registry, serve_metrics
 from paceline.service.options import OptionsError, socket_path_of, split_address
 from paceline.service.runtime import Gate, Stop
 from paceline.telemetry.tracing import continuing
@@ -26,6 +27,7 @@ from paceline.telemetry.tracing import continuing
 from . import middleware
 from .errors import ApiError, bad_request
 from .generation import GenerationJob, JobBuilder, TextEvent, generate_texts
+from .metrics import GatewayMetrics
 from .options import GatewayOptions
 from .requests import (
     AnyBody,
@@ -38,11 +40,6 @@ from .requests import (
 )
 from .responses_api import ResponsesRequest, ResponsesWriter
 from .writers import ChatWriter, CompletionWriter, EventStream, WholeResponse, Writer
-
-if TYPE_CHECKING:
-    from paceline.service.metrics import MetricsEndpoint
-
-    from .metrics import GatewayMetrics
 
 logger = logging.getLogger("paceline.gateway")
 
@@ -330,7 +327,7 @@ async def run_gateway(
     logging.getLogger("aiohttp.server").addFilter(_is_ours)
     stop = Stop(stop_event)
     context = _tls(options)
-    metrics, endpoint = _metrics(options)
+    metrics, endpoint = serve_gateway_metrics(options)
     gateway = Gateway(client, options, metrics)
     if metrics is not None:
         metrics.show(gateway.gate, client)
@@ -368,15 +365,12 @@ async def _drain(gateway: Gateway, seconds: float) -> None:
         logger.warning("requests were still in flight after the drain time; cancelling them")
 
 
-def _metrics(options: GatewayOptions) -> tuple[GatewayMetrics | None, MetricsEndpoint | None]:
+def serve_gateway_metrics(
+    options: GatewayOptions,
+) -> tuple[GatewayMetrics | None, MetricsEndpoint | None]:
     """Metrics and their endpoint; None without a metrics address."""
     if options.metrics_address is None:
         return None, None
-    # Imported here because prometheus_client is needed for metrics only.
-    from paceline.service.metrics import new_registry, serve_metrics
-
-    from .metrics import GatewayMetrics
-
     registry = new_registry()
     return GatewayMetrics(registry), serve_metrics(options.metrics, registry)
 

@@ -108,13 +108,17 @@ class ChoicesWriter(Writer):
         # With usage at the end, OpenAI's earlier events have an empty one.
         return head | {"usage": used} if used or self._job.stream_options.include_usage else head
 
-    def _whole(self, texts: Sequence[GeneratedText], bodies: Sequence[Json]) -> Json:
+    def whole(self, texts: Sequence[GeneratedText]) -> Json:
         results = [text.result for text in texts if text.result is not None]
         choices = [
-            {"index": index, **body, "seed": result.seed}
-            for index, (body, result) in enumerate(zip(bodies, results, strict=True))
+            {"index": index, **self._choice(index, text, result), "seed": result.seed}
+            for index, (text, result) in enumerate(zip(texts, results, strict=True))
         ]
         return self._head(self.object, choices, usage(self._job, results))
+
+    @abstractmethod
+    def _choice(self, index: int, text: GeneratedText, result: GenerationResult) -> Json:
+        """A whole choice."""
 
     def _event(self, index: int, body: Json, logprobs: Json | None = None) -> Json:
         choice = {"index": index, **body, "logprobs": logprobs or None, "finish_reason": None}
@@ -182,20 +186,14 @@ class CompletionWriter(ChoicesWriter):
         self._echoes = [self._text(prompt) for prompt in body.prompts()] if body.echo else None
         self._offsets: dict[int, int] = {}
 
-    def whole(self, texts: Sequence[GeneratedText]) -> Json:
-        bodies = []
-        for index, text in enumerate(texts):
-            assert text.result is not None
-            logprobs = [self._prompt(index, text.prompt_logprobs)]
-            logprobs += [self._logprobs(index, chunk) for chunk in text.chunks]
-            bodies.append(
-                {
-                    "text": self._echo(index) + text.result.text,
-                    "logprobs": joined(logprobs) or None,
-                    "finish_reason": text.result.finish_reason,
-                }
-            )
-        return self._whole(texts, bodies)
+    def _choice(self, index: int, text: GeneratedText, result: GenerationResult) -> Json:
+        logprobs = [self._prompt(index, text.prompt_logprobs)]
+        logprobs += [self._logprobs(index, chunk) for chunk in text.chunks]
+        return {
+            "text": self._echo(index) + result.text,
+            "logprobs": joined(logprobs) or None,
+            "finish_reason": result.finish_reason,
+        }
 
     def opening(self, index: int, prompt_logprobs: Sequence[TokenLogprob]) -> list[Json]:
         logprobs = self._prompt(index, prompt_logprobs)
@@ -247,26 +245,20 @@ class ChatWriter(ChoicesWriter):
         self._use = use
         self._parsers: dict[int, CallParser] = {}
 
-    def whole(self, texts: Sequence[GeneratedText]) -> Json:
-        bodies = []
-        for text in texts:
-            assert text.result is not None
-            parser = CallParser(self._use)
-            parts = parser.push(text.result.text) + parser.flush()
-            content = "".join(part for part in parts if isinstance(part, str))
-            calls = [_call(part) for part in parts if isinstance(part, Call)]
-            message: Json = {"role": "assistant", "content": content, "refusal": None}
-            if calls:
-                message |= {"content": content or None, "tool_calls": calls}
-            logprobs = [self._logprobs(chunk) for chunk in text.chunks]
-            bodies.append(
-                {
-                    "message": message,
-                    "logprobs": joined(logprobs) or None,
-                    "finish_reason": _reason(text.result, parser),
-                }
-            )
-        return self._whole(texts, bodies)
+    def _choice(self, index: int, text: GeneratedText, result: GenerationResult) -> Json:
+        parser = CallParser(self._use)
+        parts = parser.push(result.text) + parser.flush()
+        content = "".join(part for part in parts if isinstance(part, str))
+        calls = [_call(part) for part in parts if isinstance(part, Call)]
+        message: Json = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message |= {"content": content or None, "tool_calls": calls}
+        logprobs = [self._logprobs(chunk) for chunk in text.chunks]
+        return {
+            "message": message,
+            "logprobs": joined(logprobs) or None,
+            "finish_reason": _reason(result, parser),
+        }
 
     def opening(self, index: int, prompt_logprobs: Sequence[TokenLogprob]) -> list[Json]:
         self._parsers[index] = CallParser(self._use)

@@ -108,7 +108,7 @@ _FIRST_TOP_P_GUESS = 256
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters of a request.
+    """Sampling parameters of a request. Their ranges are not checked here.
 
     Attributes:
         temperature: 0: the most likely token; otherwise logits are divided by it.
@@ -135,23 +135,6 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0
     rejection: bool = False
-
-    def __post_init__(self) -> None:
-        self._require("temperature", 0 <= self.temperature < math.inf, "finite, 0 or more")
-        self._require("top_k", self.top_k >= 0, "0 (off) or more")
-        self._require("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
-        self._require("min_p", 0 <= self.min_p <= 1, "0 to 1")
-        self._require("repetition_penalty", 0 < self.repetition_penalty < math.inf,
-                      "finite, above 0")  # fmt: skip
-        self._require("presence_penalty", math.isfinite(self.presence_penalty), "finite")
-        self._require("frequency_penalty", math.isfinite(self.frequency_penalty), "finite")
-        self._require("logit_bias", all(t >= 0 and b < math.inf for t, b in self.logit_bias),
-                      "token ids of 0 or more with finite values or -inf")  # fmt: skip
-        self._require("seed", 0 <= self.seed < 1 << 64, "an unsigned 64-bit integer")
-
-    def _require(self, name: str, good: bool, expected: str) -> None:
-        if not good:
-            raise ValueError(f"{name} is {getattr(self, name)!r}, expected {expected}")
 
     @property
     def greedy(self) -> bool:

@@ -1,9 +1,10 @@
-"""Sampling parameters from the wire. Torch is imported on use: not every service needs it."""
+"""Sampling parameters for the kernels. Torch is imported on use: not every service needs it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from paceline.sampling import Sampling
 from paceline.v1 import sampling_pb2
 
 if TYPE_CHECKING:
@@ -16,24 +17,25 @@ def rejects(message: sampling_pb2.SamplingParams) -> bool:
 
 
 def sampling_params(message: sampling_pb2.SamplingParams) -> SamplingParams:
-    """Convert a message for the kernels; 0 becomes 1 where the protocol defines 0 as unset.
+    """Check and convert a message for the kernels.
 
     Shared by verifier and drafter, since both must sample alike.
 
     Raises:
-        ValueError: A value is out of range.
+        SamplingError: A value is out of range.
     """
     from paceline.kernels import SamplingParams
 
+    checked = Sampling.from_proto(message)
     return SamplingParams(
-        temperature=message.temperature,
-        top_k=message.top_k,
-        top_p=message.top_p or 1.0,
-        min_p=message.min_p,
-        repetition_penalty=message.repetition_penalty or 1.0,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
-        logit_bias=tuple(sorted(message.logit_bias.items())),
-        seed=message.seed,
+        temperature=checked.temperature,
+        top_k=checked.top_k,
+        top_p=checked.top_p,
+        min_p=checked.min_p,
+        repetition_penalty=checked.repetition_penalty,
+        presence_penalty=checked.presence_penalty,
+        frequency_penalty=checked.frequency_penalty,
+        logit_bias=tuple(sorted((checked.logit_bias or {}).items())),
+        seed=checked.key,
         rejection=rejects(message),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ from paceline.drafter.kv.exchange import KvExchange
 from paceline.drafter.methods.base import Drafter, Generation, Update
 from paceline.drafter.registry import Version
 from paceline.drafter.statistics import DraftStatistics, accepted_length
+from paceline.sampling import Sampling, SamplingError
 from paceline.service import ServiceError
 from paceline.service.sampling import rejects
 from paceline.telemetry.names import Attribute, Span
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from paceline.drafter.kv.reader import KvReader, StateReader
 
 _MAX_NAME_CHARS = 256
-_MAX_BIASES = 4096
 
 
 @dataclass(frozen=True)
@@ -347,28 +346,12 @@ def check_fit(
 
 def _check_sampling(sampling: sampling_pb2.SamplingParams, vocab_size: int) -> None:
     """Check what the verifier checks too, so that no method fails on it later."""
-    ranges = (
-        ("temperature", sampling.temperature, 0.0, math.inf),
-        ("top_p", sampling.top_p, 0.0, 1.0),
-        ("min_p", sampling.min_p, 0.0, 1.0),
-        ("repetition_penalty", sampling.repetition_penalty, 0.0, math.inf),
-        ("presence_penalty", sampling.presence_penalty, -math.inf, math.inf),
-        ("frequency_penalty", sampling.frequency_penalty, -math.inf, math.inf),
-    )
-    for name, value, low, high in ranges:
-        if not (math.isfinite(value) and low <= value <= high):
-            raise ServiceError.invalid_argument(
-                "INVALID_SAMPLING", f"{name} is {value}, expected a number from {low} to {high}"
-            )
-    if len(sampling.logit_bias) > _MAX_BIASES:
+    try:
+        Sampling.from_proto(sampling)
+    except SamplingError as error:
+        raise ServiceError.invalid_argument("INVALID_SAMPLING", str(error)) from error
+    if max(sampling.logit_bias, default=0) >= vocab_size:
         raise ServiceError.invalid_argument(
             "INVALID_SAMPLING",
-            f"logit_bias has {len(sampling.logit_bias)} tokens, expected at most {_MAX_BIASES}",
+            f"logit_bias names token {max(sampling.logit_bias)}, expected ids below {vocab_size}",
         )
-    for token, bias in sampling.logit_bias.items():
-        if token >= vocab_size or math.isnan(bias) or bias == math.inf:
-            raise ServiceError.invalid_argument(
-                "INVALID_SAMPLING",
-                f"logit_bias of token {token} is {bias}, expected a number or -inf for an id "
-                f"below {vocab_size}",
-            )

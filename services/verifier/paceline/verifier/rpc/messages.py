@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence as Items
 
 from paceline.kernels import SamplingParams
+from paceline.sampling import CONSTRAINTS, SamplingError
 from paceline.service import ServiceError
 from paceline.service.sampling import sampling_params
 from paceline.tree import MAX_NODES, TokenTree, TreeError
@@ -18,7 +19,6 @@ from paceline.verifier.kv.taps import Taps
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_TOKENS = 1024
-MAX_LOGIT_BIAS = 4096
 
 _FINISH = {
     None: sampling_pb2.FINISH_REASON_UNSPECIFIED,
@@ -113,21 +113,13 @@ def read_sampling(message: sampling_pb2.SamplingParams, model: Model) -> Samplin
     Raises:
         ServiceError: INVALID_ARGUMENT.
     """
-    if message.mode not in sampling_pb2.AcceptanceMode.values():
-        raise _invalid(
-            "INVALID_SAMPLING",
-            f"mode {message.mode} is unknown, expected INVARIANT or REJECTION",
-        )
-    if len(message.logit_bias) > MAX_LOGIT_BIAS:
-        raise _invalid(
-            "INVALID_SAMPLING",
-            f"logit_bias names {len(message.logit_bias)} tokens, expected at most {MAX_LOGIT_BIAS}",
-        )
-    _check_tokens("logit_bias", list(message.logit_bias), model)
     try:
-        return sampling_params(message)
-    except ValueError as error:
-        raise _invalid("INVALID_SAMPLING", str(error)) from error
+        params = sampling_params(message)
+    except SamplingError as error:
+        reason = "INVALID_SCHEMA" if error.parameter in CONSTRAINTS else "INVALID_SAMPLING"
+        raise _invalid(reason, str(error)) from error
+    _check_tokens("logit_bias", list(message.logit_bias), model)
+    return params
 
 
 def read_tree(message: tree_pb2.TokenTree, model: Model, sequence: Sequence) -> TokenTree:
@@ -188,13 +180,7 @@ async def _read_grammar(
     given = [(kind, source) for kind, source in sources.items() if source]
     if not given:
         return None
-    if len(given) > 1:
-        raise _invalid(
-            "INVALID_SCHEMA",
-            f"{' and '.join(kind for kind, _ in given)} were given, expected one; a text can have "
-            "one constraint",
-        )
-    (kind, source) = given[0]
+    ((kind, source),) = given
     size = len(source.encode())
     if size > MAX_SCHEMA_BYTES:
         raise _invalid(

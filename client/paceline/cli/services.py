@@ -1,4 +1,4 @@
-"""`paceline drafter`: serves drafters."""
+"""`paceline verifier` and `paceline drafter`: serve a target model, and drafters for it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,43 @@ from paceline.cli.service_process import (
     run_service,
 )
 from paceline.harness import local_services
-from paceline.harness.models import WEIGHTS, drafter_spec, model_path
+from paceline.harness.models import MODEL, WEIGHTS, drafter_spec, model_path
 from paceline.service import Service
 from paceline.service.arguments import add_options, byte_count, given_options, option
 from paceline.service.options import read_token
+from paceline.verifier import VerifierOptions
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
 ON_CPU = "--device=cpu"
 """Argument of both services: on the CPU, tokens are bit-identical."""
+
+
+def add_verifier_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add target, cache and server arguments."""
+    parser.add_argument("--target", type=model_path, required=True, metavar="MODEL", help=MODEL)
+    add_verifier_options(parser)
+    add_process_arguments(parser, VERIFIER_ADDRESS)
+
+
+def add_verifier_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a verifier."""
+    group = parser.add_argument_group("verifier")
+    add_options(group, VerifierOptions)
+    group.set_defaults(device="auto")
+
+
+def run_verifier(args: argparse.Namespace) -> int:
+    """Serve until a signal; returns the exit code."""
+    return run_service("verifier", args, lambda metrics: _build_verifier(args, metrics))
+
+
+def _build_verifier(args: argparse.Namespace, metrics: CollectorRegistry | None) -> Service:
+    from paceline.verifier import build_service
+
+    given = given_options(args, VerifierOptions)
+    return build_service(args.target, threads=args.threads, metrics=metrics, **given)
 
 
 @dataclass(frozen=True)
@@ -76,7 +103,7 @@ class DrafterOptions:
     )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_drafter_arguments(parser: argparse.ArgumentParser) -> None:
     """Add drafter and server arguments."""
     group = parser.add_argument_group("drafter")
     add = group.add_argument
@@ -176,18 +203,18 @@ def own_services(
         yield first.address, second.address
 
 
-def run(args: argparse.Namespace) -> int:
+def run_drafter(args: argparse.Namespace) -> int:
     """Serve until a signal; returns the exit code."""
     # Imports no torch: torch must be imported after the thread settings.
     from paceline.drafter import LoadError
 
     try:
-        return run_service("drafter", args, lambda metrics: _build(args, metrics))
+        return run_service("drafter", args, lambda metrics: _build_drafter(args, metrics))
     except LoadError as error:
         return refuse(error)
 
 
-def _build(args: argparse.Namespace, metrics: CollectorRegistry | None) -> Service:
+def _build_drafter(args: argparse.Namespace, metrics: CollectorRegistry | None) -> Service:
     from paceline.cli.shipped import drafters_for
     from paceline.drafter import DrafterSpec, VerifierAccess, build_service, drafting_device
 

@@ -1,30 +1,85 @@
-"""A verifier with faults for tests."""
+"""A verifier and a registry of drafters with faults, over real gRPC on unix sockets.
+
+The target is a hash of the text, with a byte tokenizer.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import hashlib
+import zlib
+from array import array
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc
+from grpc_status import rpc_status
 
+from paceline.client import MockTransport
+from paceline.service import ServiceError
 from paceline.v1 import (
     drafter_pb2,
+    drafter_pb2_grpc,
     sampling_pb2,
     tree_pb2,
     verifier_pb2,
     verifier_pb2_grpc,
 )
 
-from .fake_target import DIGEST, END, TOKENIZER, continuation, next_token
-from .statuses import status
+END = MockTransport.END
+TOKENIZER = MockTransport("")._json
+DIGEST = hashlib.sha256(TOKENIZER).hexdigest()
+LETTERS = b"abcdefgh "
+
+
+def next_token(tokens: list[int], seed: int = 0) -> int:
+    """The fake target: one letter, a function of all tokens before it."""
+    return LETTERS[zlib.crc32(array("I", tokens).tobytes(), seed % 2**32) % len(LETTERS)]
+
+
+def continuation(prompt: list[int], length: int, seed: int = 0) -> list[int]:
+    """What every generation must emit."""
+    tokens = list(prompt)
+    for _ in range(length):
+        tokens.append(next_token(tokens, seed))
+    return tokens[len(prompt) :]
+
+
+def status(
+    code: grpc.StatusCode, reason: str, message: str, retry_after: float | None = None
+) -> Any:
+    """The status of a `ServiceError` with the metadata `k`."""
+    error = ServiceError(code, reason, message, retry_after=retry_after, k="v")
+    return rpc_status.to_status(error.to_status())
+
 
 Fault = grpc.StatusCode | grpc.Status | str
 """A status, "reset": the connection breaks, "end": the stream ends, or "restart": a reset by a
 process that loses its caches."""
+
+
+class Watched:
+    """A fake whose changes a test can wait for."""
+
+    def __init__(self) -> None:
+        self._waiting: list[asyncio.Event] = []
+
+    async def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Waits until something that the fake counts is as wanted."""
+        async with asyncio.timeout(60):
+            while not condition():
+                changed = asyncio.Event()
+                self._waiting.append(changed)
+                await changed.wait()
+
+    def _notify(self) -> None:
+        for changed in self._waiting:
+            changed.set()
+        self._waiting.clear()
 
 
 @dataclass
@@ -70,7 +125,7 @@ class Cache:
         return result
 
 
-class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
+class FakeVerifier(Watched, verifier_pb2_grpc.VerifierServiceServicer):
     """Implements the contract of the real one, with faults.
 
     `fault(position)` is called before each response with its tokens emitted, which a fault loses,
@@ -78,6 +133,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.caches: dict[bytes, Cache] = {}
         self.made = 0
         self.instance = "first"
@@ -97,7 +153,6 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         self.create_faults: list[grpc.Status] = []
         self.start_fault: grpc.StatusCode | None = None
         self.release_faults: list[grpc.StatusCode] = []
-        self.changed = asyncio.Condition()
         self.starts: list[verifier_pb2.GenerateStart] = []
         self.creates: list[verifier_pb2.CreateCacheRequest] = []
         self.models_asked: list[verifier_pb2.GetModelRequest] = []
@@ -107,6 +162,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         self.granted = 0
         self.steps = 0
         self.pauses = 0
+        self.lossless = True
         self.merged = 1
         self.node_budget = 64
         self.no_draft = 0
@@ -126,15 +182,6 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         self.caches.clear()
         self.instance += "'"
         self.fingerprint = self.next_fingerprint or self.fingerprint
-
-    async def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Waits until something that this verifier counts is as wanted."""
-        async with self.changed:
-            await self.changed.wait_for(condition)
-
-    async def _notify(self) -> None:
-        async with self.changed:
-            self.changed.notify_all()
 
     def _called(self, rpc: str, context: Any) -> None:
         self.clients.append((rpc, dict(context.invocation_metadata())["paceline-client"]))
@@ -205,6 +252,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         except BaseException:
             # As the real one: a call that is cancelled before its end leaves no cache.
             self.caches.pop(handle, None)
+            self._notify()
             raise
 
     async def Generate(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
@@ -214,7 +262,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         start, credits = first.start, [first.credits]
         self.starts.append(start)
         self.granted += first.credits
-        await self._notify()
+        self._notify()
         if self.start_fault is not None:
             await context.abort(self.start_fault, "scripted")
         cache = self.caches.get(start.handle)
@@ -235,7 +283,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
                 assert not request.HasField("start")
                 credits[0] += request.credits
                 self.granted += request.credits
-                await self._notify()
+                self._notify()
 
         reader = asyncio.create_task(read_credits())
         try:
@@ -245,7 +293,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             while not cache.finish_reason:
                 if not credits[0]:
                     self.pauses += 1
-                    await self._notify()
+                    self._notify()
                     await self.wait_for(lambda: credits[0] > 0)
                 if cache.streams != stream:
                     await context.abort_with_status(
@@ -255,7 +303,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
                 response = self._run(cache, start, credits[0])
                 credits[0] -= response.steps
                 self.steps += response.steps
-                await self._notify()
+                self._notify()
                 match self.fault(response.position):
                     case None:
                         yield _message(response)
@@ -288,6 +336,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             response.steps = 1
             response.drafter = drafter
             response.draft_us = 10
+            cache.request.sampling.seed += not self.lossless
             self._verify(cache, self._tree(cache, start.max_nodes or 64), response)
             return response
         for _ in range(min(self.merged, credits)):
@@ -346,7 +395,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
     async def RenewLease(self, request: Any, context: Any) -> Any:
         self._called("RenewLease", context)
         self.renewals += 1
-        await self._notify()
+        self._notify()
         return verifier_pb2.RenewLeaseResponse(lease_ms=self.lease_ms)
 
     async def ReleaseCache(self, request: Any, context: Any) -> Any:
@@ -354,6 +403,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         if self.release_faults:
             await context.abort(self.release_faults.pop(), "scripted")
         released = self.caches.pop(request.handle, None) is not None
+        self._notify()
         return verifier_pb2.ReleaseCacheResponse(released=released)
 
 
@@ -368,3 +418,108 @@ def joined(*names: str) -> verifier_pb2.JoinedService:
 
 def _message(round_: verifier_pb2.Round) -> verifier_pb2.GenerateResponse:
     return verifier_pb2.GenerateResponse(rounds=[round_])
+
+
+class FakeRegistry(Watched, drafter_pb2_grpc.DrafterRegistryServiceServicer):
+    """Joins fake verifiers when it is asked to; `mode` selects a fault.
+
+    Args:
+        verifiers: The verifiers that can be joined, by address.
+    """
+
+    def __init__(self, verifiers: dict[str, FakeVerifier]) -> None:
+        super().__init__()
+        self._verifiers = verifiers
+        self.mode = "good"
+        self.names = ["fake"]
+        self.asked: list[str] = []
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+
+    async def ListDrafters(self, request: Any, context: Any) -> Any:
+        return drafter_pb2.ListDraftersResponse(
+            drafters=[drafter_pb2.DrafterInfo(name=name, version="1") for name in self.names],
+            default_drafter=self.names[0],
+        )
+
+    async def JoinVerifier(self, request: Any, context: Any) -> Any:
+        self.asked.append(request.address)
+        self._notify()
+        await self.may_answer.wait()
+        if self.mode == "refusing":
+            await context.abort_with_status(
+                status(grpc.StatusCode.FAILED_PRECONDITION, "VERIFIER_NOT_ALLOWED", "not allowed")
+            )
+        self._verifiers[request.address].joined.append(joined(*self.names))
+        link = drafter_pb2.VerifierLink(address=request.address, carrier="socket")
+        return drafter_pb2.JoinVerifierResponse(verifier=link)
+
+
+class Service:
+    """A servicer on a unix socket that can be stopped hard and started again."""
+
+    def __init__(self, path: Path, register: Callable[[grpc.aio.Server], None]) -> None:
+        self.address = f"unix:{path}"
+        self._register = register
+        self._server: grpc.aio.Server | None = None
+
+    @property
+    def running(self) -> bool:
+        return self._server is not None
+
+    async def start(self) -> None:
+        self._server = grpc.aio.server()
+        self._register(self._server)
+        self._server.add_insecure_port(self.address)
+        await self._server.start()
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.stop(None)
+            self._server = None
+
+
+def verifier_service(path: Path, verifier: FakeVerifier) -> Service:
+    """A service of a fake verifier."""
+    return Service(
+        path,
+        lambda server: verifier_pb2_grpc.add_VerifierServiceServicer_to_server(verifier, server),
+    )
+
+
+def registry_service(path: Path, registry: FakeRegistry) -> Service:
+    """A service of a fake registry."""
+
+    def register(server: grpc.aio.Server) -> None:
+        drafter_pb2_grpc.add_DrafterRegistryServiceServicer_to_server(registry, server)
+
+    return Service(path, register)
+
+
+@dataclass
+class World:
+    """Both fakes, running."""
+
+    verifier: FakeVerifier
+    registry: FakeRegistry
+    verifier_service: Service
+    registry_service: Service
+
+    @property
+    def addresses(self) -> tuple[str, str]:
+        return self.verifier_service.address, self.registry_service.address
+
+
+@contextlib.asynccontextmanager
+async def running(folder: Path) -> AsyncIterator[World]:
+    verifier = FakeVerifier()
+    service = verifier_service(folder / "v", verifier)
+    registry = FakeRegistry({service.address: verifier})
+    world = World(verifier, registry, service, registry_service(folder / "d", registry))
+    await world.verifier_service.start()
+    await world.registry_service.start()
+    try:
+        yield world
+    finally:
+        await world.registry_service.stop()
+        await world.verifier_service.stop()

@@ -1,0 +1,170 @@
+"""Config files, options as arguments, default threads, and delays of restarts."""
+
+import argparse
+import os
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.command import CommandError, expand_config
+from paceline.cli.main import main
+from paceline.cli.serve import BackOff
+from paceline.cli.service_process import default_threads
+from paceline.service.arguments import add_options, byte_count, given_options, to_words
+from paceline.verifier import VerifierOptions
+
+FILE = """
+[verifier]
+target = "a b"
+kv-bytes = "1GiB"
+lease-seconds = 2.5
+share-weights = true
+[drafter]
+load = ["x=ngram", "y=lm:d,depth=3"]
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "c.toml"
+    path.write_text(FILE)
+    return path
+
+
+VERIFIER = ["--target=a b", "--kv-bytes=1GiB", "--lease-seconds=2.5", "--share-weights"]
+
+
+@pytest.mark.parametrize(
+    ("words", "becomes"),
+    [
+        (["serve"], ["serve", *VERIFIER, "--drafter=x=ngram", "--drafter=y=lm:d,depth=3"]),
+        (["verifier"], ["verifier", *VERIFIER]),
+        (["drafter"], ["drafter", "--load=x=ngram", "--load=y=lm:d,depth=3"]),
+    ],
+)
+def test_tables_become_arguments(words: list[str], becomes: list[str], config: Path) -> None:
+    assert expand_config([*words, "--config", str(config)]) == becomes
+    assert expand_config([words[0], f"--config={config}", "--threads=1"]) == [
+        *becomes,
+        "--threads=1",
+    ]
+
+
+def test_the_command_line_overrides_the_file(config: Path) -> None:
+    words = ["serve", "--target", "t", "--config", str(config), "--drafter=ngram"]
+    assert expand_config(words) == ["serve", *VERIFIER[1:], "--target", "t", "--drafter=ngram"]
+
+
+def test_other_commands_read_no_file(config: Path) -> None:
+    words = ["generate", "--config", str(config)]
+    assert expand_config(words) == words
+    assert expand_config(["serve", "--target=t"]) == ["serve", "--target=t"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[other]\n", "'other'"),
+        ("verifier = 3\n", "'verifier'"),
+        ("[verifier\n", "cannot read"),
+        ("[verifier]\ntarget = {a = 1}\n", "target"),
+        ("[drafter]\nmax-streams = 3\n", "max-streams"),
+    ],
+)
+def test_invalid_files_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(text)
+    with pytest.raises(CommandError, match=message):
+        expand_config(["serve", "--config", str(path)])
+
+
+def test_a_missing_file_ends_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verifier", "--config", "/nowhere.toml"]) == 2
+    assert "/nowhere.toml" in capsys.readouterr().err
+    assert main(["verifier", "--config"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1", 1), ("4096", 4096), ("512MiB", 1 << 29), ("1.5gib", 3 << 29), ("2 KiB", 2048)],
+)
+def test_byte_counts(text: str, size: int) -> None:
+    assert byte_count(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "1GB", "x", "1e3", "0.1", "MiB", "٣"])
+def test_invalid_byte_counts(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a size"):
+        byte_count(text)
+
+
+def test_back_off_doubles_up_to_its_limit_and_starts_again_after_a_steady_life() -> None:
+    back_off = BackOff(first=0.5, longest=3.0, steady=60.0)
+    assert [back_off.delay(uptime=1.0) for _ in range(5)] == [0.5, 1.0, 2.0, 3.0, 3.0]
+    assert back_off.delay(uptime=60.0) == 0.5
+    assert back_off.delay(uptime=1.0) == 1.0
+
+
+def parse(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_options(parser, VerifierOptions)
+    return parser.parse_args(words)
+
+
+def test_options_become_arguments_and_a_command_line_again() -> None:
+    words = ["--weights=int8", "--kv-bytes=1024", "--no-prefix-caching", "--share-weights"]
+    args = parse("--socket-dir=/x", *words[::-1])
+    assert to_words(args, VerifierOptions) == [*words, "--socket-dir=/x"]
+    given = given_options(args, VerifierOptions)
+    assert given == {
+        "weights": "int8",
+        "kv_bytes": 1024,
+        "prefix_caching": False,
+        "share_weights": True,
+        "socket_dir": Path("/x"),
+    }
+    assert VerifierOptions(**given).socket_dir == Path("/x")
+
+
+def test_arguments_that_are_not_given_leave_the_defaults() -> None:
+    assert VerifierOptions(**given_options(parse(), VerifierOptions)) == VerifierOptions()
+    assert to_words(parse(), VerifierOptions) == []
+
+
+def describe(root: Path, nodes: list[str], siblings: dict[int, str]) -> Path:
+    for number, cpus in enumerate(nodes):
+        (root / f"node/node{number}").mkdir(parents=True)
+        (root / f"node/node{number}/cpulist").write_text(cpus + "\n")
+    for cpu, text in siblings.items():
+        (root / f"cpu/cpu{cpu}/topology").mkdir(parents=True)
+        (root / f"cpu/cpu{cpu}/topology/thread_siblings_list").write_text(text + "\n")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("usable", "nodes", "siblings", "threads"),
+    [
+        (range(2), ["0-1"], {0: "0", 1: "1"}, 2),
+        (range(8), ["0-7"], {cpu: f"{cpu % 4},{cpu % 4 + 4}" for cpu in range(8)}, 4),
+        (range(64), ["0-31", "32-63"], {}, 32),
+        (
+            range(128),
+            ["0-31,64-95", "32-63,96-127"],
+            {cpu: f"{cpu % 64},{cpu % 64 + 64}" for cpu in range(128)},
+            32,
+        ),
+        ((0, 1, 40), ["0-31", "32-63"], {}, 2),
+        ((5,), [], {}, 1),
+        (range(4), ["damaged"], {0: "?"}, 4),
+    ],
+)
+def test_one_thread_for_each_core_of_one_node(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    usable: range | tuple[int, ...],
+    nodes: list[str],
+    siblings: dict[int, str],
+    threads: int,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(usable), raising=False)
+    assert default_threads(describe(tmp_path, nodes, siblings)) == threads

@@ -1,0 +1,383 @@
+"""Requests as clients of OpenAI, vLLM and llama.cpp send them: the tables of docs/gateway.md."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from paceline.client import MockTransport
+
+from .conftest import Serve, Served
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+USER: Any = {"role": "user", "content": "a"}
+ASSISTANT: Any = {"role": "assistant", "content": "b"}
+IMAGE: Any = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+CLOCK: Any = {"type": "function", "function": {"name": "clock"}}
+IGNORED = (
+    *("best_of", "suffix", "use_beam_search", "min_tokens", "bad_words", "allowed_token_ids"),
+    *("length_penalty", "truncate_prompt_tokens", "add_special_tokens", "skip_special_tokens"),
+    *("include_stop_str_in_output", "priority", "cache_salt", "chat_template", "documents"),
+    *("prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids", "kv_transfer_params"),
+    *("n_predict", "mirostat", "dry_multiplier", "xtc_probability", "typical_p", "dynatemp_range"),
+    *("cache_prompt", "id_slot", "lora", "n_probs", "return_tokens", "response_fields"),
+    *("timings_per_token", "return_progress", "samplers", "post_sampling_probs"),
+    *("reasoning_effort", "verbosity", "prediction", "web_search_options", "functions"),
+    *("function_call", "include_reasoning", "request_id", "mm_processor_kwargs"),
+)
+
+
+@pytest.fixture
+async def served(serve: Serve) -> AsyncIterator[Served]:
+    async with serve(MockTransport(str.upper), chat_template=TEMPLATE) as served:
+        yield served
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [("completions", {"prompt": "a"}), ("chat/completions", {"messages": [USER]})],
+)
+async def test_fields_that_are_ignored_are_named(
+    served: Served, path: str, asked: dict[str, Any]
+) -> None:
+    for name in IGNORED:
+        status, headers, _ = await served.post(f"/v1/{path}", **asked, **{name: 1})
+        assert status == 200, name
+        assert headers["x-paceline-warning"].endswith(f": {name}")
+
+
+ACCEPTED: dict[str, list[dict[str, Any]]] = {
+    "chat/completions": [
+        {"messages": [USER]},
+        {"messages": [{"role": "developer", "content": "a"}, USER]},
+        {"messages": [{**USER, "content": [{"type": "text", "text": "a"}]}]},
+        {"messages": [{**USER, "name": "bob"}, ASSISTANT, USER]},
+        {"messages": [USER, ASSISTANT]},
+        {"messages": [USER, ASSISTANT, ASSISTANT]},
+        {"messages": [USER], "stream_options": {"include_usage": True}},
+        {"messages": [USER], "stop": ["a"] * 16},
+        {"messages": [USER], "logprobs": True, "top_logprobs": 20},
+        {"messages": [USER], "max_tokens": 3, "max_completion_tokens": 4},
+        {"messages": [USER], "tools": [], "tool_choice": None},
+        {"messages": [USER], "response_format": {"type": "text"}},
+    ],
+    "completions": [
+        {"prompt": [97, 98]},
+        {"prompt": [[97], [98, 99]]},
+        {"prompt": ["a", "b"], "echo": True, "logprobs": 0},
+        {"prompt": "a", "logprobs": 20},
+        {"prompt": "a", "logit_bias": {"97": -100}},
+    ],
+    "responses": [
+        {"input": "a"},
+        {"input": [USER], "instructions": "b", "truncation": "disabled"},
+        {"input": [{"type": "reasoning", "id": "r", "summary": []}, USER]},
+        {"input": "a", "text": {"format": {"type": "json_object"}}},
+        {"input": [{**USER, "type": None}]},
+    ],
+}
+
+
+@pytest.mark.parametrize("path", ACCEPTED)
+async def test_requests_that_are_served(served: Served, path: str) -> None:
+    for body in ACCEPTED[path]:
+        status, _, answer = await served.post(f"/v1/{path}", **body)
+        assert status == 200, (body, answer)
+        assert not answer.get("error")
+
+
+REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
+    "chat/completions": [
+        ({}, "messages", "required"),
+        ({"messages": []}, "messages", "at least 1 item"),
+        ({"messages": None}, "messages", "required"),
+        ({"messages": "a"}, "messages", "list"),
+        ({"messages": [1]}, "messages.0", "dictionary"),
+        ({"messages": [{}]}, "messages.0.role", "required"),
+        ({"messages": [{"content": "a"}]}, "messages.0.role", "required"),
+        ({"messages": [{"role": "robot", "content": "a"}]}, "messages.0.role", "'user'"),
+        ({"messages": [{**USER, "content": 1}]}, "messages.0.content", "string"),
+        ({"messages": [{**USER, "content": [IMAGE]}]}, "messages.0.content", "valid string"),
+        ({"stop": ["a"] * 17}, "stop", "at most 16 items"),
+        ({"max_tokens": -1}, "max_tokens", "greater than or equal to 1"),
+        ({"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
+        ({"logit_bias": [[1, 2.0]]}, "logit_bias", "dictionary"),
+        ({"logit_bias": {"text": 1}}, "logit_bias", "pattern"),
+        ({"response_format": {"type": "sound"}}, "response_format", "'json_schema'"),
+        ({"response_format": {"type": "json_object", "schema": 1}}, "response_format", "dict"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "required"),
+        ({"modalities": ["audio"]}, "modalities.0", "'text'"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        (
+            {"tools": [CLOCK], "tool_choice": {**CLOCK, "function": {"name": "x"}}},
+            "tool_choice",
+            "no function 'x'",
+        ),
+        (
+            {"tools": [CLOCK], "tool_choice": "required", "guided_regex": "a"},
+            "tool_choice",
+            "constrained text",
+        ),
+        ({"tools": [{"type": "function"}]}, "tools.0.function", "required"),
+    ],
+    "completions": [
+        ({}, "prompt", "required"),
+        ({"prompt": None}, "prompt", "required"),
+        ({"prompt": ""}, "", "empty"),
+        ({"prompt": []}, "prompt", "at least 1 item"),
+        ({"prompt": [[]]}, "prompt", "valid string"),
+        ({"prompt": ["a", ""]}, "", "empty"),
+        ({"prompt": ["a", [97]]}, "prompt", "string"),
+        ({"prompt": [97, "a"]}, "prompt", "valid string"),
+        ({"prompt": [-1]}, "prompt", "valid string"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs", "less than or equal to 20"),
+        ({"prompt": "a", "n": 0}, "n", "greater than or equal to 1"),
+        ({"prompt": "a", "n": 65}, "n", "64"),
+        ({"prompt": ["a"] * 1000, "n": 2}, "n", "2000 texts"),
+        ({"prompt": "a", "temperature": -1}, "temperature", ">= 0"),
+        ({"prompt": "a", "temperature": "hot"}, "temperature", "valid number"),
+        ({"prompt": "a", "top_p": 1.1}, "top_p", "in (0, 1]"),
+        ({"prompt": "a", "min_p": 1.1}, "min_p", "in [0, 1]"),
+        ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty", "> 0"),
+        ({"prompt": "a", "seed": 1 << 64}, "seed", "less than"),
+        ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "pattern"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens", "echo"),
+        ({"prompt": "a", "guided_regex": "a", "guided_json": {}}, "response_format", "one"),
+        ({"prompt": "a", "stream_options": {"include_usage": 1}}, "stream_options", "boolean"),
+        ({"prompt": "a", "stop": ""}, "stop", "at least 1 character"),
+    ],
+    "responses": [
+        ({"input": []}, "input", "at least 1 item"),
+        ({"input": [{**USER, "type": {}}]}, "input", "unknown"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "unknown"),
+        ({"input": [{**USER, "content": 1}]}, "input.0.content", "string"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "needs a schema"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "stored"),
+        ({"background": True}, "background", "stored"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type", "'function'"),
+        ({"truncation": "auto"}, "truncation", "'disabled'"),
+        ({"temperature": -1}, "temperature", ">= 0"),
+    ],
+}
+
+
+@pytest.mark.parametrize("path", REFUSED)
+async def test_requests_that_are_refused_name_the_parameter(served: Served, path: str) -> None:
+    valid: dict[str, Any] = {"chat/completions": {"messages": [USER]}, "responses": {"input": "a"}}
+    for body, param, message in REFUSED[path]:
+        asked = {**valid.get(path, {}), **body} if body else {}
+        status, _, answer = await served.post(f"/v1/{path}", **asked)
+        assert status == 400, body
+        error = answer["error"]
+        assert error["type"] == "invalid_request_error"
+        assert (error["param"] or "").startswith(param), (body, error)
+        assert message in error["message"], (body, error)
+
+
+async def test_paths_of_other_servers(served: Served) -> None:
+    async with aiohttp.ClientSession() as session:
+        for path in (
+            *("/v1/embeddings", "/rerank", "/infill", "/slots", "/v1/messages", "/completion"),
+            *("/chat/completions", "/apply-template", "/props", "/tokenizer_info", "/ping"),
+            *("/load", "/metrics", "/models"),
+        ):
+            for method in ("GET", "POST"):
+                async with session.request(method, f"{served.url}{path}", json={}) as response:
+                    assert response.status == 404, path
+                    assert (await response.json())["error"]["code"] == "unknown_url"
+
+
+async def test_an_answer_can_be_sent_back(served: Served) -> None:
+    messages: list[Any] = [{"role": "user", "content": "hi"}]
+    answer = await served.openai.chat.completions.create(model="mock", messages=messages)
+    messages += [answer.choices[0].message, {"role": "user", "content": "and"}]
+    again = await served.openai.chat.completions.create(model="mock", messages=messages)
+    assert again.choices[0].message.content == (
+        "<USER>HI<ASSISTANT><USER>HI<ASSISTANT><USER>AND<ASSISTANT>"
+    )
+
+
+async def test_the_last_message_is_continued(serve: Serve) -> None:
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}<assistant>"
+    messages: list[Any] = [
+        {"role": "user", "content": "sure?"},
+        {"role": "assistant", "content": "Sure, "},
+    ]
+    async with serve(MockTransport(lambda prompt: prompt), chat_template=template) as served:
+        create = served.openai.chat.completions.create
+        more = {"continue_final_message": True}
+        answer = await create(model="mock", messages=messages, extra_body=more)
+        assert answer.choices[0].message.content == "<user>sure?</><assistant>Sure,"
+        messages[1]["content"] = " "
+        with pytest.raises(openai.BadRequestError) as raised:
+            await create(model="mock", messages=messages, extra_body=more)
+        assert raised.value.param == "continue_final_message"
+
+
+async def test_every_optional_field_may_be_null(served: Served) -> None:
+    names = (
+        *("model", "n", "temperature", "top_p", "presence_penalty", "frequency_penalty"),
+        *("logit_bias", "seed", "stop", "stream", "stream_options", "top_k", "min_p"),
+        *("repetition_penalty", "stop_token_ids", "ignore_eos", "drafter", "user", "metadata"),
+        *("store", "response_format", "structured_outputs", "guided_json", "guided_regex"),
+        *("guided_choice", "guided_grammar", "json_schema", "grammar", "max_tokens", "logprobs"),
+        *("service_tier", "prompt_cache_key", "never_heard_of"),
+    )
+    nulls: dict[str, Any] = dict.fromkeys(names)
+    for path, body in (
+        ("/completions", {"prompt": "a", "echo": None}),
+        (
+            "/chat/completions",
+            {
+                "messages": [{"role": "user", "content": "a", "name": None, "tool_calls": None}],
+                **dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls", "top_logprobs")),
+                **dict.fromkeys(("max_completion_tokens", "modalities", "chat_template_kwargs")),
+            },
+        ),
+        ("/responses", {"input": "a", **dict.fromkeys(("instructions", "text", "reasoning"))}),
+    ):
+        status, headers, answer = await served.post(f"/v1{path}", **nulls, **body)
+        assert status == 200, answer
+        assert "x-paceline-warning" not in headers
+
+
+async def test_fields_of_other_servers_mean_something(served: Served) -> None:
+    await served.openai.completions.create(
+        model="mock",
+        prompt="a",
+        extra_body={
+            "top_k": -1,
+            "min_p": 0.5,
+            "store": True,
+            "metadata": {"a": 1},
+            "user": "u",
+            "logit_bias": {"7": 1},
+        },
+    )
+    sampling = served.transport.requests[-1].sampling
+    assert (sampling.top_k, sampling.min_p, dict(sampling.logit_bias)) == (0, 0.5, {7: 1.0})
+
+
+async def test_unknown_fields_are_named_in_a_header(served: Served) -> None:
+    raw = await served.openai.chat.completions.with_raw_response.create(
+        model="mock",
+        messages=[{"role": "user", "content": "hi"}],
+        stream_options={"include_usage": True, "odd": 1},  # type: ignore[typeddict-unknown-key]
+        extra_body={"best_of": 3, "b\n\u00e4d": 1},
+    )
+    assert raw.headers["x-paceline-warning"] == (
+        "ignored unknown fields: best_of, b??d, stream_options.odd"
+    )
+
+
+async def test_unknown_fields_are_refused_if_strict(serve: Serve) -> None:
+    async with serve(MockTransport("x"), strict=True) as served:
+        with pytest.raises(openai.BadRequestError, match="unrecognized") as raised:
+            await served.openai.completions.create(
+                model="mock", prompt="a", extra_body={"best_of": 3}
+            )
+        assert raised.value.param == "best_of"
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "source"),
+    [
+        ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
+        ({"structured_outputs": {"choice": ["a", "b."]}}, "regex", r"a|b\."),
+        ({"structured_outputs": {"grammar": "start: A"}}, "grammar", "start: A"),
+        ({"structured_outputs": {"json": {"const": 1}}}, "json_schema", '{"const": 1}'),
+        ({"guided_regex": "a+"}, "regex", "a+"),
+        ({"guided_choice": ["a"]}, "regex", "a"),
+        ({"guided_json": {"const": 1}}, "json_schema", '{"const": 1}'),
+        ({"guided_grammar": "start: A"}, "grammar", "start: A"),
+        ({"grammar": 'root ::= "a"'}, "grammar", 'root ::= "a"'),
+        ({"json_schema": {"const": 1}}, "json_schema", '{"const": 1}'),
+        ({"response_format": {"type": "text"}}, "", ""),
+        ({"response_format": {"type": "json_object"}}, "json_schema", '{"type": "object"}'),
+        (
+            {"response_format": {"type": "json_object", "schema": {"const": 1}}},
+            "json_schema",
+            '{"const": 1}',
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": 1}}}},
+            "json_schema",
+            '{"const": 1}',
+        ),
+    ],
+)
+async def test_constraints_of_other_servers(
+    served: Served, asked: dict[str, Any], kind: str, source: str
+) -> None:
+    await served.openai.completions.create(model="mock", prompt="a", extra_body=asked)
+    sampling = served.transport.requests[-1].sampling
+    given = {name: getattr(sampling, name) for name in ("json_schema", "regex", "grammar")}
+    assert {name: value for name, value in given.items() if value} == (
+        {kind: source} if kind else {}
+    )
+
+
+async def test_an_echoed_prompt_has_logprobs(served: Served) -> None:
+    answer = await served.openai.completions.create(
+        model="mock", prompt=["abc", "de"], max_tokens=1, logprobs=0, echo=True
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert answer.choices[0].text == "abcA"
+    assert logprobs.tokens == ["a", "b", "c", "A"]
+    assert logprobs.token_logprobs == [None, 0.0, 0.0, 0.0]
+    assert logprobs.text_offset == [0, 1, 2, 3]
+    stream = await served.openai.completions.create(
+        model="mock", prompt="abc", max_tokens=1, logprobs=0, echo=True, stream=True
+    )
+    events = [event.choices[0] async for event in stream]
+    tokens = [token for event in events if event.logprobs for token in event.logprobs.tokens or ()]
+    assert tokens == logprobs.tokens
+
+
+async def test_no_tokens_with_an_echo(served: Served) -> None:
+    answer = await served.openai.completions.create(
+        model="mock", prompt="abc", max_tokens=0, logprobs=0, echo=True
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert (answer.choices[0].text, logprobs.tokens) == ("abc", ["a", "b", "c"])
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 0
+
+
+async def test_many_prompts_in_one_request(served: Served) -> None:
+    prompts = [f"prompt {index}" for index in range(300)]
+    answer = await served.openai.completions.create(model="mock", prompt=prompts)
+    assert [choice.text for choice in answer.choices] == [text.upper() for text in prompts]
+    assert served.transport.open_caches == 0
+
+
+async def test_tokens_of_texts_and_chats(served: Served) -> None:
+    async def post(path: str, **body: Any) -> Any:
+        status, _, answer = await served.post(path, **body)
+        assert status == 200
+        return answer
+
+    assert (await post("/tokenize", prompt="abc"))["tokens"] == [97, 98, 99]
+    assert (await post("/tokenize", content="a", return_token_strs=True))["token_strs"] == ["a"]
+    pieces = (await post("/tokenize", content="ab", with_pieces=True))["tokens"]
+    assert pieces == [{"id": 97, "piece": "a"}, {"id": 98, "piece": "b"}]
+    messages = [{"role": "user", "content": "hi"}]
+    chat = await post("/tokenize", messages=messages)
+    assert chat["count"] == len("<user>hi<assistant>")
+    chat = await post("/tokenize", messages=messages, add_generation_prompt=False)
+    assert chat["count"] == len("<user>hi")
+    assert await post("/detokenize", tokens=[97, 98]) == {"prompt": "ab", "content": "ab"}
+    for body, message in (({}, "send one of"), ({"messages": []}, "at least 1 item")):
+        status, _, answer = await served.post("/tokenize", **body)
+        assert status == 400
+        assert message in answer["error"]["message"]
