@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import grpc
+from rich.console import Console
 
 from paceline.cli.command import CommandError, exit_with
 from paceline.cli.service_process import (
@@ -284,9 +285,15 @@ class Supervisor:
     def _run(self) -> int:
         for process in self._processes:
             process.spawn()
-        while not self._signals and not all(each.poll_ready() for each in self._processes):
-            time.sleep(_POLL_INTERVAL)
-        self._wait_joined()
+        with Console(stderr=True).status("") as status:  # shown on a terminal only
+            while not self._signals:
+                starting = [each.kind for each in self._processes if not each.poll_ready()]
+                if not starting:
+                    break
+                status.update(f"starting {', '.join(starting)}")
+                time.sleep(_POLL_INTERVAL)
+            status.update("waiting for the drafter to join the verifier")
+            self._wait_joined()
         if self._signals:
             return self._drain()
         self._on_ready()

@@ -33,7 +33,7 @@ _CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     # Reconnect quickly to a restarted service: RetryOptions limit the attempts.
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 50),
-    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 250),
     # Clients of one process must not share connections and their back-off.
     ("grpc.use_local_subchannel_pool", 1),
 ]
