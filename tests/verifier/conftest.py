@@ -11,9 +11,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from verifier_support import FAMILIES, LAYOUT, Client, Clock, make_model, serving
+from verifier_support import FAMILIES, LAYOUT, Client, Clock, DrafterService, make_model, serving
 
 from paceline.verifier import service
+from paceline.verifier.engine import drafting
 from paceline.verifier.kv.segment import Segment
 from paceline.verifier.store import CacheStore
 
@@ -28,12 +29,19 @@ def patience() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A tiny random model of every family in float32, and a Llama in bfloat16, which
-    is there twice."""
+    """Tiny random models: every family in float32, a Llama in bfloat16, and one to quantise.
+
+    Those of a type of cache or weights are the same folders once more.
+    """
     root = tmp_path_factory.mktemp("models")
     made = {family: make_model(root / family, family) for family in FAMILIES}
     made["bf16"] = make_model(root / "bf16", "Llama", dtype="bfloat16", seed=5)
-    return made | {"int8 KV": made["bf16"]}
+    blocks = make_model(root / "blocks", "Llama", hidden_size=64)
+    return (
+        made
+        | dict.fromkeys(("int8 KV", "float32 KV"), made["bf16"])
+        | {"int8": blocks, "int4": blocks}
+    )
 
 
 @pytest.fixture(scope="session")
@@ -55,6 +63,19 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
     monkeypatch.setattr(service, "CacheStore", partial(CacheStore, clock=made))
     return made
+
+
+@pytest.fixture
+async def far_service(client: Client) -> AsyncIterator[DrafterService]:
+    """A service whose drafter is called ``far`` and whose messages travel over the stream."""
+    async with client.new_drafter_service(socket=False, name="far") as service:
+        yield service
+
+
+@pytest.fixture
+def no_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences are opened again at once after a failure."""
+    monkeypatch.setattr(drafting, "_FIRST_DELAY", 0.0)
 
 
 @pytest.fixture

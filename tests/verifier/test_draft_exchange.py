@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import drafters
@@ -15,54 +13,24 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from verifier_support import (
+    CARRIERS,
     VOCAB,
     Client,
     Drafter,
     DrafterService,
-    failure,
-    reason_of,
+    fallbacks_of,
     remaining,
-    serving,
     tokens_of,
     until,
 )
 
-from paceline.service.exchange import MAX_FRAME_BYTES
 from paceline.tree import TokenTree
-from paceline.v1 import drafter_pb2, exchange_pb2, exchange_pb2_grpc, tree_pb2, verifier_pb2
+from paceline.v1 import drafter_pb2, exchange_pb2, tree_pb2, verifier_pb2
 from paceline.verifier.engine import drafting
 
 PROMPT = [3, 1, 4, 1, 5]
 FIELDS: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos": True}
-INVALID = grpc.StatusCode.INVALID_ARGUMENT
-CARRIERS = pytest.mark.parametrize("socket", [True, False], ids=["socket", "stream"])
-
-
-@pytest.fixture(autouse=True)
-def no_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences are opened again at once after a failure."""
-    monkeypatch.setattr(drafting, "_FIRST_DELAY", 0.0)
-
-
-@pytest.fixture
-async def service(client: Client) -> AsyncIterator[DrafterService]:
-    """A service whose drafter is called ``far`` and whose messages travel over the stream."""
-    async with DrafterService(client.service, client.channel, socket=False, name="far") as made:
-        yield made
-
-
-def service_of(client: Client, *, socket: bool = True, name: str = "test") -> DrafterService:
-    return DrafterService(client.service, client.channel, socket=socket, name=name)
-
-
-async def all_of(client: Client, handle: bytes, **fields: Any) -> list[Any]:
-    """All responses of a stream."""
-    return [each async for each in client.stream(handle, **fields)]
-
-
-def failures_of(responses: list[Any]) -> list[str]:
-    """All fallbacks."""
-    return [reason for each in responses for reason in each.fallbacks]
+pytestmark = pytest.mark.usefixtures("no_delays")
 
 
 # Both carriers
@@ -73,7 +41,7 @@ def failures_of(responses: list[Any]) -> list[str]:
 async def test_the_same_tokens_over_both_carriers(socket: bool, client: Client) -> None:
     """Several generations with every kind of drafter; one message a step for all of them."""
     plain = await client.generate(PROMPT, None, **FIELDS)
-    async with service_of(client, socket=socket) as service:
+    async with client.new_drafter_service(socket=socket) as service:
         client.drafter_service = service
         draws = drafters.all_of(plain, len(PROMPT)).values()
         texts = await asyncio.gather(
@@ -89,7 +57,7 @@ async def test_the_same_tokens_over_both_carriers(socket: bool, client: Client) 
 @CARRIERS
 async def test_one_message_a_step(socket: bool, client: Client) -> None:
     """Eight generations that are drafted for together."""
-    async with service_of(client, socket=socket) as service:
+    async with client.new_drafter_service(socket=socket) as service:
         name = await service.add(drafters.random_tree)
         handles = [(await client.create(PROMPT, **FIELDS)).handle for _ in range(8)]
         service.paused = []
@@ -107,14 +75,12 @@ async def test_one_message_a_step(socket: bool, client: Client) -> None:
 @CARRIERS
 async def test_what_a_drafter_is_told(socket: bool, client: Client) -> None:
     """Text, sampling and capability; then new tokens and limits. The statistics come back."""
-    async with service_of(client, socket=socket) as service:
+    async with client.new_drafter_service(socket=socket) as service:
         name = await service.add(lambda *_: TokenTree.chain([1, 2, 3]))
         fields: dict[str, Any] = {**FIELDS, "max_new_tokens": 6}
         created = await client.create(PROMPT, output_tokens=[7], **fields)
         service.paused = []
-        reading = asyncio.create_task(
-            all_of(client, created.handle, position=1, drafter=name, max_nodes=2)
-        )
+        reading = asyncio.create_task(client.responses(created.handle, drafter=name, max_nodes=2))
         await until(lambda: bool(service.paused))
         ((opened,), (first,)) = service.opened, service.paused
         assert list(opened.tokens) == [*PROMPT, 7, *created.first.tokens]
@@ -133,37 +99,12 @@ async def test_what_a_drafter_is_told(socket: bool, client: Client) -> None:
         await until(lambda: not service.sequences)
 
 
-async def test_joined_services_are_listed(client: Client, service: DrafterService) -> None:
-    await client.drafter_service.join()
-    name = await service.add(drafters.nothing)
-    created = await client.create(PROMPT, **FIELDS)
-    service.paused = []
-    call = await client.begin(created.handle, credits=1, drafter=name)
-    await until(lambda: bool(service.opened))
-    told = await client.stub.GetModel(verifier_pb2.GetModelRequest())
-    near, far = told.drafter_services
-    assert [near.default_drafter, far.default_drafter] == ["test", "far"]
-    assert (list(near.drafters), near.sequences) == (client.drafter_service.infos, 0)
-    assert (list(far.drafters), far.sequences) == (service.infos, 1)
-    assert near.carrier == verifier_pb2.CARRIER_SOCKET
-    assert far.carrier == verifier_pb2.CARRIER_STREAM
-    joined = service.joined
-    assert joined is not None
-    assert (joined.target_fingerprint, joined.tokenizer_digest) == (
-        told.target_fingerprint,
-        told.tokenizer_digest,
-    )
-    assert (joined.vocab_size, joined.max_tree_nodes) == (VOCAB, told.max_tree_nodes)
-    assert joined.instance_id == told.instance_id
-    call.cancel()
-
-
 # Which drafter
 
 
-async def test_names_choose_the_drafter(client: Client, service: DrafterService) -> None:
+async def test_names_choose_the_drafter(client: Client, far_service: DrafterService) -> None:
     """Absent: the default of the first service. A text is sent to no other than it names."""
-    near = client.drafter_service
+    near, service = client.drafter_service, far_service
     await near.add(lambda *_: TokenTree.chain([1]))
     await near.add(lambda *_: TokenTree.chain([1, 2]))
     await service.add(lambda *_: TokenTree.chain([1, 2, 3]))
@@ -201,22 +142,21 @@ async def test_without_any_service_there_is_no_drafter(client: Client) -> None:
     (response,) = await client.steps(created.handle, 1, drafter=None)
     assert response.no_draft == verifier_pb2.NO_DRAFT_REASON_NO_DRAFTER
     error = await client.refusal(created.handle, drafter="x" * 257)
-    assert error == (INVALID, "BAD_DRAFTER")
+    assert error == (grpc.StatusCode.INVALID_ARGUMENT, "BAD_DRAFTER")
 
 
 async def test_the_socket_is_preferred_then_the_fewest_sequences(client: Client) -> None:
     async with (
-        service_of(client, socket=False) as far,
-        service_of(client) as near,
-        service_of(client) as nearest,
+        client.new_drafter_service(socket=False) as far,
+        client.new_drafter_service() as near,
+        client.new_drafter_service() as nearest,
     ):
         for each in (far, near, nearest):
             await each.add(drafters.nothing)
         handles = [(await client.create(PROMPT, **FIELDS)).handle for _ in range(4)]
-        fields: dict[str, Any] = {"always_draft": True, "draft_timeout_ms": 60_000}
         calls = []
         for handle in handles:
-            calls.append(await client.begin(handle, credits=1, drafter="test", **fields))
+            calls.append(await client.begin(handle, credits=1, drafter="test"))
             assert (await calls[-1].read()).no_draft == verifier_pb2.NO_DRAFT_REASON_EMPTY
         assert [len(each.opened) for each in (far, near, nearest)] == [0, 2, 2]
 
@@ -264,95 +204,16 @@ async def test_hidden_states_of_all_versions_are_kept(client: Client) -> None:
         await client.release(created.handle)
 
 
-# Services that leave
-
-
-@CARRIERS
-@pytest.mark.bits
-async def test_a_service_that_comes_back_drafts_again(socket: bool, client: Client) -> None:
-    plain = await client.generate(PROMPT, None, **FIELDS)
-    created = await client.create(PROMPT, **FIELDS)
-    async with service_of(client, socket=socket) as service:
-        name = await service.add(drafters.wrong(plain, len(PROMPT)))
-        call = await client.begin(
-            created.handle, credits=2, drafter=name, always_draft=True, draft_timeout_ms=60_000
-        )
-        responses = [await call.read() for _ in range(2)]
-        await service.leave()
-        await call.write(verifier_pb2.GenerateRequest(credits=1))
-        responses.append(await call.read())
-        await service.join()
-        await call.write(verifier_pb2.GenerateRequest(credits=100))
-        responses += await remaining(call)
-    assert [*created.first.tokens, *tokens_of(responses)] == plain
-    assert [bool(each.tree.tokens) for each in responses[:5]] == [True, True, False, True, True]
-    assert failures_of(responses) == ["drafter_unavailable"]
-    assert responses[2].no_draft == verifier_pb2.NO_DRAFT_REASON_NOT_READY
-    assert [each.sequence for each in service.opened] == [1, 1], "counted anew"
-    assert list(service.opened[1].tokens) == [*PROMPT, *plain[:4]]
-
-
-async def test_a_service_leaves_while_a_tree_is_on_its_way(client: Client) -> None:
-    """Another one with the same drafter takes over."""
-    async with service_of(client) as first, service_of(client, socket=False) as second:
-        name = await first.add(drafters.nothing)
-        assert await second.add(lambda *_: TokenTree.chain([1])) == name
-        first.paused = []
-        created = await client.create(PROMPT, **FIELDS)
-        stepping = asyncio.create_task(client.steps(created.handle, 2, drafter=name))
-        await until(lambda: bool(first.paused))
-        await first.leave()
-        one, two = await stepping
-        assert list(one.fallbacks) == ["drafter_unavailable"]
-        assert one.no_draft == verifier_pb2.NO_DRAFT_REASON_NOT_READY
-        assert (list(two.tree.tokens), len(second.opened)) == ([1], 1)
-
-
-@CARRIERS
-async def test_unloaded_drafters_close_their_sequences(socket: bool, client: Client) -> None:
-    """Others of the service go on; an empty list closes all."""
-    async with service_of(client, socket=socket) as service:
-        await service.join()
-        other = service.info("0", name="other")
-        await service.update([*service.infos[:2], other])
-        await service.add(drafters.nothing)
-        handles = [(await client.create(PROMPT, **FIELDS)).handle for _ in range(2)]
-        calls = [
-            await client.begin(handle, drafter=name, always_draft=True, draft_timeout_ms=60_000)
-            for handle, name in zip(handles, ("test@0", "other"), strict=True)
-        ]
-
-        async def step() -> list[Any]:
-            for call in calls:
-                await call.write(verifier_pb2.GenerateRequest(credits=1))
-            return [await call.read() for call in calls]
-
-        empty, not_ready = (
-            verifier_pb2.NO_DRAFT_REASON_EMPTY,
-            verifier_pb2.NO_DRAFT_REASON_NOT_READY,
-        )
-        assert [each.no_draft for each in await step()] == [empty, empty]
-        await service.update([other])
-        found = await step()
-        assert [each.no_draft for each in found] == [not_ready, empty]
-        assert list(found[0].fallbacks) == ["drafter_unavailable"]
-        await service.update([])
-        assert [each.no_draft for each in await step()] == [not_ready, not_ready]
-        await until(lambda: not service.sequences)
-
-
 # Late, refused and wrong trees
 
 
 @CARRIERS
 async def test_a_late_tree_is_ignored_and_the_next_is_used(socket: bool, client: Client) -> None:
     plain = await client.generate(PROMPT, None, **FIELDS)
-    async with service_of(client, socket=socket) as service:
+    async with client.new_drafter_service(socket=socket) as service:
         name = await service.add(drafters.right(plain, len(PROMPT), depth=2))
         created = await client.create(PROMPT, **FIELDS)
-        call = await client.begin(
-            created.handle, drafter=name, always_draft=True, draft_timeout_ms=50
-        )
+        call = await client.begin(created.handle, drafter=name, draft_timeout_ms=50)
         responses: list[Any] = []
 
         async def step() -> Any:
@@ -386,7 +247,7 @@ async def test_a_drafter_that_hangs_is_left(
     created = await client.create(PROMPT, **FIELDS)
     service.paused = []
     responses = await client.steps(created.handle, 3, drafter=name, draft_timeout_ms=20)
-    assert "drafter_hung" in failures_of(responses)
+    assert "drafter_hung" in fallbacks_of(responses)
     await until(lambda: len(service.opened) == 2)
     service.paused = None
     position = 1 + len(tokens_of(responses))
@@ -401,9 +262,7 @@ async def test_a_refused_sequence_is_opened_again(when: str, client: Client) -> 
     name = await service.add(lambda *_: next(trees, TokenTree.chain([1])))
     service.refuses = when == "when it is opened"
     created = await client.create(PROMPT, **FIELDS)
-    call = await client.begin(
-        created.handle, credits=1, drafter=name, always_draft=True, draft_timeout_ms=60_000
-    )
+    call = await client.begin(created.handle, credits=1, drafter=name)
     response = await call.read()
     if when == "later":
         assert list(response.tree.tokens) == [1]
@@ -447,7 +306,7 @@ async def test_invalid_trees(client: Client) -> None:
         created, beside = [await client.create(PROMPT, **FIELDS) for _ in range(2)]
         (response,), others = await asyncio.gather(
             client.steps(created.handle, 1, drafter=name, max_nodes=8),
-            all_of(client, beside.handle, drafter=good),
+            client.responses(beside.handle, drafter=good),
         )
         assert (list(response.fallbacks), len(response.tree.tokens)) == (["invalid_tree"], 0)
         assert response.fallback_message.startswith(f"{reason}: ")
@@ -465,9 +324,7 @@ async def test_what_a_service_reports_is_bounded(client: Client) -> None:
     name = await service.add(drafters.nothing)
     service.paused = []
     created = await client.create(PROMPT, **FIELDS)
-    call = await client.begin(
-        created.handle, credits=1, drafter=name, always_draft=True, draft_timeout_ms=2**32 - 1
-    )
+    call = await client.begin(created.handle, credits=1, drafter=name, draft_timeout_ms=2**32 - 1)
     await until(lambda: bool(service.paused))
     drafted = exchange_pb2.DraftedTree(
         sequence=1, round=1, tree=tree(tokens=[1], parents=[-1]), version="v" * 5_000_000
@@ -486,154 +343,6 @@ async def test_what_a_service_reports_is_bounded(client: Client) -> None:
     response = await call.read()
     assert list(response.fallbacks) == ["drafter_refused"]
     assert len(response.fallback_message) <= 1024
-
-
-# Connections that break the protocol
-
-LONG = "x" * 257
-LISTS: list[dict[str, Any]] = [
-    {"drafters": [drafter_pb2.DrafterInfo(name="test")] * 257},
-    {"drafters": [drafter_pb2.DrafterInfo(name=LONG)]},
-    {"drafters": [drafter_pb2.DrafterInfo(name="test", version=LONG)]},
-    {"drafters": [drafter_pb2.DrafterInfo(name="test", folder="x" * (1 << 20))]},
-    {"default_drafter": LONG},
-]
-
-
-@pytest.mark.parametrize("fields", LISTS)
-async def test_lists_that_are_too_long(fields: dict[str, Any], client: Client) -> None:
-    listed = exchange_pb2.JoinRequest(drafters=exchange_pb2.DrafterList(**fields))
-    call = exchange_pb2_grpc.DraftExchangeServiceStub(client.channel).Join()
-    await call.write(listed)
-    error = await failure(call)
-    assert (error.code(), reason_of(error)) == (INVALID, "BAD_DRAFTERS")
-    service = client.drafter_service
-    await service.join()
-    await service._call.write(listed)
-    assert await service.error() == (INVALID, "BAD_DRAFTERS")
-
-
-async def test_a_service_has_to_introduce_itself(client: Client) -> None:
-    stub = exchange_pb2_grpc.DraftExchangeServiceStub(client.channel)
-    call = stub.Join()
-    await call.write(exchange_pb2.JoinRequest(use_stream=True))
-    assert reason_of(await failure(call)) == "NOT_JOINED"
-    call = stub.Join()
-    await call.write(exchange_pb2.JoinRequest(drafters=exchange_pb2.DrafterList()))
-    await call.read()
-    await call.write(exchange_pb2.JoinRequest())
-    assert reason_of(await failure(call)) == "NOT_READY"
-    call = stub.Join()
-    await call.done_writing()
-    assert [message async for message in call] == []
-    assert not client.service.joined()
-
-
-async def test_a_socket_without_the_token_is_closed(client: Client) -> None:
-    """And the service may use its stream then."""
-    stub = exchange_pb2_grpc.DraftExchangeServiceStub(client.channel)
-    call = stub.Join()
-    await call.write(exchange_pb2.JoinRequest(drafters=exchange_pb2.DrafterList()))
-    joined = (await call.read()).joined
-    path = joined.socket_path.replace("@", "\0", 1)
-    right = joined.socket_token
-    for frame in (b"\x10\0\0\0" + bytes(16), b"\xff" * 20, b"\x10\0\0\0" + right[:8], b""):
-        reader, writer = await asyncio.open_unix_connection(path)
-        writer.write(frame)
-        writer.write_eof()
-        assert await reader.read() == b""
-        writer.close()
-    await call.write(exchange_pb2.JoinRequest(use_stream=True))
-    await until(lambda: bool(client.service.joined()))
-    reader, writer = await asyncio.open_unix_connection(path)
-    writer.write(b"\x10\0\0\0" + right)
-    assert await reader.read() == b"", "the token has no use any more"
-    writer.close()
-    call.cancel()
-    await until(lambda: not client.service.joined())
-
-
-async def test_a_folder_for_the_socket(model: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "sockets"
-    folder.mkdir()
-    options: dict[str, Any] = {"kv_bytes": 1 << 28, "socket_dir": folder}
-    async with serving(model, tmp_path / "v.sock", **options) as client:
-        plain = await client.generate(PROMPT, None, **FIELDS)
-        assert await client.generate(PROMPT, drafters.random_tree, **FIELDS) == plain
-        joined = client.drafter_service.joined
-        assert joined is not None
-        assert [Path(joined.socket_path)] == list(folder.iterdir())
-    assert not list(folder.iterdir())
-
-
-def opened_for(number: int) -> dict[str, Any]:
-    return {"opened": [exchange_pb2.SequenceOpened(sequence=number)]}
-
-
-def tree_for(number: int, round_: int) -> dict[str, Any]:
-    return {"trees": [exchange_pb2.DraftedTree(sequence=number, round=round_)]}
-
-
-VIOLATIONS: list[tuple[dict[str, Any] | bytes, str]] = [
-    (opened_for(2), "UNKNOWN_SEQUENCE"),
-    (opened_for(0), "UNKNOWN_SEQUENCE"),
-    ({"refused": [exchange_pb2.SequenceRefused(sequence=2**64 - 1)]}, "UNKNOWN_SEQUENCE"),
-    (tree_for(7, 1), "UNKNOWN_SEQUENCE"),
-    (tree_for(1, 0), "WRONG_ROUND"),
-    (tree_for(1, 2), "WRONG_ROUND"),
-    ({"trees": [*tree_for(1, 1)["trees"]] * 2}, "WRONG_ROUND"),
-    (b"\x04\0\0\0\xff\xff\xff\xff", "BAD_MESSAGE"),
-    ((MAX_FRAME_BYTES + 1).to_bytes(4, "little"), "DRAFTER_GONE"),
-]
-CASES = [
-    (*case, socket) for case in VIOLATIONS for socket in (True, False)
-    if socket or not isinstance(case[0], bytes)
-]  # fmt: skip
-
-
-@pytest.mark.bits
-@pytest.mark.parametrize(("message", "reason", "socket"), CASES)
-async def test_violations_end_the_connection(
-    message: dict[str, Any] | bytes, reason: str, socket: bool, client: Client
-) -> None:
-    """Generations of another service notice nothing, and its own go on without drafts."""
-    plain = await client.generate(PROMPT, None, **FIELDS)
-    async with service_of(client, socket=socket, name="bad") as bad:
-        name = await bad.add(drafters.nothing)
-        created, beside = [await client.create(PROMPT, **FIELDS) for _ in range(2)]
-        good = await client.drafter_service.add(drafters.right(plain, len(PROMPT), depth=1))
-        bad.paused = []
-        victim = asyncio.create_task(all_of(client, created.handle, drafter=name))
-        other = asyncio.create_task(all_of(client, beside.handle, drafter=good))
-        await until(lambda: bool(bad.paused))
-        if isinstance(message, bytes):
-            assert bad._writer is not None
-            bad._writer.write(message)
-        else:
-            await bad.send(**message)
-        _, found = await bad.error()
-        assert found == reason
-        theirs, others = await victim, await other
-    assert [*created.first.tokens, *tokens_of(theirs)] == plain
-    assert [*beside.first.tokens, *tokens_of(others)] == plain
-    assert failures_of(theirs) == ["drafter_unavailable"]
-    assert failures_of(others) == []
-    assert all(each.tree.tokens for each in others[:-1])
-
-
-async def test_messages_for_closed_sequences_are_ignored(client: Client) -> None:
-    """They may have crossed the message that closed them."""
-    service = client.drafter_service
-    name = await service.add(drafters.nothing)
-    created = await client.create(PROMPT, **FIELDS)
-    await client.rest(created.handle, drafter=name)
-    await until(lambda: not service.sequences)
-    refused = exchange_pb2.SequenceRefused(sequence=1)
-    await service.send(refused=[refused], **opened_for(1), **tree_for(1, 99))
-    await client.release(created.handle)
-    plain = await client.generate(PROMPT, None, **FIELDS)
-    assert await client.generate(PROMPT, drafters.random_tree, **FIELDS) == plain
-    assert [each.sequence for each in service.opened] == [1, 2], "the same connection"
 
 
 # Any behaviour
@@ -671,13 +380,12 @@ async def test_no_behaviour_changes_a_token(
 ) -> None:
     plain = await client.generate(PROMPT, None, **FIELDS)
     action = ["right"]
-    async with service_of(client, socket=socket) as service:
+    async with client.new_drafter_service(socket=socket) as service:
         name = await service.add(acting(drafters.right(plain, len(PROMPT), 2), action))
         infos = service.infos
         texts = [await client.create(PROMPT, **FIELDS) for _ in range(generations)]
         calls = [
-            await client.begin(each.handle, drafter=name, always_draft=True, draft_timeout_ms=20)
-            for each in texts
+            await client.begin(each.handle, drafter=name, draft_timeout_ms=20) for each in texts
         ]
         tokens = [list(each.first.tokens) for each in texts]
         for act, steps in actions:

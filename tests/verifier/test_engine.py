@@ -1,4 +1,4 @@
-"""Failing steps, draining, the model's description, greedy output and sampled distribution."""
+"""Failing steps, draining, the model's description."""
 
 from __future__ import annotations
 
@@ -6,18 +6,14 @@ import asyncio
 import gzip
 import hashlib
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import drafters
 import grpc
 import pytest
-import torch
-from chi_square import FALSE_ALARM, p_value
 from verifier_support import (
     CONTEXT,
-    FAMILIES,
     VOCAB,
     Client,
     failure,
@@ -27,8 +23,7 @@ from verifier_support import (
 )
 
 from paceline.decoder import BatchInvariance, weights_fingerprint
-from paceline.tree import TokenTree
-from paceline.v1 import sampling_pb2, verifier_pb2
+from paceline.v1 import verifier_pb2
 from paceline.verifier import build_service
 from paceline.verifier.engine import acceptance
 
@@ -180,55 +175,3 @@ async def test_tokenizer(model: Path, tmp_path: Path) -> None:
 def test_bad_options(options: dict[str, Any], model: Path) -> None:
     with pytest.raises(ValueError, match="expected"):
         build_service(model, **options)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-async def test_greedy_output_equals_transformers(
-    family: str, models: dict[str, Path], tmp_path: Path
-) -> None:
-    from transformers import AutoModelForCausalLM
-
-    hf = AutoModelForCausalLM.from_pretrained(models[family], dtype=torch.float32).eval()
-    hf.generation_config.eos_token_id = None
-    rng = random.Random(1)
-    async with serving(models[family], tmp_path / "v.sock", kv_bytes=1 << 28) as client:
-        for _ in range(4):
-            prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))]
-            expected = hf.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)
-            got = await client.generate(prompt, None, **FIELDS)
-            assert got == expected[0, len(prompt) :].tolist()
-
-
-async def test_emitted_tokens_follow_the_softmax(client: Client, model: Path) -> None:
-    """First and second tokens of many seeds, half of them drafted for."""
-    from transformers import AutoModelForCausalLM
-
-    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    parent = await client.create(PROMPT)
-    bias = dict.fromkeys(range(6, VOCAB), -10000.0)  # six tokens are enough to count
-
-    async def draw(seed: int) -> tuple[int, int]:
-        fields = sampling_pb2.SamplingParams(temperature=1.0, seed=seed, logit_bias=bias)
-        tree = None if seed % 2 else lambda *_: TokenTree(tuple(range(6)), (-1,) * 6)
-        first, second = await client.generate(
-            PROMPT, tree, sampling=fields, max_new_tokens=2, ignore_eos=True,
-            parent_handle=parent.handle,
-        )  # fmt: skip
-        return first, second
-
-    drawn: list[tuple[int, int]] = []
-    for start in range(0, 600, 40):
-        drawn += await asyncio.gather(*(draw(seed) for seed in range(start, start + 40)))
-    await client.release(parent.handle)
-
-    def softmax(context: list[int]) -> list[float]:
-        with torch.no_grad():
-            logits = hf(torch.tensor([context])).logits[0, -1, :6]
-        return [float(chance) for chance in logits.double().softmax(0)]
-
-    chances = {
-        (first, second): above * below
-        for first, above in enumerate(softmax(PROMPT))
-        for second, below in enumerate(softmax([*PROMPT, first]))
-    }
-    assert p_value(drawn, chances) > FALSE_ALARM

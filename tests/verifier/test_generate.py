@@ -44,7 +44,9 @@ async def test_a_resume_anywhere_loses_and_repeats_nothing(earlier: int, client:
     """Streams of a few steps, each from any position that the client may have, with and without
     trees; log-probabilities are sent again as they were. The first tokens are of another cache."""
     fields: dict[str, Any] = {
-        "sampling": sampling_pb2.SamplingParams(temperature=0.8, seed=3),
+        "sampling": sampling_pb2.SamplingParams(
+            temperature=0.8, repetition_penalty=1.2, presence_penalty=0.5, seed=3
+        ),
         "max_new_tokens": 80,
         "ignore_eos": True,
     }
@@ -95,7 +97,7 @@ async def test_a_finished_generation_sends_what_the_client_lacks(client: Client)
     created = await client.create(PROMPT, max_new_tokens=9, ignore_eos=True)
     tokens = [*created.first.tokens, *await client.rest(created.handle)]
     for position in range(10):
-        responses = [each async for each in client.stream(created.handle, position=position)]
+        responses = await client.responses(created.handle, position)
         assert tokens_of(responses) == tokens[position:]
         assert len(responses) == (position < 9)
         for response in responses:
@@ -135,9 +137,7 @@ async def test_a_credit_comes_while_a_tree_is_on_its_way(client: Client, handle:
     service = client.drafter_service
     name = await service.add(drafters.nothing)
     service.paused = []
-    call = await client.begin(
-        handle, credits=1, drafter=name, always_draft=True, draft_timeout_ms=60_000
-    )
+    call = await client.begin(handle, credits=1, drafter=name)
     await until(lambda: bool(service.paused))
     await call.write(granted(1))
     await service.answer()
@@ -196,8 +196,7 @@ async def test_a_broken_stream_ends_its_wait_for_a_tree(client: Client, handle: 
     (cache,), service = client.service.store, client.drafter_service
     name = await service.add(drafters.nothing)
     service.paused = []
-    fields: dict[str, Any] = {"drafter": name, "always_draft": True, "draft_timeout_ms": 60_000}
-    call = await client.begin(handle, credits=1, **fields)
+    call = await client.begin(handle, credits=1, drafter=name)
     await until(lambda: bool(service.paused))
     call.cancel()
     await until(lambda: not service.sequences)
@@ -218,7 +217,6 @@ async def test_a_release_ends_the_stream(waits_for: str, client: Client, handle:
     service = client.drafter_service
     name = await service.add(drafters.nothing)
     service.paused = []
-    fields: dict[str, Any] = {"drafter": name, "always_draft": True, "draft_timeout_ms": 60_000}
     (cache,) = client.service.store
     if waits_for == "a step":
         with paused_engine(client, after=0) as paused:
@@ -228,7 +226,7 @@ async def test_a_release_ends_the_stream(waits_for: str, client: Client, handle:
             await until(lambda: cache.released)
         assert await releasing
     else:
-        call = await client.begin(handle, credits=int(waits_for == "a tree"), **fields)
+        call = await client.begin(handle, credits=int(waits_for == "a tree"), drafter=name)
         await until(lambda: cache.busy and bool(service.paused or waits_for == "credits"))
         assert await client.release(handle)
     assert not await client.release(handle), "releasing twice is safe"

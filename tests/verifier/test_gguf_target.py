@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import drafters
 import pytest
 from gguf_files import write_gguf
-from verifier_support import VOCAB, make_model, serving
+from verifier_support import VOCAB, serving
 
 from paceline.decoder import weights_fingerprint
 from paceline.v1 import verifier_pb2
@@ -30,20 +29,6 @@ async def test_it_serves_the_model_of_the_folder(
     assert (got.name, got.architecture) == ("tiny", f"{family}ForCausalLM")
     assert (got.vocab_size, list(got.eos_token_ids), got.bos_token_id) == (VOCAB, [0], 1)
     assert (got.dtype, got.target_fingerprint) == ("float32", weights_fingerprint(file))
-
-
-@pytest.mark.parametrize("weights", ["int8", "int4"])
-async def test_drafts_do_not_change_the_output_of_quantised_weights(
-    weights: str, tmp_path: Path
-) -> None:
-    model = make_model(tmp_path / "model", "Llama", hidden_size=64)
-    async with serving(model, tmp_path / "v.sock", kv_bytes=1 << 28, weights=weights) as client:
-        fields = {"max_new_tokens": 24, "ignore_eos": True}
-        plain = await client.generate(PROMPT, None, **fields)
-        for seed in range(3):
-            drafter = (drafters.right(plain, len(PROMPT)), drafters.random_tree)[seed % 2]
-            drafted = await client.generate(PROMPT, drafter, seed=seed, **fields)
-            assert drafted == plain
 
 
 def test_a_damaged_file_is_refused_at_start(models: dict[str, Path], tmp_path: Path) -> None:

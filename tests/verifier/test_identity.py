@@ -36,10 +36,17 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 }
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "int8 KV": {"kv_cache_dtype": "int8"},
+    "float32 KV": {"kv_cache_dtype": "float32"},
+    "int8": {"weights": "int8"},
+    "int4": {"weights": "int4"},
+}
+
+
 def options_of(kind: str) -> dict[str, Any]:
     """Options of a verifier of one of the models."""
-    kv = "int8" if kind == "int8 KV" else "auto"
-    return {"kv_bytes": 1 << 28, "kv_cache_dtype": kv}
+    return {"kv_bytes": 1 << 28, **OPTIONS.get(kind, {})}
 
 
 @pytest.mark.parametrize(
@@ -47,7 +54,7 @@ def options_of(kind: str) -> dict[str, Any]:
     [
         *product(("Llama", "bf16"), SAMPLINGS),
         *product(("Mistral", "Qwen2", "Qwen3"), ["T=1"]),
-        ("int8 KV", "filters"),
+        *product(OPTIONS, ["filters"]),
     ],
 )
 async def test_same_tokens_with_every_drafter(
@@ -82,7 +89,7 @@ async def test_right_trees_are_accepted(client: Client) -> None:
 
     name = await client.drafter_service.add(siblings)
     created = await client.create(prompt, max_new_tokens=41, ignore_eos=True)
-    answers = [each async for each in client.stream(created.handle, drafter=name)]
+    answers = await client.responses(created.handle, drafter=name)
     assert len(answers) == 4
     for number, answer in enumerate(answers):
         start = 1 + number * 10
@@ -206,23 +213,6 @@ async def test_fork_of_a_grown_text(client: Client) -> None:
     await client.release(fork.handle)
 
 
-async def test_resume_with_output_tokens(client: Client) -> None:
-    """After a restart: prompt and emitted tokens are sent, and the same tokens follow."""
-    prompt = text(10, 15)
-    fields: dict[str, Any] = {
-        "sampling": sampling_pb2.SamplingParams(
-            temperature=0.8, repetition_penalty=1.2, presence_penalty=0.5, seed=9
-        ),
-        "max_new_tokens": 30,
-        "ignore_eos": True,
-    }
-    plain = await client.generate(prompt, None, **fields)
-    created = await client.create(prompt, output_tokens=plain[:12], **fields)
-    got = [*created.first.tokens, *await client.rest(created.handle, 13)]
-    assert got == plain[12:]
-    await client.release(created.handle)
-
-
 async def test_stop_tokens_end_a_generation_inside_a_tree(client: Client) -> None:
     prompt = text(11, 15)
     plain = await client.generate(prompt, None, max_new_tokens=40, ignore_eos=True)
@@ -267,7 +257,7 @@ async def test_logprobs(tree: bool, client: Client, model: Path) -> None:
     name = "none"
     if tree:
         name = await client.drafter_service.add(drafters.right(plain, len(prompt)))
-    answers = [each async for each in client.stream(created.handle, drafter=name)]
+    answers = await client.responses(created.handle, drafter=name)
     results = [created.first, *(each.result for each in answers)]
     assert [token for result in results for token in result.tokens] == plain
     got = [value for result in results for value in result.logprobs]

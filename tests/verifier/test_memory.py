@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from verifier_support import (
 
 from paceline.service.metrics import new_registry
 from paceline.telemetry.names import Metric
+from paceline.tree import TokenTree
 from paceline.v1 import verifier_pb2
 from paceline.verifier.kv.base import OutOfMemory
 from paceline.verifier.kv.segment import Segment, own_segments
@@ -148,11 +150,15 @@ async def test_nothing_leaks_under_churn(client: Client) -> None:
     plain = await client.generate(PROMPT, None, **fields)
 
     async def churn(index: int) -> None:
-        draw = drafters.mixed(drafters.random_tree, drafters.nothing)
+        trees = drafters.mixed(drafters.random_tree, drafters.nothing)
+
+        def draw(text: list[int], rng: random.Random) -> TokenTree:
+            if index % 3 == 0 and len(text) >= len(PROMPT) + index:
+                task.cancel()
+            return trees(text, rng)
+
         task = asyncio.create_task(client.generate(PROMPT, draw, seed=index, **fields))
         if index % 3 == 0:
-            await asyncio.sleep(0.002 * index)
-            task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         else:
             assert await task == plain

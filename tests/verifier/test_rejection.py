@@ -1,4 +1,4 @@
-"""The REJECTION mode: distribution, determinism, refusals."""
+"""The distribution in both modes of acceptance; determinism and refusals of REJECTION."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ CHOICES, SAMPLES, AT_ONCE = 3, 300, 20
 
 
 def rejection(seed: int, **fields: Any) -> sampling_pb2.SamplingParams:
-    return sampling_pb2.SamplingParams(
-        temperature=1.0, seed=seed, mode=sampling_pb2.ACCEPTANCE_MODE_REJECTION, **fields
-    )
+    fields = {"mode": sampling_pb2.ACCEPTANCE_MODE_REJECTION, **fields}
+    return sampling_pb2.SamplingParams(temperature=1.0, seed=seed, **fields)
 
 
 def proposal_for(text: Sequence[int]) -> Proposal:
@@ -55,13 +54,18 @@ def drawn_chain(text: Sequence[int], seed: int, depth: int) -> tree_pb2.TokenTre
     return tree
 
 
-async def generate(client: Client, seed: int, tokens: int, **filters: Any) -> tuple[int, ...]:
+async def generate(client: Client, seed: int, tokens: int, **fields: Any) -> tuple[int, ...]:
+    """By rejection unless the fields say otherwise."""
+
+    def draw(text: list[int], _: Any) -> tree_pb2.TokenTree:
+        tree = drawn_chain(text, seed, 3)
+        if sampling.mode != sampling_pb2.ACCEPTANCE_MODE_REJECTION:
+            tree.ClearField("distributions")
+        return tree
+
+    sampling = rejection(seed, **fields)
     output = await client.generate(
-        PROMPT,
-        lambda text, _: drawn_chain(text, seed, 3),
-        max_new_tokens=tokens,
-        ignore_eos=True,
-        sampling=rejection(seed, **filters),
+        PROMPT, draw, max_new_tokens=tokens, ignore_eos=True, sampling=sampling
     )
     return tuple(output)
 
@@ -89,13 +93,15 @@ def chances(model: Path, tokens: int, top_k: int) -> dict[tuple[int, ...], float
     return paths
 
 
-async def test_the_distribution_is_the_targets(client: Client, model: Path) -> None:
+@pytest.mark.parametrize("mode", ["REJECTION", "INVARIANT"])
+async def test_the_distribution_is_the_targets(mode: str, client: Client, model: Path) -> None:
     """Three tokens, the second and third drafted for; per position and jointly."""
+    chosen = sampling_pb2.AcceptanceMode.Value(f"ACCEPTANCE_MODE_{mode}")
     slots = asyncio.Semaphore(AT_ONCE)
 
     async def one(seed: int) -> tuple[int, ...]:
         async with slots:
-            return await generate(client, seed, 4, top_k=CHOICES)
+            return await generate(client, seed, 4, top_k=CHOICES, mode=chosen)
 
     found = [path[:3] for path in await asyncio.gather(*map(one, range(SAMPLES)))]
     expected = chances(model, 3, CHOICES)

@@ -15,6 +15,7 @@ from typing import Any
 from unittest.mock import Mock, patch
 
 import grpc
+import pytest
 import torch
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
@@ -37,6 +38,7 @@ FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 VOCAB = 61
 LAYOUT = KvLayout(layers=2, kv_heads=3, head_dim=8, dtype=torch.float32)
 CONTEXT = 2048
+CARRIERS = pytest.mark.parametrize("socket", [True, False], ids=["socket", "stream"])
 Drafter = Callable[[list[int], random.Random], TokenTree | tree_pb2.TokenTree | None]
 """Gives a tree for a text; a message is sent as it is, and None refuses the sequence."""
 
@@ -149,7 +151,8 @@ class Client:
         credits: int = 0,
         **fields: Any,
     ) -> Any:
-        """A Generate call whose first message was sent."""
+        """A Generate call whose first message was sent; it waits for each tree a minute."""
+        fields = {"always_draft": True, "draft_timeout_ms": 60_000, **fields}
         call = self.stub.Generate()
         start = verifier_pb2.GenerateStart(
             handle=handle, position=position, drafter=drafter, **fields
@@ -166,8 +169,7 @@ class Client:
         credits: int = 1 << 30,
         **fields: Any,
     ) -> AsyncGenerator[Any]:
-        """Rounds of a Generate stream to its end; a tree is waited for as long as it takes."""
-        fields = {"always_draft": True, "draft_timeout_ms": 60_000, **fields}
+        """Rounds of a Generate stream to its end."""
         call = await self.begin(
             handle, position=position, drafter=drafter, credits=credits, **fields
         )
@@ -178,9 +180,13 @@ class Client:
         finally:
             call.cancel()
 
+    async def responses(self, handle: bytes, position: int = 1, **fields: Any) -> list[Any]:
+        """All rounds of a Generate stream."""
+        return [each async for each in self.stream(handle, position=position, **fields)]
+
     async def rest(self, handle: bytes, position: int = 1, **fields: Any) -> list[int]:
         """Tokens from a position to the end."""
-        return tokens_of([each async for each in self.stream(handle, position=position, **fields)])
+        return tokens_of(await self.responses(handle, position, **fields))
 
     async def steps(self, handle: bytes, count: int, position: int = 1, **fields: Any) -> list[Any]:
         """Rounds of so many steps, or to the end; then the stream is ended."""
@@ -217,6 +223,10 @@ class Client:
         await service.update([info, *(each for each in service.infos if each.name != name)])
         return name
 
+    def new_drafter_service(self, *, socket: bool = True, name: str = "test") -> DrafterService:
+        """Another drafter service, which has not joined yet."""
+        return DrafterService(self.service, self.channel, socket=socket, name=name)
+
     async def release(self, handle: bytes) -> bool:
         """Release a cache."""
         answer = await self.stub.ReleaseCache(verifier_pb2.ReleaseCacheRequest(handle=handle))
@@ -247,6 +257,11 @@ async def remaining(call: Any) -> list[Any]:
 def tokens_of(responses: Iterable[Any]) -> list[int]:
     """All tokens of Generate responses."""
     return [token for each in responses for token in each.result.tokens]
+
+
+def fallbacks_of(responses: Iterable[Any]) -> list[str]:
+    """All fallbacks of rounds."""
+    return [reason for each in responses for reason in each.fallbacks]
 
 
 class RoundCall:

@@ -1,0 +1,282 @@
+"""Join: services that join, leave, come back or break the protocol; others notice nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import drafters
+import grpc
+import pytest
+from verifier_support import (
+    CARRIERS,
+    VOCAB,
+    Client,
+    DrafterService,
+    failure,
+    fallbacks_of,
+    reason_of,
+    remaining,
+    serving,
+    tokens_of,
+    until,
+)
+
+from paceline.service.exchange import MAX_FRAME_BYTES
+from paceline.tree import TokenTree
+from paceline.v1 import drafter_pb2, exchange_pb2, exchange_pb2_grpc, verifier_pb2
+
+PROMPT = [3, 1, 4, 1, 5]
+FIELDS: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos": True}
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+pytestmark = pytest.mark.usefixtures("no_delays")
+
+
+async def test_joined_services_are_listed(client: Client, far_service: DrafterService) -> None:
+    service = far_service
+    await client.drafter_service.join()
+    name = await service.add(drafters.nothing)
+    created = await client.create(PROMPT, **FIELDS)
+    service.paused = []
+    call = await client.begin(created.handle, credits=1, drafter=name)
+    await until(lambda: bool(service.opened))
+    told = await client.stub.GetModel(verifier_pb2.GetModelRequest())
+    near, far = told.drafter_services
+    assert [near.default_drafter, far.default_drafter] == ["test", "far"]
+    assert (list(near.drafters), near.sequences) == (client.drafter_service.infos, 0)
+    assert (list(far.drafters), far.sequences) == (service.infos, 1)
+    assert near.carrier == verifier_pb2.CARRIER_SOCKET
+    assert far.carrier == verifier_pb2.CARRIER_STREAM
+    joined = service.joined
+    assert joined is not None
+    assert (joined.target_fingerprint, joined.tokenizer_digest) == (
+        told.target_fingerprint,
+        told.tokenizer_digest,
+    )
+    assert (joined.vocab_size, joined.max_tree_nodes) == (VOCAB, told.max_tree_nodes)
+    assert joined.instance_id == told.instance_id
+    call.cancel()
+
+
+@CARRIERS
+@pytest.mark.bits
+async def test_a_service_that_comes_back_drafts_again(socket: bool, client: Client) -> None:
+    plain = await client.generate(PROMPT, None, **FIELDS)
+    created = await client.create(PROMPT, **FIELDS)
+    async with client.new_drafter_service(socket=socket) as service:
+        name = await service.add(drafters.wrong(plain, len(PROMPT)))
+        call = await client.begin(created.handle, credits=2, drafter=name)
+        responses = [await call.read() for _ in range(2)]
+        await service.leave()
+        await call.write(verifier_pb2.GenerateRequest(credits=1))
+        responses.append(await call.read())
+        await service.join()
+        await call.write(verifier_pb2.GenerateRequest(credits=100))
+        responses += await remaining(call)
+    assert [*created.first.tokens, *tokens_of(responses)] == plain
+    assert [bool(each.tree.tokens) for each in responses[:5]] == [True, True, False, True, True]
+    assert fallbacks_of(responses) == ["drafter_unavailable"]
+    assert responses[2].no_draft == verifier_pb2.NO_DRAFT_REASON_NOT_READY
+    assert [each.sequence for each in service.opened] == [1, 1], "counted anew"
+    assert list(service.opened[1].tokens) == [*PROMPT, *plain[:4]]
+
+
+async def test_a_service_leaves_while_a_tree_is_on_its_way(client: Client) -> None:
+    """Another one with the same drafter takes over."""
+    async with (
+        client.new_drafter_service() as first,
+        client.new_drafter_service(socket=False) as second,
+    ):
+        name = await first.add(drafters.nothing)
+        assert await second.add(lambda *_: TokenTree.chain([1])) == name
+        first.paused = []
+        created = await client.create(PROMPT, **FIELDS)
+        stepping = asyncio.create_task(client.steps(created.handle, 2, drafter=name))
+        await until(lambda: bool(first.paused))
+        await first.leave()
+        one, two = await stepping
+        assert list(one.fallbacks) == ["drafter_unavailable"]
+        assert one.no_draft == verifier_pb2.NO_DRAFT_REASON_NOT_READY
+        assert (list(two.tree.tokens), len(second.opened)) == ([1], 1)
+
+
+@CARRIERS
+async def test_unloaded_drafters_close_their_sequences(socket: bool, client: Client) -> None:
+    """Others of the service go on; an empty list closes all."""
+    async with client.new_drafter_service(socket=socket) as service:
+        await service.join()
+        other = service.info("0", name="other")
+        await service.update([*service.infos[:2], other])
+        await service.add(drafters.nothing)
+        handles = [(await client.create(PROMPT, **FIELDS)).handle for _ in range(2)]
+        calls = [
+            await client.begin(handle, drafter=name)
+            for handle, name in zip(handles, ("test@0", "other"), strict=True)
+        ]
+
+        async def step() -> list[Any]:
+            for call in calls:
+                await call.write(verifier_pb2.GenerateRequest(credits=1))
+            return [await call.read() for call in calls]
+
+        empty, not_ready = (
+            verifier_pb2.NO_DRAFT_REASON_EMPTY,
+            verifier_pb2.NO_DRAFT_REASON_NOT_READY,
+        )
+        assert [each.no_draft for each in await step()] == [empty, empty]
+        await service.update([other])
+        found = await step()
+        assert [each.no_draft for each in found] == [not_ready, empty]
+        assert list(found[0].fallbacks) == ["drafter_unavailable"]
+        await service.update([])
+        assert [each.no_draft for each in await step()] == [not_ready, not_ready]
+        await until(lambda: not service.sequences)
+
+
+# Connections that break the protocol
+
+LONG = "x" * 257
+LISTS: list[dict[str, Any]] = [
+    {"drafters": [drafter_pb2.DrafterInfo(name="test")] * 257},
+    {"drafters": [drafter_pb2.DrafterInfo(name=LONG)]},
+    {"drafters": [drafter_pb2.DrafterInfo(name="test", version=LONG)]},
+    {"drafters": [drafter_pb2.DrafterInfo(name="test", folder="x" * (1 << 20))]},
+    {"default_drafter": LONG},
+]
+
+
+@pytest.mark.parametrize("fields", LISTS)
+async def test_lists_that_are_too_long(fields: dict[str, Any], client: Client) -> None:
+    listed = exchange_pb2.JoinRequest(drafters=exchange_pb2.DrafterList(**fields))
+    call = exchange_pb2_grpc.DraftExchangeServiceStub(client.channel).Join()
+    await call.write(listed)
+    error = await failure(call)
+    assert (error.code(), reason_of(error)) == (INVALID, "BAD_DRAFTERS")
+    service = client.drafter_service
+    await service.join()
+    await service._call.write(listed)
+    assert await service.error() == (INVALID, "BAD_DRAFTERS")
+
+
+async def test_a_service_has_to_introduce_itself(client: Client) -> None:
+    stub = exchange_pb2_grpc.DraftExchangeServiceStub(client.channel)
+    call = stub.Join()
+    await call.write(exchange_pb2.JoinRequest(use_stream=True))
+    assert reason_of(await failure(call)) == "NOT_JOINED"
+    call = stub.Join()
+    await call.write(exchange_pb2.JoinRequest(drafters=exchange_pb2.DrafterList()))
+    await call.read()
+    await call.write(exchange_pb2.JoinRequest())
+    assert reason_of(await failure(call)) == "NOT_READY"
+    call = stub.Join()
+    await call.done_writing()
+    assert [message async for message in call] == []
+    assert not client.service.joined()
+
+
+async def test_a_socket_without_the_token_is_closed(client: Client) -> None:
+    """And the service may use its stream then."""
+    stub = exchange_pb2_grpc.DraftExchangeServiceStub(client.channel)
+    call = stub.Join()
+    await call.write(exchange_pb2.JoinRequest(drafters=exchange_pb2.DrafterList()))
+    joined = (await call.read()).joined
+    path = joined.socket_path.replace("@", "\0", 1)
+    right = joined.socket_token
+    for frame in (b"\x10\0\0\0" + bytes(16), b"\xff" * 20, b"\x10\0\0\0" + right[:8], b""):
+        reader, writer = await asyncio.open_unix_connection(path)
+        writer.write(frame)
+        writer.write_eof()
+        assert await reader.read() == b""
+        writer.close()
+    await call.write(exchange_pb2.JoinRequest(use_stream=True))
+    await until(lambda: bool(client.service.joined()))
+    reader, writer = await asyncio.open_unix_connection(path)
+    writer.write(b"\x10\0\0\0" + right)
+    assert await reader.read() == b"", "the token has no use any more"
+    writer.close()
+    call.cancel()
+    await until(lambda: not client.service.joined())
+
+
+async def test_a_folder_for_the_socket(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "sockets"
+    folder.mkdir()
+    options: dict[str, Any] = {"kv_bytes": 1 << 28, "socket_dir": folder}
+    async with serving(model, tmp_path / "v.sock", **options) as client:
+        plain = await client.generate(PROMPT, None, **FIELDS)
+        assert await client.generate(PROMPT, drafters.random_tree, **FIELDS) == plain
+        joined = client.drafter_service.joined
+        assert joined is not None
+        assert [Path(joined.socket_path)] == list(folder.iterdir())
+    assert not list(folder.iterdir())
+
+
+def opened_for(number: int) -> dict[str, Any]:
+    return {"opened": [exchange_pb2.SequenceOpened(sequence=number)]}
+
+
+def tree_for(number: int, round_: int) -> dict[str, Any]:
+    return {"trees": [exchange_pb2.DraftedTree(sequence=number, round=round_)]}
+
+
+VIOLATIONS: list[tuple[dict[str, Any] | bytes, str]] = [
+    (opened_for(2), "UNKNOWN_SEQUENCE"),
+    (opened_for(0), "UNKNOWN_SEQUENCE"),
+    ({"refused": [exchange_pb2.SequenceRefused(sequence=2**64 - 1)]}, "UNKNOWN_SEQUENCE"),
+    (tree_for(7, 1), "UNKNOWN_SEQUENCE"),
+    (tree_for(1, 0), "WRONG_ROUND"),
+    (tree_for(1, 2), "WRONG_ROUND"),
+    ({"trees": [*tree_for(1, 1)["trees"]] * 2}, "WRONG_ROUND"),
+    (b"\x04\0\0\0\xff\xff\xff\xff", "BAD_MESSAGE"),
+    ((MAX_FRAME_BYTES + 1).to_bytes(4, "little"), "DRAFTER_GONE"),
+]
+CASES = [
+    (*case, socket) for case in VIOLATIONS for socket in (True, False)
+    if socket or not isinstance(case[0], bytes)
+]  # fmt: skip
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize(("message", "reason", "socket"), CASES)
+async def test_violations_end_the_connection(
+    message: dict[str, Any] | bytes, reason: str, socket: bool, client: Client
+) -> None:
+    """Generations of another service notice nothing, and its own go on without drafts."""
+    plain = await client.generate(PROMPT, None, **FIELDS)
+    async with client.new_drafter_service(socket=socket, name="bad") as bad:
+        name = await bad.add(drafters.nothing)
+        created, beside = [await client.create(PROMPT, **FIELDS) for _ in range(2)]
+        good = await client.drafter_service.add(drafters.right(plain, len(PROMPT), depth=1))
+        bad.paused = []
+        victim = asyncio.create_task(client.responses(created.handle, drafter=name))
+        other = asyncio.create_task(client.responses(beside.handle, drafter=good))
+        await until(lambda: bool(bad.paused))
+        if isinstance(message, bytes):
+            assert bad._writer is not None
+            bad._writer.write(message)
+        else:
+            await bad.send(**message)
+        _, found = await bad.error()
+        assert found == reason
+        theirs, others = await victim, await other
+    assert [*created.first.tokens, *tokens_of(theirs)] == plain
+    assert [*beside.first.tokens, *tokens_of(others)] == plain
+    assert fallbacks_of(theirs) == ["drafter_unavailable"]
+    assert fallbacks_of(others) == []
+    assert all(each.tree.tokens for each in others[:-1])
+
+
+async def test_messages_for_closed_sequences_are_ignored(client: Client) -> None:
+    """They may have crossed the message that closed them."""
+    service = client.drafter_service
+    name = await service.add(drafters.nothing)
+    created = await client.create(PROMPT, **FIELDS)
+    await client.rest(created.handle, drafter=name)
+    await until(lambda: not service.sequences)
+    refused = exchange_pb2.SequenceRefused(sequence=1)
+    await service.send(refused=[refused], **opened_for(1), **tree_for(1, 99))
+    await client.release(created.handle)
+    plain = await client.generate(PROMPT, None, **FIELDS)
+    assert await client.generate(PROMPT, drafters.random_tree, **FIELDS) == plain
+    assert [each.sequence for each in service.opened] == [1, 2], "the same connection"
