@@ -1,4 +1,4 @@
-"""Random trees, caches and queries, run as a tree and as single paths."""
+"""Random trees, caches and queries, run as a tree and as single paths; compiled kernels."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from hypothesis import strategies as st
+from reference import reference_attention
 from torch import Tensor
 
 from paceline.kernels import (
@@ -30,7 +31,7 @@ from paceline.kernels._native import CpuKernels, cpu_kernels, load
 from paceline.kernels.caches import to_rows
 from paceline.kernels.executor import NativeProgram, run_one_by_one, supported
 
-HEADS = [(6, 2, 64), (4, 4, 16), (8, 2, 80), (3, 1, 96), (8, 1, 128), (7, 1, 32)]
+HEADS = [(6, 2, 64), (4, 4, 16), (8, 2, 80), (3, 1, 96), (8, 1, 128), (7, 1, 32), (36, 2, 48)]
 PREFIXES = [0, 1, 7, 15, 16, 200, 250, 255, 256, 257, 511, 512, 700, 1025, 2303, 2304]
 
 
@@ -159,8 +160,8 @@ def in_tiles(library: ctypes.CDLL) -> Iterator[None]:
 
 
 @st.composite
-def trees(draw: st.DrawFn, most: int = 64) -> tuple[int, ...] | None:
-    """Parents of a tree of any shape, bushy to deep, or None for a chain."""
+def trees(draw: st.DrawFn, most: int = 64) -> tuple[int, ...]:
+    """Parents of a tree of any shape, bushy to deep."""
     count = draw(st.integers(1, most))
     reach = draw(st.sampled_from([0, 1, 2, 5, MAX_TREE_NODES]))
     if reach == 0:
@@ -204,6 +205,13 @@ class Case:
         )
         return out
 
+    def expected(self) -> tuple[Tensor, Tensor]:
+        """Attention and log-sum-exp by the reference."""
+        plan = plan_trees([self.segment])
+        return reference_attention(
+            self.q, [self.key], [self.value], plan, scale=self.scale, window=self.window
+        )
+
     def run_alone(self, node: int) -> Tensor:
         """The same of one node, decoded as the only row behind its own path."""
         path = self.path(node)
@@ -233,6 +241,26 @@ def make_case(
     q = q if dtype is torch.int8 else q.to(dtype)
     segment = TreeSegment(0, start, parents, len(parents))
     return Case(segment, q, to_rows(key, dtype), to_rows(value, dtype), window)
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.int8)
+WINDOWS = (None, None, 1, 33, 40, 256, 300, 1000, 2100)
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn, most: int = 64, dtypes: Sequence[torch.dtype] = DTYPES, spare: int = 40
+) -> Case:
+    """Any tree behind any prefix, with any heads, type of cache and window."""
+    return make_case(
+        draw(st.integers(0, 1000)),
+        draw(st.sampled_from(PREFIXES) | st.integers(0, 1300)),
+        draw(trees(most)),
+        draw(st.sampled_from(HEADS)),
+        draw(st.sampled_from(dtypes)),
+        draw(st.sampled_from(WINDOWS)),
+        draw(st.integers(0, spare)),
+    )
 
 
 def attend(

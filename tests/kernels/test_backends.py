@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 from kernel_cases import make_case
-from reference import reference_attention
 
 from paceline.kernels import AttentionCall, attention, backend_for, plan_trees, register_backend
+from paceline.kernels.attention import cuda_backend, preferred_backend, remember_backend
 from paceline.kernels.dense import DenseBackend
 
 PARENTS = (-1, 0, 0, 1, 3, 3, 2)
@@ -36,23 +37,11 @@ def test_a_backend_can_be_added_without_touching_callers(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("start", [0, 17, 700])
 def test_the_plain_one_gives_the_log_sum_exp(start: int, window: int | None) -> None:
     case = make_case(3, start, PARENTS, window=window)
-    plan, lse = plan_trees([case.segment]), torch.empty(case.q.shape[:2])
+    lse, out, plan = torch.empty(case.q.shape[:2]), case.q.clone(), plan_trees([case.segment])
     DenseBackend().attend(
-        AttentionCall(
-            case.q,
-            [case.key],
-            [case.value],
-            plan,
-            case.scale,
-            window,
-            torch.empty_like(case.q),
-            lse,
-        )
+        AttentionCall(case.q, [case.key], [case.value], plan, case.scale, window, out, lse)
     )
-    _, expected = reference_attention(
-        case.q, [case.key], [case.value], plan, scale=case.scale, window=window
-    )
-    torch.testing.assert_close(lse.double(), expected, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), case.expected()[1], atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.usefixtures("cpu_backend")
@@ -63,3 +52,38 @@ def test_threads_do_not_share_scratch() -> None:
         found = list(pool.map(lambda case: case.run(), cases))
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.fixture
+def choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("PACELINE_ATTENTION", raising=False)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("choices")
+def test_the_measured_one_is_used_unless_the_environment_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert preferred_backend("A") == "triton"
+    remember_backend("A", "flash_attn")
+    remember_backend("B", "dense")
+    assert [preferred_backend(name) for name in "ABC"] == ["flash_attn", "dense", "triton"]
+    monkeypatch.setenv("PACELINE_ATTENTION", "dense")
+    assert preferred_backend("A") == "dense"
+    monkeypatch.setenv("PACELINE_ATTENTION", "fastest")
+    with pytest.raises(RuntimeError, match="expected one of triton, flash_attn, dense"):
+        preferred_backend("A")
+
+
+@pytest.mark.usefixtures("choices")
+@pytest.mark.parametrize("text", ["", "[]", '{"A": "fastest"}'])
+def test_an_invalid_file_is_ignored(text: str) -> None:
+    remember_backend("A", "dense").write_text(text)
+    assert preferred_backend("A") == "triton"
+
+
+def test_a_missing_package_gives_way() -> None:
+    pytest.importorskip("triton")
+    assert cuda_backend("flash_attn").name in ("flash_attn", "triton")
+    assert cuda_backend("dense").name == "dense"

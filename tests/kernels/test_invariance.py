@@ -6,12 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import HEADS, PREFIXES, Case, attend, make_case, trees
+from kernel_cases import DTYPES, HEADS, Case, attend, cases, make_case, trees
 
 from paceline.kernels import Probe, TreeSegment, plan_trees, tree_attention
 
 pytestmark = pytest.mark.usefixtures("native_backend")
-DTYPES = [torch.float32, torch.bfloat16, torch.int8]
 
 
 def assert_every_path_alone(case: Case, nodes: list[int]) -> None:
@@ -20,25 +19,10 @@ def assert_every_path_alone(case: Case, nodes: list[int]) -> None:
         assert torch.equal(case.run_alone(node)[0], out[node]), f"node {node} of {case.segment}"
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    parents=trees(),
-    start=st.sampled_from(PREFIXES) | st.integers(0, 1300),
-    heads=st.sampled_from(HEADS),
-    dtype=st.sampled_from(DTYPES),
-    window=st.sampled_from([None, None, None, 1, 33, 256, 300, 2100]),
-    seed=st.integers(0, 1000),
-)
-def test_any_node_of_any_tree_has_the_bits_of_its_path_alone(
-    parents: tuple[int, ...],
-    start: int,
-    heads: tuple[int, int, int],
-    dtype: torch.dtype,
-    window: int | None,
-    seed: int,
-) -> None:
-    case = make_case(seed, start, parents, heads, dtype, window, spare=seed % 40)
-    count = len(parents)
+@settings(max_examples=60)
+@given(case=cases())
+def test_any_node_of_any_tree_has_the_bits_of_its_path_alone(case: Case) -> None:
+    count = case.segment.length
     assert_every_path_alone(case, sorted({0, count // 3, count // 2, count - 1}))
 
 
@@ -57,7 +41,7 @@ def test_prefill_blocks_have_the_bits_of_decoding(start: int, dtype: torch.dtype
     assert_every_path_alone(case, [0, 1, 3, 4, 15, 16, 100, 254, 255])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     shapes=st.lists(
         st.tuples(st.sampled_from([200, 1000, 3000]), trees(50)), min_size=1, max_size=3
